@@ -1,0 +1,81 @@
+"""Every exception and warning penstock raises, in one tree.
+
+    PenstockError                       catch this to catch everything
+    ├── OptionError        (ValueError) an option has a value it cannot have
+    │   ├── SizeError                   a size such as ``"20 GB"`` or ``"lots"``
+    │   ├── SelectionError              a name pattern that matches nothing
+    │   └── BudgetError                 a budget no plan fits; carries the minimum
+    ├── OptionTypeError    (TypeError)  an option of the wrong Python type
+    ├── CheckpointError    (ValueError) files that are missing, damaged or for another model
+    └── StateError         (RuntimeError) right arguments, wrong moment
+        ├── ModelChangedError           the model was altered behind an active offload
+        ├── TransferError               bytes did not arrive (short read, I/O error, closed link)
+        ├── SlotConflictError           one slot is needed by two running units at once
+        └── RaceError                   ``PENSTOCK_DEBUG=1`` found bytes that are not the unit's own
+
+    PenstockWarning        (UserWarning) something works, but not as asked; said once
+
+Each message names the thing, what was expected, what was found, and the mend.
+"""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    """Root of the tree."""
+
+
+class OptionError(PenstockError, ValueError):
+    """An option has a value it cannot have."""
+
+
+class SizeError(OptionError):
+    """A size that is not of the form ``"20GiB"``."""
+
+
+class SelectionError(OptionError):
+    """A name pattern that matches no tensor."""
+
+
+class BudgetError(OptionError):
+    """No plan fits the budget.
+
+    Attributes:
+        minimum_bytes: the smallest budget, in bytes, for which a plan exists.
+    """
+
+    def __init__(self, message: str, minimum_bytes: int) -> None:
+        super().__init__(message)
+        self.minimum_bytes = minimum_bytes
+
+
+class OptionTypeError(PenstockError, TypeError):
+    """An option of the wrong Python type."""
+
+
+class CheckpointError(PenstockError, ValueError):
+    """Checkpoint files that are missing, damaged, or belong to another model."""
+
+
+class StateError(PenstockError, RuntimeError):
+    """The call was right, the moment was not."""
+
+
+class ModelChangedError(StateError):
+    """A tensor penstock manages was moved, replaced or written while offloaded."""
+
+
+class TransferError(StateError):
+    """The bytes of a unit did not arrive."""
+
+
+class SlotConflictError(StateError):
+    """A slot is needed by a unit while another unit that is still running occupies it."""
+
+
+class RaceError(StateError):
+    """A checksum mismatch found under ``PENSTOCK_DEBUG=1``."""
+
+
+class PenstockWarning(UserWarning):
+    """Something works, but not as asked."""
