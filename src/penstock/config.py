@@ -1,0 +1,247 @@
+"""What a user may ask for: sizes, policies, and the environment variables.
+
+Everything here is a frozen dataclass that checks itself when made, so that a wrong value is refused where it was
+written and not where it is used.
+
+=====================  =========  ==================================================================================
+environment variable   default    meaning
+=====================  =========  ==================================================================================
+PENSTOCK_DEBUG         0          1: poison slots when released, verify a checksum whenever a unit arrives or leaves
+PENSTOCK_READERS       cores      worker threads of the CPU link (at least 1)
+=====================  =========  ==================================================================================
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
+
+from penstock.errors import OptionError, OptionTypeError, SizeError
+
+__all__ = [
+    "ALL_MODEL_PARAMS",
+    "Budget",
+    "Mode",
+    "OffloadConfig",
+    "Policy",
+    "Prefetch",
+    "UVA",
+    "as_policy",
+    "debug_enabled",
+    "format_gib",
+    "parse_size",
+    "reader_threads",
+]
+
+ALL_MODEL_PARAMS = "ALL_MODEL_PARAMS"
+
+Mode = Literal["cpu", "disk", "meta"]
+Backend = Literal["auto", "prefetch", "uva", "none"]
+
+_UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]iB|B)", re.IGNORECASE)
+
+
+def parse_size(size: str | int) -> int:
+    """Bytes of a size such as ``"20GiB"``, ``"600MiB"`` or ``4096``.
+
+    Raises:
+        SizeError: not of that form, or not positive.
+        OptionTypeError: neither ``str`` nor ``int``.
+    """
+    form = 'write it like "20GiB", "600MiB" or "4096B" (binary units, no space)'
+    if isinstance(size, bool) or not isinstance(size, str | int):
+        raise OptionTypeError(f"size: expected str or int, found {type(size).__name__} {size!r}; {form}")
+    if isinstance(size, int):
+        num_bytes = size
+    else:
+        match = _SIZE.fullmatch(size)
+        if match is None:
+            raise SizeError(f"size {size!r} is not a size; {form}")
+        num_bytes = int(float(match[1]) * _UNITS[match[2].upper()])
+    if num_bytes <= 0:
+        raise SizeError(f"size {size!r}: expected more than 0 bytes; {form}")
+    return num_bytes
+
+
+def format_gib(num_bytes: int | float, digits: int = 3) -> str:
+    """``num_bytes`` as a GiB figure for people, e.g. ``"0.586 GiB"``."""
+    return f"{num_bytes / 2**30:.{digits}f} GiB"
+
+
+def _check_positive(name: str, value: object, flag: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise OptionTypeError(f"{name}: expected an int, found {type(value).__name__} {value!r} ({flag})")
+    if value < 1:
+        raise OptionError(f"{name} = {value}: expected at least 1 ({flag})")
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in get_args(Mode):
+        raise OptionError(f"mode {mode!r}: expected one of {', '.join(get_args(Mode))} (--offload-mode)")
+
+
+def _as_names(params: Sequence[str] | None) -> tuple[str, ...]:
+    if isinstance(params, str):
+        raise OptionTypeError(
+            f"params: expected a list of names, found the string {params!r}; write [{params!r}]"
+        )
+    return tuple(params or ())
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """Copy units into slots ahead of use, whole layers by the group rule.
+
+    Attributes:
+        group_size: layers per group (``--offload-group-size``).
+        num_in_group: of every group, the last this many are offloaded (``--offload-num-in-group``).
+        prefetch_step: how many units ahead the copies run = number of slots (``--offload-prefetch-step``).
+        params: name patterns (:mod:`penstock.select`) that narrow what is offloaded inside those layers; empty
+            means every parameter of 64 KiB or more.
+        mode: the store (``--offload-mode``).
+    """
+
+    group_size: int = 1
+    num_in_group: int = 1
+    prefetch_step: int = 1
+    params: Sequence[str] = ()
+    mode: Mode = "cpu"
+
+    def __post_init__(self) -> None:
+        _check_positive("group_size", self.group_size, "--offload-group-size")
+        _check_positive("num_in_group", self.num_in_group, "--offload-num-in-group")
+        _check_positive("prefetch_step", self.prefetch_step, "--offload-prefetch-step")
+        if self.num_in_group > self.group_size:
+            raise OptionError(
+                f"num_in_group = {self.num_in_group} is larger than group_size = {self.group_size}: of a group of "
+                f"{self.group_size} layers at most {self.group_size} can be offloaded; lower --offload-num-in-group"
+            )
+        _check_mode(self.mode)
+        object.__setattr__(self, "params", _as_names(self.params))
+
+
+@dataclass(frozen=True)
+class UVA:
+    """Read tensors in place from where they rest, without a slot.
+
+    Attributes:
+        max_bytes: at most this much is offloaded, in the order of the model; ``None`` means no limit
+            (``--cpu-offload-gb``).
+        params: name patterns that narrow what is offloaded (``--cpu-offload-params``).
+        mode: the store; on a CPU ``disk`` maps the checkpoint file (``--offload-mode``).
+    """
+
+    max_bytes: str | int | None = None
+    params: Sequence[str] = ()
+    mode: Mode = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.max_bytes is not None:
+            object.__setattr__(self, "max_bytes", parse_size(self.max_bytes))
+        _check_mode(self.mode)
+        object.__setattr__(self, "params", _as_names(self.params))
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """``max_bytes`` as a number."""
+        return cast("int | None", self.max_bytes)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A device-memory budget for the weights; penstock makes the plan.
+
+    Attributes:
+        device_memory: residents and slots together stay within this (``--device-memory``).
+        params: name patterns that narrow what may be offloaded; empty means every parameter of 64 KiB or more.
+        mode: the store; ``None`` means ``disk`` when a checkpoint is given and the device is a CPU, else ``cpu``.
+    """
+
+    device_memory: str | int
+    params: Sequence[str] = ()
+    mode: Mode | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "device_memory", parse_size(self.device_memory))
+        if self.mode is not None:
+            _check_mode(self.mode)
+        object.__setattr__(self, "params", _as_names(self.params))
+
+    @property
+    def num_bytes(self) -> int:
+        """The budget in bytes."""
+        return cast(int, self.device_memory)
+
+
+Policy = Prefetch | UVA | Budget
+
+
+def as_policy(policy: Policy | str | int) -> Policy:
+    """A policy as given, or a :class:`Budget` for a size such as ``"20GiB"``."""
+    if isinstance(policy, Prefetch | UVA | Budget):
+        return policy
+    if isinstance(policy, str | int) and not isinstance(policy, bool):
+        return Budget(policy)
+    raise OptionTypeError(
+        f"policy: expected a size such as '20GiB', penstock.Prefetch, penstock.UVA, penstock.Budget or a "
+        f"penstock.Plan, found {type(policy).__name__}"
+    )
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """The engines' flags as one object; :func:`penstock.create_offloader` turns it into an offloader.
+
+    Attributes:
+        backend: ``auto`` means prefetch if ``prefetch`` is set, else uva if ``uva`` is set, else none
+            (``--offload-backend``).
+        prefetch: set when a group size is given.
+        uva: set when a byte budget or names for zero-copy are given.
+    """
+
+    backend: Backend = "auto"
+    prefetch: Prefetch | None = None
+    uva: UVA | None = None
+
+    def __post_init__(self) -> None:
+        if self.backend not in get_args(Backend):
+            raise OptionError(
+                f"backend {self.backend!r}: expected one of {', '.join(get_args(Backend))} (--offload-backend)"
+            )
+        for name, needs in (("prefetch", "--offload-group-size"), ("uva", "--cpu-offload-gb")):
+            if self.backend == name and getattr(self, name) is None:
+                raise OptionError(f"backend {name!r} needs {needs}, which is not set")
+        if self.backend == "auto" and self.prefetch is not None and self.uva is not None:
+            raise OptionError(
+                "both --offload-group-size and --cpu-offload-gb are set; choose one with "
+                "--offload-backend prefetch or --offload-backend uva"
+            )
+
+    @property
+    def resolved(self) -> Literal["prefetch", "uva", "none"]:
+        """The backend that ``auto`` stands for here."""
+        if self.backend != "auto":
+            return self.backend
+        return "prefetch" if self.prefetch is not None else "uva" if self.uva is not None else "none"
+
+
+def debug_enabled() -> bool:
+    """Whether ``PENSTOCK_DEBUG`` asks for poisoned slots and checksums."""
+    value = os.environ.get("PENSTOCK_DEBUG", "0")
+    if value not in ("", "0", "1"):
+        raise OptionError(f"PENSTOCK_DEBUG={value!r}: expected 0 or 1")
+    return value == "1"
+
+
+def reader_threads() -> int:
+    """Worker threads of the CPU link: ``PENSTOCK_READERS``, or one per core this process may use."""
+    value = os.environ.get("PENSTOCK_READERS")
+    if value is None:
+        return max(1, len(os.sched_getaffinity(0)))
+    if not value.isdigit() or int(value) < 1:
+        raise OptionError(f"PENSTOCK_READERS={value!r}: expected a whole number of threads, at least 1")
+    return int(value)

@@ -1,0 +1,142 @@
+"""The one verb, :func:`offload`, and the :class:`Handle` it returns."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from penstock.config import Mode, Policy, as_policy
+from penstock.errors import OptionTypeError, PenstockWarning, StateError
+from penstock.inventory import Inventory, take_inventory
+from penstock.offloaders.attachment import Attachment, Progress
+from penstock.plan import Plan, build_plan
+from penstock.store.disk import DiskOptions
+from penstock.telemetry import Stats
+from penstock.weights import WeightMap
+
+if TYPE_CHECKING:
+    from penstock.checkpoint import Checkpoint
+
+__all__ = ["Handle", "offload"]
+
+Weights = "WeightMap | Checkpoint | str | os.PathLike[str]"
+
+
+class Handle:
+    """An offload in force. Leaving its ``with`` block, or :meth:`remove`, ends it; dropping the handle does not."""
+
+    def __init__(self, model: nn.Module, attachment: Attachment) -> None:
+        self.model = model
+        self._attachment = attachment
+
+    @property
+    def plan(self) -> Plan:
+        """Where every tensor rests and how compute reaches it."""
+        return self._attachment.plan
+
+    def stats(self) -> Stats:
+        """Bytes moved, copies, stalls and misses, per unit and in total, since the offload began."""
+        return self._attachment.stats()
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the latest copies, compute and stalls as Chrome trace JSON (open it in Perfetto)."""
+        self._attachment.recorder.write(path, [unit.anchor for unit in self.plan.units])
+
+    def remove(self) -> None:
+        """Restore the model exactly, with all weights resident. A second call has no effect."""
+        self._attachment.remove()
+        if _handle_of(self.model) is self:
+            del self.model.__dict__[_MARK]
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+_MARK = "_penstock_handle"
+
+
+def offload(
+    model: nn.Module,
+    policy: Policy | Plan | str | int,
+    *,
+    checkpoint: WeightMap | Checkpoint | str | os.PathLike[str] | None = None,
+    disk: DiskOptions | None = None,
+    progress: Progress | None = None,
+) -> Handle:
+    """Run ``model`` in less memory than its weights need; outputs stay the same bit for bit.
+
+    Args:
+        model: any module; tensors on ``meta`` are filled from ``checkpoint``.
+        policy: a device-memory budget for the weights such as ``"20GiB"``, or :class:`~penstock.Prefetch`,
+            :class:`~penstock.UVA`, :class:`~penstock.Budget`, or a finished :class:`~penstock.Plan`.
+        checkpoint: folder or file of safetensors that holds the weights; mode ``disk`` reads from it.
+        disk: how its files are read.
+        progress: called with (bytes loaded, bytes to load) while residents are read.
+
+    Returns:
+        the handle; ``handle.remove()`` undoes everything.
+
+    Raises:
+        OptionError, OptionTypeError: a wrong policy; a selection or budget that cannot be.
+        CheckpointError: files missing, damaged or for another model.
+        StateError: the model is offloaded already.
+
+    The model is untouched when anything is raised.
+    """
+    if not isinstance(model, nn.Module):
+        raise OptionTypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+    model = getattr(
+        model, "_orig_mod", model
+    )  # torch.compile's wrapper; the code behind it retraces by itself
+    _refuse_second_offload(model)
+    weights = None if checkpoint is None else WeightMap.open(checkpoint)
+    inventory = take_inventory(model)
+    plan = (
+        policy
+        if isinstance(policy, Plan)
+        else build_plan(inventory, as_policy(policy), _default_mode(weights))
+    )
+    _warn_about_training(model, plan, inventory)
+    attachment = Attachment(model, plan, inventory, weights=weights, disk=disk, progress=progress)
+    handle = Handle(model, attachment)
+    model.__dict__[_MARK] = handle
+    return handle
+
+
+def _default_mode(weights: WeightMap | None) -> Mode:
+    return "cpu" if weights is None else "disk"
+
+
+def _handle_of(module: nn.Module) -> Handle | None:
+    return vars(module).get(_MARK)
+
+
+def _refuse_second_offload(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if _handle_of(module) is not None:
+            raise StateError(
+                f"{name or 'this model'} is offloaded already; call handle.remove() before you offload it again"
+            )
+
+
+def _warn_about_training(model: nn.Module, plan: Plan, inventory: Inventory) -> None:
+    offloaded = [
+        name for name in inventory.by_name if plan.mechanism_of(inventory.by_name[name].name) != "resident"
+    ]
+    trainable = [n for n, p in model.named_parameters() if p.requires_grad]
+    if model.training and set(trainable) & set(offloaded):
+        warnings.warn(
+            "the model is in training mode; penstock is for inference, and a backward pass through an offloaded tensor "
+            "is refused by autograd. Call model.eval()",
+            PenstockWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,69 @@
+"""The contract every link keeps: fork, copy, done, wait.
+
+* ``fork()`` marks the point that compute has reached. A copy given that mark starts only after everything compute did
+  before it, so the last kernel that reads a slot is done before the slot is overwritten.
+* ``copy()`` starts moving a unit and returns a :class:`Transfer` at once.
+* ``wait()`` holds compute (not necessarily the caller) until a transfer is done.
+
+On a CPU compute is synchronous, so a mark is nothing and waiting blocks the caller. On a GPU marks and transfers are
+events, and waiting orders streams without blocking anybody.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from penstock.store.base import Segment
+
+__all__ = ["Link", "Mark", "Transfer"]
+
+
+class Mark(Protocol):
+    """A point in compute, made by :meth:`Link.fork`."""
+
+
+class Transfer(Protocol):
+    """A copy under way."""
+
+    unit: int
+
+    @property
+    def done(self) -> bool:
+        """Whether the bytes have arrived (or the copy has failed); never blocks."""
+
+
+class Link(ABC):
+    """Moves units from a store into slots."""
+
+    @abstractmethod
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Memory for one slot: uint8, 1-D, on the link's device, fixed address."""
+
+    @abstractmethod
+    def fork(self) -> Mark | None:
+        """Mark what compute has been given so far; ``None`` where compute is synchronous."""
+
+    @abstractmethod
+    def copy(
+        self, unit: int, segments: Sequence[Segment], slot: torch.Tensor, after: Mark | None
+    ) -> Transfer:
+        """Start moving ``segments`` into ``slot`` once ``after`` is reached."""
+
+    @abstractmethod
+    def wait(self, transfer: Transfer) -> float:
+        """Hold compute until ``transfer`` is done.
+
+        Returns:
+            seconds the caller was held; 0.0 when the bytes were there already.
+
+        Raises:
+            TransferError: the copy failed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish what is under way and give back threads and streams; idempotent."""

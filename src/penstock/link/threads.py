@@ -1,0 +1,154 @@
+"""The CPU link: worker threads that read from the store straight into slots in RAM.
+
+A unit is cut into pieces that all workers share, in order of submission: the unit needed next gets all of the
+machine's read bandwidth. Reads drop the interpreter lock, so they run beside compute.
+
+The workers know only the queue. The link can therefore be collected while they wait for work, and its finaliser
+sends them home.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from penstock.config import reader_threads
+from penstock.errors import StateError, TransferError
+from penstock.link.base import Link, Mark, Transfer
+from penstock.store.base import Segment, new_blob, writable_view
+from penstock.telemetry import Recorder
+
+__all__ = ["ThreadLink", "ThreadTransfer"]
+
+PIECE_BYTES = 2 << 20
+
+_Job = Callable[[], None]
+
+
+class ThreadTransfer:
+    """Counts the pieces still missing; the last one to arrive lifts the barrier."""
+
+    def __init__(self, unit: int, num_pieces: int) -> None:
+        self.unit = unit
+        self._left = num_pieces
+        self._lock = threading.Lock()
+        self._arrived = threading.Event()
+        self._error: BaseException | None = None
+        if num_pieces == 0:
+            self._arrived.set()
+
+    @property
+    def done(self) -> bool:
+        return self._arrived.is_set()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a piece could not be read; the remaining ones are skipped."""
+        return self._error is not None
+
+    def finish_piece(self, error: BaseException | None = None) -> None:
+        """Called by a worker when its piece is in the slot, or cannot be."""
+        with self._lock:
+            self._error = self._error or error
+            self._left -= 1
+            if self._left == 0:
+                self._arrived.set()
+
+    def result(self) -> None:
+        """Block until all pieces are in; raise what went wrong on the way."""
+        self._arrived.wait()
+        if self._error is None:
+            return
+        if isinstance(self._error, TransferError):
+            raise TransferError(str(self._error)) from self._error
+        raise TransferError(f"unit {self.unit} did not arrive: {self._error!r}") from self._error
+
+
+class ThreadLink(Link):
+    """Fork / copy / done / wait with threads."""
+
+    def __init__(self, num_threads: int | None = None, recorder: Recorder | None = None) -> None:
+        """``num_threads``: workers; default ``PENSTOCK_READERS`` or one per core."""
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._recorder = recorder or Recorder()
+        count = num_threads or reader_threads()
+        self._workers = [
+            threading.Thread(target=_work, args=(self._jobs,), name=f"penstock-reader-{i}", daemon=True)
+            for i in range(count)
+        ]
+        for worker in self._workers:
+            worker.start()
+        self._finish = weakref.finalize(self, _send_home, self._jobs, count)
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return new_blob(num_bytes)
+
+    def fork(self) -> Mark | None:
+        return None
+
+    def copy(
+        self, unit: int, segments: Sequence[Segment], slot: torch.Tensor, after: Mark | None
+    ) -> ThreadTransfer:
+        if not self._finish.alive:
+            raise StateError("this link is closed; offload the model again")
+        pieces = [piece for segment in segments for piece in _pieces(segment)]
+        transfer = ThreadTransfer(unit, len(pieces))
+        view = writable_view(slot)
+        for segment, start, num_bytes in pieces:
+            into = view[segment.slot_offset + start :][:num_bytes]
+            self._jobs.put(_read_job(transfer, segment, start, into, self._recorder))
+        return transfer
+
+    def wait(self, transfer: Transfer) -> float:
+        assert isinstance(transfer, ThreadTransfer)
+        if transfer.done:
+            transfer.result()
+            return 0.0
+        start = time.perf_counter()
+        transfer.result()
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        self._finish()
+        for worker in self._workers:
+            worker.join()
+
+
+def _pieces(segment: Segment) -> list[tuple[Segment, int, int]]:
+    return [
+        (segment, start, min(PIECE_BYTES, segment.num_bytes - start))
+        for start in range(0, segment.num_bytes, PIECE_BYTES)
+    ]
+
+
+def _read_job(
+    transfer: ThreadTransfer, segment: Segment, start: int, into: memoryview, recorder: Recorder
+) -> _Job:
+    def job() -> None:
+        error: BaseException | None = None
+        begin = time.perf_counter_ns()
+        try:
+            if not transfer.failed:
+                segment.source.read(start, into)
+        except BaseException as caught:  # a worker must survive, and the caller must hear of it
+            error = caught
+        recorder.copy(transfer.unit, len(into), begin)
+        transfer.finish_piece(error)
+
+    return job
+
+
+def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # it holds the slot's memory, which must not outlive the offload
+
+
+def _send_home(jobs: queue.SimpleQueue[_Job | None], count: int) -> None:
+    for _ in range(count):
+        jobs.put(None)

@@ -1,0 +1,186 @@
+"""The live tensors of a model, pointed at other memory and back.
+
+A tensor object is never exchanged while it can be kept: ties, optimizers and caches hold references to it. Only its
+data is pointed elsewhere (``tensor.data = ...``). Tensors on ``meta`` cannot take data and are replaced in all places
+that hold them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from penstock.errors import ModelChangedError, PenstockWarning
+from penstock.inventory import Location, StorageInfo, TensorInfo
+
+__all__ = ["BoundStorage", "BoundTensor", "bind", "live_tensors"]
+
+
+def bind(model: nn.Module, storages: Iterable[StorageInfo]) -> dict[str, BoundStorage]:
+    """The live side of ``storages``, by storage name."""
+    return {storage.name: BoundStorage(model, storage) for storage in storages}
+
+
+class BoundTensor:
+    """One tensor object and every place that holds it."""
+
+    def __init__(self, model: nn.Module, info: TensorInfo) -> None:
+        self.info = info
+        self.places = [(model.get_submodule(place.module), place) for place in info.locations]
+        self.tensor = _get(*self.places[0])
+        self.original = self.tensor
+        self.original_data = self.tensor.data
+        self.lost = False
+        self._address = self.tensor.data_ptr() if self.tensor.device.type != "meta" else 0
+        self._version: int | None = None
+
+    def point_at(self, blob: torch.Tensor) -> None:
+        """Let the tensor look into ``blob`` (uint8, 1-D), with its own shape, strides and dtype."""
+        view = _view(blob, self.info)
+        if self.tensor.device.type == view.device.type:
+            self.tensor.data = view
+        else:
+            self._replace(view)
+        self._address = view.data_ptr()
+        self._version = None
+
+    def view_of(self, blob: torch.Tensor) -> torch.Tensor:
+        """This tensor's shape, strides and dtype over the bytes of its storage."""
+        return _view(blob, self.info)
+
+    def restore(self) -> None:
+        """The tensor as it was found: same object, same memory."""
+        if self.lost:
+            return
+        if self.tensor is not self.original:
+            self._put(self.original)
+            self.tensor = self.original
+        elif self.tensor.device.type != "meta":
+            self.tensor.data = self.original_data
+
+    def forget_original(self) -> None:
+        """Let go of the memory the tensor had."""
+        if self.original.device.type != "meta":
+            self.original_data = self.tensor.data
+
+    def check(self) -> None:
+        """Compare with what :meth:`point_at` left; cheap enough for every run.
+
+        Raises:
+            ModelChangedError: moved, or written in place. A replaced or deleted tensor is the caller's right: it is
+                reported once, and the new one is used as it is.
+        """
+        if self.lost:
+            return
+        module, place = self.places[0]
+        if not place.inner and _holder(module, place).get(place.attr) is not self.tensor:
+            self._lose(place)
+        elif self.tensor.data_ptr() != self._address:
+            raise ModelChangedError(
+                f"{place.name} was moved (model.to(...), .half() or .data = ...) while offloaded; its bytes are in the "
+                f"store, not in the tensor: call handle.remove() first, then move, then offload again"
+            )
+        elif self._version is not None and _version(self.tensor) != self._version:
+            raise ModelChangedError(
+                f"{place.name} was written in place while offloaded; the write is lost with the next copy: call "
+                f"handle.remove() first, or leave this tensor out of the selection"
+            )
+
+    def note_version(self, known: bool = True) -> None:
+        """Remember the version counter, so that :meth:`check` sees writes; ``known=False`` forgets it."""
+        self._version = _version(self.tensor) if known else None
+
+    def invalidate_saved(self) -> None:
+        """Tell autograd that the data is about to change: a backward through it must fail, not use other bytes."""
+        if not self.tensor.is_inference():
+            torch.autograd.graph.increment_version(self.tensor)
+
+    def _lose(self, place: Location) -> None:
+        self.lost = True
+        what = "replaced" if hasattr(self.places[0][0], place.attr) else "deleted"
+        warnings.warn(
+            f"{place.name} was {what} after it was offloaded; penstock leaves the new state alone and the tensor is "
+            f"resident from now on. Offload again to bring it back under the plan",
+            PenstockWarning,
+            stacklevel=2,
+        )
+
+    def _replace(self, view: torch.Tensor) -> None:
+        if self.info.kind == "parameter" and not self.info.locations[0].inner:
+            view = nn.Parameter(view, requires_grad=self.tensor.requires_grad)
+        self._put(view)
+        self.tensor = view
+
+    def _put(self, tensor: torch.Tensor) -> None:
+        for module, place in self.places:
+            if place.inner:
+                owner = _get(module, Location(place.module, place.attr, place.kind, place.inner[:-1]))
+                setattr(owner, place.inner[-1], tensor)
+            else:
+                _holder(module, place)[place.attr] = tensor
+
+
+class BoundStorage:
+    """All tensors that look into one stretch of memory, moved together so that they keep overlapping."""
+
+    def __init__(self, model: nn.Module, info: StorageInfo) -> None:
+        self.info = info
+        self.tensors = [BoundTensor(model, tensor) for tensor in info.tensors]
+
+    @property
+    def on_meta(self) -> bool:
+        """Whether the model has no bytes for it yet."""
+        return self.tensors[0].original.device.type == "meta"
+
+    def original_bytes(self) -> torch.Tensor:
+        """The memory the model came with: uint8, 1-D."""
+        first = min(self.tensors, key=lambda tensor: tensor.info.byte_offset).original_data
+        start = first.storage_offset() * first.dtype.itemsize
+        blob = torch.empty(0, dtype=torch.uint8, device=first.device)
+        return blob.set_(first.untyped_storage(), start, (self.info.num_bytes,), (1,))
+
+    def point_at(self, blob: torch.Tensor) -> None:
+        """Let every tensor look into ``blob`` at its own offset."""
+        for tensor in self.tensors:
+            tensor.point_at(blob)
+
+    def restore(self) -> None:
+        """Every tensor as it was found."""
+        for tensor in self.tensors:
+            tensor.restore()
+
+    def forget_original(self) -> None:
+        """Let go of the memory the model came with."""
+        for tensor in self.tensors:
+            tensor.forget_original()
+
+
+def live_tensors(places: Iterable[tuple[nn.Module, Location]]) -> Iterator[torch.Tensor]:
+    """The tensors at ``places`` right now; traced by the compiler, hence without any state of ours."""
+    for module, place in places:
+        yield _get(module, place)
+
+
+def _get(module: nn.Module, place: Location) -> torch.Tensor:
+    tensor = getattr(module, place.attr)
+    for name in place.inner:
+        tensor = getattr(tensor, name)
+    return tensor  # type: ignore[no-any-return]
+
+
+def _holder(module: nn.Module, place: Location) -> dict[str, torch.Tensor | None]:
+    if place.kind == "parameter":
+        return module._parameters  # type: ignore[return-value]
+    return module._buffers if place.kind == "buffer" else vars(module)
+
+
+def _view(blob: torch.Tensor, info: TensorInfo) -> torch.Tensor:
+    stretch = blob[info.byte_offset : info.byte_offset + info.extent_bytes].view(info.dtype)
+    return stretch.as_strided(info.shape, info.stride)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

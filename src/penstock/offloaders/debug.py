@@ -1,0 +1,66 @@
+"""``PENSTOCK_DEBUG=1``: make every race visible.
+
+A unit's checksum is taken from the store the first time it is needed. It is compared when the unit arrives (a copy that
+is declared done too early, or lands in the wrong place) and when its module has run (a slot that was overwritten while
+it was read). Between uses a slot is filled with 0xFF, which is NaN in every floating dtype, so a read at the wrong
+time cannot look right by luck.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+from penstock.errors import RaceError
+from penstock.plan.model import Plan
+from penstock.store.base import Segment, new_blob, writable_view
+
+__all__ = ["POISON", "Guard"]
+
+POISON = 0xFF
+
+
+class Guard:
+    """Checksums and poison for the slots of one pipeline."""
+
+    def __init__(self, plan: Plan, segments: Sequence[Sequence[Segment]]) -> None:
+        self._plan = plan
+        self._segments = segments
+        self._expected: dict[int, int] = {}
+
+    def arrived(self, unit: int, slot: torch.Tensor) -> None:
+        """Raise ``RaceError`` unless ``slot`` holds ``unit``."""
+        self._check(
+            unit, slot, "when it arrived: its copy was declared done before it was, or went elsewhere"
+        )
+
+    def leaving(self, unit: int, slot: torch.Tensor) -> None:
+        """Raise ``RaceError`` unless ``slot`` still holds ``unit``; then poison it."""
+        self._check(unit, slot, "after its module ran: the slot was overwritten while it was read")
+        slot.fill_(POISON)
+
+    def _check(self, unit: int, slot: torch.Tensor, when: str) -> None:
+        if unit not in self._expected:
+            self._expected[unit] = self._checksum_at_rest(unit)
+        found = self._checksum(unit, slot)
+        if found != self._expected[unit]:
+            raise RaceError(
+                f"unit {unit} ({self._plan.units[unit].anchor}): checksum {self._expected[unit]:08x} in the store, "
+                f"{found:08x} in its slot {when}"
+            )
+
+    def _checksum_at_rest(self, unit: int) -> int:
+        blob = new_blob(self._plan.units[unit].num_bytes)
+        view = writable_view(blob)
+        for segment in self._segments[unit]:
+            segment.source.read(0, view[segment.slot_offset : segment.slot_offset + segment.num_bytes])
+        return self._checksum(unit, blob)
+
+    def _checksum(self, unit: int, blob: torch.Tensor) -> int:
+        checksum = 0
+        for entry in self._plan.units[unit].entries:
+            stretch = blob[entry.offset : entry.offset + entry.num_bytes]
+            checksum = zlib.crc32(stretch.cpu().numpy(), checksum)
+        return checksum

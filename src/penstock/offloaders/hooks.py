@@ -1,0 +1,94 @@
+"""The two ends of a module's use of its unit, in eager and in compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from penstock.errors import StateError
+from penstock.offloaders.binding import BoundStorage, live_tensors
+from penstock.offloaders.pipeline import SlotPipeline
+from penstock.ops import new_tag
+
+__all__ = ["UnitHook"]
+
+
+class UnitHook:
+    """Waits before ``anchor`` runs and releases after it, on behalf of one unit.
+
+    With ``pipeline=None`` it traces the same ops and moves nothing: the reference for equality under a compiler
+    (contract 1).
+    """
+
+    def __init__(
+        self, anchor: nn.Module, unit: int, storages: Sequence[BoundStorage], pipeline: SlotPipeline | None
+    ) -> None:
+        self._unit = unit
+        self._pipeline = pipeline
+        self._tensors = [tensor for storage in storages for tensor in storage.tensors]
+        self._places = [tensor.places[0] for tensor in self._tensors]
+        self._tag = new_tag(self, self._tensors[0].tensor.device)
+        # The wait goes before every other hook, since those may read weights; the release after every other hook.
+        self._handles = [
+            anchor.register_forward_pre_hook(self._before, prepend=True),
+            anchor.register_forward_hook(self._after, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks off. Compiled code that still holds them finds ops without effect."""
+        for handle in self._handles:
+            handle.remove()
+        self._pipeline = None
+
+    def enter_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
+        if self._pipeline is None:
+            return
+        self._pipeline.wait(self._unit)
+        for bound in self._tensors:
+            bound.note_version(known=False)  # whether an op counts as a write is the compiler's business
+
+    def leave_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
+        if self._pipeline is not None:
+            self._pipeline.release(self._unit)
+
+    def __reduce__(self) -> Any:
+        raise StateError(
+            "an offloaded model cannot be copied or pickled: its weights rest elsewhere; handle.remove() first"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.__reduce__()
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            torch.ops.penstock.wait(self._tag, list(live_tensors(self._places)))
+        elif self._pipeline is not None:
+            self._enter(self._pipeline)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+            torch.ops.penstock.release(self._tag, list(live_tensors(self._places)), outputs)
+        elif self._pipeline is not None:
+            self._leave(self._pipeline)
+
+    def _enter(self, pipeline: SlotPipeline) -> None:
+        for bound in self._tensors:
+            bound.check()
+        pipeline.wait(self._unit)
+        if torch.is_grad_enabled():
+            for bound in self._tensors:
+                bound.invalidate_saved()
+        for bound in self._tensors:
+            bound.note_version()
+
+    def _leave(self, pipeline: SlotPipeline) -> None:
+        try:
+            for bound in self._tensors:
+                bound.check()
+        finally:
+            pipeline.release(self._unit)

@@ -1,0 +1,32 @@
+"""Prefetch by the group rule, for engines that build models layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.config import Mode, Prefetch
+from penstock.inventory import Inventory
+from penstock.offloaders.stacked import StackedOffloader
+from penstock.plan.build import plan_group_rule
+from penstock.plan.model import Plan
+
+__all__ = ["PrefetchOffloader"]
+
+
+class PrefetchOffloader(StackedOffloader):
+    """Of every ``group_size`` layers the last ``num_in_group`` live in the store and are copied ahead of use."""
+
+    def __init__(
+        self,
+        group_size: int,
+        num_in_group: int,
+        prefetch_step: int,
+        offload_params: Sequence[str] | None = None,
+        mode: Mode = "cpu",
+    ) -> None:
+        """See :class:`penstock.Prefetch` for the arguments; ``offload_params`` is its ``params``."""
+        super().__init__()
+        self._policy = Prefetch(group_size, num_in_group, prefetch_step, tuple(offload_params or ()), mode)
+
+    def _make_plan(self, inventory: Inventory) -> Plan:
+        return plan_group_rule(inventory, self._policy, self._layers())

@@ -1,0 +1,25 @@
+"""Zero-copy, for engines that build models layer by layer: tensors are read where they rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.config import UVA
+from penstock.inventory import Inventory
+from penstock.offloaders.stacked import StackedOffloader
+from penstock.plan.build import build_plan
+from penstock.plan.model import Plan
+
+__all__ = ["UVAOffloader"]
+
+
+class UVAOffloader(StackedOffloader):
+    """Offloads up to ``cpu_offload_max_bytes``, in the order the layers are built."""
+
+    def __init__(self, cpu_offload_max_bytes: int, cpu_offload_params: Sequence[str] | None = None) -> None:
+        """See :class:`penstock.UVA` for the arguments."""
+        super().__init__()
+        self._policy = UVA(cpu_offload_max_bytes, tuple(cpu_offload_params or ()))
+
+    def _make_plan(self, inventory: Inventory) -> Plan:
+        return build_plan(inventory, self._policy)

@@ -1,0 +1,88 @@
+"""The ordering edges of a compiled graph: ``penstock::wait`` and ``penstock::release``.
+
+A compiler may move any operation whose inputs it believes to be ready. Weights are inputs of the graph, so without an
+edge ``(w - zero) * scale`` is ready from the start and would be hoisted above the wait. An edge on the hidden state
+does not help, since this arithmetic reads no hidden state. So both ops declare the unit's own tensors as *mutated*:
+
+* ``wait(tag, tensors!)`` writes them as far as the compiler knows, so every read of the weight stays behind it;
+* ``release(tag, tensors!, outputs)`` writes them again and reads what the module returned, so it stays behind every
+  read of the weight, and the next unit's ``wait`` on the same slot stays behind it.
+
+Neither op computes anything; functionalisation sees an in-place operator and the inductor adds no copy of a weight.
+
+Which unit is meant is said by ``tag``, a one-element tensor known by its address, and not by a number: a number would
+be a constant of the graph, and an engine that compiles one layer and reuses the code for its siblings could not.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from penstock.errors import StateError
+
+__all__ = ["Boundary", "new_tag"]
+
+
+class Boundary(Protocol):
+    """What the ops do when they run: the two ends of a module's use of its unit."""
+
+    def enter_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Called by ``penstock::wait``."""
+
+    def leave_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Called by ``penstock::release``."""
+
+
+_boundaries: weakref.WeakValueDictionary[int, Boundary] = weakref.WeakValueDictionary()
+
+_library = torch.library.Library("penstock", "DEF")
+_library.define("wait(Tensor tag, Tensor(a!)[] tensors) -> ()")
+_library.define("release(Tensor tag, Tensor(a!)[] tensors, Tensor[] outputs) -> ()")
+
+
+def new_tag(boundary: Boundary, device: torch.device) -> torch.Tensor:
+    """A tag that stands for ``boundary`` in compiled graphs, for as long as the boundary lives.
+
+    Returns:
+        int64, shape ``[1]``, on ``device``. Its address is the identity; the caller keeps it alive.
+    """
+    tag = torch.zeros(1, dtype=torch.int64, device=device)
+    _boundaries[tag.data_ptr()] = boundary
+    return tag
+
+
+def _boundary(tag: torch.Tensor) -> Boundary:
+    boundary = _boundaries.get(tag.data_ptr())
+    if boundary is None:
+        raise StateError(
+            "compiled code refers to an offload that is gone; compile the model again (torch._dynamo.reset())"
+        )
+    return boundary
+
+
+def _wait(tag: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    _boundary(tag).enter_compiled(tensors)
+
+
+def _release(tag: torch.Tensor, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    _boundary(tag).leave_compiled(tensors)
+
+
+def _fake_wait(tag: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Shapes only: nothing to infer."""
+
+
+def _fake_release(
+    tag: torch.Tensor, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> None:
+    """Shapes only: nothing to infer."""
+
+
+_library.impl("wait", _wait, "CompositeExplicitAutograd")
+_library.impl("release", _release, "CompositeExplicitAutograd")
+torch.library.register_fake("penstock::wait", _fake_wait, lib=_library)
+torch.library.register_fake("penstock::release", _fake_release, lib=_library)

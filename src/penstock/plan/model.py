@@ -1,0 +1,200 @@
+"""The plan itself: for every storage a mechanism, for every unit a slab layout and a slot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from penstock.config import Mode
+from penstock.inventory import Inventory, StorageInfo
+from penstock.plan.schedule import chain, slot_of
+
+__all__ = [
+    "SLAB_ALIGNMENT_BYTES",
+    "Mechanism",
+    "Plan",
+    "SlabEntry",
+    "Unit",
+    "UnitDraft",
+    "assemble",
+    "slab_bytes",
+]
+
+Mechanism = Literal["resident", "prefetch", "uva"]
+
+# Large enough for every vector load and for tensor-map descriptors; matrix kernels may pick another summation order
+# for a less aligned operand, so alignment is part of the promise of equal bits.
+SLAB_ALIGNMENT_BYTES = 256
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class SlabEntry:
+    """One storage inside a unit's slab: its name, its offset from the start of the slab, its size."""
+
+    storage: str
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What travels in one transfer.
+
+    Attributes:
+        index: position in the order of execution.
+        anchor: dotted name of the module whose forward reads the unit; the wait goes before it, the release after.
+        slot: always ``index mod num_slots``.
+        entries: the layout of the slab.
+        num_bytes: size of the slab, alignment gaps included.
+    """
+
+    index: int
+    anchor: str
+    slot: int
+    entries: tuple[SlabEntry, ...]
+    num_bytes: int
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes that a transfer of this unit moves."""
+        return sum(entry.num_bytes for entry in self.entries)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where every storage rests and how compute reaches it.
+
+    Attributes:
+        units: in order of execution.
+        num_slots: device buffers; 0 when there are no units.
+        mode: the store of the units and of what ``uva`` reads.
+        resident: names of storages that stay on the device, with their bytes.
+        uva: names of storages read in place, with their bytes.
+    """
+
+    units: tuple[Unit, ...]
+    num_slots: int
+    mode: Mode
+    resident: dict[str, int]
+    uva: dict[str, int]
+
+    @cached_property
+    def slot_bytes(self) -> tuple[int, ...]:
+        """Size of each slot: the largest slab of its chain."""
+        return tuple(
+            max(self.units[unit].num_bytes for unit in chain(slot, len(self.units), self.num_slots))
+            for slot in range(self.num_slots)
+        )
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that never leave the device."""
+        return sum(self.resident.values())
+
+    @property
+    def prefetched_bytes(self) -> int:
+        """Bytes of all units."""
+        return sum(unit.payload_bytes for unit in self.units)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes moved by one forward that runs every unit once, in order; a unit that has its slot alone stays."""
+        return sum(
+            unit.payload_bytes
+            for unit in self.units
+            if len(chain(unit.slot, len(self.units), self.num_slots)) > 1
+        )
+
+    @property
+    def uva_bytes(self) -> int:
+        """Bytes read in place."""
+        return sum(self.uva.values())
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that rest in the store."""
+        return self.prefetched_bytes + self.uva_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory for weights: residents and slots."""
+        return self.resident_bytes + sum(self.slot_bytes)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, wherever they rest."""
+        return self.resident_bytes + self.offloaded_bytes
+
+    def mechanism_of(self, storage: str) -> Mechanism:
+        """How compute reaches ``storage`` (the name of its first tensor)."""
+        if storage in self.resident:
+            return "resident"
+        return "uva" if storage in self.uva else "prefetch"
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan for programs: plain numbers and strings, bytes throughout."""
+        return {
+            "schema": SCHEMA_VERSION,
+            "mode": self.mode,
+            "num_slots": self.num_slots,
+            "slot_bytes": list(self.slot_bytes),
+            "device_bytes": self.device_bytes,
+            "resident_bytes": self.resident_bytes,
+            "prefetched_bytes": self.prefetched_bytes,
+            "moved_bytes": self.moved_bytes,
+            "uva_bytes": self.uva_bytes,
+            "units": [asdict(unit) for unit in self.units],
+            "resident": self.resident,
+            "uva": self.uva,
+        }
+
+
+@dataclass(frozen=True)
+class UnitDraft:
+    """A unit before layout: the anchor and what travels with it."""
+
+    anchor: str
+    storages: tuple[StorageInfo, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Slab size."""
+        return slab_bytes(storage.num_bytes for storage in self.storages)
+
+
+def slab_bytes(sizes: Iterable[int]) -> int:
+    """Size of a slab that holds stretches of these sizes, each aligned."""
+    return sum(_aligned(size) for size in sizes)
+
+
+def assemble(
+    inventory: Inventory,
+    drafts: Sequence[UnitDraft],
+    num_slots: int,
+    mode: Mode,
+    uva: Iterable[StorageInfo] = (),
+) -> Plan:
+    """Lay out slabs, assign slots, and call everything else resident. Drafts are in order of execution."""
+    slots = min(num_slots, len(drafts))
+    units = tuple(_lay_out(index, draft, slots) for index, draft in enumerate(drafts))
+    in_place = {storage.name: storage.num_bytes for storage in uva}
+    offloaded = {entry.storage for unit in units for entry in unit.entries} | in_place.keys()
+    resident = {s.name: s.num_bytes for s in inventory.storages if s.name not in offloaded}
+    return Plan(units, slots, mode, resident, in_place)
+
+
+def _lay_out(index: int, draft: UnitDraft, num_slots: int) -> Unit:
+    entries: list[SlabEntry] = []
+    offset = 0
+    for storage in draft.storages:
+        entries.append(SlabEntry(storage.name, offset, storage.num_bytes))
+        offset += _aligned(storage.num_bytes)
+    return Unit(index, draft.anchor, slot_of(index, num_slots), tuple(entries), offset)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // SLAB_ALIGNMENT_BYTES) * SLAB_ALIGNMENT_BYTES

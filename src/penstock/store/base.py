@@ -1,0 +1,80 @@
+"""What every store answers: how to read a unit, how to bring a storage back, how to reach it in place."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+
+from penstock.config import Mode
+from penstock.plan.model import Unit
+
+__all__ = ["Segment", "Source", "Store", "new_blob", "writable_view"]
+
+
+class Source(Protocol):
+    """A stretch of bytes at rest that any thread may read, any part at a time."""
+
+    def read(self, start: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes from ``start`` on; raises ``TransferError`` when they cannot be had."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One stretch of a unit: ``num_bytes`` of ``source``, which go to ``slot_offset``."""
+
+    source: Source
+    slot_offset: int
+    num_bytes: int
+
+
+class Store(ABC):
+    """Bytes of the offloaded storages, by storage name.
+
+    A store owns what it opened and gives it back in :meth:`close`; views handed out stay valid (contract 6).
+    """
+
+    mode: ClassVar[Mode]
+
+    @abstractmethod
+    def segments(self, storage: str) -> list[Segment]:
+        """The stretches that make up ``storage``, offsets relative to its first byte."""
+
+    @abstractmethod
+    def in_place(self, storage: str) -> torch.Tensor:
+        """The bytes of ``storage`` where they rest: uint8, 1-D. For the ``uva`` mechanism."""
+
+    @property
+    @abstractmethod
+    def host_bytes(self) -> int:
+        """Host memory this store occupies."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back files and memory; idempotent."""
+
+    def unit_segments(self, unit: Unit) -> list[Segment]:
+        """The stretches of a whole unit, offsets relative to the start of its slab."""
+        return [
+            Segment(segment.source, entry.offset + segment.slot_offset, segment.num_bytes)
+            for entry in unit.entries
+            for segment in self.segments(entry.storage)
+        ]
+
+    def read(self, storage: str, into: torch.Tensor) -> None:
+        """Copy ``storage`` into ``into`` (uint8, 1-D, on the CPU), in the calling thread."""
+        view = writable_view(into)
+        for segment in self.segments(storage):
+            segment.source.read(0, view[segment.slot_offset : segment.slot_offset + segment.num_bytes])
+
+
+def new_blob(num_bytes: int) -> torch.Tensor:
+    """Uninitialised host memory: uint8, 1-D, 64-byte aligned by torch's allocator."""
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def writable_view(blob: torch.Tensor) -> memoryview:
+    """The memory of a uint8 CPU tensor as a buffer that ``preadv`` can fill."""
+    return memoryview(blob.numpy())

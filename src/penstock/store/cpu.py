@@ -1,0 +1,51 @@
+"""Store ``cpu``: tensors that already lie in host memory are adopted where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from penstock.errors import TransferError
+from penstock.store.base import Segment, Store
+
+__all__ = ["CpuStore", "MemorySource"]
+
+
+class MemorySource:
+    """Bytes in host memory."""
+
+    def __init__(self, blob: torch.Tensor) -> None:
+        self._bytes = blob.numpy()
+
+    def read(self, start: int, into: memoryview) -> None:
+        """Copy with numpy, which drops the interpreter lock and, unlike torch, starts no threads of its own."""
+        part = self._bytes[start : start + len(into)]
+        if len(part) != len(into):
+            raise TransferError(f"host memory: expected {len(into)} bytes at {start}, found {len(part)}")
+        np.copyto(np.frombuffer(into, dtype=np.uint8), part)
+
+
+class CpuStore(Store):
+    """Keeps the given byte tensors alive and reads from them; copies nothing."""
+
+    mode = "cpu"
+
+    def __init__(self, blobs: Mapping[str, torch.Tensor]) -> None:
+        """``blobs``: per storage name its bytes (uint8, 1-D, CPU)."""
+        self._blobs = dict(blobs)
+
+    def segments(self, storage: str) -> list[Segment]:
+        blob = self._blobs[storage]
+        return [Segment(MemorySource(blob), 0, blob.numel())]
+
+    def in_place(self, storage: str) -> torch.Tensor:
+        return self._blobs[storage]
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(blob.numel() for blob in self._blobs.values())
+
+    def close(self) -> None:
+        self._blobs.clear()

@@ -1,0 +1,146 @@
+"""What happened: counters per unit, and a bounded record of spans for the timeline."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+__all__ = ["Recorder", "Span", "Stats", "UnitStats"]
+
+_MAX_SPANS = 1 << 16
+
+
+class Span(NamedTuple):
+    """A stretch of time on one thread; times in ns of ``time.perf_counter_ns``."""
+
+    kind: Literal["copy", "compute", "stall"]
+    unit: int
+    track: str
+    start_ns: int
+    duration_ns: int
+    num_bytes: int
+
+
+class Recorder:
+    """Keeps the last 65,536 spans; appending is atomic, so any thread may record."""
+
+    def __init__(self) -> None:
+        self.spans: deque[Span] = deque(maxlen=_MAX_SPANS)
+
+    def copy(self, unit: int, num_bytes: int, start_ns: int) -> None:
+        """A piece of ``unit`` that began at ``start_ns`` has just arrived."""
+        self._add("copy", unit, start_ns, num_bytes)
+
+    def compute(self, unit: int, start_ns: int) -> None:
+        """The module of ``unit`` that began at ``start_ns`` has just finished."""
+        self._add("compute", unit, start_ns, 0)
+
+    def stall(self, unit: int, start_ns: int) -> None:
+        """Compute has just stopped waiting for ``unit``."""
+        self._add("stall", unit, start_ns, 0)
+
+    def write(self, path: str | os.PathLike[str], names: Sequence[str]) -> None:
+        """Write the spans as Chrome trace JSON (Trace Event Format, complete events, times in µs); Perfetto reads it.
+
+        ``names``: the anchor of each unit, for labels.
+        """
+        spans = list(self.spans)
+        tracks = list(dict.fromkeys(span.track for span in spans))
+        origin = min((span.start_ns for span in spans), default=0)
+        events: list[dict[str, Any]] = [
+            {"name": "thread_name", "ph": "M", "pid": 1, "tid": tid, "args": {"name": track}}
+            for tid, track in enumerate(tracks)
+        ]
+        events += [_event(span, origin, tracks.index(span.track), names) for span in spans]
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+    def _add(
+        self, kind: Literal["copy", "compute", "stall"], unit: int, start_ns: int, num_bytes: int
+    ) -> None:
+        track = threading.current_thread().name
+        self.spans.append(Span(kind, unit, track, start_ns, time.perf_counter_ns() - start_ns, num_bytes))
+
+
+def _event(span: Span, origin_ns: int, tid: int, names: Sequence[str]) -> dict[str, Any]:
+    return {
+        "name": f"{span.kind} {names[span.unit]}",
+        "cat": span.kind,
+        "ph": "X",
+        "pid": 1,
+        "tid": tid,
+        "ts": (span.start_ns - origin_ns) / 1e3,
+        "dur": span.duration_ns / 1e3,
+        "args": {"unit": span.unit, "bytes": span.num_bytes},
+    }
+
+
+@dataclass
+class UnitStats:
+    """Counters of one unit since it was offloaded.
+
+    Attributes:
+        copies: transfers started.
+        bytes_moved: bytes of those transfers.
+        runs: times its module ran.
+        stalls: runs that found the bytes not there yet, and ``stall_s`` how long they were held, in seconds.
+        misses: runs whose slot held, or was to hold, another unit: a layer skipped, repeated or out of order.
+    """
+
+    anchor: str
+    copies: int = 0
+    bytes_moved: int = 0
+    runs: int = 0
+    stalls: int = 0
+    stall_s: float = 0.0
+    misses: int = 0
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters of all units, and the bytes each mechanism answers for."""
+
+    units: tuple[UnitStats, ...]
+    mechanism_bytes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of all transfers started."""
+        return sum(unit.bytes_moved for unit in self.units)
+
+    @property
+    def copies(self) -> int:
+        """Transfers started."""
+        return sum(unit.copies for unit in self.units)
+
+    @property
+    def stalls(self) -> int:
+        """Runs that had to wait."""
+        return sum(unit.stalls for unit in self.units)
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds compute was held in all."""
+        return sum(unit.stall_s for unit in self.units)
+
+    @property
+    def misses(self) -> int:
+        """Runs out of the declared order."""
+        return sum(unit.misses for unit in self.units)
+
+    def to_json(self) -> dict[str, Any]:
+        """Totals and units as plain numbers."""
+        totals = {
+            name: getattr(self, name) for name in ("bytes_moved", "copies", "stalls", "stall_s", "misses")
+        }
+        return {
+            **totals,
+            "mechanism_bytes": self.mechanism_bytes,
+            "units": [asdict(unit) for unit in self.units],
+        }

@@ -1,0 +1,111 @@
+"""Which bytes of a checkpoint make which tensor of a model.
+
+A tensor of the model may be one tensor of the file, the same under another name, or several of them side by side
+(fused experts are their members in a row). All of these are contiguous stretches of a file that land at an offset of
+the destination, so that a slot can be filled by plain positional reads of the unmodified files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from penstock.checkpoint import Checkpoint, FileTensor
+from penstock.errors import CheckpointError
+from penstock.inventory import StorageInfo, TensorInfo
+
+__all__ = ["FilePart", "TensorSource", "WeightMap"]
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """All bytes of one file tensor, and the byte offset where they start in the model's tensor."""
+
+    tensor: FileTensor
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """Where one tensor of the model comes from.
+
+    Attributes:
+        parts: cover the tensor without gaps or overlaps, in order of offset.
+        shape: of the model's tensor that the parts make.
+        dtype: of all parts; bytes are never converted on the way.
+    """
+
+    parts: tuple[FilePart, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: FileTensor) -> TensorSource:
+        """A tensor that is one tensor of the file."""
+        return cls((FilePart(tensor),), tensor.shape, tensor.dtype)
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """A checkpoint with, for every name of the model, its source in the files.
+
+    Attributes:
+        checkpoint: the opened files.
+        sources: by tensor name of the model.
+    """
+
+    checkpoint: Checkpoint
+    sources: Mapping[str, TensorSource]
+
+    @classmethod
+    def identity(cls, checkpoint: Checkpoint) -> WeightMap:
+        """File names are model names."""
+        return cls(checkpoint, {name: TensorSource.of(tensor) for name, tensor in checkpoint.tensors.items()})
+
+    @classmethod
+    def open(cls, weights: WeightMap | Checkpoint | str | os.PathLike[str]) -> WeightMap:
+        """A weight map as given, or the identity map of a checkpoint or of a path to one."""
+        if isinstance(weights, WeightMap):
+            return weights
+        return cls.identity(weights if isinstance(weights, Checkpoint) else Checkpoint.open(weights))
+
+    def source(self, storage: StorageInfo) -> TensorSource:
+        """The source of the bytes of ``storage``, found under any name of the tensor that covers it.
+
+        Raises:
+            CheckpointError: no such tensor, or its dtype, shape or layout disagrees with the model's.
+        """
+        covering = [
+            t for t in storage.tensors if t.extent_bytes == storage.num_bytes and t.kind != "attribute"
+        ]
+        for tensor in covering:
+            for place in tensor.locations:
+                if place.name in self.sources:
+                    return _checked(place.name, tensor, self.sources[place.name], self.checkpoint)
+        self.checkpoint[storage.name]  # raises, naming the nearest tensors
+        raise CheckpointError(
+            f"{storage.name}: {self.checkpoint.root} holds the tensor, but not in the form this model needs (it is "
+            f"rearranged while loading); offload it with mode 'cpu' or keep it resident"
+        )
+
+
+def _checked(name: str, tensor: TensorInfo, source: TensorSource, checkpoint: Checkpoint) -> TensorSource:
+    if source.dtype != tensor.dtype:
+        raise CheckpointError(
+            f"{name}: the model expects {tensor.dtype}, {checkpoint.root} holds {source.dtype}; load the model with "
+            f"dtype={source.dtype} or convert the checkpoint"
+        )
+    if tuple(source.shape) != tensor.shape:
+        raise CheckpointError(
+            f"{name}: the model expects shape {list(tensor.shape)}, {checkpoint.root} holds {list(source.shape)}; the "
+            f"checkpoint belongs to another configuration"
+        )
+    if not tensor.is_contiguous:
+        raise CheckpointError(
+            f"{name}: the model's tensor has strides {list(tensor.stride)}, the file is row-major; make it contiguous, "
+            f"keep it resident, or use mode 'cpu'"
+        )
+    return source
