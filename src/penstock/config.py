@@ -86,9 +86,7 @@ def _check_mode(mode: str) -> None:
 
 def _as_names(params: Sequence[str] | None) -> tuple[str, ...]:
     if isinstance(params, str):
-        raise OptionTypeError(
-            f"params: expected a list of names, found the string {params!r}; write [{params!r}]"
-        )
+        raise OptionTypeError(f"params: expected a list of names, found the string {params!r}; write [{params!r}]")
     return tuple(params or ())
 
 

@@ -94,17 +94,11 @@ def offload(
     """
     if not isinstance(model, nn.Module):
         raise OptionTypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
-    model = getattr(
-        model, "_orig_mod", model
-    )  # torch.compile's wrapper; the code behind it retraces by itself
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper; the code behind it retraces by itself
     _refuse_second_offload(model)
     weights = None if checkpoint is None else WeightMap.open(checkpoint)
     inventory = take_inventory(model)
-    plan = (
-        policy
-        if isinstance(policy, Plan)
-        else build_plan(inventory, as_policy(policy), _default_mode(weights))
-    )
+    plan = policy if isinstance(policy, Plan) else build_plan(inventory, as_policy(policy), _default_mode(weights))
     _warn_about_training(model, plan, inventory)
     attachment = Attachment(model, plan, inventory, weights=weights, disk=disk, progress=progress)
     handle = Handle(model, attachment)
@@ -129,9 +123,7 @@ def _refuse_second_offload(model: nn.Module) -> None:
 
 
 def _warn_about_training(model: nn.Module, plan: Plan, inventory: Inventory) -> None:
-    offloaded = [
-        name for name in inventory.by_name if plan.mechanism_of(inventory.by_name[name].name) != "resident"
-    ]
+    offloaded = [name for name in inventory.by_name if plan.mechanism_of(inventory.by_name[name].name) != "resident"]
     trainable = [n for n, p in model.named_parameters() if p.requires_grad]
     if model.training and set(trainable) & set(offloaded):
         warnings.warn(

@@ -76,9 +76,7 @@ def _fake_wait(tag: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Shapes only: nothing to infer."""
 
 
-def _fake_release(
-    tag: torch.Tensor, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-) -> None:
+def _fake_release(tag: torch.Tensor, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
     """Shapes only: nothing to infer."""
 
 

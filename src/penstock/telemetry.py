@@ -61,9 +61,7 @@ class Recorder:
         events += [_event(span, origin, tracks.index(span.track), names) for span in spans]
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
-    def _add(
-        self, kind: Literal["copy", "compute", "stall"], unit: int, start_ns: int, num_bytes: int
-    ) -> None:
+    def _add(self, kind: Literal["copy", "compute", "stall"], unit: int, start_ns: int, num_bytes: int) -> None:
         track = threading.current_thread().name
         self.spans.append(Span(kind, unit, track, start_ns, time.perf_counter_ns() - start_ns, num_bytes))
 
@@ -136,9 +134,7 @@ class Stats:
 
     def to_json(self) -> dict[str, Any]:
         """Totals and units as plain numbers."""
-        totals = {
-            name: getattr(self, name) for name in ("bytes_moved", "copies", "stalls", "stall_s", "misses")
-        }
+        totals = {name: getattr(self, name) for name in ("bytes_moved", "copies", "stalls", "stall_s", "misses")}
         return {
             **totals,
             "mechanism_bytes": self.mechanism_bytes,

@@ -78,9 +78,7 @@ class WeightMap:
         Raises:
             CheckpointError: no such tensor, or its dtype, shape or layout disagrees with the model's.
         """
-        covering = [
-            t for t in storage.tensors if t.extent_bytes == storage.num_bytes and t.kind != "attribute"
-        ]
+        covering = [t for t in storage.tensors if t.extent_bytes == storage.num_bytes and t.kind != "attribute"]
         for tensor in covering:
             for place in tensor.locations:
                 if place.name in self.sources:

@@ -48,9 +48,7 @@ class Link(ABC):
         """Mark what compute has been given so far; ``None`` where compute is synchronous."""
 
     @abstractmethod
-    def copy(
-        self, unit: int, segments: Sequence[Segment], slot: torch.Tensor, after: Mark | None
-    ) -> Transfer:
+    def copy(self, unit: int, segments: Sequence[Segment], slot: torch.Tensor, after: Mark | None) -> Transfer:
         """Start moving ``segments`` into ``slot`` once ``after`` is reached."""
 
     @abstractmethod

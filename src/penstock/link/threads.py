@@ -91,9 +91,7 @@ class ThreadLink(Link):
     def fork(self) -> Mark | None:
         return None
 
-    def copy(
-        self, unit: int, segments: Sequence[Segment], slot: torch.Tensor, after: Mark | None
-    ) -> ThreadTransfer:
+    def copy(self, unit: int, segments: Sequence[Segment], slot: torch.Tensor, after: Mark | None) -> ThreadTransfer:
         if not self._finish.alive:
             raise StateError("this link is closed; offload the model again")
         pieces = [piece for segment in segments for piece in _pieces(segment)]
@@ -126,9 +124,7 @@ def _pieces(segment: Segment) -> list[tuple[Segment, int, int]]:
     ]
 
 
-def _read_job(
-    transfer: ThreadTransfer, segment: Segment, start: int, into: memoryview, recorder: Recorder
-) -> _Job:
+def _read_job(transfer: ThreadTransfer, segment: Segment, start: int, into: memoryview, recorder: Recorder) -> _Job:
     def job() -> None:
         error: BaseException | None = None
         begin = time.perf_counter_ns()

@@ -36,9 +36,7 @@ def create_offloader(config: OffloadConfig) -> BaseOffloader:
     """The offloader for ``config``: prefetch if a group size is set, UVA if a byte budget is set, else noop."""
     backend = config.resolved
     if backend not in _registry:
-        raise OptionError(
-            f"backend {backend!r}: expected one of {', '.join(sorted(_registry))} (--offload-backend)"
-        )
+        raise OptionError(f"backend {backend!r}: expected one of {', '.join(sorted(_registry))} (--offload-backend)")
     return _registry[backend](config)
 
 

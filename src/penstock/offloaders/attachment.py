@@ -135,9 +135,7 @@ class Attachment:
             return _meta_store(offloaded)
         if self.plan.mode == "cpu":
             return CpuStore({bound.info.name: self._host_bytes(bound) for bound in offloaded})
-        store = DiskStore(
-            {bound.info.name: self._weights_or_error().source(bound.info) for bound in offloaded}, disk
-        )
+        store = DiskStore({bound.info.name: self._weights_or_error().source(bound.info) for bound in offloaded}, disk)
         _refuse_misaligned(self.plan.uva, self._bound, store)
         _compare_with_files(offloaded, store)
         return store
@@ -160,9 +158,7 @@ class Attachment:
         return self._weights
 
     def _load_residents(self, inventory: Inventory, disk: DiskOptions | None, progress: Progress) -> None:
-        missing = [
-            s for s in inventory.storages if s.name in self.plan.resident and self._bound[s.name].on_meta
-        ]
+        missing = [s for s in inventory.storages if s.name in self.plan.resident and self._bound[s.name].on_meta]
         if self.plan.mode == "meta" or not missing:
             return
         total = sum(storage.num_bytes for storage in missing)
@@ -211,16 +207,10 @@ class Attachment:
         owners = {owner for name in names for owner in self._bound[name].info.modules}
         return [self._model.get_submodule(owner) for owner in sorted(owners)]
 
-    def _true_state(
-        self, module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object
-    ) -> None:
+    def _true_state(self, module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object) -> None:
         for name in self._offloaded:
             for bound in self._bound[name].tensors:
-                keys = [
-                    prefix + place.attr
-                    for holder, place in bound.places
-                    if holder is module and not place.inner
-                ]
+                keys = [prefix + place.attr for holder, place in bound.places if holder is module and not place.inner]
                 for key in keys:
                     if key in state and not bound.lost:
                         state[key] = bound.view_of(self._read(name))

@@ -32,9 +32,7 @@ class Guard:
 
     def arrived(self, unit: int, slot: torch.Tensor) -> None:
         """Raise ``RaceError`` unless ``slot`` holds ``unit``."""
-        self._check(
-            unit, slot, "when it arrived: its copy was declared done before it was, or went elsewhere"
-        )
+        self._check(unit, slot, "when it arrived: its copy was declared done before it was, or went elsewhere")
 
     def leaving(self, unit: int, slot: torch.Tensor) -> None:
         """Raise ``RaceError`` unless ``slot`` still holds ``unit``; then poison it."""

@@ -72,9 +72,7 @@ class StackedOffloader(BaseOffloader):
         return self._attachment
 
     def _layers(self) -> list[list[str]]:
-        return [
-            [f"{i}.{j}" for j in range(len(list(stack.children())))] for i, stack in enumerate(self._stacks)
-        ]
+        return [[f"{i}.{j}" for j in range(len(list(stack.children())))] for i, stack in enumerate(self._stacks)]
 
     @abstractmethod
     def _make_plan(self, inventory: Inventory) -> Plan:

@@ -43,9 +43,7 @@ def plan_group_rule(inventory: Inventory, policy: Prefetch, stacks: Sequence[Seq
     return assemble(inventory, drafts, _usable_slots(policy.prefetch_step, len(drafts)), policy.mode)
 
 
-def _draft_group_rule(
-    inventory: Inventory, policy: Prefetch, stacks: Sequence[Sequence[str]]
-) -> list[UnitDraft]:
+def _draft_group_rule(inventory: Inventory, policy: Prefetch, stacks: Sequence[Sequence[str]]) -> list[UnitDraft]:
     """One unit per layer that the group rule picks, holding what ``policy.params`` selects in it."""
     chosen = {storage.name for storage in _candidates(inventory, policy.params)}
     drafts: list[UnitDraft] = []

@@ -104,9 +104,7 @@ class Plan:
     def moved_bytes(self) -> int:
         """Bytes moved by one forward that runs every unit once, in order; a unit that has its slot alone stays."""
         return sum(
-            unit.payload_bytes
-            for unit in self.units
-            if len(chain(unit.slot, len(self.units), self.num_slots)) > 1
+            unit.payload_bytes for unit in self.units if len(chain(unit.slot, len(self.units), self.num_slots)) > 1
         )
 
     @property

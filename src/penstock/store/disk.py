@@ -97,9 +97,7 @@ class _File:
             # The last block of a file is shorter than the aligned request; only the wanted bytes must be there.
             self._read_fully(start, bounce[:span], skip + wanted)
             # numpy drops the interpreter lock for the copy, a slice assignment of memoryviews does not.
-            np.copyto(
-                np.frombuffer(into[done:], np.uint8, wanted), np.frombuffer(bounce[skip:], np.uint8, wanted)
-            )
+            np.copyto(np.frombuffer(into[done:], np.uint8, wanted), np.frombuffer(bounce[skip:], np.uint8, wanted))
             done += wanted
 
 
@@ -154,9 +152,7 @@ class DiskStore(Store):
                 f"prefetch it instead"
             )
         tensor = source.parts[0].tensor
-        return torch.frombuffer(
-            self._map(tensor.path), dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.offset
-        )
+        return torch.frombuffer(self._map(tensor.path), dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.offset)
 
     @property
     def host_bytes(self) -> int:
