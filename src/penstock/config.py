@@ -23,12 +23,12 @@ from penstock.errors import OptionError, OptionTypeError, SizeError
 
 __all__ = [
     "ALL_MODEL_PARAMS",
+    "UVA",
     "Budget",
     "Mode",
     "OffloadConfig",
     "Policy",
     "Prefetch",
-    "UVA",
     "as_policy",
     "debug_enabled",
     "format_gib",

@@ -262,8 +262,8 @@ def _overlapping(infos: list[TensorInfo]) -> Iterator[list[TensorInfo]]:
 
 
 def _describe(tensor: torch.Tensor, places: list[Location]) -> TensorInfo:
-    offset = tensor.storage_offset() * tensor.dtype.itemsize
-    return TensorInfo(tuple(places), offset, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+    offset = int(tensor.storage_offset()) * tensor.dtype.itemsize
+    return TensorInfo(tuple(places), offset, tuple(tensor.shape), tuple(map(int, tensor.stride())), tensor.dtype)
 
 
 def _storage_key(tensor: torch.Tensor) -> int:

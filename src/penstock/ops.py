@@ -39,9 +39,9 @@ class Boundary(Protocol):
 
 _boundaries: weakref.WeakValueDictionary[int, Boundary] = weakref.WeakValueDictionary()
 
-_library = torch.library.Library("penstock", "DEF")
-_library.define("wait(Tensor tag, Tensor(a!)[] tensors) -> ()")
-_library.define("release(Tensor tag, Tensor(a!)[] tensors, Tensor[] outputs) -> ()")
+_library = torch.library.Library("penstock", "DEF")  # type: ignore[no-untyped-call]
+_library.define("wait(Tensor tag, Tensor(a!)[] tensors) -> ()")  # type: ignore[no-untyped-call]
+_library.define("release(Tensor tag, Tensor(a!)[] tensors, Tensor[] outputs) -> ()")  # type: ignore[no-untyped-call]
 
 
 def new_tag(boundary: Boundary, device: torch.device) -> torch.Tensor:
@@ -80,7 +80,7 @@ def _fake_release(tag: torch.Tensor, tensors: Sequence[torch.Tensor], outputs: S
     """Shapes only: nothing to infer."""
 
 
-_library.impl("wait", _wait, "CompositeExplicitAutograd")
-_library.impl("release", _release, "CompositeExplicitAutograd")
+_library.impl("wait", _wait, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_library.impl("release", _release, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake("penstock::wait", _fake_wait, lib=_library)
 torch.library.register_fake("penstock::release", _fake_release, lib=_library)

@@ -200,8 +200,11 @@ class Attachment:
     def _guard_state_dict(self) -> None:
         """``state_dict()`` must give the weights and not what a slot happens to hold; loading must not be lost."""
         for module in self._owners(self._offloaded):
-            self._module_hooks.append(module.register_state_dict_post_hook(partial(self._true_state)))
-            self._module_hooks.append(module.register_load_state_dict_pre_hook(_refuse_load))
+            for register, hook in (
+                (module.register_state_dict_post_hook, partial(self._true_state)),
+                (module.register_load_state_dict_pre_hook, _refuse_load),
+            ):
+                self._module_hooks.append(register(hook))  # type: ignore[no-untyped-call]
 
     def _owners(self, names: Iterable[str]) -> list[nn.Module]:
         owners = {owner for name in names for owner in self._bound[name].info.modules}

@@ -60,5 +60,5 @@ class Guard:
         checksum = 0
         for entry in self._plan.units[unit].entries:
             stretch = blob[entry.offset : entry.offset + entry.num_bytes]
-            checksum = zlib.crc32(stretch.cpu().numpy(), checksum)
+            checksum = zlib.crc32(stretch.cpu().numpy().data, checksum)
         return checksum

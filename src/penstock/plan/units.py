@@ -81,8 +81,8 @@ def _refuse_nested(anchors: Iterable[str], layers: Iterable[str]) -> None:
         inside = next((layer for layer in layers if is_within(layer, anchor)), None)
         if inside is not None:
             raise SelectionError(
-                f"module {anchor or 'the model itself'!r} has weights of its own and contains the layer {inside!r}; they "
-                f"cannot be prefetched, keep them resident by selecting other names"
+                f"module {anchor or 'the model itself'!r} has weights of its own and contains the layer {inside!r}; "
+                f"they cannot be prefetched, keep them resident by selecting other names"
             )
 
 

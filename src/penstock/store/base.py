@@ -77,4 +77,4 @@ def new_blob(num_bytes: int) -> torch.Tensor:
 
 def writable_view(blob: torch.Tensor) -> memoryview:
     """The memory of a uint8 CPU tensor as a buffer that ``preadv`` can fill."""
-    return memoryview(blob.numpy())
+    return blob.numpy().data

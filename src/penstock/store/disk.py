@@ -109,7 +109,7 @@ def _bounce_buffer() -> memoryview:
     if buffer is None:
         # An anonymous mapping starts on a page boundary.
         buffer = _local.buffer = memoryview(mmap.mmap(-1, BOUNCE_BYTES))
-    return buffer  # type: ignore[no-any-return]
+    return buffer
 
 
 @dataclass(frozen=True)
