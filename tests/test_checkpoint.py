@@ -167,6 +167,19 @@ class TestOpen:
         assert [tensor.name for tensor in tensors[:2]] == ["early", "late"]
         assert tensors == sorted(tensors, key=lambda tensor: (tensor.path, tensor.offset))
 
+    def test_order_by_index_is_file_then_offset_too(self, tmp_path: Path) -> None:
+        files = [f"{i:02}.safetensors" for i in range(20)]
+        for file in files:
+            save_file({file: torch.zeros(1)}, tmp_path / file)
+        write_index(tmp_path, {file: file for file in reversed(files)})
+        checkpoint = Checkpoint.open(tmp_path)
+        assert list(checkpoint.tensors) == files
+        assert [path.name for path in checkpoint.files] == files
+
+    def test_index_comes_before_a_model_file(self, sharded: Path) -> None:
+        save_file({"whole": torch.zeros(1)}, sharded / "model.safetensors")
+        assert sorted(Checkpoint.open(sharded).tensors) == ["a", "b", "c", "d"]
+
     def test_several_files_without_index(self, sharded: Path) -> None:
         (sharded / INDEX).unlink()
         (sharded / "._model-00001-of-00002.safetensors").write_bytes(b"macOS leaves these")
@@ -419,9 +432,7 @@ class TestDamagedHeader:
         assert "'a'" in refusal(path)
 
     @pytest.mark.parametrize("field", ["dtype", "shape", "data_offsets"])
-    @pytest.mark.parametrize(
-        "value", [..., None, 3, "F32x", [1.0, 2.0], [True, 24], ["0", "24"], {}, [0, 1, 2]]
-    )
+    @pytest.mark.parametrize("value", [..., None, 3, "F32x", [1.0, 2.0], [True, 24], ["0", "24"], {}, [0, 1, 2]])
     def test_field_missing_or_of_the_wrong_type(self, damage: Any, field: str, value: object) -> None:
         def alter(header: dict[str, Any]) -> None:
             header["a"].pop(field) if value is ... else header["a"].update({field: value})
@@ -458,6 +469,10 @@ class TestDamagedLayout:
     def test_negative_or_decreasing_offsets(self, damage: Any, offsets: list[int]) -> None:
         message = refusal(damage(lambda header: header["a"].update(data_offsets=offsets)))
         assert str(offsets) in message
+
+    def test_size_of_true(self, damage: Any) -> None:
+        # In Python True is the integer 1, in JSON it is not.
+        assert "True" in refusal(damage(lambda header: header["a"].update(shape=[True, 6])))
 
     def test_negative_size(self, damage: Any) -> None:
         assert "[-2, -3]" in refusal(damage(lambda header: header["a"].update(shape=[-2, -3])))
@@ -507,7 +522,7 @@ class TestSeveralFiles:
     @pytest.mark.parametrize("weight_map", [None, [], {}, "a", {"a": 1}, {"a": ["x"]}])
     def test_index_without_weight_map(self, sharded: Path, weight_map: object) -> None:
         write_index(sharded, weight_map)
-        assert "weight_map" in refusal(sharded, str(sharded / INDEX))
+        assert 'an index with "weight_map"' in refusal(sharded, str(sharded / INDEX))
 
     def test_some_other_json(self, sharded: Path) -> None:
         (sharded / "config.json").write_text('{"model_type": "llama"}')
@@ -531,9 +546,7 @@ class TestSeveralFiles:
         write_index(sharded, {"a": shard, "ghost": shard})
         assert "missing: 1 (ghost)" in refusal(sharded, str(sharded / shard))
 
-    @pytest.mark.parametrize(
-        "file", ["../x.safetensors", "sub/../../x.safetensors", "/x.safetensors", "", "."]
-    )
+    @pytest.mark.parametrize("file", ["../x.safetensors", "sub/../../x.safetensors", "/x.safetensors", "", "."])
     def test_shard_outside_the_folder(self, sharded: Path, file: str) -> None:
         save_file({"a": torch.zeros(1)}, sharded.parent / "x.safetensors")
         write_index(sharded, {"a": file})

@@ -119,8 +119,7 @@ class Checkpoint:
         tensor = self[name]
         result = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         with _opened(tensor.path) as (fd, _):
-            if tensor.num_bytes:
-                _fill(fd, result.reshape(-1).view(torch.uint8).numpy().data, tensor.offset, tensor.path)
+            _fill(fd, result.reshape(-1).view(torch.uint8).numpy().data, tensor.offset, tensor.path)
         # After the read, so that a change during it counts too.
         next(stamp for stamp in self.stamps if stamp.path == tensor.path).check()
         return result

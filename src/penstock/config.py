@@ -3,12 +3,14 @@
 Everything here is a frozen dataclass that checks itself when made, so that a wrong value is refused where it was
 written and not where it is used.
 
-=====================  =========  ==================================================================================
-environment variable   default    meaning
-=====================  =========  ==================================================================================
-PENSTOCK_DEBUG         0          1: poison slots when released, verify a checksum whenever a unit arrives or leaves
-PENSTOCK_READERS       cores      worker threads of the CPU link (at least 1)
-=====================  =========  ==================================================================================
+===========================  =======  ============================================================================
+environment variable         default  meaning
+===========================  =======  ============================================================================
+PENSTOCK_DEBUG               0        1: poison released slots, verify a checksum whenever a unit arrives or leaves
+PENSTOCK_READERS             cores    worker threads of the CPU link (at least 1)
+PENSTOCK_DISABLE_PIN_MEMORY  0        1: host memory of a GPU's stores is ordinary memory (slow, cannot be captured)
+PENSTOCK_DISABLE_UVA         0        1: what a GPU would read in place is moved into a slot on demand instead
+===========================  =======  ============================================================================
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ __all__ = [
     "debug_enabled",
     "format_gib",
     "parse_size",
+    "pin_memory_disabled",
     "reader_threads",
+    "uva_disabled",
 ]
 
 ALL_MODEL_PARAMS = "ALL_MODEL_PARAMS"
@@ -229,9 +233,23 @@ class OffloadConfig:
 
 def debug_enabled() -> bool:
     """Whether ``PENSTOCK_DEBUG`` asks for poisoned slots and checksums."""
-    value = os.environ.get("PENSTOCK_DEBUG", "0")
+    return _switch("PENSTOCK_DEBUG")
+
+
+def pin_memory_disabled() -> bool:
+    """Whether ``PENSTOCK_DISABLE_PIN_MEMORY`` forbids page-locked host memory."""
+    return _switch("PENSTOCK_DISABLE_PIN_MEMORY")
+
+
+def uva_disabled() -> bool:
+    """Whether ``PENSTOCK_DISABLE_UVA`` forbids reading host memory in place from a GPU."""
+    return _switch("PENSTOCK_DISABLE_UVA")
+
+
+def _switch(name: str) -> bool:
+    value = os.environ.get(name, "0")
     if value not in ("", "0", "1"):
-        raise OptionError(f"PENSTOCK_DEBUG={value!r}: expected 0 or 1")
+        raise OptionError(f"{name}={value!r}: expected 0 or 1")
     return value == "1"
 
 

@@ -7,13 +7,15 @@ import warnings
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
-from penstock.config import Mode, Policy, as_policy
+from penstock.config import Mode, Policy, as_policy, uva_disabled
 from penstock.errors import OptionTypeError, PenstockWarning, StateError
 from penstock.inventory import Inventory, take_inventory
 from penstock.offloaders.attachment import Attachment, Progress
-from penstock.plan import Plan, build_plan
+from penstock.offloaders.opening import compute_device
+from penstock.plan import Plan, build_plan, move_on_demand
 from penstock.store.disk import DiskOptions
 from penstock.telemetry import Stats
 from penstock.weights import WeightMap
@@ -42,6 +44,18 @@ class Handle:
         """Bytes moved, copies, stalls and misses, per unit and in total, since the offload began."""
         return self._attachment.stats()
 
+    def sync_prev_onload(self) -> None:
+        """Order the current stream behind every copy under way.
+
+        Only for those who capture or replay parts of a model themselves: :func:`offload` does it around a forward of
+        the whole model. No effect when nothing is under way, and on a CPU.
+        """
+        self._attachment.join()
+
+    def join_after_forward(self) -> None:
+        """The same, at the end of a part that is being captured: copies it has started become part of its graph."""
+        self._attachment.join()
+
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the latest copies, compute and stalls as Chrome trace JSON (open it in Perfetto)."""
         self._attachment.recorder.write(path, [unit.anchor for unit in self.plan.units])
@@ -69,8 +83,10 @@ def offload(
     policy: Policy | Plan | str | int,
     *,
     checkpoint: WeightMap | Checkpoint | str | os.PathLike[str] | None = None,
+    device: torch.device | str | None = None,
     disk: DiskOptions | None = None,
     progress: Progress | None = None,
+    measure_stalls: bool = False,
 ) -> Handle:
     """Run ``model`` in less memory than its weights need; outputs stay the same bit for bit.
 
@@ -79,8 +95,10 @@ def offload(
         policy: a device-memory budget for the weights such as ``"20GiB"``, or :class:`~penstock.Prefetch`,
             :class:`~penstock.UVA`, :class:`~penstock.Budget`, or a finished :class:`~penstock.Plan`.
         checkpoint: folder or file of safetensors that holds the weights; mode ``disk`` reads from it.
+        device: where compute runs; default the device the model is on (a CPU for ``meta``).
         disk: how its files are read.
         progress: called with (bytes loaded, bytes to load) while residents are read.
+        measure_stalls: on a GPU, time every wait, in graphs too, for ``stats()``; a CPU always does.
 
     Returns:
         the handle; ``handle.remove()`` undoes everything.
@@ -97,17 +115,31 @@ def offload(
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper; the code behind it retraces by itself
     _refuse_second_offload(model)
     weights = None if checkpoint is None else WeightMap.open(checkpoint)
+    target = compute_device(model, device)
     inventory = take_inventory(model)
-    plan = policy if isinstance(policy, Plan) else build_plan(inventory, as_policy(policy), _default_mode(weights))
+    plan = (
+        policy if isinstance(policy, Plan) else build_plan(inventory, as_policy(policy), _default_mode(weights, target))
+    )
+    if target.type == "cuda" and uva_disabled():
+        plan = move_on_demand(inventory, plan)
     _warn_about_training(model, plan, inventory)
-    attachment = Attachment(model, plan, inventory, weights=weights, disk=disk, progress=progress)
+    attachment = Attachment(
+        model,
+        plan,
+        inventory,
+        device=target,
+        weights=weights,
+        disk=disk,
+        progress=progress,
+        measure_stalls=measure_stalls,
+    )
     handle = Handle(model, attachment)
     model.__dict__[_MARK] = handle
     return handle
 
 
-def _default_mode(weights: WeightMap | None) -> Mode:
-    return "cpu" if weights is None else "disk"
+def _default_mode(weights: WeightMap | None, device: torch.device) -> Mode:
+    return "cpu" if weights is None or device.type != "cpu" else "disk"
 
 
 def _handle_of(module: nn.Module) -> Handle | None:

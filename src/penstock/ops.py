@@ -1,4 +1,4 @@
-"""The ordering edges of a compiled graph: ``penstock::wait`` and ``penstock::release``.
+"""The ordering edges of a compiled graph: ``penstock::wait``, ``penstock::release``, and ``penstock::join`` at its end.
 
 A compiler may move any operation whose inputs it believes to be ready. Weights are inputs of the graph, so without an
 edge ``(w - zero) * scale`` is ready from the start and would be hoisted above the wait. An edge on the hidden state
@@ -9,6 +9,9 @@ does not help, since this arithmetic reads no hidden state. So both ops declare 
   read of the weight, and the next unit's ``wait`` on the same slot stays behind it.
 
 Neither op computes anything; functionalisation sees an in-place operator and the inductor adds no copy of a weight.
+
+``join`` ends a forward: it reads what the model returns and a tensor of every unit, so it comes last, and declares its
+tag as mutated, so that it is not dropped as dead code.
 
 Which unit is meant is said by ``tag``, a one-element tensor known by its address, and not by a number: a number would
 be a constant of the graph, and an engine that compiles one layer and reuses the code for its siblings could not.
@@ -34,7 +37,7 @@ class Boundary(Protocol):
         """Called by ``penstock::wait``."""
 
     def leave_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Called by ``penstock::release``."""
+        """Called by ``penstock::release`` and ``penstock::join``."""
 
 
 _boundaries: weakref.WeakValueDictionary[int, Boundary] = weakref.WeakValueDictionary()
@@ -42,6 +45,8 @@ _boundaries: weakref.WeakValueDictionary[int, Boundary] = weakref.WeakValueDicti
 _library = torch.library.Library("penstock", "DEF")  # type: ignore[no-untyped-call]
 _library.define("wait(Tensor tag, Tensor(a!)[] tensors) -> ()")  # type: ignore[no-untyped-call]
 _library.define("release(Tensor tag, Tensor(a!)[] tensors, Tensor[] outputs) -> ()")  # type: ignore[no-untyped-call]
+
+_library.define("join(Tensor(a!) tag, Tensor[] tensors, Tensor[] outputs) -> ()")  # type: ignore[no-untyped-call]
 
 
 def new_tag(boundary: Boundary, device: torch.device) -> torch.Tensor:
@@ -82,5 +87,7 @@ def _fake_release(tag: torch.Tensor, tensors: Sequence[torch.Tensor], outputs: S
 
 _library.impl("wait", _wait, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _library.impl("release", _release, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_library.impl("join", _release, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("penstock::join", _fake_release, lib=_library)
 torch.library.register_fake("penstock::wait", _fake_wait, lib=_library)
 torch.library.register_fake("penstock::release", _fake_release, lib=_library)

@@ -87,16 +87,21 @@ class UnitStats:
         copies: transfers started.
         bytes_moved: bytes of those transfers.
         runs: times its module ran.
-        stalls: runs that found the bytes not there yet, and ``stall_s`` how long they were held, in seconds.
+        captured_copies: transfers recorded into graphs; each happens once per replay, which nobody can count from here.
+        stalls: runs that found the bytes not there yet, and ``stall_s`` how long they were held, in seconds. Counted
+            where waiting blocks the host, that is, on a CPU.
+        last_stall_s: how long the latest run was held, replays included; ``None`` where it is not measured.
         misses: runs whose slot held, or was to hold, another unit: a layer skipped, repeated or out of order.
     """
 
     anchor: str
     copies: int = 0
     bytes_moved: int = 0
+    captured_copies: int = 0
     runs: int = 0
     stalls: int = 0
     stall_s: float = 0.0
+    last_stall_s: float | None = None
     misses: int = 0
 
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from penstock.store.base import Segment
+from penstock.store.base import Load
 
 __all__ = ["Link", "Mark", "Transfer"]
 
@@ -43,13 +43,18 @@ class Link(ABC):
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Memory for one slot: uint8, 1-D, on the link's device, fixed address."""
 
+    @property
+    def capturing(self) -> bool:
+        """Whether compute is being recorded into a graph instead of run."""
+        return False
+
     @abstractmethod
     def fork(self) -> Mark | None:
         """Mark what compute has been given so far; ``None`` where compute is synchronous."""
 
     @abstractmethod
-    def copy(self, unit: int, segments: Sequence[Segment], slot: torch.Tensor, after: Mark | None) -> Transfer:
-        """Start moving ``segments`` into ``slot`` once ``after`` is reached."""
+    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> Transfer:
+        """Start moving a unit into ``slot`` once all of ``after`` is reached. Copies arrive in order of submission."""
 
     @abstractmethod
     def wait(self, transfer: Transfer) -> float:
@@ -61,6 +66,13 @@ class Link(ABC):
         Raises:
             TransferError: the copy failed.
         """
+
+    def last_stall_s(self, unit: int) -> float | None:
+        """Seconds compute was held at the latest wait for ``unit``; ``None`` if this link does not measure it.
+
+        May block until the device has passed that point.
+        """
+        return None
 
     @abstractmethod
     def close(self) -> None:

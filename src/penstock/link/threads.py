@@ -20,7 +20,7 @@ import torch
 from penstock.config import reader_threads
 from penstock.errors import StateError, TransferError
 from penstock.link.base import Link, Mark, Transfer
-from penstock.store.base import Segment, new_blob, writable_view
+from penstock.store.base import Load, Segment, new_blob, writable_view
 from penstock.telemetry import Recorder
 
 __all__ = ["ThreadLink", "ThreadTransfer"]
@@ -83,6 +83,7 @@ class ThreadLink(Link):
         ]
         for worker in self._workers:
             worker.start()
+        self._stalls_s: dict[int, float] = {}
         self._finish = weakref.finalize(self, _send_home, self._jobs, count)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
@@ -91,11 +92,11 @@ class ThreadLink(Link):
     def fork(self) -> Mark | None:
         return None
 
-    def copy(self, unit: int, segments: Sequence[Segment], slot: torch.Tensor, after: Mark | None) -> ThreadTransfer:
+    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> ThreadTransfer:
         if not self._finish.alive:
             raise StateError("this link is closed; offload the model again")
-        pieces = [piece for segment in segments for piece in _pieces(segment)]
-        transfer = ThreadTransfer(unit, len(pieces))
+        pieces = [piece for segment in load.segments for piece in _pieces(segment)]
+        transfer = ThreadTransfer(load.unit, len(pieces))
         view = writable_view(slot)
         for segment, start, num_bytes in pieces:
             into = view[segment.slot_offset + start :][:num_bytes]
@@ -104,12 +105,17 @@ class ThreadLink(Link):
 
     def wait(self, transfer: Transfer) -> float:
         assert isinstance(transfer, ThreadTransfer)
-        if transfer.done:
+        stall_s = 0.0
+        if not transfer.done:
+            start = time.perf_counter()
             transfer.result()
-            return 0.0
-        start = time.perf_counter()
+            stall_s = time.perf_counter() - start
         transfer.result()
-        return time.perf_counter() - start
+        self._stalls_s[transfer.unit] = stall_s
+        return stall_s
+
+    def last_stall_s(self, unit: int) -> float | None:
+        return self._stalls_s.get(unit)
 
     def close(self) -> None:
         self._finish()

@@ -12,19 +12,20 @@ from functools import partial
 import torch
 from torch import nn
 
-from penstock.config import debug_enabled
-from penstock.errors import CheckpointError, ModelChangedError, OptionError
-from penstock.inventory import Inventory, StorageInfo
+from penstock.config import debug_enabled, format_gib
+from penstock.errors import BudgetError, ModelChangedError
+from penstock.inventory import Inventory
 from penstock.link.base import Link
+from penstock.link.streams import StreamLink
 from penstock.link.threads import ThreadLink
-from penstock.offloaders.binding import BoundStorage, bind
-from penstock.offloaders.hooks import UnitHook
+from penstock.offloaders.binding import bind
+from penstock.offloaders.hooks import ForwardHook, UnitHook
+from penstock.offloaders.opening import open_store, read_bytes
 from penstock.offloaders.pipeline import SlotPipeline
 from penstock.plan.model import Plan
-from penstock.store.base import Store, new_blob
-from penstock.store.cpu import CpuStore
-from penstock.store.disk import DiskOptions, DiskStore
-from penstock.store.meta import MetaStore
+from penstock.store.base import new_blob
+from penstock.store.disk import DiskOptions
+from penstock.store.pinned import device_view
 from penstock.telemetry import Recorder, Stats
 from penstock.weights import WeightMap
 
@@ -37,16 +38,18 @@ class Attachment:
     """Executes ``plan`` on ``model`` until :meth:`remove`.
 
     Args:
-        model: on a CPU or on ``meta``; tensors on ``meta`` are filled from ``weights``.
+        model: on any one device; tensors on ``meta`` are filled from ``weights``.
         plan: made from ``inventory``.
         inventory: of ``model`` as it is now.
+        device: where compute runs; residents are moved there.
         weights: the checkpoint; needed by mode ``disk`` and for tensors on ``meta``.
         disk: how checkpoint files are read.
         progress: called with (bytes loaded, bytes to load) while residents are read.
-        link: moves the units; by default worker threads.
+        link: moves the units; by default worker threads on a CPU, a copy stream on a GPU.
+        measure_stalls: on a GPU, time every wait (two event records each); a CPU always does.
 
     Raises:
-        CheckpointError, OptionError, TransferError: before the model is touched, or with everything undone.
+        CheckpointError, OptionError, BudgetError, TransferError: with everything undone.
     """
 
     def __init__(
@@ -55,57 +58,65 @@ class Attachment:
         plan: Plan,
         inventory: Inventory,
         *,
+        device: torch.device,
         weights: WeightMap | None = None,
         disk: DiskOptions | None = None,
         progress: Progress | None = None,
         link: Link | None = None,
+        measure_stalls: bool = False,
     ) -> None:
         self.plan = plan
         self.recorder = Recorder()
         self._model = model
+        self._device = device
         self._weights = weights
         self._bound = bind(model, inventory.storages)
-        self._hooks: list[UnitHook] = []
+        self._hooks: list[UnitHook | ForwardHook] = []
         self._module_hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._pipeline: SlotPipeline | None = None
         self._removed = False
-        self._store = self._open_store(disk)
+        self._store = open_store(plan, self._bound, device, weights, disk)
         try:
-            self._load_residents(inventory, disk, progress or (lambda done, total: None))
-            self._attach_units(link)
+            self._place_residents(progress or (lambda done, total: None))
+            self._attach_units(link or self._make_link(measure_stalls))
             for name in plan.uva:
-                self._bound[name].point_at(self._store.in_place(name))
+                self._bound[name].point_at(self._in_place(name))
             self._guard_state_dict()
-            self._prime()
+            self.rewind()
         except BaseException:
             self._undo()
             raise
-        if plan.mode != "cpu":
-            for name in self._offloaded:
-                self._bound[name].forget_original()
+        self._forget_originals()
 
     def stats(self) -> Stats:
         """Counters since the offload began."""
-        sizes = {
-            "resident": self.plan.resident_bytes,
-            "prefetch": self.plan.prefetched_bytes,
-            "uva": self.plan.uva_bytes,
-        }
-        return Stats(tuple(self._pipeline.stats) if self._pipeline else (), sizes)
+        plan = self.plan
+        sizes = {"resident": plan.resident_bytes, "prefetch": plan.prefetched_bytes, "uva": plan.uva_bytes}
+        return Stats(self._pipeline.snapshot() if self._pipeline else (), sizes)
 
     def rewind(self) -> None:
         """Make the slots hold what the next forward needs first."""
         if self._pipeline is not None:
             self._pipeline.prime()
 
+    def join(self) -> None:
+        """Order compute behind every copy under way."""
+        if self._pipeline is not None:
+            self._pipeline.join()
+
     def remove(self) -> None:
-        """Give the model its tensors back, all resident, and everything else to the system. Idempotent."""
+        """Give the model its tensors back, where they were, and everything else to the system. Idempotent.
+
+        Raises:
+            BudgetError: the model came from a GPU on which its weights no longer fit; the offload stays in force.
+        """
         if self._removed:
             return
-        # Read everything first: if a file is gone the offload stays in force and nothing is lost.
-        restored = {name: self._read(name) for name in self._offloaded if self._must_read(name)}
+        # Read everything first: if a file is gone or memory is short the offload stays in force and nothing is lost.
+        names = [name for name in (*self._offloaded, *self.plan.resident) if self._must_bring_back(name)]
+        restored = {name: self._bring_back(name) for name in names}
         self._detach()
-        for name in self._offloaded:
+        for name in (*self._offloaded, *self.plan.resident):
             if name in restored:
                 self._bound[name].point_at(restored[name])
             else:
@@ -117,83 +128,95 @@ class Attachment:
     def _offloaded(self) -> list[str]:
         return [entry.storage for unit in self.plan.units for entry in unit.entries] + list(self.plan.uva)
 
-    def _must_read(self, name: str) -> bool:
-        if self.plan.mode == "meta":
-            return False
-        return self.plan.mode == "disk" or self._bound[name].on_meta
-
-    def _read(self, name: str) -> torch.Tensor:
-        blob = new_blob(self._bound[name].info.num_bytes)
-        self._store.read(name, blob)
-        return blob
-
     # -- building ---------------------------------------------------------------------------------------------------
 
-    def _open_store(self, disk: DiskOptions | None) -> Store:
-        offloaded = [self._bound[name] for name in self._offloaded]
+    def _make_link(self, measure_stalls: bool) -> Link:
+        if self._device.type == "cuda":
+            return StreamLink(self._device, measure_stalls=measure_stalls)
+        return ThreadLink(recorder=self.recorder)
+
+    def _place_residents(self, progress: Progress) -> None:
+        elsewhere = [self._bound[name] for name in self.plan.resident if self._bound[name].home != self._device]
         if self.plan.mode == "meta":
-            return _meta_store(offloaded)
-        if self.plan.mode == "cpu":
-            return CpuStore({bound.info.name: self._host_bytes(bound) for bound in offloaded})
-        store = DiskStore({bound.info.name: self._weights_or_error().source(bound.info) for bound in offloaded}, disk)
-        _refuse_misaligned(self.plan.uva, self._bound, store)
-        _compare_with_files(offloaded, store)
-        return store
-
-    def _host_bytes(self, bound: BoundStorage) -> torch.Tensor:
-        if not bound.on_meta:
-            return bound.original_bytes()
-        blob = new_blob(bound.info.num_bytes)
-        store = DiskStore({bound.info.name: self._weights_or_error().source(bound.info)})
-        store.read(bound.info.name, blob)
-        store.close()
-        return blob
-
-    def _weights_or_error(self) -> WeightMap:
-        if self._weights is None:
-            raise OptionError(
-                "this offload reads weights from safetensors files, and none were given: pass checkpoint=FOLDER to "
-                "penstock.offload (model.save_pretrained(FOLDER) or safetensors.torch.save_model writes one)"
-            )
-        return self._weights
-
-    def _load_residents(self, inventory: Inventory, disk: DiskOptions | None, progress: Progress) -> None:
-        missing = [s for s in inventory.storages if s.name in self.plan.resident and self._bound[s.name].on_meta]
-        if self.plan.mode == "meta" or not missing:
-            return
-        total = sum(storage.num_bytes for storage in missing)
+            elsewhere = [bound for bound in elsewhere if not bound.on_meta]
+        total = sum(bound.info.num_bytes for bound in elsewhere)
         done = 0
-        loader = DiskStore({s.name: self._weights_or_error().source(s) for s in missing}, disk)
-        for storage in missing:
+        for bound in elsewhere:
             progress(done, total)
-            blob = new_blob(storage.num_bytes)
-            loader.read(storage.name, blob)
-            self._bound[storage.name].point_at(blob)
-            done += storage.num_bytes
-        progress(done, total)
-        loader.close()
+            blob = new_blob(bound.info.num_bytes)
+            read_bytes(bound, blob, self._weights)
+            bound.point_at(self._to_device(blob))
+            done += bound.info.num_bytes
+        if elsewhere:
+            progress(done, total)
 
-    def _attach_units(self, link: Link | None) -> None:
+    def _attach_units(self, link: Link) -> None:
         if not self.plan.units:
+            link.close()
             return
-        link = link or ThreadLink(recorder=self.recorder)
-        self._pipeline = SlotPipeline(self.plan, self._store, link, self.recorder, debug_enabled())
+        try:
+            self._pipeline = SlotPipeline(self.plan, self._store, link, self.recorder, debug_enabled())
+        except torch.OutOfMemoryError as error:
+            needed = sum(self.plan.slot_bytes)
+            raise BudgetError(
+                f"{self._device} has no room for {len(self.plan.slot_bytes)} slots of {format_gib(needed)} together; "
+                f"offload before the model is on the device, or use fewer or smaller units (--offload-prefetch-step)",
+                needed,
+            ) from error
+        units = []
         for unit in self.plan.units:
             memory = self._pipeline.slot_memory(unit.index)
             storages = [self._bound[entry.storage] for entry in unit.entries]
             for entry, bound in zip(unit.entries, storages, strict=True):
                 bound.point_at(memory[entry.offset : entry.offset + entry.num_bytes])
             anchor = self._model.get_submodule(unit.anchor)
-            self._hooks.append(UnitHook(anchor, unit.index, storages, self._pipeline))
-        self._module_hooks.append(self._model.register_forward_hook(self._after_forward, always_call=True))
+            units.append(UnitHook(anchor, unit.index, storages, self._pipeline))
+        self._hooks = [*units, ForwardHook(self._model, units, self._pipeline)]
 
-    def _prime(self) -> None:
-        if self._pipeline is not None:
-            self._pipeline.prime()
+    def _in_place(self, name: str) -> torch.Tensor:
+        blob = self._store.in_place(name)
+        return device_view(blob, self._device) if self._device.type == "cuda" else blob
 
-    def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
-        if not torch.compiler.is_compiling():
-            self.rewind()
+    def _to_device(self, blob: torch.Tensor) -> torch.Tensor:
+        return blob.to(self._device) if self._device.type != "cpu" else blob
+
+    def _forget_originals(self) -> None:
+        adopted = self.plan.mode == "cpu" and self._device.type == "cpu"
+        for name in () if adopted else self._offloaded:
+            self._bound[name].forget_original()
+        for name in self.plan.resident:
+            if self._bound[name].home != self._device:
+                self._bound[name].forget_original()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # whole blocks of the old weights would stay with the allocator otherwise
+
+    # -- bringing back ----------------------------------------------------------------------------------------------
+
+    def _must_bring_back(self, name: str) -> bool:
+        bound = self._bound[name]
+        if self.plan.mode == "meta":
+            return False
+        if name in self.plan.resident:
+            return not bound.on_meta and bound.home != self._device
+        return bound.on_meta or not bound.keeps_original
+
+    def _bring_back(self, name: str) -> torch.Tensor:
+        bound = self._bound[name]
+        home = self._device if bound.on_meta else bound.home
+        try:
+            return self._current_bytes(name).to(home)
+        except torch.OutOfMemoryError as error:
+            raise BudgetError(
+                f"{home} has no room to bring back {name}; free device memory first, the offload stays in force",
+                bound.info.num_bytes,
+            ) from error
+
+    def _current_bytes(self, name: str) -> torch.Tensor:
+        if name in self.plan.resident:
+            return self._bound[name].current_bytes()
+        blob = new_blob(self._bound[name].info.num_bytes)
+        self._store.read(name, blob)
+        return blob
 
     # -- state dict -------------------------------------------------------------------------------------------------
 
@@ -216,7 +239,7 @@ class Attachment:
                 keys = [prefix + place.attr for holder, place in bound.places if holder is module and not place.inner]
                 for key in keys:
                     if key in state and not bound.lost:
-                        state[key] = bound.view_of(self._read(name))
+                        state[key] = bound.view_of(self._current_bytes(name))
 
     # -- taking apart -----------------------------------------------------------------------------------------------
 
@@ -240,40 +263,3 @@ def _refuse_load(module: nn.Module, *args: object) -> None:
         "load_state_dict on an offloaded model would write into slots and be lost; call handle.remove() first, load, "
         "then offload again"
     )
-
-
-def _meta_store(offloaded: list[BoundStorage]) -> MetaStore:
-    for bound in offloaded:
-        if not bound.on_meta:
-            raise OptionError(
-                f"mode 'meta' keeps no bytes, and {bound.info.name} has some; build the model under "
-                f"torch.device('meta'), or use mode 'cpu' or 'disk'"
-            )
-    return MetaStore({bound.info.name: bound.info.num_bytes for bound in offloaded})
-
-
-def _refuse_misaligned(names: Iterable[str], bound: dict[str, BoundStorage], store: DiskStore) -> None:
-    """Rows copied out of a table are the same at any address; a matrix kernel may sum in another order."""
-    for name in names:
-        info: StorageInfo = bound[name].info
-        address = store.in_place(name).data_ptr()
-        itemsize = info.tensors[0].dtype.itemsize
-        if address % (itemsize if info.is_lookup else 64):
-            raise OptionError(
-                f"{name} starts at an address of its file that is not a multiple of 64 bytes, so a matrix product that "
-                f"reads it in place may round differently; prefetch it instead, or rewrite the checkpoint aligned"
-            )
-
-
-def _compare_with_files(offloaded: list[BoundStorage], store: DiskStore) -> None:
-    """A live model's weights are about to be dropped in favour of the files': they must be the same."""
-    for bound in offloaded:
-        if bound.on_meta:
-            continue
-        blob = new_blob(bound.info.num_bytes)
-        store.read(bound.info.name, blob)
-        if not torch.equal(blob, bound.original_bytes()):
-            raise CheckpointError(
-                f"{bound.info.name}: the model's values differ from the checkpoint's; save the model first "
-                f"(save_pretrained), or use mode 'cpu'"
-            )

@@ -40,7 +40,7 @@ class BoundTensor:
     def point_at(self, blob: torch.Tensor) -> None:
         """Let the tensor look into ``blob`` (uint8, 1-D), with its own shape, strides and dtype."""
         view = _view(blob, self.info)
-        if self.tensor.device.type == view.device.type:
+        if self.tensor.device.type != "meta":
             self.tensor.data = view
         else:
             self._replace(view)
@@ -129,18 +129,25 @@ class BoundStorage:
     def __init__(self, model: nn.Module, info: StorageInfo) -> None:
         self.info = info
         self.tensors = [BoundTensor(model, tensor) for tensor in info.tensors]
+        self.home = self.tensors[0].original.device
+        self.keeps_original = True
 
     @property
     def on_meta(self) -> bool:
         """Whether the model has no bytes for it yet."""
-        return self.tensors[0].original.device.type == "meta"
+        return self.home.type == "meta"
 
     def original_bytes(self) -> torch.Tensor:
         """The memory the model came with: uint8, 1-D."""
-        first = min(self.tensors, key=lambda tensor: tensor.info.byte_offset).original_data
-        start = first.storage_offset() * first.dtype.itemsize
-        blob = torch.empty(0, dtype=torch.uint8, device=first.device)
-        return blob.set_(first.untyped_storage(), start, (self.info.num_bytes,), (1,))
+        return _bytes_of(self._first.original_data, self.info.num_bytes)
+
+    def current_bytes(self) -> torch.Tensor:
+        """The memory the tensors look into now: uint8, 1-D."""
+        return _bytes_of(self._first.tensor.data, self.info.num_bytes)
+
+    @property
+    def _first(self) -> BoundTensor:
+        return min(self.tensors, key=lambda tensor: tensor.info.byte_offset)
 
     def point_at(self, blob: torch.Tensor) -> None:
         """Let every tensor look into ``blob`` at its own offset."""
@@ -154,6 +161,7 @@ class BoundStorage:
 
     def forget_original(self) -> None:
         """Let go of the memory the model came with."""
+        self.keeps_original = False
         for tensor in self.tensors:
             tensor.forget_original()
 
@@ -175,6 +183,12 @@ def _holder(module: nn.Module, place: Location) -> dict[str, torch.Tensor | None
     if place.kind == "parameter":
         return module._parameters  # type: ignore[return-value]
     return module._buffers if place.kind == "buffer" else vars(module)
+
+
+def _bytes_of(first: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    start = first.storage_offset() * first.dtype.itemsize
+    blob = torch.empty(0, dtype=torch.uint8, device=first.device)
+    return blob.set_(first.untyped_storage(), start, (num_bytes,), (1,))
 
 
 def _view(blob: torch.Tensor, info: TensorInfo) -> torch.Tensor:

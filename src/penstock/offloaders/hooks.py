@@ -10,11 +10,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from penstock.errors import StateError
+from penstock.inventory import Location
 from penstock.offloaders.binding import BoundStorage, live_tensors
 from penstock.offloaders.pipeline import SlotPipeline
 from penstock.ops import new_tag
 
-__all__ = ["UnitHook"]
+__all__ = ["ForwardHook", "UnitHook"]
 
 
 class UnitHook:
@@ -44,6 +45,11 @@ class UnitHook:
             handle.remove()
         self._pipeline = None
 
+    @property
+    def first_place(self) -> tuple[nn.Module, Location]:
+        """Where one of the unit's tensors hangs."""
+        return self._places[0]
+
     def enter_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
         if self._pipeline is None:
             return
@@ -71,8 +77,7 @@ class UnitHook:
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
-            outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-            torch.ops.penstock.release(self._tag, list(live_tensors(self._places)), outputs)
+            torch.ops.penstock.release(self._tag, list(live_tensors(self._places)), _tensors_in(output))
         elif self._pipeline is not None:
             self._leave(self._pipeline)
 
@@ -92,3 +97,35 @@ class UnitHook:
                 bound.check()
         finally:
             pipeline.release(self._unit)
+
+
+class ForwardHook:
+    """Ends a forward of the whole model: the slots are made ready for the next one, and graphs are joined."""
+
+    def __init__(self, model: nn.Module, hooks: Sequence[UnitHook], pipeline: SlotPipeline) -> None:
+        self._pipeline: SlotPipeline | None = pipeline
+        self._places = [hook.first_place for hook in hooks]
+        self._tag = new_tag(self, pipeline.slot_memory(0).device)
+        self._handle = model.register_forward_hook(self._after, always_call=True)
+
+    def remove(self) -> None:
+        """Take the hook off."""
+        self._handle.remove()
+        self._pipeline = None
+
+    def enter_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Nothing begins here."""
+
+    def leave_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
+        if self._pipeline is not None:
+            self._pipeline.finish_forward()
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            torch.ops.penstock.join(self._tag, list(live_tensors(self._places)), _tensors_in(output))
+        elif self._pipeline is not None:
+            self._pipeline.finish_forward()
+
+
+def _tensors_in(output: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]

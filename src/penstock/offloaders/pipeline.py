@@ -4,22 +4,28 @@ The pipeline follows the slot schedule as long as modules run in the declared or
 a unit whose slot holds another one is fetched on the spot (a *miss*), which is slower and shows in ``stats()``.
 
 Two threads may call the model: a slot that one of them reads is not refilled before it lets go.
+
+[Note: two timelines] While a graph is captured nothing runs: copies become nodes of the graph, and the slots keep what
+they had. So there are two records of what the slots hold. The *live* one follows what has been given to the device.
+The *captured* one follows what will have happened at that point of a replay; it begins with the first units in the
+slots, because that is what every forward, eager or replayed, leaves behind. In a capture, a slot's content is trusted
+only if it is one of these or was copied by a node of the same capture; anything else is copied again in the graph.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from penstock.errors import SlotConflictError, StateError
-from penstock.link.base import Link, Transfer
+from penstock.link.base import Link, Mark, Transfer
 from penstock.offloaders.debug import Guard
 from penstock.plan.model import Plan
 from penstock.plan.schedule import first_units, next_in_chain, slot_of
-from penstock.store.base import Segment, Store
+from penstock.store.base import Store
 from penstock.telemetry import Recorder, UnitStats
 
 __all__ = ["SlotPipeline"]
@@ -29,13 +35,22 @@ CONFLICT_TIMEOUT_S = 600.0
 
 
 class _Slot:
-    """One device buffer. ``unit`` is what it holds or, while ``transfer`` is set, what is on its way into it."""
+    """One device buffer on one timeline.
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    Attributes:
+        unit: what it holds or, until ``transfer`` is done, what is on its way into it.
+        transfer: the copy that brought ``unit``. Kept after it has landed, because each stream that reads the slot has
+            to be ordered behind it; ``None`` once that is settled for all streams.
+        readers: idents of the threads that are running its unit.
+        marks: where the readers that have let go already were in their streams.
+    """
+
+    def __init__(self, memory: torch.Tensor, unit: int | None = None) -> None:
         self.memory = memory
-        self.unit: int | None = None
+        self.unit = unit
         self.transfer: Transfer | None = None
-        self.readers: list[int] = []  # idents of the threads that are running its unit
+        self.readers: list[int] = []
+        self.marks: list[Mark] = []
 
 
 class SlotPipeline:
@@ -45,25 +60,47 @@ class SlotPipeline:
         self._plan = plan
         self._link = link
         self._recorder = recorder
-        self._segments: list[Sequence[Segment]] = [store.unit_segments(unit) for unit in plan.units]
-        self._slots = [_Slot(link.allocate(num_bytes)) for num_bytes in plan.slot_bytes]
+        self._loads = [store.load(unit) for unit in plan.units]
+        self._live = [_Slot(link.allocate(num_bytes)) for num_bytes in plan.slot_bytes]
+        self._captured: list[_Slot] | None = None
+        self._has_graphs = False
         self._free = threading.Condition(threading.RLock())
         self._started_ns: dict[tuple[int, int], int] = {}
         self._closed = False
-        self._guard = Guard(plan, self._segments) if debug else None
+        self._guard = Guard(plan, [load.segments for load in self._loads]) if debug else None
         self.stats = [UnitStats(unit.anchor) for unit in plan.units]
 
     def slot_memory(self, unit: int) -> torch.Tensor:
         """The slot of ``unit``: uint8, 1-D, fixed for the life of the pipeline."""
-        return self._slots[slot_of(unit, len(self._slots))].memory
+        return self._live[slot_of(unit, len(self._live))].memory
 
     def prime(self) -> None:
         """Start the units that a forward needs first, unless they are there."""
         with self._free:
-            for unit in first_units(len(self._plan.units), len(self._slots)):
-                slot = self._slots[unit]
-                if slot.unit != unit and not slot.readers and not self._closed:
-                    self._start(unit, slot)
+            slots = self._slots()
+            for unit in first_units(len(self._plan.units), len(slots)):
+                if slots[unit].unit != unit and not slots[unit].readers and not self._closed:
+                    self._start(unit, slots[unit])
+
+    def finish_forward(self) -> None:
+        """The model has returned: make the slots ready for the next forward, however it will run.
+
+        In a capture all copies are joined, as the graph demands. Once graphs exist an eager forward joins too: a replay
+        asks nobody, so what it finds in the slots has to be ordered before it.
+        """
+        with self._free:
+            self.prime()
+            if self._has_graphs:
+                self.join()
+
+    def join(self) -> None:
+        """Order compute behind every copy under way; no effect when there is none."""
+        with self._free:
+            for slot in self._slots():
+                if slot.transfer is not None:
+                    self._link.wait(slot.transfer)
+                    if self._link.capturing:
+                        slot.transfer = None
 
     def wait(self, unit: int) -> None:
         """Return when compute may read ``unit``; it stays in its slot until :meth:`release`.
@@ -74,7 +111,9 @@ class SlotPipeline:
         """
         with self._free:
             self._require_open()
-            slot = self._slots[slot_of(unit, len(self._slots))]
+            slots = self._slots()
+            slot = slots[slot_of(unit, len(slots))]
+            self._drop_stale_readers(slot)
             if slot.unit != unit:
                 self._await_readers(unit, slot)
                 self.stats[unit].misses += 1
@@ -87,7 +126,8 @@ class SlotPipeline:
     def release(self, unit: int) -> None:
         """Compute has been given everything that reads ``unit``; its slot may be refilled behind it."""
         with self._free:
-            slot = self._slots[slot_of(unit, len(self._slots))]
+            slots = self._slots()
+            slot = slots[slot_of(unit, len(slots))]
             me = threading.get_ident()
             started_ns = self._started_ns.pop((me, unit), None)
             if slot.unit != unit or me not in slot.readers:
@@ -95,6 +135,11 @@ class SlotPipeline:
             if started_ns is not None:
                 self._recorder.compute(unit, started_ns)
             slot.readers.remove(me)
+            if self._guard and not slot.readers and not self._link.capturing:
+                self._guard.leaving(unit, slot.memory)  # before the fork: the refill must come after the poison
+            mark = self._link.fork()
+            if mark is not None:
+                slot.marks.append(mark)
             if not slot.readers and not self._closed:
                 self._refill(unit, slot)
                 self._free.notify_all()
@@ -105,13 +150,28 @@ class SlotPipeline:
             self._closed = True
             self._link.close()
 
+    def snapshot(self) -> tuple[UnitStats, ...]:
+        """The counters now, with the stall of each unit's latest run where the link can tell."""
+        with self._free:
+            return tuple(
+                replace(stats, last_stall_s=self._link.last_stall_s(unit)) for unit, stats in enumerate(self.stats)
+            )
+
+    def _slots(self) -> list[_Slot]:
+        """The slots of the timeline that compute is on now."""
+        if not self._link.capturing:
+            self._captured = None
+            return self._live
+        if self._captured is None:
+            self._has_graphs = True
+            self._captured = [_Slot(slot.memory, unit) for unit, slot in enumerate(self._live)]
+        return self._captured
+
     def _refill(self, unit: int, slot: _Slot) -> None:
-        if self._guard:
-            self._guard.leaving(unit, slot.memory)
-        following = next_in_chain(unit, len(self._plan.units), len(self._slots))
+        following = next_in_chain(unit, len(self._plan.units), len(self._live))
         if following != unit:
             self._start(following, slot)
-        elif self._guard:
+        elif self._guard and not self._link.capturing:
             self._start(unit, slot)  # poisoned, so it has to come again
 
     def _start(self, unit: int, slot: _Slot) -> None:
@@ -119,11 +179,16 @@ class SlotPipeline:
         if slot.transfer is not None:
             abandoned, slot.transfer, slot.unit = slot.transfer, None, None
             self._link.wait(abandoned)
-        mark = self._link.fork()
-        slot.transfer = self._link.copy(unit, self._segments[unit], slot.memory, mark)
+        if not slot.marks and (mark := self._link.fork()) is not None:
+            slot.marks.append(mark)
+        marks, slot.marks = slot.marks, []
+        slot.transfer = self._link.copy(self._loads[unit], slot.memory, marks)
         slot.unit = unit
-        self.stats[unit].copies += 1
-        self.stats[unit].bytes_moved += self._plan.units[unit].payload_bytes
+        if self._link.capturing:
+            self.stats[unit].captured_copies += 1
+        else:
+            self.stats[unit].copies += 1
+            self.stats[unit].bytes_moved += self._plan.units[unit].payload_bytes
 
     def _land(self, unit: int, slot: _Slot) -> None:
         transfer = slot.transfer
@@ -138,18 +203,18 @@ class SlotPipeline:
             if transfer.done:
                 slot.transfer = None
             raise
-        slot.transfer = None
         if stalled_s > 0.0:
             self.stats[unit].stalls += 1
             self.stats[unit].stall_s += stalled_s
             self._recorder.stall(unit, begin)
-        if self._guard:
+        if self._guard and not self._link.capturing:
             self._guard.arrived(unit, slot.memory)
 
-    def _await_readers(self, unit: int, slot: _Slot) -> None:
-        me = threading.get_ident()
+    def _drop_stale_readers(self, slot: _Slot) -> None:
         # Anchors are never nested, so a reader that is this very thread is left over from an interrupted forward.
-        slot.readers = [reader for reader in slot.readers if reader != me]
+        slot.readers = [reader for reader in slot.readers if reader != threading.get_ident()]
+
+    def _await_readers(self, unit: int, slot: _Slot) -> None:
         if not self._free.wait_for(lambda: not slot.readers, CONFLICT_TIMEOUT_S):
             raise SlotConflictError(
                 f"unit {unit} ({self._plan.units[unit].anchor}) needs the slot of unit {slot.unit}, which another "

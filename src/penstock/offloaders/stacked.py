@@ -11,6 +11,7 @@ from penstock.errors import StateError
 from penstock.inventory import Inventory, take_inventory
 from penstock.offloaders.attachment import Attachment
 from penstock.offloaders.base import BaseOffloader
+from penstock.offloaders.opening import compute_device
 from penstock.plan.model import Plan
 from penstock.telemetry import Stats
 
@@ -42,15 +43,15 @@ class StackedOffloader(BaseOffloader):
             raise StateError("post_init was called twice; call remove() in between to take over new weights")
         inventory = take_inventory(self._stacks)
         plan = self._make_plan(inventory)
-        self._attachment = Attachment(self._stacks, plan, inventory)
+        self._attachment = Attachment(self._stacks, plan, inventory, device=compute_device(self._stacks))
 
     def sync_prev_onload(self) -> None:
         if self._attachment is not None:
-            self._attachment.rewind()
+            self._attachment.join()
 
     def join_after_forward(self) -> None:
         if self._attachment is not None:
-            self._attachment.rewind()
+            self._attachment.join()
 
     def remove(self) -> None:
         if self._attachment is not None:

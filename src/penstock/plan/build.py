@@ -10,10 +10,10 @@ from penstock.errors import PenstockWarning, SelectionError
 from penstock.inventory import Inventory, StorageInfo
 from penstock.plan.budget import solve
 from penstock.plan.model import Plan, UnitDraft, assemble
-from penstock.plan.units import find_stacks, group_rule, worth_moving
-from penstock.select import select
+from penstock.plan.units import find_stacks, group_rule, outside_units, worth_moving
+from penstock.select import compile_pattern, select
 
-__all__ = ["build_plan", "plan_group_rule"]
+__all__ = ["build_plan", "move_on_demand", "plan_group_rule"]
 
 
 def build_plan(inventory: Inventory, policy: Policy, default_mode: Mode = "cpu") -> Plan:
@@ -33,7 +33,7 @@ def build_plan(inventory: Inventory, policy: Policy, default_mode: Mode = "cpu")
         return solve(inventory, candidates, policy.num_bytes, policy.mode or default_mode)
     if isinstance(policy, Prefetch):
         return plan_group_rule(inventory, policy, [stack.layers for stack in find_stacks(inventory)])
-    chosen = _up_to(_candidates(inventory, policy.params), policy.limit_bytes)
+    chosen = _up_to(_experts_first(_candidates(inventory, policy.params)), policy.limit_bytes)
     return assemble(inventory, [], 0, policy.mode, uva=chosen)
 
 
@@ -60,6 +60,25 @@ def _draft_group_rule(inventory: Inventory, policy: Prefetch, stacks: Sequence[S
     return drafts
 
 
+def move_on_demand(inventory: Inventory, plan: Plan) -> Plan:
+    """``plan`` with everything it reads in place moved into slots instead, for devices that cannot address the host.
+
+    A storage joins the unit of the layer that reads it, or becomes one of the module that does.
+    """
+    if not plan.uva:
+        return plan
+    stacks = find_stacks(inventory)
+    layers = [layer for stack in stacks for layer in stack.layers]
+    wanted = {entry.storage for unit in plan.units for entry in unit.entries} | plan.uva.keys()
+    drafts = [UnitDraft(layer, tuple(s for s in inventory.under(layer) if s.name in wanted)) for layer in layers]
+    inside = {storage.name for draft in drafts for storage in draft.storages}
+    rest = [storage for storage in inventory.storages if storage.name in wanted - inside]
+    order = {name: index for index, name in enumerate(inventory.modules)}
+    every = [*(draft for draft in drafts if draft.storages), *outside_units(rest, stacks)]
+    every.sort(key=lambda draft: order[draft.anchor])
+    return assemble(inventory, every, max(plan.num_slots, 1), plan.mode)
+
+
 def _candidates(inventory: Inventory, params: Sequence[str]) -> list[StorageInfo]:
     return select(inventory.storages, params) if params else worth_moving(inventory.storages)
 
@@ -73,6 +92,12 @@ def _usable_slots(prefetch_step: int, num_units: int) -> int:
             stacklevel=4,
         )
     return min(prefetch_step, num_units)
+
+
+def _experts_first(candidates: Sequence[StorageInfo]) -> list[StorageInfo]:
+    """A token needs a few experts but all dense weights, so experts are the cheapest to read in place."""
+    is_expert = compile_pattern("experts")
+    return sorted(candidates, key=lambda storage: not any(map(is_expert, storage.names)))
 
 
 def _up_to(candidates: Sequence[StorageInfo], limit_bytes: int | None) -> list[StorageInfo]:

@@ -11,7 +11,7 @@ import torch
 from penstock.config import Mode
 from penstock.plan.model import Unit
 
-__all__ = ["Segment", "Source", "Store", "new_blob", "writable_view"]
+__all__ = ["Load", "Segment", "Source", "Store", "new_blob", "writable_view"]
 
 
 class Source(Protocol):
@@ -28,6 +28,22 @@ class Segment:
     source: Source
     slot_offset: int
     num_bytes: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a link needs to bring one unit: its stretches, and its whole slab if that lies ready in host memory.
+
+    Attributes:
+        unit: index in the plan.
+        segments: stretches with offsets relative to the slab, for links that read.
+        slab: the slab as it will be in the slot (uint8, 1-D, host), for links that copy; ``None`` where the store has
+            no such thing.
+    """
+
+    unit: int
+    segments: tuple[Segment, ...]
+    slab: torch.Tensor | None = None
 
 
 class Store(ABC):
@@ -54,6 +70,10 @@ class Store(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back files and memory; idempotent."""
+
+    def load(self, unit: Unit) -> Load:
+        """What a link needs to bring ``unit``."""
+        return Load(unit.index, tuple(self.unit_segments(unit)))
 
     def unit_segments(self, unit: Unit) -> list[Segment]:
         """The stretches of a whole unit, offsets relative to the start of its slab."""

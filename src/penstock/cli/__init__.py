@@ -1,0 +1,39 @@
+"""The command line: one file per verb, the flags they share in :mod:`penstock.cli.options`.
+
+Nothing imported here or at the top of a verb's file may pull in torch or transformers (seconds); a verb imports what
+it needs when it runs. ``tests/test_cli.py`` holds us to it.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from penstock.cli.demo import demo
+from penstock.cli.generate import generate
+from penstock.cli.group import PenstockGroup
+from penstock.cli.plan import plan
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    cls=PenstockGroup,
+    help="Run PyTorch models whose weights do not fit the device; same bits out.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    # A traceback with values of locals is of no use to users; ours are printed plainly (see group.py).
+    pretty_exceptions_enable=False,
+)
+app.command()(demo)
+app.command()(plan)
+app.command()(generate)
+
+
+@app.callback(invoke_without_command=False)
+def _root() -> None:
+    """Run PyTorch models whose weights do not fit the device; same bits out."""
+
+
+def main() -> None:
+    """The ``penstock`` command. Exit codes: 0 done, 1 the demo's promise was broken, 2 an error, 130 interrupted."""
+    app(prog_name="penstock")

@@ -1,0 +1,57 @@
+"""Where the command line writes: the product of a verb to stdout, everything about it to stderr.
+
+``penstock generate ... > story.txt`` and ``penstock plan --json | jq`` therefore get the product alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from penstock.errors import PenstockWarning
+
+__all__ = ["penstock_warnings_as_lines", "print_error", "stderr", "stdout"]
+
+stdout = Console()
+stderr = Console(stderr=True)
+
+# Wide enough for the plan's tables when the output is a file or a pipe, where rich would assume 80.
+_PIPE_WIDTH = 120
+for _console in (stdout, stderr):
+    if not _console.is_terminal:
+        _console.width = _PIPE_WIDTH
+
+
+def print_error(message: str) -> None:
+    """One red line on stderr, whatever its length: scripts read it."""
+    line = Text(f"error: {' '.join(message.split())}", style="red")
+    stderr.print(line, soft_wrap=True)
+
+
+@contextmanager
+def penstock_warnings_as_lines() -> Iterator[None]:
+    """Within, a :class:`PenstockWarning` is a yellow line on stderr; other warnings look as they always do."""
+    with warnings.catch_warnings():
+        ordinary = warnings.showwarning
+
+        def show(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if issubclass(category, PenstockWarning):
+                stderr.print(Text(f"warning: {message}", style="yellow"), soft_wrap=True)
+            else:
+                ordinary(message, category, filename, lineno, file or sys.stderr, line)
+
+        warnings.showwarning = show
+        yield

@@ -1,0 +1,151 @@
+"""``penstock generate``: text from a checkpoint that does not fit. The text goes to stdout, all else to stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli.console import stderr
+from penstock.cli.options import OffloadFlags, with_offload_flags
+from penstock.config import format_gib
+from penstock.errors import CheckpointError, OptionError
+from penstock.process import peak_rss_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from penstock.handle import Handle
+
+__all__ = ["generate"]
+
+
+@with_offload_flags
+def generate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a causal language model.")],
+    *,
+    prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="The text to go on from; - reads stdin.")],
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Stop after N.")] = 64,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature", metavar="T", min=0.0, help="Sample at this temperature; without it, or 0: greedy."
+        ),
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of the sampling (default 0).")] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="FILE", help="Write copies, compute and stalls for Perfetto.")
+    ] = None,
+    flags: OffloadFlags,
+) -> None:
+    """Generate text from a checkpoint that does not fit the device. The text goes to stdout, all else to stderr."""
+    policy = flags.policy()
+    if seed is not None and not temperature:
+        raise OptionError("--seed has no effect on greedy decoding; add --temperature 0.7, say")
+    from penstock.cli.model import open_model, require_causal_lm, require_writable
+
+    if trace is not None:
+        require_writable(trace, "--trace")
+    text = _read_prompt(prompt)
+    opened = open_model(model)
+    require_causal_lm(opened.module)
+    plan = opened.plan(policy)
+    tokenizer, inputs = _tokenize(opened.folder, text)
+    from penstock.plan.report import render
+
+    stderr.print(render(plan, opened.folder.resolve().name))
+    from penstock.adapters.transformers import load
+
+    with _progress_bar() as progress:
+        module, handle = load(opened.folder, plan, disk=flags.disk(), progress=progress)
+    with handle:
+        sampling = _sampling(temperature, seed or 0)
+        tokens, seconds = _stream(module, tokenizer, inputs, max_new_tokens, sampling)
+        _print_figures(handle, tokens, seconds)
+        if trace is not None:
+            handle.trace(trace)
+            stderr.print(f"timeline: {trace} (open it at https://ui.perfetto.dev)", highlight=False)
+
+
+def _read_prompt(prompt: str) -> str:
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text:
+        raise OptionError("--prompt is empty; a causal language model needs at least one token to go on from")
+    return text
+
+
+def _tokenize(folder: Path, text: str) -> tuple[Any, dict[str, Any]]:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder}: expected a tokenizer that transformers can read (tokenizer.json), found none: {error}"
+        ) from error
+    inputs = dict(tokenizer(text, return_tensors="pt", return_token_type_ids=False))
+    if not inputs["input_ids"].numel():
+        raise OptionError(f"--prompt {text!r} has no tokens in this model's vocabulary")
+    return tokenizer, inputs
+
+
+def _sampling(temperature: float | None, seed: int) -> dict[str, Any]:
+    """Keyword arguments of ``generate``; greedy ones also silence what the model's generation config samples with."""
+    if not temperature:
+        return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+    import torch
+
+    torch.manual_seed(seed)
+    return {"do_sample": True, "temperature": temperature}
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Callable[[int, int], None]]:
+    """A bar for the bytes that are read up front: how many, of how many, how fast (decimal GB/s)."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Progress(*columns, console=stderr) as bar:
+        task = bar.add_task("loading", total=None, visible=False)
+        yield lambda done, total: bar.update(task, completed=done, total=total, visible=total > 0)
+
+
+def _stream(
+    module: nn.Module, tokenizer: Any, inputs: dict[str, Any], max_new_tokens: int, sampling: dict[str, Any]
+) -> tuple[int, float]:
+    """Print the text as it comes; returns the number of new tokens and the seconds they took, prompt included."""
+    from transformers import TextStreamer
+
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    begin = time.perf_counter()
+    output = module.generate(  # type: ignore[operator]
+        **inputs,
+        max_new_tokens=max_new_tokens,
+        streamer=streamer,
+        pad_token_id=_pad_token_id(tokenizer, module),
+        **sampling,
+    )
+    return output.shape[1] - inputs["input_ids"].shape[1], time.perf_counter() - begin
+
+
+def _pad_token_id(tokenizer: Any, module: Any) -> int:
+    # One sequence is never padded; transformers warns without an id all the same.
+    eos = module.generation_config.eos_token_id
+    first_eos = eos[0] if isinstance(eos, list) else eos
+    return next((token for token in (tokenizer.pad_token_id, first_eos) if token is not None), 0)
+
+
+def _print_figures(handle: Handle, tokens: int, seconds: float) -> None:
+    stats = handle.stats()
+    figures = (
+        f"{tokens} tokens in {seconds:.1f} s ({tokens / seconds:.2f} tokens/s)",
+        f"{format_gib(stats.bytes_moved)} moved ({stats.bytes_moved / seconds / 1e9:.2f} GB/s)",
+        f"{stats.stalls} stalls ({stats.stall_s:.1f} s)",
+        f"peak memory of the process {format_gib(peak_rss_bytes())}, {format_gib(handle.plan.device_bytes)} planned for weights",
+    )
+    stderr.print("; ".join(figures), style="bold", highlight=False)

@@ -1,0 +1,176 @@
+"""The flags that say what is offloaded, how, and from where; the same for every verb that takes a model.
+
+Flags that vLLM has keep their names and meanings there. Contradictions and flags without effect are errors.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import wraps
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from penstock.config import UVA, Budget, Mode, OffloadConfig, Policy, Prefetch
+from penstock.errors import OptionError
+
+if TYPE_CHECKING:
+    from penstock.store.disk import DiskOptions
+
+__all__ = ["LIST_FLAGS", "OffloadFlags", "with_offload_flags"]
+
+LIST_FLAGS = ("--cpu-offload-params", "--offload-params")
+
+_PREFETCH_FLAGS = ("offload_group_size", "offload_num_in_group", "offload_prefetch_step")
+_UVA_FLAGS = ("cpu_offload_gb", "cpu_offload_params")
+
+
+def _option(flag: str, metavar: str, text: str) -> Any:
+    return typer.Option(flag, metavar=metavar, help=text, rich_help_panel="Offloading", show_default=False)
+
+
+@dataclass(frozen=True)
+class OffloadFlags:
+    """The offloading flags as given; ``None`` and ``()`` mean not given. Each field's help says what it means."""
+
+    device_memory: Annotated[
+        str | None,
+        _option(
+            "--device-memory", "SIZE", "Memory for weights, residents and slots together, e.g. 20GiB; plans itself."
+        ),
+    ] = None
+    offload_backend: Annotated[
+        str | None,
+        _option("--offload-backend", "auto|prefetch|uva|none", "auto (default): what the other flags imply."),
+    ] = None
+    cpu_offload_gb: Annotated[
+        float | None, _option("--cpu-offload-gb", "N", "Read up to N GiB in place instead of copying; 0: off.")
+    ] = None
+    cpu_offload_params: Annotated[
+        list[str] | None, _option("--cpu-offload-params", "NAME...", "Names that may be read in place.")
+    ] = None
+    offload_group_size: Annotated[
+        int | None,
+        _option("--offload-group-size", "N", "Group every N layers; the last of each are offloaded; 0: off."),
+    ] = None
+    offload_num_in_group: Annotated[
+        int | None, _option("--offload-num-in-group", "N", "Layers of each group that are offloaded (default 1).")
+    ] = None
+    offload_prefetch_step: Annotated[
+        int | None, _option("--offload-prefetch-step", "N", "Units copied ahead = number of slots (default 1).")
+    ] = None
+    offload_params: Annotated[
+        list[str] | None,
+        _option("--offload-params", "NAME...", "Names that may be offloaded: segments, globs or re:REGEX."),
+    ] = None
+    offload_mode: Annotated[
+        str | None, _option("--offload-mode", "cpu|disk|meta", "Where offloaded weights rest (default: disk).")
+    ] = None
+    disk_direct: Annotated[bool, _option("--disk-direct", "", "Read files past the page cache (O_DIRECT).")] = False
+    disk_drop_cache: Annotated[
+        bool, _option("--disk-drop-cache", "", "Give pages of the files back to the system after reading.")
+    ] = False
+
+    def policy(self) -> Policy | None:
+        """What the flags ask for; ``None`` when they ask for nothing to be offloaded.
+
+        Raises:
+            OptionError: flags that contradict one another or have no effect.
+        """
+        if self.device_memory is not None:
+            return self._budget(self.device_memory)
+        self._refuse_lone_flags()
+        config = OffloadConfig(self._backend, self._prefetch(), self._uva())  # type: ignore[arg-type]
+        chosen = config.resolved
+        if chosen != "prefetch":
+            self._refuse(("offload_group_size", "offload_params"), f"with --offload-backend {chosen}")
+        if chosen != "uva":
+            self._refuse(_UVA_FLAGS, f"with --offload-backend {chosen}")
+        if chosen == "none":
+            self._refuse(("offload_mode",), "when nothing is offloaded; add --device-memory or --offload-group-size")
+            return None
+        return config.prefetch if chosen == "prefetch" else config.uva
+
+    def disk(self) -> DiskOptions:
+        """How checkpoint files are read."""
+        from penstock.store.disk import DiskOptions
+
+        return DiskOptions(direct=self.disk_direct, drop_cache=self.disk_drop_cache)
+
+    @property
+    def _backend(self) -> str:
+        return self.offload_backend or "auto"
+
+    @property
+    def _mode(self) -> Mode:
+        # Verbs open checkpoints, whose files are a store already: a second copy in host memory has to be asked for.
+        return self.offload_mode or "disk"  # type: ignore[return-value]
+
+    def _given(self, name: str) -> bool:
+        # Zero is the "off" of vLLM's numeric flags.
+        return getattr(self, name) not in (None, 0, [], ())
+
+    def _refuse(self, names: Sequence[str], why: str) -> None:
+        for name in names:
+            if self._given(name):
+                raise OptionError(f"{_flag(name)} has no effect {why}")
+
+    def _budget(self, size: str) -> Budget:
+        for name in (*_PREFETCH_FLAGS, *_UVA_FLAGS, "offload_backend"):
+            if self._given(name) and (name, self._backend) != ("offload_backend", "auto"):
+                raise OptionError(
+                    f"--device-memory and {_flag(name)} contradict each other: with a budget penstock makes the plan; "
+                    f"leave one of the two out"
+                )
+        return Budget(size, self.offload_params or (), self._mode)
+
+    def _prefetch(self) -> Prefetch | None:
+        if not self._given("offload_group_size"):
+            return None
+        return Prefetch(
+            group_size=self.offload_group_size or 1,
+            num_in_group=1 if self.offload_num_in_group is None else self.offload_num_in_group,
+            prefetch_step=1 if self.offload_prefetch_step is None else self.offload_prefetch_step,
+            params=self.offload_params or (),
+            mode=self._mode,
+        )
+
+    def _uva(self) -> UVA | None:
+        if not any(self._given(name) for name in _UVA_FLAGS):
+            return None
+        limit = int(self.cpu_offload_gb * 2**30) if self.cpu_offload_gb else None
+        return UVA(limit, self.cpu_offload_params or (), self._mode)
+
+    def _refuse_lone_flags(self) -> None:
+        if not self._given("offload_group_size"):
+            self._refuse(_PREFETCH_FLAGS[1:], "without --offload-group-size")
+            self._refuse(("offload_params",), "without --device-memory or --offload-group-size")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def with_offload_flags(verb: Callable[..., None]) -> Callable[..., None]:
+    """Add the flags of :class:`OffloadFlags` to ``verb``, which receives them as its argument ``flags``."""
+    hints = get_type_hints(OffloadFlags, include_extras=True)
+    own = get_type_hints(verb, include_extras=True)
+    names = [field.name for field in fields(OffloadFlags)]
+
+    @wraps(verb)
+    def run(**values: Any) -> None:
+        flags = OffloadFlags(**{name: values.pop(name) for name in names})
+        verb(**values, flags=flags)
+
+    parameters = [p.replace(annotation=own[p.name]) for p in inspect.signature(verb).parameters.values()]
+    parameters = [p for p in parameters if p.name != "flags"]
+    parameters += [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+        for f in fields(OffloadFlags)
+    ]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    del run.__wrapped__  # type: ignore[attr-defined]
+    return run

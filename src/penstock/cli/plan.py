@@ -1,0 +1,43 @@
+"""``penstock plan``: what would be offloaded and what it would cost. Reads headers, no weights."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from penstock.cli.console import stdout
+from penstock.cli.options import OffloadFlags, with_offload_flags
+
+__all__ = ["plan"]
+
+
+@with_offload_flags
+def plan(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder with config.json and safetensors files.")],
+    *,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the plan as JSON, in bytes, and nothing else.")
+    ] = False,
+    flags: OffloadFlags,
+) -> None:
+    """Show what would be offloaded and what it would cost; loads no weights.
+
+    Without offloading flags: what the model weighs and the smallest budget that runs it.
+    """
+    policy = flags.policy()
+    from penstock.cli.model import open_model
+    from penstock.plan.report import render, render_weights
+
+    opened = open_model(model)
+    made = opened.plan(policy)
+    opened.check_files(flags.disk())
+    if as_json:
+        json.dump(made.to_json(), sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    elif policy is None:
+        stdout.print(render_weights(made, opened.folder.resolve().name, opened.minimum_bytes()))
+    else:
+        stdout.print(render(made, opened.folder.resolve().name))

@@ -1,0 +1,110 @@
+"""The CUDA link: one copy stream, forked from and joined to compute by events.
+
+A copy engine runs beside the multiprocessors, and one stream saturates the bus (two bring nothing), so there is exactly
+one copy stream per offload. ``fork`` records an event on whatever stream compute uses now; the copy stream waits for
+it, so a slot is overwritten only after the last kernel that reads it. ``wait`` lets the compute stream wait for the
+event behind the copy. Neither blocks the host.
+
+[Note: capture] Inside a capture both edges become edges of the graph, and copies become its memcpy nodes. Two rules
+follow. Every copy forked inside has to be joined before the capture ends (``join``). And an event recorded outside must
+not be waited on inside: what it stands for has happened before the graph ever runs, because the bytes that a graph
+finds in the slots at its start are the same at every replay (see ``[Note: two timelines]`` in the pipeline).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock.errors import StateError, TransferError
+from penstock.link.base import Link, Mark, Transfer
+from penstock.store.base import Load
+
+__all__ = ["StreamLink", "StreamTransfer"]
+
+
+@dataclass(frozen=True)
+class StreamTransfer:
+    """A copy on the copy stream; ``event`` is recorded behind it.
+
+    Attributes:
+        captured: the copy is a node of a graph: it happens at each replay and never by itself.
+    """
+
+    unit: int
+    event: torch.cuda.Event
+    captured: bool
+
+    @property
+    def done(self) -> bool:
+        return not self.captured and bool(self.event.query())
+
+
+class StreamLink(Link):
+    """Fork / copy / done / wait with streams and events."""
+
+    def __init__(self, device: torch.device, *, measure_stalls: bool = False) -> None:
+        """``device``: a CUDA device. ``measure_stalls``: time every wait with a pair of events, in graphs too."""
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._stalls: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] | None = {} if measure_stalls else None
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    @property
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def fork(self) -> Mark | None:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> StreamTransfer:
+        if load.slab is None:
+            raise TransferError(f"unit {load.unit} has no pinned host slab; a GPU cannot copy from this store")
+        captured = self.capturing
+        if captured and not load.slab.is_pinned():
+            raise StateError(
+                "a copy from memory that is not pinned cannot be captured; unset PENSTOCK_DISABLE_PIN_MEMORY"
+            )
+        # Ask for the compute stream's capture state before entering the side stream: inside, current_stream is ours.
+        with torch.cuda.stream(self._stream):
+            for mark in after:
+                assert isinstance(mark, torch.cuda.Event)
+                self._stream.wait_event(mark)
+            slot[: load.slab.numel()].copy_(load.slab, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return StreamTransfer(load.unit, event, captured)
+
+    def wait(self, transfer: Transfer) -> float:
+        assert isinstance(transfer, StreamTransfer)
+        stream = torch.cuda.current_stream(self._device)
+        if self._stalls is not None:
+            before, after = self._stalls.setdefault(transfer.unit, (_external_event(), _external_event()))
+            before.record(stream)
+        if transfer.captured == self.capturing:
+            stream.wait_event(transfer.event)
+        if self._stalls is not None:
+            after.record(stream)
+        return 0.0
+
+    def last_stall_s(self, unit: int) -> float | None:
+        if self._stalls is None or unit not in self._stalls:
+            return None
+        before, after = self._stalls[unit]
+        after.synchronize()
+        return before.elapsed_time(after) / 1e3
+
+    def close(self) -> None:
+        # Slots go back to the allocator, which knows nothing of the copy stream.
+        torch.cuda.synchronize(self._device)
+
+
+def _external_event() -> torch.cuda.Event:
+    # External: recorded by a node of the graph at each replay, and readable outside it.
+    return torch.cuda.Event(enable_timing=True, external=True)

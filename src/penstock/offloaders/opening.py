@@ -1,0 +1,139 @@
+"""Which store a plan needs on a device, filled from the model's own tensors or from a checkpoint."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from penstock.errors import CheckpointError, OptionError
+from penstock.offloaders.binding import BoundStorage
+from penstock.plan.model import Plan
+from penstock.store.base import Store, new_blob
+from penstock.store.cpu import CpuStore
+from penstock.store.disk import DiskOptions, DiskStore
+from penstock.store.meta import MetaStore
+from penstock.store.pinned import PinnedStore
+from penstock.weights import WeightMap
+
+__all__ = ["compute_device", "open_store", "read_bytes", "require_weights"]
+
+
+def open_store(
+    plan: Plan,
+    bound: dict[str, BoundStorage],
+    device: torch.device,
+    weights: WeightMap | None,
+    disk: DiskOptions | None,
+) -> Store:
+    """The store of ``plan``, with the bytes of everything it offloads. The model is not touched."""
+    names = [entry.storage for unit in plan.units for entry in unit.entries] + list(plan.uva)
+    offloaded = {name: bound[name] for name in names}
+    if plan.mode == "meta":
+        return _meta_store(offloaded)
+    if plan.mode == "disk":
+        return _disk_store(plan, offloaded, device, require_weights(weights), disk)
+    if device.type == "cuda":
+        return PinnedStore(plan.units, plan.uva, lambda name, into: read_bytes(bound[name], into, weights))
+    return CpuStore({name: _adopt(storage, weights) for name, storage in offloaded.items()})
+
+
+def compute_device(model: nn.Module, device: torch.device | str | None = None) -> torch.device:
+    """Where ``model`` will run: ``device``, or the one device its tensors are on (a CPU if all are on ``meta``).
+
+    Raises:
+        OptionError: tensors on several devices and none named; a device that is neither a CPU nor CUDA.
+    """
+    found = sorted({str(t.device) for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"})
+    if device is None and len(found) > 1:
+        raise OptionError(f"the model's tensors are on {', '.join(found)}; say where it runs with device=...")
+    target = torch.device(device if device is not None else found[0] if found else "cpu")
+    if target.type not in ("cpu", "cuda"):
+        raise OptionError(f"device {target}: expected a CPU or a CUDA device")
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise OptionError(f"device {target}: torch sees no CUDA device here; leave device out to run on the CPU")
+    if target.type == "cuda" and target.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return target
+
+
+def read_bytes(bound: BoundStorage, into: torch.Tensor, weights: WeightMap | None) -> None:
+    """Write the bytes of ``bound``, from the model or else from the checkpoint, into host memory."""
+    if not bound.on_meta:
+        into.copy_(bound.original_bytes())
+        return
+    store = DiskStore({bound.info.name: require_weights(weights).source(bound.info)})
+    store.read(bound.info.name, into)
+    store.close()
+
+
+def require_weights(weights: WeightMap | None) -> WeightMap:
+    """``weights``, or an error that says where to get them."""
+    if weights is None:
+        raise OptionError(
+            "this offload reads weights from safetensors files, and none were given: pass checkpoint=FOLDER to "
+            "penstock.offload (model.save_pretrained(FOLDER) or safetensors.torch.save_model writes one)"
+        )
+    return weights
+
+
+def _adopt(bound: BoundStorage, weights: WeightMap | None) -> torch.Tensor:
+    if not bound.on_meta:
+        return bound.original_bytes()
+    blob = new_blob(bound.info.num_bytes)
+    read_bytes(bound, blob, weights)
+    return blob
+
+
+def _meta_store(offloaded: dict[str, BoundStorage]) -> MetaStore:
+    for name, bound in offloaded.items():
+        if not bound.on_meta:
+            raise OptionError(
+                f"mode 'meta' keeps no bytes, and {name} has some; build the model under torch.device('meta'), or use "
+                f"mode 'cpu' or 'disk'"
+            )
+    return MetaStore({name: bound.info.num_bytes for name, bound in offloaded.items()})
+
+
+def _disk_store(
+    plan: Plan,
+    offloaded: dict[str, BoundStorage],
+    device: torch.device,
+    weights: WeightMap,
+    disk: DiskOptions | None,
+) -> DiskStore:
+    if device.type != "cpu":
+        raise OptionError(
+            f"mode 'disk' is not implemented for {device} yet; use mode 'cpu', which reads the checkpoint into pinned "
+            f"host memory (--offload-mode cpu)"
+        )
+    store = DiskStore({name: weights.source(bound.info) for name, bound in offloaded.items()}, disk)
+    for name in plan.uva:
+        _refuse_misaligned(offloaded[name], store)
+    for bound in offloaded.values():
+        _compare_with_files(bound, store)
+    return store
+
+
+def _refuse_misaligned(bound: BoundStorage, store: DiskStore) -> None:
+    """Rows copied out of a table are the same at any address; a matrix kernel may sum in another order."""
+    address = store.in_place(bound.info.name).data_ptr()
+    itemsize = bound.info.tensors[0].dtype.itemsize
+    if address % (itemsize if bound.info.is_lookup else 64):
+        raise OptionError(
+            f"{bound.info.name} starts at an address of its file that is not a multiple of 64 bytes, so a matrix "
+            f"product that reads it in place may round differently; prefetch it instead, or rewrite the checkpoint "
+            f"aligned"
+        )
+
+
+def _compare_with_files(bound: BoundStorage, store: DiskStore) -> None:
+    """A live model's weights are about to be dropped in favour of the files': they must be the same."""
+    if bound.on_meta:
+        return
+    blob = new_blob(bound.info.num_bytes)
+    store.read(bound.info.name, blob)
+    if not torch.equal(blob, bound.original_bytes()):
+        raise CheckpointError(
+            f"{bound.info.name}: the model's values differ from the checkpoint's; save the model first "
+            f"(save_pretrained), or use mode 'cpu'"
+        )

@@ -1,0 +1,211 @@
+"""A plan as tables for people. Pure: names and sizes in, a rich renderable out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from penstock.config import Mode
+from penstock.plan.model import Mechanism, Plan, Unit
+
+__all__ = ["compress_indices", "gib", "render", "render_weights", "role_of"]
+
+# Norms and biases have dozens of roles of a few KiB each; they share a row.
+_MAX_ROLE_ROWS = 12
+_MAX_RUNS = 6
+
+_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
+_STORE_NAMES: dict[Mode, str] = {"cpu": "host", "disk": "file", "meta": "nowhere"}
+
+
+def render(plan: Plan, name: str) -> RenderableType:
+    """Everything about ``plan`` for a model called ``name``: summary, where bytes rest, units, roles."""
+    parts: list[RenderableType] = [_summary(plan, name), _places(plan)]
+    if plan.units:
+        parts.append(_units(plan))
+    parts.append(_roles(plan))
+    return Group(*parts)
+
+
+def render_weights(plan: Plan, name: str, minimum_bytes: int) -> RenderableType:
+    """What the model weighs and the smallest budget that runs it; ``plan`` has everything resident."""
+    lines = Text.assemble(
+        (name, "bold"),
+        f" weighs {gib(plan.weight_bytes)} GiB in {len(plan.resident)} tensors; nothing would be offloaded.\n",
+        f"The smallest budget is --device-memory {_mib_up(minimum_bytes)}MiB ({gib(minimum_bytes)} GiB); ",
+        "anything from there to the full weight works, and more is faster.",
+    )
+    return Group(lines, _roles(plan))
+
+
+def gib(num_bytes: int | float) -> str:
+    """GiB with three decimals, or more for what would otherwise read 0.00x."""
+    value = num_bytes / 2**30
+    return f"{value:.3f}" if value >= 0.0995 or value == 0 else f"{value:.5f}"
+
+
+def role_of(name: str) -> str:
+    """``name`` with the numbers of layers and experts replaced by ``*``: the same in every layer."""
+    return _NUMBER.sub("*", name)
+
+
+def compress_indices(indices: Iterable[int]) -> str:
+    """``0-3, 7, 9-11``; evenly spaced ones as ``3, 7, ... 27``; long irregular lists are cut."""
+    ordered = sorted(set(indices))
+    runs = list(_runs(ordered))
+    if len(runs) <= _MAX_RUNS:
+        return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"{ordered[0]}, {ordered[1]}, {ordered[2]}, ... {ordered[-1]}"
+
+
+def _runs(ordered: list[int]) -> Iterator[tuple[int, int]]:
+    start = 0
+    for index in range(1, len(ordered) + 1):
+        if index == len(ordered) or ordered[index] != ordered[index - 1] + 1:
+            yield ordered[start], ordered[index - 1]
+            start = index
+
+
+def _mib_up(num_bytes: int) -> int:
+    return -(-num_bytes // 2**20)
+
+
+def _summary(plan: Plan, name: str) -> Text:
+    share = 100 * plan.device_bytes / max(1, plan.weight_bytes)
+    return Text.assemble(
+        (name, "bold"),
+        f": {gib(plan.weight_bytes)} GiB of weights in ",
+        (f"{gib(plan.device_bytes)} GiB of device memory ({share:.0f} %)", "bold"),
+        f"; {gib(plan.moved_bytes)} GiB moved per forward",
+    )
+
+
+def _table(title: str, *columns: str) -> Table:
+    """The first column is text, the others are figures."""
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
+    return table
+
+
+# -- where the bytes rest -----------------------------------------------------------------------------------------------
+
+
+def _places(plan: Plan) -> Table:
+    stores = list(dict.fromkeys(["host", "file", _STORE_NAMES[plan.mode]]))
+    table = _table("Memory, GiB", "what", "count", "device", *stores)
+    totals = dict.fromkeys(("device", *stores), 0)
+    for what, count, place, num_bytes in _place_rows(plan):
+        table.add_row(what, count, *(gib(num_bytes) if place == column else "" for column in totals))
+        totals[place] += num_bytes
+    table.add_section()
+    table.add_row("total", "", *(gib(num_bytes) for num_bytes in totals.values()), style="bold")
+    return table
+
+
+def _place_rows(plan: Plan) -> Iterator[tuple[str, str, str, int]]:
+    """(what, how many, column, bytes) per mechanism."""
+    store = _STORE_NAMES[plan.mode]
+    yield "resident", f"{len(plan.resident)} tensors", "device", plan.resident_bytes
+    if plan.units:
+        yield "slots", f"{plan.num_slots} slots", "device", sum(plan.slot_bytes)
+        yield "prefetched", f"{len(plan.units)} units", store, plan.prefetched_bytes
+    if plan.uva:
+        yield "read in place", f"{len(plan.uva)} tensors", store, plan.uva_bytes
+
+
+# -- units --------------------------------------------------------------------------------------------------------------
+
+
+def _units(plan: Plan) -> Table:
+    table = _table("Units", "anchor", "units", "layers", "tensors each", "GiB each", "slots")
+    for (anchor, tensors), units in _alike(plan.units).items():
+        table.add_row(
+            anchor or "(the model)",
+            str(len(units)),
+            compress_indices(number for unit in units for number in _numbers(unit.anchor)[:1]),
+            str(tensors),
+            _span([unit.num_bytes for unit in units]),
+            compress_indices(unit.slot for unit in units),
+        )
+    return table
+
+
+def _alike(units: Iterable[Unit]) -> dict[tuple[str, int], list[Unit]]:
+    groups: dict[tuple[str, int], list[Unit]] = {}
+    for unit in units:
+        groups.setdefault((role_of(unit.anchor), len(unit.entries)), []).append(unit)
+    return groups
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(number) for number in _NUMBER.findall(name)]
+
+
+def _span(sizes: list[int]) -> str:
+    low, high = gib(min(sizes)), gib(max(sizes))
+    return low if low == high else f"{low} to {high}"
+
+
+# -- roles --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Role:
+    """Tensors of one role: how many, and the bytes of each mechanism."""
+
+    count: int = 0
+    num_bytes: dict[Mechanism, int] = field(default_factory=lambda: {"resident": 0, "prefetch": 0, "uva": 0})
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.num_bytes.values())
+
+    def add(self, other: _Role) -> None:
+        self.count += other.count
+        for mechanism, num_bytes in other.num_bytes.items():
+            self.num_bytes[mechanism] += num_bytes
+
+
+def _roles(plan: Plan) -> Table:
+    table = _table("Tensors by role, GiB", "role", "count", "total", "resident", "prefetched", "in place")
+    roles = _by_role(plan)
+    ordered = sorted(roles, key=lambda role: (-roles[role].total_bytes, role))
+    shown = ordered if len(ordered) <= _MAX_ROLE_ROWS else ordered[: _MAX_ROLE_ROWS - 1]
+    for role in shown:
+        _add_role(table, role, roles[role])
+    if ordered[len(shown) :]:
+        rest = _Role()
+        for role in ordered[len(shown) :]:
+            rest.add(roles[role])
+        _add_role(table, f"{len(ordered) - len(shown)} smaller roles", rest)
+    return table
+
+
+def _add_role(table: Table, name: str, role: _Role) -> None:
+    cells = [gib(num_bytes) if num_bytes else "" for num_bytes in role.num_bytes.values()]
+    table.add_row(Text(name), str(role.count), gib(role.total_bytes), *cells)
+
+
+def _by_role(plan: Plan) -> dict[str, _Role]:
+    roles: dict[str, _Role] = {}
+    for name, num_bytes, mechanism in _storages(plan):
+        role = roles.setdefault(role_of(name), _Role())
+        role.count += 1
+        role.num_bytes[mechanism] += num_bytes
+    return roles
+
+
+def _storages(plan: Plan) -> Iterator[tuple[str, int, Mechanism]]:
+    for name, num_bytes in plan.resident.items():
+        yield name, num_bytes, "resident"
+    for unit in plan.units:
+        for entry in unit.entries:
+            yield entry.storage, entry.num_bytes, "prefetch"
+    for name, num_bytes in plan.uva.items():
+        yield name, num_bytes, "uva"

@@ -1,0 +1,168 @@
+"""Memory is planned: on the device to 64 MiB, on the host to 1 %; and everything is given back."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import psutil
+import pytest
+import torch
+from models import build
+
+import penstock
+from penstock import UVA, Prefetch
+from penstock.errors import BudgetError, OptionError
+from penstock.store import pinned
+
+MIB = 2**20
+
+
+@torch.no_grad()
+def test_device_peak_is_the_plan() -> None:
+    model = build(40, device="cpu")
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with penstock.offload(model, Prefetch(4, 3, 2), device="cuda") as handle:
+        ids = torch.arange(8, device="cuda")
+        model(ids)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        assert handle.stats().bytes_moved > 0
+        assert peak <= handle.plan.device_bytes + 64 * MIB
+        assert peak >= handle.plan.device_bytes
+
+
+def test_host_memory_is_exact() -> None:
+    num_bytes = 300 * MIB + 12_345
+    process = psutil.Process()
+    before = process.memory_info().rss
+    region = pinned.pinned_region(num_bytes)
+    assert region.numel() == num_bytes
+    assert region.is_pinned()
+    assert process.memory_info().rss - before <= num_bytes * 1.01 + 8 * MIB
+    del region
+    gc.collect()
+    assert process.memory_info().rss - before <= 16 * MIB
+
+
+def test_a_view_keeps_the_region_alive() -> None:
+    view = pinned.pinned_region(MIB)[10:20]
+    view.fill_(7)
+    gc.collect()
+    assert view.is_pinned()
+    assert view.tolist() == [7] * 10
+
+
+def test_refused_registration_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        def cudaHostRegister(self, *args: object) -> int:  # noqa: N802
+            return 2
+
+    monkeypatch.setattr(torch.cuda, "cudart", Refusing)
+    with pytest.warns(penstock.PenstockWarning, match="refused to register"):
+        region = pinned.pinned_region(MIB)
+    assert region.is_pinned()
+
+
+@torch.no_grad()
+def test_unpinned_memory_works_eagerly_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_DISABLE_PIN_MEMORY", "1")
+    resident = build()
+    model = copy.deepcopy(resident)
+    ids = torch.arange(8, device="cuda")
+    with pytest.warns(penstock.PenstockWarning, match="PENSTOCK_DISABLE_PIN_MEMORY"):
+        handle = penstock.offload(model, Prefetch(1, 1, 2))
+    for _ in range(3):
+        assert torch.equal(model(ids), resident(ids))
+    assert handle.stats().bytes_moved >= 3 * handle.plan.moved_bytes > 0
+    handle.remove()
+
+
+@torch.no_grad()
+def test_remove_restores_everything() -> None:
+    resident = build()
+    for device in ("cuda", "cpu"):
+        model = copy.deepcopy(resident).to(device)
+        tensors = dict(model.named_parameters())
+        handle = penstock.offload(model, Prefetch(2, 1, 2), device="cuda")
+        model(torch.arange(8, device="cuda"))
+        assert handle.stats().bytes_moved > 0
+        handle.remove()
+        for name, parameter in model.named_parameters():
+            assert parameter is tensors[name]
+            assert parameter.device.type == device
+            assert torch.equal(parameter.cpu(), resident.get_parameter(name).cpu())
+        del model, handle
+        gc.collect()
+
+
+@torch.no_grad()
+def test_device_memory_is_given_back() -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    model = build()
+    handle = penstock.offload(model, Prefetch(1, 1, 3))
+    model(torch.arange(8, device="cuda"))
+    del model, handle
+    gc.collect()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() - before <= MIB
+
+
+@torch.no_grad()
+def test_no_room_for_slots_leaves_the_model_intact(monkeypatch: pytest.MonkeyPatch) -> None:
+    resident = build()
+    model = copy.deepcopy(resident)
+    ids = torch.arange(8, device="cuda")
+    _free, total = torch.cuda.mem_get_info()
+    slots_bytes = sum(penstock.offload(copy.deepcopy(resident), Prefetch(1, 1, 7)).plan.slot_bytes)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + slots_bytes // 4) / total)
+    try:
+        with pytest.raises(BudgetError, match="no room for 7 slots"):
+            penstock.offload(model, Prefetch(1, 1, 7))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert torch.equal(model(ids), resident(ids))
+    with penstock.offload(model, Prefetch(1, 1, 2)) as handle:
+        assert torch.equal(model(ids), resident(ids))
+        assert handle.stats().bytes_moved > 0
+
+
+def test_disk_behind_a_gpu_is_refused_before_anything_moves(tmp_path) -> None:
+    from safetensors.torch import save_model
+
+    model = build(2)
+    save_model(model, str(tmp_path / "model.safetensors"))
+    addresses = [p.data_ptr() for p in model.parameters()]
+    with pytest.raises(OptionError, match="mode 'disk' is not implemented for cuda:0 yet"):
+        penstock.offload(model, Prefetch(1, 1, 1, mode="disk"), checkpoint=tmp_path)
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+
+
+def test_no_unified_addressing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(2)
+    addresses = [p.data_ptr() for p in model.parameters()]
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("pointer is not a device pointer")
+
+    monkeypatch.setattr(torch, "as_tensor", refuse)
+    with pytest.raises(OptionError, match="PENSTOCK_DISABLE_UVA=1"):
+        penstock.offload(model, UVA(params=["up_proj"]))
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+
+
+@torch.no_grad()
+def test_views_of_zero_copy_tensors_keep_their_bytes() -> None:
+    model = build(2)
+    expected = model.layers[0].up_proj.weight[3].clone()
+    handle = penstock.offload(model, UVA(params=["up_proj"]))
+    row = model.layers[0].up_proj.weight[3]
+    handle.remove()
+    del handle, model
+    gc.collect()
+    assert torch.equal(row, expected)
