@@ -15,6 +15,7 @@ from penstock.errors import OptionTypeError, PenstockWarning, StateError
 from penstock.inventory import Inventory, take_inventory
 from penstock.offloaders.attachment import Attachment, Progress
 from penstock.offloaders.opening import compute_device
+from penstock.offloaders.state import is_offloaded
 from penstock.plan import Plan, build_plan, move_on_demand
 from penstock.store.disk import DiskOptions
 from penstock.telemetry import Stats
@@ -148,9 +149,10 @@ def _handle_of(module: nn.Module) -> Handle | None:
 
 def _refuse_second_offload(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if _handle_of(module) is not None:
+        if _handle_of(module) is not None or is_offloaded(module):
             raise StateError(
-                f"{name or 'this model'} is offloaded already; call handle.remove() before you offload it again"
+                f"{name or 'this model'} is offloaded already; call remove() on its handle or offloader before you "
+                f"offload it again"
             )
 
 

@@ -1,4 +1,5 @@
-"""The ordering edges of a compiled graph: ``penstock::wait``, ``penstock::release``, and ``penstock::join`` at its end.
+"""The ordering edges of a compiled graph: ``penstock::wait`` and ``release`` around a module, ``begin`` and ``join``
+around a forward.
 
 A compiler may move any operation whose inputs it believes to be ready. Weights are inputs of the graph, so without an
 edge ``(w - zero) * scale`` is ready from the start and would be hoisted above the wait. An edge on the hidden state
@@ -10,8 +11,9 @@ does not help, since this arithmetic reads no hidden state. So both ops declare 
 
 Neither op computes anything; functionalisation sees an in-place operator and the inductor adds no copy of a weight.
 
-``join`` ends a forward: it reads what the model returns and a tensor of every unit, so it comes last, and declares its
-tag as mutated, so that it is not dropped as dead code.
+``begin`` and ``join`` stand at the ends of a forward. ``join`` reads what the model returns and a tensor of every unit,
+so it comes last. Both declare a token as mutated, so that they keep their order and are not dropped as dead code. (Not
+the tag: a backend may hand a mutated tensor over as a copy, and the tag is known by its address.)
 
 Which unit is meant is said by ``tag``, a one-element tensor known by its address, and not by a number: a number would
 be a constant of the graph, and an engine that compiles one layer and reuses the code for its siblings could not.
@@ -34,7 +36,7 @@ class Boundary(Protocol):
     """What the ops do when they run: the two ends of a module's use of its unit."""
 
     def enter_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Called by ``penstock::wait``."""
+        """Called by ``penstock::wait`` and ``penstock::begin``."""
 
     def leave_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
         """Called by ``penstock::release`` and ``penstock::join``."""
@@ -42,11 +44,11 @@ class Boundary(Protocol):
 
 _boundaries: weakref.WeakValueDictionary[int, Boundary] = weakref.WeakValueDictionary()
 
-_library = torch.library.Library("penstock", "DEF")  # type: ignore[no-untyped-call]
-_library.define("wait(Tensor tag, Tensor(a!)[] tensors) -> ()")  # type: ignore[no-untyped-call]
-_library.define("release(Tensor tag, Tensor(a!)[] tensors, Tensor[] outputs) -> ()")  # type: ignore[no-untyped-call]
-
-_library.define("join(Tensor(a!) tag, Tensor[] tensors, Tensor[] outputs) -> ()")  # type: ignore[no-untyped-call]
+_library = torch.library.Library("penstock", "DEF")
+_library.define("wait(Tensor tag, Tensor(a!)[] tensors) -> ()")
+_library.define("release(Tensor tag, Tensor(a!)[] tensors, Tensor[] outputs) -> ()")
+_library.define("begin(Tensor tag, Tensor(a!) token) -> ()")
+_library.define("join(Tensor tag, Tensor(a!) token, Tensor[] inputs) -> ()")
 
 
 def new_tag(boundary: Boundary, device: torch.device) -> torch.Tensor:
@@ -77,6 +79,14 @@ def _release(tag: torch.Tensor, tensors: Sequence[torch.Tensor], outputs: Sequen
     _boundary(tag).leave_compiled(tensors)
 
 
+def _begin(tag: torch.Tensor, token: torch.Tensor) -> None:
+    _boundary(tag).enter_compiled(())
+
+
+def _join(tag: torch.Tensor, token: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
+    _boundary(tag).leave_compiled(inputs)
+
+
 def _fake_wait(tag: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Shapes only: nothing to infer."""
 
@@ -85,9 +95,19 @@ def _fake_release(tag: torch.Tensor, tensors: Sequence[torch.Tensor], outputs: S
     """Shapes only: nothing to infer."""
 
 
-_library.impl("wait", _wait, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-_library.impl("release", _release, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-_library.impl("join", _release, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("penstock::join", _fake_release, lib=_library)
+def _fake_begin(tag: torch.Tensor, token: torch.Tensor) -> None:
+    """Shapes only: nothing to infer."""
+
+
+def _fake_join(tag: torch.Tensor, token: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
+    """Shapes only: nothing to infer."""
+
+
+_library.impl("wait", _wait, "CompositeExplicitAutograd")
+_library.impl("release", _release, "CompositeExplicitAutograd")
+_library.impl("begin", _begin, "CompositeExplicitAutograd")
+_library.impl("join", _join, "CompositeExplicitAutograd")
 torch.library.register_fake("penstock::wait", _fake_wait, lib=_library)
 torch.library.register_fake("penstock::release", _fake_release, lib=_library)
+torch.library.register_fake("penstock::begin", _fake_begin, lib=_library)
+torch.library.register_fake("penstock::join", _fake_join, lib=_library)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from contextlib import suppress
 from pathlib import Path
 
 __all__ = ["PeakMeter", "cpu_seconds", "num_cores", "peak_rss_bytes", "rss_bytes"]
@@ -39,10 +40,8 @@ class PeakMeter:
 
     def __init__(self) -> None:
         self._start_bytes = rss_bytes()
-        try:
+        with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            pass
 
     def growth_bytes(self) -> int:
         """The high-water mark less what was resident at the start."""

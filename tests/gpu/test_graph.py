@@ -95,7 +95,12 @@ def test_copies_overlap_compute(graphed: bool) -> None:
 
 
 class Hasty(StreamLink):
-    """Never waits: the race that the events prevent."""
+    """Slow copies for which nobody waits: the race that the events prevent."""
+
+    def copy(self, load, slot, after):
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(2_000_000_000)
+        return super().copy(load, slot, after)
 
     def wait(self, transfer) -> float:
         return 0.0

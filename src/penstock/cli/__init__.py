@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import typer
 
+from penstock.cli.bench import bench
 from penstock.cli.demo import demo
 from penstock.cli.generate import generate
 from penstock.cli.group import PenstockGroup
@@ -27,6 +28,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(plan)
 app.command()(generate)
+app.add_typer(bench, name="bench")
 
 
 @app.callback(invoke_without_command=False)

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.text import Text
 
 from penstock.errors import PenstockWarning
 
-__all__ = ["penstock_warnings_as_lines", "print_error", "stderr", "stdout"]
+__all__ = ["byte_bar", "penstock_warnings_as_lines", "print_error", "stderr", "stdout"]
 
 stdout = Console()
 stderr = Console(stderr=True)
@@ -32,6 +33,15 @@ def print_error(message: str) -> None:
     """One red line on stderr, whatever its length: scripts read it."""
     line = Text(f"error: {' '.join(message.split())}", style="red")
     stderr.print(line, soft_wrap=True)
+
+
+@contextmanager
+def byte_bar(text: str, console: Console) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar for bytes: call it with (done, total). Nothing shows before the first call."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task(text, total=None, visible=False)
+        yield lambda done, total: bar.update(task, completed=done, total=total, visible=total > 0)
 
 
 @contextmanager

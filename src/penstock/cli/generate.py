@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.console import stderr
+from penstock.cli.console import byte_bar, stderr
 from penstock.cli.options import OffloadFlags, with_offload_flags
 from penstock.config import format_gib
 from penstock.errors import CheckpointError, OptionError
-from penstock.process import peak_rss_bytes
+from penstock.process import PeakMeter, peak_rss_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,18 +56,18 @@ def generate(
     tokenizer, inputs = _tokenize(opened.folder, text)
     from penstock.plan.report import render
 
-    stderr.print(render(plan, opened.folder.resolve().name))
+    stderr.print(render(plan, opened.name))
     from penstock.adapters.transformers import load
 
-    with _progress_bar() as progress:
+    meter = PeakMeter()
+    with byte_bar("loading", stderr) as progress:
         module, handle = load(opened.folder, plan, disk=flags.disk(), progress=progress)
-    with handle:
-        sampling = _sampling(temperature, seed or 0)
-        tokens, seconds = _stream(module, tokenizer, inputs, max_new_tokens, sampling)
-        _print_figures(handle, tokens, seconds)
-        if trace is not None:
-            handle.trace(trace)
-            stderr.print(f"timeline: {trace} (open it at https://ui.perfetto.dev)", highlight=False)
+    # The handle is not removed at the end: that would bring all weights back, which may not fit.
+    tokens, seconds = _stream(module, tokenizer, inputs, max_new_tokens, _sampling(temperature, seed or 0))
+    _print_figures(handle, tokens, seconds, meter.growth_bytes())
+    if trace is not None:
+        handle.trace(trace)
+        stderr.print(f"timeline: {trace} (open it at https://ui.perfetto.dev)", highlight=False)
 
 
 def _read_prompt(prompt: str) -> str:
@@ -104,17 +102,6 @@ def _sampling(temperature: float | None, seed: int) -> dict[str, Any]:
     return {"do_sample": True, "temperature": temperature}
 
 
-@contextmanager
-def _progress_bar() -> Iterator[Callable[[int, int], None]]:
-    """A bar for the bytes that are read up front: how many, of how many, how fast (decimal GB/s)."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    with Progress(*columns, console=stderr) as bar:
-        task = bar.add_task("loading", total=None, visible=False)
-        yield lambda done, total: bar.update(task, completed=done, total=total, visible=total > 0)
-
-
 def _stream(
     module: nn.Module, tokenizer: Any, inputs: dict[str, Any], max_new_tokens: int, sampling: dict[str, Any]
 ) -> tuple[int, float]:
@@ -140,12 +127,13 @@ def _pad_token_id(tokenizer: Any, module: Any) -> int:
     return next((token for token in (tokenizer.pad_token_id, first_eos) if token is not None), 0)
 
 
-def _print_figures(handle: Handle, tokens: int, seconds: float) -> None:
+def _print_figures(handle: Handle, tokens: int, seconds: float, growth_bytes: int) -> None:
     stats = handle.stats()
     figures = (
         f"{tokens} tokens in {seconds:.1f} s ({tokens / seconds:.2f} tokens/s)",
         f"{format_gib(stats.bytes_moved)} moved ({stats.bytes_moved / seconds / 1e9:.2f} GB/s)",
         f"{stats.stalls} stalls ({stats.stall_s:.1f} s)",
-        f"peak memory of the process {format_gib(peak_rss_bytes())}, {format_gib(handle.plan.device_bytes)} planned for weights",
+        f"peak memory {format_gib(peak_rss_bytes())}, {format_gib(growth_bytes)} of it since loading began",
+        f"{format_gib(handle.plan.device_bytes)} planned for weights",
     )
-    stderr.print("; ".join(figures), style="bold", highlight=False)
+    stderr.print("; ".join(figures), style="bold", highlight=False, soft_wrap=True)

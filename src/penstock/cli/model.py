@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.config import Policy
-from penstock.errors import BudgetError, CheckpointError, OptionError
+from penstock.config import Budget, Policy
+from penstock.errors import BudgetError, OptionError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from transformers import PreTrainedModel
 
     from penstock.inventory import Inventory
     from penstock.plan import Plan
@@ -25,35 +25,32 @@ class OpenedModel:
     """A model on ``meta`` with what is known about its weights; ``module`` has no data."""
 
     folder: Path
-    module: nn.Module
+    module: PreTrainedModel
     inventory: Inventory
     weights: WeightMap
 
+    @property
+    def name(self) -> str:
+        """What the user calls it: the name of the folder."""
+        return self.folder.absolute().name
+
     def plan(self, policy: Policy | None) -> Plan:
-        """The plan for ``policy``, all tensors resident for ``None``; offloaded tensors are found in the files.
+        """The plan for ``policy``; ``None`` keeps every tensor resident.
 
         Raises:
-            OptionError, CheckpointError: a plan that cannot be carried out.
+            OptionError: a plan that cannot be.
         """
-        from penstock.plan import build_plan
+        from penstock.adapters.transformers import plan_for
         from penstock.plan.model import assemble
 
         if policy is None:
             return assemble(self.inventory, [], 0, "disk")
-        plan = build_plan(self.inventory, policy, "disk")
-        if plan.mode != "meta":
-            for storage in self.inventory.storages:
-                if plan.mechanism_of(storage.name) != "resident":
-                    self.weights.source(storage)
-        return plan
+        return plan_for(self.module, self.weights, policy)
 
     def minimum_bytes(self) -> int:
         """The smallest ``--device-memory`` for which a plan exists."""
-        from penstock.config import Budget
-        from penstock.plan import build_plan
-
         try:
-            return build_plan(self.inventory, Budget(1), "disk").device_bytes
+            return self.plan(Budget(1)).device_bytes
         except BudgetError as error:
             return error.minimum_bytes
 
@@ -68,41 +65,26 @@ def open_model(model: str) -> OpenedModel:
     """Read config and file headers of the folder ``model``.
 
     Raises:
-        CheckpointError: not a folder, or without a config or safetensors files.
+        CheckpointError: not a folder, or without a config or safetensors files that fit together.
     """
-    folder = _folder(model)
     from penstock.adapters.transformers import build_meta_model, weight_map
     from penstock.checkpoint import Checkpoint
     from penstock.inventory import take_inventory
 
-    checkpoint = Checkpoint.open(folder)
-    module = build_meta_model(folder)
-    return OpenedModel(folder, module, take_inventory(module), weight_map(module, checkpoint))
-
-
-def _folder(model: str) -> Path:
     folder = Path(model).expanduser()
-    if not folder.is_dir():
-        found = "a file" if folder.exists() else "no such folder"
-        raise CheckpointError(
-            f"MODEL {model!r}: expected a folder with config.json and safetensors files, found {found}; penstock "
-            f"downloads nothing: fetch it first, e.g. `hf download NAME --local-dir FOLDER`"
-        )
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(
-            f"MODEL {model!r}: expected a config.json in the folder, found none; give the folder that "
-            f"model.save_pretrained(FOLDER) or a download wrote"
-        )
-    return folder
+    module = build_meta_model(folder)
+    weights = weight_map(module, Checkpoint.open(folder))
+    # After the weights: a checkpoint may undo a tie.
+    return OpenedModel(folder, module, take_inventory(module), weights)
 
 
-def require_causal_lm(module: nn.Module) -> None:
+def require_causal_lm(module: PreTrainedModel) -> None:
     """Refuse models that cannot go on from a text."""
     config: Any = module.config
     generates: Any = getattr(module, "can_generate", lambda: False)
     if not generates() or getattr(config, "is_encoder_decoder", False):
         raise OptionError(
-            f"penstock generate needs a causal language model (architectures [\"...ForCausalLM\"] in config.json), found "
+            f'penstock generate needs a causal language model (architectures ["...ForCausalLM"] in config.json), found '
             f"{type(module).__name__}"
         )
 

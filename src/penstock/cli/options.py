@@ -43,7 +43,7 @@ class OffloadFlags:
     ] = None
     offload_backend: Annotated[
         str | None,
-        _option("--offload-backend", "auto|prefetch|uva|none", "auto (default): what the other flags imply."),
+        _option("--offload-backend", "NAME", "auto (default): as the other flags imply; prefetch, uva or none."),
     ] = None
     cpu_offload_gb: Annotated[
         float | None, _option("--cpu-offload-gb", "N", "Read up to N GiB in place instead of copying; 0: off.")
@@ -66,7 +66,7 @@ class OffloadFlags:
         _option("--offload-params", "NAME...", "Names that may be offloaded: segments, globs or re:REGEX."),
     ] = None
     offload_mode: Annotated[
-        str | None, _option("--offload-mode", "cpu|disk|meta", "Where offloaded weights rest (default: disk).")
+        str | None, _option("--offload-mode", "NAME", "Where offloaded weights rest: disk (default), cpu or meta.")
     ] = None
     disk_direct: Annotated[bool, _option("--disk-direct", "", "Read files past the page cache (O_DIRECT).")] = False
     disk_drop_cache: Annotated[
@@ -124,7 +124,7 @@ class OffloadFlags:
                     f"--device-memory and {_flag(name)} contradict each other: with a budget penstock makes the plan; "
                     f"leave one of the two out"
                 )
-        return Budget(size, self.offload_params or (), self._mode)
+        return Budget(size, self.offload_params or (), self.offload_mode)  # type: ignore[arg-type]
 
     def _prefetch(self) -> Prefetch | None:
         if not self._given("offload_group_size"):
@@ -172,5 +172,5 @@ def with_offload_flags(verb: Callable[..., None]) -> Callable[..., None]:
     ]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
-    del run.__wrapped__  # type: ignore[attr-defined]
+    del run.__wrapped__
     return run

@@ -38,6 +38,6 @@ def plan(
         json.dump(made.to_json(), sys.stdout, indent=2)
         sys.stdout.write("\n")
     elif policy is None:
-        stdout.print(render_weights(made, opened.folder.resolve().name, opened.minimum_bytes()))
+        stdout.print(render_weights(made, opened.name, opened.minimum_bytes()))
     else:
-        stdout.print(render(made, opened.folder.resolve().name))
+        stdout.print(render(made, opened.name))

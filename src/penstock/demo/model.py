@@ -20,14 +20,14 @@ from safetensors.torch import save_file
 
 from penstock.checkpoint import Checkpoint
 from penstock.config import format_gib
-from penstock.errors import CheckpointError, OptionError
+from penstock.errors import OptionError
 
 __all__ = ["ModelSize", "ensure_model", "write_tokenizer"]
 
 _MARK = "penstock-demo.json"
 _INDEX = "model.safetensors.index.json"
 _VOCABULARY = 258  # every byte, and two special tokens
-_STANDARD_DEVIATION = 0.02
+_DEVIATION, _EMBEDDING_DEVIATION = 0.02, 1.0  # tokens that differ little would all continue alike
 _HEADROOM_BYTES = 64 * 2**20  # for headers, the tokenizer, the timeline
 
 
@@ -138,7 +138,9 @@ def _is_complete(folder: Path, size: ModelSize) -> bool:
 
 def _remove_own(folder: Path) -> None:
     if not (folder / _MARK).is_file():
-        raise OptionError(f"{folder} exists and was not written by penstock demo; choose another place with --folder DIR")
+        raise OptionError(
+            f"{folder} exists and was not written by penstock demo; choose another place with --folder DIR"
+        )
     shutil.rmtree(folder)
 
 
@@ -190,7 +192,7 @@ def _write_shard(path: Path, shapes: dict[str, torch.Size], seed: int) -> int:
 def _values(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
     if len(shape) == 1:
         return torch.ones(shape)  # scales of norms
-    return torch.randn(shape, generator=generator).mul_(_STANDARD_DEVIATION)
+    return torch.randn(shape, generator=generator).mul_(_EMBEDDING_DEVIATION if "embed" in name else _DEVIATION)
 
 
 def _write_json(path: Path, value: object) -> None:

@@ -43,7 +43,9 @@ def measure_reading(files: Sequence[Path], buffer_bytes: int) -> tuple[float, fl
     return num_bytes / seconds, cpu_s / num_bytes
 
 
-def _one_pass(pool: ThreadPoolExecutor, stretches: list[tuple[int, int]], buffer: memoryview) -> tuple[float, float, int]:
+def _one_pass(
+    pool: ThreadPoolExecutor, stretches: list[tuple[int, int]], buffer: memoryview
+) -> tuple[float, float, int]:
     places = len(buffer) // _PIECE_BYTES
 
     def read(index: int) -> int:

@@ -45,9 +45,14 @@ class StreamTransfer:
 class StreamLink(Link):
     """Fork / copy / done / wait with streams and events."""
 
-    def __init__(self, device: torch.device, *, measure_stalls: bool = False) -> None:
-        """``device``: a CUDA device. ``measure_stalls``: time every wait with a pair of events, in graphs too."""
+    def __init__(self, device: torch.device, *, measure_stalls: bool = False, per_tensor: bool = False) -> None:
+        """``device``: a CUDA device.
+
+        ``measure_stalls``: time every wait with a pair of events, in graphs too. ``per_tensor``: one copy per tensor
+        instead of one per unit; for ablation only.
+        """
         self._device = device
+        self._per_tensor = per_tensor
         self._stream = torch.cuda.Stream(device)
         self._stalls: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] | None = {} if measure_stalls else None
 
@@ -76,10 +81,17 @@ class StreamLink(Link):
             for mark in after:
                 assert isinstance(mark, torch.cuda.Event)
                 self._stream.wait_event(mark)
-            slot[: load.slab.numel()].copy_(load.slab, non_blocking=True)
+            for start, end in self._stretches(load):
+                slot[start:end].copy_(load.slab[start:end], non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._stream)
         return StreamTransfer(load.unit, event, captured)
+
+    def _stretches(self, load: Load) -> list[tuple[int, int]]:
+        assert load.slab is not None
+        if self._per_tensor:
+            return [(part.slot_offset, part.slot_offset + part.num_bytes) for part in load.segments]
+        return [(0, load.slab.numel())]
 
     def wait(self, transfer: Transfer) -> float:
         assert isinstance(transfer, StreamTransfer)

@@ -6,22 +6,22 @@ leaves the model as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from penstock.config import debug_enabled, format_gib
-from penstock.errors import BudgetError, ModelChangedError
+from penstock.errors import BudgetError
 from penstock.inventory import Inventory
 from penstock.link.base import Link
 from penstock.link.streams import StreamLink
 from penstock.link.threads import ThreadLink
 from penstock.offloaders.binding import bind
-from penstock.offloaders.hooks import ForwardHook, UnitHook
+from penstock.offloaders.hooks import ForwardHook, NotCopyable, UnitHook
 from penstock.offloaders.opening import open_store, read_bytes
 from penstock.offloaders.pipeline import SlotPipeline
+from penstock.offloaders.state import StateGuard
 from penstock.plan.model import Plan
 from penstock.store.base import new_blob
 from penstock.store.disk import DiskOptions
@@ -34,7 +34,7 @@ __all__ = ["Attachment", "Progress"]
 Progress = Callable[[int, int], None]
 
 
-class Attachment:
+class Attachment(NotCopyable):
     """Executes ``plan`` on ``model`` until :meth:`remove`.
 
     Args:
@@ -46,6 +46,7 @@ class Attachment:
         disk: how checkpoint files are read.
         progress: called with (bytes loaded, bytes to load) while residents are read.
         link: moves the units; by default worker threads on a CPU, a copy stream on a GPU.
+        entry: the module whose forward begins a forward of the model; default the model itself.
         measure_stalls: on a GPU, time every wait (two event records each); a CPU always does.
 
     Raises:
@@ -64,6 +65,7 @@ class Attachment:
         progress: Progress | None = None,
         link: Link | None = None,
         measure_stalls: bool = False,
+        entry: nn.Module | None = None,
     ) -> None:
         self.plan = plan
         self.recorder = Recorder()
@@ -71,17 +73,16 @@ class Attachment:
         self._device = device
         self._weights = weights
         self._bound = bind(model, inventory.storages)
-        self._hooks: list[UnitHook | ForwardHook] = []
-        self._module_hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooks: list[UnitHook | ForwardHook | StateGuard] = []
         self._pipeline: SlotPipeline | None = None
         self._removed = False
         self._store = open_store(plan, self._bound, device, weights, disk)
         try:
             self._place_residents(progress or (lambda done, total: None))
-            self._attach_units(link or self._make_link(measure_stalls))
+            self._attach_units(link or self._make_link(measure_stalls), entry)
             for name in plan.uva:
                 self._bound[name].point_at(self._in_place(name))
-            self._guard_state_dict()
+            self._hooks.append(StateGuard(model, [self._bound[name] for name in self._offloaded], self._state_bytes))
             self.rewind()
         except BaseException:
             self._undo()
@@ -119,8 +120,8 @@ class Attachment:
         for name in (*self._offloaded, *self.plan.resident):
             if name in restored:
                 self._bound[name].point_at(restored[name])
-            else:
-                self._bound[name].restore()
+            elif name not in self.plan.resident or not self._bound[name].on_meta:
+                self._bound[name].restore()  # residents read from the files stay where they were put
         self._store.close()
         self._removed = True
 
@@ -150,7 +151,7 @@ class Attachment:
         if elsewhere:
             progress(done, total)
 
-    def _attach_units(self, link: Link) -> None:
+    def _attach_units(self, link: Link, entry: nn.Module | None) -> None:
         if not self.plan.units:
             link.close()
             return
@@ -163,15 +164,16 @@ class Attachment:
                 f"offload before the model is on the device, or use fewer or smaller units (--offload-prefetch-step)",
                 needed,
             ) from error
-        units = []
+        units: list[UnitHook] = []
         for unit in self.plan.units:
             memory = self._pipeline.slot_memory(unit.index)
-            storages = [self._bound[entry.storage] for entry in unit.entries]
-            for entry, bound in zip(unit.entries, storages, strict=True):
-                bound.point_at(memory[entry.offset : entry.offset + entry.num_bytes])
+            storages = [self._bound[part.storage] for part in unit.entries]
+            for part, bound in zip(unit.entries, storages, strict=True):
+                bound.point_at(memory[part.offset : part.offset + part.num_bytes])
             anchor = self._model.get_submodule(unit.anchor)
             units.append(UnitHook(anchor, unit.index, storages, self._pipeline))
-        self._hooks = [*units, ForwardHook(self._model, units, self._pipeline)]
+            self._hooks.append(units[-1])  # one by one: an interrupt here must find them all
+        self._hooks.append(ForwardHook(self._model, entry or self._model, units, self._pipeline))
 
     def _in_place(self, name: str) -> torch.Tensor:
         blob = self._store.in_place(name)
@@ -218,36 +220,14 @@ class Attachment:
         self._store.read(name, blob)
         return blob
 
-    # -- state dict -------------------------------------------------------------------------------------------------
-
-    def _guard_state_dict(self) -> None:
-        """``state_dict()`` must give the weights and not what a slot happens to hold; loading must not be lost."""
-        for module in self._owners(self._offloaded):
-            for register, hook in (
-                (module.register_state_dict_post_hook, partial(self._true_state)),
-                (module.register_load_state_dict_pre_hook, _refuse_load),
-            ):
-                self._module_hooks.append(register(hook))  # type: ignore[no-untyped-call]
-
-    def _owners(self, names: Iterable[str]) -> list[nn.Module]:
-        owners = {owner for name in names for owner in self._bound[name].info.modules}
-        return [self._model.get_submodule(owner) for owner in sorted(owners)]
-
-    def _true_state(self, module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object) -> None:
-        for name in self._offloaded:
-            for bound in self._bound[name].tensors:
-                keys = [prefix + place.attr for holder, place in bound.places if holder is module and not place.inner]
-                for key in keys:
-                    if key in state and not bound.lost:
-                        state[key] = bound.view_of(self._current_bytes(name))
+    def _state_bytes(self, name: str) -> torch.Tensor:
+        return self._store.in_place(name) if self.plan.mode == "cpu" else self._current_bytes(name)
 
     # -- taking apart -----------------------------------------------------------------------------------------------
 
     def _detach(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        for handle in self._module_hooks:
-            handle.remove()
         if self._pipeline is not None:
             self._pipeline.close()
 
@@ -256,10 +236,3 @@ class Attachment:
         for bound in self._bound.values():
             bound.restore()
         self._store.close()
-
-
-def _refuse_load(module: nn.Module, *args: object) -> None:
-    raise ModelChangedError(
-        "load_state_dict on an offloaded model would write into slots and be lost; call handle.remove() first, load, "
-        "then offload again"
-    )

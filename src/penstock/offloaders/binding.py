@@ -8,12 +8,12 @@ that hold them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import nn
 
-from penstock.errors import ModelChangedError, PenstockWarning
+from penstock.errors import ModelChangedError, PenstockWarning, StateError
 from penstock.inventory import Location, StorageInfo, TensorInfo
 
 __all__ = ["BoundStorage", "BoundTensor", "bind", "live_tensors"]
@@ -39,7 +39,10 @@ class BoundTensor:
 
     def point_at(self, blob: torch.Tensor) -> None:
         """Let the tensor look into ``blob`` (uint8, 1-D), with its own shape, strides and dtype."""
-        view = _view(blob, self.info)
+        with torch.inference_mode(
+            self.original.is_inference()
+        ):  # the two kinds of tensor cannot take each other's data
+            view = self.view_of(blob)
         if self.tensor.device.type != "meta":
             self.tensor.data = view
         else:
@@ -49,7 +52,9 @@ class BoundTensor:
 
     def view_of(self, blob: torch.Tensor) -> torch.Tensor:
         """This tensor's shape, strides and dtype over the bytes of its storage."""
-        return _view(blob, self.info)
+        view = _view(blob, self.info)
+        view = view.conj() if self.original.is_conj() else view
+        return torch._neg_view(view) if self.original.is_neg() else view
 
     def restore(self) -> None:
         """The tensor as it was found: same object, same memory."""
@@ -66,6 +71,10 @@ class BoundTensor:
         if self.original.device.type != "meta":
             self.original_data = self.tensor.data
 
+    def is_held_by(self, module: nn.Module, attr: str, inner: tuple[str, ...] = ()) -> bool:
+        """Whether ``module`` has this very tensor at ``attr`` now; ``inner``: the path inside a subclass."""
+        return _find(module, attr, inner) is self.tensor
+
     def check(self) -> None:
         """Compare with what :meth:`point_at` left; cheap enough for every run.
 
@@ -76,7 +85,7 @@ class BoundTensor:
         if self.lost:
             return
         module, place = self.places[0]
-        if not place.inner and _holder(module, place).get(place.attr) is not self.tensor:
+        if not self.is_held_by(module, place.attr, place.inner):
             self._lose(place)
         elif self.tensor.data_ptr() != self._address:
             raise ModelChangedError(
@@ -89,13 +98,21 @@ class BoundTensor:
                 f"handle.remove() first, or leave this tensor out of the selection"
             )
 
+    def refuse_copy(self, given: Collection[int]) -> None:
+        """Raise ``StateError`` unless compiled code was given this very memory (``given``: addresses), not a copy."""
+        if not self.lost and self._address not in given:
+            raise StateError(
+                f"{self.info.name}: the compiler's backend hands over a copy made before the bytes have arrived, so the "
+                f"result would be wrong; compile with backend='inductor' (or 'eager'), which keep weights in place"
+            )
+
     def note_version(self, known: bool = True) -> None:
         """Remember the version counter, so that :meth:`check` sees writes; ``known=False`` forgets it."""
         self._version = _version(self.tensor) if known else None
 
     def invalidate_saved(self) -> None:
         """Tell autograd that the data is about to change: a backward through it must fail, not use other bytes."""
-        if not self.tensor.is_inference():
+        if _version(self.tensor) is not None:
             torch.autograd.graph.increment_version(self.tensor)
 
     def _lose(self, place: Location) -> None:
@@ -169,14 +186,22 @@ class BoundStorage:
 def live_tensors(places: Iterable[tuple[nn.Module, Location]]) -> Iterator[torch.Tensor]:
     """The tensors at ``places`` right now; traced by the compiler, hence without any state of ours."""
     for module, place in places:
-        yield _get(module, place)
+        tensor = _find(module, place.attr, place.inner)
+        if tensor is not None:  # deleted since
+            yield tensor
 
 
 def _get(module: nn.Module, place: Location) -> torch.Tensor:
-    tensor = getattr(module, place.attr)
-    for name in place.inner:
-        tensor = getattr(tensor, name)
-    return tensor  # type: ignore[no-any-return]
+    tensor = _find(module, place.attr, place.inner)
+    assert tensor is not None, place.name  # the inventory was taken a moment ago
+    return tensor
+
+
+def _find(module: nn.Module, attr: str, inner: tuple[str, ...]) -> torch.Tensor | None:
+    tensor = getattr(module, attr, None)
+    for name in inner:
+        tensor = getattr(tensor, name, None)
+    return tensor
 
 
 def _holder(module: nn.Module, place: Location) -> dict[str, torch.Tensor | None]:
@@ -192,9 +217,13 @@ def _bytes_of(first: torch.Tensor, num_bytes: int) -> torch.Tensor:
 
 
 def _view(blob: torch.Tensor, info: TensorInfo) -> torch.Tensor:
-    stretch = blob[info.byte_offset : info.byte_offset + info.extent_bytes].view(info.dtype)
-    return stretch.as_strided(info.shape, info.stride)
+    start = blob.storage_offset() + info.byte_offset
+    view = torch.empty(0, dtype=info.dtype, device=blob.device)
+    return view.set_(blob.untyped_storage(), start // info.dtype.itemsize, info.shape, info.stride)
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _version(tensor: torch.Tensor) -> int | None:
+    try:
+        return tensor._version
+    except RuntimeError:  # made in inference mode, which does without; autograd saves no such tensor
+        return None

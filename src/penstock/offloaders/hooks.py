@@ -15,10 +15,22 @@ from penstock.offloaders.binding import BoundStorage, live_tensors
 from penstock.offloaders.pipeline import SlotPipeline
 from penstock.ops import new_tag
 
-__all__ = ["ForwardHook", "UnitHook"]
+__all__ = ["ForwardHook", "NotCopyable", "UnitHook"]
 
 
-class UnitHook:
+class NotCopyable:
+    """Refuses ``copy.deepcopy`` and ``pickle`` of whatever holds it."""
+
+    def __reduce__(self) -> Any:
+        raise StateError(
+            "an offloaded model cannot be copied or pickled: its weights rest elsewhere; handle.remove() first"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.__reduce__()
+
+
+class UnitHook(NotCopyable):
     """Waits before ``anchor`` runs and releases after it, on behalf of one unit.
 
     With ``pipeline=None`` it traces the same ops and moves nothing: the reference for equality under a compiler
@@ -38,12 +50,19 @@ class UnitHook:
             anchor.register_forward_pre_hook(self._before, prepend=True),
             anchor.register_forward_hook(self._after, always_call=True),
         ]
+        # Code compiled before the hooks were there must not run without them. torch.compile does not guard on hooks, but
+        # it does on whether a module has a forward of its own.
+        self._marked = anchor if "forward" not in vars(anchor) else None
+        if self._marked is not None:
+            self._marked.__dict__["forward"] = self._marked.forward
 
     def remove(self) -> None:
         """Take the hooks off. Compiled code that still holds them finds ops without effect."""
         for handle in self._handles:
             handle.remove()
-        self._pipeline = None
+        if self._marked is not None:
+            self._marked.__dict__.pop("forward", None)
+        self._marked = self._pipeline = None
 
     @property
     def first_place(self) -> tuple[nn.Module, Location]:
@@ -53,6 +72,10 @@ class UnitHook:
     def enter_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
         if self._pipeline is None:
             return
+        given = {tensor.data_ptr() for tensor in tensors}
+        for bound in self._tensors:
+            bound.check()
+            bound.refuse_copy(given)
         self._pipeline.wait(self._unit)
         for bound in self._tensors:
             bound.note_version(known=False)  # whether an op counts as a write is the compiler's business
@@ -60,14 +83,6 @@ class UnitHook:
     def leave_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
         if self._pipeline is not None:
             self._pipeline.release(self._unit)
-
-    def __reduce__(self) -> Any:
-        raise StateError(
-            "an offloaded model cannot be copied or pickled: its weights rest elsewhere; handle.remove() first"
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.__reduce__()
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
@@ -85,9 +100,6 @@ class UnitHook:
         for bound in self._tensors:
             bound.check()
         pipeline.wait(self._unit)
-        if torch.is_grad_enabled():
-            for bound in self._tensors:
-                bound.invalidate_saved()
         for bound in self._tensors:
             bound.note_version()
 
@@ -95,34 +107,53 @@ class UnitHook:
         try:
             for bound in self._tensors:
                 bound.check()
+                # What autograd has saved during this run is about to be overwritten.
+                bound.invalidate_saved()
+                bound.note_version()
         finally:
             pipeline.release(self._unit)
 
 
-class ForwardHook:
-    """Ends a forward of the whole model: the slots are made ready for the next one, and graphs are joined."""
+class ForwardHook(NotCopyable):
+    """Begins and ends a forward: what was held back starts, slots are made ready for the next one, graphs are joined.
 
-    def __init__(self, model: nn.Module, hooks: Sequence[UnitHook], pipeline: SlotPipeline) -> None:
+    ``entry`` is the module whose forward begins one; it is ``model`` unless an engine runs the layers itself.
+    """
+
+    def __init__(self, model: nn.Module, entry: nn.Module, hooks: Sequence[UnitHook], pipeline: SlotPipeline) -> None:
         self._pipeline: SlotPipeline | None = pipeline
         self._places = [hook.first_place for hook in hooks]
         self._tag = new_tag(self, pipeline.slot_memory(0).device)
-        self._handle = model.register_forward_hook(self._after, always_call=True)
+        self._token = torch.zeros_like(self._tag)
+        self._handles = [
+            entry.register_forward_pre_hook(self._before, prepend=True),
+            model.register_forward_hook(self._after, always_call=True),
+        ]
 
     def remove(self) -> None:
-        """Take the hook off."""
-        self._handle.remove()
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
         self._pipeline = None
 
     def enter_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Nothing begins here."""
+        if self._pipeline is not None:
+            self._pipeline.begin_forward()
 
     def leave_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
         if self._pipeline is not None:
             self._pipeline.finish_forward()
 
+    def _before(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            torch.ops.penstock.begin(self._tag, self._token)
+        elif self._pipeline is not None:
+            self._pipeline.begin_forward()
+
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
-            torch.ops.penstock.join(self._tag, list(live_tensors(self._places)), _tensors_in(output))
+            inputs = [*live_tensors(self._places), *_tensors_in(output)]
+            torch.ops.penstock.join(self._tag, self._token, inputs)
         elif self._pipeline is not None:
             self._pipeline.finish_forward()
 

@@ -10,17 +10,23 @@ they had. So there are two records of what the slots hold. The *live* one follow
 The *captured* one follows what will have happened at that point of a replay; it begins with the first units in the
 slots, because that is what every forward, eager or replayed, leaves behind. In a capture, a slot's content is trusted
 only if it is one of these or was copied by a node of the same capture; anything else is copied again in the graph.
+
+[Note: the held-back slot] A graph ends when its last copy is joined, so a slot refilled after the last unit would add a
+whole copy with no compute beside it, while the link idles at the start of the next replay. Therefore, once there are
+graphs, the slot of the last unit is refilled not at the end of a forward but at the beginning of the next, where the
+first layers hide it. Between forwards that slot holds nothing, on either timeline.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
 
-from penstock.errors import SlotConflictError, StateError
+from penstock.errors import SlotConflictError, StateError, TransferError
 from penstock.link.base import Link, Mark, Transfer
 from penstock.offloaders.debug import Guard
 from penstock.plan.model import Plan
@@ -64,6 +70,8 @@ class SlotPipeline:
         self._live = [_Slot(link.allocate(num_bytes)) for num_bytes in plan.slot_bytes]
         self._captured: list[_Slot] | None = None
         self._has_graphs = False
+        num_units, num_slots = len(plan.units), len(self._live)
+        self._held_back = slot_of(num_units - 1, num_slots) if num_units > num_slots else None
         self._free = threading.Condition(threading.RLock())
         self._started_ns: dict[tuple[int, int], int] = {}
         self._closed = False
@@ -75,12 +83,20 @@ class SlotPipeline:
         return self._live[slot_of(unit, len(self._live))].memory
 
     def prime(self) -> None:
-        """Start the units that a forward needs first, unless they are there."""
+        """Start the units that a forward needs first, unless they are there or are held back for its beginning."""
         with self._free:
             slots = self._slots()
             for unit in first_units(len(self._plan.units), len(slots)):
-                if slots[unit].unit != unit and not slots[unit].readers and not self._closed:
-                    self._start(unit, slots[unit])
+                if not (self._has_graphs and unit == self._held_back):
+                    self._start_if_free(unit, slots)
+
+    def begin_forward(self) -> None:
+        """A forward begins: start what was held back for it."""
+        with self._free:
+            if self._link.capturing:
+                self._captured = None  # whatever an aborted capture has left
+            if self._held_back is not None:
+                self._start_if_free(self._held_back, self._slots())
 
     def finish_forward(self) -> None:
         """The model has returned: make the slots ready for the next forward, however it will run.
@@ -96,7 +112,8 @@ class SlotPipeline:
     def join(self) -> None:
         """Order compute behind every copy under way; no effect when there is none."""
         with self._free:
-            for slot in self._slots():
+            # Engines call this between the pieces of a forward whose capture goes on: the record of it must last.
+            for slot in self._slots() if self._link.capturing else self._live:
                 if slot.transfer is not None:
                     self._link.wait(slot.transfer)
                     if self._link.capturing:
@@ -116,9 +133,7 @@ class SlotPipeline:
             self._drop_stale_readers(slot)
             if slot.unit != unit:
                 self._await_readers(unit, slot)
-                self.stats[unit].misses += 1
-                self._start(unit, slot)
-            self._land(unit, slot)
+            self._bring(unit, slot)
             slot.readers.append(threading.get_ident())
             self.stats[unit].runs += 1
             self._started_ns[threading.get_ident(), unit] = time.perf_counter_ns()
@@ -163,22 +178,49 @@ class SlotPipeline:
             self._captured = None
             return self._live
         if self._captured is None:
-            self._has_graphs = True
             self._captured = [_Slot(slot.memory, unit) for unit, slot in enumerate(self._live)]
+            if self._held_back is not None:
+                self._captured[self._held_back].unit = None
+                if not self._has_graphs:
+                    self._live[self._held_back].unit = None
+            self._has_graphs = True
         return self._captured
 
+    def _start_if_free(self, unit: int, slots: list[_Slot]) -> None:
+        if slots[unit].unit != unit and not slots[unit].readers and not self._closed:
+            self._start(unit, slots[unit])
+
     def _refill(self, unit: int, slot: _Slot) -> None:
+        if self._has_graphs and self._held_back is not None and unit == len(self._plan.units) - 1:
+            slot.unit = None
+            if self._link.capturing:
+                slot.transfer, slot.marks = None, []  # events of this capture mean nothing to the next
+            return
         following = next_in_chain(unit, len(self._plan.units), len(self._live))
         if following != unit:
             self._start(following, slot)
         elif self._guard and not self._link.capturing:
             self._start(unit, slot)  # poisoned, so it has to come again
 
+    def _bring(self, unit: int, slot: _Slot) -> None:
+        if slot.unit == unit:
+            try:
+                return self._land(unit, slot)
+            except TransferError:
+                pass  # a copy ahead of use failed, perhaps long ago and for a reason that is gone: once more, on demand
+        elif not (self._has_graphs and unit == self._held_back):
+            self.stats[unit].misses += 1
+        self._start(unit, slot)
+        self._land(unit, slot)
+
     def _start(self, unit: int, slot: _Slot) -> None:
-        # One copy at a time per slot: a late piece of an abandoned unit must not land on top of this one.
+        slot.unit = None
+        # One copy at a time per slot: a late piece of an abandoned unit must not land on top of this one. It stays on
+        # record until it is done, since the wait may be interrupted.
         if slot.transfer is not None:
-            abandoned, slot.transfer, slot.unit = slot.transfer, None, None
-            self._link.wait(abandoned)
+            with suppress(TransferError):
+                self._link.wait(slot.transfer)
+            slot.transfer = None
         if not slot.marks and (mark := self._link.fork()) is not None:
             slot.marks.append(mark)
         marks, slot.marks = slot.marks, []
@@ -197,6 +239,8 @@ class SlotPipeline:
         begin = time.perf_counter_ns()
         try:
             stalled_s = self._link.wait(transfer)
+            if self._guard and not self._link.capturing:
+                self._guard.arrived(unit, slot.memory)
         except BaseException:
             # Interrupted or failed: the slot holds nothing anybody may read.
             slot.unit = None
@@ -207,8 +251,6 @@ class SlotPipeline:
             self.stats[unit].stalls += 1
             self.stats[unit].stall_s += stalled_s
             self._recorder.stall(unit, begin)
-        if self._guard and not self._link.capturing:
-            self._guard.arrived(unit, slot.memory)
 
     def _drop_stale_readers(self, slot: _Slot) -> None:
         # Anchors are never nested, so a reader that is this very thread is left over from an interrupted forward.

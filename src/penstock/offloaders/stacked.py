@@ -43,7 +43,8 @@ class StackedOffloader(BaseOffloader):
             raise StateError("post_init was called twice; call remove() in between to take over new weights")
         inventory = take_inventory(self._stacks)
         plan = self._make_plan(inventory)
-        self._attachment = Attachment(self._stacks, plan, inventory, device=compute_device(self._stacks))
+        first = next((layer for stack in self._stacks for layer in stack.children()), None)
+        self._attachment = Attachment(self._stacks, plan, inventory, device=compute_device(self._stacks), entry=first)
 
     def sync_prev_onload(self) -> None:
         if self._attachment is not None:

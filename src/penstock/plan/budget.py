@@ -62,10 +62,12 @@ def solve(inventory: Inventory, candidates: Sequence[StorageInfo], budget_bytes:
     lookups = [s for s in candidates if s.is_lookup] if mode == "disk" else []
     movable = [s for s in candidates if s not in lookups]
     base_bytes = inventory.num_bytes - sum(s.num_bytes for s in lookups)
-    choices = list(_choices(inventory, movable, base_bytes, budget_bytes))
+    if base_bytes <= budget_bytes:
+        return assemble(inventory, [], 0, mode, uva=lookups)
+    choices = [_Choice((), 0, base_bytes), *_choices(inventory, movable, base_bytes, budget_bytes)]
     fitting = [choice for choice in choices if choice.device_bytes <= budget_bytes]
     if not fitting:
-        minimum = min((choice.device_bytes for choice in choices), default=inventory.num_bytes)
+        minimum = min(choice.device_bytes for choice in choices)
         raise BudgetError(_too_small(budget_bytes, minimum, inventory), minimum)
     best = min(fitting, key=lambda choice: choice.rank)
     return assemble(inventory, best.drafts, best.num_slots, mode, uva=lookups)
@@ -77,10 +79,8 @@ def _choices(
     stacks = find_stacks(inventory)
     layers = [layer for stack in stacks for layer in stack.layers]
     in_layers = _by_layer(inventory, layers, movable)
-    outside = outside_units(movable, stacks)
+    outside = outside_units(inventory, movable, stacks)
     order = {name: index for index, name in enumerate(inventory.modules)}
-    if base_bytes <= budget_bytes:
-        yield _Choice((), 0, base_bytes)
     for roles in _role_sets(in_layers):
         drafts = [_draft(layer, in_layers[layer], roles) for layer in layers]
         units = [draft for draft in drafts if draft.storages]
@@ -92,19 +92,27 @@ def _choices(
 
 
 def _thin_out(drafts: Sequence[UnitDraft], num_slots: int, base_bytes: int, budget_bytes: int) -> _Choice:
-    """Keep as many of ``drafts`` resident as the budget allows, those that stay in the pipe evenly spaced."""
+    """Keep as many of ``drafts`` resident as the budget allows, those that stay in the pipe evenly spaced.
+
+    If nothing fits, the cheapest that was tried. With units of unequal size that need not be all of them, and it is
+    what the search finds again when given just that budget.
+    """
     low, high = num_slots, len(drafts)
+    cheapest = best = _cost(drafts, num_slots, base_bytes)
     while low < high:
         middle = (low + high) // 2
-        if _cost(_spaced(drafts, middle), num_slots, base_bytes).device_bytes <= budget_bytes:
-            high = middle
+        choice = _cost(_spaced(drafts, middle), num_slots, base_bytes)
+        cheapest = min(cheapest, choice, key=lambda choice: choice.device_bytes)
+        if choice.device_bytes <= budget_bytes:
+            high, best = middle, choice
         else:
             low = middle + 1
-    return _cost(_spaced(drafts, low), num_slots, base_bytes)
+    return best if best.device_bytes <= budget_bytes else cheapest
 
 
 def _spaced(drafts: Sequence[UnitDraft], count: int) -> list[UnitDraft]:
-    return [drafts[(2 * index + 1) * len(drafts) // (2 * count)] for index in range(count)]
+    # The gap comes after the last one: what its slot needs next is then copied beside the compute that remains.
+    return [drafts[index * len(drafts) // count] for index in range(count)]
 
 
 def _cost(drafts: Sequence[UnitDraft], num_slots: int, base_bytes: int) -> _Choice:
@@ -134,7 +142,7 @@ def _role_sets(in_layers: dict[str, dict[str, StorageInfo]]) -> Iterator[frozens
     atoms = [frozenset({role}) for role in ordered[: _MAX_ROLES - 1]]
     if ordered[_MAX_ROLES - 1 :]:
         atoms.append(frozenset(ordered[_MAX_ROLES - 1 :]))
-    for count in range(1, len(atoms) + 1):
+    for count in range(len(atoms) + 1):  # none at all, too: what lies outside the layers may be enough
         for chosen in combinations(atoms, count):
             yield frozenset().union(*chosen)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from penstock.config import Budget, Mode, Policy, Prefetch
 from penstock.errors import PenstockWarning, SelectionError
@@ -16,36 +16,53 @@ from penstock.select import compile_pattern, select
 __all__ = ["build_plan", "move_on_demand", "plan_group_rule"]
 
 
-def build_plan(inventory: Inventory, policy: Policy, default_mode: Mode = "cpu") -> Plan:
+def build_plan(
+    inventory: Inventory, policy: Policy, default_mode: Mode = "cpu", unstreamable: Collection[str] = ()
+) -> Plan:
     """The plan for ``policy``; pure, loads nothing.
 
     Args:
         inventory: of the model, which may be on ``meta``.
         policy: what the user asked for.
         default_mode: the store of a :class:`~penstock.config.Budget` that names none.
+        unstreamable: storages that the checkpoint files do not hold as they are; mode ``disk`` keeps them resident.
 
     Raises:
-        SelectionError: a pattern, or the policy as a whole, selects nothing.
+        SelectionError: a pattern, or the policy as a whole, selects nothing that can be offloaded.
         BudgetError: the budget is below the minimum.
     """
+    mode = policy.mode or default_mode
+    candidates = _candidates(inventory, policy.params)
+    movable = [s for s in candidates if mode != "disk" or s.name not in unstreamable]
     if isinstance(policy, Budget):
-        candidates = _candidates(inventory, policy.params)
-        return solve(inventory, candidates, policy.num_bytes, policy.mode or default_mode)
+        return solve(inventory, movable, policy.num_bytes, mode)
+    if candidates and not movable:
+        raise SelectionError(
+            f"all {len(candidates)} selected tensors ({candidates[0].name}, ...) are made or rearranged while loading "
+            f"and cannot be streamed from the files; use mode 'cpu' (--offload-mode cpu) or select other names"
+        )
     if isinstance(policy, Prefetch):
-        return plan_group_rule(inventory, policy, [stack.layers for stack in find_stacks(inventory)])
-    chosen = _up_to(_experts_first(_candidates(inventory, policy.params)), policy.limit_bytes)
-    return assemble(inventory, [], 0, policy.mode, uva=chosen)
+        return _plan_group_rule(inventory, policy, [stack.layers for stack in find_stacks(inventory)], movable)
+    return assemble(inventory, [], 0, mode, uva=_up_to(_experts_first(movable), policy.limit_bytes))
 
 
 def plan_group_rule(inventory: Inventory, policy: Prefetch, stacks: Sequence[Sequence[str]]) -> Plan:
     """The plan of the group rule over stacks of layers, each given by its dotted names in order."""
-    drafts = _draft_group_rule(inventory, policy, stacks)
+    return _plan_group_rule(inventory, policy, stacks, _candidates(inventory, policy.params))
+
+
+def _plan_group_rule(
+    inventory: Inventory, policy: Prefetch, stacks: Sequence[Sequence[str]], candidates: Sequence[StorageInfo]
+) -> Plan:
+    drafts = _draft_group_rule(inventory, policy, stacks, candidates)
     return assemble(inventory, drafts, _usable_slots(policy.prefetch_step, len(drafts)), policy.mode)
 
 
-def _draft_group_rule(inventory: Inventory, policy: Prefetch, stacks: Sequence[Sequence[str]]) -> list[UnitDraft]:
-    """One unit per layer that the group rule picks, holding what ``policy.params`` selects in it."""
-    chosen = {storage.name for storage in _candidates(inventory, policy.params)}
+def _draft_group_rule(
+    inventory: Inventory, policy: Prefetch, stacks: Sequence[Sequence[str]], candidates: Sequence[StorageInfo]
+) -> list[UnitDraft]:
+    """One unit per layer that the group rule picks, holding the candidates in it."""
+    chosen = {storage.name for storage in candidates}
     drafts: list[UnitDraft] = []
     for layers in stacks:
         for index in group_rule(len(layers), policy.group_size, policy.num_in_group):
@@ -74,7 +91,7 @@ def move_on_demand(inventory: Inventory, plan: Plan) -> Plan:
     inside = {storage.name for draft in drafts for storage in draft.storages}
     rest = [storage for storage in inventory.storages if storage.name in wanted - inside]
     order = {name: index for index, name in enumerate(inventory.modules)}
-    every = [*(draft for draft in drafts if draft.storages), *outside_units(rest, stacks)]
+    every = [*(draft for draft in drafts if draft.storages), *outside_units(inventory, rest, stacks)]
     every.sort(key=lambda draft: order[draft.anchor])
     return assemble(inventory, every, max(plan.num_slots, 1), plan.mode)
 
@@ -89,7 +106,7 @@ def _usable_slots(prefetch_step: int, num_units: int) -> int:
             f"prefetch_step = {prefetch_step} is larger than the number of units; {num_units} slot(s) are used "
             f"(--offload-prefetch-step {num_units} says the same)",
             PenstockWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
     return min(prefetch_step, num_units)
 

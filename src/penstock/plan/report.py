@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -13,13 +14,14 @@ from rich.text import Text
 from penstock.config import Mode
 from penstock.plan.model import Mechanism, Plan, Unit
 
-__all__ = ["compress_indices", "gib", "render", "render_weights", "role_of"]
+__all__ = ["compress_indices", "gib", "render", "render_weights", "role_of", "titled_table"]
 
 # Norms and biases have dozens of roles of a few KiB each; they share a row.
 _MAX_ROLE_ROWS = 12
 _MAX_RUNS = 6
 
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
+_COLUMNS: dict[Mechanism, str] = {"resident": "resident", "prefetch": "prefetched", "uva": "in place"}
 _STORE_NAMES: dict[Mode, str] = {"cpu": "host", "disk": "file", "meta": "nowhere"}
 
 
@@ -85,45 +87,57 @@ def _summary(plan: Plan, name: str) -> Text:
     )
 
 
-def _table(title: str, *columns: str) -> Table:
+def titled_table(title: str, *columns: str) -> Table:
     """The first column is text, the others are figures."""
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim")
+    table = Table(
+        title=f"\n{title}",
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+    )
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", overflow="fold")
     return table
 
 
-# -- where the bytes rest -----------------------------------------------------------------------------------------------
+# -- where the bytes rest ----------------------------------------------------------------------------------------------
 
 
 def _places(plan: Plan) -> Table:
     stores = list(dict.fromkeys(["host", "file", _STORE_NAMES[plan.mode]]))
-    table = _table("Memory, GiB", "what", "count", "device", *stores)
+    table = titled_table("Memory, GiB", "what", "count", "device", *stores)
     totals = dict.fromkeys(("device", *stores), 0)
     for what, count, place, num_bytes in _place_rows(plan):
         table.add_row(what, count, *(gib(num_bytes) if place == column else "" for column in totals))
         totals[place] += num_bytes
     table.add_section()
-    table.add_row("total", "", *(gib(num_bytes) for num_bytes in totals.values()), style="bold")
+    table.add_row("total", "", *(gib(num_bytes) if num_bytes else "" for num_bytes in totals.values()), style="bold")
     return table
 
 
 def _place_rows(plan: Plan) -> Iterator[tuple[str, str, str, int]]:
     """(what, how many, column, bytes) per mechanism."""
     store = _STORE_NAMES[plan.mode]
-    yield "resident", f"{len(plan.resident)} tensors", "device", plan.resident_bytes
+    yield "resident", _counted(len(plan.resident), "tensor"), "device", plan.resident_bytes
     if plan.units:
-        yield "slots", f"{plan.num_slots} slots", "device", sum(plan.slot_bytes)
-        yield "prefetched", f"{len(plan.units)} units", store, plan.prefetched_bytes
+        yield "slots", _counted(plan.num_slots, "slot"), "device", sum(plan.slot_bytes)
+        yield "prefetched", _counted(len(plan.units), "unit"), store, plan.prefetched_bytes
     if plan.uva:
-        yield "read in place", f"{len(plan.uva)} tensors", store, plan.uva_bytes
+        yield "read in place", _counted(len(plan.uva), "tensor"), store, plan.uva_bytes
 
 
-# -- units --------------------------------------------------------------------------------------------------------------
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+# -- units -------------------------------------------------------------------------------------------------------------
 
 
 def _units(plan: Plan) -> Table:
-    table = _table("Units", "anchor", "units", "layers", "tensors each", "GiB each", "slots")
+    table = titled_table("Units", "anchor", "units", "layers", "tensors each", "GiB each", "slots")
     for (anchor, tensors), units in _alike(plan.units).items():
         table.add_row(
             anchor or "(the model)",
@@ -152,7 +166,7 @@ def _span(sizes: list[int]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-# -- roles --------------------------------------------------------------------------------------------------------------
+# -- roles -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -173,23 +187,25 @@ class _Role:
 
 
 def _roles(plan: Plan) -> Table:
-    table = _table("Tensors by role, GiB", "role", "count", "total", "resident", "prefetched", "in place")
     roles = _by_role(plan)
-    ordered = sorted(roles, key=lambda role: (-roles[role].total_bytes, role))
-    shown = ordered if len(ordered) <= _MAX_ROLE_ROWS else ordered[: _MAX_ROLE_ROWS - 1]
-    for role in shown:
-        _add_role(table, role, roles[role])
-    if ordered[len(shown) :]:
-        rest = _Role()
-        for role in ordered[len(shown) :]:
-            rest.add(roles[role])
-        _add_role(table, f"{len(ordered) - len(shown)} smaller roles", rest)
+    shown: list[Mechanism] = [m for m in _COLUMNS if m == "resident" or any(r.num_bytes[m] for r in roles.values())]
+    table = titled_table("Tensors by role, GiB", "role", "count", "total", *(_COLUMNS[m] for m in shown))
+    for name, role in _rows(roles):
+        cells = [gib(role.num_bytes[m]) if role.num_bytes[m] else "" for m in shown]
+        table.add_row(Text(name), str(role.count), gib(role.total_bytes), *cells)
     return table
 
 
-def _add_role(table: Table, name: str, role: _Role) -> None:
-    cells = [gib(num_bytes) if num_bytes else "" for num_bytes in role.num_bytes.values()]
-    table.add_row(Text(name), str(role.count), gib(role.total_bytes), *cells)
+def _rows(roles: dict[str, _Role]) -> Iterator[tuple[str, _Role]]:
+    """The largest roles, then the rest as one."""
+    ordered = sorted(roles, key=lambda role: (-roles[role].total_bytes, role))
+    shown = ordered if len(ordered) <= _MAX_ROLE_ROWS else ordered[: _MAX_ROLE_ROWS - 1]
+    yield from ((name, roles[name]) for name in shown)
+    if len(shown) < len(ordered):
+        rest = _Role()
+        for name in ordered[len(shown) :]:
+            rest.add(roles[name])
+        yield f"{len(ordered) - len(shown)} smaller roles", rest
 
 
 def _by_role(plan: Plan) -> dict[str, _Role]:

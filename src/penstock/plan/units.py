@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.errors import SelectionError
 from penstock.inventory import Inventory, StorageInfo, is_within
 from penstock.plan.model import UnitDraft
 
@@ -14,6 +13,9 @@ __all__ = ["TINY_BYTES", "Stack", "find_stacks", "group_rule", "outside_units", 
 
 # Norms, biases and scales: together a thousandth of a layer, but each would cost a copy of its own.
 TINY_BYTES = 64 * 2**10
+
+# These hand a child's weight to a kernel without calling the child, whose hooks would never run.
+_READS_CHILDREN = frozenset({"MultiheadAttention"})
 
 _NUMBERED = re.compile(r"(.*?)\.?(\d+)")
 
@@ -46,7 +48,7 @@ def find_stacks(inventory: Inventory) -> list[Stack]:
             stacks.append(Stack(name, layers))
     if stacks:
         return stacks
-    leaves = tuple(name for name in inventory.modules if name in owners)
+    leaves = tuple(_leaves(inventory, owners))
     return [Stack("", leaves)] if leaves else []
 
 
@@ -63,27 +65,41 @@ def worth_moving(storages: Iterable[StorageInfo]) -> list[StorageInfo]:
     return [s for s in storages if s.has_parameter and s.num_bytes >= TINY_BYTES]
 
 
-def outside_units(candidates: Sequence[StorageInfo], stacks: Sequence[Stack]) -> list[UnitDraft]:
-    """Units for candidates outside the stacks that one module alone reads (an untied lm_head, say)."""
+def outside_units(inventory: Inventory, candidates: Sequence[StorageInfo], stacks: Sequence[Stack]) -> list[UnitDraft]:
+    """Units for candidates outside the stacks that one module alone reads (an untied lm_head, say).
+
+    Left out, hence resident: what several modules share, and what a module holds that runs while another unit's module
+    runs inside it, since its slot would not be free for that one's.
+    """
     layers = {layer for stack in stacks for layer in stack.layers}
     drafts: dict[str, list[StorageInfo]] = {}
     for storage in candidates:
-        module = next(iter(storage.modules))
-        if len(storage.modules) == 1 and not any(is_within(module, layer) for layer in layers):
-            drafts.setdefault(module, []).append(storage)
-    _refuse_nested(drafts, layers)
-    return [UnitDraft(anchor, tuple(storages)) for anchor, storages in drafts.items()]
+        readers = {_reader(inventory, module) for module in storage.modules}
+        reader = next(iter(readers))
+        if len(readers) == 1 and not any(is_within(reader, layer) for layer in layers):
+            drafts.setdefault(reader, []).append(storage)
+    around = _ancestors(layers | drafts.keys())
+    return [UnitDraft(anchor, tuple(storages)) for anchor, storages in drafts.items() if anchor not in around]
 
 
-def _refuse_nested(anchors: Iterable[str], layers: Iterable[str]) -> None:
-    # A module around the layers runs while they run: its slot would never be free for theirs.
-    for anchor in list(anchors):
-        inside = next((layer for layer in layers if is_within(layer, anchor)), None)
-        if inside is not None:
-            raise SelectionError(
-                f"module {anchor or 'the model itself'!r} has weights of its own and contains the layer {inside!r}; "
-                f"they cannot be prefetched, keep them resident by selecting other names"
-            )
+def _leaves(inventory: Inventory, owners: set[str]) -> Iterator[str]:
+    """The innermost modules that read tensors of their own; never one inside another."""
+    readers = dict.fromkeys(_reader(inventory, name) for name in inventory.modules if name in owners)
+    around = _ancestors(readers)
+    return (name for name in readers if name not in around)
+
+
+def _reader(inventory: Inventory, module: str) -> str:
+    """The module whose forward reads the tensors of ``module``."""
+    parts = module.split(".")
+    outer = (".".join(parts[:count]) for count in range(len(parts)))
+    return next((name for name in outer if inventory.modules[name] in _READS_CHILDREN), module)
+
+
+def _ancestors(names: Iterable[str]) -> set[str]:
+    """Every module that has one of ``names`` inside it."""
+    parts = [name.split(".") for name in names if name]
+    return {".".join(part[:count]) for part in parts for count in range(len(part))}
 
 
 def _is_layer(name: str, owners: set[str]) -> bool:

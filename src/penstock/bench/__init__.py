@@ -1,0 +1,1 @@
+"""Benchmarks that print the floor first and check the values they time."""

@@ -1,0 +1,100 @@
+"""``penstock bench``: measure what an offload costs here, next to what no schedule could beat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from penstock.cli.console import stdout
+from penstock.errors import OptionError
+
+__all__ = ["bench"]
+
+bench = typer.Typer(no_args_is_help=True, help="Measure link, step, load and serving; the floor is printed first.")
+
+
+@bench.callback()
+def _root() -> None:
+    """Measure link, step, load and serving; the floor is printed first."""
+
+
+@bench.command()
+def step(
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    rows: Annotated[str, typer.Option(help="rows per step, comma-separated; cuda only")] = "1,16,256,2048,8192",
+    variants: Annotated[
+        str, typer.Option(help="comma-separated: even:F, memory:F, group:A/B/C, each with +eager, +tensors, +fresh")
+    ] = "even:0.25,group:4/1/2,group:1/1/2",
+    layers: Annotated[int, typer.Option(help="layers of the reference stack; cuda only", min=1)] = 36,
+    rounds: Annotated[int, typer.Option(help="rounds in which all variants take turns", min=1)] = 5,
+    repeats: Annotated[int, typer.Option(help="steps per variant and round", min=1)] = 8,
+    out: Annotated[Path | None, typer.Option(help="append results here, one JSON object per line")] = None,
+) -> None:
+    """One step, offloaded in several ways and interleaved, against the floor; bits are checked."""
+    results = list(_shown(_run(device, rows, variants, layers, rounds, repeats), out))
+    broken = [f"{row['case']} rows {row['rows']}" for row in results if not row["bit_equal"]]
+    typer.echo(json.dumps({"bench": "step", "device": device, "cases": len(results), "not_bit_equal": broken}))
+    if broken:
+        raise typer.Exit(1)
+
+
+def _run(device: str, rows: str, variants: str, layers: int, rounds: int, repeats: int) -> Iterator[dict[str, Any]]:
+    if device == "cpu":
+        from penstock.bench.cpu_step import run as run_cpu
+
+        return run_cpu(rounds, repeats)
+    if device != "cuda":
+        raise OptionError(f"--device {device!r}: expected cpu or cuda")
+    from dataclasses import replace
+
+    from penstock.bench.cuda_step import run as run_cuda
+    from penstock.bench.shapes import QWEN3_8B
+
+    shape = replace(QWEN3_8B, num_layers=layers)
+    return run_cuda(shape, variants.split(","), [int(count) for count in rows.split(",")], rounds, repeats)
+
+
+def _shown(results: Iterable[dict[str, Any]], out: Path | None) -> Iterator[dict[str, Any]]:
+    """Print each result as it comes, in groups of equal rows with the floor first, and keep it."""
+    table: Table | None = None
+    for row in results:
+        if table is None:
+            table = _table()
+        table.add_row(*_cells(row))
+        if out is not None:
+            with out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        yield row
+    if table is not None:
+        stdout.print(table)
+
+
+def _table() -> Table:
+    table = Table(title="step (ms)")
+    for heading in ("case", "rows", "floor", "median", "spread", "x floor", "resident", "GB moved", "link GB/s"):
+        table.add_column(heading, justify="left" if heading == "case" else "right")
+    table.add_column("peak - plan MiB", justify="right")
+    table.add_column("same bits")
+    return table
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    over = (row["peak_device_bytes"] - row["planned_device_bytes"]) / 2**20
+    return [
+        row["case"],
+        str(row["rows"]),
+        f"{row['floor_ms']:.2f}",
+        f"{row['ms']:.2f}",
+        f"{row['spread_ms']:.2f}",
+        f"{row['ms'] / row['floor_ms']:.3f}",
+        f"{row['resident_ms']:.2f}",
+        f"{row['bytes_moved'] / 1e9:.2f}",
+        f"{row['link_gb_per_s']:.2f}",
+        f"{over:.0f}",
+        "yes" if row["bit_equal"] else "NO",
+    ]

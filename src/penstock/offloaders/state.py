@@ -1,0 +1,109 @@
+"""``state_dict()`` and ``load_state_dict()`` of an offloaded model.
+
+The first must give the weights and not what a slot happens to hold. The second would write into slots and be lost, and
+is refused before it has written anything anywhere.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch import nn
+
+from penstock.errors import ModelChangedError
+from penstock.offloaders.binding import BoundStorage, BoundTensor
+from penstock.offloaders.hooks import NotCopyable
+
+__all__ = ["StateGuard", "is_offloaded"]
+
+_MARK = "_penstock_offloaded"
+
+Read = Callable[[str], torch.Tensor]
+# By the path to an inner tensor; under () what is no subclass.
+_Parts = dict[tuple[str, ...], tuple[BoundStorage, BoundTensor]]
+
+
+class StateGuard(NotCopyable):
+    """Stands before the state of every module that holds one of ``storages``.
+
+    Args:
+        model: the root.
+        storages: what is offloaded.
+        read: the bytes of a storage, by name (uint8, 1-D).
+    """
+
+    def __init__(self, model: nn.Module, storages: Iterable[BoundStorage], read: Read) -> None:
+        self._read = read
+        self._parts: dict[nn.Module, dict[str, _Parts]] = {}
+        for storage in storages:
+            for tensor in storage.tensors:
+                for module, place in tensor.places:
+                    parts = self._parts.setdefault(module, {}).setdefault(place.attr, {})
+                    parts[place.inner] = (storage, tensor)
+        self._state: weakref.ref[object] | None = None
+        self._blobs: dict[str, torch.Tensor] = {}
+        self._handles = [
+            module.register_state_dict_post_hook(partial(self._put_true_tensors))  # type: ignore[no-untyped-call]
+            for module in self._parts
+        ]
+        # On every module around the owners too: loading goes from the outside in, and must not stop half-way.
+        for module in model.modules():
+            if not self._parts.keys().isdisjoint(module.modules()):
+                self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))  # type: ignore[no-untyped-call]
+        for module in self._parts:
+            module.__dict__[_MARK] = True
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        for module in self._parts:
+            module.__dict__.pop(_MARK, None)
+
+    def _put_true_tensors(
+        self, module: nn.Module, state: dict[str, torch.Tensor], prefix: str, local_metadata: object
+    ) -> None:
+        for attr, parts in self._parts[module].items():
+            current = {path: part for path, part in parts.items() if part[1].is_held_by(module, attr, path)}
+            if current and prefix + attr in state:
+                state[prefix + attr] = self._true(state[prefix + attr], current, state)
+
+    def _true(self, tensor: torch.Tensor, parts: _Parts, state: object, path: tuple[str, ...] = ()) -> torch.Tensor:
+        """``tensor`` with the bytes from the store; a subclass is made anew from its inner tensors."""
+        if path in parts:
+            storage, bound = parts[path]
+            return bound.view_of(self._bytes(storage, state))
+        flatten = getattr(tensor, "__tensor_flatten__", None)
+        if flatten is None:
+            return tensor
+        names, context = flatten()
+        inner = {name: self._true(getattr(tensor, name), parts, state, (*path, name)) for name in names}
+        return type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())  # type: ignore[attr-defined, no-any-return]
+
+    def _bytes(self, storage: BoundStorage, state: object) -> torch.Tensor:
+        """Read once per ``state_dict()``, so that tied tensors share their memory in it as they do in the model."""
+        if self._state is None or self._state() is not state:
+            self._blobs = blobs = {}
+            try:
+                self._state = weakref.ref(state, lambda _: blobs.clear())
+            except TypeError:  # a plain dict as destination
+                self._state = None
+        name = storage.info.name
+        if name not in self._blobs:
+            self._blobs[name] = self._read(name)
+        return self._blobs[name]
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether ``module`` itself holds a tensor that is offloaded."""
+    return _MARK in vars(module)
+
+
+def _refuse_load(module: nn.Module, *args: object) -> None:
+    raise ModelChangedError(
+        "load_state_dict on an offloaded model would write into slots and be lost; call handle.remove() first, load, "
+        "then offload again"
+    )
