@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal, cast, get_args
 
 from penstock.errors import OptionError, OptionTypeError, SizeError
@@ -65,7 +66,7 @@ def parse_size(size: str | int) -> int:
         match = _SIZE.fullmatch(size)
         if match is None:
             raise SizeError(f"size {size!r} is not a size; {form}")
-        num_bytes = int(float(match[1]) * _UNITS[match[2].upper()])
+        num_bytes = int(Fraction(match[1]) * _UNITS[match[2].upper()])
     if num_bytes <= 0:
         raise SizeError(f"size {size!r}: expected more than 0 bytes; {form}")
     return num_bytes
@@ -91,7 +92,13 @@ def _check_mode(mode: str) -> None:
 def _as_names(params: Sequence[str] | None) -> tuple[str, ...]:
     if isinstance(params, str):
         raise OptionTypeError(f"params: expected a list of names, found the string {params!r}; write [{params!r}]")
-    return tuple(params or ())
+    if params is not None and not isinstance(params, Iterable):
+        raise OptionTypeError(f"params: expected a list of names, found {type(params).__name__} {params!r}")
+    names = tuple(params or ())
+    for name in names:
+        if not isinstance(name, str):
+            raise OptionTypeError(f"params: expected names, found {type(name).__name__} {name!r}")
+    return names
 
 
 @dataclass(frozen=True)

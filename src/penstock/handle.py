@@ -121,6 +121,7 @@ def offload(
     plan = (
         policy if isinstance(policy, Plan) else build_plan(inventory, as_policy(policy), _default_mode(weights, target))
     )
+    plan.check(inventory)
     if target.type == "cuda" and uva_disabled():
         plan = move_on_demand(inventory, plan)
     _warn_about_training(model, plan, inventory)

@@ -127,11 +127,14 @@ class Inventory:
         storages: those with bytes.
         empty: names of 0-element tensors (placeholders); they never move.
         modules: module names in order, with the class name of each.
+        opaque: names of tensors whose bytes are not plain memory (sparse, quantised by torch's own types); they never
+            move, and no figure counts them.
     """
 
     storages: tuple[StorageInfo, ...]
     empty: tuple[str, ...]
     modules: dict[str, str]
+    opaque: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -179,7 +182,7 @@ def take_inventory(model: nn.Module) -> Inventory:
         walk.add_attributes(name, module)
     order = {name: index for index, name in enumerate(modules)}
     storages = sorted(walk.storages(), key=lambda storage: order[storage.tensors[0].locations[0].module])
-    return Inventory(tuple(storages), tuple(walk.empty), modules)
+    return Inventory(tuple(storages), tuple(walk.empty), modules, tuple(walk.opaque))
 
 
 def inner_tensors(tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
@@ -199,6 +202,7 @@ class _Walk:
 
     def __init__(self) -> None:
         self.empty: list[str] = []
+        self.opaque: list[str] = []
         self._tensors: dict[int, tuple[torch.Tensor, list[Location]]] = {}
         self._groups: dict[int, list[int]] = {}
         self._lookups: set[str] = set()
@@ -222,7 +226,9 @@ class _Walk:
             return
         for path, inner in inner_tensors(tensor):
             place = Location(module, attr, kind, path)
-            if inner.numel() == 0:
+            if inner.layout is not torch.strided or inner.is_quantized:
+                self.opaque.append(place.name)
+            elif inner.numel() == 0:
                 self.empty.append(place.name)
             elif id(inner) in self._tensors:
                 self._tensors[id(inner)][1].append(place)
@@ -268,8 +274,8 @@ def _describe(tensor: torch.Tensor, places: list[Location]) -> TensorInfo:
 
 def _storage_key(tensor: torch.Tensor) -> int:
     # The address of the StorageImpl: meta storages have no data pointer, yet ties of meta tensors must be seen.
-    if hasattr(tensor, "__tensor_flatten__"):
-        return 0
+    if hasattr(tensor, "__tensor_flatten__") or tensor.layout is not torch.strided:
+        return 0  # no storage of its own
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -5,15 +5,21 @@ A compiler may move any operation whose inputs it believes to be ready. Weights 
 edge ``(w - zero) * scale`` is ready from the start and would be hoisted above the wait. An edge on the hidden state
 does not help, since this arithmetic reads no hidden state. So both ops declare the unit's own tensors as *mutated*:
 
-* ``wait(tag, tensors!)`` writes them as far as the compiler knows, so every read of the weight stays behind it;
-* ``release(tag, tensors!, outputs)`` writes them again and reads what the module returned, so it stays behind every
-  read of the weight, and the next unit's ``wait`` on the same slot stays behind it.
+* ``wait(tag, token!, tensors!)`` writes them as far as the compiler knows, so every read of the weight stays behind it;
+* ``release(tag, token!, tensors!, outputs)`` writes them again and reads what the module returned, so it stays behind
+  every read of the weight.
 
 Neither op computes anything; functionalisation sees an in-place operator and the inductor adds no copy of a weight.
 
 ``begin`` and ``join`` stand at the ends of a forward. ``join`` reads what the model returns and a tensor of every unit,
-so it comes last. Both declare a token as mutated, so that they keep their order and are not dropped as dead code. (Not
-the tag: a backend may hand a mutated tensor over as a copy, and the tag is known by its address.)
+so it comes last.
+
+All of them declare the offload's one ``token`` as mutated. It keeps them in the order of the program and from being
+dropped as dead code. Without it nothing would hold the ``wait`` of a unit behind the ``release`` of the one before it
+in the same slot, because the compiler must not see that both look into one memory: it would rebuild their tensors from
+a common base, which it cannot do for several dtypes, and its cache would hand that code to a plan with other slots. So
+every tensor in a slot has a storage of its own (``BoundStorage.point_at_slot``). The tag is not declared mutated: a
+backend may hand a mutated tensor over as a copy, and the tag is known by its address.
 
 Which unit is meant is said by ``tag``, a one-element tensor known by its address, and not by a number: a number would
 be a constant of the graph, and an engine that compiles one layer and reuses the code for its siblings could not.
@@ -29,7 +35,7 @@ import torch
 
 from penstock.errors import StateError
 
-__all__ = ["Boundary", "new_tag"]
+__all__ = ["Boundary", "new_tag", "new_token"]
 
 
 class Boundary(Protocol):
@@ -45,8 +51,8 @@ class Boundary(Protocol):
 _boundaries: weakref.WeakValueDictionary[int, Boundary] = weakref.WeakValueDictionary()
 
 _library = torch.library.Library("penstock", "DEF")
-_library.define("wait(Tensor tag, Tensor(a!)[] tensors) -> ()")
-_library.define("release(Tensor tag, Tensor(a!)[] tensors, Tensor[] outputs) -> ()")
+_library.define("wait(Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors) -> ()")
+_library.define("release(Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor[] outputs) -> ()")
 _library.define("begin(Tensor tag, Tensor(a!) token) -> ()")
 _library.define("join(Tensor tag, Tensor(a!) token, Tensor[] inputs) -> ()")
 
@@ -62,6 +68,11 @@ def new_tag(boundary: Boundary, device: torch.device) -> torch.Tensor:
     return tag
 
 
+def new_token(device: torch.device) -> torch.Tensor:
+    """What all ops of one offload declare as mutated: int64, shape ``[1]``, on ``device``."""
+    return torch.zeros(1, dtype=torch.int64, device=device)
+
+
 def _boundary(tag: torch.Tensor) -> Boundary:
     boundary = _boundaries.get(tag.data_ptr())
     if boundary is None:
@@ -71,11 +82,13 @@ def _boundary(tag: torch.Tensor) -> Boundary:
     return boundary
 
 
-def _wait(tag: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+def _wait(tag: torch.Tensor, token: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     _boundary(tag).enter_compiled(tensors)
 
 
-def _release(tag: torch.Tensor, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+def _release(
+    tag: torch.Tensor, token: torch.Tensor, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> None:
     _boundary(tag).leave_compiled(tensors)
 
 
@@ -87,11 +100,13 @@ def _join(tag: torch.Tensor, token: torch.Tensor, inputs: Sequence[torch.Tensor]
     _boundary(tag).leave_compiled(inputs)
 
 
-def _fake_wait(tag: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+def _fake_wait(tag: torch.Tensor, token: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Shapes only: nothing to infer."""
 
 
-def _fake_release(tag: torch.Tensor, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+def _fake_release(
+    tag: torch.Tensor, token: torch.Tensor, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> None:
     """Shapes only: nothing to infer."""
 
 

@@ -37,11 +37,21 @@ def print_error(message: str) -> None:
 
 @contextmanager
 def byte_bar(text: str, console: Console) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar for bytes: call it with (done, total). Nothing shows before the first call."""
+    """A progress bar for bytes: call it with (done, total). Nothing shows before there is something to do."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(text, total=None, visible=False)
-        yield lambda done, total: bar.update(task, completed=done, total=total, visible=total > 0)
+    bar = Progress(*columns, console=console)
+    task = bar.add_task(text, total=None)
+
+    def show(done: int, total: int) -> None:
+        if total > 0:
+            bar.start()
+            bar.update(task, completed=done, total=total)
+
+    try:
+        yield show
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
 @contextmanager

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["demo"]
 
+_GENERATOR = "Qwen3 architecture, random weights"
 _NEEDS = {
     "transformers": "penstock[transformers]",
     "tokenizers": "penstock[transformers]",
@@ -81,14 +82,14 @@ def _part_b(folder: Path, runs: Path, keep: bool) -> list[str]:
     from penstock.demo.model import ModelSize
     from penstock.demo.parts import GENERATOR_SHARE, compare, generate_job
 
-    stdout.rule("Part B: a language model of 1 GB (Qwen3 architecture, random weights) generates text")
+    stdout.rule(f"Part B: a language model of 1 GB ({_GENERATOR}) generates text")
     model = folder / "model"
     written = _write_model(model, ModelSize())
     try:
-        _print_plan(model, GENERATOR_SHARE, "random Qwen3")
+        _print_plan(model, GENERATOR_SHARE, _GENERATOR)
         with stdout.status("generating, resident and streamed"):
             found = compare(
-                "random Qwen3", "tokens", lambda budget: generate_job(model, budget), GENERATOR_SHARE, runs / "b"
+                _GENERATOR, "tokens", lambda budget: generate_job(model, budget), GENERATOR_SHARE, runs / "b"
             )
     finally:
         if written and not keep:

@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,9 @@ class Clock:
         """A forward has ended."""
         self._marks.append((time.perf_counter(), cpu_seconds()))
 
-    def steps(self) -> tuple[list[float], list[float]]:
+    def steps(self) -> list[tuple[float, float]]:
         """(wall, CPU) seconds between the ticks."""
-        pairs = list(zip(self._marks, self._marks[1:], strict=False))
-        return [b[0] - a[0] for a, b in pairs], [b[1] - a[1] for a, b in pairs]
+        return [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(self._marks)]
 
 
 class _Ticker(BaseStreamer):
@@ -125,22 +125,27 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
     tensors = work(model, tokenizer, job, clock)
     seconds = time.perf_counter() - begin
     growth_bytes = meter.growth_bytes()
-    streamed = {} if handle is None else _about_stream(handle, job, folder)
     torch.save(tensors, folder / TENSORS_FILE)
-    step_s, step_cpu_s = clock.steps()
-    return {
-        "sha256": {name: _sha256(tensor) for name, tensor in tensors.items()},
+    result = {
+        "sha256": _sha256(tensors),
         "growth_bytes": growth_bytes,
         "items": len(job.texts) * job.steps,
         "seconds": seconds,
-        "step_s": step_s,
-        "step_cpu_s": step_cpu_s,
+        "steps": clock.steps(),
         "plan": {},
         "stats": {},
         "read_bytes_per_s": 0.0,
         "read_cpu_s_per_byte": 0.0,
-        **streamed,
+        "restored_steps": [],
+        "restored_sha256": {},
     }
+    if handle is None:
+        return result
+    streamed = _about_stream(handle, job, folder)
+    handle.remove()
+    clock = Clock()
+    restored = work(model, tokenizer, job, clock)
+    return result | streamed | {"restored_steps": clock.steps(), "restored_sha256": _sha256(restored)}
 
 
 def _warm_up(model_class: Any, work: Work, tokenizer: Any, job: Job) -> None:
@@ -170,8 +175,9 @@ def _about_stream(handle: Handle, job: Job, folder: Path) -> dict[str, Any]:
     }
 
 
-def _sha256(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+def _sha256(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    raw = {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
+    return {name: hashlib.sha256(value).hexdigest() for name, value in raw.items()}
 
 
 def main() -> None:

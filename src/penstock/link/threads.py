@@ -35,6 +35,7 @@ class ThreadTransfer:
 
     def __init__(self, unit: int, num_pieces: int) -> None:
         self.unit = unit
+        self.awaited = False
         self._left = num_pieces
         self._lock = threading.Lock()
         self._arrived = threading.Event()
@@ -111,7 +112,9 @@ class ThreadLink(Link):
             transfer.result()
             stall_s = time.perf_counter() - start
         transfer.result()
-        self._stalls_s[transfer.unit] = stall_s
+        if not transfer.awaited:  # later waits for the same copy are for its slot's sake and tell nothing
+            transfer.awaited = True
+            self._stalls_s[transfer.unit] = stall_s
         return stall_s
 
     def last_stall_s(self, unit: int) -> float | None:

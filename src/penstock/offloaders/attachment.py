@@ -22,6 +22,7 @@ from penstock.offloaders.hooks import ForwardHook, NotCopyable, UnitHook
 from penstock.offloaders.opening import open_store, read_bytes
 from penstock.offloaders.pipeline import SlotPipeline
 from penstock.offloaders.state import StateGuard
+from penstock.ops import new_token
 from penstock.plan.model import Plan
 from penstock.store.base import new_blob
 from penstock.store.disk import DiskOptions
@@ -164,16 +165,20 @@ class Attachment(NotCopyable):
                 f"offload before the model is on the device, or use fewer or smaller units (--offload-prefetch-step)",
                 needed,
             ) from error
+        finally:
+            if self._pipeline is None:
+                link.close()
+        token = new_token(self._device)
         units: list[UnitHook] = []
         for unit in self.plan.units:
             memory = self._pipeline.slot_memory(unit.index)
             storages = [self._bound[part.storage] for part in unit.entries]
             for part, bound in zip(unit.entries, storages, strict=True):
-                bound.point_at(memory[part.offset : part.offset + part.num_bytes])
+                bound.point_at_slot(memory[part.offset : part.offset + part.num_bytes])
             anchor = self._model.get_submodule(unit.anchor)
-            units.append(UnitHook(anchor, unit.index, storages, self._pipeline))
+            units.append(UnitHook(anchor, unit.index, storages, self._pipeline, token))
             self._hooks.append(units[-1])  # one by one: an interrupt here must find them all
-        self._hooks.append(ForwardHook(self._model, entry or self._model, units, self._pipeline))
+        self._hooks.append(ForwardHook(self._model, entry or self._model, units, self._pipeline, token))
 
     def _in_place(self, name: str) -> torch.Tensor:
         blob = self._store.in_place(name)

@@ -15,6 +15,7 @@ from torch import nn
 
 from penstock.errors import ModelChangedError, PenstockWarning, StateError
 from penstock.inventory import Location, StorageInfo, TensorInfo
+from penstock.store.pinned import device_view
 
 __all__ = ["BoundStorage", "BoundTensor", "bind", "live_tensors"]
 
@@ -39,9 +40,8 @@ class BoundTensor:
 
     def point_at(self, blob: torch.Tensor) -> None:
         """Let the tensor look into ``blob`` (uint8, 1-D), with its own shape, strides and dtype."""
-        with torch.inference_mode(
-            self.original.is_inference()
-        ):  # the two kinds of tensor cannot take each other's data
+        # Inference tensors and others cannot take each other's data.
+        with torch.inference_mode(self.original.is_inference()):
             view = self.view_of(blob)
         if self.tensor.device.type != "meta":
             self.tensor.data = view
@@ -102,8 +102,9 @@ class BoundTensor:
         """Raise ``StateError`` unless compiled code was given this very memory (``given``: addresses), not a copy."""
         if not self.lost and self._address not in given:
             raise StateError(
-                f"{self.info.name}: the compiler's backend hands over a copy made before the bytes have arrived, so the "
-                f"result would be wrong; compile with backend='inductor' (or 'eager'), which keep weights in place"
+                f"{self.info.name}: the compiler hands over a copy made before the bytes have arrived, so the result "
+                f"would be wrong; compile with backend='inductor' or 'eager', run under torch.inference_mode() or "
+                f"no_grad(), and leave tensor subclasses out of the selection"
             )
 
     def note_version(self, known: bool = True) -> None:
@@ -171,6 +172,11 @@ class BoundStorage:
         for tensor in self.tensors:
             tensor.point_at(blob)
 
+    def point_at_slot(self, blob: torch.Tensor) -> None:
+        """The same for a slot, which other units' tensors look into as well; see :mod:`penstock.ops`."""
+        for tensor in self.tensors:
+            tensor.point_at(_own_storage(blob))
+
     def restore(self) -> None:
         """Every tensor as it was found."""
         for tensor in self.tensors:
@@ -214,6 +220,11 @@ def _bytes_of(first: torch.Tensor, num_bytes: int) -> torch.Tensor:
     start = first.storage_offset() * first.dtype.itemsize
     blob = torch.empty(0, dtype=torch.uint8, device=first.device)
     return blob.set_(first.untyped_storage(), start, (num_bytes,), (1,))
+
+
+def _own_storage(blob: torch.Tensor) -> torch.Tensor:
+    """The same memory, kept alive, under a storage object of its own."""
+    return torch.frombuffer(blob.numpy(), dtype=torch.uint8) if blob.is_cpu else device_view(blob, blob.device)
 
 
 def _view(blob: torch.Tensor, info: TensorInfo) -> torch.Tensor:

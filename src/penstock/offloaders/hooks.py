@@ -34,24 +34,30 @@ class UnitHook(NotCopyable):
     """Waits before ``anchor`` runs and releases after it, on behalf of one unit.
 
     With ``pipeline=None`` it traces the same ops and moves nothing: the reference for equality under a compiler
-    (contract 1).
+    (contract 1). ``token``: of :mod:`penstock.ops`, one for all hooks of an offload.
     """
 
     def __init__(
-        self, anchor: nn.Module, unit: int, storages: Sequence[BoundStorage], pipeline: SlotPipeline | None
+        self,
+        anchor: nn.Module,
+        unit: int,
+        storages: Sequence[BoundStorage],
+        pipeline: SlotPipeline | None,
+        token: torch.Tensor,
     ) -> None:
         self._unit = unit
         self._pipeline = pipeline
         self._tensors = [tensor for storage in storages for tensor in storage.tensors]
         self._places = [tensor.places[0] for tensor in self._tensors]
         self._tag = new_tag(self, self._tensors[0].tensor.device)
+        self._token = token
         # The wait goes before every other hook, since those may read weights; the release after every other hook.
         self._handles = [
             anchor.register_forward_pre_hook(self._before, prepend=True),
             anchor.register_forward_hook(self._after, always_call=True),
         ]
-        # Code compiled before the hooks were there must not run without them. torch.compile does not guard on hooks, but
-        # it does on whether a module has a forward of its own.
+        # Code compiled before the hooks were there must not run without them. torch.compile does not guard on hooks,
+        # but it does on whether a module has a forward of its own.
         self._marked = anchor if "forward" not in vars(anchor) else None
         if self._marked is not None:
             self._marked.__dict__["forward"] = self._marked.forward
@@ -81,18 +87,22 @@ class UnitHook(NotCopyable):
             bound.note_version(known=False)  # whether an op counts as a write is the compiler's business
 
     def leave_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
-        if self._pipeline is not None:
-            self._pipeline.release(self._unit)
+        if self._pipeline is None:
+            return
+        for bound in self._tensors:
+            bound.invalidate_saved()
+        self._pipeline.release(self._unit)
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
-            torch.ops.penstock.wait(self._tag, list(live_tensors(self._places)))
+            torch.ops.penstock.wait(self._tag, self._token, list(live_tensors(self._places)))
         elif self._pipeline is not None:
             self._enter(self._pipeline)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
-            torch.ops.penstock.release(self._tag, list(live_tensors(self._places)), _tensors_in(output))
+            tensors = list(live_tensors(self._places))
+            torch.ops.penstock.release(self._tag, self._token, tensors, _tensors_in(output))
         elif self._pipeline is not None:
             self._leave(self._pipeline)
 
@@ -120,11 +130,18 @@ class ForwardHook(NotCopyable):
     ``entry`` is the module whose forward begins one; it is ``model`` unless an engine runs the layers itself.
     """
 
-    def __init__(self, model: nn.Module, entry: nn.Module, hooks: Sequence[UnitHook], pipeline: SlotPipeline) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        entry: nn.Module,
+        hooks: Sequence[UnitHook],
+        pipeline: SlotPipeline,
+        token: torch.Tensor,
+    ) -> None:
         self._pipeline: SlotPipeline | None = pipeline
         self._places = [hook.first_place for hook in hooks]
         self._tag = new_tag(self, pipeline.slot_memory(0).device)
-        self._token = torch.zeros_like(self._tag)
+        self._token = token
         self._handles = [
             entry.register_forward_pre_hook(self._before, prepend=True),
             model.register_forward_hook(self._after, always_call=True),

@@ -26,6 +26,8 @@ def open_store(
     disk: DiskOptions | None,
 ) -> Store:
     """The store of ``plan``, with the bytes of everything it offloads. The model is not touched."""
+    for stamp in weights.checkpoint.stamps if weights is not None else ():
+        stamp.check()  # offsets come from headers read earlier
     names = [entry.storage for unit in plan.units for entry in unit.entries] + list(plan.uva)
     offloaded = {name: bound[name] for name in names}
     if plan.mode == "meta":

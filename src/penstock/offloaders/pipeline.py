@@ -75,7 +75,8 @@ class SlotPipeline:
         self._free = threading.Condition(threading.RLock())
         self._started_ns: dict[tuple[int, int], int] = {}
         self._closed = False
-        self._guard = Guard(plan, [load.segments for load in self._loads]) if debug else None
+        has_bytes = plan.mode != "meta"
+        self._guard = Guard(plan, [load.segments for load in self._loads]) if debug and has_bytes else None
         self.stats = [UnitStats(unit.anchor) for unit in plan.units]
 
     def slot_memory(self, unit: int) -> torch.Tensor:

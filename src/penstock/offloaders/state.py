@@ -46,13 +46,12 @@ class StateGuard(NotCopyable):
         self._state: weakref.ref[object] | None = None
         self._blobs: dict[str, torch.Tensor] = {}
         self._handles = [
-            module.register_state_dict_post_hook(partial(self._put_true_tensors))  # type: ignore[no-untyped-call]
-            for module in self._parts
+            module.register_state_dict_post_hook(partial(self._put_true_tensors)) for module in self._parts
         ]
         # On every module around the owners too: loading goes from the outside in, and must not stop half-way.
         for module in model.modules():
             if not self._parts.keys().isdisjoint(module.modules()):
-                self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))  # type: ignore[no-untyped-call]
+                self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
         for module in self._parts:
             module.__dict__[_MARK] = True
 
@@ -86,7 +85,8 @@ class StateGuard(NotCopyable):
     def _bytes(self, storage: BoundStorage, state: object) -> torch.Tensor:
         """Read once per ``state_dict()``, so that tied tensors share their memory in it as they do in the model."""
         if self._state is None or self._state() is not state:
-            self._blobs = blobs = {}
+            blobs: dict[str, torch.Tensor] = {}
+            self._blobs = blobs
             try:
                 self._state = weakref.ref(state, lambda _: blobs.clear())
             except TypeError:  # a plain dict as destination

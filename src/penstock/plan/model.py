@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from penstock.config import Mode
+from penstock.errors import OptionError
 from penstock.inventory import Inventory, StorageInfo
 from penstock.plan.schedule import chain, slot_of
 
@@ -128,10 +129,37 @@ class Plan:
         return self.resident_bytes + self.offloaded_bytes
 
     def mechanism_of(self, storage: str) -> Mechanism:
-        """How compute reaches ``storage`` (the name of its first tensor)."""
+        """How compute reaches ``storage`` (the name of its first tensor).
+
+        Raises:
+            OptionError: the plan knows no storage of that name.
+        """
         if storage in self.resident:
             return "resident"
-        return "uva" if storage in self.uva else "prefetch"
+        if storage in self.uva:
+            return "uva"
+        if storage in self._storages:
+            return "prefetch"
+        raise OptionError(f"{storage!r}: no storage of this plan has this name; tied tensors go by the first of theirs")
+
+    def check(self, inventory: Inventory) -> None:
+        """Raise ``OptionError`` unless this plan places every storage of ``inventory`` at its size."""
+        found = {storage.name: storage.num_bytes for storage in inventory.storages}
+        differing = sorted(name for name, _ in self._storages.items() ^ found.items())
+        missing = [unit.anchor for unit in self.units if unit.anchor not in inventory.modules]
+        if differing:
+            planned, has = (sizes.get(differing[0], 0) for sizes in (self._storages, found))
+            problem = f"it has {planned} bytes for {differing[0]}, the model {has}"
+        elif missing:
+            problem = f"the model has no module {missing[0]!r}"
+        else:
+            return
+        raise OptionError(f"the plan was made for another model: {problem}; make one for this model from a policy")
+
+    @cached_property
+    def _storages(self) -> dict[str, int]:
+        in_units = {entry.storage: entry.num_bytes for unit in self.units for entry in unit.entries}
+        return {**self.resident, **self.uva, **in_units}
 
     def to_json(self) -> dict[str, Any]:
         """The plan for programs: plain numbers and strings, bytes throughout."""
