@@ -125,6 +125,7 @@ def offload(
     if target.type == "cuda" and uva_disabled():
         plan = move_on_demand(inventory, plan)
     _warn_about_training(model, plan, inventory)
+    _warn_about_idle_options(model, plan, weights, disk)
     attachment = Attachment(
         model,
         plan,
@@ -154,6 +155,17 @@ def _refuse_second_offload(model: nn.Module) -> None:
             raise StateError(
                 f"{name or 'this model'} is offloaded already; call remove() on its handle or offloader before you "
                 f"offload it again"
+            )
+
+
+def _warn_about_idle_options(model: nn.Module, plan: Plan, weights: WeightMap | None, disk: DiskOptions | None) -> None:
+    on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    for name, given in (("checkpoint", weights is not None and not on_meta), ("disk", disk is not None)):
+        if given and plan.mode != "disk":
+            warnings.warn(
+                f"{name}=... has no effect: mode {plan.mode!r} takes the weights from the model itself, not from files",
+                PenstockWarning,
+                stacklevel=3,
             )
 
 

@@ -240,7 +240,8 @@ class _Walk:
         for members in self._groups.values():
             infos = [_describe(*self._tensors[member]) for member in members]
             for cluster in _overlapping(infos):
-                start = cluster[0].byte_offset
+                # Not simply where the first begins: a view of another dtype must keep its alignment.
+                start = cluster[0].byte_offset // (align := max(info.dtype.itemsize for info in cluster)) * align
                 end = max(info.byte_offset + info.extent_bytes for info in cluster)
                 tensors = [replace(info, byte_offset=info.byte_offset - start) for info in cluster]
                 # Attributes only ever follow: the first tensor gives the storage its name.

@@ -26,9 +26,7 @@ from penstock.offloaders.attachment import Attachment
 from penstock.plan import build_plan
 from penstock.store.pinned import pinned_region
 
-__all__ = ["VariantSpec", "parse_variant", "run"]
-
-_LINK_PROBE_BYTES = 1 << 30
+__all__ = ["LinkProbe", "VariantSpec", "parse_variant", "run"]
 
 
 @dataclass(frozen=True)
@@ -148,7 +146,7 @@ def run(
         specs = [VariantSpec("resident", None)]
         specs += [parse_variant(text, sizes.num_bytes, layer_bytes) for text in variants]
         models = [_Variant(spec, shape, device) for spec in specs]
-        probe = _LinkProbe(device)
+        probe = LinkProbe(device)
         for count in rows:
             yield from _measure_rows(models, count, shape, probe, rounds, repeats, device)
 
@@ -157,7 +155,7 @@ def _measure_rows(
     models: Sequence[_Variant],
     count: int,
     shape: DecoderShape,
-    probe: _LinkProbe,
+    probe: LinkProbe,
     rounds: int,
     repeats: int,
     device: torch.device,
@@ -168,7 +166,7 @@ def _measure_rows(
         model.prepare(x)
     steps = {model.spec.name: model.steps[count] for model in models}
     timings = interleave({**steps, "link": probe.copy}, rounds, repeats, time_cuda)
-    link_bytes_per_s = _LINK_PROBE_BYTES / (timings.pop("link").ms / 1e3)
+    link_bytes_per_s = probe.num_bytes / (timings.pop("link").ms / 1e3)
     resident = models[0]
     activation_bytes = resident.activation_bytes[count]
     for model in models:
@@ -215,12 +213,14 @@ def _offload(stack: Stack, spec: VariantSpec, device: torch.device) -> penstock.
     return penstock.Handle(stack, Attachment(stack, plan, inventory, device=device, link=link))
 
 
-class _LinkProbe:
+class LinkProbe:
     """One large pinned copy to the device."""
 
+    num_bytes = 1 << 30
+
     def __init__(self, device: torch.device) -> None:
-        self._host = pinned_region(_LINK_PROBE_BYTES)
-        self._slot = torch.empty(_LINK_PROBE_BYTES, dtype=torch.uint8, device=device)
+        self._host = pinned_region(self.num_bytes)
+        self._slot = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
 
     def copy(self) -> None:
         """Move 1 GiB."""

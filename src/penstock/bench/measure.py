@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -11,6 +12,8 @@ from itertools import pairwise
 import torch
 
 __all__ = ["Timing", "interleave", "time_cuda", "time_host"]
+
+WARM_UP_S = 0.2
 
 Step = Callable[[], object]
 Timer = Callable[[Step, int], list[float]]
@@ -37,8 +40,14 @@ class Timing:
 
 
 def time_cuda(step: Step, repeats: int) -> list[float]:
-    """Device time of each of ``repeats`` runs in ms, by events; one run before them is not counted."""
-    step()
+    """Device time of each of ``repeats`` runs in ms, by events; 0.2 s of runs before them is not counted.
+
+    A variant that waits for the link cools the device, and what comes after it runs at a higher clock for a while.
+    """
+    start = time.perf_counter()
+    while time.perf_counter() - start < WARM_UP_S:
+        step()
+        torch.cuda.synchronize()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     marks[0].record()
     for mark in marks[1:]:
@@ -60,11 +69,10 @@ def time_host(step: Step, repeats: int) -> list[float]:
 
 
 def interleave(steps: Mapping[str, Step], rounds: int, repeats: int, timer: Timer) -> dict[str, Timing]:
-    """Time every step ``repeats`` times in each of ``rounds`` rounds, in rotating order."""
+    """Time every step ``repeats`` times in each of ``rounds`` rounds, in a new (seeded) order each round."""
     samples: dict[str, list[float]] = {name: [] for name in steps}
-    names = list(steps)
-    for round_ in range(rounds):
-        turn = round_ % len(names)
-        for name in names[turn:] + names[:turn]:
+    shuffle = random.Random(0)
+    for _ in range(rounds):
+        for name in shuffle.sample(list(steps), len(steps)):
             samples[name] += timer(steps[name], repeats)
     return {name: Timing(tuple(values)) for name, values in samples.items()}

@@ -13,6 +13,7 @@ from penstock.cli.demo import demo
 from penstock.cli.generate import generate
 from penstock.cli.group import PenstockGroup
 from penstock.cli.plan import plan
+from penstock.cli.probe import probe
 
 __all__ = ["app", "main"]
 
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(plan)
+app.command()(probe)
 app.command()(generate)
 app.add_typer(bench, name="bench")
 

@@ -31,32 +31,43 @@ def step(
         str, typer.Option(help="comma-separated: even:F, memory:F, group:A/B/C, each with +eager, +tensors, +fresh")
     ] = "even:0.25,group:4/1/2,group:1/1/2",
     layers: Annotated[int, typer.Option(help="layers of the reference stack; cuda only", min=1)] = 36,
+    model: Annotated[
+        str | None,
+        typer.Option(help="a decode step of a transformers model instead: qwen3-8b or deepseek-v2-lite; cuda only"),
+    ] = None,
     rounds: Annotated[int, typer.Option(help="rounds in which all variants take turns", min=1)] = 5,
     repeats: Annotated[int, typer.Option(help="steps per variant and round", min=1)] = 8,
     out: Annotated[Path | None, typer.Option(help="append results here, one JSON object per line")] = None,
 ) -> None:
     """One step, offloaded in several ways and interleaved, against the floor; bits are checked."""
-    results = list(_shown(_run(device, rows, variants, layers, rounds, repeats), out))
+    results = list(_shown(_run(device, rows, variants, layers, model, rounds, repeats), out))
     broken = [f"{row['case']} rows {row['rows']}" for row in results if not row["bit_equal"]]
     typer.echo(json.dumps({"bench": "step", "device": device, "cases": len(results), "not_bit_equal": broken}))
     if broken:
         raise typer.Exit(1)
 
 
-def _run(device: str, rows: str, variants: str, layers: int, rounds: int, repeats: int) -> Iterator[dict[str, Any]]:
+def _run(
+    device: str, rows: str, variants: str, layers: int, model: str | None, rounds: int, repeats: int
+) -> Iterable[dict[str, Any]]:
     if device == "cpu":
         from penstock.bench.cpu_step import run as run_cpu
 
         return run_cpu(rounds, repeats)
     if device != "cuda":
         raise OptionError(f"--device {device!r}: expected cpu or cuda")
+    counts = [int(count) for count in rows.split(",")]
+    if model is not None:
+        from penstock.bench.real_step import run as run_real
+
+        return run_real(model, variants.split(","), counts, rounds, repeats)
     from dataclasses import replace
 
     from penstock.bench.cuda_step import run as run_cuda
     from penstock.bench.shapes import QWEN3_8B
 
     shape = replace(QWEN3_8B, num_layers=layers)
-    return run_cuda(shape, variants.split(","), [int(count) for count in rows.split(",")], rounds, repeats)
+    return run_cuda(shape, variants.split(","), counts, rounds, repeats)
 
 
 def _shown(results: Iterable[dict[str, Any]], out: Path | None) -> Iterator[dict[str, Any]]:

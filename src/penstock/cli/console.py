@@ -44,8 +44,8 @@ def byte_bar(text: str, console: Console) -> Iterator[Callable[[int, int], None]
 
     def show(done: int, total: int) -> None:
         if total > 0:
-            bar.start()
             bar.update(task, completed=done, total=total)
+            bar.start()
 
     try:
         yield show

@@ -87,8 +87,11 @@ def _tokenize(folder: Path, text: str) -> tuple[Any, dict[str, Any]]:
             f"{folder}: expected a tokenizer that transformers can read (tokenizer.json), found none: {error}"
         ) from error
     inputs = dict(tokenizer(text, return_tensors="pt", return_token_type_ids=False))
-    if not inputs["input_ids"].numel():
-        raise OptionError(f"--prompt {text!r} has no tokens in this model's vocabulary")
+    if not inputs["input_ids"].numel():  # transformers makes an empty tokenizer where there are no files of one
+        raise OptionError(
+            f"--prompt {text!r} has no tokens in the vocabulary of {len(tokenizer)}; is tokenizer.json missing from "
+            f"{folder}?"
+        )
     return tokenizer, inputs
 
 

@@ -35,7 +35,9 @@ class PenstockGroup(TyperGroup):
 def _errors_as_lines() -> Iterator[None]:
     try:
         yield
-    except PenstockError as error:
+    except BrokenPipeError:
+        raise  # whoever read our output has seen enough; typer ends quietly
+    except (PenstockError, OSError) as error:  # the second: folders and files that cannot be made, read or written
         if os.environ.get("PENSTOCK_DEBUG", "0") not in ("", "0"):
             raise
         print_error(str(error))

@@ -86,7 +86,7 @@ class Result:
     @property
     def fastest_step(self) -> tuple[float, float]:
         """(seconds, CPU seconds) of the forward that other programs on this machine disturbed least."""
-        return min(map(tuple, self.steps))
+        return min((seconds, cpu_seconds) for seconds, cpu_seconds in self.steps)
 
     @property
     def trace_path(self) -> Path:

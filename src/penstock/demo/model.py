@@ -6,7 +6,6 @@ decoding repeats exactly. The weights are written layer by layer: no more than o
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from penstock.checkpoint import Checkpoint
@@ -90,16 +90,16 @@ def ensure_model(folder: Path, size: ModelSize, progress: Callable[[int, int], N
     folder.parent.mkdir(parents=True, exist_ok=True)
     shapes = size.shapes()
     _require_space(folder.parent, sum(shape.numel() * 4 for shape in shapes.values()))
-    partial = folder.with_name(folder.name + ".partial")
+    partial = folder.with_name(f".{folder.name}.penstock-partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
     try:
         partial.mkdir()
         _write(partial, size, shapes, progress)
         partial.rename(folder)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise OptionError(f"the disk of {folder.parent} is full; choose another with --folder DIR") from error
-        raise
+    except (OSError, SafetensorError) as error:  # the second has the first only as text
+        raise OptionError(
+            f"the model cannot be written to {folder}: {error}; choose another place with --folder DIR"
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return True

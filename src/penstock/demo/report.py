@@ -67,7 +67,7 @@ class Comparison:
         its fastest: a floor that includes what other programs took away would be none.
         """
         moved = int(self.streamed.plan["moved_bytes"])
-        compute_s, compute_cpu_s = min(map(tuple, [*self.resident.steps, *self.streamed.restored_steps]))
+        compute_s, compute_cpu_s = min((s, c) for s, c in (*self.resident.steps, *self.streamed.restored_steps))
         reading_cpu_s = moved * self.streamed.read_cpu_s_per_byte
         return max(compute_s, moved / self.streamed.read_bytes_per_s, (compute_cpu_s + reading_cpu_s) / num_cores())
 

@@ -29,7 +29,9 @@ class Mark(Protocol):
 class Transfer(Protocol):
     """A copy under way."""
 
-    unit: int
+    @property
+    def unit(self) -> int:
+        """Index of the unit that is moved."""
 
     @property
     def done(self) -> bool:

@@ -110,7 +110,7 @@ class StreamLink(Link):
             return None
         before, after = self._stalls[unit]
         after.synchronize()
-        return before.elapsed_time(after) / 1e3
+        return float(before.elapsed_time(after)) / 1e3
 
     def close(self) -> None:
         # Slots go back to the allocator, which knows nothing of the copy stream.

@@ -51,6 +51,8 @@ def _prefetch(config: OffloadConfig) -> BaseOffloader:
 def _uva(config: OffloadConfig) -> BaseOffloader:
     options = config.uva
     assert options is not None  # checked by OffloadConfig
+    if options.mode != "cpu":
+        raise OptionError(f"backend 'uva' of an engine reads host memory: mode {options.mode!r} would have no effect")
     return UVAOffloader(options.limit_bytes if options.limit_bytes is not None else 2**63 - 1, options.params)
 
 

@@ -157,11 +157,16 @@ class BoundStorage:
 
     def original_bytes(self) -> torch.Tensor:
         """The memory the model came with: uint8, 1-D."""
-        return _bytes_of(self._first.original_data, self.info.num_bytes)
+        return self._bytes_around(self._first.original_data)
 
     def current_bytes(self) -> torch.Tensor:
         """The memory the tensors look into now: uint8, 1-D."""
-        return _bytes_of(self._first.tensor.data, self.info.num_bytes)
+        return self._bytes_around(self._first.tensor.data)
+
+    def _bytes_around(self, first: torch.Tensor) -> torch.Tensor:
+        start = first.storage_offset() * first.dtype.itemsize - self._first.info.byte_offset
+        blob = torch.empty(0, dtype=torch.uint8, device=first.device)
+        return blob.set_(first.untyped_storage(), start, (self.info.num_bytes,), (1,))
 
     @property
     def _first(self) -> BoundTensor:
@@ -214,12 +219,6 @@ def _holder(module: nn.Module, place: Location) -> dict[str, torch.Tensor | None
     if place.kind == "parameter":
         return module._parameters  # type: ignore[return-value]
     return module._buffers if place.kind == "buffer" else vars(module)
-
-
-def _bytes_of(first: torch.Tensor, num_bytes: int) -> torch.Tensor:
-    start = first.storage_offset() * first.dtype.itemsize
-    blob = torch.empty(0, dtype=torch.uint8, device=first.device)
-    return blob.set_(first.untyped_storage(), start, (num_bytes,), (1,))
 
 
 def _own_storage(blob: torch.Tensor) -> torch.Tensor:

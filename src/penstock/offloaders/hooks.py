@@ -80,11 +80,10 @@ class UnitHook(NotCopyable):
             return
         given = {tensor.data_ptr() for tensor in tensors}
         for bound in self._tensors:
+            bound.note_version(known=False)  # the ops count as writes, before (torch 2.11) or after they run
             bound.check()
             bound.refuse_copy(given)
         self._pipeline.wait(self._unit)
-        for bound in self._tensors:
-            bound.note_version(known=False)  # whether an op counts as a write is the compiler's business
 
     def leave_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
         if self._pipeline is None:
@@ -135,12 +134,12 @@ class ForwardHook(NotCopyable):
         model: nn.Module,
         entry: nn.Module,
         hooks: Sequence[UnitHook],
-        pipeline: SlotPipeline,
+        pipeline: SlotPipeline | None,
         token: torch.Tensor,
     ) -> None:
-        self._pipeline: SlotPipeline | None = pipeline
+        self._pipeline = pipeline
         self._places = [hook.first_place for hook in hooks]
-        self._tag = new_tag(self, pipeline.slot_memory(0).device)
+        self._tag = new_tag(self, token.device)
         self._token = token
         self._handles = [
             entry.register_forward_pre_hook(self._before, prepend=True),

@@ -74,7 +74,20 @@ def _draft_group_rule(
             f"group rule {policy.group_size}/{policy.num_in_group} selects none of the {sum(map(len, stacks))} layers' "
             f"tensors; lower --offload-group-size or widen --offload-params"
         )
+    _warn_of_unreached(policy.params, drafts)
     return drafts
+
+
+def _warn_of_unreached(params: Sequence[str], drafts: Sequence[UnitDraft]) -> None:
+    names = [name for draft in drafts for storage in draft.storages for name in storage.names]
+    for pattern in params:
+        if not any(map(compile_pattern(pattern), names)):
+            warnings.warn(
+                f"pattern {pattern!r} selects nothing in the layers that the group rule offloads; what it names stays "
+                f"resident (a budget, --device-memory, can also offload modules outside the layers)",
+                PenstockWarning,
+                stacklevel=6,
+            )
 
 
 def move_on_demand(inventory: Inventory, plan: Plan) -> Plan:

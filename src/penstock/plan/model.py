@@ -173,7 +173,7 @@ class Plan:
             "prefetched_bytes": self.prefetched_bytes,
             "moved_bytes": self.moved_bytes,
             "uva_bytes": self.uva_bytes,
-            "units": [asdict(unit) for unit in self.units],
+            "units": [{**asdict(unit), "entries": [asdict(entry) for entry in unit.entries]} for unit in self.units],
             "resident": self.resident,
             "uva": self.uva,
         }

@@ -26,7 +26,7 @@ from penstock.errors import CheckpointError, TransferError
 from penstock.store.base import Segment, Store
 from penstock.weights import TensorSource
 
-__all__ = ["DiskOptions", "DiskStore"]
+__all__ = ["DiskOptions", "DiskStore", "File"]
 
 BLOCK_BYTES = 4096
 BOUNCE_BYTES = 1 << 20
@@ -45,7 +45,7 @@ class DiskOptions:
     drop_cache: bool = False
 
 
-class _File:
+class File:
     """One open file; reads any stretch into any buffer."""
 
     def __init__(self, path: Path, options: DiskOptions) -> None:
@@ -114,7 +114,7 @@ def _bounce_buffer() -> memoryview:
 
 @dataclass(frozen=True)
 class _FileStretch:
-    file: _File
+    file: File
     offset: int
 
     def read(self, start: int, into: memoryview) -> None:
@@ -131,7 +131,7 @@ class DiskStore(Store):
         self._sources = dict(sources)
         options = options or DiskOptions()
         paths = {part.tensor.path for source in self._sources.values() for part in source.parts}
-        self._files = {path: _File(path, options) for path in sorted(paths)}
+        self._files = {path: File(path, options) for path in sorted(paths)}
         self._maps: dict[Path, mmap.mmap] = {}
 
     def segments(self, storage: str) -> list[Segment]:

@@ -1,0 +1,234 @@
+"""``penstock bench step --model``: a decode step of a real ``transformers`` model on a GPU, against the floor.
+
+Every variant holds its own copy of the weights and its own cache; a step is the same token at the same position again
+and again. ``torch.use_deterministic_algorithms`` is on for all of them: without it the *resident* model does not repeat
+its own bits from 8 sequences on (the matrix library picks kernels that sum in no fixed order).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import penstock
+from penstock.bench.cuda_step import LinkProbe, parse_variant
+from penstock.bench.decoder import CONFIGS, DecodeStep, build_model, own_routing, routers, routing, spread_routing
+from penstock.bench.fresh import FreshOnload
+from penstock.bench.measure import Timing, interleave, time_cuda
+from penstock.config import UVA, Budget, Policy, Prefetch
+from penstock.errors import OptionError
+from penstock.inventory import Inventory, take_inventory
+from penstock.plan import Plan
+from penstock.plan.model import assemble
+from penstock.store.pinned import device_view, pinned_region
+from penstock.testing import boundaries
+
+__all__ = ["run"]
+
+_GATHER_ROWS = 64
+
+
+class _Variant:
+    """One model under one way of offloading it."""
+
+    def __init__(self, model_name: str, text: str, device: torch.device) -> None:
+        self.name = text
+        options = set(text.split("+")[1:])
+        self.compiled = "compile" in options
+        self.graph = "graph" in options
+        self._device = device
+        kind = text.split("+")[0]
+        config = CONFIGS[model_name]()
+        self.model = build_model(config, device if kind == "resident" else "cpu", device)
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        if kind.startswith("still:"):
+            # The resident reference of compiled variants: the same boundaries, and nothing moves (contract 1).
+            self._still = boundaries(self.model, _policy(self.model, kind.replace("still:", "even:")))
+            self._still.__enter__()
+            kind = "resident"
+        self.handle = _offload(self.model, kind, "fresh" in options, device)
+        self.peak_bytes = torch.cuda.max_memory_allocated(device) - before
+        self.planned_bytes = 0 if self.handle is None else self.handle.plan.device_bytes
+        self.link_bytes = 0 if self.handle is None else self.handle.plan.moved_bytes
+        self._code: Callable[..., Any] = self.model
+        if self.compiled:
+            self._code = torch.compile(self.model, fullgraph=True, dynamic=False)
+
+    def step(self, batch: int) -> tuple[Callable[[], Any], torch.Tensor]:
+        """The step for ``batch`` sequences, warm, and the tensor that holds its result."""
+        own_routing(self.model)  # the prompt has other rows than a step
+        step = DecodeStep(self.model, self._code, batch, self._device)
+        spread_routing(self.model, batch, self._device)
+        out = step()
+        if not self.graph:
+            return step, out.clone()
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = step()
+        graph.replay()
+        return graph.replay, out
+
+
+def _offload(model: Any, kind: str, fresh: bool, device: torch.device) -> Any:
+    inventory = take_inventory(model)
+    if kind == "resident":
+        return None
+    if kind == "accelerate":
+        return _Accelerated(model, device)
+    if kind == "diffusers":
+        return _Diffused(model, device)
+    if kind == "experts":
+        return penstock.offload(model, UVA(params=["experts"]), device=device)
+    if kind == "unselected":
+        return penstock.offload(model, _unselected(inventory), device=device)
+    policy = _policy(model, kind)
+    if fresh and isinstance(policy, Prefetch):
+        return FreshOnload(model, policy, device)
+    return penstock.offload(model, policy, device=device)
+
+
+def _policy(model: Any, text: str) -> Policy:
+    """The policy of a variant, confined to the layers; shares are of the layers' bytes."""
+    storages = take_inventory(model).storages
+    layer_bytes = sum(s.num_bytes for s in storages if ".layers." in s.name)
+    policy = parse_variant(text, layer_bytes, layer_bytes // model.config.num_hidden_layers).policy
+    assert policy is not None
+    if isinstance(policy, Budget):
+        outside = sum(s.num_bytes for s in storages) - layer_bytes
+        return Budget(policy.num_bytes + outside, ["layers"])
+    return replace(policy, params=["layers"])
+
+
+def _unselected(inventory: Inventory) -> Plan:
+    """As many bytes in place as the experts have, taken in the order of the model."""
+    left = sum(s.num_bytes for s in inventory.storages if ".experts." in s.name)
+    chosen = []
+    for storage in inventory.storages:
+        if storage.has_parameter and storage.num_bytes <= left:
+            chosen.append(storage)
+            left -= storage.num_bytes
+    return assemble(inventory, [], 0, "cpu", uva=chosen)
+
+
+class _Foreign:
+    """Another library's offload of the same model; it has no plan."""
+
+    plan = assemble(Inventory((), (), {}), [], 0, "cpu")
+
+
+class _Accelerated(_Foreign):
+    """accelerate: every fourth layer on the CPU, as the group rule 4/1 has it."""
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        from accelerate import dispatch_model
+
+        num_layers = model.config.num_hidden_layers
+        where: dict[str, Any] = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), 0)
+        where |= {f"model.layers.{i}": "cpu" if i % 4 == 3 else 0 for i in range(num_layers)}
+        dispatch_model(model, where, main_device=0)
+
+
+class _Diffused(_Foreign):
+    """diffusers: group offloading of all layers, leaf by leaf, with streams."""
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        from diffusers.hooks import apply_group_offloading
+
+        decoder: Any = model.model
+        host = torch.device("cpu")
+        apply_group_offloading(
+            decoder.layers, onload_device=device, offload_device=host, offload_type="leaf_level", use_stream=True
+        )
+        for module in (decoder.embed_tokens, decoder.norm, decoder.rotary_emb, model.lm_head):
+            module.to(device)
+
+
+def run(
+    model_name: str, variants: Sequence[str], batches: Sequence[int], rounds: int, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """Yield one result per variant and batch size."""
+    if model_name not in CONFIGS:
+        raise OptionError(f"--model {model_name!r}: expected one of {', '.join(CONFIGS)}")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    device = torch.device("cuda", torch.cuda.current_device())
+    with torch.no_grad():
+        models = [_Variant(model_name, text, device) for text in ["resident", *variants]]
+        link, gather = LinkProbe(device), _GatherProbe(device)
+        for batch in batches:
+            prepared = {model.name: model.step(batch) for model in models}
+            steps = {name: step for name, (step, _) in prepared.items()}
+            timings = interleave({**steps, "link": link.copy, "gather": gather.copy}, rounds, repeats, time_cuda)
+            rates = link.num_bytes / timings["link"].ms * 1e3, gather.num_bytes / timings["gather"].ms * 1e3
+            for model in models:
+                yield _row(model, batch, timings, rates, {name: out for name, (_, out) in prepared.items()})
+
+
+def _row(
+    model: _Variant,
+    batch: int,
+    timings: dict[str, Timing],
+    rates: tuple[float, float],
+    outputs: dict[str, torch.Tensor],
+) -> dict[str, Any]:
+    timing = timings[model.name]
+    # The eager resident step is the reference of eager variants, the captured one of captured ones.
+    reference = "resident+graph" if model.graph and "resident+graph" in timings else "resident"
+    if model.compiled:
+        reference = next(name for name in timings if name.startswith("still:"))
+    resident_ms = timings[reference].ms
+    routed = _routed_bytes(model, batch)
+    floor_ms = max(resident_ms, model.link_bytes / rates[0] * 1e3)
+    if routed:
+        floor_ms = routed / rates[1] * 1e3 + resident_ms
+    return {
+        "case": model.name,
+        "rows": batch,
+        "ms": timing.ms,
+        "spread_ms": timing.spread_ms,
+        "floor_ms": floor_ms,
+        "resident_ms": resident_ms,
+        "bytes_moved": model.link_bytes + routed,
+        "link_gb_per_s": rates[0] / 1e9,
+        "gather_gb_per_s": rates[1] / 1e9,
+        "peak_device_bytes": model.peak_bytes,
+        "planned_device_bytes": model.planned_bytes,
+        "bit_equal": bool(torch.equal(outputs[model.name], outputs[reference])),
+    }
+
+
+def _routed_bytes(model: _Variant, batch: int) -> int:
+    """Bytes of the distinct experts that a step of ``experts`` reads, by the routing that was set."""
+    if not model.name.startswith("experts"):
+        return 0
+    total = 0
+    experts = [module for module in model.model.modules() if type(module).__name__ == "DeepseekV2Experts"]
+    for layer, (router, module) in enumerate(zip(routers(model.model), experts, strict=True)):
+        expert_bytes = sum(p[0].numel() * p.element_size() for p in module.parameters())
+        total += len(routing(router, layer, batch).unique()) * expert_bytes
+    return total
+
+
+class _GatherProbe:
+    """Half of the rows of a pinned gigabyte, read in place in random order."""
+
+    num_bytes = 1 << 29
+
+    def __init__(self, device: torch.device) -> None:
+        region = pinned_region(2 * self.num_bytes)
+        self._rows = device_view(region, device).view(_GATHER_ROWS, -1)
+        self._chosen = torch.randperm(_GATHER_ROWS, device=device)[: _GATHER_ROWS // 2]
+
+    def copy(self) -> None:
+        """Gather them."""
+        self._rows[self._chosen]

@@ -1,0 +1,199 @@
+"""Conformance helpers, for penstock's own tests and for projects that offload their own models or write a link.
+
+The promise worth testing is contract 1: the same bits as the resident model. Three things make such a test vacuous, and
+each has a helper here:
+
+* nothing moved: :func:`assert_moved` proves from the counters that every unit came once per forward;
+* a compiler fused differently without the offload: :func:`boundaries` gives the resident model the same ones;
+* the race never happened: :class:`SlowLink` stretches every copy by random delays, and :class:`EarlyLink` and
+  :class:`TramplingLink` are links with a planted race that a test must be able to see.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from penstock.config import Policy, as_policy
+from penstock.handle import Handle
+from penstock.inventory import take_inventory
+from penstock.link.base import Link, Mark, Transfer
+from penstock.link.threads import ThreadLink, ThreadTransfer
+from penstock.offloaders.attachment import Attachment
+from penstock.offloaders.binding import bind
+from penstock.offloaders.hooks import ForwardHook, UnitHook
+from penstock.offloaders.opening import compute_device
+from penstock.ops import new_token
+from penstock.plan import Plan, build_plan
+from penstock.store.base import Load, Source
+from penstock.store.disk import DiskOptions
+from penstock.weights import WeightMap
+
+__all__ = [
+    "EarlyLink",
+    "SlowLink",
+    "TramplingLink",
+    "assert_moved",
+    "assert_same_bits",
+    "boundaries",
+    "offload_over",
+]
+
+
+@contextmanager
+def boundaries(model: nn.Module, policy: Policy | Plan | str | int) -> Iterator[Plan]:
+    """Give a resident model the boundaries of an offload: the same ops are traced, nothing moves.
+
+    Under ``torch.compile`` this is the reference of contract 1. A compiler may fuse across what would be a boundary and
+    then round differently; such a difference is the compiler's, and comparing with this context leaves it out.
+
+    Args:
+        model: resident, on any device.
+        policy: as for :func:`penstock.offload`.
+
+    Yields:
+        the plan whose units set the boundaries.
+    """
+    inventory = take_inventory(model)
+    plan = policy if isinstance(policy, Plan) else build_plan(inventory, as_policy(policy))
+    plan.check(inventory)
+    bound = bind(model, inventory.storages)
+    token = new_token(compute_device(model))
+    hooks: list[UnitHook | ForwardHook] = []
+    try:
+        units = []
+        for unit in plan.units:
+            storages = [bound[entry.storage] for entry in unit.entries]
+            units.append(UnitHook(model.get_submodule(unit.anchor), unit.index, storages, None, token))
+            hooks.append(units[-1])
+        hooks.append(ForwardHook(model, model, units, None, token))
+        yield plan
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def offload_over(
+    model: nn.Module,
+    policy: Policy | Plan | str | int,
+    link: Link,
+    *,
+    checkpoint: str | os.PathLike[str] | None = None,
+    disk: DiskOptions | None = None,
+) -> Handle:
+    """:func:`penstock.offload`, with copies made by ``link``; the handle closes it."""
+    inventory = take_inventory(model)
+    plan = policy if isinstance(policy, Plan) else build_plan(inventory, as_policy(policy))
+    weights = None if checkpoint is None else WeightMap.open(checkpoint)
+    device = compute_device(model)
+    return Handle(model, Attachment(model, plan, inventory, device=device, weights=weights, disk=disk, link=link))
+
+
+def assert_same_bits(found: Any, expected: Any, what: str = "output") -> None:
+    """Raise ``AssertionError`` unless two structures of tensors agree in structure, dtype, shape and every bit."""
+    found_leaves, found_spec = tree_flatten(found)
+    leaves, spec = tree_flatten(expected)
+    if found_spec != spec:
+        raise AssertionError(f"{what}: expected the structure {spec}, found {found_spec}")
+    for index, (one, other) in enumerate(zip(found_leaves, leaves, strict=True)):
+        if not isinstance(other, torch.Tensor):
+            if one != other:
+                raise AssertionError(f"{what}[{index}]: expected {other!r}, found {one!r}")
+        elif (one.dtype, one.shape) != (other.dtype, other.shape):
+            raise AssertionError(
+                f"{what}[{index}]: expected {other.dtype} {list(other.shape)}, found {one.dtype} {list(one.shape)}"
+            )
+        elif not torch.equal(_bits(one), _bits(other)):
+            differing = int((_bits(one) != _bits(other)).sum())
+            raise AssertionError(f"{what}[{index}]: {differing} of {_bits(other).numel()} bytes differ")
+
+
+def assert_moved(handle: Handle, forwards: int) -> None:
+    """Raise ``AssertionError`` unless just what ``forwards`` whole forwards in order need has moved, by prefetch.
+
+    Counts from the offload on: the first units arrive before the first forward, every forward then moves the units that
+    share their slot, the last copies of each being those that the next forward needs first.
+    """
+    plan, stats = handle.plan, handle.stats()
+    first_bytes = sum(unit.payload_bytes for unit in plan.units[: plan.num_slots])
+    expected = first_bytes + forwards * plan.moved_bytes
+    runs = [unit.runs for unit in stats.units]
+    if not plan.units or plan.prefetched_bytes == 0:
+        raise AssertionError("nothing is offloaded by prefetch")
+    if stats.bytes_moved != expected or stats.misses or runs != [forwards] * len(plan.units):
+        raise AssertionError(
+            f"after {forwards} forwards: expected {expected} bytes moved, no misses and {forwards} runs of each unit; "
+            f"found {stats.bytes_moved} bytes, {stats.misses} misses, runs {runs}"
+        )
+
+
+class SlowLink(ThreadLink):
+    """Sleeps for a random time before every piece of every copy.
+
+    Args:
+        max_delay_s: the longest sleep, in seconds.
+        seed: of the random numbers.
+    """
+
+    def __init__(self, max_delay_s: float = 0.002, seed: int = 0) -> None:
+        super().__init__(num_threads=2)
+        self._random = random.Random(seed)
+        self._max_delay_s = max_delay_s
+
+    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> ThreadTransfer:
+        delayed = (
+            replace(segment, source=_Delayed(segment.source, self._random.uniform(0, self._max_delay_s)))
+            for segment in load.segments
+        )
+        return super().copy(replace(load, segments=tuple(delayed)), slot, after)
+
+
+class EarlyLink(SlowLink):
+    """A planted race: every copy is declared done while it still runs."""
+
+    def wait(self, transfer: Transfer) -> float:
+        return 0.0
+
+
+class TramplingLink(ThreadLink):
+    """A planted race: while a unit is read, another one that uses the same slot is copied over it."""
+
+    def __init__(self) -> None:
+        super().__init__(num_threads=2)
+        self._loads: dict[int, tuple[Load, torch.Tensor]] = {}
+
+    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> ThreadTransfer:
+        self._loads[load.unit] = (load, slot)
+        return super().copy(load, slot, after)
+
+    def wait(self, transfer: Transfer) -> float:
+        stall_s = super().wait(transfer)
+        _, slot = self._loads[transfer.unit]
+        for unit, (load, other) in list(self._loads.items()):
+            if unit != transfer.unit and other.data_ptr() == slot.data_ptr():
+                super().copy(load, slot, ()).result()
+                break
+        return stall_s
+
+
+@dataclass(frozen=True)
+class _Delayed:
+    source: Source
+    delay_s: float
+
+    def read(self, start: int, into: memoryview) -> None:
+        time.sleep(self.delay_s)
+        self.source.read(start, into)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,400 @@
+"""The promise: the command line says what will happen before it happens, in flags that stay, and fails in one line.
+
+The demo's parts are in test_demo.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel, Qwen3Config, TextStreamer
+from typer.testing import CliRunner
+
+from penstock.cli import app
+from penstock.cli.group import expand_lists
+from penstock.cli.options import OffloadFlags
+from penstock.config import UVA, Budget, Prefetch
+from penstock.demo.model import ModelSize, ensure_model
+from penstock.errors import OptionError, PenstockError
+from penstock.plan.report import gib
+
+TINY = ModelSize(hidden=128, intermediate=384, layers=4, heads=4, key_value_heads=2)
+
+OFFLOAD_FLAGS = [
+    "--device-memory",
+    "--offload-backend",
+    "--cpu-offload-gb",
+    "--cpu-offload-params",
+    "--offload-group-size",
+    "--offload-num-in-group",
+    "--offload-prefetch-step",
+    "--offload-params",
+    "--offload-mode",
+    "--disk-direct",
+    "--disk-drop-cache",
+]
+FLAGS = {
+    "demo": ["--folder", "--keep"],
+    "plan": ["--json", *OFFLOAD_FLAGS],
+    "generate": ["--prompt", "--max-new-tokens", "--temperature", "--seed", "--trace", *OFFLOAD_FLAGS],
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A causal language model of 4 MB, with a byte-level tokenizer."""
+    folder = tmp_path_factory.mktemp("cli") / "tiny"
+    ensure_model(folder, TINY, lambda done, total: None)
+    return folder
+
+
+def run(*args: object, stdin: str | None = None) -> Any:
+    """The command line in this process: exit_code, stdout, stderr."""
+    return CliRunner().invoke(app, [str(arg) for arg in args], input=stdin, prog_name="penstock")
+
+
+def error_of(*args: object) -> str:
+    """The one line that the failing command prints; nothing goes to stdout."""
+    result = run(*args)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert "Traceback" not in result.stderr
+    return lines[0]
+
+
+# -- flags -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", FLAGS)
+def test_the_flags_of_a_verb_are_frozen(verb: str) -> None:
+    command = typer.main.get_command(app).commands[verb]  # type: ignore[attr-defined]
+    flags = [opt for param in command.params for opt in (*param.opts, *param.secondary_opts) if opt.startswith("-")]
+    assert flags == FLAGS[verb]
+
+
+@pytest.mark.parametrize("verb", ["", *FLAGS])
+def test_help(verb: str) -> None:
+    result = run(*verb.split(), "--help")
+    assert result.exit_code == 0
+    assert "Usage: penstock" in result.stdout
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    # The package itself imports torch, so an empty stand-in takes its place: what is left is what the CLI adds.
+    code = """
+import sys, types
+from pathlib import Path
+package = types.ModuleType("penstock")
+package.__path__ = [sys.argv[1]]
+sys.modules["penstock"] = package
+from penstock.cli import app
+try:
+    app(["plan", "--help"])
+except SystemExit as end:
+    assert end.code == 0
+heavy = {"torch", "transformers", "numpy", "matplotlib"} & sys.modules.keys()
+sys.exit(f"imported {heavy}" if heavy else 0)
+"""
+    package = str(Path(sys.modules["penstock"].__file__ or "").parent)
+    done = subprocess.run([sys.executable, "-c", code, package], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "expanded"),
+    [
+        ("plan M --offload-params a b c", "plan M --offload-params a --offload-params b --offload-params c"),
+        ("plan --offload-params a b -- M", "plan --offload-params a --offload-params b -- M"),
+        ("plan --offload-params a --json M", "plan --offload-params a --json M"),
+        ("plan M --offload-params a --offload-params b", "plan M --offload-params a --offload-params b"),
+        ("plan --cpu-offload-params a b --offload-params c", "plan --cpu-offload-params a --cpu-offload-params b "
+         "--offload-params c"),
+        ("plan --offload-params=a M", "plan --offload-params=a M"),
+        ("plan -- M --offload-params a b", "plan -- M --offload-params a b"),
+        ("plan M", "plan M"),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_a_list_after_one_flag_becomes_repeated_flags(given: str, expanded: str) -> None:
+    assert expand_lists(given.split()) == expanded.split()
+
+
+@pytest.mark.parametrize(
+    "args", [["--offload-params"], ["--offload-params", "--json"], ["--offload-params", "--", "M"]]
+)
+def test_a_list_flag_without_names_does_not_swallow_the_next_flag(args: Sequence[str]) -> None:
+    result = run("plan", *args)
+    assert result.exit_code == 2
+    assert "needs at least one name" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "policy"),
+    [
+        ({}, None),
+        ({"offload_backend": "none"}, None),
+        ({"cpu_offload_gb": 0.0, "offload_group_size": 0}, None),
+        ({"device_memory": "20GiB"}, Budget("20GiB")),
+        ({"device_memory": "20GiB", "offload_backend": "auto"}, Budget("20GiB")),
+        ({"device_memory": "1GiB", "offload_params": ["mlp"], "offload_mode": "cpu"}, Budget("1GiB", ["mlp"], "cpu")),
+        ({"offload_group_size": 4}, Prefetch(4, 1, 1, mode="disk")),
+        (
+            {"offload_group_size": 4, "offload_num_in_group": 2, "offload_prefetch_step": 3, "offload_params": ["a"]},
+            Prefetch(4, 2, 3, ["a"], "disk"),
+        ),
+        ({"offload_group_size": 1, "offload_mode": "cpu"}, Prefetch(mode="cpu")),
+        ({"cpu_offload_gb": 1.5}, UVA(int(1.5 * 2**30), mode="disk")),
+        ({"cpu_offload_params": ["experts"]}, UVA(None, ["experts"], "disk")),
+    ],
+)
+def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
+    assert OffloadFlags(**flags).policy() == policy
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"device_memory": "1GiB", "offload_group_size": 4}, "--device-memory and --offload-group-size contradict"),
+        ({"device_memory": "1GiB", "offload_num_in_group": 4}, "--offload-num-in-group contradict"),
+        ({"device_memory": "1GiB", "cpu_offload_gb": 4.0}, "--device-memory and --cpu-offload-gb contradict"),
+        ({"device_memory": "1GiB", "offload_backend": "uva"}, "--device-memory and --offload-backend contradict"),
+        ({"device_memory": "20 GB"}, "20 GB"),
+        ({"offload_backend": "fast"}, "expected one of auto, prefetch, uva, none"),
+        ({"offload_backend": "prefetch"}, "needs --offload-group-size"),
+        ({"offload_backend": "uva", "offload_group_size": 2}, "needs --cpu-offload-gb"),
+        ({"offload_group_size": 2, "cpu_offload_gb": 1.0}, "choose one"),
+        ({"offload_group_size": 2, "offload_mode": "tape"}, "expected one of cpu, disk, meta"),
+        ({"offload_group_size": 2, "offload_num_in_group": 3}, "larger than group_size"),
+        ({"offload_num_in_group": 2}, "--offload-num-in-group has no effect without --offload-group-size"),
+        ({"offload_params": ["mlp"]}, "--offload-params has no effect without"),
+        ({"offload_mode": "disk"}, "--offload-mode has no effect when nothing is offloaded"),
+        (
+            {"offload_backend": "prefetch", "offload_group_size": 2, "cpu_offload_gb": 1.0},
+            "--cpu-offload-gb has no effect with --offload-backend prefetch",
+        ),
+        (
+            {"offload_backend": "uva", "offload_group_size": 2, "cpu_offload_gb": 1.0},
+            "--offload-group-size has no effect with --offload-backend uva",
+        ),
+    ],
+)
+def test_contradictions_and_flags_without_effect_are_errors(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        OffloadFlags(**flags).policy()
+    assert message in str(caught.value)
+
+
+# -- plan --------------------------------------------------------------------------------------------------------------
+
+
+def test_plan_prints_a_table(model: Path) -> None:
+    result = run("plan", model, "--device-memory", "2MiB")
+    assert result.exit_code == 0, result.output
+    for text in ("device memory", "moved per forward", "slots", "read in place", "model.layers.*", "0-3", "down_proj"):
+        assert text in result.stdout
+
+
+def test_plan_json_is_the_plan_and_nothing_else(model: Path) -> None:
+    result = run("plan", model, "--json", "--offload-group-size", "2", "--offload-params", "mlp", "q_proj")
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    assert [unit["anchor"] for unit in plan["units"]] == ["model.layers.1", "model.layers.3"]
+    assert {entry["storage"].split(".")[-2] for entry in plan["units"][0]["entries"]} == {
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "q_proj",
+    }
+    assert plan["mode"] == "disk"
+
+
+def test_plan_without_flags_says_the_weight_and_a_minimum_that_holds(model: Path) -> None:
+    result = run("plan", model)
+    assert result.exit_code == 0, result.output
+    assert "weighs" in result.stdout
+    exact = int(error_of("plan", model, "--device-memory", "1B").split("GiB (")[-1].split(" bytes")[0])
+    assert f"--device-memory {-(-exact // 2**20)}MiB ({gib(exact)} GiB)" in result.stdout
+    assert run("plan", model, "--device-memory", f"{exact}B").exit_code == 0
+    assert "too small" in error_of("plan", model, "--device-memory", f"{exact - 1}B")
+
+
+def test_plan_reads_headers_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of 63 GiB whose weights are one hole in a sparse file: there is nothing to read."""
+    num_bytes = write_sparse_model(tmp_path)
+    assert num_bytes > 60 * 2**30
+    reads: list[int] = []
+    preadv = os.preadv
+
+    def counting(fd: int, buffers: Sequence[Any], offset: int) -> int:
+        reads.append(offset + sum(map(len, buffers)))
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", counting)
+    result = run("plan", tmp_path, "--device-memory", "20GiB", "--json")
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    assert plan["device_bytes"] <= 20 * 2**30
+    buffers = sum(num_bytes for name, num_bytes in plan["resident"].items() if name.endswith("inv_freq"))
+    assert sum(plan["resident"].values()) + plan["prefetched_bytes"] + plan["uva_bytes"] == num_bytes + buffers
+    assert max(reads) <= 128 * 1024
+
+
+def write_sparse_model(folder: Path) -> int:
+    """A Qwen3 of 32B parameters in one file without data; returns the bytes of its tensors."""
+    config = Qwen3Config(
+        hidden_size=5120,
+        intermediate_size=25600,
+        num_hidden_layers=64,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
+        dtype="bfloat16",
+        architectures=["Qwen3ForCausalLM"],
+    )
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    header: dict[str, Any] = {}
+    end = 0
+    for name, parameter in model.named_parameters():
+        begin, end = end, end + 2 * parameter.numel()
+        header[name] = {"dtype": "BF16", "shape": list(parameter.shape), "data_offsets": [begin, end]}
+    raw = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.truncate(8 + len(raw) + end)
+    return end
+
+
+def test_plan_warnings_are_lines_on_stderr(model: Path) -> None:
+    result = run("plan", model, "--device-memory", "1GiB", "--json")
+    assert result.exit_code == 0
+    json.loads(result.stdout)
+    assert "warning: the weights" in result.stderr
+    assert "PenstockWarning" not in result.stderr
+
+
+def test_plan_tries_how_the_files_would_be_opened(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[int] = []
+    real = os.open
+
+    def recording(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        opened.append(flags)
+        return real(path, flags & ~os.O_DIRECT, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", recording)
+    assert run("plan", model, "--device-memory", "2MiB", "--disk-direct").exit_code == 0
+    assert any(flags & os.O_DIRECT for flags in opened)
+
+
+# -- generate ----------------------------------------------------------------------------------------------------------
+
+
+def reference_text(folder: Path, prompt: str, **options: Any) -> str:
+    """What transformers alone prints for the same request."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        model.generate(**inputs, streamer=TextStreamer(tokenizer, True, skip_special_tokens=True), **options)
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--device-memory", "2MiB"],
+        ["--offload-group-size", "2", "--offload-mode", "cpu"],
+        ["--cpu-offload-gb", "0.001", "--offload-mode", "cpu"],
+        [],
+    ],
+)
+def test_generate_prints_what_transformers_prints(model: Path, flags: list[str]) -> None:
+    result = run("generate", model, "--prompt", "Water", "--max-new-tokens", 12, *flags)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == reference_text(model, "Water", max_new_tokens=12, do_sample=False)
+    assert "12 tokens in" in result.stderr
+    moved = re.search(r"; (\d+\.\d+) GiB moved \(", result.stderr)
+    assert moved
+    assert (float(moved[1]) > 0) == (flags[:1] in (["--device-memory"], ["--offload-group-size"]))
+
+
+def test_generate_samples_by_seed_and_reads_stdin(model: Path) -> None:
+    args = ("generate", model, "--prompt", "-", "--max-new-tokens", 12, "--temperature", 1.5, "--seed", 3)
+    result = run(*args, "--device-memory", "2MiB", stdin="Water")
+    assert result.exit_code == 0, result.output
+    torch.manual_seed(3)
+    assert result.stdout == reference_text(model, "Water", max_new_tokens=12, do_sample=True, temperature=1.5)
+
+
+def test_generate_writes_a_trace(model: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    args = ("--prompt", "a", "--max-new-tokens", 2, "--device-memory", "2MiB", "--trace", trace)
+    assert run("generate", model, *args).exit_code == 0
+    kinds = {event.get("cat") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"copy", "compute"} <= kinds
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def test_errors_are_one_line_with_exit_code_2(model: Path, tmp_path: Path) -> None:
+    assert "no such folder" in error_of("plan", tmp_path / "nothing")
+    assert "config.json" in error_of("plan", tmp_path)
+    assert "20 GB" in error_of("plan", model, "--device-memory", "20 GB")
+    assert "contradict" in error_of("plan", model, "--device-memory", "1MiB", "--offload-group-size", 2)
+    assert "down_proj" in error_of("plan", model, "--device-memory", "1MiB", "--offload-params", "down_porj")
+    generate = ("generate", model, "--prompt")
+    assert "--seed has no effect" in error_of(*generate, "a", "--seed", 1)
+    assert "--prompt is empty" in error_of(*generate, "")
+    assert "--trace" in error_of(*generate, "a", "--trace", tmp_path / "no" / "folder.json")
+
+
+def test_generate_refuses_models_that_do_not_generate(tmp_path: Path) -> None:
+    config = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vocab_size=99)
+    BertModel(config).save_pretrained(tmp_path)
+    assert "causal language model" in error_of("generate", tmp_path, "--prompt", "a")
+
+
+def test_generate_refuses_folders_without_a_tokenizer(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(TINY.config()).save_pretrained(tmp_path)
+    assert "tokenizer" in error_of("generate", tmp_path, "--prompt", "a")
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PENSTOCK_DEBUG", "1")
+    assert isinstance(run("plan", tmp_path).exception, PenstockError)
+
+
+def test_interrupt_ends_with_130_and_a_word(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("penstock.cli.model.open_model", interrupt)
+    result = run("plan", model)
+    assert result.exit_code == 130
+    assert result.stderr == "interrupted\n"
+
+
+def test_module_and_exit_code(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "plan", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1

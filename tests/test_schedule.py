@@ -1,0 +1,203 @@
+"""The promise: a slot is overwritten only after the last read of it, a unit is read only when it is there (contract 4).
+
+First the schedule alone, as a pure function, over all small cases; then the real pipeline over links that do their
+copies at the worst moments.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.inventory import Inventory, Location, StorageInfo, TensorInfo
+from penstock.link.base import Link, Mark, Transfer
+from penstock.offloaders.pipeline import SlotPipeline
+from penstock.plan.model import Plan, UnitDraft, assemble
+from penstock.plan.schedule import chain, first_units, next_in_chain, slot_of
+from penstock.store.base import Load
+from penstock.store.cpu import CpuStore
+from penstock.telemetry import Recorder
+
+MAX_UNITS, MAX_SLOTS, ROUNDS = 12, 8, 3
+CASES = [(n, s) for n in range(1, MAX_UNITS + 1) for s in range(1, min(n, MAX_SLOTS) + 1)]
+
+Rule = Callable[[int, int, int], int]
+
+
+def broken_rule(unit: int, num_units: int, num_slots: int) -> int:
+    """Trap 1: what engines have used. Right only where ``num_slots`` divides ``num_units``."""
+    return (unit + num_slots) % num_units
+
+
+def violations(num_units: int, num_slots: int, rounds: int, rule: Rule) -> Iterator[str]:
+    """Run the schedule; a refill goes to the slot of the unit that refills, as a graph's fixed addresses demand."""
+    slots: list[int | None] = [None] * num_slots
+    unread = [False] * num_slots
+    for unit in first_units(num_units, num_slots):
+        slots[slot_of(unit, num_slots)], unread[slot_of(unit, num_slots)] = unit, True
+    for turn, unit in itertools.product(range(rounds), range(num_units)):
+        slot = slot_of(unit, num_slots)
+        if slots[slot] != unit:
+            yield f"round {turn}: unit {unit} runs while slot {slot} holds {slots[slot]}"
+        unread[slot] = False
+        refill = rule(unit, num_units, num_slots)
+        target = slot_of(refill, num_slots)
+        if unread[target] and slots[target] != refill:
+            yield f"round {turn}: after unit {unit}, {refill} overwrites {slots[target]} in slot {target}, not read yet"
+        slots[target], unread[target] = refill, True
+
+
+@pytest.mark.parametrize(("num_units", "num_slots"), CASES)
+def test_no_slot_is_lost_or_read_too_early(num_units: int, num_slots: int) -> None:
+    assert list(violations(num_units, num_slots, ROUNDS, next_in_chain)) == []
+
+
+def test_the_simulation_sees_the_broken_rule() -> None:
+    found = {case: list(violations(*case, ROUNDS, broken_rule)) for case in CASES}
+    broken = {case for case in CASES if found[case]}
+    assert broken == {(n, s) for n, s in CASES if n % s}
+    assert any("overwrites" in text for text in itertools.chain.from_iterable(found.values()))
+
+
+@pytest.mark.parametrize(("num_units", "num_slots"), CASES)
+def test_chains_part_the_units(num_units: int, num_slots: int) -> None:
+    chains = [list(chain(slot, num_units, num_slots)) for slot in range(num_slots)]
+    assert sorted(itertools.chain.from_iterable(chains)) == list(range(num_units))
+    for slot, units in enumerate(chains):
+        assert {slot_of(unit, num_slots) for unit in units} == {slot}
+        assert [next_in_chain(unit, num_units, num_slots) for unit in units] == [*units[1:], units[0]]
+
+
+# -- the real pipeline ----------------------------------------------------------------------------------------------
+
+
+class WorstLink(Link):
+    """Copies at once, which shows an overwrite of what is still read, or at the last moment: shows a read too early."""
+
+    def __init__(self, *, lazy: bool) -> None:
+        self.lazy = lazy
+        self.pending: list[tuple[Load, torch.Tensor]] = []
+        self.log: list[tuple[str, int]] = []
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
+
+    def fork(self) -> Mark | None:
+        return None
+
+    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> Transfer:
+        self.log.append(("copy", load.unit))
+        transfer = _Done(load.unit)
+        self.pending.append((load, slot))
+        if not self.lazy:
+            self._flush()
+        return transfer
+
+    def wait(self, transfer: Transfer) -> float:
+        self.log.append(("wait", transfer.unit))
+        self._flush()
+        return 0.0
+
+    def close(self) -> None:
+        self._flush()
+
+    def _flush(self) -> None:
+        for load, slot in self.pending:
+            for segment in load.segments:
+                segment.source.read(0, memoryview(slot.numpy())[segment.slot_offset :][: segment.num_bytes])
+        self.pending.clear()
+
+
+class _Done(Transfer):
+    done = True
+
+    def __init__(self, unit: int) -> None:
+        self.unit = unit
+
+
+def make_pipeline(num_units: int, num_slots: int, link: Link) -> tuple[SlotPipeline, Plan]:
+    """Unit ``u`` consists of ``8 + u`` bytes of value ``u``."""
+    storages = [
+        StorageInfo((TensorInfo((Location(f"l{u}", "w", "parameter"),), 0, (8 + u,), (1,), torch.uint8),), 8 + u)
+        for u in range(num_units)
+    ]
+    inventory = Inventory(tuple(storages), (), {f"l{u}": "Linear" for u in range(num_units)})
+    plan = assemble(inventory, [UnitDraft(f"l{u}", (s,)) for u, s in enumerate(storages)], num_slots, "cpu")
+    store = CpuStore({s.name: torch.full((s.num_bytes,), u, dtype=torch.uint8) for u, s in enumerate(storages)})
+    return SlotPipeline(plan, store, link, Recorder()), plan
+
+
+def run_unit(pipeline: SlotPipeline, unit: int) -> None:
+    pipeline.wait(unit)
+    read = pipeline.slot_memory(unit)[: 8 + unit]
+    assert read.eq(unit).all(), f"unit {unit} reads {read.unique().tolist()}"
+    pipeline.release(unit)
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["at once", "at the last moment"])
+def test_pipeline_over_all_small_cases(lazy: bool) -> None:
+    for num_units, num_slots in CASES:
+        link = WorstLink(lazy=lazy)
+        pipeline, plan = make_pipeline(num_units, num_slots, link)
+        pipeline.prime()
+        for _ in range(ROUNDS):
+            pipeline.begin_forward()
+            for unit in range(num_units):
+                run_unit(pipeline, unit)
+            pipeline.finish_forward()
+        first = sum(unit.payload_bytes for unit in plan.units[:num_slots])
+        assert sum(stats.bytes_moved for stats in pipeline.stats) == first + ROUNDS * plan.moved_bytes
+        assert sum(stats.misses for stats in pipeline.stats) == 0
+        assert [stats.runs for stats in pipeline.stats] == [ROUNDS] * num_units
+        # The first units first, then each unit that shares its slot once per round.
+        copies = [unit for what, unit in link.log if what == "copy"]
+        moving = [u for u in range(num_units) if len(chain(slot_of(u, num_slots), num_units, num_slots)) > 1]
+        assert copies[:num_slots] == list(range(num_slots))
+        assert sorted(copies[num_slots:]) == sorted(moving * ROUNDS)
+        pipeline.close()
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=150)
+def test_any_order_of_units_reads_the_right_bytes(data: st.DataObject) -> None:
+    """Skipped, repeated, backwards (trap 10): slower, and counted, never wrong."""
+    num_units, num_slots = data.draw(st.sampled_from(CASES))
+    pipeline, _ = make_pipeline(num_units, num_slots, WorstLink(lazy=data.draw(st.booleans())))
+    pipeline.prime()
+    for _ in range(ROUNDS):
+        pipeline.begin_forward()
+        for unit in data.draw(st.lists(st.integers(0, num_units - 1), max_size=20)):
+            run_unit(pipeline, unit)
+        pipeline.finish_forward()
+    if num_units == num_slots:
+        assert sum(stats.misses for stats in pipeline.stats) == 0
+
+
+def test_a_repeated_unit_is_a_miss_and_moves_again() -> None:
+    pipeline, plan = make_pipeline(4, 2, WorstLink(lazy=True))
+    pipeline.prime()
+    for unit in (0, 0, 1):
+        run_unit(pipeline, unit)
+    assert [stats.misses for stats in pipeline.stats] == [1, 0, 0, 0]
+    assert pipeline.stats[0].bytes_moved == 2 * plan.units[0].payload_bytes
+
+
+def test_a_thread_that_reads_a_slot_keeps_it() -> None:
+    pipeline, _ = make_pipeline(2, 1, WorstLink(lazy=False))
+    pipeline.prime()
+    pipeline.wait(0)
+    other = threading.Thread(target=run_unit, args=(pipeline, 1))
+    other.start()
+    other.join(0.05)
+    assert other.is_alive()
+    assert pipeline.slot_memory(0)[:8].eq(0).all()
+    pipeline.release(0)
+    other.join(10)
+    assert not other.is_alive()
+    assert pipeline.stats[1].misses == 0, "the unit was on its way already when the slot came free"
