@@ -379,7 +379,7 @@ class TestInterrupted:
         handle = offload_over(model, all_layers(2), SlowLink(max_delay_s=0.01))
         real, calls = ThreadLink.wait, iter([None] * 3 + [KeyboardInterrupt] + [None] * 2 + [KeyboardInterrupt])
 
-        def wait(link: ThreadLink, transfer: Any) -> float:
+        def wait(link: ThreadLink, transfer: Any, measure: bool = False) -> float:
             if (error := next(calls, None)) is not None:
                 raise error
             return real(link, transfer)

@@ -99,7 +99,7 @@ class WorstLink(Link):
             self._flush()
         return transfer
 
-    def wait(self, transfer: Transfer) -> float:
+    def wait(self, transfer: Transfer, measure: bool = False) -> float:
         self.log.append(("wait", transfer.unit))
         self._flush()
         return 0.0

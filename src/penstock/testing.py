@@ -160,29 +160,34 @@ class SlowLink(ThreadLink):
 class EarlyLink(SlowLink):
     """A planted race: every copy is declared done while it still runs."""
 
-    def wait(self, transfer: Transfer) -> float:
+    def wait(self, transfer: Transfer, measure: bool = False) -> float:
         return 0.0
 
 
 class TramplingLink(ThreadLink):
-    """A planted race: while a unit is read, another one that uses the same slot is copied over it."""
+    """A planted race: :meth:`trample`, called while a unit is read, copies another one over it."""
 
     def __init__(self) -> None:
         super().__init__(num_threads=2)
         self._loads: dict[int, tuple[Load, torch.Tensor]] = {}
+        self._reading: int | None = None
 
     def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> ThreadTransfer:
         self._loads[load.unit] = (load, slot)
         return super().copy(load, slot, after)
 
-    def wait(self, transfer: Transfer) -> float:
-        stall_s = super().wait(transfer)
-        _, slot = self._loads[transfer.unit]
-        for unit, (load, other) in list(self._loads.items()):
-            if unit != transfer.unit and other.data_ptr() == slot.data_ptr():
-                super().copy(load, slot, ()).result()
-                break
-        return stall_s
+    def wait(self, transfer: Transfer, measure: bool = False) -> float:
+        self._reading = transfer.unit
+        return super().wait(transfer, measure)
+
+    def trample(self) -> None:
+        """Overwrite the unit waited for last with another that has used its slot before; return when it is done."""
+        assert self._reading is not None, "no unit has been waited for"
+        _, slot = self._loads[self._reading]
+        for unit, (load, other) in self._loads.items():
+            if unit != self._reading and other.data_ptr() == slot.data_ptr():
+                return super().copy(load, slot, ()).result()
+        raise AssertionError(f"unit {self._reading} has its slot to itself")
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,7 @@ def test_compiled(name: str) -> None:
             torch._dynamo.reset()
             reference = torch.compile(resident, fullgraph=True)(ids)
         for out in outs:
-            assert torch.equal(out, reference)
+            assert torch.equal(out, reference), (out - reference).abs().max()
         assert torch.equal(eager, resident(ids))
 
 

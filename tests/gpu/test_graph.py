@@ -102,7 +102,7 @@ class Hasty(StreamLink):
             torch.cuda._sleep(2_000_000_000)
         return super().copy(load, slot, after)
 
-    def wait(self, transfer) -> float:
+    def wait(self, transfer, measure=False) -> float:
         return 0.0
 
 

@@ -59,8 +59,10 @@ class Link(ABC):
         """Start moving a unit into ``slot`` once all of ``after`` is reached. Copies arrive in order of submission."""
 
     @abstractmethod
-    def wait(self, transfer: Transfer) -> float:
+    def wait(self, transfer: Transfer, measure: bool = False) -> float:
         """Hold compute until ``transfer`` is done.
+
+        ``measure``: this is the wait of a module for its unit; :meth:`last_stall_s` will tell how long it took.
 
         Returns:
             seconds the caller was held; 0.0 when the bytes were there already.

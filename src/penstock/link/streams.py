@@ -93,15 +93,16 @@ class StreamLink(Link):
             return [(part.slot_offset, part.slot_offset + part.num_bytes) for part in load.segments]
         return [(0, load.slab.numel())]
 
-    def wait(self, transfer: Transfer) -> float:
+    def wait(self, transfer: Transfer, measure: bool = False) -> float:
         assert isinstance(transfer, StreamTransfer)
         stream = torch.cuda.current_stream(self._device)
-        if self._stalls is not None:
+        timed = measure and self._stalls is not None
+        if timed and self._stalls is not None:
             before, after = self._stalls.setdefault(transfer.unit, (_external_event(), _external_event()))
             before.record(stream)
         if transfer.captured == self.capturing:
             stream.wait_event(transfer.event)
-        if self._stalls is not None:
+        if timed:
             after.record(stream)
         return 0.0
 

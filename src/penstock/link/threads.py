@@ -35,7 +35,6 @@ class ThreadTransfer:
 
     def __init__(self, unit: int, num_pieces: int) -> None:
         self.unit = unit
-        self.awaited = False
         self._left = num_pieces
         self._lock = threading.Lock()
         self._arrived = threading.Event()
@@ -104,7 +103,7 @@ class ThreadLink(Link):
             self._jobs.put(_read_job(transfer, segment, start, into, self._recorder))
         return transfer
 
-    def wait(self, transfer: Transfer) -> float:
+    def wait(self, transfer: Transfer, measure: bool = False) -> float:
         assert isinstance(transfer, ThreadTransfer)
         stall_s = 0.0
         if not transfer.done:
@@ -112,8 +111,7 @@ class ThreadLink(Link):
             transfer.result()
             stall_s = time.perf_counter() - start
         transfer.result()
-        if not transfer.awaited:  # later waits for the same copy are for its slot's sake and tell nothing
-            transfer.awaited = True
+        if measure:
             self._stalls_s[transfer.unit] = stall_s
         return stall_s
 

@@ -121,7 +121,7 @@ class Attachment(NotCopyable):
         for name in (*self._offloaded, *self.plan.resident):
             if name in restored:
                 self._bound[name].point_at(restored[name])
-            elif name not in self.plan.resident or not self._bound[name].on_meta:
+            elif name not in self.plan.resident or not self._bound[name].on_meta or self.plan.mode == "meta":
                 self._bound[name].restore()  # residents read from the files stay where they were put
         self._store.close()
         self._removed = True
@@ -139,14 +139,15 @@ class Attachment(NotCopyable):
 
     def _place_residents(self, progress: Progress) -> None:
         elsewhere = [self._bound[name] for name in self.plan.resident if self._bound[name].home != self._device]
-        if self.plan.mode == "meta":
-            elsewhere = [bound for bound in elsewhere if not bound.on_meta]
         total = sum(bound.info.num_bytes for bound in elsewhere)
         done = 0
         for bound in elsewhere:
             progress(done, total)
             blob = new_blob(bound.info.num_bytes)
-            read_bytes(bound, blob, self._weights)
+            if self.plan.mode == "meta" and bound.on_meta:
+                blob.zero_()  # takes its room, like the slots
+            else:
+                read_bytes(bound, blob, self._weights)
             bound.point_at(self._to_device(blob))
             done += bound.info.num_bytes
         if elsewhere:

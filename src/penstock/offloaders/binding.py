@@ -134,6 +134,8 @@ class BoundTensor:
 
     def _put(self, tensor: torch.Tensor) -> None:
         for module, place in self.places:
+            if not self.is_held_by(module, place.attr, place.inner):
+                continue  # replaced since; the new one stays
             if place.inner:
                 owner = _get(module, Location(place.module, place.attr, place.kind, place.inner[:-1]))
                 setattr(owner, place.inner[-1], tensor)

@@ -96,8 +96,10 @@ class SlotPipeline:
         with self._free:
             if self._link.capturing:
                 self._captured = None  # whatever an aborted capture has left
-            if self._held_back is not None:
-                self._start_if_free(self._held_back, self._slots())
+            slots = self._slots()
+            # Only an empty slot: a compiler that moved this call behind the first units must do no harm.
+            if self._held_back is not None and slots[self._held_back].unit is None:
+                self._start_if_free(self._held_back, slots)
 
     def finish_forward(self) -> None:
         """The model has returned: make the slots ready for the next forward, however it will run.
@@ -152,7 +154,7 @@ class SlotPipeline:
                 self._recorder.compute(unit, started_ns)
             slot.readers.remove(me)
             if self._guard and not slot.readers and not self._link.capturing:
-                self._guard.leaving(unit, slot.memory)  # before the fork: the refill must come after the poison
+                self._check_out(unit, slot)  # before the fork: the refill must come after the poison
             mark = self._link.fork()
             if mark is not None:
                 slot.marks.append(mark)
@@ -239,7 +241,7 @@ class SlotPipeline:
             return
         begin = time.perf_counter_ns()
         try:
-            stalled_s = self._link.wait(transfer)
+            stalled_s = self._link.wait(transfer, measure=True)
             if self._guard and not self._link.capturing:
                 self._guard.arrived(unit, slot.memory)
         except BaseException:
@@ -252,6 +254,12 @@ class SlotPipeline:
             self.stats[unit].stalls += 1
             self.stats[unit].stall_s += stalled_s
             self._recorder.stall(unit, begin)
+
+    def _check_out(self, unit: int, slot: _Slot) -> None:
+        assert self._guard is not None
+        slot.unit = None  # if this raises, nobody may read what is there
+        self._guard.leaving(unit, slot.memory)
+        slot.unit = unit
 
     def _drop_stale_readers(self, slot: _Slot) -> None:
         # Anchors are never nested, so a reader that is this very thread is left over from an interrupted forward.
