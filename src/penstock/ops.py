@@ -6,8 +6,9 @@ edge ``(w - zero) * scale`` is ready from the start and would be hoisted above t
 does not help, since this arithmetic reads no hidden state. So both ops declare the unit's own tensors as *mutated*:
 
 * ``wait(tag, token!, tensors!)`` writes them as far as the compiler knows, so every read of the weight stays behind it;
-* ``release(tag, token!, tensors!, outputs)`` writes them again and reads what the module returned, so it stays behind
-  every read of the weight.
+* ``release(tag, token!, tensors!, outputs!)`` writes them again, so it stays behind every read of the weight, and
+  writes what the module returned. Reading that would not be enough: an output that is cheap to compute (a row of an
+  embedding) is inlined into whatever uses it later, and would be computed there from a slot that holds another unit.
 
 Neither op computes anything; functionalisation sees an in-place operator and the inductor adds no copy of a weight.
 
@@ -51,8 +52,12 @@ class Boundary(Protocol):
 _boundaries: weakref.WeakValueDictionary[int, Boundary] = weakref.WeakValueDictionary()
 
 _library = torch.library.Library("penstock", "DEF")
+
+# By default the inductor hands a custom op its arguments in the strides they were traced with, and for a value it has
+# not computed yet that means a copy: the op would order the copy and not the value.
+_FREE_LAYOUT = (torch.Tag.flexible_layout,)
 _library.define("wait(Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors) -> ()")
-_library.define("release(Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor[] outputs) -> ()")
+_library.define("release(Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor(c!)[] outputs) -> ()")
 _library.define("begin(Tensor tag, Tensor(a!) token) -> ()")
 _library.define("join(Tensor tag, Tensor(a!) token, Tensor[] inputs) -> ()")
 

@@ -36,6 +36,7 @@ from penstock.ops import new_token
 from penstock.plan import Plan, build_plan
 from penstock.store.base import Load, Source
 from penstock.store.disk import DiskOptions
+from penstock.telemetry import Recorder
 from penstock.weights import WeightMap
 
 __all__ = [
@@ -142,10 +143,11 @@ class SlowLink(ThreadLink):
     Args:
         max_delay_s: the longest sleep, in seconds.
         seed: of the random numbers.
+        recorder: of the copies, for a timeline.
     """
 
-    def __init__(self, max_delay_s: float = 0.002, seed: int = 0) -> None:
-        super().__init__(num_threads=2)
+    def __init__(self, max_delay_s: float = 0.002, seed: int = 0, recorder: Recorder | None = None) -> None:
+        super().__init__(num_threads=2, recorder=recorder)
         self._random = random.Random(seed)
         self._max_delay_s = max_delay_s
 
@@ -177,7 +179,8 @@ class TramplingLink(ThreadLink):
         return super().copy(load, slot, after)
 
     def wait(self, transfer: Transfer, measure: bool = False) -> float:
-        self._reading = transfer.unit
+        if measure:  # it is a module's wait, and no other
+            self._reading = transfer.unit
         return super().wait(transfer, measure)
 
     def trample(self) -> None:

@@ -260,7 +260,7 @@ def _build(folder: Path, maker: Any, config: PretrainedConfig, dtype: torch.dtyp
             model: PreTrainedModel = make(config, dtype=dtype)
         if any(tensor.device.type != "meta" for tensor in (*model.parameters(), *model.buffers())):
             # Some classes create a tensor in a way that ignores the device asked for (`torch.Tensor(size)`).
-            model.to(torch.device("meta"))
+            nn.Module.to(model, torch.device("meta"))
             model.tie_weights(recompute_mapping=False)
     except ImportError:
         raise  # a package the architecture needs; its message says which

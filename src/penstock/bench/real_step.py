@@ -44,7 +44,8 @@ class _Variant:
         self._device = device
         kind = text.split("+")[0]
         config = CONFIGS[model_name]()
-        self.model = build_model(config, device if kind == "resident" else "cpu", device)
+        stays = kind == "resident" or kind.startswith("still:")
+        self.model = build_model(config, device if stays else "cpu", device)
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated(device)
@@ -58,6 +59,7 @@ class _Variant:
         self.peak_bytes = torch.cuda.max_memory_allocated(device) - before
         self.planned_bytes = 0 if self.handle is None else self.handle.plan.device_bytes
         self.link_bytes = 0 if self.handle is None else self.handle.plan.moved_bytes
+        self._steps: dict[int, DecodeStep] = {}  # a captured graph reads their tokens and caches
         self._code: Callable[..., Any] = self.model
         if self.compiled:
             self._code = torch.compile(self.model, fullgraph=True, dynamic=False)
@@ -65,7 +67,7 @@ class _Variant:
     def step(self, batch: int) -> tuple[Callable[[], Any], torch.Tensor]:
         """The step for ``batch`` sequences, warm, and the tensor that holds its result."""
         own_routing(self.model)  # the prompt has other rows than a step
-        step = DecodeStep(self.model, self._code, batch, self._device)
+        step = self._steps[batch] = DecodeStep(self.model, self._code, batch, self._device)
         spread_routing(self.model, batch, self._device)
         out = step()
         if not self.graph:

@@ -48,7 +48,7 @@ class BoundTensor:
         else:
             self._replace(view)
         self._address = view.data_ptr()
-        self._version = None
+        self.note_version()
 
     def view_of(self, blob: torch.Tensor) -> torch.Tensor:
         """This tensor's shape, strides and dtype over the bytes of its storage."""

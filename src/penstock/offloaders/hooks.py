@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,6 +52,7 @@ class UnitHook(NotCopyable):
         self._places = [tensor.places[0] for tensor in self._tensors]
         self._tag = new_tag(self, self._tensors[0].tensor.device)
         self._token = token
+        self._inside: set[int] = set()  # idents of the threads between the two ends, in eager code
         # The wait goes before every other hook, since those may read weights; the release after every other hook.
         self._handles = [
             anchor.register_forward_pre_hook(self._before, prepend=True),
@@ -111,8 +113,12 @@ class UnitHook(NotCopyable):
         pipeline.wait(self._unit)
         for bound in self._tensors:
             bound.note_version()
+        self._inside.add(threading.get_ident())
 
     def _leave(self, pipeline: SlotPipeline) -> None:
+        if threading.get_ident() not in self._inside:
+            return  # called because what came before the module has raised
+        self._inside.discard(threading.get_ident())
         try:
             for bound in self._tensors:
                 bound.check()

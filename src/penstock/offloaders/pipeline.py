@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from contextlib import suppress
 from dataclasses import replace
 
 import torch
 
-from penstock.errors import SlotConflictError, StateError, TransferError
+from penstock.errors import PenstockWarning, SlotConflictError, StateError, TransferError
 from penstock.link.base import Link, Mark, Transfer
 from penstock.offloaders.debug import Guard
 from penstock.plan.model import Plan
@@ -75,6 +76,7 @@ class SlotPipeline:
         self._free = threading.Condition(threading.RLock())
         self._started_ns: dict[tuple[int, int], int] = {}
         self._closed = False
+        self._reported = False
         has_bytes = plan.mode != "meta"
         self._guard = Guard(plan, [load.segments for load in self._loads]) if debug and has_bytes else None
         self.stats = [UnitStats(unit.anchor) for unit in plan.units]
@@ -108,6 +110,7 @@ class SlotPipeline:
         asks nobody, so what it finds in the slots has to be ordered before it.
         """
         with self._free:
+            self._report_idle_units()
             self.prime()
             if self._has_graphs:
                 self.join()
@@ -188,6 +191,22 @@ class SlotPipeline:
                     self._live[self._held_back].unit = None
             self._has_graphs = True
         return self._captured
+
+    def _report_idle_units(self) -> None:
+        """Once, after the first forward: a unit whose module did not run may have been read behind our back."""
+        if self._reported:
+            return
+        self._reported = True
+        idle = [stats.anchor for stats in self.stats if stats.runs == 0]
+        if idle:
+            warnings.warn(
+                f"{len(idle)} of {len(self.stats)} offloaded modules did not run in this forward ({', '.join(idle[:3])}"
+                f"{', ...' if len(idle) > 3 else ''}). If they are skipped, all is well. If the model calls their "
+                f"methods or reads their weights directly, it has read other bytes and the output is wrong: leave them "
+                f"out with params=... (--offload-params)",
+                PenstockWarning,
+                stacklevel=2,
+            )
 
     def _start_if_free(self, unit: int, slots: list[_Slot]) -> None:
         if slots[unit].unit != unit and not slots[unit].readers and not self._closed:

@@ -1,0 +1,445 @@
+"""The promise: every wrong input is refused where it is given, by an error of the tree that names the thing, what was
+expected, what was found and the mend; and the model is as it was (contract 8)."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import DIM, MoE, Stack, all_layers, rows, save
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import penstock
+from penstock import UVA, Budget, DiskOptions, OffloadConfig, Prefetch, errors
+from penstock.checkpoint import Checkpoint
+from penstock.config import parse_size
+from penstock.errors import (
+    BudgetError,
+    CheckpointError,
+    OptionError,
+    OptionTypeError,
+    PenstockError,
+    PenstockWarning,
+    SelectionError,
+    SizeError,
+    TransferError,
+)
+from penstock.link.threads import ThreadLink
+from penstock.offloaders import pipeline
+from penstock.store.cpu import CpuStore
+from penstock.testing import assert_moved, assert_same_bits
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def state_of(model: nn.Module) -> list[Any]:
+    """Everything an offload may touch: objects, memory, hooks, attributes."""
+    tensors = [
+        (id(t), t.device, t.data_ptr() if not t.is_meta else 0) for t in model.state_dict(keep_vars=True).values()
+    ]
+    attributes = [
+        {name: list(value) if "hooks" in name else id(value) for name, value in vars(module).items()}
+        for module in model.modules()
+    ]
+    return [tensors, attributes, sorted(t.name for t in threading.enumerate() if t.name.startswith("penstock"))]
+
+
+class TestTree:
+    def test_one_root_and_python_kinds(self) -> None:
+        kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, Exception)]
+        assert all(issubclass(kind, PenstockError | PenstockWarning) for kind in kinds)
+        for kind, builtin in (
+            (OptionError, ValueError), (SizeError, OptionError), (SelectionError, OptionError),
+            (BudgetError, OptionError), (OptionTypeError, TypeError), (CheckpointError, ValueError),
+            (errors.StateError, RuntimeError),
+            (errors.ModelChangedError, errors.StateError), (TransferError, errors.StateError),
+            (errors.SlotConflictError, errors.StateError), (errors.RaceError, errors.StateError),
+            (PenstockWarning, UserWarning),
+        ):  # fmt: skip
+            assert issubclass(kind, builtin)
+
+    def test_the_docstring_draws_all_of_it(self) -> None:
+        for name, kind in inspect.getmembers(errors, inspect.isclass):
+            assert name in (errors.__doc__ or ""), kind
+
+
+class TestSizes:
+    @pytest.mark.parametrize(
+        ("size", "num_bytes"),
+        [
+            ("20GiB", 20 * 2**30), ("1.5GiB", 3 * 2**29), ("600MiB", 600 * 2**20), ("1KiB", 1024), ("4096B", 4096),
+            ("2TiB", 2**41), ("20gib", 20 * 2**30), (4096, 4096), ("9007199254740993B", 9007199254740993),
+            ("9" * 400 + "B", int("9" * 400)),
+        ],
+    )  # fmt: skip
+    def test_right(self, size: str | int, num_bytes: int) -> None:
+        assert parse_size(size) == num_bytes
+
+    @pytest.mark.parametrize(
+        "size", ["20 GB", "20GB", "20G", "-1", "-1GiB", "0", "lots", "", " 1GiB", "1e3MiB", "GiB", "0x10B"]
+    )
+    def test_no_size(self, size: str) -> None:
+        with pytest.raises(SizeError, match='is not a size; write it like "20GiB"') as caught:
+            parse_size(size)
+        assert repr(size) in str(caught.value)
+
+    @pytest.mark.parametrize("size", ["0GiB", "0.0B", "0.1B", 0, -5])
+    def test_not_positive(self, size: str | int) -> None:
+        with pytest.raises(SizeError, match="expected more than 0 bytes"):
+            parse_size(size)
+
+    @pytest.mark.parametrize("size", [True, 1.5, None, b"1GiB", [1]])
+    def test_no_text_and_no_number(self, size: Any) -> None:
+        with pytest.raises(OptionTypeError, match="size: expected str or int, found"):
+            parse_size(size)
+
+    @pytest.mark.parametrize(
+        "use", [lambda s: penstock.offload(Stack(3), s), Budget, UVA], ids=["offload", "Budget", "UVA"]
+    )
+    def test_wherever_a_size_is_taken(self, use: Callable[[Any], Any]) -> None:
+        with pytest.raises(SizeError, match="'lots' is not a size"):
+            use("lots")
+
+
+class TestOptions:
+    @pytest.mark.parametrize("option", ["group_size", "num_in_group", "prefetch_step"])
+    @pytest.mark.parametrize("value", [0, -1, True, 1.0, "2", None])
+    def test_counts(self, option: str, value: Any) -> None:
+        kind = OptionError if type(value) is int else OptionTypeError
+        with pytest.raises(
+            kind, match=rf"^{option}.*expected (at least 1|an int).*--offload-{option.replace('_', '-')}"
+        ):
+            Prefetch(**{option: value})
+
+    def test_more_in_a_group_than_it_has(self) -> None:
+        with pytest.raises(
+            OptionError, match=r"num_in_group = 3 is larger than group_size = 2.*--offload-num-in-group"
+        ):
+            Prefetch(2, 3)
+
+    @pytest.mark.parametrize(
+        "policy", [Prefetch, UVA, lambda mode: Budget("1GiB", mode=mode)], ids=["Prefetch", "UVA", "Budget"]
+    )
+    def test_mode(self, policy: Callable[..., Any]) -> None:
+        with pytest.raises(OptionError, match=r"mode 'tape': expected one of cpu, .*\(--offload-mode\)"):
+            policy(mode="tape")
+
+    @pytest.mark.parametrize("params", ["mlp", 3, [3], ["mlp", None], [b"mlp"]])
+    def test_names(self, params: Any) -> None:
+        with pytest.raises(OptionTypeError, match="params: expected"):
+            Prefetch(params=params)
+
+    def test_one_string_instead_of_a_list_says_how_to_write_it(self) -> None:
+        with pytest.raises(OptionTypeError, match=r"write \['mlp'\]"):
+            UVA(params="mlp")
+
+    @pytest.mark.parametrize("policy", [None, 1.5, True, {"prefetch": 1}, Prefetch])
+    def test_policy(self, policy: Any) -> None:
+        model = Stack(2)
+        before = state_of(model)
+        with pytest.raises(OptionTypeError, match="policy: expected a size such as"):
+            penstock.offload(model, policy)
+        assert state_of(model) == before
+
+    @pytest.mark.parametrize("model", [None, "model", Stack, [Stack(2)]])
+    def test_model(self, model: Any) -> None:
+        with pytest.raises(OptionTypeError, match=r"model: expected a torch\.nn\.Module, found"):
+            penstock.offload(model, "1GiB")
+
+    @pytest.mark.parametrize(("device", "found"), [("cuda:99", "cuda:99"), ("meta", "meta"), ("xpu", "xpu")])
+    def test_device(self, device: str, found: str) -> None:
+        if device.startswith("cuda") and torch.cuda.is_available():
+            pytest.skip("there is one")
+        with pytest.raises(OptionError, match=f"device {found}: "):
+            penstock.offload(Stack(2), all_layers(1), device=device)
+
+    def test_backends(self) -> None:
+        with pytest.raises(OptionError, match=r"backend 'magic': expected one of auto, prefetch, uva, none"):
+            OffloadConfig("magic")  # type: ignore[arg-type]
+        with pytest.raises(OptionError, match=r"backend 'prefetch' needs --offload-group-size"):
+            OffloadConfig("prefetch")
+        with pytest.raises(OptionError, match=r"both --offload-group-size and --cpu-offload-gb are set; choose one"):
+            OffloadConfig("auto", Prefetch(), UVA("1GiB"))
+
+    @pytest.mark.parametrize("value", ["0", "-1", "many", "1.5", ""])
+    def test_environment(self, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+        monkeypatch.setenv("PENSTOCK_READERS", value)
+        model = Stack(2).eval()
+        before = state_of(model)
+        with pytest.raises(OptionError, match=f"PENSTOCK_READERS='{value}': expected a whole number of threads"):
+            penstock.offload(model, all_layers(1))
+        assert state_of(model) == before
+
+
+class TestPlans:
+    @pytest.mark.parametrize(
+        ("policy", "message"),
+        [
+            (
+                Prefetch(params=["attention"]),
+                "pattern 'attention' matches none of the 14 tensor names; the nearest are",
+            ),
+            (Prefetch(group_size=50, params=["layers"]), "group rule 50/1 selects none of the 3 layers"),
+            (UVA(1), "a limit of 1 bytes offloads nothing"),
+            (UVA(params=["re:("]), "is not a regular expression"),
+            (Prefetch(params=[""]), "an empty name pattern"),
+        ],
+        ids=str,
+    )
+    def test_selections(self, policy: Prefetch | UVA, message: str) -> None:
+        model = MoE(3) if "14" not in message else MoE(2)
+        if isinstance(policy, UVA) and policy.max_bytes:
+            model = Stack(2, dim=128)
+        before = state_of(model)
+        with pytest.raises(SelectionError, match=message.replace("(", r"\(")):
+            penstock.offload(model, policy)
+        assert state_of(model) == before
+
+    def test_a_budget_too_small_says_the_smallest(self) -> None:
+        model = Stack(6, dim=128).eval()
+        before = state_of(model)
+        with pytest.raises(
+            BudgetError, match=r"a budget of .* \(100 bytes\) is too small: .* use --device-memory 1MiB"
+        ) as caught:
+            penstock.offload(model, 100)
+        assert state_of(model) == before
+        minimum = caught.value.minimum_bytes
+        assert f"({minimum} bytes)" in str(caught.value)
+        with penstock.offload(model, minimum) as handle:
+            assert handle.plan.device_bytes <= minimum
+        with pytest.raises(BudgetError):
+            penstock.offload(model, minimum - 1)
+
+
+class TestCheckpoints:
+    def refuses(self, model: nn.Module, checkpoint: Any, message: str, policy: Any = None, **options: Any) -> None:
+        before = state_of(model)
+        with pytest.raises(PenstockError, match=message) as caught:
+            penstock.offload(model, policy or all_layers(2, "disk"), checkpoint=checkpoint, **options)
+        assert isinstance(caught.value, CheckpointError | OptionError)
+        assert state_of(model) == before
+
+    def test_missing(self, tmp_path: Path) -> None:
+        self.refuses(Stack(3).eval(), None, r"none were given: pass checkpoint=FOLDER .*save_pretrained")
+        self.refuses(Stack(3).eval(), tmp_path / "nowhere", "No such file")
+        with torch.device("meta"):
+            model = Stack(3).eval()
+        self.refuses(model, None, "none were given", all_layers(2, "cpu"))
+
+    def test_a_tensor_that_is_not_there(self, tmp_path: Path) -> None:
+        model = Stack(3).eval()
+        state = {n: t for n, t in model.state_dict().items() if n != "layers.1.linear.weight"}
+        save_file(state, tmp_path / "model.safetensors")
+        self.refuses(model, tmp_path, r"'layers\.1\.linear\.weight'.*nearest")
+
+    def test_another_dtype(self, tmp_path: Path) -> None:
+        model = Stack(3).eval()
+        save(Stack(3).half(), tmp_path)
+        self.refuses(
+            model,
+            tmp_path,
+            r"expects torch\.float32, .* holds torch\.float16; load the model with dtype=torch\.float16",
+        )
+
+    def test_another_shape(self, tmp_path: Path) -> None:
+        save(Stack(3, dim=16), tmp_path)
+        self.refuses(
+            Stack(3).eval(), tmp_path, r"layers\.0\.\w+\.weight: the model expects shape \[32.*, .* holds \[16"
+        )
+
+    def test_other_values(self, tmp_path: Path) -> None:
+        model = Stack(3).eval()
+        save(model, tmp_path)
+        model.layers[2].linear.weight[3, 3] += 1
+        self.refuses(
+            model, tmp_path, r"layers\.2\.linear\.weight: the model's values differ from the checkpoint's; save"
+        )
+
+    def test_other_strides(self, tmp_path: Path) -> None:
+        model = Stack(3).eval()
+        save(model, tmp_path)
+        weight = model.layers[1].linear.weight
+        weight.data = weight.data.t().contiguous().t()
+        self.refuses(
+            model,
+            tmp_path,
+            r"layers\.1\.linear\.weight: the model's tensor has strides \[1, 32\], the file is row-major",
+        )
+
+    def test_a_file_that_changed_since_it_was_opened(self, tmp_path: Path) -> None:
+        source = Stack(3)
+        checkpoint = Checkpoint.open(save(source, tmp_path))
+        state = load_file(tmp_path / "model.safetensors")
+        save_file({"new": torch.zeros(99), **state}, tmp_path / "model.safetensors")
+        with torch.device("meta"):
+            model = Stack(3).eval()
+        self.refuses(model, checkpoint, "changed while in use: open it again")
+
+    def test_mode_meta_on_a_real_model(self) -> None:
+        self.refuses(
+            Stack(3).eval(), None, r"mode 'meta' keeps no bytes, and layers\.0\.\S+ has some", all_layers(2, "meta")
+        )
+
+    def test_options_without_effect_warn(self, tmp_path: Path) -> None:
+        model = Stack(3).eval()
+        folder = save(model, tmp_path)
+        with pytest.warns(PenstockWarning, match=r"checkpoint=\.\.\. has no effect: mode 'cpu'"):
+            penstock.offload(model, all_layers(2), checkpoint=folder).remove()
+        with pytest.warns(PenstockWarning, match=r"disk=\.\.\. has no effect"):
+            penstock.offload(model, all_layers(2), disk=DiskOptions(direct=True)).remove()
+
+
+class TestTransfers:
+    @pytest.mark.parametrize("options", [DiskOptions(), DiskOptions(direct=True)], ids=["plain", "direct"])
+    @pytest.mark.parametrize("slots", [1, 2, 5])
+    def test_a_file_truncated_while_in_use(self, tmp_path: Path, options: DiskOptions, slots: int) -> None:
+        """The call that misses bytes fails; the first one after the file is back works."""
+        model, x = Stack(5).eval(), rows()
+        expected = model(x)
+        path = save(model, tmp_path) / "model.safetensors"
+        handle = penstock.offload(model, all_layers(slots, "disk"), checkpoint=path, disk=options)
+        for unit in range(slots):  # the copies made ahead must not be what fails
+            handle._attachment._pipeline.wait(unit)
+            handle._attachment._pipeline.release(unit)
+        assert_same_bits(model(x), expected)
+        whole = path.read_bytes()
+        with path.open("r+b") as file:
+            file.truncate(800)
+        if slots < 5:
+            for _ in range(2):
+                with pytest.raises(
+                    TransferError, match=r"expected \d+ bytes at \d+, the file ended after .*restore it"
+                ):
+                    model(x)
+            with pytest.raises(TransferError):
+                handle.remove()
+        path.write_bytes(whole)
+        for _ in range(2):
+            assert_same_bits(model(x), expected)
+        handle.remove()
+        assert_same_bits(model(x), expected)
+
+    def test_an_error_of_the_disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        model, x = Stack(5).eval(), rows()
+        expected = model(x)
+        handle = penstock.offload(model, all_layers(2, "disk"), checkpoint=save(model, tmp_path))
+        assert_same_bits(model(x), expected)
+
+        def broken(*args: object) -> int:
+            raise OSError(5, "Input/output error")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("os.preadv", broken)
+            with pytest.raises(
+                TransferError, match=r"model\.safetensors: reading \d+ bytes at \d+ failed: Input/output error"
+            ):
+                model(x)
+        assert_same_bits(model(x), expected)
+        handle.remove()
+
+    def test_a_reader_that_fails_in_an_unforeseen_way(self) -> None:
+        model = Stack(4).eval()
+        handle = penstock.offload(model, all_layers(1))
+        model(rows())
+
+        class Broken:
+            def read(self, start: int, into: memoryview) -> None:
+                raise ZeroDivisionError("source")
+
+        loads = handle._attachment._pipeline._loads
+        segment = type(loads[2].segments[0])(Broken(), 0, 8)
+        loads[2] = type(loads[2])(2, (segment,))
+        with pytest.raises(TransferError, match=r"unit 2 did not arrive: ZeroDivisionError\('source'\)"):
+            model(rows())
+        handle.remove()
+
+    def test_a_slot_held_for_ever(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pipeline, "CONFLICT_TIMEOUT_S", 0.05)
+        model = Stack(3).eval()
+        handle = penstock.offload(model, all_layers(1))
+        thread = threading.Thread(target=handle._attachment._pipeline.wait, args=(0,))
+        thread.start()
+        thread.join()
+        message = (
+            r"unit 1 \(layers\.1\) needs the slot of unit 0, which another thread .* one offloaded model per thread"
+        )
+        with pytest.raises(errors.SlotConflictError, match=message):
+            model.layers[1](rows())
+        handle.remove()
+
+
+class TestInterrupted:
+    """Whatever goes wrong in the middle of an offload, the model is as it was, threads and files included."""
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError("mine")])
+    @pytest.mark.parametrize(
+        "place",
+        ["progress", "hooks", "slots", "state guard", "first copy", "store"],
+    )
+    def test_everything_is_undone(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, error: Any
+    ) -> None:
+        def fail(*args: object, **kwargs: object) -> Any:
+            raise error
+
+        calls = iter(range(100))
+
+        def fail_third(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == 2:
+                raise error
+            return real(*args, **kwargs)
+
+        folder = save(MoE(3), tmp_path)
+        progress: Any = None
+        with torch.device("meta"):
+            model = MoE(3).eval()
+        if place == "progress":
+            progress = fail
+        elif place == "hooks":
+            real = penstock.offloaders.hooks.new_tag
+            monkeypatch.setattr("penstock.offloaders.hooks.new_tag", fail_third)
+        elif place == "slots":
+            monkeypatch.setattr(ThreadLink, "allocate", fail)
+        elif place == "state guard":
+            monkeypatch.setattr("penstock.offloaders.attachment.StateGuard", fail)
+        elif place == "first copy":
+            monkeypatch.setattr(ThreadLink, "copy", fail)
+        else:
+            monkeypatch.setattr(CpuStore, "__init__", fail)
+        before = state_of(model)
+        with pytest.raises(BaseException) as caught:  # noqa: PT011
+            penstock.offload(model, all_layers(2), checkpoint=folder, progress=progress)
+        assert caught.type is (error if isinstance(error, type) else type(error))
+        assert state_of(model) == before
+        monkeypatch.undo()
+        handle = penstock.offload(model, all_layers(2), checkpoint=folder)
+        model(torch.arange(3))
+        assert_moved(handle, 1)
+        handle.remove()
+
+    def test_remove_that_cannot_read_leaves_the_offload_in_force(self, tmp_path: Path) -> None:
+        model, x = Stack(4).eval(), rows()
+        expected = model(x)
+        path = save(model, tmp_path) / "model.safetensors"
+        handle = penstock.offload(model, all_layers(2, "disk"), checkpoint=path)
+        whole = path.read_bytes()
+        model(x)
+        with path.open("r+b") as file:
+            file.truncate(800)
+        with pytest.raises(TransferError):
+            handle.remove()
+        path.write_bytes(whole)
+        assert_same_bits(model(x), expected)
+        handle.remove()
+        assert_same_bits(model(x), expected)
+        assert model.layers[0].linear.weight.shape == (DIM, DIM)

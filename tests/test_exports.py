@@ -1,0 +1,158 @@
+"""The promise: the public names are these, and importing them costs and changes nothing."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock
+
+SOURCE = Path(penstock.__file__).parent
+
+PUBLIC = [
+    "UVA", "BaseOffloader", "Budget", "DiskOptions", "Handle", "NoopOffloader", "OffloadConfig", "PenstockError",
+    "PenstockWarning", "Plan", "Prefetch", "PrefetchOffloader", "UVAOffloader", "create_offloader", "get_offloader",
+    "offload", "set_offloader",
+]  # fmt: skip
+
+# Of the design, left to right: a room imports from rooms to its left, and from its own.
+ROOMS = [
+    ("errors",),
+    ("config",),
+    ("telemetry", "process"),
+    ("inventory",),
+    ("select",),
+    ("plan",),
+    ("checkpoint",),
+    ("weights",),
+    ("store",),
+    ("link",),
+    ("ops",),
+    ("offloaders",),
+    ("handle",),
+    ("adapters", "testing"),
+    ("serving", "bench", "demo"),
+    ("cli",),
+    ("__main__",),
+]
+RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_public_names_are_frozen() -> None:
+    assert penstock.__all__ == PUBLIC
+    assert all(hasattr(penstock, name) for name in PUBLIC)
+    assert isinstance(penstock.__version__, str)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_is_documented(name: str) -> None:
+    thing = getattr(penstock, name)
+    assert (thing.__doc__ or "").strip()
+
+
+FACTS = """
+import json, logging, sys, threading, warnings
+import numpy, safetensors, torch, torch.nn.modules.module as module
+
+things = [torch, torch.nn.Module, torch.nn.Linear, torch.Tensor, torch.nn.functional, torch.cuda, module]
+
+def state():
+    return [
+        [len(logging.root.handlers), logging.root.level, list(map(str, warnings.filters))],
+        [{name: id(value) for name, value in vars(thing).items() if callable(value)} for thing in things],
+        [len(module._global_forward_hooks), len(module._global_forward_pre_hooks), threading.active_count()],
+    ]
+
+before = state()
+import penstock
+print(json.dumps({
+    "unchanged": [one == other for one, other in zip(before, state())],
+    "modules": sorted({name.split(".")[0] for name in sys.modules}),
+    "cuda": torch.cuda.is_initialized(),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def facts() -> Any:
+    return json.loads(run(FACTS))
+
+
+class TestImport:
+    def test_loads_no_extras(self, facts: Any) -> None:
+        extras = {"transformers", "matplotlib", "accelerate", "aiohttp", "prometheus_client", "tokenizers", "vllm"}
+        assert extras.isdisjoint(facts["modules"])
+
+    def test_opens_no_cuda_context(self, facts: Any) -> None:
+        assert facts["cuda"] is False
+
+    def test_configures_no_logging_patches_nothing_starts_no_thread(self, facts: Any) -> None:
+        assert facts["unchanged"] == [True, True, True]
+
+    def test_works_without_extras(self) -> None:
+        """As on a machine that has only the core dependencies."""
+        run(
+            "import sys\n"
+            "sys.modules.update(dict.fromkeys(['transformers', 'matplotlib', 'accelerate', 'aiohttp', 'tokenizers']))\n"
+            "import torch, penstock\n"
+            "model = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(3))).eval()\n"
+            "handle = penstock.offload(model, penstock.Prefetch())\n"
+            "with torch.no_grad(): model(torch.ones(1, 200))\n"
+            "assert handle.stats().bytes_moved > 0\n"
+        )
+
+
+def imports_of(file: Path) -> set[str]:
+    """Modules of penstock that ``file`` imports when it is imported itself, or when a function of it runs."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found.add(node.module)
+            if node.module == "penstock":
+                found.update(f"penstock.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            pytest.fail(f"{file}: relative import")
+    return {name for name in found if name.split(".")[0] == "penstock"}
+
+
+def room_of(file: Path) -> str:
+    return file.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+FILES = sorted(file for file in SOURCE.rglob("*.py") if file != SOURCE / "__init__.py")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
+def test_imports_point_left_only(file: Path) -> None:
+    room = room_of(file)
+    assert room in RANK, f"{room} is a new room: give it a place in ROOMS and in docs/design.md"
+    for name in imports_of(file):
+        parts = name.split(".")
+        if len(parts) == 1 or parts[1] in penstock.__all__:
+            # The package itself: for rooms that use penstock as its users do.
+            assert RANK[room] >= RANK["adapters"], f"{file.name} imports the package itself"
+        elif parts[1] != room:
+            assert RANK[parts[1]] < RANK[room], f"{file.name} imports {name}, which is not left of {room}"
+
+
+def test_plans_need_no_torch_device_code() -> None:
+    """Up to and including the plan everything is arithmetic on names and sizes."""
+    pure = [file for file in FILES if RANK[room_of(file)] <= RANK["plan"]]
+    for file in pure:
+        text = file.read_text()
+        assert "torch.cuda" not in text, file
+        assert ".to(" not in text, file
