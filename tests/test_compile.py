@@ -63,7 +63,7 @@ class TestInductor:
     )
     def test_same_bits_in_one_graph(self, build: Callable[[], nn.Module], x: torch.Tensor) -> None:
         """Through two slots, then through one: compiled code must not know which units share memory (the compiler's
-        cache would hand it on). Eager runs in between, and afterwards the model is resident again."""
+        cache would hand it on). Eager runs in between."""
         model = build().eval()
         eager = model(x)
         with boundaries(model, all_layers(2)) as plan:
@@ -79,8 +79,7 @@ class TestInductor:
                 assert_same_bits(run(x), eager if run is model else expected)
                 assert_moved(handle, forwards)
             handle.remove()
-            torch.testing.assert_close(step(x), eager)
-            assert_same_bits(model(x), eager)
+        assert_same_bits(model(x), eager)
         assert not counters["graph_break"]
 
     def test_layers_compiled_one_by_one_share_their_code(self) -> None:
@@ -99,7 +98,6 @@ class TestInductor:
         assert num_graphs() <= 3, "one for the layers, not one for each"
         assert not counters["recompile_limit"]
         handle.remove()
-        torch.testing.assert_close(model(x), expected)
 
     def test_under_gradients_the_inductor_copies_and_is_refused(self) -> None:
         model = Stack(2).eval()

@@ -100,6 +100,7 @@ class TestNoFalseAlarms:
             assert handle.stats().bytes_moved >= 3 * handle.plan.prefetched_bytes
             handle.remove()
 
+    @pytest.mark.filterwarnings("ignore:.*did not run in this forward:penstock.PenstockWarning")
     def test_out_of_order(self) -> None:
         model = Stack(5).eval()
         x = rows()

@@ -7,6 +7,7 @@ test trusts equal outputs alone: each asserts what moved, how much, and by which
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,7 @@ class TestDisk:
                 assert_moved(handle, forwards)
 
 
+@pytest.mark.filterwarnings("ignore:.*did not run in this forward:penstock.PenstockWarning")
 class TestOrder:
     """Trap 10: what runs is up to the model; a unit that is not where the schedule wants it is fetched on the spot."""
 
@@ -246,6 +248,17 @@ class TestOrder:
         assert handle.stats().misses > 0
         assert handle.stats().bytes_moved > 7 * handle.plan.units[0].payload_bytes
         handle.remove()
+
+    def test_a_layer_that_never_runs_is_reported_once(self) -> None:
+        model = Stack(5).eval()
+        model.order = [0, 1, 3, 4]
+        with penstock.offload(model, all_layers()) as handle:
+            with pytest.warns(penstock.PenstockWarning, match=r"1 of 5 offloaded modules did not run .* \(layers\.2\)"):
+                model(rows())
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                model(rows())
+            assert handle.stats().units[2].runs == 0
 
     def test_a_part_of_the_model_called_by_itself(self) -> None:
         model = Stack(5).eval()
@@ -348,6 +361,7 @@ class Failing(nn.Module):
         return x
 
 
+@pytest.mark.filterwarnings("error::penstock.PenstockWarning")
 class TestInterrupted:
     @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), SystemExit()], ids=repr)
     @pytest.mark.parametrize("at", [0, 2, 4])

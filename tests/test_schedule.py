@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -114,11 +115,10 @@ class WorstLink(Link):
         self.pending.clear()
 
 
-class _Done(Transfer):
-    done = True
-
-    def __init__(self, unit: int) -> None:
-        self.unit = unit
+@dataclass(frozen=True)
+class _Done:
+    unit: int
+    done: bool = True
 
 
 def make_pipeline(num_units: int, num_slots: int, link: Link) -> tuple[SlotPipeline, Plan]:
@@ -174,7 +174,7 @@ def test_any_order_of_units_reads_the_right_bytes(data: st.DataObject) -> None:
         pipeline.begin_forward()
         for unit in data.draw(st.lists(st.integers(0, num_units - 1), max_size=20)):
             run_unit(pipeline, unit)
-        pipeline.finish_forward()
+        pipeline.finish_forward(whole=False)
     if num_units == num_slots:
         assert sum(stats.misses for stats in pipeline.stats) == 0
 

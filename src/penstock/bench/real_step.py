@@ -1,19 +1,19 @@
 """``penstock bench step --model``: a decode step of a real ``transformers`` model on a GPU, against the floor.
 
 Every variant holds its own copy of the weights and its own cache; a step is the same token at the same position again
-and again. ``torch.use_deterministic_algorithms`` is on for all of them: without it the *resident* model does not repeat
-its own bits from 8 sequences on (the matrix library picks kernels that sum in no fixed order).
+and again. All of them use the plain (math) attention: with the fused kernels the *resident* model does not repeat its
+own bits from 8 sequences on, so that there would be nothing to be equal to (``benchmarks/repeatability.py``).
 """
 
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import penstock
 from penstock.bench.cuda_step import LinkProbe, parse_variant
@@ -161,10 +161,8 @@ def run(
     """Yield one result per variant and batch size."""
     if model_name not in CONFIGS:
         raise OptionError(f"--model {model_name!r}: expected one of {', '.join(CONFIGS)}")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
     device = torch.device("cuda", torch.cuda.current_device())
-    with torch.no_grad():
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         models = [_Variant(model_name, text, device) for text in ["resident", *variants]]
         link, gather = LinkProbe(device), _GatherProbe(device)
         for batch in batches:

@@ -177,7 +177,7 @@ class ForwardHook(NotCopyable):
             inputs = [*live_tensors(self._places), *_tensors_in(output)]
             torch.ops.penstock.join(self._tag, self._token, inputs)
         elif self._pipeline is not None:
-            self._pipeline.finish_forward()
+            self._pipeline.finish_forward(whole=output is not None)
 
 
 def _tensors_in(output: Any) -> list[torch.Tensor]:

@@ -103,14 +103,17 @@ class SlotPipeline:
             if self._held_back is not None and slots[self._held_back].unit is None:
                 self._start_if_free(self._held_back, slots)
 
-    def finish_forward(self) -> None:
+    def finish_forward(self, whole: bool = True) -> None:
         """The model has returned: make the slots ready for the next forward, however it will run.
+
+        ``whole``: it was not cut short by an exception.
 
         In a capture all copies are joined, as the graph demands. Once graphs exist an eager forward joins too: a replay
         asks nobody, so what it finds in the slots has to be ordered before it.
         """
         with self._free:
-            self._report_idle_units()
+            if whole:
+                self._report_idle_units()
             self.prime()
             if self._has_graphs:
                 self.join()
