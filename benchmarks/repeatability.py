@@ -1,6 +1,6 @@
 """Does the resident model repeat its own bits? Where it does not, nobody can promise equality with it.
 
-    python benchmarks/repeatability.py
+python benchmarks/repeatability.py
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
         with sdpa_kernel(SDPBackend.MATH):
             only_attention = differing(batch)
-        print(f"{batch=} of 10 repeats differ: {default=} {full_sums=} {plain_attention=} {only_attention=}", flush=True)
+        print(f"{batch=} of 10 differ: {default=} {full_sums=} {plain_attention=} {only_attention=}", flush=True)
 
 
 if __name__ == "__main__":

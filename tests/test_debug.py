@@ -44,14 +44,14 @@ class TestPlantedRaces:
         expected = model(x)
         return model, x, expected, offload_over(model, all_layers(2), EarlyLink(max_delay_s=0.2))
 
-    def trampled(self) -> tuple[Any, torch.Tensor, torch.Tensor, Any]:
+    def trampled(self, layer: int) -> tuple[Any, torch.Tensor, torch.Tensor, Any]:
         model = Stack(5).eval()
         x = rows()
         expected = model(x)
         link = TramplingLink()
         handle = offload_over(model, all_layers(2), link)
         assert_same_bits(model(x), expected)
-        model.layers[2].norm.register_forward_pre_hook(lambda module, args: link.trample())
+        model.layers[layer].norm.register_forward_pre_hook(lambda module, args: link.trample())
         return model, x, expected, handle
 
     def test_a_copy_declared_done_too_early_changes_the_output(self) -> None:
@@ -69,19 +69,23 @@ class TestPlantedRaces:
         handle.remove()
         assert_same_bits(model(x), expected)
 
-    def test_a_slot_overwritten_while_it_is_read_changes_the_output(self) -> None:
-        model, x, expected, handle = self.trampled()
+    @pytest.mark.parametrize("layer", [0, 2, 4])
+    def test_a_slot_overwritten_while_it_is_read_changes_the_output(self, layer: int) -> None:
+        model, x, expected, handle = self.trampled(layer)
         assert not torch.equal(model(x), expected)
         handle.remove()
 
     @pytest.mark.usefixtures("debug")
-    def test_a_slot_overwritten_while_it_is_read_is_caught(self) -> None:
-        model, x, expected, handle = self.trampled()
+    @pytest.mark.parametrize("layer", [0, 2, 4])
+    def test_a_slot_overwritten_while_it_is_read_is_caught(self, layer: int) -> None:
+        model, x, expected, handle = self.trampled(layer)
+        message = rf"unit {layer} \(layers\.{layer}\): .* after its module ran: the slot was overwritten while"
         for _ in range(2):
-            with pytest.raises(RaceError, match=r"unit 2 \(layers\.2\): .* after its module ran: .* overwritten while"):
+            with pytest.raises(RaceError, match=message):
                 model(x)
-        model.layers[2].norm._forward_pre_hooks.clear()
-        assert_same_bits(model(x), expected)
+        model.layers[layer].norm._forward_pre_hooks.clear()
+        for _ in range(2):
+            assert_same_bits(model(x), expected)
         handle.remove()
 
 

@@ -245,7 +245,7 @@ class TestReplaced:
 
     def test_before_any_forward_and_removed_at_once(self, tmp_path: Path) -> None:
         source = Stack(3)
-        for mode, device in (("cpu", "cpu"), ("disk", "cpu"), ("disk", "meta")):
+        for mode, device in (("cpu", "cpu"), ("disk", "cpu"), ("disk", "meta"), ("meta", "meta")):
             with torch.device(device):
                 model = Stack(3)
             if device == "cpu":

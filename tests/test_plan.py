@@ -144,7 +144,7 @@ class TestBudget:
         check_plan(plan, inventory)
 
     def test_minimum_with_units_of_unequal_size(self) -> None:
-        """A subset of the units can need less than all of them, when it pairs the small ones in one slot."""
+        """Through two slots a part of the units can need less than all of them; through one slot it cannot."""
         sizes = [100, 4, 100, 4, 100, 4, 100]
         model = nn.Module()
         model.layers = nn.ModuleList(holder(w=torch.empty(n * KIB, device="meta")) for n in sizes)

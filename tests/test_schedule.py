@@ -85,6 +85,7 @@ class WorstLink(Link):
         self.lazy = lazy
         self.pending: list[tuple[Load, torch.Tensor]] = []
         self.log: list[tuple[str, int]] = []
+        self.interrupt = False
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
@@ -101,6 +102,9 @@ class WorstLink(Link):
         return transfer
 
     def wait(self, transfer: Transfer, measure: bool = False) -> float:
+        if self.interrupt:
+            self.interrupt = False
+            raise KeyboardInterrupt
         self.log.append(("wait", transfer.unit))
         self._flush()
         return 0.0
@@ -177,6 +181,19 @@ def test_any_order_of_units_reads_the_right_bytes(data: st.DataObject) -> None:
         pipeline.finish_forward(whole=False)
     if num_units == num_slots:
         assert sum(stats.misses for stats in pipeline.stats) == 0
+
+
+def test_an_interrupted_wait_leaves_the_copy_on_record() -> None:
+    """Ctrl-C while an abandoned copy is awaited: it goes on, and the next one must still not start before its end."""
+    link = WorstLink(lazy=True)
+    pipeline, _ = make_pipeline(4, 2, link)
+    pipeline.prime()
+    link.interrupt = True
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.wait(2)
+    link.log.clear()
+    run_unit(pipeline, 2)
+    assert link.log[:2] == [("wait", 0), ("copy", 2)]
 
 
 def test_a_repeated_unit_is_a_miss_and_moves_again() -> None:

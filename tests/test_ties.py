@@ -100,6 +100,16 @@ def test_ties_and_views_hold_while_offloaded() -> None:
             assert tensor.data_ptr() % 64 == 0
 
 
+def test_tensors_in_slots_share_memory_but_no_storage_object() -> None:
+    """A compiler that saw the sharing would rebuild them from one base, and its cache would hand that code to a plan
+    with other slots (see ``penstock.ops``)."""
+    model = OddStack(5).eval()
+    with penstock.offload(model, all_layers(2)):
+        tensors = [t for name, t in tensors_of(model).items() if t.numel() and not name.endswith(".same")]
+        assert len({t.untyped_storage()._cdata for t in tensors}) == len(tensors)
+        assert model.layers[0].weight.data_ptr() == model.layers[2].weight.data_ptr()
+
+
 @pytest.mark.parametrize(
     "dtype",
     [

@@ -107,10 +107,11 @@ class UnitStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """Counters of all units, and the bytes each mechanism answers for."""
+    """Counters of all units, the bytes each mechanism answers for, and what else a user should know."""
 
     units: tuple[UnitStats, ...]
     mechanism_bytes: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def bytes_moved(self) -> int:
@@ -143,5 +144,6 @@ class Stats:
         return {
             **totals,
             "mechanism_bytes": self.mechanism_bytes,
+            "notes": list(self.notes),
             "units": [asdict(unit) for unit in self.units],
         }

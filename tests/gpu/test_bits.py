@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from models import build
+from gpu_models import build
 
 import penstock
 from penstock import UVA, Budget, Handle, Plan, Prefetch

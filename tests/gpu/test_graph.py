@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from models import build
+from gpu_models import build
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 

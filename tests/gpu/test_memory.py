@@ -9,7 +9,7 @@ from contextlib import suppress
 import psutil
 import pytest
 import torch
-from models import build
+from gpu_models import build
 
 import penstock
 from penstock import UVA, Prefetch

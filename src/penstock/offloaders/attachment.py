@@ -19,6 +19,7 @@ from penstock.link.streams import StreamLink
 from penstock.link.threads import ThreadLink
 from penstock.offloaders.binding import BoundStorage, bind
 from penstock.offloaders.hooks import ForwardHook, NotCopyable, UnitHook
+from penstock.offloaders.notes import notes_on
 from penstock.offloaders.opening import open_store, read_bytes
 from penstock.offloaders.pipeline import SlotPipeline
 from penstock.offloaders.state import StateGuard
@@ -94,7 +95,8 @@ class Attachment(NotCopyable):
         """Counters since the offload began."""
         plan = self.plan
         sizes = {"resident": plan.resident_bytes, "prefetch": plan.prefetched_bytes, "uva": plan.uva_bytes}
-        return Stats(self._pipeline.snapshot() if self._pipeline else (), sizes)
+        units = self._pipeline.snapshot() if self._pipeline else ()
+        return Stats(units, sizes, notes_on(self._model, plan))
 
     def rewind(self) -> None:
         """Make the slots hold what the next forward needs first."""

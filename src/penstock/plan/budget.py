@@ -94,20 +94,16 @@ def _choices(
 def _thin_out(drafts: Sequence[UnitDraft], num_slots: int, base_bytes: int, budget_bytes: int) -> _Choice:
     """Keep as many of ``drafts`` resident as the budget allows, those that stay in the pipe evenly spaced.
 
-    If nothing fits, the cheapest that was tried. With units of unequal size that need not be all of them, and it is
-    what the search finds again when given just that budget.
+    If nothing fits, all of them: through one slot no choice needs less, and that is the minimum to report.
     """
     low, high = num_slots, len(drafts)
-    cheapest = best = _cost(drafts, num_slots, base_bytes)
     while low < high:
         middle = (low + high) // 2
-        choice = _cost(_spaced(drafts, middle), num_slots, base_bytes)
-        cheapest = min(cheapest, choice, key=lambda choice: choice.device_bytes)
-        if choice.device_bytes <= budget_bytes:
-            high, best = middle, choice
+        if _cost(_spaced(drafts, middle), num_slots, base_bytes).device_bytes <= budget_bytes:
+            high = middle
         else:
             low = middle + 1
-    return best if best.device_bytes <= budget_bytes else cheapest
+    return _cost(_spaced(drafts, low), num_slots, base_bytes)
 
 
 def _spaced(drafts: Sequence[UnitDraft], count: int) -> list[UnitDraft]:

@@ -1,0 +1,68 @@
+"""Writes the tables of README.md and docs/ from the raw results, or checks that they agree.
+
+A table stands between two comments; the first says where its rows come from:
+
+    <!-- table: 2026-11-21-step-h200.jsonl reference cases=even:0.25,group:4/1/2 -->
+    <!-- end table -->
+
+    python benchmarks/tables.py            rewrite
+    python benchmarks/tables.py --check    exit 1 and name the files that differ
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "benchmarks"
+TABLE = re.compile(r"(<!-- table: (\S+) (\S+)(?: cases=(\S+))? -->\n).*?(<!-- end table -->)", re.DOTALL)
+
+HEADINGS = ("case", "rows", "floor ms", "median ms", "spread ms", "x floor", "resident ms", "GB moved", "same bits")
+
+
+def row_cells(row: dict[str, Any]) -> list[str]:
+    return [
+        row["case"],
+        str(row["rows"]),
+        f"{row['floor_ms']:.2f}",
+        f"{row['ms']:.2f}",
+        f"{row['spread_ms']:.2f}",
+        f"{row['ms'] / row['floor_ms']:.3f}",
+        f"{row['resident_ms']:.2f}",
+        f"{row['bytes_moved'] / 1e9:.2f}",
+        "yes" if row["bit_equal"] else "NO",
+    ]
+
+
+def render(file: str, table: str, cases: str | None) -> str:
+    rows = [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
+    rows = [row for row in rows if row["table"] == table and (cases is None or row["case"] in cases.split(","))]
+    if not rows:
+        raise SystemExit(f"{file}: no rows for table {table!r}, cases {cases}")
+    lines = [HEADINGS, ["---"] * len(HEADINGS), *map(row_cells, rows)]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def rewrite(text: str) -> str:
+    return TABLE.sub(lambda match: match[1] + render(match[2], match[3], match[4]) + match[5], text)
+
+
+def main() -> int:
+    stale = []
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        text = path.read_text()
+        if rewrite(text) != text:
+            stale.append(str(path.relative_to(ROOT)))
+            if "--check" not in sys.argv:
+                path.write_text(rewrite(text))
+    if stale:
+        print("tables differ from the raw results in:" if "--check" in sys.argv else "rewritten:", *stale)
+    return 1 if stale and "--check" in sys.argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
