@@ -58,8 +58,9 @@ def solve(inventory: Inventory, candidates: Sequence[StorageInfo], budget_bytes:
             stacklevel=5,
         )
         return assemble(inventory, [], 0, mode)
-    # Rows of a lookup table are read in place from the mapped file, which costs neither memory nor a copy.
-    lookups = [s for s in candidates if s.is_lookup] if mode == "disk" else []
+    # Rows of a lookup table are read in place, from the mapped file or over the link: that costs neither memory nor a
+    # copy, and stays right when a model reads the table again at its end (tied weights that are not tied tensors).
+    lookups = [s for s in candidates if s.is_lookup] if mode != "meta" else []
     movable = [s for s in candidates if s not in lookups]
     base_bytes = inventory.num_bytes - sum(s.num_bytes for s in lookups)
     if base_bytes <= budget_bytes:
