@@ -297,6 +297,24 @@ class TestReplaced:
         assert model.layers[1].weight is new
         assert_same_bits(model(x), output)
 
+    def test_lent_out_and_put_back(self) -> None:
+        """``functional_call`` runs the model with other tensors and then puts its own back in place."""
+        model, x = Stack(4).eval(), rows()
+        other = {"layers.1.linear.weight": torch.randn(DIM, DIM)}
+        expected, swapped = model(x), torch.func.functional_call(model, other, x)
+        address = model.layers[1].linear.weight.data_ptr()
+        handle = penstock.offload(model, all_layers(2))
+        with pytest.warns(PenstockWarning, match="replaced") as warned:
+            for _ in range(2):
+                assert_same_bits(torch.func.functional_call(model, other, x), swapped)
+                assert_same_bits(model(x), expected)
+        assert len(warned) == 1
+        assert_moved(handle, 4)
+        assert_same_bits(torch.func.functional_call(model, other, x), swapped)
+        handle.remove()
+        assert model.layers[1].linear.weight.data_ptr() == address
+        assert_same_bits(model(x), expected)
+
 
 class TestChanged:
     @pytest.mark.parametrize(
@@ -383,6 +401,31 @@ class TestRefused:
             assert_same_bits(copy.deepcopy(model.head)(torch.ones(1, DIM)), model.head(torch.ones(1, DIM)))
             assert_same_bits(model(x), expected)
         assert_same_bits(copy.deepcopy(model)(x), expected)
+
+    def test_torch_jit_trace(self) -> None:
+        model = Stack(3).eval()
+        with penstock.offload(model, all_layers(2)), pytest.raises(StateError, match="torch.jit.trace would record"):
+            torch.jit.trace(model, rows(), check_trace=False)
+
+    def test_a_forward_in_a_forked_process(self) -> None:
+        """Threads do not come along: an error, where there would be a wait for ever."""
+        model, x = Stack(3).eval(), rows()
+        expected = model(x)
+        with penstock.offload(model, all_layers(1)) as handle:
+            model(x)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+                child = os.fork()
+            if child == 0:
+                status = 1
+                try:
+                    handle._attachment._pipeline.wait(1)
+                except StateError as error:
+                    status = 0 if "is a fork of the one that offloaded" in str(error) else 2
+                finally:
+                    os._exit(status)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            assert_same_bits(model(x), expected)
 
     def test_a_second_offload(self) -> None:
         model = nn.Sequential(Stack(3), nn.Linear(3, 3)).eval()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import DIM, MoE, OddStack, QuantStack, ScaledStack, Stack, all_layers, rows, save
+from models import DIM, Block, MoE, OddStack, QuantStack, ScaledStack, Stack, all_layers, rows, save
 from torch import nn
 
 import penstock
@@ -83,14 +83,62 @@ class TestEager:
             assert_moved(handle, forwards)
         handle.remove()
 
+    def test_one_layer_used_again_and_again(self) -> None:
+        """Shared layers: every unit runs several times per forward, in turn."""
+        shared = Block(DIM)
+        model = nn.Sequential(nn.Linear(DIM, DIM), *[shared] * 4).eval()
+        x = rows()
+        expected = model(x)
+        handle = offload_over(model, Prefetch(params=["ALL_MODEL_PARAMS"]), SlowLink(max_delay_s=0.001))
+        for _ in range(3):
+            assert_same_bits(model(x), expected)
+        assert handle.stats().bytes_moved > 3 * handle.plan.prefetched_bytes
+        assert max(unit.runs for unit in handle.stats().units) == 12
+        handle.remove()
+
+    @pytest.mark.parametrize("backend", ["eager"])
+    def test_layers_wrapped_by_the_compiler(self, backend: str) -> None:
+        model = Stack(4).eval()
+        x = rows()
+        expected = model(x)
+        for index, layer in enumerate(model.layers):
+            model.layers[index] = torch.compile(layer, backend=backend)
+        for _ in range(2):
+            with penstock.offload(model, all_layers(2)) as handle:
+                for forwards in (1, 2):
+                    assert_same_bits(model(x), expected)
+                    assert_moved(handle, forwards)
+
     def test_all_of_it(self) -> None:
-        """Heads and embeddings outside the layers too, each as a unit of its own."""
-        model = nn.Sequential(nn.Embedding(50, DIM), Stack(3), nn.Linear(3, 7)).eval()
+        """Modules outside the layers too, each as a unit of its own; a lookup table is read in place."""
+        model = nn.Sequential(nn.Embedding(50, DIM), Stack(3), nn.Linear(3, 4000)).eval()
         x = torch.arange(9)
         expected = model(x)
-        with penstock.offload(model, Budget("16KiB", ["ALL_MODEL_PARAMS"])) as handle:
+        with penstock.offload(model, Budget("70KiB", ["ALL_MODEL_PARAMS"])) as handle:
             assert_same_bits(model(x), expected)
             assert_moved(handle, 1)
+            assert handle.plan.mechanism_of("0.weight") == "uva"
+
+    def test_a_table_that_is_read_again_without_a_call(self) -> None:
+        """Weights tied by use and not as tensors: nobody announces the second read."""
+
+        class Tied(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.embed = nn.Embedding(700, DIM)
+                self.stack = Stack(5)
+                self.stack.head = nn.Identity()
+
+            def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+                return self.stack(self.embed(tokens)) @ self.embed.weight.t()
+
+        model = Tied().eval()
+        tokens = torch.arange(9)
+        expected = model(tokens)
+        with penstock.offload(model, Budget("12KiB", ["ALL_MODEL_PARAMS"])) as handle:
+            for forwards in (1, 2):
+                assert_same_bits(model(tokens), expected)
+                assert_moved(handle, forwards)
 
     def test_attention_that_reads_its_childs_weight(self) -> None:
         model = nn.MultiheadAttention(DIM, 4).eval()

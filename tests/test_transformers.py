@@ -415,6 +415,7 @@ class TestRearranged:
         with warned("converted from float32 to bfloat16"), pytest.raises(SelectionError, match="cannot be streamed"):
             load(folder, EVERYTHING, dtype=torch.bfloat16)
 
+    @pytest.mark.filterwarnings("ignore:.*did not run in this forward")
     def test_transposed_experts(self, tmp_path: Path) -> None:
         vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
         text = {**SIZE, **HEADS, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 48, "num_hidden_layers": 2}

@@ -1,19 +1,29 @@
-"""Run PyTorch models whose weights do not fit the device; same bits out."""
+"""Run PyTorch models whose weights do not fit the device; same bits out.
 
-from penstock.config import UVA, Budget, OffloadConfig, Prefetch
-from penstock.errors import PenstockError, PenstockWarning
-from penstock.handle import Handle, offload
-from penstock.offloaders import (
-    BaseOffloader,
-    NoopOffloader,
-    PrefetchOffloader,
-    UVAOffloader,
-    create_offloader,
-    get_offloader,
-    set_offloader,
-)
-from penstock.plan import Plan
-from penstock.store.disk import DiskOptions
+Names are imported on first use: the command line can show its help, and set the environment torch reads when it loads,
+before torch is there.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.config import UVA, Budget, OffloadConfig, Prefetch
+    from penstock.errors import PenstockError, PenstockWarning
+    from penstock.handle import Handle, offload
+    from penstock.offloaders import (
+        BaseOffloader,
+        NoopOffloader,
+        PrefetchOffloader,
+        UVAOffloader,
+        create_offloader,
+        get_offloader,
+        set_offloader,
+    )
+    from penstock.plan import Plan
+    from penstock.store.disk import DiskOptions
 
 __all__ = [
     "UVA",
@@ -36,3 +46,32 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "penstock.config": ("UVA", "Budget", "OffloadConfig", "Prefetch"),
+    "penstock.errors": ("PenstockError", "PenstockWarning"),
+    "penstock.handle": ("Handle", "offload"),
+    "penstock.offloaders": (
+        "BaseOffloader",
+        "NoopOffloader",
+        "PrefetchOffloader",
+        "UVAOffloader",
+        "create_offloader",
+        "get_offloader",
+        "set_offloader",
+    ),
+    "penstock.plan": ("Plan",),
+    "penstock.store.disk": ("DiskOptions",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

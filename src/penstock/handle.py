@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from penstock.config import Mode, Policy, as_policy, uva_disabled
+from penstock.config import Mode, Policy, as_policy, pin_memory_disabled, uva_disabled
 from penstock.errors import OptionTypeError, PenstockWarning, StateError
 from penstock.inventory import Inventory, take_inventory
 from penstock.offloaders.attachment import Attachment, Progress
@@ -122,7 +122,7 @@ def offload(
         policy if isinstance(policy, Plan) else build_plan(inventory, as_policy(policy), _default_mode(weights, target))
     )
     plan.check(inventory)
-    if target.type == "cuda" and uva_disabled():
+    if target.type == "cuda" and (uva_disabled() or pin_memory_disabled()):  # only pinned memory has a device address
         plan = move_on_demand(inventory, plan)
     _warn_about_training(model, plan, inventory)
     _warn_about_idle_options(model, plan, weights, disk)

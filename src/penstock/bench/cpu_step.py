@@ -40,7 +40,7 @@ __all__ = ["run", "run_child"]
 SHAPE = DecoderShape("cpu-reference", 8, 1536, 4096, 1536, 512)
 DTYPE = torch.float32
 POLICY = Prefetch(1, 1, 2, mode="disk")
-ROWS_READ_BOUND, ROWS_COMPUTE_BOUND = 1, 512
+ROWS_READ_BOUND, ROWS_COMPUTE_BOUND = 1, 256
 
 
 @dataclass

@@ -6,6 +6,8 @@ it needs when it runs. ``tests/test_cli.py`` holds us to it.
 
 from __future__ import annotations
 
+import os
+
 import typer
 
 from penstock.cli.bench import bench
@@ -40,4 +42,7 @@ def _root() -> None:
 
 def main() -> None:
     """The ``penstock`` command. Exit codes: 0 done, 1 the demo's promise was broken, 2 an error, 130 interrupted."""
+    # On a CPU, compute and readers share the cores. By default the compute threads spin for milliseconds after each
+    # product, on cores that the readers need. Read once, when torch loads its OpenMP runtime, which is not yet.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     app(prog_name="penstock")

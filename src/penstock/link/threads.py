@@ -9,6 +9,7 @@ sends them home.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -74,6 +75,7 @@ class ThreadLink(Link):
 
     def __init__(self, num_threads: int | None = None, recorder: Recorder | None = None) -> None:
         """``num_threads``: workers; default ``PENSTOCK_READERS`` or one per core."""
+        self._pid = os.getpid()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._recorder = recorder or Recorder()
         count = num_threads or reader_threads()
@@ -95,6 +97,7 @@ class ThreadLink(Link):
     def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> ThreadTransfer:
         if not self._finish.alive:
             raise StateError("this link is closed; offload the model again")
+        self._refuse_fork()
         pieces = [piece for segment in load.segments for piece in _pieces(segment)]
         transfer = ThreadTransfer(load.unit, len(pieces))
         view = writable_view(slot)
@@ -107,6 +110,7 @@ class ThreadLink(Link):
         assert isinstance(transfer, ThreadTransfer)
         stall_s = 0.0
         if not transfer.done:
+            self._refuse_fork()
             start = time.perf_counter()
             transfer.result()
             stall_s = time.perf_counter() - start
@@ -117,6 +121,13 @@ class ThreadLink(Link):
 
     def last_stall_s(self, unit: int) -> float | None:
         return self._stalls_s.get(unit)
+
+    def _refuse_fork(self) -> None:
+        if os.getpid() != self._pid:
+            raise StateError(
+                "this process is a fork of the one that offloaded the model, and its reader threads stayed there; "
+                "offload the model in this process, or use the start method 'spawn'"
+            )
 
     def close(self) -> None:
         self._finish()

@@ -34,7 +34,8 @@ class BoundTensor:
         self.tensor = _get(*self.places[0])
         self.original = self.tensor
         self.original_data = self.tensor.data
-        self.lost = False
+        self.lost = False  # the model holds another tensor, or none, in its place
+        self._reported = False
         self._address = self.tensor.data_ptr() if self.tensor.device.type != "meta" else 0
         self._version: int | None = None
 
@@ -58,8 +59,6 @@ class BoundTensor:
 
     def restore(self) -> None:
         """The tensor as it was found: same object, same memory."""
-        if self.lost:
-            return
         if self.tensor is not self.original:
             self._put(self.original)
             self.tensor = self.original
@@ -82,11 +81,10 @@ class BoundTensor:
             ModelChangedError: moved, or written in place. A replaced or deleted tensor is the caller's right: it is
                 reported once, and the new one is used as it is.
         """
-        if self.lost:
-            return
         module, place = self.places[0]
-        if not self.is_held_by(module, place.attr, place.inner):
-            self._lose(place)
+        self.lost = not self.is_held_by(module, place.attr, place.inner)
+        if self.lost:
+            self._report_loss(place)
         elif self.tensor.data_ptr() != self._address:
             raise ModelChangedError(
                 f"{place.name} was moved (model.to(...), .half() or .data = ...) while offloaded; its bytes are in the "
@@ -116,8 +114,10 @@ class BoundTensor:
         if _version(self.tensor) is not None:
             torch.autograd.graph.increment_version(self.tensor)
 
-    def _lose(self, place: Location) -> None:
-        self.lost = True
+    def _report_loss(self, place: Location) -> None:
+        if self._reported:
+            return
+        self._reported = True
         what = "replaced" if hasattr(self.places[0][0], place.attr) else "deleted"
         warnings.warn(
             f"{place.name} was {what} after it was offloaded; penstock leaves the new state alone and the tensor is "

@@ -108,6 +108,10 @@ class UnitHook(NotCopyable):
             self._leave(self._pipeline)
 
     def _enter(self, pipeline: SlotPipeline) -> None:
+        if torch.jit.is_tracing():
+            raise StateError(
+                "torch.jit.trace would record what slots hold by chance; handle.remove() first, then trace"
+            )
         for bound in self._tensors:
             bound.check()
         pipeline.wait(self._unit)
