@@ -108,11 +108,12 @@ class UnitHook(NotCopyable):
             self._leave(self._pipeline)
 
     def _enter(self, pipeline: SlotPipeline) -> None:
-        if torch.jit.is_tracing():
-            raise StateError(
-                "torch.jit.trace would record what slots hold by chance; handle.remove() first, then trace"
-            )
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            raise StateError("torch.jit.trace would record what slots hold by chance; handle.remove() first")
+        interrupted = threading.get_ident() in self._inside  # in the last run, perhaps between a write and its note
         for bound in self._tensors:
+            if interrupted:
+                bound.note_version(known=False)
             bound.check()
         pipeline.wait(self._unit)
         for bound in self._tensors:
@@ -122,13 +123,13 @@ class UnitHook(NotCopyable):
     def _leave(self, pipeline: SlotPipeline) -> None:
         if threading.get_ident() not in self._inside:
             return  # called because what came before the module has raised
-        self._inside.discard(threading.get_ident())
         try:
             for bound in self._tensors:
                 bound.check()
                 # What autograd has saved during this run is about to be overwritten.
                 bound.invalidate_saved()
                 bound.note_version()
+            self._inside.discard(threading.get_ident())
         finally:
             pipeline.release(self._unit)
 
