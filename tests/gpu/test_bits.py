@@ -94,7 +94,7 @@ def test_graph_and_eager_in_any_order(pair) -> None:
     small, large = inputs(3), inputs(64)
     graph_small, out_small = capture(handle.model, small)
     graph_large, out_large = capture(handle.model, large)
-    for round_ in range(30):
+    for round_ in range(100):
         fresh_small, fresh_large = inputs(3, round_), inputs(64, round_ + 100)
         small.copy_(fresh_small)
         large.copy_(fresh_large)

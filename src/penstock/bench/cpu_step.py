@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 import os
-import resource
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,8 +102,9 @@ def _measure(
         if accelerated is not None and not disk.direct:
             equal_accelerate = torch.equal(accelerated(x), expected)
             steps["accelerate"] = lambda: accelerated(x)
-        cpu = {name: _cpu_ms(steps[name]) for name in ("resident", "read")}
-        timings = interleave(steps, rounds, repeats, time_host)
+        metered = {name: _Metered(step) for name, step in steps.items()}
+        timings = interleave(metered, rounds, repeats, time_host)
+        cpu = {name: metered[name].cpu_ms for name in ("resident", "read")}
         equal = equal and torch.equal(streamed(x), expected)
         reader.link.close()
         bound = _floor(timings, cpu)
@@ -142,14 +144,22 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _cpu_ms(step: Callable[[], object], repeats: int = 4) -> float:
-    """CPU time of all threads per run, in ms."""
-    step()
-    before = resource.getrusage(resource.RUSAGE_SELF)
-    for _ in range(repeats):
-        step()
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    return (after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime) / repeats * 1e3
+class _Metered:
+    """A step that notes the CPU time of all threads at each run, so that it is taken under the load of that moment."""
+
+    def __init__(self, step: Callable[[], object]) -> None:
+        self._step = step
+        self._samples_ms: list[float] = []
+
+    def __call__(self) -> None:
+        before = time.process_time()
+        self._step()
+        self._samples_ms.append((time.process_time() - before) * 1e3)
+
+    @property
+    def cpu_ms(self) -> float:
+        """Median."""
+        return statistics.median(self._samples_ms)
 
 
 def _on_meta() -> Stack:
