@@ -415,7 +415,6 @@ class TestRearranged:
         with warned("converted from float32 to bfloat16"), pytest.raises(SelectionError, match="cannot be streamed"):
             load(folder, EVERYTHING, dtype=torch.bfloat16)
 
-    @pytest.mark.filterwarnings("ignore:.*did not run in this forward")
     def test_transposed_experts(self, tmp_path: Path) -> None:
         vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
         text = {**SIZE, **HEADS, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 48, "num_hidden_layers": 2}
@@ -432,7 +431,8 @@ class TestRearranged:
         with warned("4 tensors (model.language_model.layers.0.mlp.experts.down_proj (49152 bytes, rearranged by Trans"):
             model, handle = load(tmp_path, EVERYTHING)
         assert handle.plan.resident.keys() >= {"model.language_model.layers.0.mlp.experts.gate_up_proj"}
-        assert_streams(model, handle, reference, share=0.2)  # text alone: the vision tower does not run
+        with pytest.warns(PenstockWarning, match="did not run in this forward"):  # text alone, no vision
+            assert_streams(model, handle, reference, share=0.2)
         handle.remove()
         assert_same_tensors(model, reference)
 
