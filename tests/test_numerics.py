@@ -6,6 +6,8 @@ test trusts equal outputs alone: each asserts what moved, how much, and by which
 
 from __future__ import annotations
 
+import random
+import signal
 import threading
 import warnings
 from collections.abc import Callable
@@ -454,6 +456,45 @@ class TestInterrupted:
                 interrupted += 1
         assert interrupted == 2
         handle.remove()
+
+    @pytest.mark.parametrize("slots", [1, 2])
+    def test_interrupted_at_any_moment(self, slots: int) -> None:
+        """Signals between any two instructions, in our code too: nothing hangs, and the next forward is right."""
+
+        class Interrupt(BaseException):
+            pass
+
+        armed: list[bool] = []
+
+        def alarm(number: int, frame: object) -> None:
+            if armed:
+                armed.clear()
+                raise Interrupt
+
+        model = Stack(5).eval()
+        x = rows()
+        expected = model(x)
+        handle = offload_over(model, all_layers(slots), SlowLink(max_delay_s=0.0005, seed=slots))
+        before = signal.signal(signal.SIGALRM, alarm)
+        interrupted = 0
+        try:
+            for seed in range(200):
+                try:
+                    armed.append(True)
+                    signal.setitimer(signal.ITIMER_REAL, random.Random(seed).uniform(1e-5, 4e-3))
+                    for _ in range(3):
+                        model(x)
+                    armed.clear()
+                except Interrupt:
+                    interrupted += 1
+                assert_same_bits(model(x), expected)
+        finally:
+            armed.clear()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert interrupted > 20
+        handle.remove()
+        assert_same_bits(model(x), expected)
 
     def test_another_thread_goes_on_after_an_error(self) -> None:
         model = Stack(5, max_pause_s=0.001).eval()

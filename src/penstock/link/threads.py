@@ -32,37 +32,49 @@ _Job = Callable[[], None]
 
 
 class ThreadTransfer:
-    """Counts the pieces still missing; the last one to arrive lifts the barrier."""
+    """Counts the pieces still missing; the last one to arrive opens the gate.
+
+    The gate is a plain lock and no ``threading.Event``: a Ctrl-C inside an event's own Python code can leave its lock
+    taken for ever, and the worker that wants to set it with it.
+    """
 
     def __init__(self, unit: int, num_pieces: int) -> None:
         self.unit = unit
         self._left = num_pieces
         self._lock = threading.Lock()
-        self._arrived = threading.Event()
+        self._gate = threading.Lock()
+        self._arrived = num_pieces == 0
         self._error: BaseException | None = None
-        if num_pieces == 0:
-            self._arrived.set()
+        if not self._arrived:
+            self._gate.acquire()
 
     @property
     def done(self) -> bool:
-        return self._arrived.is_set()
+        return self._arrived
 
     @property
     def failed(self) -> bool:
         """Whether a piece could not be read; the remaining ones are skipped."""
         return self._error is not None
 
-    def finish_piece(self, error: BaseException | None = None) -> None:
+    def finish(self, num_pieces: int = 1, error: BaseException | None = None) -> None:
         """Called by a worker when its piece is in the slot, or cannot be."""
         with self._lock:
             self._error = self._error or error
-            self._left -= 1
-            if self._left == 0:
-                self._arrived.set()
+            self._left -= num_pieces
+            if self._left <= 0 and not self._arrived:
+                self._arrived = True
+                self._gate.release()
+
+    def settle(self) -> None:
+        """Block until no piece is under way."""
+        if not self._arrived:
+            with self._gate:
+                pass
 
     def result(self) -> None:
         """Block until all pieces are in; raise what went wrong on the way."""
-        self._arrived.wait()
+        self.settle()
         if self._error is None:
             return
         if isinstance(self._error, TransferError):
@@ -86,6 +98,7 @@ class ThreadLink(Link):
         for worker in self._workers:
             worker.start()
         self._stalls_s: dict[int, float] = {}
+        self._latest: dict[int, ThreadTransfer] = {}
         self._finish = weakref.finalize(self, _send_home, self._jobs, count)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
@@ -101,9 +114,19 @@ class ThreadLink(Link):
         pieces = [piece for segment in load.segments for piece in _pieces(segment)]
         transfer = ThreadTransfer(load.unit, len(pieces))
         view = writable_view(slot)
-        for segment, start, num_bytes in pieces:
-            into = view[segment.slot_offset + start :][:num_bytes]
-            self._jobs.put(_read_job(transfer, segment, start, into, self._recorder))
+        # A caller that was interrupted may have lost sight of its last copy into this slot.
+        if (previous := self._latest.get(slot.data_ptr())) is not None:
+            previous.settle()
+        self._latest[slot.data_ptr()] = transfer
+        sent = 0
+        try:
+            for segment, start, num_bytes in pieces:
+                into = view[segment.slot_offset + start :][:num_bytes]
+                self._jobs.put(_read_job(transfer, segment, start, into, self._recorder))
+                sent += 1
+        except BaseException as error:
+            transfer.finish(len(pieces) - sent, error)
+            raise
         return transfer
 
     def wait(self, transfer: Transfer, measure: bool = False) -> float:
@@ -152,7 +175,7 @@ def _read_job(transfer: ThreadTransfer, segment: Segment, start: int, into: memo
         except BaseException as caught:  # a worker must survive, and the caller must hear of it
             error = caught
         recorder.copy(transfer.unit, len(into), begin)
-        transfer.finish_piece(error)
+        transfer.finish(error=error)
 
     return job
 

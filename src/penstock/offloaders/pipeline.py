@@ -73,7 +73,9 @@ class SlotPipeline:
         self._has_graphs = False
         num_units, num_slots = len(plan.units), len(self._live)
         self._held_back = slot_of(num_units - 1, num_slots) if num_units > num_slots else None
-        self._free = threading.Condition(threading.RLock())
+        # Held directly, for a Ctrl-C inside the condition's own Python code could leave it taken for ever.
+        self._lock = threading.RLock()
+        self._free = threading.Condition(self._lock)
         self._started_ns: dict[tuple[int, int], int] = {}
         self._closed = False
         self._reported = False
@@ -87,7 +89,7 @@ class SlotPipeline:
 
     def prime(self) -> None:
         """Start the units that a forward needs first, unless they are there or are held back for its beginning."""
-        with self._free:
+        with self._lock:
             slots = self._slots()
             for unit in first_units(len(self._plan.units), len(slots)):
                 if not (self._has_graphs and unit == self._held_back):
@@ -95,7 +97,7 @@ class SlotPipeline:
 
     def begin_forward(self) -> None:
         """A forward begins: start what was held back for it."""
-        with self._free:
+        with self._lock:
             if self._link.capturing:
                 self._captured = None  # whatever an aborted capture has left
             slots = self._slots()
@@ -111,7 +113,7 @@ class SlotPipeline:
         In a capture all copies are joined, as the graph demands. Once graphs exist an eager forward joins too: a replay
         asks nobody, so what it finds in the slots has to be ordered before it.
         """
-        with self._free:
+        with self._lock:
             if whole:
                 self._report_idle_units()
             self.prime()
@@ -120,7 +122,7 @@ class SlotPipeline:
 
     def join(self) -> None:
         """Order compute behind every copy under way; no effect when there is none."""
-        with self._free:
+        with self._lock:
             # Engines call this between the pieces of a forward whose capture goes on: the record of it must last.
             for slot in self._slots() if self._link.capturing else self._live:
                 if slot.transfer is not None:
@@ -135,7 +137,7 @@ class SlotPipeline:
             TransferError: its bytes did not arrive; the next call tries again.
             SlotConflictError: another thread has held the slot for ten minutes.
         """
-        with self._free:
+        with self._lock:
             self._require_open()
             slots = self._slots()
             slot = slots[slot_of(unit, len(slots))]
@@ -149,7 +151,7 @@ class SlotPipeline:
 
     def release(self, unit: int) -> None:
         """Compute has been given everything that reads ``unit``; its slot may be refilled behind it."""
-        with self._free:
+        with self._lock:
             slots = self._slots()
             slot = slots[slot_of(unit, len(slots))]
             me = threading.get_ident()
@@ -170,13 +172,13 @@ class SlotPipeline:
 
     def close(self) -> None:
         """Finish copies under way; slots are freed with the last view of them. Idempotent."""
-        with self._free:
+        with self._lock:
             self._closed = True
             self._link.close()
 
     def snapshot(self) -> tuple[UnitStats, ...]:
         """The counters now, with the stall of each unit's latest run where the link can tell."""
-        with self._free:
+        with self._lock:
             return tuple(
                 replace(stats, last_stall_s=self._link.last_stall_s(unit)) for unit, stats in enumerate(self.stats)
             )
