@@ -259,3 +259,20 @@ def test_boundaries_leave_nothing_behind() -> None:
         assert len(plan.units) == 5
         assert_same_bits(model(x), expected)
     assert [dict(vars(module)) for module in model.modules()] == before
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("wait", ["token", "tensors"]),
+        ("release", ["token", "tensors", "outputs"]),
+        ("begin", ["token"]),
+        ("join", ["token"]),
+    ],
+)
+def test_every_op_declares_as_written_what_orders_it(name: str, written: list[str]) -> None:
+    """The token keeps all of them in the order of the program. The inductor of today keeps it anyway, so no result
+    would show that an edge is missing; and the tag must not be written, since it is known by its address."""
+    schema = getattr(torch.ops.penstock, name).default._schema
+    assert [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write] == written
+    assert schema.returns == []
