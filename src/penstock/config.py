@@ -28,10 +28,13 @@ __all__ = [
     "ALL_MODEL_PARAMS",
     "UVA",
     "Budget",
+    "Mechanism",
     "Mode",
     "OffloadConfig",
     "Policy",
     "Prefetch",
+    "Rule",
+    "Workload",
     "as_policy",
     "debug_enabled",
     "format_gib",
@@ -44,6 +47,7 @@ __all__ = [
 ALL_MODEL_PARAMS = "ALL_MODEL_PARAMS"
 
 Mode = Literal["cpu", "disk", "meta"]
+Mechanism = Literal["resident", "prefetch", "uva"]
 Backend = Literal["auto", "prefetch", "uva", "none"]
 
 _UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -99,6 +103,21 @@ def _as_names(params: Sequence[str] | None) -> tuple[str, ...]:
         if not isinstance(name, str):
             raise OptionTypeError(f"params: expected names, found {type(name).__name__} {name!r}")
     return names
+
+
+def _as_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    form = 'write rules like [("experts", "uva"), ("re:.*norm.*", "resident")]'
+    checked: list[Rule] = []
+    for rule in rules:
+        if not isinstance(rule, tuple | list) or len(rule) != 2 or not all(isinstance(part, str) for part in rule):
+            raise OptionTypeError(f"rules: expected pairs of a name pattern and a mechanism, found {rule!r}; {form}")
+        pattern, mechanism = rule
+        if mechanism not in get_args(Mechanism):
+            raise OptionError(
+                f"rule {pattern}={mechanism}: expected one of {', '.join(get_args(Mechanism))} as the mechanism; {form}"
+            )
+        checked.append((pattern, mechanism))
+    return tuple(checked)
 
 
 @dataclass(frozen=True)
@@ -161,29 +180,77 @@ class UVA:
 
 
 @dataclass(frozen=True)
-class Budget:
-    """A device-memory budget for the weights; penstock makes the plan.
+class Workload:
+    """What the planner expects to run: it decides which plan is fastest, and what memory is left for weights.
 
     Attributes:
-        device_memory: residents and slots together stay within this (``--device-memory``).
+        batch_sizes: rows of a step, i.e. sequences that decode together; the plan has to fit the largest, and is the
+            one with the least geometric mean of step times over all of them (``--batch``).
+        context: tokens per sequence in the KV cache; 0 plans without a cache and without activations, so that the
+            budget is for the weights alone (``--context``).
+    """
+
+    batch_sizes: Sequence[int] = (1,)
+    context: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.batch_sizes, int | str) or not self.batch_sizes:
+            raise OptionTypeError(
+                f"batch_sizes: expected a list such as [1, 16], found {self.batch_sizes!r} (--batch 1,16)"
+            )
+        for size in self.batch_sizes:
+            _check_positive("batch size", size, "--batch 1,16,256")
+        object.__setattr__(self, "batch_sizes", tuple(dict.fromkeys(self.batch_sizes)))
+        if isinstance(self.context, bool) or not isinstance(self.context, int):
+            raise OptionTypeError(f"context: expected an int, found {type(self.context).__name__} (--context 4096)")
+        if self.context < 0:
+            raise OptionError(f"context = {self.context}: expected 0 or more tokens (--context 4096)")
+
+
+# (name pattern, mechanism): what matches the pattern and no earlier one is reached this way.
+Rule = tuple[str, Mechanism]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A device-memory budget; penstock makes the plan.
+
+    Attributes:
+        device_memory: residents and slots together stay within this, and the KV cache and activations of the workload
+            too where it states a context (``--device-memory``).
         params: name patterns that narrow what may be offloaded; empty means every parameter of 64 KiB or more.
         mode: the store; ``None`` means ``disk`` when a checkpoint is given and the device is a CPU, else ``cpu``.
+        rules: mechanisms that are not the planner's to choose; of several that match a tensor the first counts
+            (``--offload-rule PATTERN=MECHANISM``).
+        workload: what the plan is made for.
+        host_memory: offloaded bytes in host memory stay within this; ``None`` means what is free (``--host-memory``).
     """
 
     device_memory: str | int
     params: Sequence[str] = ()
     mode: Mode | None = None
+    rules: Sequence[Rule] = ()
+    workload: Workload = Workload()
+    host_memory: str | int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device_memory", parse_size(self.device_memory))
+        if self.host_memory is not None:
+            object.__setattr__(self, "host_memory", parse_size(self.host_memory))
         if self.mode is not None:
             _check_mode(self.mode)
         object.__setattr__(self, "params", _as_names(self.params))
+        object.__setattr__(self, "rules", _as_rules(self.rules))
 
     @property
     def num_bytes(self) -> int:
         """The budget in bytes."""
         return cast(int, self.device_memory)
+
+    @property
+    def host_limit_bytes(self) -> int | None:
+        """``host_memory`` as a number."""
+        return cast("int | None", self.host_memory)
 
 
 Policy = Prefetch | UVA | Budget

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
-from penstock.config import Mode
+from penstock.config import Mechanism, Mode
 from penstock.errors import OptionError
 from penstock.inventory import Inventory, StorageInfo
 from penstock.plan.schedule import chain, slot_of
@@ -22,8 +22,6 @@ __all__ = [
     "assemble",
     "slab_bytes",
 ]
-
-Mechanism = Literal["resident", "prefetch", "uva"]
 
 # Large enough for every vector load and for tensor-map descriptors; matrix kernels may pick another summation order
 # for a less aligned operand, so alignment is part of the promise of equal bits.
