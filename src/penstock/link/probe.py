@@ -18,19 +18,27 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from penstock.plan.cost import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates
 from penstock.store.disk import DiskOptions, File
 from penstock.store.pinned import device_view, pinned_region
 
-__all__ = ["Probe", "cache_path", "load", "measure", "save"]
+__all__ = ["Probe", "cache_path", "load", "measure", "planning_rates", "save"]
 
 MIB = 1 << 20
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+
+# Of an 8-billion-parameter decoder's MLP: 100 MB in bf16, so that six of them pass through any cache.
+_PRODUCT_SHAPE = (12288, 4096)
+_PRODUCT_WEIGHTS = 6
+_PRODUCT_ROWS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_CPU_PRODUCT_ROWS = (1, 16, 256)
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,10 @@ class Probe:
         pin_bytes_per_s: mapping, touching and registering host memory.
         device_copy_bytes_per_s: device to device, bytes read plus bytes written.
         matmul_flops_per_s: an 8192-cubed bf16 product on the GPU.
-        cpu_linear_bytes_per_s: weights read by ``F.linear`` with one row, float32, on the CPU.
+        product_s_per_byte: ``F.linear`` 4096 -> 12288 with a bf16 weight, per byte of it, by rows; within a graph, over
+            weights that no cache holds. On a machine without a GPU: 4096 -> 8192 in float32.
+        kernel_s: an elementwise kernel over 8 KiB, one of many in a graph.
+        in_place_tile_rows: rows of a product that share one reading of a weight in place.
         disk_read_bytes_per_s: reading a file past the page cache, with as many threads as cores.
         cached_read_bytes_per_s: the same out of the page cache.
     """
@@ -57,7 +68,9 @@ class Probe:
     pin_bytes_per_s: float | None = None
     device_copy_bytes_per_s: float | None = None
     matmul_flops_per_s: float | None = None
-    cpu_linear_bytes_per_s: float = 0.0
+    product_s_per_byte: dict[int, float] = field(default_factory=dict)
+    kernel_s: float | None = None
+    in_place_tile_rows: int | None = None
     disk_read_bytes_per_s: float | None = None
     cached_read_bytes_per_s: float = 0.0
 
@@ -71,9 +84,49 @@ class Probe:
         values = dict(data)
         if values.pop("schema", None) != SCHEMA_VERSION:
             raise ValueError(f"probe schema {data.get('schema')!r}, expected {SCHEMA_VERSION}")
-        for name in ("h2d_bytes_per_s", "uva_gather_bytes_per_s"):
+        for name in ("h2d_bytes_per_s", "uva_gather_bytes_per_s", "product_s_per_byte"):
             values[name] = {int(size): rate for size, rate in values[name].items()}
         return cls(**values)
+
+    def gpu_rates(self) -> Rates | None:
+        """For planning on this machine's GPU, weights in pinned host memory; ``None`` if it has none."""
+        if not self.h2d_bytes_per_s or not self.kernel_s or not self.device_copy_bytes_per_s:
+            return None
+        return Rates(
+            machine=self.machine["devices"],
+            copy_bytes_per_s=Curve.of(self.h2d_bytes_per_s),
+            product_s_per_byte=Curve.of(self.product_s_per_byte),
+            in_place_bytes_per_s=min(self.uva_gather_bytes_per_s.values(), default=None),
+            in_place_tile_rows=self.in_place_tile_rows or 1,
+            kernel_s=self.kernel_s,
+            device_bytes_per_s=self.device_copy_bytes_per_s,
+        )
+
+    def cpu_rates(self, direct: bool = False) -> Rates:
+        """For planning on this machine's CPU, weights in files, read past the page cache if ``direct``."""
+        read = self.disk_read_bytes_per_s if direct else None
+        return Rates(
+            machine=self.machine["cpu"],
+            copy_bytes_per_s=Curve.of({MIB: read or self.cached_read_bytes_per_s}),
+            product_s_per_byte=Curve.of(self.product_s_per_byte) if not self.h2d_bytes_per_s else _nominal_product(),
+            in_place_bytes_per_s=None,
+            in_place_tile_rows=1,
+            kernel_s=NOMINAL_CPU.kernel_s,
+            device_bytes_per_s=NOMINAL_CPU.device_bytes_per_s,
+            copies_take_cores=read is None,
+        )
+
+
+def _nominal_product() -> Curve:
+    return NOMINAL_CPU.product_s_per_byte  # on a machine with a GPU the CPU's own is not measured
+
+
+def planning_rates(device: torch.device, direct: bool = False) -> Rates:
+    """What plans for ``device`` are made with: the kept probe of this machine, or else nominal figures."""
+    probe = load()
+    if device.type == "cpu":
+        return NOMINAL_CPU if probe is None else probe.cpu_rates(direct)
+    return (probe.gpu_rates() if probe is not None else None) or NOMINAL_GPU
 
 
 def describe_machine() -> dict[str, str]:
@@ -113,7 +166,7 @@ def save(probe: Probe) -> Path:
 
 def measure(folder: Path | None = None, num_bytes: int = 1024 * MIB) -> Probe:
     """Measure everything; about half a minute. ``folder``: on the disk to read from (default: temporary files)."""
-    rates: dict[str, Any] = {"cpu_linear_bytes_per_s": _cpu_linear(), **_disk(folder, num_bytes)}
+    rates: dict[str, Any] = {"product_s_per_byte": _cpu_products(), **_disk(folder, num_bytes)}
     if torch.cuda.is_available():
         rates |= _cuda(torch.device("cuda", torch.cuda.current_device()), num_bytes)
     return Probe(describe_machine(), **rates)
@@ -129,10 +182,11 @@ def _median_s(run: Callable[[], object], repeats: int = 5) -> float:
     return statistics.median(samples)
 
 
-def _cpu_linear() -> float:
+def _cpu_products() -> dict[int, float]:
     weight = torch.randn(8192, 4096)
-    x = torch.randn(1, 4096)
-    return weight.numel() * 4 / _median_s(lambda: F.linear(x, weight))
+    return {
+        rows: _median_s(partial(F.linear, _rows(rows, weight), weight)) / weight.nbytes for rows in _CPU_PRODUCT_ROWS
+    }
 
 
 def _disk(folder: Path | None, num_bytes: int) -> dict[str, float | None]:
@@ -173,14 +227,7 @@ def _cuda(device: torch.device, num_bytes: int) -> dict[str, Any]:
     pin_s = time.perf_counter() - start
     slot = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     other = torch.empty_like(slot)
-
-    def timed(run: Callable[[], object]) -> float:
-        def step() -> None:
-            run()
-            torch.cuda.synchronize(device)
-
-        return _median_s(step)
-
+    timed = partial(_timed, device)
     a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
     in_place = device_view(host, device)
     return {
@@ -192,10 +239,63 @@ def _cuda(device: torch.device, num_bytes: int) -> dict[str, Any]:
         "uva_gather_bytes_per_s": {row: _gather(in_place, row, timed) for row in (8192, MIB)},
         "device_copy_bytes_per_s": 2 * num_bytes / timed(lambda: other.copy_(slot)),
         "matmul_flops_per_s": 2 * 8192**3 / timed(lambda: a @ b),
+        "product_s_per_byte": _products(device),
+        "kernel_s": _kernel_s(device),
+        "in_place_tile_rows": _tile_rows(in_place, timed),
     }
 
 
-def _h2d(slot: torch.Tensor, host: torch.Tensor, size: int, timed: Callable[[Callable[[], object]], float]) -> float:
+Timed = Callable[[Callable[[], object]], float]
+
+
+def _timed(device: torch.device, run: Callable[[], object]) -> float:
+    def step() -> None:
+        run()
+        torch.cuda.synchronize(device)
+
+    return _median_s(step)
+
+
+def _graph(device: torch.device, run: Callable[[], object]) -> Callable[[], None]:
+    """``run`` as a captured graph: what the host takes to launch kernels does not count."""
+    run()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def _products(device: torch.device) -> dict[int, float]:
+    bf16 = torch.bfloat16
+    weights = [torch.randn(_PRODUCT_SHAPE, device=device, dtype=bf16) for _ in range(_PRODUCT_WEIGHTS)]
+    num_bytes = sum(weight.nbytes for weight in weights)
+
+    def seconds(rows: int) -> float:
+        x = torch.randn(rows, _PRODUCT_SHAPE[1], device=device, dtype=bf16)
+        return _timed(device, _graph(device, lambda: [F.linear(x, weight) for weight in weights]))
+
+    return {rows: seconds(rows) / num_bytes for rows in _PRODUCT_ROWS}
+
+
+def _kernel_s(device: torch.device, count: int = 500) -> float:
+    x = torch.zeros(2048, device=device)
+    replay = _graph(device, lambda: [x.add_(1.0) for _ in range(count)])
+    return _timed(device, replay) / count
+
+
+def _tile_rows(in_place: torch.Tensor, timed: Timed, few: int = 64, many: int = 2048) -> int:
+    """The weight is read once for ``few`` rows; how many times as long ``many`` take says how often it is read then."""
+    weight = in_place[: 12288 * 4096 * 2].view(torch.bfloat16).view(12288, 4096)
+    seconds = [timed(partial(F.linear, _rows(rows, weight), weight)) for rows in (few, many)]
+    return max(1, round(many / max(1.0, seconds[1] / seconds[0])))
+
+
+def _rows(count: int, weight: torch.Tensor) -> torch.Tensor:
+    return torch.randn(count, weight.shape[1], device=weight.device, dtype=weight.dtype)
+
+
+def _h2d(slot: torch.Tensor, host: torch.Tensor, size: int, timed: Timed) -> float:
     count = max(1, min(host.numel(), 512 * MIB) // size)
 
     def run() -> None:
@@ -205,7 +305,7 @@ def _h2d(slot: torch.Tensor, host: torch.Tensor, size: int, timed: Callable[[Cal
     return count * size / timed(run)
 
 
-def _gather(in_place: torch.Tensor, row: int, timed: Callable[[Callable[[], object]], float]) -> float:
+def _gather(in_place: torch.Tensor, row: int, timed: Timed) -> float:
     rows = in_place.view(-1, row)
     chosen = torch.randperm(len(rows), device=in_place.device)[: len(rows) // 2]
     return len(chosen) * row / timed(lambda: rows[chosen])

@@ -257,7 +257,8 @@ class Costed:
     def _column(self, table: Floats, layer: int) -> Floats:
         """Per candidate: ``table`` [sets, layers] at the set it has in ``layer``."""
         chosen = np.where(self._spaced[self.family.spaced, layer], self.family.high, self.family.low)
-        return table[chosen, layer]
+        column: Floats = table[chosen, layer]
+        return column
 
     def _drafted(self, value: Mapping[str, float]) -> Iterator[tuple[str, Floats]]:
         """(anchor, value of its unit per candidate), in order, for every stage that may have a unit."""
