@@ -241,4 +241,5 @@ def _measure(
                 "num_slots": plan.num_slots,
                 "plan": plan,
             }
+        for variant in taking_part:
             del variant.steps[count], variant.outputs[count]

@@ -63,5 +63,4 @@ def _rates(values: dict[str, object]) -> list[tuple[str, str]]:
     rows += [(f"matrix product, {n} rows, per GB of weight", f"{s * 1e12:.2f} ms") for n, s in products.items()]
     if kernel_s := values["kernel_s"]:
         rows.append(("small kernel in a graph", f"{float(str(kernel_s)) * 1e6:.1f} us"))
-        rows.append(("rows per reading of a weight in place", str(values["in_place_tile_rows"])))
     return rows

@@ -15,9 +15,9 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,9 @@ SCHEMA_VERSION = 2
 _PRODUCT_SHAPE = (12288, 4096)
 _PRODUCT_WEIGHTS = 6
 _PRODUCT_ROWS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+# A layer's experts of a fine-grained mixture: 738 MB.
+_EXPERTS_SHAPE = (64, 2816, 2048)
+_EXPERT_ROWS = (1, 4, 16, 64, 128, 256, 1024)
 _CPU_PRODUCT_ROWS = (1, 16, 256)
 
 
@@ -55,8 +58,9 @@ class Probe:
         matmul_flops_per_s: an 8192-cubed bf16 product on the GPU.
         product_s_per_byte: ``F.linear`` 4096 -> 12288 with a bf16 weight, per byte of it, by rows; within a graph, over
             weights that no cache holds. On a machine without a GPU: 4096 -> 8192 in float32.
+        grouped_s_per_byte: ``F.grouped_mm`` over 64 experts of 2048 -> 2816, by rows per expert.
+        in_place_s_per_byte, in_place_grouped_s_per_byte: both with the weight in pinned host memory.
         kernel_s: an elementwise kernel over 8 KiB, one of many in a graph.
-        in_place_tile_rows: rows of a product that share one reading of a weight in place.
         disk_read_bytes_per_s: reading a file past the page cache, with as many threads as cores.
         cached_read_bytes_per_s: the same out of the page cache.
     """
@@ -69,8 +73,10 @@ class Probe:
     device_copy_bytes_per_s: float | None = None
     matmul_flops_per_s: float | None = None
     product_s_per_byte: dict[int, float] = field(default_factory=dict)
+    grouped_s_per_byte: dict[int, float] = field(default_factory=dict)
+    in_place_s_per_byte: dict[int, float] = field(default_factory=dict)
+    in_place_grouped_s_per_byte: dict[int, float] = field(default_factory=dict)
     kernel_s: float | None = None
-    in_place_tile_rows: int | None = None
     disk_read_bytes_per_s: float | None = None
     cached_read_bytes_per_s: float = 0.0
 
@@ -84,7 +90,7 @@ class Probe:
         values = dict(data)
         if values.pop("schema", None) != SCHEMA_VERSION:
             raise ValueError(f"probe schema {data.get('schema')!r}, expected {SCHEMA_VERSION}")
-        for name in ("h2d_bytes_per_s", "uva_gather_bytes_per_s", "product_s_per_byte"):
+        for name in (name for name, value in values.items() if isinstance(value, dict) and name != "machine"):
             values[name] = {int(size): rate for size, rate in values[name].items()}
         return cls(**values)
 
@@ -96,8 +102,9 @@ class Probe:
             machine=self.machine["devices"],
             copy_bytes_per_s=Curve.of(self.h2d_bytes_per_s),
             product_s_per_byte=Curve.of(self.product_s_per_byte),
-            in_place_bytes_per_s=min(self.uva_gather_bytes_per_s.values(), default=None),
-            in_place_tile_rows=self.in_place_tile_rows or 1,
+            grouped_s_per_byte=Curve.of(self.grouped_s_per_byte),
+            in_place_s_per_byte=Curve.of(self.in_place_s_per_byte),
+            in_place_grouped_s_per_byte=Curve.of(self.in_place_grouped_s_per_byte),
             kernel_s=self.kernel_s,
             device_bytes_per_s=self.device_copy_bytes_per_s,
         )
@@ -105,20 +112,17 @@ class Probe:
     def cpu_rates(self, direct: bool = False) -> Rates:
         """For planning on this machine's CPU, weights in files, read past the page cache if ``direct``."""
         read = self.disk_read_bytes_per_s if direct else None
-        return Rates(
+        # On a machine with a GPU the CPU's own products are not measured.
+        product = NOMINAL_CPU.product_s_per_byte if self.h2d_bytes_per_s else Curve.of(self.product_s_per_byte)
+        return replace(
+            NOMINAL_CPU,
             machine=self.machine["cpu"],
             copy_bytes_per_s=Curve.of({MIB: read or self.cached_read_bytes_per_s}),
-            product_s_per_byte=Curve.of(self.product_s_per_byte) if not self.h2d_bytes_per_s else _nominal_product(),
-            in_place_bytes_per_s=None,
-            in_place_tile_rows=1,
-            kernel_s=NOMINAL_CPU.kernel_s,
-            device_bytes_per_s=NOMINAL_CPU.device_bytes_per_s,
+            product_s_per_byte=product,
+            grouped_s_per_byte=product,
             copies_take_cores=read is None,
+            is_measured=True,
         )
-
-
-def _nominal_product() -> Curve:
-    return NOMINAL_CPU.product_s_per_byte  # on a machine with a GPU the CPU's own is not measured
 
 
 def planning_rates(device: torch.device, direct: bool = False) -> Rates:
@@ -239,9 +243,8 @@ def _cuda(device: torch.device, num_bytes: int) -> dict[str, Any]:
         "uva_gather_bytes_per_s": {row: _gather(in_place, row, timed) for row in (8192, MIB)},
         "device_copy_bytes_per_s": 2 * num_bytes / timed(lambda: other.copy_(slot)),
         "matmul_flops_per_s": 2 * 8192**3 / timed(lambda: a @ b),
-        "product_s_per_byte": _products(device),
+        **_products(device, in_place, timed),
         "kernel_s": _kernel_s(device),
-        "in_place_tile_rows": _tile_rows(in_place, timed),
     }
 
 
@@ -266,29 +269,49 @@ def _graph(device: torch.device, run: Callable[[], object]) -> Callable[[], None
     return graph.replay
 
 
-def _products(device: torch.device) -> dict[int, float]:
+def _products(device: torch.device, in_place: torch.Tensor, timed: Timed) -> dict[str, dict[int, float]]:
     bf16 = torch.bfloat16
-    weights = [torch.randn(_PRODUCT_SHAPE, device=device, dtype=bf16) for _ in range(_PRODUCT_WEIGHTS)]
+    dense = [torch.randn(_PRODUCT_SHAPE, device=device, dtype=bf16) for _ in range(_PRODUCT_WEIGHTS)]
+    experts = torch.randn(_EXPERTS_SHAPE, device=device, dtype=bf16)
+    return {
+        "product_s_per_byte": _by_rows(_PRODUCT_ROWS, dense, F.linear, timed),
+        "grouped_s_per_byte": _by_rows(_EXPERT_ROWS, [experts], _grouped, timed),
+        "in_place_s_per_byte": _by_rows(_PRODUCT_ROWS, [_like(dense[0], in_place)], F.linear, timed),
+        "in_place_grouped_s_per_byte": _by_rows(_EXPERT_ROWS, [_like(experts, in_place)], _grouped, timed),
+    }
+
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _by_rows(
+    counts: Sequence[int], weights: Sequence[torch.Tensor], product: Product, timed: Timed
+) -> dict[int, float]:
+    """Seconds per byte of ``weights``, by rows (per expert, if they have experts), in a graph."""
     num_bytes = sum(weight.nbytes for weight in weights)
+    per_count = len(weights[0]) if weights[0].dim() == 3 else 1
 
-    def seconds(rows: int) -> float:
-        x = torch.randn(rows, _PRODUCT_SHAPE[1], device=device, dtype=bf16)
-        return _timed(device, _graph(device, lambda: [F.linear(x, weight) for weight in weights]))
+    def seconds(count: int) -> float:
+        x = _rows(count * per_count, weights[0])
+        return timed(_graph(x.device, lambda: [product(x, weight) for weight in weights]))
 
-    return {rows: seconds(rows) / num_bytes for rows in _PRODUCT_ROWS}
+    return {count: seconds(count) / num_bytes for count in counts}
+
+
+def _grouped(x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    each = len(x) // len(experts)
+    ends = torch.arange(each, len(x) + 1, each, device=x.device, dtype=torch.int32)
+    return F.grouped_mm(x, experts.mT, offs=ends)
+
+
+def _like(weight: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    return memory[: weight.nbytes].view(weight.dtype).view(weight.shape)
 
 
 def _kernel_s(device: torch.device, count: int = 500) -> float:
     x = torch.zeros(2048, device=device)
     replay = _graph(device, lambda: [x.add_(1.0) for _ in range(count)])
     return _timed(device, replay) / count
-
-
-def _tile_rows(in_place: torch.Tensor, timed: Timed, few: int = 64, many: int = 2048) -> int:
-    """The weight is read once for ``few`` rows; how many times as long ``many`` take says how often it is read then."""
-    weight = in_place[: 12288 * 4096 * 2].view(torch.bfloat16).view(12288, 4096)
-    seconds = [timed(partial(F.linear, _rows(rows, weight), weight)) for rows in (few, many)]
-    return max(1, round(many / max(1.0, seconds[1] / seconds[0])))
 
 
 def _rows(count: int, weight: torch.Tensor) -> torch.Tensor:

@@ -56,13 +56,10 @@ def forecast(plan: Plan, inventory: Inventory, rates: Rates, traits: Traits, row
     """Play ``plan`` through; a pure function of sizes and rates (:mod:`penstock.plan.cost`)."""
     stages = list(_stage_times(plan, inventory, rates, traits, rows))
     slots, units = np.array([plan.num_slots]), np.array([len(plan.units)])
-    step = float(step_s(stages, slots, units)[0])
-    compute_s = sum(float(stage.compute_s[0]) for stage in stages)
+    step = float(step_s(stages, slots, units, rates.copies_take_cores)[0])
     in_place_s = sum(float(stage.in_place_s[0]) for stage in stages)
     moved = {unit.anchor for unit in plan.units if len(chain(unit.slot, len(plan.units), plan.num_slots)) > 1}
     link_s = sum(rates.copy_s(unit.payload_bytes) for unit in plan.units if unit.anchor in moved)
-    if rates.copies_take_cores:
-        step = max(step, compute_s + link_s)
     resident_s = sum(
         stage_compute_s(stage, rows, rates, traits)
         + sum(storage_cost(s, experts, rows, rates, traits).resident_s for s, experts in stage.storages)
