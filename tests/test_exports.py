@@ -27,6 +27,7 @@ ROOMS = [
     ("config",),
     ("telemetry", "process"),
     ("inventory",),
+    ("groups",),
     ("select",),
     ("plan",),
     ("checkpoint",),
