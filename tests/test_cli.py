@@ -41,6 +41,7 @@ OFFLOAD_FLAGS = [
     "--offload-num-in-group",
     "--offload-prefetch-step",
     "--offload-params",
+    "--offload-rule",
     "--offload-mode",
     "--disk-direct",
     "--disk-drop-cache",

@@ -60,6 +60,7 @@ class TestTree:
         assert all(issubclass(kind, PenstockError | PenstockWarning) for kind in kinds)
         for kind, builtin in (
             (OptionError, ValueError), (SizeError, OptionError), (SelectionError, OptionError),
+            (errors.RuleError, OptionError),
             (BudgetError, OptionError), (OptionTypeError, TypeError), (CheckpointError, ValueError),
             (errors.StateError, RuntimeError),
             (errors.ModelChangedError, errors.StateError), (TransferError, errors.StateError),

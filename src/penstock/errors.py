@@ -4,6 +4,7 @@
     ├── OptionError        (ValueError) an option has a value it cannot have
     │   ├── SizeError                   a size such as ``"20 GB"`` or ``"lots"``
     │   ├── SelectionError              a name pattern that matches nothing
+    │   ├── RuleError                   offload rules that contradict one another or cannot be obeyed
     │   └── BudgetError                 a budget no plan fits; carries the minimum
     ├── OptionTypeError    (TypeError)  an option of the wrong Python type
     ├── CheckpointError    (ValueError) files that are missing, damaged or for another model
@@ -35,6 +36,10 @@ class SizeError(OptionError):
 
 class SelectionError(OptionError):
     """A name pattern that matches no tensor."""
+
+
+class RuleError(OptionError):
+    """Offload rules that contradict one another or cannot be obeyed."""
 
 
 class BudgetError(OptionError):

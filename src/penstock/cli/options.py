@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from penstock.config import UVA, Budget, Mode, OffloadConfig, Policy, Prefetch
+from penstock.config import UVA, Budget, Mode, OffloadConfig, Policy, Prefetch, Rules, parse_rule
 from penstock.errors import OptionError
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LIST_FLAGS", "OffloadFlags", "with_offload_flags"]
 
-LIST_FLAGS = ("--cpu-offload-params", "--offload-params")
+# Flags that take a list, each with a value to show.
+LIST_FLAGS = {"--cpu-offload-params": "mlp", "--offload-params": "mlp", "--offload-rule": "experts=uva"}
 
 _PREFETCH_FLAGS = ("offload_group_size", "offload_num_in_group", "offload_prefetch_step")
 _UVA_FLAGS = ("cpu_offload_gb", "cpu_offload_params")
@@ -59,11 +60,20 @@ class OffloadFlags:
         int | None, _option("--offload-num-in-group", "N", "Layers of each group that are offloaded (default 1).")
     ] = None
     offload_prefetch_step: Annotated[
-        int | None, _option("--offload-prefetch-step", "N", "Units copied ahead = number of slots (default 1).")
+        int | None,
+        _option("--offload-prefetch-step", "N", "Units copied ahead = number of slots (default 1; with rules 2)."),
     ] = None
     offload_params: Annotated[
         list[str] | None,
-        _option("--offload-params", "NAME...", "Names that may be offloaded: segments, globs or re:REGEX."),
+        _option("--offload-params", "NAME...", "Names that may be offloaded: segments, groups, globs or re:REGEX."),
+    ] = None
+    offload_rule: Annotated[
+        list[str] | None,
+        _option(
+            "--offload-rule",
+            "PATTERN=MECHANISM...",
+            "How what a pattern matches is reached: resident, prefetch or uva; the first match counts.",
+        ),
     ] = None
     offload_mode: Annotated[
         str | None, _option("--offload-mode", "NAME", "Where offloaded weights rest: disk (default), cpu or meta.")
@@ -81,6 +91,8 @@ class OffloadFlags:
         """
         if self.device_memory is not None:
             return self._budget(self.device_memory)
+        if self.offload_rule:
+            return self._rules(self.offload_rule)
         self._refuse_lone_flags()
         config = OffloadConfig(self._backend, self._prefetch(), self._uva())  # type: ignore[arg-type]
         chosen = config.resolved
@@ -124,7 +136,23 @@ class OffloadFlags:
                     f"--device-memory and {_flag(name)} contradict each other: with a budget penstock makes the plan; "
                     f"leave one of the two out"
                 )
-        return Budget(size, self.offload_params or (), self.offload_mode)  # type: ignore[arg-type]
+        rules = [parse_rule(text) for text in self.offload_rule or ()]
+        return Budget(size, self.offload_params or (), self.offload_mode, rules)  # type: ignore[arg-type]
+
+    def _rules(self, texts: Sequence[str]) -> Rules:
+        for name in (*_PREFETCH_FLAGS[:2], *_UVA_FLAGS, "offload_backend"):
+            if self._given(name) and (name, self._backend) != ("offload_backend", "auto"):
+                raise OptionError(
+                    f"--offload-rule and {_flag(name)} contradict each other: rules say how each tensor is reached; "
+                    f"leave one of the two out, or give --device-memory with the rules"
+                )
+        self._refuse(("offload_params",), "with --offload-rule; add a rule for these names, or --device-memory")
+        rules = [parse_rule(text) for text in texts]
+        if all(mechanism != "prefetch" for _, mechanism in rules):
+            self._refuse(("offload_prefetch_step",), "without a rule that says prefetch")
+        if self.offload_prefetch_step is None:
+            return Rules(rules, mode=self._mode)
+        return Rules(rules, self.offload_prefetch_step, self._mode)
 
     def _prefetch(self) -> Prefetch | None:
         if not self._given("offload_group_size"):
