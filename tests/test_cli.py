@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from penstock.cli import app
 from penstock.cli.group import expand_lists
 from penstock.cli.options import OffloadFlags
-from penstock.config import UVA, Budget, Prefetch
+from penstock.config import UVA, Budget, Prefetch, Rules
 from penstock.demo.model import ModelSize, ensure_model
 from penstock.errors import OptionError, PenstockError
 from penstock.plan.report import gib
@@ -125,6 +125,7 @@ sys.exit(f"imported {heavy}" if heavy else 0)
         ("plan --cpu-offload-params a b --offload-params c", "plan --cpu-offload-params a --cpu-offload-params b "
          "--offload-params c"),
         ("plan --offload-params=a M", "plan --offload-params=a M"),
+        ("plan M --offload-rule a=uva re:b=c=uva", "plan M --offload-rule a=uva --offload-rule re:b=c=uva"),
         ("plan -- M --offload-params a b", "plan -- M --offload-params a b"),
         ("plan M", "plan M"),
         ("", ""),
@@ -160,6 +161,18 @@ def test_a_list_flag_without_names_does_not_swallow_the_next_flag(args: Sequence
         ({"offload_group_size": 1, "offload_mode": "cpu"}, Prefetch(mode="cpu")),
         ({"cpu_offload_gb": 1.5}, UVA(int(1.5 * 2**30), mode="disk")),
         ({"cpu_offload_params": ["experts"]}, UVA(None, ["experts"], "disk")),
+        (
+            {"offload_rule": ["re:a=b=uva", "@mlp=prefetch"]},
+            Rules([("re:a=b", "uva"), ("@mlp", "prefetch")], 2, "disk"),
+        ),
+        (
+            {"offload_rule": ["a=prefetch"], "offload_prefetch_step": 3, "offload_mode": "cpu"},
+            Rules([("a", "prefetch")], 3),
+        ),
+        (
+            {"device_memory": "1GiB", "offload_rule": ["a=uva", "b=resident"]},
+            Budget("1GiB", rules=[("a", "uva"), ("b", "resident")]),
+        ),
     ],
 )
 def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
@@ -182,6 +195,23 @@ def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
         ({"offload_group_size": 2, "offload_num_in_group": 3}, "larger than group_size"),
         ({"offload_num_in_group": 2}, "--offload-num-in-group has no effect without --offload-group-size"),
         ({"offload_params": ["mlp"]}, "--offload-params has no effect without"),
+        (
+            {"offload_rule": ["mlp"]},
+            "--offload-rule 'mlp': expected a name pattern, '=' and a mechanism; write PATTERN=",
+        ),
+        (
+            {"device_memory": "1GiB", "offload_rule": ["mlp=cpu"]},
+            "expected one of resident, prefetch, uva, found 'cpu'",
+        ),
+        ({"offload_rule": ["a=uva"], "offload_group_size": 2}, "--offload-rule and --offload-group-size contradict"),
+        ({"offload_rule": ["a=uva"], "cpu_offload_gb": 2.0}, "--offload-rule and --cpu-offload-gb contradict"),
+        ({"offload_rule": ["a=uva"], "offload_backend": "none"}, "--offload-rule and --offload-backend contradict"),
+        ({"offload_rule": ["a=uva"], "offload_params": ["b"]}, "--offload-params has no effect with --offload-rule"),
+        ({"offload_rule": ["a=uva"], "offload_prefetch_step": 2}, "has no effect without a rule that says prefetch"),
+        (
+            {"device_memory": "1GiB", "offload_rule": ["a=prefetch"], "offload_prefetch_step": 2},
+            "--device-memory and --offload-prefetch-step contradict",
+        ),
         ({"offload_mode": "disk"}, "--offload-mode has no effect when nothing is offloaded"),
         (
             {"offload_backend": "prefetch", "offload_group_size": 2, "cpu_offload_gb": 1.0},
@@ -221,6 +251,24 @@ def test_plan_json_is_the_plan_and_nothing_else(model: Path) -> None:
         "q_proj",
     }
     assert plan["mode"] == "disk"
+
+
+def test_plan_by_rules(model: Path) -> None:
+    result = run(
+        "plan", model, "--json", "--offload-rule", "layers.0=resident", "@attention=prefetch", "embeddings=uva"
+    )
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    assert [unit["anchor"] for unit in plan["units"]] == [f"model.layers.{index}" for index in (1, 2, 3)]
+    assert all(".self_attn." in entry["storage"] for unit in plan["units"] for entry in unit["entries"])
+    assert list(plan["uva"]) == ["model.embed_tokens.weight"]
+
+
+def test_rules_without_sense_fail_in_one_line(model: Path) -> None:
+    assert "contradict each other" in error_of("plan", model, "--offload-rule", "mlp=uva", "mlp=prefetch")
+    assert "write PATTERN=MECHANISM" in error_of("plan", model, "--offload-rule", "mlp")
+    message = error_of("plan", model, "--device-memory", "2MiB", "--offload-rule", "@vision=uva")
+    assert "has the groups @attention, @mlp, @embeddings, @lm_head" in message
 
 
 def test_plan_without_flags_says_the_weight_and_a_minimum_that_holds(model: Path) -> None:

@@ -114,7 +114,7 @@ class TestGroups:
             select(MOE, ["vision"])
 
     def test_a_misspelt_word(self) -> None:
-        with pytest.raises(SelectionError, match="the nearest are .*embeddings"):
+        with pytest.raises(SelectionError, match=r"the nearest are .*embeddings"):
             select(MOE, ["embedings"])
 
 
