@@ -29,6 +29,7 @@ ROOMS = [
     ("inventory",),
     ("select",),
     ("plan",),
+    ("limits",),
     ("checkpoint",),
     ("weights",),
     ("store",),
