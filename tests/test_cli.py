@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,13 @@ OFFLOAD_FLAGS = [
     "--offload-params",
     "--offload-rule",
     "--offload-mode",
+    "--plan",
     "--disk-direct",
     "--disk-drop-cache",
 ]
 FLAGS = {
     "demo": ["--folder", "--keep"],
-    "plan": ["--json", *OFFLOAD_FLAGS],
+    "plan": ["--json", "--save", *OFFLOAD_FLAGS],
     "generate": ["--prompt", "--max-new-tokens", "--temperature", "--seed", "--trace", *OFFLOAD_FLAGS],
 }
 
@@ -98,6 +100,7 @@ def test_the_command_line_starts_without_torch() -> None:
     # The package itself imports torch, so an empty stand-in takes its place: what is left is what the CLI adds.
     code = """
 import sys, types
+from dataclasses import replace
 from pathlib import Path
 package = types.ModuleType("penstock")
 package.__path__ = [sys.argv[1]]
@@ -348,6 +351,52 @@ def test_plan_tries_how_the_files_would_be_opened(model: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "open", recording)
     assert run("plan", model, "--device-memory", "2MiB", "--disk-direct").exit_code == 0
     assert any(flags & os.O_DIRECT for flags in opened)
+
+
+def test_a_saved_plan_is_shown_and_carried_out(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    made = run("plan", model, "--device-memory", "2MiB", "--save", file)
+    assert made.exit_code == 0, made.output
+    assert f"plan saved in {file}" in made.stderr
+    data = json.loads(file.read_text())
+    assert (data["model"]["name"], data["machine"]) == (model.name, {"device": "cpu", "device_bytes": None})
+    shown = run("plan", model, "--plan", file)
+    assert (shown.exit_code, shown.stdout) == (0, made.stdout)
+    assert json.loads(run("plan", model, "--plan", file, "--json").stdout) == data
+    args = ("generate", model, "--prompt", "Water", "--max-new-tokens", 4)
+    by_plan, by_policy = run(*args, "--plan", file), run(*args, "--device-memory", "2MiB")
+    assert by_plan.exit_code == 0, by_plan.output
+    assert by_plan.stdout == by_policy.stdout
+    moved = [re.search(r"; (\d+\.\d+ GiB moved) ", result.stderr) for result in (by_plan, by_policy)]
+    assert moved[0]
+    assert moved[1]
+    assert moved[0][1] == moved[1][1]
+
+
+def test_a_plan_of_another_model_is_refused(model: Path, tmp_path: Path) -> None:
+    ensure_model(tmp_path / "other", replace(TINY, layers=5), lambda done, total: None)
+    file = tmp_path / "plan.json"
+    assert run("plan", tmp_path / "other", "--device-memory", "2MiB", "--save", file).exit_code == 0
+    for verb in (("plan", model), ("generate", model, "--prompt", "a")):
+        message = error_of(*verb, "--plan", file)
+        assert "made for another model (other): " in message
+        assert "in the plan alone" in message
+
+
+def test_what_contradicts_a_plan_and_places_for_none(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    assert run("plan", model, "--device-memory", "2MiB", "--save", file).exit_code == 0
+    for flag, value in (
+        ("--device-memory", "1MiB"), ("--offload-backend", "uva"), ("--cpu-offload-gb", 1), ("--offload-mode", "cpu"),
+        ("--cpu-offload-params", "mlp"), ("--offload-group-size", 2), ("--offload-num-in-group", 1),
+        ("--offload-prefetch-step", 1), ("--offload-params", "mlp"),
+    ):  # fmt: skip
+        assert f"--plan and {flag} contradict each other" in error_of("plan", model, "--plan", file, flag, value)
+    assert run("plan", model, "--plan", file, "--disk-drop-cache", "--offload-backend", "auto").exit_code == 0
+    assert "found: No such file" in error_of("plan", model, "--plan", tmp_path / "none.json")
+    assert "--save has no effect" in error_of("plan", model, "--save", file)
+    nowhere = tmp_path / "no" / "plan.json"
+    assert "--save" in error_of("plan", tmp_path / "no model", "--device-memory", "2MiB", "--save", nowhere)
 
 
 # -- generate ----------------------------------------------------------------------------------------------------------

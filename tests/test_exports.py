@@ -30,6 +30,7 @@ ROOMS = [
     ("groups",),
     ("select",),
     ("plan",),
+    ("limits",),
     ("checkpoint",),
     ("weights",),
     ("store",),

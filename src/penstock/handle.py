@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,10 @@ from torch import nn
 from penstock.config import Mode, Policy, as_policy, pin_memory_disabled, uva_disabled
 from penstock.errors import OptionTypeError, PenstockWarning, StateError
 from penstock.inventory import Inventory, take_inventory
+from penstock.limits import describe_device
 from penstock.offloaders.attachment import Attachment, Progress
 from penstock.offloaders.opening import compute_device
+from penstock.offloaders.room import budget_planner, require_room
 from penstock.offloaders.state import is_offloaded
 from penstock.plan import Plan, build_plan, move_on_demand
 from penstock.store.disk import DiskOptions
@@ -94,7 +97,8 @@ def offload(
     Args:
         model: any module; tensors on ``meta`` are filled from ``checkpoint``.
         policy: a device-memory budget for the weights such as ``"20GiB"``, or :class:`~penstock.Prefetch`,
-            :class:`~penstock.UVA`, :class:`~penstock.Budget`, or a finished :class:`~penstock.Plan`.
+            :class:`~penstock.UVA`, :class:`~penstock.Budget`, or a finished :class:`~penstock.Plan`, from a file too
+            (``Plan.load(path)``).
         checkpoint: folder or file of safetensors that holds the weights; mode ``disk`` reads from it.
         device: where compute runs; default the device the model is on (a CPU for ``meta``).
         disk: how its files are read.
@@ -105,7 +109,9 @@ def offload(
         the handle; ``handle.remove()`` undoes everything.
 
     Raises:
-        OptionError, OptionTypeError: a wrong policy; a selection or budget that cannot be.
+        OptionError, OptionTypeError: a wrong policy; a selection or budget that cannot be; a plan for another model or
+            machine.
+        LimitError: the device or the host has no room for the plan; found before anything is allocated.
         CheckpointError: files missing, damaged or for another model.
         StateError: the model is offloaded already.
 
@@ -118,12 +124,8 @@ def offload(
     weights = None if checkpoint is None else WeightMap.open(checkpoint)
     target = compute_device(model, device)
     inventory = take_inventory(model)
-    plan = (
-        policy if isinstance(policy, Plan) else build_plan(inventory, as_policy(policy), _default_mode(weights, target))
-    )
-    plan.check(inventory)
-    if target.type == "cuda" and (uva_disabled() or pin_memory_disabled()):  # only pinned memory has a device address
-        plan = move_on_demand(inventory, plan)
+    plan = _plan_for(inventory, policy, weights, target)
+    require_room(model, plan, inventory, target, budget_planner(inventory, policy, plan.mode, weights))
     _warn_about_training(model, plan, inventory)
     _warn_about_idle_options(model, plan, weights, disk)
     attachment = Attachment(
@@ -139,6 +141,21 @@ def offload(
     handle = Handle(model, attachment)
     model.__dict__[_MARK] = handle
     return handle
+
+
+def _plan_for(
+    inventory: Inventory, policy: Policy | Plan | str | int, weights: WeightMap | None, device: torch.device
+) -> Plan:
+    here = describe_device(device)
+    if isinstance(policy, Plan):
+        plan = policy
+        plan.check(inventory)
+        plan.check_machine(here)
+    else:
+        plan = replace(build_plan(inventory, as_policy(policy), _default_mode(weights, device)), made_for=here)
+    if device.type == "cuda" and (uva_disabled() or pin_memory_disabled()):  # only pinned memory has a device address
+        return replace(move_on_demand(inventory, plan), model_name=plan.model_name, made_for=plan.made_for)
+    return plan
 
 
 def _default_mode(weights: WeightMap | None, device: torch.device) -> Mode:

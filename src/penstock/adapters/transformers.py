@@ -16,6 +16,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +33,11 @@ from penstock.config import Mode, Policy, as_policy, format_gib
 from penstock.errors import CheckpointError, OptionError, OptionTypeError, PenstockWarning
 from penstock.handle import Handle, offload
 from penstock.inventory import StorageInfo, take_inventory
+from penstock.limits import describe_device
 from penstock.offloaders.attachment import Progress
 from penstock.offloaders.binding import bind
+from penstock.offloaders.opening import compute_device
+from penstock.offloaders.room import budget_planner, require_room
 from penstock.plan import Plan, build_plan
 from penstock.store.base import new_blob
 from penstock.store.disk import DiskOptions
@@ -77,16 +81,34 @@ def load(
 
     Raises:
         CheckpointError: no folder, no model in it, or files for another configuration.
-        OptionError, OptionTypeError: a policy, class or dtype that cannot be.
+        OptionError, OptionTypeError: a policy, class or dtype that cannot be; a plan for another model or machine.
+        LimitError: the device or the host has no room for the plan; found before anything is allocated.
     """
     model = build_meta_model(path, model_class=model_class, dtype=dtype)
     found = match(model, Checkpoint.open(path))
     _report(model, found)
     plan = policy if isinstance(policy, Plan) else plan_for(model, found.weights, policy, device)
+    plan = _bind_to_machine(model, plan, policy, found.weights, device)
     _materialise(model, found, plan)
     _take_generation_config(model, Path(path))
     model.train(False)
     return model, offload(model, plan, checkpoint=found.weights, device=device, disk=disk, progress=progress)
+
+
+def _bind_to_machine(
+    model: PreTrainedModel,
+    plan: Plan,
+    policy: Policy | Plan | str | int,
+    weights: WeightMap,
+    device: torch.device | str | None,
+) -> Plan:
+    """What :func:`penstock.offload` will refuse is refused here, before tensors that cannot be streamed are made."""
+    inventory, target = take_inventory(model), compute_device(model, device)
+    here = describe_device(target)
+    plan.check(inventory)
+    plan.check_machine(here)
+    require_room(model, plan, inventory, target, budget_planner(inventory, policy, plan.mode, weights))
+    return plan if plan is policy else replace(plan, made_for=here)
 
 
 def build_meta_model(

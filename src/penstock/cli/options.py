@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -17,6 +18,7 @@ from penstock.config import UVA, Budget, Mode, OffloadConfig, Policy, Prefetch, 
 from penstock.errors import OptionError
 
 if TYPE_CHECKING:
+    from penstock.plan import Plan
     from penstock.store.disk import DiskOptions
 
 __all__ = ["LIST_FLAGS", "OffloadFlags", "with_offload_flags"]
@@ -26,6 +28,7 @@ LIST_FLAGS = {"--cpu-offload-params": "mlp", "--offload-params": "mlp", "--offlo
 
 _PREFETCH_FLAGS = ("offload_group_size", "offload_num_in_group", "offload_prefetch_step")
 _UVA_FLAGS = ("cpu_offload_gb", "cpu_offload_params")
+_DISK_FLAGS = ("disk_direct", "disk_drop_cache")
 
 
 def _option(flag: str, metavar: str, text: str) -> Any:
@@ -78,17 +81,22 @@ class OffloadFlags:
     offload_mode: Annotated[
         str | None, _option("--offload-mode", "NAME", "Where offloaded weights rest: disk (default), cpu or meta.")
     ] = None
+    plan: Annotated[
+        Path | None, _option("--plan", "FILE", "Carry out the plan that `penstock plan MODEL ... --save FILE` wrote.")
+    ] = None
     disk_direct: Annotated[bool, _option("--disk-direct", "", "Read files past the page cache (O_DIRECT).")] = False
     disk_drop_cache: Annotated[
         bool, _option("--disk-drop-cache", "", "Give pages of the files back to the system after reading.")
     ] = False
 
-    def policy(self) -> Policy | None:
+    def policy(self) -> Policy | Plan | None:
         """What the flags ask for; ``None`` when they ask for nothing to be offloaded.
 
         Raises:
-            OptionError: flags that contradict one another or have no effect.
+            OptionError: flags that contradict one another or have no effect; a plan file that is none.
         """
+        if self.plan is not None:
+            return self._saved_plan(self.plan)
         if self.device_memory is not None:
             return self._budget(self.device_memory)
         if self.offload_rule:
@@ -128,6 +136,18 @@ class OffloadFlags:
         for name in names:
             if self._given(name):
                 raise OptionError(f"{_flag(name)} has no effect {why}")
+
+    def _saved_plan(self, path: Path) -> Plan:
+        # All but how files are read: a plan says everything else.
+        for name in (field.name for field in fields(self) if field.name not in ("plan", *_DISK_FLAGS)):
+            if self._given(name) and (name, self._backend) != ("offload_backend", "auto"):
+                raise OptionError(
+                    f"--plan and {_flag(name)} contradict each other: the plan in {str(path)!r} says already what is "
+                    f"offloaded and how; leave one of the two out"
+                )
+        from penstock.plan import Plan
+
+        return Plan.load(path)
 
     def _budget(self, size: str) -> Budget:
         for name in (*_PREFETCH_FLAGS, *_UVA_FLAGS, "offload_backend"):
