@@ -1,156 +1,171 @@
-"""A byte budget -> which storages leave, spread evenly over the layers.
+"""A byte budget -> the fastest plan within it.
 
 Offloading a quarter of *every* layer beats offloading every fourth layer: slots are a quarter of the size and no
-stretch of compute goes without a copy behind it. So the solver picks *roles* (``mlp.down_proj.weight``), the same in
-every layer, and then keeps single units resident, evenly spaced, while memory is left.
+stretch of compute goes without a copy behind it. So :mod:`penstock.plan.space` offers sets of roles, the same in every
+layer, with evenly spaced layers that keep more; here each is timed by the cost model and the fastest is taken. Memory
+that is left over goes into residency, because every byte that stays is a byte that need not come.
 
-It tries every set of roles (they are few: the large tensors of one layer) and takes the one that moves the fewest
-bytes; of equals the one with the smaller slots.
+Of equally fast candidates: slots that divide the units, then fewer bytes moved, then less device memory.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations
 
-from penstock.config import Mode, format_gib
+import numpy as np
+
+from penstock.config import Budget, Mode, format_gib
 from penstock.errors import BudgetError, PenstockWarning
-from penstock.inventory import Inventory, StorageInfo
-from penstock.plan.model import Plan, UnitDraft, assemble
-from penstock.plan.units import find_stacks, outside_units
+from penstock.inventory import Inventory
+from penstock.plan.model import Plan, assemble
+from penstock.plan.space import Choice, Costed, Floats, Ints, Question, Space
 
-__all__ = ["solve"]
+__all__ = ["Point", "curve", "solve"]
 
-_MAX_ROLES = 10
-_PREFERRED_SLOTS = 2
+# Timed first, by the order of their lower bounds; the best of them rules out nearly all the others.
+_FIRST = 64
 
 
 @dataclass(frozen=True)
-class _Choice:
-    """A set of units and slots, with what it costs."""
+class Point:
+    """A candidate that no other beats: none is as fast with less device memory.
 
-    drafts: tuple[UnitDraft, ...]
-    num_slots: int
+    Attributes:
+        device_bytes: for weights.
+        step_s: by batch size, in the order of the workload.
+    """
+
     device_bytes: int
-
-    @property
-    def moved_bytes(self) -> int:
-        return sum(s.num_bytes for draft in self.drafts for s in draft.storages)
-
-    @property
-    def rank(self) -> tuple[int, int, int]:
-        return (-self.num_slots, self.moved_bytes, self.device_bytes)
+    step_s: tuple[float, ...]
 
 
-def solve(inventory: Inventory, candidates: Sequence[StorageInfo], budget_bytes: int, mode: Mode) -> Plan:
-    """The plan that moves the fewest bytes within ``budget_bytes``.
+def solve(question: Question, budget: Budget, mode: Mode) -> Plan:
+    """The plan with the least geometric mean of step times over the batch sizes.
 
     Raises:
         BudgetError: even with everything offloaded the budget is too small; carries the minimum.
     """
-    if inventory.num_bytes <= budget_bytes:
-        warnings.warn(
-            f"the weights ({format_gib(inventory.num_bytes)}) fit the budget ({format_gib(budget_bytes)}): nothing is "
-            f"offloaded; a smaller --device-memory would",
-            PenstockWarning,
-            stacklevel=5,
-        )
+    inventory = question.inventory
+    weights_budget = budget.num_bytes - reserved_bytes(question, budget)
+    if inventory.num_bytes <= weights_budget and not question.forced:
+        _warn_nothing_to_do(inventory, budget)
         return assemble(inventory, [], 0, mode)
-    # Rows of a lookup table are read in place, from the mapped file or over the link: that costs neither memory nor a
-    # copy, and stays right when a model reads the table again at its end (tied weights that are not tied tensors).
-    lookups = [s for s in candidates if s.is_lookup] if mode != "meta" else []
-    movable = [s for s in candidates if s not in lookups]
-    base_bytes = inventory.num_bytes - sum(s.num_bytes for s in lookups)
-    if base_bytes <= budget_bytes:
-        return assemble(inventory, [], 0, mode, uva=lookups)
-    choices = [_Choice((), 0, base_bytes), *_choices(inventory, movable, base_bytes, budget_bytes)]
-    fitting = [choice for choice in choices if choice.device_bytes <= budget_bytes]
-    if not fitting:
-        minimum = min(choice.device_bytes for choice in choices)
-        raise BudgetError(_too_small(budget_bytes, minimum, inventory), minimum)
-    best = min(fitting, key=lambda choice: choice.rank)
-    return assemble(inventory, best.drafts, best.num_slots, mode, uva=lookups)
+    space = Space(question)
+    best = _best(space, weights_budget, budget.host_limit_bytes if mode == "cpu" else None)
+    if best is None:
+        raise _too_small(space, budget, question)
+    return assemble(inventory, best.drafts, best.num_slots, mode, uva=best.uva)
 
 
-def _choices(
-    inventory: Inventory, movable: Sequence[StorageInfo], base_bytes: int, budget_bytes: int
-) -> Iterator[_Choice]:
-    stacks = find_stacks(inventory)
-    layers = [layer for stack in stacks for layer in stack.layers]
-    in_layers = _by_layer(inventory, layers, movable)
-    outside = outside_units(inventory, movable, stacks)
-    order = {name: index for index, name in enumerate(inventory.modules)}
-    for roles in _role_sets(in_layers):
-        drafts = [_draft(layer, in_layers[layer], roles) for layer in layers]
-        units = [draft for draft in drafts if draft.storages]
-        for extra in ([], outside) if outside else ([],):
-            every = sorted([*units, *extra], key=lambda draft: order[draft.anchor])
-            for num_slots in (_PREFERRED_SLOTS, 1):
-                if len(every) >= num_slots:
-                    yield _thin_out(every, num_slots, base_bytes, budget_bytes)
+def reserved_bytes(question: Question, budget: Budget) -> int:
+    """Device memory that the workload takes beside the weights."""
+    return question.traits.workload_bytes(max(budget.workload.batch_sizes), budget.workload.context)
 
 
-def _thin_out(drafts: Sequence[UnitDraft], num_slots: int, base_bytes: int, budget_bytes: int) -> _Choice:
-    """Keep as many of ``drafts`` resident as the budget allows, those that stay in the pipe evenly spaced.
-
-    If nothing fits, all of them: through one slot no choice needs less, and that is the minimum to report.
-    """
-    low, high = num_slots, len(drafts)
-    while low < high:
-        middle = (low + high) // 2
-        if _cost(_spaced(drafts, middle), num_slots, base_bytes).device_bytes <= budget_bytes:
-            high = middle
-        else:
-            low = middle + 1
-    return _cost(_spaced(drafts, low), num_slots, base_bytes)
-
-
-def _spaced(drafts: Sequence[UnitDraft], count: int) -> list[UnitDraft]:
-    # The gap comes after the last one: what its slot needs next is then copied beside the compute that remains.
-    return [drafts[index * len(drafts) // count] for index in range(count)]
+def _best(space: Space, device_bytes: int, host_bytes: int | None) -> Choice | None:
+    fitting = [(group, group.fitting(device_bytes, host_bytes)) for group in space.groups]
+    limit = min((score.min() for _, _, score in _timed(fitting, np.inf, _FIRST)), default=np.inf)
+    if limit == np.inf:
+        return None
+    ranked = [
+        (score[best], _rank(group, int(rows[best])), group, int(rows[best]))
+        for group, rows, score in _timed(fitting, limit, None)
+        for best in [_first(group, rows, score)]
+    ]
+    _, _, group, row = min(ranked, key=lambda entry: entry[:2])
+    return group.choice(row)
 
 
-def _cost(drafts: Sequence[UnitDraft], num_slots: int, base_bytes: int) -> _Choice:
-    moved = sum(s.num_bytes for draft in drafts for s in draft.storages)
-    slots = sum(max(draft.num_bytes for draft in drafts[slot::num_slots]) for slot in range(num_slots))
-    return _Choice(tuple(drafts), num_slots, base_bytes - moved + slots)
+def _timed(
+    fitting: list[tuple[Costed, Ints]], limit: float, count: int | None
+) -> Iterator[tuple[Costed, Ints, Floats]]:
+    """(group, candidates, their scores) for candidates whose lower bound is within ``limit``; ``count`` per group."""
+    for group, rows in fitting:
+        bound = group.bound(rows)
+        kept = rows[bound <= limit]
+        if count is not None:
+            kept = rows[np.argsort(bound, kind="stable")[:count]]
+        if len(kept):
+            yield group, kept, score_of(group.step_s(kept))
 
 
-def _by_layer(
-    inventory: Inventory, layers: Sequence[str], movable: Sequence[StorageInfo]
-) -> dict[str, dict[str, StorageInfo]]:
-    """Per layer: role (the name inside the layer) -> storage."""
-    names = {s.name for s in movable}
-    return {
-        layer: {s.name.removeprefix(layer + "."): s for s in inventory.under(layer) if s.name in names}
-        for layer in layers
-    }
+def score_of(step_s: Floats) -> Floats:
+    """Mean logarithm over the batch sizes, rounded so that equal times are equal."""
+    score: Floats = np.round(np.log(step_s).mean(axis=0), 9)
+    return score
 
 
-def _role_sets(in_layers: dict[str, dict[str, StorageInfo]]) -> Iterator[frozenset[str]]:
-    totals: dict[str, int] = {}
-    for roles in in_layers.values():
-        for role, storage in roles.items():
-            totals[role] = totals.get(role, 0) + storage.num_bytes
-    ordered = sorted(totals, key=lambda role: (-totals[role], role))
-    # Beyond the ten largest, roles move together: they add choices but hardly any bytes.
-    atoms = [frozenset({role}) for role in ordered[: _MAX_ROLES - 1]]
-    if ordered[_MAX_ROLES - 1 :]:
-        atoms.append(frozenset(ordered[_MAX_ROLES - 1 :]))
-    for count in range(len(atoms) + 1):  # none at all, too: what lies outside the layers may be enough
-        for chosen in combinations(atoms, count):
-            yield frozenset().union(*chosen)
+def _first(group: Costed, rows: Ints, score: Floats) -> int:
+    equal = np.flatnonzero(score == score.min())
+    return int(min(equal, key=lambda index: _rank(group, int(rows[index]))))
 
 
-def _draft(layer: str, roles: dict[str, StorageInfo], chosen: frozenset[str]) -> UnitDraft:
-    return UnitDraft(layer, tuple(storage for role, storage in roles.items() if role in chosen))
+def _rank(group: Costed, row: int) -> tuple[bool, float, float, int]:
+    slots = max(1, int(group.num_slots[row]))
+    uneven = bool(group.num_units[row] % slots)
+    return uneven, float(group.moved_bytes[row]), float(group.device_bytes[row]), slots
 
 
-def _too_small(budget_bytes: int, minimum: int, inventory: Inventory) -> str:
-    return (
-        f"a budget of {format_gib(budget_bytes)} ({budget_bytes} bytes) is too small: this model's weights are "
+def curve(space: Space) -> list[Point]:
+    """The best step times for every amount of device memory, ascending: what a little more memory would buy."""
+    points: list[tuple[float, float, Floats]] = []
+    for group in space.groups:
+        rows = _frontier(group.device_bytes, group.bound(np.arange(len(group.device_bytes))), slack=0.02)
+        times = group.step_s(rows)
+        points += zip(group.device_bytes[rows], score_of(times), times.T, strict=True)
+    best: list[Point] = []
+    fastest = np.inf
+    for device_bytes, score, times in sorted(points, key=lambda point: point[:2]):
+        if score < fastest:
+            fastest = score
+            best.append(Point(int(device_bytes), tuple(map(float, times))))
+    return best
+
+
+def _frontier(memory: Floats, bound: Floats, slack: float) -> Ints:
+    """Candidates whose bound is within ``slack`` (a logarithm) of the least bound at their memory."""
+    order = np.lexsort((bound, memory))
+    least = np.minimum.accumulate(bound[order])
+    kept: Ints = order[bound[order] <= least + slack]
+    return kept
+
+
+def _warn_nothing_to_do(inventory: Inventory, budget: Budget) -> None:
+    warnings.warn(
+        f"the weights ({format_gib(inventory.num_bytes)}) fit the budget ({format_gib(budget.num_bytes)}): nothing is "
+        f"offloaded; a smaller --device-memory would",
+        PenstockWarning,
+        stacklevel=5,
+    )
+
+
+def _too_small(space: Space, budget: Budget, question: Question) -> BudgetError:
+    beside = reserved_bytes(question, budget)
+    minimum = beside + min(int(group.device_bytes.min()) for group in space.groups)
+    if budget.num_bytes >= minimum:
+        return _too_little_host(space, budget, beside)
+    inventory = question.inventory
+    work = budget.workload
+    besides = f", {format_gib(beside)} for the cache and activations of batch {max(work.batch_sizes)}" if beside else ""
+    return BudgetError(
+        f"a budget of {format_gib(budget.num_bytes)} ({budget.num_bytes} bytes) is too small: this model's weights are "
         f"{format_gib(inventory.num_bytes)} and with everything offloaded penstock still needs {format_gib(minimum)} "
-        f"({minimum} bytes) for residents and slots; use --device-memory {-(-minimum // 2**20)}MiB or more"
+        f"({minimum} bytes) for residents and slots{besides}; use --device-memory {-(-minimum // 2**20)}MiB or more",
+        minimum,
+    )
+
+
+def _too_little_host(space: Space, budget: Budget, beside: int) -> BudgetError:
+    limit = budget.host_limit_bytes or 0
+    needed = min(
+        (int(group.device_bytes[rows].min()) for group in space.groups if len(rows := group.fitting(np.inf, limit))),
+        default=space.question.inventory.num_bytes,
+    )
+    minimum = needed + beside
+    return BudgetError(
+        f"a budget of {format_gib(budget.num_bytes)} leaves more than --host-memory {format_gib(limit)} to be "
+        f"offloaded; use --device-memory {-(-minimum // 2**20)}MiB or more, or allow more host memory",
+        minimum,
     )

@@ -5,11 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Sequence
 
-from penstock.config import Budget, Mode, Policy, Prefetch
+from penstock.config import Budget, Mechanism, Mode, Policy, Prefetch
 from penstock.errors import PenstockWarning, SelectionError
 from penstock.inventory import Inventory, StorageInfo
 from penstock.plan.budget import solve
+from penstock.plan.cost import NOMINAL_CPU, NOMINAL_GPU, Rates
 from penstock.plan.model import Plan, UnitDraft, assemble
+from penstock.plan.space import Question
+from penstock.plan.traits import Traits
 from penstock.plan.units import find_stacks, group_rule, outside_units, worth_moving
 from penstock.select import compile_pattern, select
 
@@ -17,7 +20,14 @@ __all__ = ["build_plan", "move_on_demand", "plan_group_rule"]
 
 
 def build_plan(
-    inventory: Inventory, policy: Policy, default_mode: Mode = "cpu", unstreamable: Collection[str] = ()
+    inventory: Inventory,
+    policy: Policy,
+    default_mode: Mode = "cpu",
+    unstreamable: Collection[str] = (),
+    *,
+    rates: Rates | None = None,
+    traits: Traits | None = None,
+    zero_copy: bool = False,
 ) -> Plan:
     """The plan for ``policy``; pure, loads nothing.
 
@@ -26,6 +36,9 @@ def build_plan(
         policy: what the user asked for.
         default_mode: the store of a :class:`~penstock.config.Budget` that names none.
         unstreamable: storages that the checkpoint files do not hold as they are; mode ``disk`` keeps them resident.
+        rates: of the machine it is for, which a budget is planned with; default nominal ones.
+        traits: of the model, beyond names and sizes.
+        zero_copy: whether a budget may have compute read any tensor in place, and not only lookups.
 
     Raises:
         SelectionError: a pattern, or the policy as a whole, selects nothing that can be offloaded.
@@ -35,7 +48,8 @@ def build_plan(
     candidates = _candidates(inventory, policy.params)
     movable = [s for s in candidates if mode != "disk" or s.name not in unstreamable]
     if isinstance(policy, Budget):
-        return solve(inventory, movable, policy.num_bytes, mode)
+        question = ask(inventory, policy, mode, movable, rates=rates, traits=traits, zero_copy=zero_copy)
+        return solve(question, policy, mode)
     if candidates and not movable:
         raise SelectionError(
             f"all {len(candidates)} selected tensors ({candidates[0].name}, ...) are made or rearranged while loading "
@@ -44,6 +58,31 @@ def build_plan(
     if isinstance(policy, Prefetch):
         return _plan_group_rule(inventory, policy, [stack.layers for stack in find_stacks(inventory)], movable)
     return assemble(inventory, [], 0, mode, uva=_up_to(_experts_first(movable), policy.limit_bytes))
+
+
+def ask(
+    inventory: Inventory,
+    budget: Budget,
+    mode: Mode,
+    movable: Sequence[StorageInfo],
+    *,
+    rates: Rates | None = None,
+    traits: Traits | None = None,
+    zero_copy: bool = False,
+) -> Question:
+    """The question that a budget puts to the solver; arguments as for :func:`build_plan`."""
+    forced: dict[str, Mechanism] = {}
+    has_bytes = mode != "meta"
+    return Question(
+        inventory,
+        [s for s in movable if s.name not in forced],
+        forced,
+        rates or (NOMINAL_GPU if mode == "cpu" else NOMINAL_CPU),
+        traits or Traits(),
+        zero_copy=zero_copy and has_bytes,
+        lookups_in_place=has_bytes,
+        batch_sizes=budget.workload.batch_sizes,
+    )
 
 
 def plan_group_rule(inventory: Inventory, policy: Prefetch, stacks: Sequence[Sequence[str]]) -> Plan:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from penstock.inventory import Inventory, StorageInfo, is_within
 from penstock.plan.model import UnitDraft
 
-__all__ = ["TINY_BYTES", "Stack", "find_stacks", "group_rule", "outside_units", "worth_moving"]
+__all__ = ["TINY_BYTES", "Stack", "find_stacks", "group_rule", "outside_units", "reader_of", "worth_moving"]
 
 # Norms, biases and scales: together a thousandth of a layer, but each would cost a copy of its own.
 TINY_BYTES = 64 * 2**10
@@ -74,7 +74,7 @@ def outside_units(inventory: Inventory, candidates: Sequence[StorageInfo], stack
     layers = {layer for stack in stacks for layer in stack.layers}
     drafts: dict[str, list[StorageInfo]] = {}
     for storage in candidates:
-        readers = {_reader(inventory, module) for module in storage.modules}
+        readers = {reader_of(inventory, module) for module in storage.modules}
         reader = next(iter(readers))
         if len(readers) == 1 and not any(is_within(reader, layer) for layer in layers):
             drafts.setdefault(reader, []).append(storage)
@@ -84,13 +84,13 @@ def outside_units(inventory: Inventory, candidates: Sequence[StorageInfo], stack
 
 def _leaves(inventory: Inventory, owners: set[str]) -> Iterator[str]:
     """The innermost modules that read tensors of their own; never one inside another."""
-    readers = dict.fromkeys(_reader(inventory, name) for name in inventory.modules if name in owners)
+    readers = dict.fromkeys(reader_of(inventory, name) for name in inventory.modules if name in owners)
     around = _ancestors(readers)
     return (name for name in readers if name not in around)
 
 
-def _reader(inventory: Inventory, module: str) -> str:
-    """The module whose forward reads the tensors of ``module``."""
+def reader_of(inventory: Inventory, module: str) -> str:
+    """The module whose forward reads the tensors of ``module``: itself, unless one around it takes them by hand."""
     parts = module.split(".")
     outer = (".".join(parts[:count]) for count in range(len(parts)))
     return next((name for name in outer if inventory.modules[name] in _READS_CHILDREN), module)

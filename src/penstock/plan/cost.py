@@ -1,0 +1,236 @@
+"""The cost model: from a machine's measured rates to the time of one step. Pure functions of sizes and rows.
+
+A model is a row of *stages*, the modules that run one after another. A stage of ``rows`` rows takes
+
+    compute = sum over its tensors of touched bytes x product_s_per_byte(rows)
+              + kernels x kernel_s + activation bytes / device copy rate
+
+with all weights resident. What it reads in place costs the link's time instead, if that is longer:
+
+    in place = touched bytes x ceil(rows / tile rows) / in-place rate
+
+since a matrix product reads its weight again for every tile of rows. ``touched`` is everything for dense weights; of
+the ``E`` experts of a layer, with each of ``r`` rows routed to ``k`` of them uniformly, a step touches on average
+
+    E x (1 - (1 - k / E) ^ r)
+
+and a lookup touches one row per row. Copies take bytes / copy rate(bytes), in the order of the schedule; how they
+overlap with the stages is :mod:`penstock.plan.pipeline`'s business.
+
+Where the form comes from: decode is bound by reading weights, prefill by arithmetic (roofline, Williams et al. 2009),
+and one curve measured over rows holds both ends and what lies between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.inventory import Inventory, StorageInfo
+from penstock.plan.traits import Traits
+from penstock.plan.units import find_stacks, reader_of
+
+__all__ = [
+    "NOMINAL_CPU",
+    "NOMINAL_GPU",
+    "Curve",
+    "Rates",
+    "Stage",
+    "StorageCost",
+    "experts_in",
+    "find_stages",
+    "stage_compute_s",
+    "storage_cost",
+]
+
+# Beside each weight's own kernel runs about one small one: an activation, a residual sum, a rotation.
+KERNELS_PER_TENSOR = 2
+# Sorting rows by expert, gathering, weighing and summing them up again.
+KERNELS_PER_EXPERT_LAYER = 12
+# How often an activation is written or read by the elementwise kernels around the product it belongs to.
+ACTIVATION_PASSES = 2
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A rate or time measured at some sizes, and interpolated between them on logarithmic axes.
+
+    Attributes:
+        points: (size, value), ascending sizes, positive values. Beyond the ends the end values hold.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def of(cls, values: Mapping[int, float]) -> Curve:
+        """From a table of measurements."""
+        return cls(tuple(sorted((float(size), value) for size, value in values.items())))
+
+    def __call__(self, size: float) -> float:
+        """The value at ``size``."""
+        first, last = self.points[0], self.points[-1]
+        if size <= first[0]:
+            return first[1]
+        if size >= last[0]:
+            return last[1]
+        high = next(index for index, point in enumerate(self.points) if point[0] >= size)
+        (x0, y0), (x1, y1) = self.points[high - 1], self.points[high]
+        share = math.log(size / x0) / math.log(x1 / x0)
+        return float(y0 * (y1 / y0) ** share)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a machine can do, as far as planning needs it; ``penstock probe`` measures it.
+
+    Attributes:
+        machine: for people.
+        copy_bytes_per_s: from the store into a slot, by bytes of one copy.
+        product_s_per_byte: time of a matrix product per byte of its 16-bit weight, by rows; holds both the reading of
+            the weight and the arithmetic.
+        in_place_bytes_per_s: a kernel reading host memory in place; ``None`` where only lookups can.
+        in_place_tile_rows: rows that share one reading of a weight in place.
+        kernel_s: a kernel with next to nothing to do, among others in a graph.
+        device_bytes_per_s: elementwise kernels, bytes read plus bytes written.
+        copies_take_cores: a copy keeps the cores busy that compute wants (reading out of a CPU's page cache).
+        is_measured: false for the nominal figures that stand in where no probe was run.
+    """
+
+    machine: str
+    copy_bytes_per_s: Curve
+    product_s_per_byte: Curve
+    in_place_bytes_per_s: float | None
+    in_place_tile_rows: int
+    kernel_s: float
+    device_bytes_per_s: float
+    copies_take_cores: bool = False
+    is_measured: bool = True
+
+    def copy_s(self, num_bytes: float) -> float:
+        """Seconds of one copy."""
+        return num_bytes / self.copy_bytes_per_s(num_bytes) if num_bytes else 0.0
+
+
+# A PCIe 4.0 x16 link and a device of 1 TB/s and 150 TFLOP/s: the order of the workstation cards that most people have.
+NOMINAL_GPU = Rates(
+    machine="a nominal GPU on PCIe 4.0 x16 (no probe was run)",
+    copy_bytes_per_s=Curve.of({2**18: 16e9, 2**20: 21e9, 2**24: 24e9, 2**26: 25e9}),
+    product_s_per_byte=Curve.of({1: 1.1e-12, 64: 1.2e-12, 256: 2e-12, 1024: 7e-12, 8192: 55e-12}),
+    in_place_bytes_per_s=22e9,
+    in_place_tile_rows=256,
+    kernel_s=3e-6,
+    device_bytes_per_s=0.8e12,
+    is_measured=False,
+)
+NOMINAL_CPU = Rates(
+    machine="a nominal CPU (no probe was run)",
+    copy_bytes_per_s=Curve.of({2**20: 2e9}),
+    product_s_per_byte=Curve.of({1: 50e-12, 16: 60e-12, 256: 500e-12, 2048: 4e-9}),
+    in_place_bytes_per_s=None,
+    in_place_tile_rows=1,
+    kernel_s=10e-6,
+    device_bytes_per_s=10e9,
+    copies_take_cores=True,
+    is_measured=False,
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A module that runs on its own in the order of the model, with what it reads.
+
+    Attributes:
+        anchor: its dotted name.
+        storages: what it reads, each with the number of experts it is divided into (1: not divided).
+    """
+
+    anchor: str
+    storages: tuple[tuple[StorageInfo, int], ...]
+
+
+def find_stages(inventory: Inventory) -> list[Stage]:
+    """The layers, and around them every other module that owns tensors, in the order of the model."""
+    layers = {layer for stack in find_stacks(inventory) for layer in stack.layers}
+    members: dict[str, list[StorageInfo]] = {}
+    for storage in inventory.storages:
+        owner = storage.tensors[0].locations[0].module
+        members.setdefault(_layer_of(owner, layers) or reader_of(inventory, owner), []).append(storage)
+    order = {name: index for index, name in enumerate(inventory.modules)}
+    return [
+        Stage(anchor, tuple((s, experts_in(s, anchor in layers)) for s in members[anchor]))
+        for anchor in sorted(members, key=order.__getitem__)
+    ]
+
+
+def _layer_of(module: str, layers: set[str]) -> str | None:
+    parts = module.split(".")
+    return next((name for n in range(1, len(parts) + 1) if (name := ".".join(parts[:n])) in layers), None)
+
+
+def experts_in(storage: StorageInfo, in_layer: bool) -> int:
+    """How many experts share ``storage``: the first dimension of a fused parameter [experts, ., .]; else 1."""
+    shape = storage.tensors[0].shape
+    return shape[0] if in_layer and len(shape) == 3 and storage.has_parameter else 1
+
+
+@dataclass(frozen=True)
+class StorageCost:
+    """What one storage adds to a step.
+
+    Attributes:
+        resident_s: its compute when it is on the device.
+        in_place_s: the same when it is read over the link, which is then busy; infinite where that is impossible.
+        touched_bytes: what a step reads of it.
+    """
+
+    resident_s: float
+    in_place_s: float
+    touched_bytes: float
+
+
+def storage_cost(storage: StorageInfo, experts: int, rows: int, rates: Rates, traits: Traits) -> StorageCost:
+    """The cost of ``storage`` in a step of ``rows`` rows; the formulas are at the top of this module."""
+    if storage.is_lookup:
+        row_bytes = min(storage.num_bytes, rows * _row_bytes(storage))
+        in_place_s = row_bytes / (rates.in_place_bytes_per_s or rates.device_bytes_per_s)
+        return StorageCost(row_bytes / rates.device_bytes_per_s, in_place_s, row_bytes)
+    share, share_rows = _touched(experts, rows, traits.experts_per_token)
+    touched = storage.num_bytes * share
+    # The curve is of 16-bit weights: arithmetic goes by elements, reading by bytes; at one row only bytes count.
+    resident_s = touched * rates.product_s_per_byte(share_rows) if len(storage.tensors[0].shape) > 1 else 0.0
+    if rates.in_place_bytes_per_s is None:
+        return StorageCost(resident_s, math.inf, touched)
+    readings = math.ceil(share_rows / rates.in_place_tile_rows)
+    return StorageCost(resident_s, max(resident_s, touched * readings / rates.in_place_bytes_per_s), touched)
+
+
+def stage_compute_s(stage: Stage, rows: int, rates: Rates, traits: Traits) -> float:
+    """Seconds of a step's compute in ``stage`` beside what :func:`storage_cost` gives for its tensors."""
+    kernels = KERNELS_PER_TENSOR * sum(not storage.is_lookup for storage, _ in stage.storages)
+    if any(experts > 1 for _, experts in stage.storages):
+        kernels += KERNELS_PER_EXPERT_LAYER
+    activation_bytes = sum(_activation_bytes(s, experts, rows, traits) for s, experts in stage.storages)
+    return kernels * rates.kernel_s + ACTIVATION_PASSES * activation_bytes / rates.device_bytes_per_s
+
+
+def _activation_bytes(storage: StorageInfo, experts: int, rows: int, traits: Traits) -> float:
+    """Inputs and outputs of the product with ``storage``."""
+    tensor = storage.tensors[0]
+    if storage.is_lookup or len(tensor.shape) < 2:
+        return 0.0
+    active = min(traits.experts_per_token or experts, experts) if experts > 1 else 1
+    return rows * active * sum(tensor.shape[-2:]) * tensor.dtype.itemsize
+
+
+def _touched(experts: int, rows: int, experts_per_token: int | None) -> tuple[float, float]:
+    """(share of the storage that a step reads, rows per expert that it reads)."""
+    if experts == 1 or experts_per_token is None or experts_per_token >= experts:
+        return 1.0, float(rows)
+    share = 1.0 - (1.0 - experts_per_token / experts) ** rows
+    return share, max(1.0, rows * experts_per_token / (experts * share))
+
+
+def _row_bytes(storage: StorageInfo) -> int:
+    shape = storage.tensors[0].shape
+    return storage.num_bytes // max(1, shape[0])

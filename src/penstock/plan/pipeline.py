@@ -1,0 +1,106 @@
+"""How long a step takes when copies run behind compute: the slot schedule, played through on paper.
+
+The rules are those of :mod:`penstock.plan.schedule` and of the pipeline that carries them out, for steps that follow
+one another without a pause:
+
+* a stage starts when the one before it has ended and its own unit is in its slot;
+* one copy runs at a time, in the order of the units; unit ``u`` can start to arrive when ``u - S`` has been read;
+* a step ends when its last copy is joined. The first units of the next step are copied within this one, except into
+  the slot of the last unit, which is refilled at the beginning of the next step;
+* what a stage reads in place takes the link away from the copies for as long.
+
+All arguments are arrays over candidates, so that one pass over the stages times thousands of plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["StageTimes", "step_s"]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """One stage of all candidates, arrays of one value per candidate, in seconds.
+
+    Attributes:
+        compute_s: with its unit in the slot; reading in place included.
+        in_place_s: the part of it in which the link is taken.
+        copy_s: of its unit; 0 where it has none.
+    """
+
+    compute_s: Floats
+    in_place_s: Floats
+    copy_s: Floats
+
+
+def step_s(stages: Iterable[StageTimes], num_slots: Ints, num_units: Ints) -> Floats:
+    """Seconds of a step in the steady state, per candidate.
+
+    Args:
+        stages: in order of execution; iterated over twice if it is a list, so pass one.
+        num_slots, num_units: per candidate; no candidate has more slots than units.
+    """
+    state = _State(num_slots, num_units)
+    for stage in stages:
+        state.run(stage)
+    return state.finish()
+
+
+class _State:
+    """Clocks of all candidates."""
+
+    def __init__(self, num_slots: Ints, num_units: Ints) -> None:
+        count = len(num_slots)
+        self._every = np.arange(count)
+        self._slots = np.maximum(num_slots, 1)
+        self._units = num_units
+        self._moves = num_units > num_slots  # a unit that has its slot alone stays
+        self._held_back = (num_units - 1) % self._slots
+        self._next = np.zeros(count, np.int64)  # index of the next unit
+        self._now = np.zeros(count)
+        self._link_free = np.zeros(count)
+        most = int(self._slots.max(initial=1))
+        self._released = np.zeros((count, most))  # by slot: when what it held was read
+        self._first_copy = np.zeros((count, most))  # by slot: the copy of its first unit
+
+    def run(self, stage: StageTimes) -> None:
+        has_unit = stage.copy_s > 0
+        slot = self._next % self._slots
+        is_first = self._next < self._slots
+        copied = has_unit & self._moves & (~is_first | (slot == self._held_back))
+        start = np.maximum(self._link_free, np.where(is_first, 0.0, self._released[self._every, slot]))
+        arrival = np.where(copied, start + stage.copy_s, 0.0)
+        self._link_free = np.where(copied, arrival, self._link_free)
+        begin = np.maximum(self._now, arrival)
+        self._now = begin + stage.compute_s
+        self._link_free = np.where(
+            stage.in_place_s > 0, np.maximum(self._link_free, begin) + stage.in_place_s, self._link_free
+        )
+        rows = self._every[has_unit]
+        self._released[rows, slot[has_unit]] = self._now[has_unit]
+        first = has_unit & is_first
+        self._first_copy[self._every[first], slot[first]] = stage.copy_s[first]
+        self._next += has_unit
+
+    def finish(self) -> Floats:
+        """The first units of the next step come in behind the last units of this one."""
+        for slot in self._wrapping():
+            valid = slot >= 0
+            index = np.maximum(slot, 0)
+            start = np.maximum(self._link_free, self._released[self._every, index])
+            self._link_free = np.where(valid, start + self._first_copy[self._every, index], self._link_free)
+        return np.maximum(self._now, self._link_free)
+
+    def _wrapping(self) -> Iterator[Ints]:
+        """Slots in the order in which their last units are read, the held-back one left out; -1: none."""
+        for behind in range(int(self._slots.max(initial=1)), 1, -1):
+            unit = self._units - behind
+            yield np.where(self._moves & (behind <= self._slots) & (unit >= 0), unit % self._slots, -1)

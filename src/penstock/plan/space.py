@@ -1,0 +1,410 @@
+"""All the plans the solver chooses from, as arrays, and what each of them costs.
+
+A *role* is a tensor's name inside its layer (``mlp.down_proj.weight``), the same in every layer. A candidate says
+
+* which roles leave the device: the set B in ``k`` layers, evenly spaced, and the next smaller set A (or none) in the
+  others; so that sizes between two sets of roles are reached without bunching;
+* how they are reached: all by prefetch, all in place, or experts in place everywhere and the rest by prefetch;
+* what happens to the modules outside the layers: resident, prefetched or in place;
+* the number of slots.
+
+None of this depends on the budget. So more memory only ever adds candidates, and the best one gets no slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.config import Mechanism
+from penstock.inventory import Inventory, StorageInfo
+from penstock.plan.cost import Rates, Stage, StorageCost, experts_in, find_stages, stage_compute_s, storage_cost
+from penstock.plan.model import UnitDraft, slab_bytes
+from penstock.plan.pipeline import StageTimes, step_s
+from penstock.plan.traits import Traits
+from penstock.plan.units import find_stacks, outside_units
+
+__all__ = ["Choice", "Costed", "Question", "Space"]
+
+MAX_SLOTS = 4
+# 2 ** 7 sets of roles: the seven heaviest roles of a layer one by one, or six and all the others together.
+_MAX_ATOMS = 7
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the solver is asked.
+
+    Attributes:
+        inventory: of the model.
+        movable: storages that may leave the device; the others stay.
+        forced: storages whose mechanism a rule has settled; not among ``movable``.
+        zero_copy: whether compute may read any tensor in place, and not lookups alone.
+        lookups_in_place: whether rows of lookup tables may be; mode ``meta`` has no rows to read.
+        batch_sizes: rows of the steps that count.
+    """
+
+    inventory: Inventory
+    movable: Sequence[StorageInfo]
+    forced: Mapping[str, Mechanism]
+    rates: Rates
+    traits: Traits
+    zero_copy: bool
+    lookups_in_place: bool
+    batch_sizes: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One candidate, ready to be laid out."""
+
+    drafts: tuple[UnitDraft, ...]
+    uva: tuple[StorageInfo, ...]
+    num_slots: int
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The storages of a question by the part they play."""
+
+    stages: tuple[Stage, ...]
+    layers: tuple[str, ...]
+    roles: Mapping[str, Mapping[str, StorageInfo]]  # layer -> role -> storage, movable ones
+    outside: tuple[UnitDraft, ...]
+    always_prefetched: Mapping[str, tuple[StorageInfo, ...]]  # by anchor
+    always_in_place: tuple[StorageInfo, ...]
+
+
+def sort_out(question: Question) -> Parts:
+    """Layers and roles, what lies outside, and what has no choice."""
+    inventory = question.inventory
+    stacks = find_stacks(inventory)
+    layers = [layer for stack in stacks for layer in stack.layers]
+    forced = {s.name: s for s in inventory.storages if s.name in question.forced}
+    must_move = [s for name, s in forced.items() if question.forced[name] == "prefetch"]
+    # Rows of a lookup table are read in place: that costs neither memory nor a copy, and stays right when a model reads
+    # the table again at its end (tied weights that are not tied tensors).
+    lookups = [s for s in question.movable if s.is_lookup and question.lookups_in_place]
+    free = [s for s in question.movable if s not in lookups]
+    in_place = [s for name, s in forced.items() if question.forced[name] == "uva"]
+    inside = {layer: inventory.under(layer) for layer in layers}
+    names, must = {s.name for s in free}, {s.name for s in must_move}
+    always = {layer: tuple(s for s in inside[layer] if s.name in must) for layer in layers}
+    always |= {draft.anchor: draft.storages for draft in outside_units(inventory, must_move, stacks)}
+    return Parts(
+        tuple(find_stages(inventory)),
+        tuple(layers),
+        {layer: {s.name.removeprefix(layer + "."): s for s in inside[layer] if s.name in names} for layer in layers},
+        tuple(outside_units(inventory, free, stacks)),
+        {anchor: storages for anchor, storages in always.items() if storages},
+        (*lookups, *in_place),
+    )
+
+
+class RoleSets:
+    """Every set of roles that may leave together, lightest first; the first one is empty."""
+
+    def __init__(self, parts: Parts, allowed: Sequence[str]) -> None:
+        totals = dict.fromkeys(allowed, 0)
+        for roles in parts.roles.values():
+            for role in totals.keys() & roles.keys():
+                totals[role] += roles[role].num_bytes
+        ordered = sorted(totals, key=lambda role: (-totals[role], role))
+        atoms = [frozenset({role}) for role in ordered[:_MAX_ATOMS]]
+        if len(ordered) > _MAX_ATOMS:  # the light ones go together: they add choices but hardly any bytes
+            atoms[_MAX_ATOMS - 1] = frozenset(ordered[_MAX_ATOMS - 1 :])
+        sets = {
+            frozenset[str]().union(*chosen) for count in range(len(atoms) + 1) for chosen in combinations(atoms, count)
+        }
+        weight = {chosen: sum(totals[role] for role in chosen) for chosen in sets}
+        self.sets = sorted(sets, key=lambda chosen: (weight[chosen], sorted(chosen)))
+        self._parts = parts
+        self._roles = ordered
+        self._members = np.array([[role in chosen for role in ordered] for chosen in self.sets], dtype=np.float64)
+
+    def table(self, value: Mapping[str, float]) -> Floats:
+        """[sets, layers]: the sum of ``value`` over the storages of a set in a layer."""
+        layers, roles = self._parts.layers, self._parts.roles
+        values = [[value[roles[n][r].name] if r in roles[n] else 0.0 for n in layers] for r in self._roles]
+        shape = (len(self._roles), len(layers))
+        return self._members.reshape(len(self.sets), shape[0]) @ np.array(values, dtype=np.float64).reshape(shape)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Candidates that differ in numbers only, as arrays of one value per candidate.
+
+    Attributes:
+        sets: the sets that ``high`` and ``low`` index.
+        high, low: the set of the ``spaced`` layers, and that of the others.
+        spaced: how many layers have the first.
+        slots: 0 where nothing is prefetched from the layers or outside.
+        in_place: whether the sets are read in place instead of prefetched.
+        outside: what happens outside the layers.
+        fixed_uva: storages that all of them read in place.
+    """
+
+    sets: RoleSets
+    high: Ints
+    low: Ints
+    spaced: Ints
+    slots: Ints
+    in_place: bool
+    outside: Mechanism
+    fixed_uva: tuple[StorageInfo, ...]
+
+
+class Space:
+    """The families of a question with their costs."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.parts = sort_out(question)
+        self.groups = [Costed(self, family) for family in self._families()]
+
+    @cached_property
+    def _order(self) -> dict[str, int]:
+        return {s.name: index for index, s in enumerate(self.question.inventory.storages)}
+
+    def order(self, storage: StorageInfo) -> int:
+        """Its place in the model."""
+        return self._order[storage.name]
+
+    @cached_property
+    def costs(self) -> list[dict[str, StorageCost]]:
+        """Per batch size: the cost of every storage by name."""
+        question = self.question
+        experts = {s.name: n for stage in self.parts.stages for s, n in stage.storages}
+        return [
+            {s.name: storage_cost(s, experts[s.name], rows, question.rates, question.traits)
+             for s in question.inventory.storages}
+            for rows in question.batch_sizes
+        ]  # fmt: skip
+
+    @cached_property
+    def stage_s(self) -> Floats:
+        """[batch sizes, stages]: compute beside the tensors' own."""
+        question = self.question
+        return np.array(
+            [[stage_compute_s(stage, rows, question.rates, question.traits) for stage in self.parts.stages]
+             for rows in question.batch_sizes]
+        )  # fmt: skip
+
+    def _families(self) -> Iterator[Family]:
+        roles = list(dict.fromkeys(role for mine in self.parts.roles.values() for role in mine))
+        experts = [role for role in roles if self._is_expert(role)]
+        dense = [role for role in roles if role not in experts]
+        outside: list[Mechanism] = ["resident"]
+        if self.parts.outside:
+            outside += ["prefetch", "uva"] if self.question.zero_copy else ["prefetch"]
+        all_sets, dense_sets = RoleSets(self.parts, roles), RoleSets(self.parts, dense)
+        uva = tuple(s for mine in self.parts.roles.values() for r, s in mine.items() if r in experts)
+        for how in outside:
+            yield from self._prefetched(all_sets, how, ())
+            if self.question.zero_copy:
+                yield self._patterned(all_sets, how, in_place=True)
+                if experts and dense:
+                    yield from self._prefetched(dense_sets, how, uva)
+
+    def _is_expert(self, role: str) -> bool:
+        return any(experts_in(mine[role], True) > 1 for mine in self.parts.roles.values() if role in mine)
+
+    def _prefetched(self, sets: RoleSets, outside: Mechanism, uva: tuple[StorageInfo, ...]) -> Iterator[Family]:
+        for num_slots in range(1, MAX_SLOTS + 1):
+            yield self._patterned(sets, outside, num_slots=num_slots, fixed_uva=uva)
+
+    def _patterned(
+        self,
+        sets: RoleSets,
+        outside: Mechanism,
+        in_place: bool = False,
+        num_slots: int = 1,
+        fixed_uva: tuple[StorageInfo, ...] = (),
+    ) -> Family:
+        pairs = [(0, 0, 0)]
+        for high in range(1, len(sets.sets)):
+            for low in dict.fromkeys((0, high - 1)):
+                pairs += [(high, low, spaced) for spaced in range(1, len(self.parts.layers) + (low == 0))]
+        high, low, spaced = np.array(pairs, dtype=np.int64).T
+        slots = np.full(len(pairs), num_slots, dtype=np.int64)
+        return Family(sets, high, low, spaced, slots, in_place, outside, fixed_uva)
+
+
+class Costed:
+    """One family with its memory and its step times."""
+
+    def __init__(self, space: Space, family: Family) -> None:
+        self._space = space
+        self._parts = space.parts
+        self.family = family
+        layers = len(self._parts.layers)
+        # [layers + 1, layers]: which layers are the evenly spaced ones. The gap comes after the last of them: what its
+        # slot needs next is then copied beside the compute that remains.
+        self._spaced = np.zeros((layers + 1, layers), dtype=bool)
+        for count in range(1, layers + 1):
+            self._spaced[count, [index * layers // count for index in range(count)]] = True
+        self._measure_memory()
+
+    def _column(self, table: Floats, layer: int) -> Floats:
+        """Per candidate: ``table`` [sets, layers] at the set it has in ``layer``."""
+        chosen = np.where(self._spaced[self.family.spaced, layer], self.family.high, self.family.low)
+        return table[chosen, layer]
+
+    def _drafted(self, value: Mapping[str, float]) -> Iterator[tuple[str, Floats]]:
+        """(anchor, value of its unit per candidate), in order, for every stage that may have a unit."""
+        parts, family = self._parts, self.family
+        count = len(family.high)
+        table = family.sets.table(value) if not family.in_place else None
+        index = {layer: number for number, layer in enumerate(parts.layers)}
+        outside = {draft.anchor: draft.storages for draft in parts.outside if family.outside == "prefetch"}
+        for stage in parts.stages:
+            always = sum(value[s.name] for s in parts.always_prefetched.get(stage.anchor, ()))
+            always += sum(value[s.name] for s in outside.get(stage.anchor, ()))
+            if table is not None and stage.anchor in index:
+                yield stage.anchor, self._column(table, index[stage.anchor]) + always
+            elif always:
+                yield stage.anchor, np.full(count, float(always))
+
+    def _measure_memory(self) -> None:
+        inventory, parts, family = self._space.question.inventory, self._parts, self.family
+        count = len(family.high)
+        slabs = {s.name: float(slab_bytes([s.num_bytes])) for s in inventory.storages}
+        sizes = {s.name: float(s.num_bytes) for s in inventory.storages}
+        moved, units = np.zeros(count), np.zeros(count, dtype=np.int64)
+        wanted = family.slots
+        slot_bytes = np.zeros((count, MAX_SLOTS))
+        every = np.arange(count)
+        for (_, slab), (_, size) in zip(self._drafted(slabs), self._drafted(sizes), strict=True):
+            has = slab > 0
+            slot = units % wanted
+            slot_bytes[every, slot] = np.maximum(slot_bytes[every, slot], slab)
+            units += has
+            moved += size
+        self.num_units = units
+        self.num_slots = np.minimum(wanted, units)
+        self.moved_bytes = np.where(units > self.num_slots, moved, 0.0)
+        uva = np.full(count, float(sum(s.num_bytes for s in self._fixed_uva())))
+        if family.in_place:
+            table = family.sets.table(sizes)
+            uva += sum((self._column(table, layer) for layer in range(len(parts.layers))), np.zeros(count))
+        self.offloaded_bytes = moved + uva
+        self.device_bytes = inventory.num_bytes - moved - uva + slot_bytes.sum(1)
+
+    def _fixed_uva(self) -> tuple[StorageInfo, ...]:
+        outside = [s for draft in self._parts.outside for s in draft.storages] if self.family.outside == "uva" else []
+        return (*self._parts.always_in_place, *self.family.fixed_uva, *outside)
+
+    def fitting(self, device_bytes: float, host_bytes: int | None) -> Ints:
+        """Candidates within both limits."""
+        fits = self.device_bytes <= device_bytes
+        if host_bytes is not None:
+            fits &= self.offloaded_bytes <= host_bytes
+        rows: Ints = np.flatnonzero(fits & (self.family.slots <= np.maximum(self.num_slots, 1)))
+        return rows
+
+    def bound(self, rows: Ints) -> Floats:
+        """Mean logarithm, over the batch sizes, of a time that no schedule of the candidate can beat."""
+        rates = self._space.question.rates
+        copies_s = self.moved_bytes[rows] / max(rate for _, rate in rates.copy_bytes_per_s.points)
+        least = [np.maximum(copies_s, compute_s) for compute_s in self._least_compute_s]
+        bound: Floats = np.log(np.array(least)).mean(axis=0) - 1e-8
+        return bound
+
+    @cached_property
+    def _least_compute_s(self) -> list[float]:
+        """Per batch size: compute that every candidate of the family has."""
+        fixed = {s.name for s in self._fixed_uva()}
+        return [
+            float(self._space.stage_s[batch].sum())
+            + sum(cost.in_place_s if name in fixed else cost.resident_s for name, cost in costs.items())
+            for batch, costs in enumerate(self._space.costs)
+        ]
+
+    def step_s(self, rows: Ints) -> Floats:
+        """[batch sizes, ``rows``]: seconds of a step of the candidates of these indices."""
+        narrowed = _narrow(self, rows)
+        return np.array([narrowed._play(batch) for batch in range(len(self._space.question.batch_sizes))])
+
+    def _play(self, batch: int) -> Floats:
+        question, family = self._space.question, self.family
+        count = len(family.high)
+        stages = list(self._stage_times(batch))
+        played: Floats = step_s(stages, self.num_slots, self.num_units)
+        if question.rates.copies_take_cores:
+            copies = sum((stage.copy_s for stage in stages), np.zeros(count)) * (self.num_units > self.num_slots)
+            played = np.maximum(played, copies + sum((stage.compute_s for stage in stages), np.zeros(count)))
+        return played
+
+    def _stage_times(self, batch: int) -> Iterator[StageTimes]:
+        parts, family, costs = self._parts, self.family, self._space.costs[batch]
+        count = len(family.high)
+        sizes = {s.name: float(s.num_bytes) for s in self._space.question.inventory.storages}
+        units = dict(self._drafted(sizes))
+        fixed = {s.name for s in self._fixed_uva()}
+        extra = in_place = None
+        if family.in_place:
+            extra = family.sets.table({n: c.in_place_s - c.resident_s for n, c in costs.items()})
+            in_place = family.sets.table({n: c.in_place_s for n, c in costs.items()})
+        index = {layer: number for number, layer in enumerate(parts.layers)}
+        for number, stage in enumerate(parts.stages):
+            linked = sum(costs[s.name].in_place_s for s, _ in stage.storages if s.name in fixed)
+            resident = sum(costs[s.name].resident_s for s, _ in stage.storages if s.name not in fixed)
+            compute_s = np.full(count, self._space.stage_s[batch, number] + linked + resident)
+            in_place_s = np.full(count, float(linked))
+            if extra is not None and in_place is not None and stage.anchor in index:
+                compute_s += self._column(extra, index[stage.anchor])
+                in_place_s += self._column(in_place, index[stage.anchor])
+            yield StageTimes(compute_s, in_place_s, self._copy_s(units.get(stage.anchor), count))
+
+    def _copy_s(self, num_bytes: Floats | None, count: int) -> Floats:
+        if num_bytes is None:
+            return np.zeros(count)
+        sizes, inverse = np.unique(num_bytes, return_inverse=True)
+        return np.array([self._space.question.rates.copy_s(size) for size in sizes])[inverse]
+
+    def choice(self, candidate: int) -> Choice:
+        """The candidate of this index, laid out."""
+        parts, family = self._parts, self.family
+        spaced = self._spaced[family.spaced[candidate]]
+        outside = {draft.anchor: draft.storages for draft in parts.outside if family.outside == "prefetch"}
+        drafts, uva = [], list(self._fixed_uva())
+        for stage in parts.stages:
+            storages = list(parts.always_prefetched.get(stage.anchor, ())) + list(outside.get(stage.anchor, ()))
+            if stage.anchor in parts.roles:
+                chosen_set = family.high if spaced[parts.layers.index(stage.anchor)] else family.low
+                roles = family.sets.sets[chosen_set[candidate]]
+                chosen = [s for role, s in parts.roles[stage.anchor].items() if role in roles]
+                (uva if family.in_place else storages).extend(chosen)
+            if storages:
+                drafts.append(UnitDraft(stage.anchor, tuple(sorted(storages, key=self._space.order))))
+        return Choice(tuple(drafts), tuple(uva), int(self.num_slots[candidate]))
+
+
+def _narrow(costed: Costed, rows: Ints) -> Costed:
+    """The same family with only the candidates of these indices."""
+    family = costed.family
+    picked = Family(
+        family.sets,
+        family.high[rows],
+        family.low[rows],
+        family.spaced[rows],
+        family.slots[rows],
+        family.in_place,
+        family.outside,
+        family.fixed_uva,
+    )
+    narrowed = object.__new__(Costed)
+    narrowed.__dict__.update(costed.__dict__)
+    narrowed.family = picked
+    for name in ("num_units", "num_slots", "moved_bytes", "offloaded_bytes", "device_bytes"):
+        setattr(narrowed, name, getattr(costed, name)[rows])
+    return narrowed
