@@ -1,0 +1,122 @@
+"""The promise: what the planner believes of caches and activations is what a transformers model then takes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from penstock.plan.traits import Traits
+from penstock.traits import traits_of
+
+SIZE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+    "max_position_embeddings": 512,
+}
+HEADS = {"num_key_value_heads": 2, "head_dim": 16}
+MLA = {
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_group": 1,
+    "topk_group": 1,
+}
+SLIDING = ["sliding_attention", "full_attention"] * 2
+QWEN3_NEXT = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {**SIZE, **HEADS}),
+    "qwen3": ("Qwen3ForCausalLM", {**SIZE, **HEADS, "head_dim": 32}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        {**SIZE, **HEADS, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "gemma2": ("Gemma2ForCausalLM", {**SIZE, **HEADS, "sliding_window": 6, "layer_types": SLIDING}),
+    "gemma3": ("Gemma3ForCausalLM", {**SIZE, **HEADS, "sliding_window": 6, "layer_types": SLIDING}),
+    "mixtral": ("MixtralForCausalLM", {**SIZE, **HEADS, "num_local_experts": 4}),
+    "mistral": ("MistralForCausalLM", {**SIZE, **HEADS, "sliding_window": 5}),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", {**SIZE, **MLA, "q_lora_rank": None}),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", {**SIZE, **MLA, "q_lora_rank": 32}),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {**SIZE, **HEADS, "num_local_experts": 4, "sliding_window": 6, "layer_types": SLIDING},
+    ),
+    "phi3": ("Phi3ForCausalLM", {**SIZE, "num_key_value_heads": 2, "pad_token_id": 0}),
+    "gpt2": ("GPT2LMHeadModel", {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 128, "n_positions": 64}),
+    "opt": ("OPTForCausalLM", {**SIZE, "ffn_dim": 128, "word_embed_proj_dim": 64, "pad_token_id": 0}),
+    "falcon": ("FalconForCausalLM", {**SIZE, "multi_query": True, "new_decoder_architecture": False}),
+    "qwen3_next": ("Qwen3NextForCausalLM", {**SIZE, **HEADS, **QWEN3_NEXT}),
+    "mamba": ("MambaForCausalLM", {**SIZE, "state_size": 8, "expand": 2}),
+    "mamba2": (
+        "Mamba2ForCausalLM",
+        {**SIZE, "state_size": 8, "expand": 2, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 8},
+    ),
+    "lfm2": ("Lfm2ForCausalLM", {**SIZE, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"] * 2}),
+}  # fmt: skip
+
+
+def make(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    kind, size = MODELS[name]
+    model_class = getattr(transformers, kind)
+    return model_class(model_class.config_class(**{**size, **changes})).to(dtype).eval()
+
+
+def bytes_of(cache: Any) -> int:
+    """Bytes of the memory behind every tensor that the layers of ``cache`` keep."""
+    found: dict[int, int] = {}
+    for layer in cache.layers:
+        for name, kept in vars(layer).items():
+            for tensor in kept.values() if isinstance(kept, dict) else [kept]:
+                if isinstance(tensor, torch.Tensor) and name != "_sliding_window_tensor":
+                    found[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+@torch.no_grad()
+def decoded(model: Any, batch: int, steps: int) -> Any:
+    """The default cache after ``steps`` tokens of ``batch`` sequences, one token at a time."""
+    cache = None
+    for step in range(steps):
+        key = "cache_params" if "Mamba" in type(model).__name__ else "past_key_values"
+        found = model(input_ids=torch.full((batch, 1), 5 + step), use_cache=True, **{key: cache} if cache else {})
+        cache = getattr(found, key)
+    return cache
+
+
+class TestCaches:
+    @pytest.mark.parametrize("steps", [4, 11])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("name", MODELS)
+    def test_bytes_are_those_of_the_default_cache(self, name: str, dtype: torch.dtype, steps: int) -> None:
+        model = make(name, dtype)
+        traits = traits_of(model)
+        assert bytes_of(decoded(model, 3, steps)) == traits.cache_bytes(3, steps) > 0
