@@ -31,6 +31,7 @@ _WINDOW_OF = {
     "chunked_attention": "attention_chunk_size",
 }
 _FLOAT32_BYTES = 4
+_INDEX_BYTES = 3 * 8
 
 
 @dataclass(frozen=True)
@@ -61,19 +62,27 @@ def attention_bytes_per_token(model: nn.Module, config: Any, dtype: torch.dtype)
 
     The default cache grows by concatenation, so the old keys or values live beside the new ones. Latent attention
     expands the latents of the whole context: keys and values per head, and the keys once more with their rotary part.
-    The eager implementation repeats keys and values per query head and makes scores, their float32 softmax and its
-    rounded copy; the fused ones read the cache as it is.
+    The eager implementation repeats keys and values for the query heads that share them and makes scores, with the mask
+    added, their float32 softmax and its rounded copy; the fused ones read the cache as it is. Masks and positions take
+    up to three int64 per token.
     """
     growth = expanded = 0
+    eager = getattr(config, "_attn_implementation", None) == "eager"
     for name, module in caching_attentions(model, config):
         keys, values = _widths(module, config)
         if not (_is_cross(name) or _window(module, config)):
             growth = max(growth, max(keys, values) * dtype.itemsize)
-            expanded = max(expanded, _expanded_width(module) * dtype.itemsize)
-    if growth and getattr(config, "_attn_implementation", None) == "eager":
-        heads = int(getattr(config, "num_attention_heads", 1))
-        expanded += heads * (2 * _head_dim(config) * dtype.itemsize + 2 * dtype.itemsize + _FLOAT32_BYTES)
-    return max(growth, expanded)
+            expanded = max(expanded, _expanded_width(module, eager) * dtype.itemsize)
+    if growth and eager:
+        expanded += _eager_bytes(config, dtype)
+    return max(growth, expanded) + _INDEX_BYTES if growth else 0
+
+
+def _eager_bytes(config: Any, dtype: torch.dtype) -> int:
+    heads = int(getattr(config, "num_attention_heads", 1))
+    shared = heads != (getattr(config, "num_key_value_heads", None) or heads)
+    repeated = 2 * _head_dim(config) * dtype.itemsize if shared else 0
+    return heads * (repeated + 2 * dtype.itemsize + 2 * _FLOAT32_BYTES)
 
 
 def source_tokens(config: Any) -> int:
@@ -132,12 +141,14 @@ def _head_widths(module: nn.Module) -> tuple[int, int]:
     return sizes.num_heads * sizes.qk_head_dim, sizes.num_heads * sizes.v_head_dim
 
 
-def _expanded_width(module: nn.Module) -> int:
+def _expanded_width(module: nn.Module, eager: bool) -> int:
     """Elements per token that a latent attention expands its cache to: (no-rope keys, values), and whole keys."""
     if not hasattr(module, "expand_kv"):
         return 0
     sizes: Any = module
-    return sum(_head_widths(module)) + int(sizes.num_heads * sizes.qk_nope_head_dim)
+    keys, values = _head_widths(module)
+    copied = values if eager else 0  # the values are a part of a projection, which a matrix product lays out anew
+    return int(keys + values + sizes.num_heads * sizes.qk_nope_head_dim + copied)
 
 
 def _head_dim(config: Any) -> int:

@@ -8,14 +8,11 @@ import torch
 from torch import nn
 
 from penstock.plan.traits import Traits
-from penstock.traits.activations import activation_bytes_per_row
+from penstock.traits.activations import activation_bytes_per_row, experts_per_token, first_int
 from penstock.traits.caches import attention_bytes_per_token, layers_of, source_tokens
 
 __all__ = ["traits_of"]
 
-# Mixtral, Qwen, GPT-OSS; DBRX; Hunyuan; ERNIE; Aria; JetMoe; DeepSeek's own code.
-_TOP_K = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "moe_num_active_experts", "top_k_experts", "top_k")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _MAX_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions")
 
 
@@ -38,14 +35,14 @@ def traits_of(model: nn.Module) -> Traits:
     cross = sum(layer.cross_bytes for layer in layers)
     fixed_source = source_tokens(config)
     return Traits(
-        experts_per_token=_experts_per_token(config),
+        experts_per_token=experts_per_token(config),
         kv_bytes_per_token=sum(s.kv_bytes for s in layers if not s.window) + (0 if fixed_source else cross),
         kv_window_bytes_per_token=sum(layer.kv_bytes for layer in layers if layer.window),
         window=max(windows, default=0),
         state_bytes_per_sequence=sum(layer.state_bytes for layer in layers) + cross * fixed_source,
         activation_bytes_per_row=activation_bytes_per_row(model, config, dtype),
         attention_bytes_per_token=attention_bytes_per_token(model, config, dtype),
-        max_context=_first_int(config, _MAX_CONTEXT),
+        max_context=first_int(config, _MAX_CONTEXT),
     )
 
 
@@ -53,17 +50,6 @@ def text_config(model: nn.Module) -> Any | None:
     """The configuration of the part that generates text; ``None`` if ``model`` has none of transformers' kind."""
     read = getattr(getattr(model, "config", None), "get_text_config", None)
     return read(decoder=True) if callable(read) else None
-
-
-def _experts_per_token(config: Any) -> int | None:
-    if _first_int(config, _EXPERTS) is None:
-        return None  # top_k alone is a setting of sampling
-    return _first_int(config, _TOP_K)
-
-
-def _first_int(config: Any, names: tuple[str, ...]) -> int | None:
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
