@@ -7,12 +7,15 @@ neither a tokenizer nor a KV cache, so that what is measured is the offloading.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["QWEN3_8B", "DecoderShape", "Stack", "build_stack"]
+__all__ = ["QWEN3_8B", "DecoderShape", "Stack", "build_stack", "fill"]
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -88,12 +91,18 @@ def build_stack(
     be filled at the device's speed. The scale keeps activations finite through any number of layers.
     """
     with torch.device("meta"):
-        stack = Stack(shape, dtype, "meta").eval().requires_grad_(False)
+        stack = Stack(shape, dtype, "meta")
+    return fill(stack, rest, generate_on, seed)
+
+
+def fill(model: Model, rest: torch.device | str, generate_on: torch.device | str, seed: int = 0) -> Model:
+    """Give ``model``, which is on ``meta``, weights that rest on ``rest``; see :func:`build_stack`."""
+    model.eval().requires_grad_(False)
     generator = torch.Generator(device=generate_on).manual_seed(seed)
-    for module in stack.modules():
+    for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
-                value = torch.empty(parameter.shape, dtype=dtype, device=generate_on)
+                value = torch.empty(parameter.shape, dtype=parameter.dtype, device=generate_on)
                 value.fill_(1.0) if value.dim() == 1 else value.normal_(0.0, 0.02, generator=generator)
                 setattr(module, name, nn.Parameter(value.to(rest), requires_grad=False))
-    return stack
+    return model

@@ -47,6 +47,53 @@ def step(
         raise typer.Exit(1)
 
 
+@bench.command(name="plan")
+def plan_step(
+    model: Annotated[str, typer.Option(help="qwen3-8b or deepseek-v2-lite: a stack of that shape")] = "qwen3-8b",
+    shares: Annotated[str, typer.Option(help="budgets as shares of the weights")] = "0.1,0.25,0.5,0.75",
+    rivals: Annotated[str, typer.Option(help="group rules to compare with, GROUP/NUMBER/STEP")] = "",
+    rows: Annotated[str, typer.Option(help="rows per step, comma-separated")] = "1,16,256,2048",
+    rounds: Annotated[int, typer.Option(help="rounds in which all variants take turns", min=1)] = 3,
+    repeats: Annotated[int, typer.Option(help="steps per variant and round", min=1)] = 3,
+    out: Annotated[Path | None, typer.Option(help="append results here, one JSON object per line")] = None,
+) -> None:
+    """What the planner predicts against what is measured, and against settings made by hand; needs a GPU."""
+    from penstock.bench.plan_step import run
+    from penstock.link.probe import load, measure, save
+
+    probe = load()
+    if probe is None:
+        probe = measure()
+        save(probe)
+    counts = [int(count) for count in rows.split(",")]
+    results = []
+    for row in run(model, _floats(shares), _words(rivals), counts, rounds, repeats, probe):
+        results.append(row)
+        typer.echo(
+            f"{row['contest']:>6} {row['case']:<32} {row['rows']:>5} rows  predicted {row['predicted_ms']:9.2f}  "
+            f"measured {row['ms']:9.2f} ms  error {row['error']:+7.1%}  memory "
+            f"{(row['peak_device_bytes'] - row['planned_device_bytes']) / 2**20:+6.0f} MiB  "
+            f"{'same bits' if row['bit_equal'] else 'OTHER BITS'}"
+        )
+        if out is not None:
+            with out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    broken = [f"{row['contest']} {row['case']} rows {row['rows']}" for row in results if not row["bit_equal"]]
+    errors = sorted(abs(row["error"]) for row in results)
+    summary = {"bench": "plan", "cases": len(results), "not_bit_equal": broken}
+    typer.echo(json.dumps({**summary, "median_error": errors[len(errors) // 2], "worst_error": errors[-1]}))
+    if broken:
+        raise typer.Exit(1)
+
+
+def _floats(text: str) -> list[float]:
+    return [float(part) for part in _words(text)]
+
+
+def _words(text: str) -> list[str]:
+    return [part for part in text.split(",") if part]
+
+
 def _run(
     device: str, rows: str, variants: str, layers: int, model: str | None, rounds: int, repeats: int
 ) -> Iterable[dict[str, Any]]:

@@ -46,7 +46,6 @@ _NAMES = {
     "uva_gather_bytes_per_s": "host memory gathered in place, rows of {} KiB",
     "pin_bytes_per_s": "pinning host memory",
     "device_copy_bytes_per_s": "device copy (read + written)",
-    "cpu_linear_bytes_per_s": "CPU linear, one row",
     "cached_read_bytes_per_s": "file read, page cache",
     "disk_read_bytes_per_s": "file read, direct",
 }
@@ -60,4 +59,8 @@ def _rates(values: dict[str, object]) -> list[tuple[str, str]]:
         rows += [(name.format(int(size) // 1024), f"{rate / 1e9:.1f} GB/s") for size, rate in by_size.items() if rate]
     if flops := values["matmul_flops_per_s"]:
         rows.append(("bf16 matrix product", f"{float(str(flops)) / 1e12:.0f} TFLOP/s"))
+    products: Any = values["product_s_per_byte"]
+    rows += [(f"matrix product, {n} rows, per GB of weight", f"{s * 1e12:.2f} ms") for n, s in products.items()]
+    if kernel_s := values["kernel_s"]:
+        rows.append(("small kernel in a graph", f"{float(str(kernel_s)) * 1e6:.1f} us"))
     return rows

@@ -15,22 +15,33 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from penstock.plan.cost import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates
 from penstock.store.disk import DiskOptions, File
 from penstock.store.pinned import device_view, pinned_region
 
-__all__ = ["Probe", "cache_path", "load", "measure", "save"]
+__all__ = ["Probe", "cache_path", "load", "measure", "planning_rates", "save"]
 
 MIB = 1 << 20
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+
+# Of an 8-billion-parameter decoder's MLP: 100 MB in bf16, so that six of them pass through any cache.
+_PRODUCT_SHAPE = (12288, 4096)
+_PRODUCT_WEIGHTS = 6
+_PRODUCT_ROWS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+# A layer's experts of a fine-grained mixture: 738 MB.
+_EXPERTS_SHAPE = (64, 2816, 2048)
+_EXPERT_ROWS = (1, 4, 16, 64, 128, 256, 1024)
+_CPU_PRODUCT_ROWS = (1, 16, 256)
 
 
 @dataclass(frozen=True)
@@ -45,7 +56,11 @@ class Probe:
         pin_bytes_per_s: mapping, touching and registering host memory.
         device_copy_bytes_per_s: device to device, bytes read plus bytes written.
         matmul_flops_per_s: an 8192-cubed bf16 product on the GPU.
-        cpu_linear_bytes_per_s: weights read by ``F.linear`` with one row, float32, on the CPU.
+        product_s_per_byte: ``F.linear`` 4096 -> 12288 with a bf16 weight, per byte of it, by rows; within a graph, over
+            weights that no cache holds. On a machine without a GPU: 4096 -> 8192 in float32.
+        grouped_s_per_byte: ``F.grouped_mm`` over 64 experts of 2048 -> 2816, by rows per expert.
+        in_place_s_per_byte, in_place_grouped_s_per_byte: both with the weight in pinned host memory.
+        kernel_s: an elementwise kernel over 8 KiB, one of many in a graph.
         disk_read_bytes_per_s: reading a file past the page cache, with as many threads as cores.
         cached_read_bytes_per_s: the same out of the page cache.
     """
@@ -57,7 +72,11 @@ class Probe:
     pin_bytes_per_s: float | None = None
     device_copy_bytes_per_s: float | None = None
     matmul_flops_per_s: float | None = None
-    cpu_linear_bytes_per_s: float = 0.0
+    product_s_per_byte: dict[int, float] = field(default_factory=dict)
+    grouped_s_per_byte: dict[int, float] = field(default_factory=dict)
+    in_place_s_per_byte: dict[int, float] = field(default_factory=dict)
+    in_place_grouped_s_per_byte: dict[int, float] = field(default_factory=dict)
+    kernel_s: float | None = None
     disk_read_bytes_per_s: float | None = None
     cached_read_bytes_per_s: float = 0.0
 
@@ -71,9 +90,47 @@ class Probe:
         values = dict(data)
         if values.pop("schema", None) != SCHEMA_VERSION:
             raise ValueError(f"probe schema {data.get('schema')!r}, expected {SCHEMA_VERSION}")
-        for name in ("h2d_bytes_per_s", "uva_gather_bytes_per_s"):
+        for name in (name for name, value in values.items() if isinstance(value, dict) and name != "machine"):
             values[name] = {int(size): rate for size, rate in values[name].items()}
         return cls(**values)
+
+    def gpu_rates(self) -> Rates | None:
+        """For planning on this machine's GPU, weights in pinned host memory; ``None`` if it has none."""
+        if not self.h2d_bytes_per_s or not self.kernel_s or not self.device_copy_bytes_per_s:
+            return None
+        return Rates(
+            machine=self.machine["devices"],
+            copy_bytes_per_s=Curve.of(self.h2d_bytes_per_s),
+            product_s_per_byte=Curve.of(self.product_s_per_byte),
+            grouped_s_per_byte=Curve.of(self.grouped_s_per_byte),
+            in_place_s_per_byte=Curve.of(self.in_place_s_per_byte),
+            in_place_grouped_s_per_byte=Curve.of(self.in_place_grouped_s_per_byte),
+            kernel_s=self.kernel_s,
+            device_bytes_per_s=self.device_copy_bytes_per_s,
+        )
+
+    def cpu_rates(self, direct: bool = False) -> Rates:
+        """For planning on this machine's CPU, weights in files, read past the page cache if ``direct``."""
+        read = self.disk_read_bytes_per_s if direct else None
+        # On a machine with a GPU the CPU's own products are not measured.
+        product = NOMINAL_CPU.product_s_per_byte if self.h2d_bytes_per_s else Curve.of(self.product_s_per_byte)
+        return replace(
+            NOMINAL_CPU,
+            machine=self.machine["cpu"],
+            copy_bytes_per_s=Curve.of({MIB: read or self.cached_read_bytes_per_s}),
+            product_s_per_byte=product,
+            grouped_s_per_byte=product,
+            copies_take_cores=read is None,
+            is_measured=True,
+        )
+
+
+def planning_rates(device: torch.device, direct: bool = False) -> Rates:
+    """What plans for ``device`` are made with: the kept probe of this machine, or else nominal figures."""
+    probe = load()
+    if device.type == "cpu":
+        return NOMINAL_CPU if probe is None else probe.cpu_rates(direct)
+    return (probe.gpu_rates() if probe is not None else None) or NOMINAL_GPU
 
 
 def describe_machine() -> dict[str, str]:
@@ -113,7 +170,7 @@ def save(probe: Probe) -> Path:
 
 def measure(folder: Path | None = None, num_bytes: int = 1024 * MIB) -> Probe:
     """Measure everything; about half a minute. ``folder``: on the disk to read from (default: temporary files)."""
-    rates: dict[str, Any] = {"cpu_linear_bytes_per_s": _cpu_linear(), **_disk(folder, num_bytes)}
+    rates: dict[str, Any] = {"product_s_per_byte": _cpu_products(), **_disk(folder, num_bytes)}
     if torch.cuda.is_available():
         rates |= _cuda(torch.device("cuda", torch.cuda.current_device()), num_bytes)
     return Probe(describe_machine(), **rates)
@@ -129,10 +186,11 @@ def _median_s(run: Callable[[], object], repeats: int = 5) -> float:
     return statistics.median(samples)
 
 
-def _cpu_linear() -> float:
+def _cpu_products() -> dict[int, float]:
     weight = torch.randn(8192, 4096)
-    x = torch.randn(1, 4096)
-    return weight.numel() * 4 / _median_s(lambda: F.linear(x, weight))
+    return {
+        rows: _median_s(partial(F.linear, _rows(rows, weight), weight)) / weight.nbytes for rows in _CPU_PRODUCT_ROWS
+    }
 
 
 def _disk(folder: Path | None, num_bytes: int) -> dict[str, float | None]:
@@ -173,14 +231,7 @@ def _cuda(device: torch.device, num_bytes: int) -> dict[str, Any]:
     pin_s = time.perf_counter() - start
     slot = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     other = torch.empty_like(slot)
-
-    def timed(run: Callable[[], object]) -> float:
-        def step() -> None:
-            run()
-            torch.cuda.synchronize(device)
-
-        return _median_s(step)
-
+    timed = partial(_timed, device)
     a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
     in_place = device_view(host, device)
     return {
@@ -192,10 +243,82 @@ def _cuda(device: torch.device, num_bytes: int) -> dict[str, Any]:
         "uva_gather_bytes_per_s": {row: _gather(in_place, row, timed) for row in (8192, MIB)},
         "device_copy_bytes_per_s": 2 * num_bytes / timed(lambda: other.copy_(slot)),
         "matmul_flops_per_s": 2 * 8192**3 / timed(lambda: a @ b),
+        **_products(device, in_place, timed),
+        "kernel_s": _kernel_s(device),
     }
 
 
-def _h2d(slot: torch.Tensor, host: torch.Tensor, size: int, timed: Callable[[Callable[[], object]], float]) -> float:
+Timed = Callable[[Callable[[], object]], float]
+
+
+def _timed(device: torch.device, run: Callable[[], object]) -> float:
+    def step() -> None:
+        run()
+        torch.cuda.synchronize(device)
+
+    return _median_s(step)
+
+
+def _graph(device: torch.device, run: Callable[[], object]) -> Callable[[], None]:
+    """``run`` as a captured graph: what the host takes to launch kernels does not count."""
+    run()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def _products(device: torch.device, in_place: torch.Tensor, timed: Timed) -> dict[str, dict[int, float]]:
+    bf16 = torch.bfloat16
+    dense = [torch.randn(_PRODUCT_SHAPE, device=device, dtype=bf16) for _ in range(_PRODUCT_WEIGHTS)]
+    experts = torch.randn(_EXPERTS_SHAPE, device=device, dtype=bf16)
+    return {
+        "product_s_per_byte": _by_rows(_PRODUCT_ROWS, dense, F.linear, timed),
+        "grouped_s_per_byte": _by_rows(_EXPERT_ROWS, [experts], _grouped, timed),
+        "in_place_s_per_byte": _by_rows(_PRODUCT_ROWS, [_like(dense[0], in_place)], F.linear, timed),
+        "in_place_grouped_s_per_byte": _by_rows(_EXPERT_ROWS, [_like(experts, in_place)], _grouped, timed),
+    }
+
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _by_rows(
+    counts: Sequence[int], weights: Sequence[torch.Tensor], product: Product, timed: Timed
+) -> dict[int, float]:
+    """Seconds per byte of ``weights``, by rows (per expert, if they have experts), in a graph."""
+    num_bytes = sum(weight.nbytes for weight in weights)
+    per_count = len(weights[0]) if weights[0].dim() == 3 else 1
+
+    def seconds(count: int) -> float:
+        x = _rows(count * per_count, weights[0])
+        return timed(_graph(x.device, lambda: [product(x, weight) for weight in weights]))
+
+    return {count: seconds(count) / num_bytes for count in counts}
+
+
+def _grouped(x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    each = len(x) // len(experts)
+    ends = torch.arange(each, len(x) + 1, each, device=x.device, dtype=torch.int32)
+    return F.grouped_mm(x, experts.mT, offs=ends)
+
+
+def _like(weight: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    return memory[: weight.nbytes].view(weight.dtype).view(weight.shape)
+
+
+def _kernel_s(device: torch.device, count: int = 500) -> float:
+    x = torch.zeros(2048, device=device)
+    replay = _graph(device, lambda: [x.add_(1.0) for _ in range(count)])
+    return _timed(device, replay) / count
+
+
+def _rows(count: int, weight: torch.Tensor) -> torch.Tensor:
+    return torch.randn(count, weight.shape[1], device=weight.device, dtype=weight.dtype)
+
+
+def _h2d(slot: torch.Tensor, host: torch.Tensor, size: int, timed: Timed) -> float:
     count = max(1, min(host.numel(), 512 * MIB) // size)
 
     def run() -> None:
@@ -205,7 +328,7 @@ def _h2d(slot: torch.Tensor, host: torch.Tensor, size: int, timed: Callable[[Cal
     return count * size / timed(run)
 
 
-def _gather(in_place: torch.Tensor, row: int, timed: Callable[[Callable[[], object]], float]) -> float:
+def _gather(in_place: torch.Tensor, row: int, timed: Timed) -> float:
     rows = in_place.view(-1, row)
     chosen = torch.randperm(len(rows), device=in_place.device)[: len(rows) // 2]
     return len(chosen) * row / timed(lambda: rows[chosen])

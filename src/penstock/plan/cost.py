@@ -5,20 +5,22 @@ A model is a row of *stages*, the modules that run one after another. A stage of
     compute = sum over its tensors of touched bytes x product_s_per_byte(rows)
               + kernels x kernel_s + activation bytes / device copy rate
 
-with all weights resident. What it reads in place costs the link's time instead, if that is longer:
+with all weights resident. What it reads in place takes the longer of that and
 
-    in place = touched bytes x ceil(rows / tile rows) / in-place rate
+    in place = touched bytes x in_place_s_per_byte(rows)
 
-since a matrix product reads its weight again for every tile of rows. ``touched`` is everything for dense weights; of
-the ``E`` experts of a layer, with each of ``r`` rows routed to ``k`` of them uniformly, a step touches on average
+during which the link is busy; a matrix product reads its weight again for every tile of rows. ``touched`` is everything
+for dense weights; of the ``E`` experts of a layer, with each of ``r`` rows routed to ``k`` of them uniformly, a step
+touches on average
 
     E x (1 - (1 - k / E) ^ r)
 
-and a lookup touches one row per row. Copies take bytes / copy rate(bytes), in the order of the schedule; how they
-overlap with the stages is :mod:`penstock.plan.pipeline`'s business.
+which then have ``r x k / touched`` rows each; a lookup touches one row per row. Copies take bytes / copy rate(bytes),
+in the order of the schedule; how they overlap with the stages is :mod:`penstock.plan.pipeline`'s business.
 
 Where the form comes from: decode is bound by reading weights, prefill by arithmetic (roofline, Williams et al. 2009),
-and one curve measured over rows holds both ends and what lies between.
+and one curve measured over rows holds both ends and what lies between. The three numbers of kernels and passes below
+are not measured by the probe: they were fitted once, to the resident steps of two stacks on an H200.
 """
 
 from __future__ import annotations
@@ -44,12 +46,12 @@ __all__ = [
     "storage_cost",
 ]
 
-# Beside each weight's own kernel runs about one small one: an activation, a residual sum, a rotation.
-KERNELS_PER_TENSOR = 2
-# Sorting rows by expert, gathering, weighing and summing them up again.
-KERNELS_PER_EXPERT_LAYER = 12
-# How often an activation is written or read by the elementwise kernels around the product it belongs to.
-ACTIVATION_PASSES = 2
+# Beside each weight's own kernel run its second half (split sums) and an activation, a residual sum, a rotation.
+KERNELS_PER_TENSOR = 3
+# Sorting rows by expert in several passes, gathering, grouping, weighing and summing them up again.
+KERNELS_PER_EXPERT_LAYER = 45
+# How often an activation is written or read by the kernels around the product it belongs to.
+ACTIVATION_PASSES = 3.5
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,11 @@ class Rates:
     Attributes:
         machine: for people.
         copy_bytes_per_s: from the store into a slot, by bytes of one copy.
-        product_s_per_byte: time of a matrix product per byte of its 16-bit weight, by rows; holds both the reading of
-            the weight and the arithmetic.
-        in_place_bytes_per_s: a kernel reading host memory in place; ``None`` where only lookups can.
-        in_place_tile_rows: rows that share one reading of a weight in place.
+        product_s_per_byte: time of a matrix product per byte of its resident 16-bit weight, by rows; holds both the
+            reading of the weight and the arithmetic.
+        grouped_s_per_byte: the same for a grouped product over experts, by rows per expert.
+        in_place_s_per_byte, in_place_grouped_s_per_byte: the same for weights in host memory that are read in place;
+            ``None`` where only lookups can be.
         kernel_s: a kernel with next to nothing to do, among others in a graph.
         device_bytes_per_s: elementwise kernels, bytes read plus bytes written.
         copies_take_cores: a copy keeps the cores busy that compute wants (reading out of a CPU's page cache).
@@ -100,8 +103,9 @@ class Rates:
     machine: str
     copy_bytes_per_s: Curve
     product_s_per_byte: Curve
-    in_place_bytes_per_s: float | None
-    in_place_tile_rows: int
+    grouped_s_per_byte: Curve
+    in_place_s_per_byte: Curve | None
+    in_place_grouped_s_per_byte: Curve | None
     kernel_s: float
     device_bytes_per_s: float
     copies_take_cores: bool = False
@@ -113,22 +117,27 @@ class Rates:
 
 
 # A PCIe 4.0 x16 link and a device of 1 TB/s and 150 TFLOP/s: the order of the workstation cards that most people have.
+_NOMINAL_PRODUCT = Curve.of({1: 1.1e-12, 64: 1.2e-12, 256: 2e-12, 1024: 7e-12, 8192: 55e-12})
+_NOMINAL_IN_PLACE = Curve.of({1: 45e-12, 128: 45e-12, 256: 70e-12, 2048: 360e-12, 8192: 1440e-12})
 NOMINAL_GPU = Rates(
     machine="a nominal GPU on PCIe 4.0 x16 (no probe was run)",
     copy_bytes_per_s=Curve.of({2**18: 16e9, 2**20: 21e9, 2**24: 24e9, 2**26: 25e9}),
-    product_s_per_byte=Curve.of({1: 1.1e-12, 64: 1.2e-12, 256: 2e-12, 1024: 7e-12, 8192: 55e-12}),
-    in_place_bytes_per_s=22e9,
-    in_place_tile_rows=256,
-    kernel_s=3e-6,
+    product_s_per_byte=_NOMINAL_PRODUCT,
+    grouped_s_per_byte=_NOMINAL_PRODUCT,
+    in_place_s_per_byte=_NOMINAL_IN_PLACE,
+    in_place_grouped_s_per_byte=_NOMINAL_IN_PLACE,
+    kernel_s=2e-6,
     device_bytes_per_s=0.8e12,
     is_measured=False,
 )
+_NOMINAL_CPU_PRODUCT = Curve.of({1: 50e-12, 16: 60e-12, 256: 500e-12, 2048: 4e-9})
 NOMINAL_CPU = Rates(
     machine="a nominal CPU (no probe was run)",
     copy_bytes_per_s=Curve.of({2**20: 2e9}),
-    product_s_per_byte=Curve.of({1: 50e-12, 16: 60e-12, 256: 500e-12, 2048: 4e-9}),
-    in_place_bytes_per_s=None,
-    in_place_tile_rows=1,
+    product_s_per_byte=_NOMINAL_CPU_PRODUCT,
+    grouped_s_per_byte=_NOMINAL_CPU_PRODUCT,
+    in_place_s_per_byte=None,
+    in_place_grouped_s_per_byte=None,
     kernel_s=10e-6,
     device_bytes_per_s=10e9,
     copies_take_cores=True,
@@ -192,17 +201,24 @@ class StorageCost:
 def storage_cost(storage: StorageInfo, experts: int, rows: int, rates: Rates, traits: Traits) -> StorageCost:
     """The cost of ``storage`` in a step of ``rows`` rows; the formulas are at the top of this module."""
     if storage.is_lookup:
-        row_bytes = min(storage.num_bytes, rows * _row_bytes(storage))
-        in_place_s = row_bytes / (rates.in_place_bytes_per_s or rates.device_bytes_per_s)
-        return StorageCost(row_bytes / rates.device_bytes_per_s, in_place_s, row_bytes)
+        return _lookup_cost(storage, rows, rates)
     share, share_rows = _touched(experts, rows, traits.experts_per_token)
     touched = storage.num_bytes * share
-    # The curve is of 16-bit weights: arithmetic goes by elements, reading by bytes; at one row only bytes count.
-    resident_s = touched * rates.product_s_per_byte(share_rows) if len(storage.tensors[0].shape) > 1 else 0.0
-    if rates.in_place_bytes_per_s is None:
-        return StorageCost(resident_s, math.inf, touched)
-    readings = math.ceil(share_rows / rates.in_place_tile_rows)
-    return StorageCost(resident_s, max(resident_s, touched * readings / rates.in_place_bytes_per_s), touched)
+    resident, in_place = rates.product_s_per_byte, rates.in_place_s_per_byte
+    if experts > 1:
+        resident, in_place = rates.grouped_s_per_byte, rates.in_place_grouped_s_per_byte
+    # Vectors (norms, biases) belong to kernels that are counted one by one.
+    resident_s = touched * resident(share_rows) if len(storage.tensors[0].shape) > 1 else 0.0
+    in_place_s = math.inf if in_place is None else max(resident_s, touched * in_place(share_rows))
+    return StorageCost(resident_s, in_place_s, touched)
+
+
+def _lookup_cost(storage: StorageInfo, rows: int, rates: Rates) -> StorageCost:
+    row_bytes = storage.num_bytes // max(1, storage.tensors[0].shape[0])
+    touched = min(storage.num_bytes, rows * row_bytes)
+    resident_s = touched / rates.device_bytes_per_s
+    in_place_s = resident_s if rates.in_place_s_per_byte is None else touched * rates.in_place_s_per_byte(1)
+    return StorageCost(resident_s, in_place_s, touched)
 
 
 def stage_compute_s(stage: Stage, rows: int, rates: Rates, traits: Traits) -> float:
@@ -229,8 +245,3 @@ def _touched(experts: int, rows: int, experts_per_token: int | None) -> tuple[fl
         return 1.0, float(rows)
     share = 1.0 - (1.0 - experts_per_token / experts) ** rows
     return share, max(1.0, rows * experts_per_token / (experts * share))
-
-
-def _row_bytes(storage: StorageInfo) -> int:
-    shape = storage.tensors[0].shape
-    return storage.num_bytes // max(1, shape[0])

@@ -41,17 +41,19 @@ class StageTimes:
     copy_s: Floats
 
 
-def step_s(stages: Iterable[StageTimes], num_slots: Ints, num_units: Ints) -> Floats:
+def step_s(stages: Iterable[StageTimes], num_slots: Ints, num_units: Ints, copies_take_cores: bool = False) -> Floats:
     """Seconds of a step in the steady state, per candidate.
 
     Args:
-        stages: in order of execution; iterated over twice if it is a list, so pass one.
+        stages: in order of execution.
         num_slots, num_units: per candidate; no candidate has more slots than units.
+        copies_take_cores: copies and compute want the same cores, so a step takes no less than both together.
     """
     state = _State(num_slots, num_units)
     for stage in stages:
         state.run(stage)
-    return state.finish()
+    step = state.finish()
+    return np.maximum(step, state.busy_s) if copies_take_cores else step
 
 
 class _State:
@@ -62,7 +64,7 @@ class _State:
         self._every = np.arange(count)
         self._slots = np.maximum(num_slots, 1)
         self._units = num_units
-        self._moves = num_units > num_slots  # a unit that has its slot alone stays
+        self._moves = num_units > num_slots
         self._held_back = (num_units - 1) % self._slots
         self._next = np.zeros(count, np.int64)  # index of the next unit
         self._now = np.zeros(count)
@@ -70,6 +72,7 @@ class _State:
         most = int(self._slots.max(initial=1))
         self._released = np.zeros((count, most))  # by slot: when what it held was read
         self._first_copy = np.zeros((count, most))  # by slot: the copy of its first unit
+        self.busy_s = np.zeros(count)  # compute and copies, end to end
 
     def run(self, stage: StageTimes) -> None:
         has_unit = stage.copy_s > 0
@@ -79,6 +82,7 @@ class _State:
         start = np.maximum(self._link_free, np.where(is_first, 0.0, self._released[self._every, slot]))
         arrival = np.where(copied, start + stage.copy_s, 0.0)
         self._link_free = np.where(copied, arrival, self._link_free)
+        self.busy_s += stage.compute_s + copied * stage.copy_s
         begin = np.maximum(self._now, arrival)
         self._now = begin + stage.compute_s
         self._link_free = np.where(
@@ -95,12 +99,17 @@ class _State:
         for slot in self._wrapping():
             valid = slot >= 0
             index = np.maximum(slot, 0)
+            copy_s = valid * self._first_copy[self._every, index]
             start = np.maximum(self._link_free, self._released[self._every, index])
-            self._link_free = np.where(valid, start + self._first_copy[self._every, index], self._link_free)
+            self._link_free = np.where(valid, start + copy_s, self._link_free)
+            self.busy_s += copy_s
         return np.maximum(self._now, self._link_free)
 
     def _wrapping(self) -> Iterator[Ints]:
-        """Slots in the order in which their last units are read, the held-back one left out; -1: none."""
+        """Slots in the order in which their last units are read, the held-back one left out; -1: none.
+
+        A unit that has its slot alone (its index is below the number of slots) stays there and is not copied again.
+        """
         for behind in range(int(self._slots.max(initial=1)), 1, -1):
             unit = self._units - behind
-            yield np.where(self._moves & (behind <= self._slots) & (unit >= 0), unit % self._slots, -1)
+            yield np.where((behind <= self._slots) & (unit >= self._slots), unit % self._slots, -1)

@@ -257,7 +257,8 @@ class Costed:
     def _column(self, table: Floats, layer: int) -> Floats:
         """Per candidate: ``table`` [sets, layers] at the set it has in ``layer``."""
         chosen = np.where(self._spaced[self.family.spaced, layer], self.family.high, self.family.low)
-        return table[chosen, layer]
+        column: Floats = table[chosen, layer]
+        return column
 
     def _drafted(self, value: Mapping[str, float]) -> Iterator[tuple[str, Floats]]:
         """(anchor, value of its unit per candidate), in order, for every stage that may have a unit."""
@@ -281,17 +282,20 @@ class Costed:
         sizes = {s.name: float(s.num_bytes) for s in inventory.storages}
         moved, units = np.zeros(count), np.zeros(count, dtype=np.int64)
         wanted = family.slots
-        slot_bytes = np.zeros((count, MAX_SLOTS))
+        slot_bytes, first = np.zeros((count, MAX_SLOTS)), np.zeros((count, MAX_SLOTS))
         every = np.arange(count)
         for (_, slab), (_, size) in zip(self._drafted(slabs), self._drafted(sizes), strict=True):
             has = slab > 0
             slot = units % wanted
             slot_bytes[every, slot] = np.maximum(slot_bytes[every, slot], slab)
+            first[every, slot] = np.where(has & (units < wanted), size, first[every, slot])
             units += has
             moved += size
         self.num_units = units
         self.num_slots = np.minimum(wanted, units)
-        self.moved_bytes = np.where(units > self.num_slots, moved, 0.0)
+        # A unit that has its slot alone is copied once and stays.
+        alone = np.arange(MAX_SLOTS) + wanted[:, None] >= units[:, None]
+        self.moved_bytes = moved - (first * alone).sum(1)
         uva = np.full(count, float(sum(s.num_bytes for s in self._fixed_uva())))
         if family.in_place:
             table = family.sets.table(sizes)
@@ -335,14 +339,8 @@ class Costed:
         return np.array([narrowed._play(batch) for batch in range(len(self._space.question.batch_sizes))])
 
     def _play(self, batch: int) -> Floats:
-        question, family = self._space.question, self.family
-        count = len(family.high)
-        stages = list(self._stage_times(batch))
-        played: Floats = step_s(stages, self.num_slots, self.num_units)
-        if question.rates.copies_take_cores:
-            copies = sum((stage.copy_s for stage in stages), np.zeros(count)) * (self.num_units > self.num_slots)
-            played = np.maximum(played, copies + sum((stage.compute_s for stage in stages), np.zeros(count)))
-        return played
+        rates = self._space.question.rates
+        return step_s(self._stage_times(batch), self.num_slots, self.num_units, rates.copies_take_cores)
 
     def _stage_times(self, batch: int) -> Iterator[StageTimes]:
         parts, family, costs = self._parts, self.family, self._space.costs[batch]

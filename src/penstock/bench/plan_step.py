@@ -1,0 +1,245 @@
+"""``penstock bench plan``: what the planner predicts against what is measured, and against what users set by hand.
+
+For each budget (a share of the weights) and each number of rows a plan is made by the rates of this machine, run, and
+compared with its prediction. Each hand-made setting is run beside the plan that penstock makes for the device memory
+that this setting takes. All run as one captured graph, interleaved, and must give the bits of the resident stack.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import penstock
+from penstock.bench.measure import interleave, time_cuda
+from penstock.bench.moe import DEEPSEEK_V2_LITE, MoeStack
+from penstock.bench.shapes import QWEN3_8B, Stack, fill
+from penstock.config import UVA, Budget, Prefetch, Workload
+from penstock.errors import OptionError
+from penstock.inventory import Inventory, take_inventory
+from penstock.link.probe import Probe
+from penstock.plan import Plan, build_plan
+from penstock.plan.cost import Rates
+from penstock.plan.forecast import forecast
+from penstock.plan.model import assemble
+from penstock.plan.traits import Traits
+
+__all__ = ["RIVALS", "STACKS", "run"]
+
+STACKS = ("qwen3-8b", "deepseek-v2-lite")
+RIVALS = ("4/1/1", "4/1/2", "2/1/1", "2/1/2", "1/1/2")
+
+# Of one round of variants that live side by side; what does not fit waits for the next round.
+_HOST_BYTES = 92 * 2**30
+_DEVICE_BYTES = 110 * 2**30
+
+
+@dataclass
+class Contest:
+    """Plans that are compared with one another at one amount of device memory.
+
+    Attributes:
+        name: the share of the weights, or the rival's setting.
+        plans: by name; "penstock" plans have the rows they were made for.
+        rows: which rows each is run with.
+    """
+
+    name: str
+    plans: dict[str, Plan] = field(default_factory=dict)
+    rows: dict[str, list[int]] = field(default_factory=dict)
+
+    def add(self, name: str, plan: Plan, rows: Sequence[int]) -> None:
+        """One more plan; one that is there under another name gets the rows."""
+        known = next((key for key, other in self.plans.items() if other == plan and name.startswith("penstock")), None)
+        self.plans.setdefault(known or name, plan)
+        self.rows.setdefault(known or name, []).extend(rows)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of all its plans."""
+        return sum(plan.offloaded_bytes for plan in self.plans.values())
+
+    @property
+    def device_bytes(self) -> int:
+        """Of all its plans."""
+        return sum(plan.device_bytes for plan in self.plans.values())
+
+
+def build(name: str) -> tuple[nn.Module, Traits]:
+    """The stack of this name on ``meta``, and its traits."""
+    with torch.device("meta"):
+        if name == "qwen3-8b":
+            return Stack(QWEN3_8B, torch.bfloat16, "meta"), Traits()
+        if name == "deepseek-v2-lite":
+            traits = Traits(experts_per_token=DEEPSEEK_V2_LITE.experts_per_token)
+            return MoeStack(DEEPSEEK_V2_LITE, torch.bfloat16), traits
+    raise OptionError(f"--model {name!r}: expected one of {', '.join(STACKS)}")
+
+
+class Planner:
+    """Makes the contests of one stack."""
+
+    def __init__(self, inventory: Inventory, rates: Rates, traits: Traits, rows: Sequence[int]) -> None:
+        self._inventory, self._rates, self._traits, self._rows = inventory, rates, traits, rows
+
+    def at_share(self, share: float) -> Contest:
+        """penstock's plans for this share of the weights, and as much read in place as the others move."""
+        budget = int(self._inventory.num_bytes * share)
+        contest = self._contest(f"{share:.0%}", budget)
+        contest.add("uva", build_plan(self._inventory, UVA(self._inventory.num_bytes - budget)), self._rows)
+        return contest
+
+    def against(self, setting: str) -> Contest:
+        """A group rule, and penstock's plans for the memory it takes."""
+        size, number, step = (int(part) for part in setting.split("/"))
+        rival = build_plan(self._inventory, Prefetch(size, number, step))
+        contest = self._contest(setting, rival.device_bytes)
+        contest.add(f"group:{setting}", rival, self._rows)
+        return contest
+
+    def _contest(self, name: str, device_bytes: int) -> Contest:
+        contest = Contest(name)
+        for rows in self._rows:
+            budget = Budget(device_bytes, workload=Workload([rows]))
+            plan = build_plan(self._inventory, budget, rates=self._rates, traits=self._traits, zero_copy=True)
+            contest.add(f"penstock, made for {rows} rows", plan, [rows])
+        return contest
+
+
+def rounds_of(contests: Sequence[Contest]) -> Iterator[list[Contest]]:
+    """Contests that fit the machine side by side."""
+    waiting = sorted(contests, key=lambda contest: -contest.host_bytes)
+    while waiting:
+        chosen = [waiting.pop(0)]
+        for contest in list(waiting):
+            together = [*chosen, contest]
+            fits_host = sum(c.host_bytes for c in together) <= _HOST_BYTES
+            if fits_host and sum(c.device_bytes for c in together) <= _DEVICE_BYTES:
+                chosen.append(contest)
+                waiting.remove(contest)
+        yield chosen
+
+
+@dataclass
+class _Running:
+    """A stack under a plan on the device."""
+
+    contest: str
+    name: str
+    plan: Plan
+    rows: list[int]
+    model: nn.Module
+    own_bytes: int = 0
+    handle: penstock.Handle | None = None
+    steps: dict[int, Any] = field(default_factory=dict)
+    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    peak_bytes: dict[int, int] = field(default_factory=dict)
+
+
+def _start(contest: str, name: str, plan: Plan, rows: list[int], stack: str, device: torch.device) -> _Running:
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    # Born on the device: from there the weights reach the store at the link's rate.
+    running = _Running(contest, name, plan, rows, fill(build(stack)[0], device, device))
+    if plan.units or plan.uva:
+        running.handle = penstock.offload(running.model, plan, device=device)
+    gc.collect()
+    running.own_bytes = torch.cuda.memory_allocated(device) - before
+    return running
+
+
+def _prepare(running: _Running, x: torch.Tensor) -> None:
+    """Warm up, measure memory, capture."""
+    rows = len(x)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for _ in range(2):
+        out = running.model(x)
+    torch.cuda.synchronize()
+    running.peak_bytes[rows] = running.own_bytes + torch.cuda.max_memory_allocated() - before
+    del out
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = running.model(x)
+    graph.replay()
+    torch.cuda.synchronize()
+    running.outputs[rows] = out
+    running.steps[rows] = graph.replay
+
+
+def run(
+    stack: str,
+    shares: Sequence[float],
+    rivals: Sequence[str],
+    rows: Sequence[int],
+    rounds: int,
+    repeats: int,
+    probe: Probe,
+) -> Iterator[dict[str, Any]]:
+    """Yield one result per contest, plan and number of rows."""
+    rates = probe.gpu_rates()
+    if rates is None:
+        raise OptionError("penstock bench plan needs a CUDA device; there is none here")
+    device = torch.device("cuda", torch.cuda.current_device())
+    with torch.no_grad():
+        model, traits = build(stack)
+        inventory = take_inventory(model)
+        planner = Planner(inventory, rates, traits, rows)
+        contests = [planner.at_share(share) for share in shares] + [planner.against(rival) for rival in rivals]
+        for together in rounds_of(contests):
+            for result in _measure(together, stack, rows, rounds, repeats, device):
+                seen = forecast(result.pop("plan"), inventory, rates, traits, result["rows"])
+                predicted = {"predicted_ms": seen.step_s * 1e3, "floor_ms": seen.floor_s * 1e3, "bound": seen.bound}
+                yield {"stack": stack, **result, **predicted, "error": seen.step_s * 1e3 / result["ms"] - 1}
+
+
+def _measure(
+    contests: Sequence[Contest], stack: str, rows: Sequence[int], rounds: int, repeats: int, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    everything = assemble(take_inventory(build(stack)[0]), [], 0, "cpu")
+    resident = _start("100%", "resident", everything, list(rows), stack, device)
+    variants = [resident]
+    for contest in contests:
+        variants += [
+            _start(contest.name, name, plan, contest.rows[name], stack, device) for name, plan in contest.plans.items()
+        ]
+    hidden = next(iter(resident.model.parameters())).shape[-1]
+    for count in rows:
+        generator = torch.Generator(device=device).manual_seed(count)
+        x = torch.randn(count, hidden, device=device, generator=generator).to(torch.bfloat16)
+        taking_part = [variant for variant in variants if count in variant.rows]
+        for variant in taking_part:
+            _prepare(variant, x)
+        steps = {f"{v.contest} {v.name}": v.steps[count] for v in taking_part}
+        timings = interleave(steps, rounds, repeats, time_cuda)
+        activations = resident.peak_bytes[count] - resident.own_bytes
+        for variant in taking_part:
+            variant.steps[count]()
+            torch.cuda.synchronize()
+            timing = timings[f"{variant.contest} {variant.name}"]
+            plan = variant.plan
+            yield {
+                "case": variant.name,
+                "contest": variant.contest,
+                "rows": count,
+                "ms": timing.ms,
+                "spread_ms": timing.spread_ms,
+                "resident_ms": timings["100% resident"].ms,
+                "bytes_moved": plan.moved_bytes,
+                "uva_bytes": plan.uva_bytes,
+                "peak_device_bytes": variant.peak_bytes[count],
+                "planned_device_bytes": plan.device_bytes + activations,
+                "bit_equal": bool(torch.equal(variant.outputs[count], resident.outputs[count])),
+                "num_units": len(plan.units),
+                "num_slots": plan.num_slots,
+                "plan": plan,
+            }
+        for variant in taking_part:
+            del variant.steps[count], variant.outputs[count]

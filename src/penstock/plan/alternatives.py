@@ -1,0 +1,130 @@
+"""The nearest other things a user could ask for, and what they would bring: more memory, or a larger batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from penstock.config import Budget
+from penstock.plan.budget import Point, curve, reserved_bytes
+from penstock.plan.forecast import forecast
+from penstock.plan.model import Plan
+from penstock.plan.space import Question, Space
+
+__all__ = ["Alternative", "alternatives"]
+
+GIB = 2**30
+# A step that much faster is worth asking for more memory.
+_WORTHWHILE = 1.3
+# A step is as good as resident within this.
+_AT_FULL_SPEED = 1.02
+# A larger batch is as good as free if a step takes no more than this much longer.
+_NEARLY_FREE = 1.1
+_LARGEST_BATCH = 1024
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One other choice.
+
+    Attributes:
+        text: for people, without a full stop.
+        device_bytes: device memory it takes in all.
+        batch: rows of its step.
+        speedup: tokens per second compared with the plan's.
+        step_s: its predicted step.
+    """
+
+    text: str
+    device_bytes: int
+    batch: int
+    speedup: float
+    step_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers and strings."""
+        return asdict(self)
+
+
+def alternatives(
+    question: Question, budget: Budget, plan: Plan, points: Sequence[Point] | None = None
+) -> list[Alternative]:
+    """Two or three of them, the nearest first; empty where nothing would be better.
+
+    ``points``: the memory curve of the same question, if it is at hand.
+    """
+    found = list(_more_memory(question, budget, plan, curve(Space(question)) if points is None else points))
+    return found + list(_larger_batch(question, budget, plan))
+
+
+def _more_memory(question: Question, budget: Budget, plan: Plan, points: Sequence[Point]) -> Iterator[Alternative]:
+    beside = reserved_bytes(question, budget)
+    now = _times(question, plan)
+    resident = points[-1].step_s
+    seen = 0
+    for wanted in (_WORTHWHILE, _mean_ratio(now, resident) / _AT_FULL_SPEED):
+        better = next(
+            (point for point in points if _mean_ratio(now, point.step_s) >= max(wanted, _AT_FULL_SPEED)), None
+        )
+        if better is None:
+            continue
+        extra = math.ceil((better.device_bytes + beside - budget.num_bytes) / GIB)
+        if extra <= seen:
+            continue
+        seen = extra
+        # With the memory rounded up to whole GiB, what is best within it.
+        limit = budget.num_bytes + extra * GIB - beside
+        better = max((point for point in points if point.device_bytes <= limit), key=lambda point: point.device_bytes)
+        ratio = _mean_ratio(now, better.step_s)
+        full = (
+            " (all weights at hand: as fast as resident)"
+            if _mean_ratio(better.step_s, resident) < _AT_FULL_SPEED
+            else ""
+        )
+        yield Alternative(
+            f"{extra} GiB more device memory: {ratio:.1f}x faster{full}",
+            budget.num_bytes + extra * GIB,
+            question.batch_sizes[0],
+            ratio,
+            better.step_s[0],
+        )
+
+
+def _larger_batch(question: Question, budget: Budget, plan: Plan) -> Iterator[Alternative]:
+    batch = max(question.batch_sizes)
+    now = forecast(plan, question.inventory, question.rates, question.traits, batch)
+    best = None
+    larger = 2 * batch
+    while larger <= _LARGEST_BATCH and _bytes_with(question, budget, plan, larger) <= budget.num_bytes:
+        then = forecast(plan, question.inventory, question.rates, question.traits, larger)
+        if then.step_s > _NEARLY_FREE * now.step_s:
+            break
+        best, larger = then, 2 * larger
+    if best is not None:
+        longer = best.step_s / now.step_s - 1
+        yield Alternative(
+            f"batch {best.rows} instead of {batch}: {best.rows_per_s / now.rows_per_s:.3g}x the tokens for "
+            f"{max(0.0, longer):.0%} more step time",
+            _bytes_with(question, budget, plan, best.rows),
+            best.rows,
+            best.rows_per_s / now.rows_per_s,
+            best.step_s,
+        )
+
+
+def _bytes_with(question: Question, budget: Budget, plan: Plan, batch: int) -> int:
+    return plan.device_bytes + question.traits.workload_bytes(batch, budget.workload.context)
+
+
+def _times(question: Question, plan: Plan) -> tuple[float, ...]:
+    return tuple(
+        forecast(plan, question.inventory, question.rates, question.traits, rows).step_s
+        for rows in question.batch_sizes
+    )
+
+
+def _mean_ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
+    """Geometric mean of how many times as fast the second is."""
+    return math.exp(sum(math.log(a / b) for a, b in zip(slow, fast, strict=True)) / len(slow))

@@ -1,0 +1,84 @@
+"""What a plan will cost: the time of a step, its floor, and what bounds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from penstock.inventory import Inventory
+from penstock.plan.cost import Rates, find_stages, stage_compute_s, storage_cost
+from penstock.plan.model import Plan
+from penstock.plan.pipeline import StageTimes, step_s
+from penstock.plan.schedule import chain
+from penstock.plan.traits import Traits
+
+__all__ = ["Bound", "Forecast", "forecast"]
+
+Bound = Literal["compute", "link", "in place"]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A step of ``rows`` rows under a plan, in seconds.
+
+    Attributes:
+        rows: sequences that decode together, or tokens of a prefill.
+        step_s: predicted time.
+        resident_s: the same with all weights on the device.
+        link_s: all copies, one after another.
+        in_place_s: all reading in place.
+        floor_s: what no schedule can beat: the longer of compute and the link's work.
+        bound: what the floor is made of.
+    """
+
+    rows: int
+    step_s: float
+    resident_s: float
+    link_s: float
+    in_place_s: float
+    floor_s: float
+    bound: Bound
+
+    @property
+    def rows_per_s(self) -> float:
+        """Tokens per second of a decode step."""
+        return self.rows / self.step_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers and strings."""
+        return {**asdict(self), "rows_per_s": self.rows_per_s}
+
+
+def forecast(plan: Plan, inventory: Inventory, rates: Rates, traits: Traits, rows: int) -> Forecast:
+    """Play ``plan`` through; a pure function of sizes and rates (:mod:`penstock.plan.cost`)."""
+    stages = list(_stage_times(plan, inventory, rates, traits, rows))
+    slots, units = np.array([plan.num_slots]), np.array([len(plan.units)])
+    step = float(step_s(stages, slots, units, rates.copies_take_cores)[0])
+    in_place_s = sum(float(stage.in_place_s[0]) for stage in stages)
+    moved = {unit.anchor for unit in plan.units if len(chain(unit.slot, len(plan.units), plan.num_slots)) > 1}
+    link_s = sum(rates.copy_s(unit.payload_bytes) for unit in plan.units if unit.anchor in moved)
+    resident_s = sum(
+        stage_compute_s(stage, rows, rates, traits)
+        + sum(storage_cost(s, experts, rows, rates, traits).resident_s for s, experts in stage.storages)
+        for stage in find_stages(inventory)
+    )
+    floor_s = max(resident_s, link_s + in_place_s)
+    bound: Bound = "compute" if floor_s == resident_s else "link" if link_s >= in_place_s else "in place"
+    return Forecast(rows, step, resident_s, link_s, in_place_s, floor_s, bound)
+
+
+def _stage_times(plan: Plan, inventory: Inventory, rates: Rates, traits: Traits, rows: int) -> Iterator[StageTimes]:
+    units = {unit.anchor: unit for unit in plan.units}
+    for stage in find_stages(inventory):
+        compute_s, in_place_s = stage_compute_s(stage, rows, rates, traits), 0.0
+        for storage, experts in stage.storages:
+            cost = storage_cost(storage, experts, rows, rates, traits)
+            if storage.name in plan.uva:
+                compute_s, in_place_s = compute_s + cost.in_place_s, in_place_s + cost.in_place_s
+            else:
+                compute_s += cost.resident_s
+        copy_s = rates.copy_s(units[stage.anchor].payload_bytes) if stage.anchor in units else 0.0
+        yield StageTimes(np.array([compute_s]), np.array([in_place_s]), np.array([copy_s]))
