@@ -1,4 +1,4 @@
-"""Folders of checkpoints far too large for any test machine, without their data: headers are real, weights are holes."""
+"""Folders of checkpoints too large for any test machine: headers are real, weights are holes in sparse files."""
 
 from __future__ import annotations
 

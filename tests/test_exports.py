@@ -29,6 +29,7 @@ ROOMS = [
     ("inventory",),
     ("select",),
     ("plan",),
+    ("traits",),
     ("checkpoint",),
     ("weights",),
     ("store",),

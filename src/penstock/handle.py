@@ -19,6 +19,7 @@ from penstock.offloaders.state import is_offloaded
 from penstock.plan import Plan, build_plan, move_on_demand
 from penstock.store.disk import DiskOptions
 from penstock.telemetry import Stats
+from penstock.traits import traits_of
 from penstock.weights import WeightMap
 
 if TYPE_CHECKING:
@@ -118,9 +119,11 @@ def offload(
     weights = None if checkpoint is None else WeightMap.open(checkpoint)
     target = compute_device(model, device)
     inventory = take_inventory(model)
-    plan = (
-        policy if isinstance(policy, Plan) else build_plan(inventory, as_policy(policy), _default_mode(weights, target))
-    )
+    if isinstance(policy, Plan):
+        plan = policy
+    else:
+        mode = _default_mode(weights, target)
+        plan = build_plan(inventory, as_policy(policy), mode, traits=traits_of(model))
     plan.check(inventory)
     if target.type == "cuda" and (uva_disabled() or pin_memory_disabled()):  # only pinned memory has a device address
         plan = move_on_demand(inventory, plan)

@@ -37,6 +37,7 @@ from penstock.offloaders.binding import bind
 from penstock.plan import Plan, build_plan
 from penstock.store.base import new_blob
 from penstock.store.disk import DiskOptions
+from penstock.traits import traits_of
 from penstock.weights import WeightMap
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def plan_for(
     inventory = take_inventory(model)
     fixed = [storage.name for storage in inventory.storages if weights.sources.keys().isdisjoint(storage.names)]
     default_mode: Mode = "disk" if torch.device(device or "cpu").type == "cpu" else "cpu"
-    return build_plan(inventory, as_policy(policy), default_mode, unstreamable=fixed)
+    return build_plan(inventory, as_policy(policy), default_mode, unstreamable=fixed, traits=traits_of(model))
 
 
 # -- the folder -------------------------------------------------------------------------------------------------------

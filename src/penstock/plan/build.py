@@ -43,11 +43,13 @@ def build_plan(
     Raises:
         SelectionError: a pattern, or the policy as a whole, selects nothing that can be offloaded.
         BudgetError: the budget is below the minimum.
+        OptionError: the workload's context is longer than the model allows.
     """
     mode = policy.mode or default_mode
     candidates = _candidates(inventory, policy.params)
     movable = [s for s in candidates if mode != "disk" or s.name not in unstreamable]
     if isinstance(policy, Budget):
+        (traits or Traits()).check_context(policy.workload.context)
         question = ask(inventory, policy, mode, movable, rates=rates, traits=traits, zero_copy=zero_copy)
         return solve(question, policy, mode)
     if candidates and not movable:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.errors import OptionError
+
 __all__ = ["Traits"]
 
 
@@ -32,6 +34,14 @@ class Traits:
     activation_bytes_per_row: int = 0
     attention_bytes_per_token: int = 0
     max_context: int | None = None
+
+    def check_context(self, context: int) -> None:
+        """Raise OptionError if ``context`` is longer than what the model was made for."""
+        if self.max_context is not None and context > self.max_context:
+            raise OptionError(
+                f"a context of {context} tokens is longer than the {self.max_context} that the model was made for "
+                f"(max_position_embeddings in its configuration); use --context {self.max_context} or less"
+            )
 
     def cache_bytes(self, batch: int, context: int) -> int:
         """Bytes of the caches of ``batch`` sequences of ``context`` tokens each."""

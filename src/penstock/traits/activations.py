@@ -42,8 +42,8 @@ def activation_bytes_per_row(model: nn.Module, config: Any, dtype: torch.dtype) 
     normed copy and the output of the block, ``3 * hidden * e``. On top of these come
 
     - attention: ``(5 * query + 4 * keys) * e``: projected, rotated (two products and a turned copy), and the result;
-    - the MLP: ``4 * inner * e``, ``inner`` the input of the projection back: gate, activated gate, up and their product; as many for an activation that is
-      written out in several operations;
+    - the MLP: ``4 * inner * e``, ``inner`` the input of the projection back: gate, activated gate, up and their
+      product; as many for an activation that is written out in several operations;
     - experts: ``(top_k * (3 * hidden + 2 * widest) + 4 * inner of a shared MLP) * e``, with ``widest`` what one expert
       makes of a row at once, gate and up together, and ``5 * widest`` for experts with biases, which are gathered
       per row; and the router's float32 scores, ``3 * 4 * experts``;

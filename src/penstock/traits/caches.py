@@ -10,7 +10,7 @@ one recurrent state.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -94,10 +94,12 @@ def caching_attentions(model: nn.Module, config: Any) -> Iterator[tuple[str, nn.
     """Name and module of every attention that writes a cache; encoders' do not, nor do those that share another's."""
     sharing = getattr(config, "kv_sharing_modes", None) or ()
     for name, module in model.named_modules():
-        if not (_has_projections(module) and _takes_cache(type(module))):
+        if not (_has_projections(module) and _takes_cache(module)):
             continue
         index = getattr(module, "layer_idx", None)
-        shared = getattr(module, "is_kv_shared_layer", False) or (index is not None and sharing[index:][:1] == ["reuse"])
+        shared = getattr(module, "is_kv_shared_layer", False) or (
+            index is not None and sharing[index:][:1] == ["reuse"]
+        )
         decodes = getattr(module, "is_decoder", True) and getattr(module, "is_causal", True) is not False
         if index is not None and not shared and (decodes or _is_cross(name)):
             yield name, module
@@ -129,7 +131,7 @@ def _widths(module: nn.Module, config: Any) -> tuple[int, int]:
     for keys, values in _SEPARATE:
         if width := width_out(getattr(module, keys, None)):
             return width, width_out(getattr(module, values, None)) or width  # without a projection the keys serve
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 1)
+    heads = int(getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 1))
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         heads = 1
     return heads * _head_dim(config), heads * _head_dim(config)
@@ -183,9 +185,13 @@ def _has_projections(module: nn.Module) -> bool:
     )
 
 
+def _takes_cache(module: nn.Module) -> bool:
+    return not _CACHE_ARGUMENTS.isdisjoint(_arguments(type(module).forward))
+
+
 @cache
-def _takes_cache(kind: type[nn.Module]) -> bool:
-    return not _CACHE_ARGUMENTS.isdisjoint(inspect.signature(kind.forward).parameters)
+def _arguments(forward: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)
 
 
 # -- recurrent layers --------------------------------------------------------------------------------------------------
@@ -195,7 +201,7 @@ def _mixers(model: nn.Module) -> Iterator[nn.Module]:
     """Every module with a causal convolution that keeps its inputs between steps."""
     for module in model.modules():
         convolves = any(isinstance(child, nn.Conv1d) for child in module.children())
-        if convolves and getattr(module, "layer_idx", None) is not None and _takes_cache(type(module)):
+        if convolves and getattr(module, "layer_idx", None) is not None and _takes_cache(module):
             yield module
 
 
