@@ -39,7 +39,8 @@ def activation_bytes_per_row(model: nn.Module, config: Any, dtype: torch.dtype) 
     """Bytes per row of the widest of these moments of a decoding step; ``e`` is the itemsize of ``dtype``.
 
     Layers run one after another, so only one of them has intermediates at a time. Beside them live the residual, its
-    normed copy and the output of the block, ``3 * hidden * e``. On top of these come
+    normed copy and the output of the block, of two where attention and MLP run in parallel, ``4 * hidden * e``. On top
+    of these come
 
     - attention: ``(5 * query + 4 * keys) * e``: projected, rotated (two products and a turned copy), and the result;
     - the MLP: ``4 * inner * e``, ``inner`` the input of the projection back: gate, activated gate, up and their
@@ -57,7 +58,7 @@ def activation_bytes_per_row(model: nn.Module, config: Any, dtype: torch.dtype) 
         4 * _widest_inner(model, [*attention, id(_head(model))]),
         _expert_width(model, config),
     )
-    return 3 * hidden * itemsize + max(
+    return 4 * hidden * itemsize + max(
         layer * itemsize + 3 * _FLOAT32_BYTES * _num_experts(model),
         3 * _FLOAT32_BYTES * hidden,
         width_out(_head(model)) * (itemsize + _FLOAT32_BYTES),

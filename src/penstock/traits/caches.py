@@ -124,17 +124,17 @@ def _attention_cache(name: str, module: nn.Module, config: Any, dtype: torch.dty
 
 def _widths(module: nn.Module, config: Any) -> tuple[int, int]:
     """Elements that a token's keys take in the cache, and its values."""
-    rank = getattr(module, "kv_lora_rank", None)
+    rank: Any = getattr(module, "kv_lora_rank", None)
     if isinstance(rank, int):
-        rope: int = module.qk_rope_head_dim  # type: ignore[assignment]
+        rope: Any = module.qk_rope_head_dim
         return (rank, rope) if hasattr(module, "expand_kv") else _head_widths(module)
     for keys, values in _SEPARATE:
         if width := width_out(getattr(module, keys, None)):
             return width, width_out(getattr(module, values, None)) or width  # without a projection the keys serve
-    heads = int(getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 1))
+    heads: Any = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 1)
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         heads = 1
-    return heads * _head_dim(config), heads * _head_dim(config)
+    return int(heads) * _head_dim(config), int(heads) * _head_dim(config)
 
 
 def _head_widths(module: nn.Module) -> tuple[int, int]:
