@@ -26,15 +26,18 @@ from typer.testing import CliRunner
 from penstock.cli import app
 from penstock.cli.group import expand_lists
 from penstock.cli.options import OffloadFlags
-from penstock.config import UVA, Budget, Prefetch, Rules
+from penstock.config import UVA, Budget, Prefetch, Rules, Workload, parse_size
 from penstock.demo.model import ModelSize, ensure_model
-from penstock.errors import OptionError, PenstockError
+from penstock.errors import OptionError, PenstockError, SizeError
 from penstock.plan.report import gib
 
 TINY = ModelSize(hidden=128, intermediate=384, layers=4, heads=4, key_value_heads=2)
 
 OFFLOAD_FLAGS = [
     "--device-memory",
+    "--batch",
+    "--context",
+    "--host-memory",
     "--offload-backend",
     "--cpu-offload-gb",
     "--cpu-offload-params",
@@ -156,6 +159,10 @@ def test_a_list_flag_without_names_does_not_swallow_the_next_flag(args: Sequence
         ({"device_memory": "20GiB"}, Budget("20GiB")),
         ({"device_memory": "20GiB", "offload_backend": "auto"}, Budget("20GiB")),
         ({"device_memory": "1GiB", "offload_params": ["mlp"], "offload_mode": "cpu"}, Budget("1GiB", ["mlp"], "cpu")),
+        (
+            {"device_memory": "1GiB", "batch": "1, 16,16", "context": 4096, "host_memory": "2GiB"},
+            Budget("1GiB", workload=Workload([1, 16], 4096), host_memory="2GiB"),
+        ),
         ({"offload_group_size": 4}, Prefetch(4, 1, 1, mode="disk")),
         (
             {"offload_group_size": 4, "offload_num_in_group": 2, "offload_prefetch_step": 3, "offload_params": ["a"]},
@@ -190,6 +197,18 @@ def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
         ({"device_memory": "1GiB", "cpu_offload_gb": 4.0}, "--device-memory and --cpu-offload-gb contradict"),
         ({"device_memory": "1GiB", "offload_backend": "uva"}, "--device-memory and --offload-backend contradict"),
         ({"device_memory": "20 GB"}, "20 GB"),
+        *(
+            (
+                {"device_memory": "1GiB", "batch": wrong},
+                f"--batch {wrong!r}: expected numbers of rows, each at least 1, such as --batch 1,16,256",
+            )
+            for wrong in ("", "0", "x", "-1", "1,", "1;2", "1.5", "²")
+        ),
+        ({"device_memory": "1GiB", "context": -1}, "expected 0 or more tokens (--context 4096)"),
+        ({"batch": "1"}, "--batch has no effect without --device-memory"),
+        ({"context": 0}, "--context has no effect without --device-memory"),
+        ({"host_memory": "1GiB", "offload_group_size": 2}, "--host-memory has no effect without --device-memory"),
+        ({"device_memory": "1GiB", "host_memory": "0"}, "not more than 0 bytes"),
         ({"offload_backend": "fast"}, "expected one of auto, prefetch, uva, none"),
         ({"offload_backend": "prefetch"}, "needs --offload-group-size"),
         ({"offload_backend": "uva", "offload_group_size": 2}, "needs --cpu-offload-gb"),
@@ -230,6 +249,29 @@ def test_contradictions_and_flags_without_effect_are_errors(flags: dict[str, Any
     with pytest.raises(OptionError) as caught:
         OffloadFlags(**flags).policy()
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ("20GB", "20 GB are 18.63 GiB"),
+        ("20 GB", "20 GB are 18.63 GiB"),
+        ("512M", "512 MB are 0.4768 GiB"),
+        ("20 GiB", 'is not written like "20GiB"'),
+        ("20Gi", 'is not written like "20GiB"'),
+        ("20", "has no unit"),
+        ("-1", "not more than 0 bytes"),
+        ("0", "not more than 0 bytes"),
+        ("0GiB", "expected more than 0 bytes"),
+        ("lots", "'lots' is not a size"),
+        ("", "'' is not a size"),
+    ],
+)
+def test_a_wrong_size_says_what_is_wrong_and_how_to_write_it(size: str, message: str) -> None:
+    with pytest.raises(SizeError) as caught:
+        parse_size(size)
+    assert message in str(caught.value)
+    assert 'write it like "20GiB"' in str(caught.value)
 
 
 # -- plan --------------------------------------------------------------------------------------------------------------
@@ -330,6 +372,22 @@ def write_sparse_model(folder: Path) -> int:
         file.write(len(raw).to_bytes(8, "little") + raw)
         file.truncate(8 + len(raw) + end)
     return end
+
+
+def test_plan_counts_the_workload(model: Path) -> None:
+    def minimum(*flags: object) -> int:
+        return int(error_of("plan", model, "--device-memory", "1B", *flags).split("GiB (")[-1].split(" bytes")[0])
+
+    bare = minimum()
+    per_token = 2 * TINY.layers * TINY.key_value_heads * (TINY.hidden // TINY.heads) * 2
+    assert minimum("--context", 100) > bare + 100 * per_token
+    one, many = minimum("--context", 64) - bare, minimum("--context", 64, "--batch", "1,8") - bare
+    assert many == 8 * one
+    assert run("plan", model, "--device-memory", f"{bare + many}B", "--context", 64, "--batch", 8).exit_code == 0
+    limit = TINY.config().max_position_embeddings
+    message = error_of("plan", model, "--device-memory", "4MiB", "--context", limit + 1)
+    assert f"{limit + 1} tokens is longer than the {limit} " in message
+    assert f"--context {limit} or less" in message
 
 
 def test_plan_warnings_are_lines_on_stderr(model: Path) -> None:

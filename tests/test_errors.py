@@ -60,13 +60,9 @@ class TestTree:
         assert all(issubclass(kind, PenstockError | PenstockWarning) for kind in kinds)
         for kind, builtin in (
             (OptionError, ValueError), (SizeError, OptionError), (SelectionError, OptionError),
-<<<<<<< HEAD
             (errors.RuleError, OptionError),
-            (BudgetError, OptionError), (OptionTypeError, TypeError), (CheckpointError, ValueError),
-=======
             (BudgetError, OptionError), (errors.LimitError, OptionError), (errors.PlanFileError, OptionError),
             (OptionTypeError, TypeError), (CheckpointError, ValueError),
->>>>>>> h/planfile
             (errors.StateError, RuntimeError),
             (errors.ModelChangedError, errors.StateError), (TransferError, errors.StateError),
             (errors.SlotConflictError, errors.StateError), (errors.RaceError, errors.StateError),

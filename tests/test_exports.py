@@ -31,6 +31,7 @@ ROOMS = [
     ("select",),
     ("plan",),
     ("limits",),
+    ("traits",),
     ("checkpoint",),
     ("weights",),
     ("store",),

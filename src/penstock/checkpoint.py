@@ -197,11 +197,12 @@ def _inside(index: Path, file: str) -> Path:
 def _only_named(shard: Path, found: Mapping[str, FileTensor], names: set[str]) -> dict[str, FileTensor]:
     if absent := sorted(names - found.keys()):
         raise _fault(shard, "all tensors that the index places here", f"missing: {_some(absent)}")
-    return {name: tensor for name, tensor in found.items() if name in names}
+    return dict(found) if len(found) == len(names) else {name: found[name] for name in found if name in names}
 
 
 def _refuse_duplicates(seen: Mapping[str, FileTensor], new: Mapping[str, FileTensor]) -> None:
-    if both := sorted(seen.keys() & new.keys()):
+    if not seen.keys().isdisjoint(new):
+        both = sorted(seen.keys() & new.keys())
         found = f"{_some(both)} also in {seen[both[0]].path}"
         mend = f"Remove one of the two files, or add a {_INDEX} that says which one counts."
         raise _fault(new[both[0]].path, "each tensor in one file only", found, mend)
@@ -254,13 +255,17 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _tensor(path: Path, name: str, entry: object, data_start: int) -> FileTensor:
     match entry:
-        case {"dtype": str(code), "shape": [*shape], "data_offsets": [begin, end]} if all(
-            type(number) is int and number >= 0 for number in (*shape, begin, end)
+        case {"dtype": str(code), "shape": list(shape), "data_offsets": [begin, end]} if _are_counts(
+            [*shape, begin, end]
         ):
             _check_entry(path, name, code, shape, begin, end)
             return FileTensor(name, _DTYPES[code], tuple(shape), path, data_start + begin, end - begin)
     expected = f"{name!r} as {{dtype: text, shape: [sizes >= 0], data_offsets: [begin >= 0, end >= 0]}}"
     raise _fault(path, expected, reprlib.repr(entry), _REWRITE)
+
+
+def _are_counts(numbers: list[object]) -> bool:
+    return set(map(type, numbers)) == {int} and min(numbers) >= 0  # type: ignore[type-var, operator]
 
 
 def _check_entry(path: Path, name: str, code: str, shape: list[int], begin: int, end: int) -> None:

@@ -54,6 +54,7 @@ Backend = Literal["auto", "prefetch", "uva", "none"]
 
 _UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]iB|B)", re.IGNORECASE)
+_LOOSE_SIZE = re.compile(r"\s*([-+]?)(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)\s*", re.IGNORECASE)
 
 
 def parse_size(size: str | int) -> int:
@@ -71,11 +72,26 @@ def parse_size(size: str | int) -> int:
     else:
         match = _SIZE.fullmatch(size)
         if match is None:
-            raise SizeError(f"size {size!r} is not a size; {form}")
+            raise SizeError(f"size {size!r} {_what_is_wrong(size)}; {form}")
         num_bytes = int(Fraction(match[1]) * _UNITS[match[2].upper()])
     if num_bytes <= 0:
         raise SizeError(f"size {size!r}: expected more than 0 bytes; {form}")
     return num_bytes
+
+
+def _what_is_wrong(size: str) -> str:
+    """Of a text that is no size, as the rest of a sentence."""
+    match = _LOOSE_SIZE.fullmatch(size)
+    if match is None:
+        return "is not a size"
+    sign, number, prefix, binary, _ = match.groups()
+    if sign == "-" or not float(number):
+        return "is not more than 0 bytes"
+    if prefix and not binary:
+        unit = f"{prefix.upper()}B"
+        gib = float(number) * 1000 ** (" KMGT".index(prefix.upper())) / 2**30
+        return f"has a decimal unit: {number} {unit} are {gib:.4g} GiB, and memory is measured in GiB"
+    return "has no unit" if not prefix else f'is not written like "{number}{prefix.upper()}iB"'
 
 
 def format_gib(num_bytes: int | float, digits: int = 3) -> str:

@@ -4,14 +4,10 @@
     ├── OptionError        (ValueError) an option has a value it cannot have
     │   ├── SizeError                   a size such as ``"20 GB"`` or ``"lots"``
     │   ├── SelectionError              a name pattern that matches nothing
-<<<<<<< HEAD
     │   ├── RuleError                   offload rules that contradict one another or cannot be obeyed
-    │   └── BudgetError                 a budget no plan fits; carries the minimum
-=======
     │   ├── BudgetError                 a budget no plan fits; carries the minimum
     │   ├── LimitError                  a plan this machine has no room for; carries what is needed and what there is
     │   └── PlanFileError               a plan file that is missing, damaged or of another schema
->>>>>>> h/planfile
     ├── OptionTypeError    (TypeError)  an option of the wrong Python type
     ├── CheckpointError    (ValueError) files that are missing, damaged or for another model
     └── StateError         (RuntimeError) right arguments, wrong moment

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from penstock.config import Mode, Policy, as_policy, pin_memory_disabled, uva_disabled
+from penstock.config import Policy, as_policy, pin_memory_disabled, uva_disabled
 from penstock.errors import OptionTypeError, PenstockWarning, StateError
 from penstock.inventory import Inventory, take_inventory
 from penstock.limits import describe_device
 from penstock.offloaders.attachment import Attachment, Progress
 from penstock.offloaders.opening import compute_device
-from penstock.offloaders.room import budget_planner, require_room
+from penstock.offloaders.planning import budget_planner, planner_for
+from penstock.offloaders.room import require_room
 from penstock.offloaders.state import is_offloaded
-from penstock.plan import Plan, build_plan, move_on_demand
+from penstock.plan import Plan, move_on_demand
 from penstock.store.disk import DiskOptions
 from penstock.telemetry import Stats
 from penstock.weights import WeightMap
@@ -124,8 +125,9 @@ def offload(
     weights = None if checkpoint is None else WeightMap.open(checkpoint)
     target = compute_device(model, device)
     inventory = take_inventory(model)
-    plan = _plan_for(inventory, policy, weights, target)
-    require_room(model, plan, inventory, target, budget_planner(inventory, policy, plan.mode, weights))
+    planner = planner_for(model, inventory, target, weights)
+    plan = _settle(inventory, policy if isinstance(policy, Plan) else planner.plan(as_policy(policy)), target)
+    require_room(model, plan, inventory, target, budget_planner(planner, policy, plan.mode))
     _warn_about_training(model, plan, inventory)
     _warn_about_idle_options(model, plan, weights, disk)
     attachment = Attachment(
@@ -143,23 +145,16 @@ def offload(
     return handle
 
 
-def _plan_for(
-    inventory: Inventory, policy: Policy | Plan | str | int, weights: WeightMap | None, device: torch.device
-) -> Plan:
+def _settle(inventory: Inventory, plan: Plan, device: torch.device) -> Plan:
+    """``plan`` checked against the model and the machine, in the form that this machine can carry out."""
     here = describe_device(device)
-    if isinstance(policy, Plan):
-        plan = policy
-        plan.check(inventory)
-        plan.check_machine(here)
-    else:
-        plan = replace(build_plan(inventory, as_policy(policy), _default_mode(weights, device)), made_for=here)
+    plan.check(inventory)
+    plan.check_machine(here)
+    made_for = plan.made_for or here
     if device.type == "cuda" and (uva_disabled() or pin_memory_disabled()):  # only pinned memory has a device address
-        return replace(move_on_demand(inventory, plan), model_name=plan.model_name, made_for=plan.made_for)
-    return plan
-
-
-def _default_mode(weights: WeightMap | None, device: torch.device) -> Mode:
-    return "cpu" if weights is None or device.type != "cpu" else "disk"
+        moved = move_on_demand(inventory, plan)
+        return replace(moved, model_name=plan.model_name, made_for=made_for)
+    return replace(plan, made_for=made_for)
 
 
 def _handle_of(module: nn.Module) -> Handle | None:

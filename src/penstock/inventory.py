@@ -9,7 +9,7 @@ lists the tensors that look into it, each with its own offset, shape and strides
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -98,17 +98,17 @@ class StorageInfo:
     num_bytes: int
     is_lookup: bool = False
 
-    @property
+    @cached_property
     def name(self) -> str:
         """Name of its first tensor."""
         return self.tensors[0].name
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Every name of every tensor in it."""
         return tuple(place.name for tensor in self.tensors for place in tensor.locations)
 
-    @property
+    @cached_property
     def modules(self) -> frozenset[str]:
         """The modules that hold any of its tensors."""
         return frozenset(place.module for tensor in self.tensors for place in tensor.locations)
@@ -161,13 +161,31 @@ class Inventory:
         return children
 
     def under(self, module: str) -> list[StorageInfo]:
-        """Storages all of whose tensors hang at or below ``module``: what its forward alone reads."""
-        return [s for s in self.storages if all(is_within(owner, module) for owner in s.modules)]
+        """Storages all of whose tensors hang at or below ``module``: what its forward alone reads; in model order."""
+        return list(self._under.get(module, ()))
+
+    @cached_property
+    def _under(self) -> dict[str, list[StorageInfo]]:
+        """By every module that has any: a storage under the module that holds all its owners, and those around."""
+        found: dict[str, list[StorageInfo]] = {}
+        for storage in self.storages:
+            parts = _common_ancestor(storage.modules)
+            for count in range(len(parts) + 1):
+                found.setdefault(".".join(parts[:count]), []).append(storage)
+        return found
 
 
 def is_within(module: str, ancestor: str) -> bool:
     """Whether dotted name ``module`` is ``ancestor`` or lies below it."""
     return not ancestor or module == ancestor or module.startswith(ancestor + ".")
+
+
+def _common_ancestor(modules: Iterable[str]) -> list[str]:
+    """The segments that all of ``modules`` begin with."""
+    parts = [module.split(".") if module else [] for module in modules]
+    first, last = min(parts), max(parts)
+    shared = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return first[:shared]
 
 
 def take_inventory(model: nn.Module) -> Inventory:

@@ -17,14 +17,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    build_glob_alternation,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers.core_model_loading import WeightConverter, build_glob_alternation, dot_natural_key
 
+from penstock.adapters._renaming import Renamer, natural_order
 from penstock.adapters._stretches import Stretches
 from penstock.checkpoint import Checkpoint, FileTensor
 from penstock.errors import CheckpointError
@@ -159,16 +154,14 @@ _Collected = dict[str, tuple[WeightConverter | None, list[tuple[str, FileTensor]
 def _collect(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[_Collected, set[str]]:
     """Per first target its converter and parts; and the keys, as renamed, that have no place in the model."""
     mapping = get_model_conversion_mapping(model)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     of_pattern: dict[str | None, WeightConverter] = {p: entry for entry in converters for p in entry.source_patterns}
-    state, prefix = model.state_dict(), model.base_model_prefix
+    state = model.state_dict()
+    renamed = Renamer(mapping, model.base_model_prefix, state)
     collected: _Collected = {}
     unexpected: set[str] = set()
-    for key in sorted(checkpoint.tensors, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
-        if name not in state and key in state:
-            name, pattern = rename_source_key(key, [], [], prefix, state)
+    for key in natural_order(checkpoint.tensors):
+        name, pattern = renamed(key)
         if name not in state:
             unexpected.add(name)
             continue

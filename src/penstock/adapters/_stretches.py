@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,6 +81,8 @@ def _cat(tensors: Sequence[Stretches], dim: int = 0) -> Stretches:
         if _without(tensor.shape, dim) != _without(first.shape, dim) or tensor.dtype != first.dtype:
             raise NotStretchesError(f"cat of {list(first.shape)} and {list(tensor.shape)}")
     shape = [*first.shape[:dim], sum(tensor.shape[dim] for tensor in tensors), *first.shape[dim + 1 :]]
+    if dim == 0:
+        return Stretches(shape, first.dtype, [stretch for tensor in tensors for stretch in tensor.stretches])
     num_rows = math.prod(first.shape[:dim])
     rows = [_cut(tensor.stretches, [_num_bytes(tensor) // num_rows] * num_rows) for tensor in tensors]
     return Stretches(shape, first.dtype, [piece for row in zip(*rows, strict=True) for part in row for piece in part])
@@ -89,6 +90,9 @@ def _cat(tensors: Sequence[Stretches], dim: int = 0) -> Stretches:
 
 def _stack(tensors: Sequence[Stretches], dim: int = 0) -> Stretches:
     dim = range(len(tensors[0].shape) + 1)[dim]
+    if dim == 0 and len({(tensor.shape, tensor.dtype) for tensor in tensors}) == 1:  # experts, by the hundred
+        every = [stretch for tensor in tensors for stretch in tensor.stretches]
+        return Stretches([len(tensors), *tensors[0].shape], tensors[0].dtype, every)
     return _cat([Stretches([*t.shape[:dim], 1, *t.shape[dim:]], t.dtype, t.stretches) for t in tensors], dim)
 
 
@@ -132,6 +136,9 @@ def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
 
 def _cut(stretches: Sequence[FileTensor], sizes: Iterable[int]) -> list[list[FileTensor]]:
     """Cut the run of ``stretches`` into consecutive pieces of these sizes, in bytes."""
+    sizes = list(sizes)
+    if sizes == [stretch.num_bytes for stretch in stretches]:
+        return [[stretch] for stretch in stretches]
     left = list(reversed(stretches))
     pieces: list[list[FileTensor]] = []
     for size in sizes:
@@ -148,16 +155,21 @@ def _cut(stretches: Sequence[FileTensor], sizes: Iterable[int]) -> list[list[Fil
 
 
 def _join(stretches: Iterable[FileTensor]) -> list[FileTensor]:
-    joined: list[FileTensor] = []
+    """Runs of neighbours in a file as one stretch each."""
+    runs: list[tuple[FileTensor, int]] = []  # the first, and the bytes of the run
     for stretch in stretches:
-        last = joined[-1] if joined else None
-        if last is not None and (last.path, last.offset + last.num_bytes) == (stretch.path, stretch.offset):
-            joined[-1] = _part(last, 0, last.num_bytes + stretch.num_bytes)
+        if runs and _is_next(*runs[-1], stretch):
+            first, num_bytes = runs[-1]
+            runs[-1] = first, num_bytes + stretch.num_bytes
         else:
-            joined.append(stretch)
-    return joined
+            runs.append((stretch, stretch.num_bytes))
+    return [first if first.num_bytes == num_bytes else _part(first, 0, num_bytes) for first, num_bytes in runs]
+
+
+def _is_next(first: FileTensor, num_bytes: int, stretch: FileTensor) -> bool:
+    return first.offset + num_bytes == stretch.offset and first.path == stretch.path
 
 
 def _part(stretch: FileTensor, start: int, num_bytes: int) -> FileTensor:
     shape = (num_bytes // stretch.dtype.itemsize,)
-    return replace(stretch, shape=shape, offset=stretch.offset + start, num_bytes=num_bytes)
+    return FileTensor(stretch.name, stretch.dtype, shape, stretch.path, stretch.offset + start, num_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,6 +88,8 @@ def open_model(model: str) -> OpenedModel:
     from penstock.checkpoint import Checkpoint
     from penstock.inventory import take_inventory
 
+    # The thousands of names of a large checkpoint set off collections; those need not walk all of torch every time.
+    gc.freeze()
     folder = Path(model).expanduser()
     module = build_meta_model(folder)
     weights = weight_map(module, Checkpoint.open(folder))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from penstock.config import UVA, Budget, Mode, OffloadConfig, Policy, Prefetch, Rules, parse_rule
+from penstock.config import UVA, Budget, Mode, OffloadConfig, Policy, Prefetch, Rules, Workload, parse_rule
 from penstock.errors import OptionError
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ __all__ = ["LIST_FLAGS", "OffloadFlags", "with_offload_flags"]
 LIST_FLAGS = {"--cpu-offload-params": "mlp", "--offload-params": "mlp", "--offload-rule": "experts=uva"}
 
 _PREFETCH_FLAGS = ("offload_group_size", "offload_num_in_group", "offload_prefetch_step")
+_WORKLOAD_FLAGS = ("batch", "context", "host_memory")
 _UVA_FLAGS = ("cpu_offload_gb", "cpu_offload_params")
 _DISK_FLAGS = ("disk_direct", "disk_drop_cache")
 
@@ -44,6 +45,16 @@ class OffloadFlags:
         _option(
             "--device-memory", "SIZE", "Memory for weights, residents and slots together, e.g. 20GiB; plans itself."
         ),
+    ] = None
+    batch: Annotated[
+        str | None, _option("--batch", "N,N,...", "Rows of a step to plan for, e.g. 1,16,256 (default 1).")
+    ] = None
+    context: Annotated[
+        int | None,
+        _option("--context", "N", "Tokens per sequence: cache and activations count in --device-memory, too."),
+    ] = None
+    host_memory: Annotated[
+        str | None, _option("--host-memory", "SIZE", "Offloaded weights in host memory stay within this, e.g. 64GiB.")
     ] = None
     offload_backend: Annotated[
         str | None,
@@ -156,8 +167,18 @@ class OffloadFlags:
                     f"--device-memory and {_flag(name)} contradict each other: with a budget penstock makes the plan; "
                     f"leave one of the two out"
                 )
-        rules = [parse_rule(text) for text in self.offload_rule or ()]
-        return Budget(size, self.offload_params or (), self.offload_mode, rules)  # type: ignore[arg-type]
+        return Budget(
+            size,
+            self.offload_params or (),
+            self.offload_mode,  # type: ignore[arg-type]
+            [parse_rule(text) for text in self.offload_rule or ()],
+            self._workload(),
+            self.host_memory,
+        )
+
+    def _workload(self) -> Workload:
+        batch_sizes = (1,) if self.batch is None else _batch_sizes(self.batch)
+        return Workload(batch_sizes, 0 if self.context is None else self.context)
 
     def _rules(self, texts: Sequence[str]) -> Rules:
         for name in (*_PREFETCH_FLAGS[:2], *_UVA_FLAGS, "offload_backend"):
@@ -192,9 +213,19 @@ class OffloadFlags:
         return UVA(limit, self.cpu_offload_params or (), self._mode)
 
     def _refuse_lone_flags(self) -> None:
+        for name in _WORKLOAD_FLAGS:
+            if getattr(self, name) is not None:
+                raise OptionError(f"{_flag(name)} has no effect without --device-memory, which plans for it")
         if not self._given("offload_group_size"):
             self._refuse(_PREFETCH_FLAGS[1:], "without --offload-group-size")
             self._refuse(("offload_params",), "without --device-memory or --offload-group-size")
+
+
+def _batch_sizes(text: str) -> list[int]:
+    sizes = [part.strip() for part in text.split(",")]
+    if not all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes):
+        raise OptionError(f"--batch {text!r}: expected numbers of rows, each at least 1, such as --batch 1,16,256")
+    return [int(size) for size in sizes]
 
 
 def _flag(name: str) -> str:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import nn
 
-from penstock.config import Budget, Mode, Policy
-from penstock.errors import PenstockWarning
 from penstock.inventory import Inventory
 from penstock.limits import Needs, check_limits, needs_of, read_limits
 from penstock.offloaders.binding import bind
-from penstock.plan import Plan, build_plan
-from penstock.weights import WeightMap
+from penstock.plan import Plan
 
-__all__ = ["budget_planner", "require_room"]
+__all__ = ["require_room"]
 
 
 def require_room(
@@ -45,20 +40,3 @@ def require_room(
 
     limits = read_limits(device, pinned_bytes=needs(plan).pinned_bytes)
     check_limits(plan, limits, needs, replan)
-
-
-def budget_planner(
-    inventory: Inventory, policy: Policy | Plan | str | int, mode: Mode, weights: WeightMap | None
-) -> Callable[[int], Plan]:
-    """What ``--device-memory`` in place of ``policy`` would give: a function from bytes to the plan for them."""
-    fixed = (
-        () if weights is None else [s.name for s in inventory.storages if weights.sources.keys().isdisjoint(s.names)]
-    )
-
-    def replan(num_bytes: int) -> Plan:
-        budget = replace(policy if isinstance(policy, Budget) else Budget(1), device_memory=num_bytes, mode=mode)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PenstockWarning)
-            return build_plan(inventory, budget, unstreamable=fixed)
-
-    return replan

@@ -18,7 +18,7 @@ from penstock.plan.traits import Traits
 from penstock.plan.units import draft_units, find_stacks, group_rule, worth_moving
 from penstock.select import matching, select
 
-__all__ = ["build_plan", "move_on_demand", "plan_group_rule"]
+__all__ = ["build_plan", "move_on_demand", "plan_group_rule", "question_of"]
 
 
 def build_plan(
@@ -46,16 +46,20 @@ def build_plan(
         SelectionError: a pattern, or the policy as a whole, selects nothing that can be offloaded.
         RuleError: offload rules that contradict one another or cannot be obeyed.
         BudgetError: the budget is below the minimum.
+        OptionError: the workload's context is longer than the model allows.
     """
     mode = policy.mode or default_mode
     fixed = unstreamable if mode == "disk" else ()
     if isinstance(policy, Rules):
         return _plan_rules(inventory, policy, fixed)
+    if isinstance(policy, Budget):
+        (traits or Traits()).check_context(policy.workload.context)
+        question = question_of(
+            inventory, policy, default_mode, unstreamable, rates=rates, traits=traits, zero_copy=zero_copy
+        )
+        return solve(question, policy, mode)
     candidates = _candidates(inventory, policy.params)
     movable = [s for s in candidates if s.name not in fixed]
-    if isinstance(policy, Budget):
-        question = ask(inventory, policy, mode, movable, fixed, rates=rates, traits=traits, zero_copy=zero_copy)
-        return solve(question, policy, mode)
     if candidates and not movable:
         raise SelectionError(
             f"all {len(candidates)} selected tensors ({candidates[0].name}, ...) are made or rearranged while loading "
@@ -66,11 +70,10 @@ def build_plan(
     return assemble(inventory, [], 0, mode, uva=_up_to(_experts_first(inventory, movable), policy.limit_bytes))
 
 
-def ask(
+def question_of(
     inventory: Inventory,
     budget: Budget,
-    mode: Mode,
-    movable: Sequence[StorageInfo],
+    default_mode: Mode = "cpu",
     unstreamable: Collection[str] = (),
     *,
     rates: Rates | None = None,
@@ -78,7 +81,10 @@ def ask(
     zero_copy: bool = False,
 ) -> Question:
     """The question that a budget puts to the solver; arguments as for :func:`build_plan`."""
-    forced = settle_rules(inventory, budget.rules, unstreamable)
+    mode = budget.mode or default_mode
+    fixed = unstreamable if mode == "disk" else ()
+    movable = [s for s in _candidates(inventory, budget.params) if s.name not in fixed]
+    forced = settle_rules(inventory, budget.rules, fixed)
     has_bytes = mode != "meta"
     return Question(
         inventory,

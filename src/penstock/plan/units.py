@@ -49,12 +49,16 @@ def find_stacks(inventory: Inventory) -> list[Stack]:
     """
     stacks: list[Stack] = []
     owners = {owner for storage in inventory.storages for owner in storage.modules}
+    holders = _ancestors(owners) | owners
+    inside: set[str] = set()  # of a layer, or a layer itself; parents come before their children
     for name in inventory.modules:
-        if any(is_within(name, layer) for stack in stacks for layer in stack.layers):
+        if name in inside or (name and name.rpartition(".")[0] in inside):
+            inside.add(name)
             continue
-        layers = tuple(child for child in inventory.children(name) if _is_layer(child, owners))
+        layers = tuple(child for child in inventory.children(name) if child in holders and _NUMBERED.fullmatch(child))
         if len(layers) >= 2:
             stacks.append(Stack(name, layers))
+            inside.update(layers)
     if stacks:
         return stacks
     leaves = tuple(_leaves(inventory, owners))
@@ -125,7 +129,3 @@ def _ancestors(names: Iterable[str]) -> set[str]:
     """Every module that has one of ``names`` inside it."""
     parts = [name.split(".") for name in names if name]
     return {".".join(part[:count]) for part in parts for count in range(len(part))}
-
-
-def _is_layer(name: str, owners: set[str]) -> bool:
-    return _NUMBERED.fullmatch(name) is not None and any(is_within(owner, name) for owner in owners)

@@ -1,0 +1,264 @@
+"""The promise: what the planner believes of caches and activations is what a transformers model then takes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import penstock
+from penstock.errors import OptionError
+from penstock.inventory import take_inventory
+from penstock.plan.traits import Traits
+from penstock.traits import traits_of
+
+SIZE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+    "max_position_embeddings": 512,
+}
+HEADS = {"num_key_value_heads": 2, "head_dim": 16}
+MLA = {
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_group": 1,
+    "topk_group": 1,
+}
+SLIDING = ["sliding_attention", "full_attention"] * 2
+QWEN3_NEXT = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {**SIZE, **HEADS}),
+    "qwen3": ("Qwen3ForCausalLM", {**SIZE, **HEADS, "head_dim": 32}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        {**SIZE, **HEADS, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "gemma2": ("Gemma2ForCausalLM", {**SIZE, **HEADS, "sliding_window": 6, "layer_types": SLIDING}),
+    "gemma3": ("Gemma3ForCausalLM", {**SIZE, **HEADS, "sliding_window": 6, "layer_types": SLIDING}),
+    "mixtral": ("MixtralForCausalLM", {**SIZE, **HEADS, "num_local_experts": 4}),
+    "mistral": ("MistralForCausalLM", {**SIZE, **HEADS, "sliding_window": 5}),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", {**SIZE, **MLA, "q_lora_rank": None}),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", {**SIZE, **MLA, "q_lora_rank": 32}),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {**SIZE, **HEADS, "num_local_experts": 4, "sliding_window": 6, "layer_types": SLIDING},
+    ),
+    "phi3": ("Phi3ForCausalLM", {**SIZE, "num_key_value_heads": 2, "pad_token_id": 0}),
+    "gpt2": ("GPT2LMHeadModel", {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 128, "n_positions": 64}),
+    "opt": ("OPTForCausalLM", {**SIZE, "ffn_dim": 128, "word_embed_proj_dim": 64, "pad_token_id": 0}),
+    "falcon": ("FalconForCausalLM", {**SIZE, "multi_query": True, "new_decoder_architecture": False}),
+    "qwen3_next": ("Qwen3NextForCausalLM", {**SIZE, **HEADS, **QWEN3_NEXT}),
+    "mamba": ("MambaForCausalLM", {**SIZE, "state_size": 8, "expand": 2}),
+    "mamba2": (
+        "Mamba2ForCausalLM",
+        {**SIZE, "state_size": 8, "expand": 2, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 8},
+    ),
+    "lfm2": ("Lfm2ForCausalLM", {**SIZE, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"] * 2}),
+}  # fmt: skip
+
+
+def make(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    kind, size = MODELS[name]
+    model_class = getattr(transformers, kind)
+    return model_class(model_class.config_class(**{**size, **changes})).to(dtype).eval()
+
+
+def bytes_of(cache: Any) -> int:
+    """Bytes of the memory behind every tensor that the layers of ``cache`` keep."""
+    found: dict[int, int] = {}
+    for layer in cache.layers:
+        for name, kept in vars(layer).items():
+            for tensor in kept.values() if isinstance(kept, dict) else [kept]:
+                if isinstance(tensor, torch.Tensor) and name != "_sliding_window_tensor":
+                    found[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+@torch.no_grad()
+def sizes_while_decoding(model: Any, batch: int, steps: int) -> list[int]:
+    """Bytes of the default cache after every step of one token for ``batch`` sequences."""
+    key = "cache_params" if "Mamba" in type(model).__name__ else "past_key_values"
+    cache, sizes = None, []
+    for step in range(steps):
+        found = model(input_ids=torch.full((batch, 1), 5 + step), use_cache=True, **{key: cache} if cache else {})
+        cache = getattr(found, key)
+        sizes.append(bytes_of(cache))
+    return sizes
+
+
+class TestCaches:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("name", MODELS)
+    def test_bytes_are_those_of_the_default_cache(self, name: str, dtype: torch.dtype) -> None:
+        """Before and after a window is full."""
+        model = make(name, dtype)
+        traits = traits_of(model)
+        assert sizes_while_decoding(model, 3, 9) == [traits.cache_bytes(3, tokens) for tokens in range(1, 10)]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that are alive at once; ``held`` are those that are not counted."""
+
+    def __init__(self, held: nn.Module) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        tensors = (*held.parameters(), *held.buffers())
+        self._seen = {tensor.untyped_storage()._cdata for tensor in tensors}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._seen:
+            return
+        self._seen.add(storage._cdata)
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+
+    def _forget(self, key: int, num_bytes: int) -> None:
+        self._seen.discard(key)
+        self.live -= num_bytes
+
+
+@torch.no_grad()
+def peak_of_step(model: Any, batch: int, context: int) -> int:
+    """Peak bytes of a step that brings ``batch`` sequences to ``context`` tokens, their cache included."""
+    ids = torch.ones(batch, 1, dtype=torch.int64)
+    with LiveBytes(model) as meter:
+        cache = model(input_ids=ids.expand(batch, context - 2), use_cache=True, logits_to_keep=1).past_key_values
+        # Once more: after a prompt, a layer with a window holds all of it until the next step.
+        cache = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+        gc.collect()
+        meter.peak = meter.live
+        logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        scores = logits[:, -1].to(copy=True, dtype=torch.float32)  # as generate does
+        assert scores.shape == (batch, model.config.get_text_config().vocab_size)
+    return meter.peak
+
+
+# Where the MLP is what counts, and where the logits are.
+WIDE = {"inner": {"intermediate_size": 512}, "vocabulary": {"vocab_size": 4096}}
+WITH_PROMPT = [name for name in MODELS if name not in ("qwen3_next", "mamba", "mamba2", "lfm2")]
+
+
+def planned_and_measured(model: Any, batch: int, context: int) -> tuple[int, int]:
+    """What a step takes beside the caches: as planned, and as metered."""
+    traits = traits_of(model)
+    caches = traits.cache_bytes(batch, context)
+    return traits.workload_bytes(batch, context) - caches, peak_of_step(model, batch, context) - caches
+
+
+class TestActivations:
+    """A bound of the peak, and at most twice what is measured."""
+
+    @pytest.mark.parametrize("rows", [64, 256])
+    @pytest.mark.parametrize("wide", WIDE)
+    @pytest.mark.parametrize("name", WITH_PROMPT)
+    def test_per_row(self, name: str, wide: str, rows: int) -> None:
+        model = make(name, torch.bfloat16, **WIDE[wide])
+        planned, measured = planned_and_measured(model, rows, 3)
+        assert measured <= planned <= 2 * measured
+
+    @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+    # All layers of mistral keep a window; falcon's own attention code repeats what its heads share.
+    @pytest.mark.parametrize("name", [name for name in WITH_PROMPT if name not in ("mistral", "falcon")])
+    def test_per_token_of_the_context(self, name: str, attention: str) -> None:
+        model = make(name, **({"n_positions": 512} if name == "gpt2" else {}))
+        if attention == "sdpa" and not model._supports_sdpa:
+            pytest.skip(f"{name} has no such attention")
+        model.set_attn_implementation(attention)
+        planned, measured = planned_and_measured(model, 4, 400)
+        assert measured <= planned <= 2 * measured
+
+    def test_the_meter_sees_what_is_alive_at_once(self) -> None:
+        model = nn.Linear(256, 256, bias=False)
+        with LiveBytes(model) as meter, torch.no_grad():
+            kept = model(torch.ones(16, 256))
+            for _ in range(3):
+                kept = model(kept)
+        assert meter.peak == 2 * kept.nbytes
+
+
+class TestReading:
+    def test_numbers_of_the_configuration(self) -> None:
+        assert traits_of(make("qwen3_moe")).experts_per_token == 2
+        assert traits_of(make("llama")).experts_per_token is None
+        assert traits_of(make("gpt2")).max_context == 64
+        assert traits_of(make("gemma2")).window == 6
+
+    def test_other_modules_claim_nothing(self) -> None:
+        assert traits_of(nn.Linear(4, 4)) == Traits()
+
+    def test_encoders_keep_nothing(self) -> None:
+        config = transformers.BertConfig(**SIZE)
+        traits = traits_of(transformers.BertModel(config))
+        assert traits.cache_bytes(4, 100) == 0 < traits.activation_bytes_per_row
+
+    @pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "BartForConditionalGeneration"])
+    def test_a_decoder_keeps_its_own_tokens_and_those_of_the_source(self, name: str) -> None:
+        size: dict[str, Any] = {"d_model": 64, "vocab_size": 128, "decoder_start_token_id": 0, "pad_token_id": 0}
+        size |= {"d_kv": 16, "d_ff": 128, "num_layers": 3, "num_heads": 4} if name[0] == "T" else {}
+        size |= {"decoder_layers": 3, "encoder_layers": 2, "decoder_ffn_dim": 128, "encoder_ffn_dim": 128}
+        size |= {"decoder_attention_heads": 4, "encoder_attention_heads": 4}
+        model_class = getattr(transformers, name)
+        model = model_class(model_class.config_class(**size)).eval()
+        ids = torch.ones(2, 7, dtype=torch.int64)
+        with torch.no_grad():
+            cache = model(input_ids=ids, decoder_input_ids=ids, use_cache=True).past_key_values
+        kept = bytes_of(cache.self_attention_cache) + bytes_of(cache.cross_attention_cache)
+        assert kept == traits_of(model).cache_bytes(2, 7) > 0
+
+    def test_the_text_part_of_a_composite_model(self) -> None:
+        text = transformers.Gemma3TextConfig(**{**SIZE, **HEADS, "sliding_window": 6, "layer_types": SLIDING})
+        vision = transformers.SiglipVisionConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=28
+        )
+        model = transformers.Gemma3ForConditionalGeneration(
+            transformers.Gemma3Config(text_config=text.to_dict(), vision_config=vision.to_dict())
+        )
+        found, alone = traits_of(model), traits_of(make("gemma3"))
+        assert found.cache_bytes(2, 50) == alone.cache_bytes(2, 50)
+        assert (found.window, found.max_context) == (alone.window, alone.max_context)
+
+    def test_offload_plans_for_a_live_model(self) -> None:
+        model = make("qwen3", intermediate_size=4096)
+        weights = take_inventory(model).num_bytes
+        work = penstock.config.Workload([4], 256)
+        beside = traits_of(model).workload_bytes(4, 256)
+        with penstock.offload(model, penstock.Budget(weights + beside // 2, workload=work)) as handle:
+            assert handle.plan.device_bytes <= weights - beside // 2
+        with pytest.raises(OptionError, match="context of 513 tokens is longer than the 512"):
+            penstock.offload(model, penstock.Budget("1GiB", workload=penstock.config.Workload([1], 513)))
