@@ -11,9 +11,7 @@ import mmap
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import torch
 
 from penstock.config import format_gib, pin_memory_disabled
@@ -21,10 +19,9 @@ from penstock.errors import OptionError, PenstockWarning
 from penstock.plan.model import SLAB_ALIGNMENT_BYTES, Unit
 from penstock.store.base import Load, Segment, Store
 from penstock.store.cpu import MemorySource
+from penstock.store.pages import map_pages, populate_parallel
 
 __all__ = ["PinnedStore", "device_view", "pinned_region"]
-
-_TOUCH_BYTES = 64 << 20
 
 
 class _RegisteredMap(mmap.mmap):
@@ -54,10 +51,9 @@ def pinned_region(num_bytes: int) -> torch.Tensor:
             stacklevel=2,
         )
         return torch.empty(num_bytes, dtype=torch.uint8)
-    mapping = _RegisteredMap(-1, num_bytes)
-    mapping.madvise(mmap.MADV_HUGEPAGE)
+    mapping = map_pages(num_bytes, kind=_RegisteredMap)
     region = torch.frombuffer(mapping, dtype=torch.uint8)
-    _touch(region)
+    populate_parallel(region, min(16, len(os.sched_getaffinity(0))))
     code = int(torch.cuda.cudart().cudaHostRegister(region.data_ptr(), num_bytes, 0))
     if code == 0:
         mapping.address = region.data_ptr()
@@ -69,18 +65,6 @@ def pinned_region(num_bytes: int) -> torch.Tensor:
         stacklevel=2,
     )
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-
-def _touch(region: torch.Tensor) -> None:
-    """Write one byte per page from several threads: the kernel zeroes pages in the thread that faults."""
-    pages = region.numpy()[:: mmap.PAGESIZE]
-    step = _TOUCH_BYTES // mmap.PAGESIZE
-
-    def write(start: int) -> None:
-        np.copyto(pages[start : start + step], np.uint8(0))
-
-    with ThreadPoolExecutor(min(16, len(os.sched_getaffinity(0)))) as pool:
-        list(pool.map(write, range(0, len(pages), step)))
 
 
 class PinnedStore(Store):
