@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import time
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["PeakMeter", "cpu_seconds", "num_cores", "peak_rss_bytes", "rss_bytes"]
+__all__ = ["PeakMeter", "cpu_seconds", "num_cores", "peak_rss_bytes", "rss_bytes", "trim_heap"]
 
 
 def rss_bytes() -> int:
@@ -29,6 +30,12 @@ def cpu_seconds() -> float:
 def num_cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def trim_heap() -> None:
+    """Give free memory inside the C heap back to the system (``malloc_trim(3)``); no effect without glibc."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class PeakMeter:
