@@ -13,17 +13,26 @@ import mmap
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from penstock.plan.model import SlabEntry, Unit
+from penstock.store.base import Segment
+from penstock.store.disk import DiskOptions, File
+from penstock.store.loading import Delivery, deliver
+from penstock.store.numa import cpus_near
 from penstock.store.pages import map_pages, pieces, populate, populate_parallel, whole_pages
+from penstock.store.pinned import PinnedStore
+from penstock.store.registration import CudaRegistrar
 
 MIB, GIB = 1 << 20, 1 << 30
 CORES = len(os.sched_getaffinity(0))
@@ -121,6 +130,68 @@ def filling(num_bytes: int, folder: Path) -> None:
             _fill(file.fileno(), warm, 8 * MIB, False, "touched", num_threads)
         with registered(warm, 1, num_bytes):
             _fill(file.fileno(), warm, 8 * MIB, False, "registered")
+        del warm
+        for direct in (False, True):
+            _store(Path(file.name), num_bytes, direct, cold=False)
+            _read_plainly(Path(file.name), num_bytes, direct)
+            _store(Path(file.name), num_bytes, direct, cold=True)
+
+
+def _store(path: Path, num_bytes: int, direct: bool, *, cold: bool) -> None:
+    """The whole pass of penstock itself: mapped, read, registered slab by slab."""
+    if cold:
+        _forget(path)
+    size = 256 * MIB
+    units = [Unit(i, "", 0, (SlabEntry(f"{i}", 0, size),), size) for i in range(num_bytes // size)]
+    file = File(path, DiskOptions(direct=direct))
+    device = torch.device("cuda", 0)
+
+    def run() -> PinnedStore:
+        store = PinnedStore(units, {}, CudaRegistrar(device))
+        rows = (
+            Delivery(f"{i}", size, partial(_stretch, file, i * size, size), store.room(f"{i}"))
+            for i in range(len(units))
+        )
+        deliver(rows, num_threads=CORES, landed=store.landed, cpus=cpus_near(device))
+        store.seal()
+        return store
+
+    how = "direct" if direct else "buffered"
+    say(f"{'cold' if cold else 'cached'} file -> PinnedStore, {how}", num_bytes, timed(run))
+
+
+@dataclass(frozen=True)
+class _At:
+    file: File
+    offset: int
+
+    def read(self, start: int, into: memoryview) -> None:
+        self.file.read(self.offset + start, into)
+
+
+def _stretch(file: File, offset: int, num_bytes: int) -> list[Segment]:
+    return [Segment(_At(file, offset), 0, num_bytes)]
+
+
+def _read_plainly(path: Path, num_bytes: int, direct: bool) -> None:
+    """The bar for a cold file: the same threads, into one small buffer each."""
+    _forget(path)
+    file = File(path, DiskOptions(direct=direct))
+    local = threading.local()
+
+    def read(start: int, end: int) -> None:
+        local.buffer = getattr(local, "buffer", None) or memoryview(bytearray(4 * MIB))
+        file.read(start, local.buffer[: end - start])
+
+    how = "direct" if direct else "buffered"
+    say(f"cold file, read plainly, {how}", num_bytes, in_threads(CORES, read, num_bytes, 4 * MIB))
+
+
+def _forget(path: Path) -> None:
+    """Ask the kernel to drop the file from the page cache."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _fill(fd: int, blob: torch.Tensor, piece: int, populate_first: bool, pages: str, num_threads: int = CORES) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain
 
 import torch
 
 from penstock.errors import OptionError
 from penstock.offloaders.binding import BoundStorage
 from penstock.process import trim_heap
+from penstock.store.adoption import MIN_BYTES
 from penstock.store.base import Segment, Store
 from penstock.store.cpu import MemorySource
 from penstock.store.disk import DiskOptions, DiskStore
@@ -20,7 +23,10 @@ from penstock.weights import TensorSource, WeightMap
 
 __all__ = ["WeightLoader", "require_weights"]
 
-_TRIM_BYTES = 256 << 20
+# Live tensors are there twice while they are under way, so little of them is.
+_LIVE_PIECE_BYTES = 2 << 20
+_LIVE_EXTRA_JOBS = 4
+_TRIM_BYTES = 32 << 20
 
 
 class WeightLoader:
@@ -85,25 +91,35 @@ class WeightLoader:
             trim_heap()
 
     def _deliver(self, files: DiskStore) -> None:
-        # Live tensors first: what they free is there for the rest.
+        # Live tensors first, and alone: what they free is there for the rest.
         live = [name for name in self._goals if self._bound[name].home.type == "cpu"]
+        moving = [name for name in live if name in self._rooms]
         stored = sorted(self._sources, key=lambda name: _position(self._sources[name]))
-        if not live and not stored:
-            return
+        threads, cpus = pin_threads(), cpus_near(self._device)
         deliver(
-            self._deliveries(live, stored, files),
-            num_threads=pin_threads(),
-            uploader=self._make_uploader([*live, *stored]),
+            (self._live(name) for name in moving),
+            num_threads=threads,
             landed=self._landed,
             moved=self._moved,
-            cpus=cpus_near(self._device),
+            cpus=cpus,
+            piece_bytes=_LIVE_PIECE_BYTES,
+            max_jobs=threads + _LIVE_EXTRA_JOBS,
+        )
+        staying = [name for name in live if name not in self._rooms]
+        deliver(
+            chain(
+                (self._live(name) for name in staying),
+                (self._delivery(name, partial(files.segments, name)) for name in stored),
+            ),
+            num_threads=threads,
+            uploader=self._make_uploader([*staying, *stored]),
+            landed=self._landed,
+            moved=self._moved,
+            cpus=cpus,
         )
 
-    def _deliveries(self, live: Sequence[str], stored: Sequence[str], files: DiskStore) -> Iterator[Delivery]:
-        for name in live:
-            yield self._delivery(name, lambda name=name: _segments_of(self._bound[name]))  # type: ignore[misc]
-        for name in stored:
-            yield self._delivery(name, lambda name=name: files.segments(name))  # type: ignore[misc]
+    def _live(self, name: str) -> Delivery:
+        return self._delivery(name, partial(_segments_of, self._bound[name]))
 
     def _delivery(self, name: str, segments: Callable[[], Sequence[Segment]]) -> Delivery:
         return Delivery(name, self._bound[name].info.num_bytes, segments, self._goals[name])
@@ -142,6 +158,8 @@ class WeightLoader:
 
     def _trim_after(self, num_bytes: int) -> None:
         """Freed blocks below glibc's mapping threshold stay with the heap until it is told to give them back."""
+        if num_bytes >= MIN_BYTES:
+            return
         before = self._freed_bytes // _TRIM_BYTES
         self._freed_bytes += num_bytes
         if self._freed_bytes // _TRIM_BYTES > before:

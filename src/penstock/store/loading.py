@@ -84,6 +84,7 @@ def deliver(
     moved: Callable[[int], None] = lambda num_bytes: None,
     cpus: Collection[int] | None = None,
     piece_bytes: int = PIECE_BYTES,
+    max_jobs: int | None = None,
 ) -> None:
     """Bring every delivery, in order.
 
@@ -95,6 +96,7 @@ def deliver(
         moved: called in this thread with the bytes of each job that is done.
         cpus: the readers stay on these processors, whose memory the pages they touch then are.
         piece_bytes: of one job.
+        max_jobs: under way or waiting to be reported; default twice the readers.
 
     Raises:
         TransferError: bytes that cannot be had; nothing is under way any more. The same for whatever ``landed``,
@@ -102,6 +104,7 @@ def deliver(
     """
     pool = ThreadPoolExecutor(num_threads, "penstock-load", initializer=_stay_on, initargs=(cpus,))
     under_way: deque[tuple[_Job, Future[None]]] = deque()
+    at_most = max_jobs or JOBS_PER_THREAD * num_threads
     device_bytes = min(piece_bytes, uploader.piece_bytes) if uploader else piece_bytes
 
     def settle() -> None:
@@ -117,7 +120,7 @@ def deliver(
         for job in _jobs(deliveries, piece_bytes, device_bytes):
             under_way.append((job, pool.submit(_run, job, uploader)))
             del job
-            if len(under_way) >= JOBS_PER_THREAD * num_threads:
+            if len(under_way) >= at_most:
                 settle()
         while under_way:
             settle()
