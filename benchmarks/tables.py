@@ -21,7 +21,17 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "benchmarks"
 TABLE = re.compile(r"(<!-- table: (\S+) (\S+)(?: cases=(\S+))? -->\n).*?(<!-- end table -->)", re.DOTALL)
 
-STEP_HEADINGS = ("case", "rows", "floor ms", "median ms", "spread ms", "x floor", "resident ms", "GB moved", "same bits")
+STEP_HEADINGS = (
+    "case",
+    "rows",
+    "floor ms",
+    "median ms",
+    "spread ms",
+    "x floor",
+    "resident ms",
+    "GB moved",
+    "same bits",
+)
 
 
 PLAN_HEADINGS = (

@@ -25,7 +25,7 @@ PUBLIC = [
 ROOMS = [
     ("errors",),
     ("config",),
-    ("telemetry", "process"),
+    ("telemetry", "process", "peers"),
     ("inventory",),
     ("groups",),
     ("select",),

@@ -48,7 +48,7 @@ __all__ = [
 
 ALL_MODEL_PARAMS = "ALL_MODEL_PARAMS"
 
-Mode = Literal["cpu", "disk", "meta"]
+Mode = Literal["cpu", "shm_cpu", "disk", "sharded_gpu", "meta"]
 Mechanism = Literal["resident", "prefetch", "uva"]
 Backend = Literal["auto", "prefetch", "uva", "none"]
 

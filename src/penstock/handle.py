@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from penstock.config import Policy, as_policy, pin_memory_disabled, uva_disabled
-from penstock.errors import OptionTypeError, PenstockWarning, StateError
+from penstock.errors import OptionError, OptionTypeError, PenstockWarning, StateError
 from penstock.inventory import Inventory, take_inventory
 from penstock.limits import describe_device
 from penstock.offloaders.attachment import Attachment, Progress
@@ -20,12 +20,15 @@ from penstock.offloaders.opening import compute_device
 from penstock.offloaders.planning import budget_planner, planner_for
 from penstock.offloaders.room import require_room
 from penstock.offloaders.state import is_offloaded
+from penstock.peers import Peers
 from penstock.plan import Plan, move_on_demand
 from penstock.store.disk import DiskOptions
 from penstock.telemetry import Stats
 from penstock.weights import WeightMap
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from penstock.checkpoint import Checkpoint
 
 __all__ = ["Handle", "offload"]
@@ -92,6 +95,8 @@ def offload(
     disk: DiskOptions | None = None,
     progress: Progress | None = None,
     measure_stalls: bool = False,
+    group: ProcessGroup | None = None,
+    pool_links: bool = False,
 ) -> Handle:
     """Run ``model`` in less memory than its weights need; outputs stay the same bit for bit.
 
@@ -105,6 +110,8 @@ def offload(
         disk: how its files are read.
         progress: called with (bytes loaded, bytes to load) while weights are read or moved.
         measure_stalls: on a GPU, time every wait, in graphs too, for ``stats()``; a CPU always does.
+        group: ranks that offload the same weights, for modes ``shm_cpu`` and ``sharded_gpu`` and for ``pool_links``.
+        pool_links: each rank of ``group`` copies a part of every unit over its own link and passes it on to the others.
 
     Returns:
         the handle; ``handle.remove()`` undoes everything.
@@ -122,6 +129,8 @@ def offload(
         raise OptionTypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper; the code behind it retraces by itself
     _refuse_second_offload(model)
+    if pool_links and group is None:
+        raise OptionError("pool_links has no effect without group=: one process has one link")
     weights = None if checkpoint is None else WeightMap.open(checkpoint)
     target = compute_device(model, device)
     inventory = take_inventory(model)
@@ -139,6 +148,7 @@ def offload(
         disk=disk,
         progress=progress,
         measure_stalls=measure_stalls,
+        peers=None if group is None else Peers(group, pool_links),
     )
     handle = Handle(model, attachment)
     model.__dict__[_MARK] = handle

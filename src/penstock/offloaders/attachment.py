@@ -25,6 +25,7 @@ from penstock.offloaders.opening import open_store
 from penstock.offloaders.pipeline import SlotPipeline
 from penstock.offloaders.state import StateGuard
 from penstock.ops import new_token
+from penstock.peers import Peers
 from penstock.plan.model import Plan, slab_bytes
 from penstock.store.base import new_blob
 from penstock.store.cpu import CpuStore
@@ -51,6 +52,7 @@ class Attachment(NotCopyable):
         link: moves the units; by default worker threads on a CPU, a copy stream on a GPU.
         entry: the module whose forward begins a forward of the model; default the model itself.
         measure_stalls: on a GPU, time every wait (two event records each); a CPU always does.
+        peers: for stores and links that span processes.
 
     Raises:
         CheckpointError, OptionError, BudgetError, TransferError: with everything undone.
@@ -69,6 +71,7 @@ class Attachment(NotCopyable):
         link: Link | None = None,
         measure_stalls: bool = False,
         entry: nn.Module | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self.plan = plan
         self.recorder = Recorder()
@@ -79,7 +82,7 @@ class Attachment(NotCopyable):
         self._hooks: list[UnitHook | ForwardHook | StateGuard] = []
         self._pipeline: SlotPipeline | None = None
         self._removed = False
-        self._store, rooms = open_store(plan, self._bound, device, weights, disk)
+        self._store, rooms = open_store(plan, self._bound, device, weights, disk, peers)
         try:
             self._load(rooms, disk, progress)
             self._attach_units(link or self._make_link(measure_stalls), entry)

@@ -8,6 +8,7 @@ from torch import nn
 from penstock.errors import CheckpointError, OptionError
 from penstock.offloaders.binding import BoundStorage
 from penstock.offloaders.loading import require_weights
+from penstock.peers import Peers, require_peers
 from penstock.plan.model import Plan
 from penstock.store.adoption import can_adopt
 from penstock.store.base import Store, new_blob
@@ -27,6 +28,7 @@ def open_store(
     device: torch.device,
     weights: WeightMap | None,
     disk: DiskOptions | None,
+    peers: Peers | None = None,
 ) -> tuple[Store, dict[str, torch.Tensor]]:
     """The store of ``plan`` and, by storage name, the rooms in it (uint8, 1-D, host) that are still to be filled.
 
@@ -42,6 +44,9 @@ def open_store(
     offloaded = {name: bound[name] for name in names}
     if plan.mode == "meta":
         return _meta_store(offloaded), {}
+    if plan.mode in ("shm_cpu", "sharded_gpu"):
+        require_peers(peers, f"mode {plan.mode!r}")
+        raise OptionError(f"mode {plan.mode!r} is not implemented yet; use mode 'cpu'")
     if plan.mode == "disk":
         return _disk_store(plan, offloaded, device, require_weights(weights), disk), {}
     if device.type == "cuda":

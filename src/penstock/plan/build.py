@@ -90,7 +90,7 @@ def question_of(
         inventory,
         [s for s in movable if s.name not in forced],
         forced,
-        rates or (NOMINAL_GPU if mode == "cpu" else NOMINAL_CPU),
+        rates or (NOMINAL_CPU if mode == "disk" else NOMINAL_GPU),
         traits or Traits(),
         zero_copy=zero_copy and has_bytes,
         lookups_in_place=has_bytes,

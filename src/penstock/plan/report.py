@@ -22,7 +22,13 @@ _MAX_RUNS = 6
 
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 _COLUMNS: dict[Mechanism, str] = {"resident": "resident", "prefetch": "prefetched", "uva": "in place"}
-_STORE_NAMES: dict[Mode, str] = {"cpu": "host", "disk": "file", "meta": "nowhere"}
+_STORE_NAMES: dict[Mode, str] = {
+    "cpu": "host",
+    "shm_cpu": "host",
+    "disk": "file",
+    "sharded_gpu": "peers",
+    "meta": "nowhere",
+}
 
 
 def render(plan: Plan, name: str) -> RenderableType:
