@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from typer.testing import CliRunner
 from penstock.cli import app
 from penstock.cli.group import expand_lists
 from penstock.cli.options import OffloadFlags
-from penstock.config import UVA, Budget, Prefetch, Workload, parse_size
+from penstock.config import UVA, Budget, Prefetch, Rules, Workload, parse_size
 from penstock.demo.model import ModelSize, ensure_model
 from penstock.errors import OptionError, PenstockError, SizeError
 from penstock.plan.report import gib
@@ -44,13 +45,15 @@ OFFLOAD_FLAGS = [
     "--offload-num-in-group",
     "--offload-prefetch-step",
     "--offload-params",
+    "--offload-rule",
     "--offload-mode",
+    "--plan",
     "--disk-direct",
     "--disk-drop-cache",
 ]
 FLAGS = {
     "demo": ["--folder", "--keep"],
-    "plan": ["--json", *OFFLOAD_FLAGS],
+    "plan": ["--json", "--save", *OFFLOAD_FLAGS],
     "generate": ["--prompt", "--max-new-tokens", "--temperature", "--seed", "--trace", *OFFLOAD_FLAGS],
 }
 
@@ -100,6 +103,7 @@ def test_the_command_line_starts_without_torch() -> None:
     # The package itself imports torch, so an empty stand-in takes its place: what is left is what the CLI adds.
     code = """
 import sys, types
+from dataclasses import replace
 from pathlib import Path
 package = types.ModuleType("penstock")
 package.__path__ = [sys.argv[1]]
@@ -127,6 +131,7 @@ sys.exit(f"imported {heavy}" if heavy else 0)
         ("plan --cpu-offload-params a b --offload-params c", "plan --cpu-offload-params a --cpu-offload-params b "
          "--offload-params c"),
         ("plan --offload-params=a M", "plan --offload-params=a M"),
+        ("plan M --offload-rule a=uva re:b=c=uva", "plan M --offload-rule a=uva --offload-rule re:b=c=uva"),
         ("plan -- M --offload-params a b", "plan -- M --offload-params a b"),
         ("plan M", "plan M"),
         ("", ""),
@@ -166,6 +171,18 @@ def test_a_list_flag_without_names_does_not_swallow_the_next_flag(args: Sequence
         ({"offload_group_size": 1, "offload_mode": "cpu"}, Prefetch(mode="cpu")),
         ({"cpu_offload_gb": 1.5}, UVA(int(1.5 * 2**30), mode="disk")),
         ({"cpu_offload_params": ["experts"]}, UVA(None, ["experts"], "disk")),
+        (
+            {"offload_rule": ["re:a=b=uva", "@mlp=prefetch"]},
+            Rules([("re:a=b", "uva"), ("@mlp", "prefetch")], 2, "disk"),
+        ),
+        (
+            {"offload_rule": ["a=prefetch"], "offload_prefetch_step": 3, "offload_mode": "cpu"},
+            Rules([("a", "prefetch")], 3),
+        ),
+        (
+            {"device_memory": "1GiB", "offload_rule": ["a=uva", "b=resident"]},
+            Budget("1GiB", rules=[("a", "uva"), ("b", "resident")]),
+        ),
     ],
 )
 def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
@@ -200,6 +217,23 @@ def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
         ({"offload_group_size": 2, "offload_num_in_group": 3}, "larger than group_size"),
         ({"offload_num_in_group": 2}, "--offload-num-in-group has no effect without --offload-group-size"),
         ({"offload_params": ["mlp"]}, "--offload-params has no effect without"),
+        (
+            {"offload_rule": ["mlp"]},
+            "--offload-rule 'mlp': expected a name pattern, '=' and a mechanism; write PATTERN=",
+        ),
+        (
+            {"device_memory": "1GiB", "offload_rule": ["mlp=cpu"]},
+            "expected one of resident, prefetch, uva, found 'cpu'",
+        ),
+        ({"offload_rule": ["a=uva"], "offload_group_size": 2}, "--offload-rule and --offload-group-size contradict"),
+        ({"offload_rule": ["a=uva"], "cpu_offload_gb": 2.0}, "--offload-rule and --cpu-offload-gb contradict"),
+        ({"offload_rule": ["a=uva"], "offload_backend": "none"}, "--offload-rule and --offload-backend contradict"),
+        ({"offload_rule": ["a=uva"], "offload_params": ["b"]}, "--offload-params has no effect with --offload-rule"),
+        ({"offload_rule": ["a=uva"], "offload_prefetch_step": 2}, "has no effect without a rule that says prefetch"),
+        (
+            {"device_memory": "1GiB", "offload_rule": ["a=prefetch"], "offload_prefetch_step": 2},
+            "--device-memory and --offload-prefetch-step contradict",
+        ),
         ({"offload_mode": "disk"}, "--offload-mode has no effect when nothing is offloaded"),
         (
             {"offload_backend": "prefetch", "offload_group_size": 2, "cpu_offload_gb": 1.0},
@@ -262,6 +296,24 @@ def test_plan_json_is_the_plan_and_nothing_else(model: Path) -> None:
         "q_proj",
     }
     assert plan["mode"] == "disk"
+
+
+def test_plan_by_rules(model: Path) -> None:
+    result = run(
+        "plan", model, "--json", "--offload-rule", "layers.0=resident", "@attention=prefetch", "embeddings=uva"
+    )
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    assert [unit["anchor"] for unit in plan["units"]] == [f"model.layers.{index}" for index in (1, 2, 3)]
+    assert all(".self_attn." in entry["storage"] for unit in plan["units"] for entry in unit["entries"])
+    assert list(plan["uva"]) == ["model.embed_tokens.weight"]
+
+
+def test_rules_without_sense_fail_in_one_line(model: Path) -> None:
+    assert "contradict each other" in error_of("plan", model, "--offload-rule", "mlp=uva", "mlp=prefetch")
+    assert "write PATTERN=MECHANISM" in error_of("plan", model, "--offload-rule", "mlp")
+    message = error_of("plan", model, "--device-memory", "2MiB", "--offload-rule", "@vision=uva")
+    assert "has the groups @attention, @mlp, @embeddings, @lm_head" in message
 
 
 def test_plan_without_flags_says_the_weight_and_a_minimum_that_holds(model: Path) -> None:
@@ -357,6 +409,52 @@ def test_plan_tries_how_the_files_would_be_opened(model: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "open", recording)
     assert run("plan", model, "--device-memory", "2MiB", "--disk-direct").exit_code == 0
     assert any(flags & os.O_DIRECT for flags in opened)
+
+
+def test_a_saved_plan_is_shown_and_carried_out(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    made = run("plan", model, "--device-memory", "2MiB", "--save", file)
+    assert made.exit_code == 0, made.output
+    assert f"plan saved in {file}" in made.stderr
+    data = json.loads(file.read_text())
+    assert (data["model"]["name"], data["machine"]) == (model.name, {"device": "cpu", "device_bytes": None})
+    shown = run("plan", model, "--plan", file)
+    assert (shown.exit_code, shown.stdout) == (0, made.stdout)
+    assert json.loads(run("plan", model, "--plan", file, "--json").stdout) == data
+    args = ("generate", model, "--prompt", "Water", "--max-new-tokens", 4)
+    by_plan, by_policy = run(*args, "--plan", file), run(*args, "--device-memory", "2MiB")
+    assert by_plan.exit_code == 0, by_plan.output
+    assert by_plan.stdout == by_policy.stdout
+    moved = [re.search(r"; (\d+\.\d+ GiB moved) ", result.stderr) for result in (by_plan, by_policy)]
+    assert moved[0]
+    assert moved[1]
+    assert moved[0][1] == moved[1][1]
+
+
+def test_a_plan_of_another_model_is_refused(model: Path, tmp_path: Path) -> None:
+    ensure_model(tmp_path / "other", replace(TINY, layers=5), lambda done, total: None)
+    file = tmp_path / "plan.json"
+    assert run("plan", tmp_path / "other", "--device-memory", "2MiB", "--save", file).exit_code == 0
+    for verb in (("plan", model), ("generate", model, "--prompt", "a")):
+        message = error_of(*verb, "--plan", file)
+        assert "made for another model (other): " in message
+        assert "in the plan alone" in message
+
+
+def test_what_contradicts_a_plan_and_places_for_none(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    assert run("plan", model, "--device-memory", "2MiB", "--save", file).exit_code == 0
+    for flag, value in (
+        ("--device-memory", "1MiB"), ("--offload-backend", "uva"), ("--cpu-offload-gb", 1), ("--offload-mode", "cpu"),
+        ("--cpu-offload-params", "mlp"), ("--offload-group-size", 2), ("--offload-num-in-group", 1),
+        ("--offload-prefetch-step", 1), ("--offload-params", "mlp"),
+    ):  # fmt: skip
+        assert f"--plan and {flag} contradict each other" in error_of("plan", model, "--plan", file, flag, value)
+    assert run("plan", model, "--plan", file, "--disk-drop-cache", "--offload-backend", "auto").exit_code == 0
+    assert "found: No such file" in error_of("plan", model, "--plan", tmp_path / "none.json")
+    assert "--save has no effect" in error_of("plan", model, "--save", file)
+    nowhere = tmp_path / "no" / "plan.json"
+    assert "--save" in error_of("plan", tmp_path / "no model", "--device-memory", "2MiB", "--save", nowhere)
 
 
 # -- generate ----------------------------------------------------------------------------------------------------------

@@ -60,7 +60,9 @@ class TestTree:
         assert all(issubclass(kind, PenstockError | PenstockWarning) for kind in kinds)
         for kind, builtin in (
             (OptionError, ValueError), (SizeError, OptionError), (SelectionError, OptionError),
-            (BudgetError, OptionError), (OptionTypeError, TypeError), (CheckpointError, ValueError),
+            (errors.RuleError, OptionError),
+            (BudgetError, OptionError), (errors.LimitError, OptionError), (errors.PlanFileError, OptionError),
+            (OptionTypeError, TypeError), (CheckpointError, ValueError),
             (errors.StateError, RuntimeError),
             (errors.ModelChangedError, errors.StateError), (TransferError, errors.StateError),
             (errors.SlotConflictError, errors.StateError), (errors.RaceError, errors.StateError),

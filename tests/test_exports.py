@@ -17,8 +17,8 @@ SOURCE = Path(penstock.__file__).parent
 
 PUBLIC = [
     "UVA", "BaseOffloader", "Budget", "DiskOptions", "Handle", "NoopOffloader", "OffloadConfig", "PenstockError",
-    "PenstockWarning", "Plan", "Prefetch", "PrefetchOffloader", "UVAOffloader", "create_offloader", "get_offloader",
-    "offload", "set_offloader",
+    "PenstockWarning", "Plan", "Prefetch", "PrefetchOffloader", "Rules", "UVAOffloader", "create_offloader",
+    "get_offloader", "offload", "set_offloader",
 ]  # fmt: skip
 
 # Of the design, left to right: a room imports from rooms to its left, and from its own.
@@ -27,8 +27,10 @@ ROOMS = [
     ("config",),
     ("telemetry", "process"),
     ("inventory",),
+    ("groups",),
     ("select",),
     ("plan",),
+    ("limits",),
     ("traits",),
     ("checkpoint",),
     ("weights",),

@@ -19,7 +19,7 @@ from penstock.errors import BudgetError, PenstockWarning
 from penstock.inventory import Inventory, take_inventory
 from penstock.plan import Plan, build_plan
 from penstock.plan.budget import curve
-from penstock.plan.build import ask
+from penstock.plan.build import question_of
 from penstock.plan.cost import NOMINAL_GPU, Curve, Rates
 from penstock.plan.forecast import forecast
 from penstock.plan.model import UnitDraft, assemble
@@ -130,7 +130,7 @@ def test_every_candidate_is_timed_as_its_plan_is() -> None:
     """Arrays over candidates on one side, one laid-out plan on the other: the same seconds and bytes."""
     inventory = layered(5, 300 * KIB, 100 * KIB, 64 * KIB, head=200 * KIB)
     budget = Budget(inventory.num_bytes, workload=Workload([1, 256]))
-    question = ask(inventory, budget, "cpu", worth_moving(inventory.storages), rates=SMALL, zero_copy=True)
+    question = question_of(inventory, budget, rates=SMALL, zero_copy=True)
     checked = 0
     for group in Space(question).groups:
         rows = group.fitting(float("inf"), None)[::7]
@@ -151,7 +151,7 @@ def test_every_candidate_is_timed_as_its_plan_is() -> None:
 def test_the_curve_is_what_budgets_reach() -> None:
     inventory = layered(6, 300 * KIB, 100 * KIB, head=200 * KIB)
     budget = Budget(inventory.num_bytes)
-    question = ask(inventory, budget, "cpu", worth_moving(inventory.storages), rates=SMALL, zero_copy=True)
+    question = question_of(inventory, budget, rates=SMALL, zero_copy=True)
     points = curve(Space(question))
     assert len(points) > 5
     for point in points[::3]:

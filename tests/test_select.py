@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import pytest
 from models import MoE, OddStack, ScaledStack, Stack
+from torch import nn
 
 from penstock.config import ALL_MODEL_PARAMS
 from penstock.errors import SelectionError
-from penstock.inventory import take_inventory
+from penstock.inventory import Inventory, take_inventory
 from penstock.select import compile_pattern, select
 
-MOE = take_inventory(MoE(2)).storages
-DENSE = take_inventory(Stack(2)).storages
+MOE = take_inventory(MoE(2))
+DENSE = take_inventory(Stack(2))
 
 
-def names(pattern: str, storages: tuple = MOE) -> list[str]:
-    return [storage.name for storage in select(storages, [pattern])]
+def names(pattern: str, inventory: Inventory = MOE) -> list[str]:
+    return [storage.name for storage in select(inventory, [pattern])]
 
 
 def expert_names(*layers: int) -> list[str]:
@@ -46,9 +47,9 @@ class TestSegments:
         assert names("head") == ["embed.weight"]
 
     def test_inner_tensors_of_a_subclass(self) -> None:
-        storages = take_inventory(ScaledStack(1)).storages
-        assert names("weight", storages) == ["layers.0.weight:data_int8", "layers.0.weight:scale"]
-        assert names("scale", storages) == ["layers.0.weight:scale"]
+        scaled = take_inventory(ScaledStack(1))
+        assert names("weight", scaled) == ["layers.0.weight:data_int8", "layers.0.weight:scale"]
+        assert names("scale", scaled) == ["layers.0.weight:scale"]
 
     def test_a_dot_is_a_dot(self) -> None:
         with pytest.raises(SelectionError):
@@ -77,18 +78,60 @@ class TestRegularExpressions:
             select(MOE, ["re:("])
 
 
+class TestGroups:
+    def test_segments_come_first(self) -> None:
+        """In vLLM's meaning, which engines' users know: `mlp` is all below a module of that name."""
+        assert names("mlp") == [s.name for s in MOE.storages if ".mlp." in s.name]
+        assert names("head") == ["embed.weight"]
+
+    def test_a_word_that_is_no_segment(self) -> None:
+        assert names("embeddings") == ["embed.weight"]
+        assert names("lm_head") == ["embed.weight"]
+        assert names("shared_experts") == names("shared_expert")
+        assert names("mlp", DENSE) == names("linear", DENSE)
+
+    def test_forced(self) -> None:
+        assert names("@experts") == expert_names(0, 1)
+        model = nn.Module()
+        model.layers = nn.ModuleList(nn.ModuleDict({"mlp": nn.Linear(4, 4), "ffn": nn.Linear(4, 4)}) for _ in range(2))
+        inventory = take_inventory(model)
+        assert len(names("mlp", inventory)) == 4
+        assert len(names("@mlp", inventory)) == 8
+
+    def test_among_other_patterns(self) -> None:
+        found = [s.name for s in select(MOE, ["@embeddings", "*.0.mlp.experts.*"])]
+        assert found == ["embed.weight", *expert_names(0)]
+
+    def test_no_such_group(self) -> None:
+        with pytest.raises(SelectionError, match=r"'@atention': expected one of the groups @attention, @mlp, @experts"):
+            select(MOE, ["@atention"])
+
+    def test_empty_in_this_model(self) -> None:
+        groups = "the groups @experts, @shared_experts, @embeddings, @lm_head"
+        with pytest.raises(SelectionError, match=f"'@vision': this group is empty in this model, which has {groups};"):
+            select(MOE, ["@vision"])
+        with pytest.raises(SelectionError, match=f"'vision' matches none .* has {groups}; the group @vision is empty"):
+            select(MOE, ["vision"])
+
+    def test_a_misspelt_word(self) -> None:
+        with pytest.raises(SelectionError, match=r"the nearest are .*embeddings"):
+            select(MOE, ["embedings"])
+
+
 class TestEverything:
     def test_dense_and_moe(self) -> None:
-        assert [s.name for s in MOE] == names(ALL_MODEL_PARAMS)
-        assert [s.name for s in DENSE] == names(ALL_MODEL_PARAMS, DENSE)
+        assert [s.name for s in MOE.storages] == names(ALL_MODEL_PARAMS)
+        assert [s.name for s in DENSE.storages] == names(ALL_MODEL_PARAMS, DENSE)
 
     def test_several_patterns_in_model_order_without_repeats(self) -> None:
         found = [s.name for s in select(DENSE, ["head", "norm", "layers.0"])]
-        assert found == [s.name for s in DENSE if "head" in s.name or "norm" in s.name or "layers.0." in s.name]
+        assert found == [
+            s.name for s in DENSE.storages if "head" in s.name or "norm" in s.name or "layers.0." in s.name
+        ]
 
     def test_buffers_can_be_named(self) -> None:
-        storages = take_inventory(OddStack(1)).storages
-        assert names("mask", storages) == ["layers.0.mask"]
+        odd = take_inventory(OddStack(1))
+        assert names("mask", odd) == ["layers.0.mask"]
 
 
 class TestNothing:
@@ -119,4 +162,4 @@ class TestNothing:
 
     def test_no_tensors_at_all(self) -> None:
         with pytest.raises(SelectionError, match="none of the 0 tensor names"):
-            select([], ["mlp"])
+            select(take_inventory(nn.ReLU()), ["mlp"])

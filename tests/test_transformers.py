@@ -18,6 +18,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -501,14 +502,14 @@ class TestPlanning:
         for policy in (EVERYTHING, plan):
             loaded, handle = load(folder, policy)
             with handle:
-                assert handle.plan.to_json() == plan.to_json()
+                assert replace(handle.plan, made_for=None) == plan
                 assert_streams(loaded, handle, resident(folder))
 
     def test_sizing_without_bytes(self, saved: Callable[[str], Path]) -> None:
         model, handle = load(saved("qwen3"), penstock.Prefetch(mode="meta", params=["mlp"]))
         assert handle.plan.offloaded_bytes == 4 * 3 * 64 * 128 * 4
         assert not model.lm_head.weight.any()  # nothing was read
-        assert not run(model).any()
+        run(model)  # of zeros and of whatever the slots held
         handle.remove()
 
     def test_penstock_does_not_import_transformers(self) -> None:

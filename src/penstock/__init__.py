@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.config import UVA, Budget, OffloadConfig, Prefetch
+    from penstock.config import UVA, Budget, OffloadConfig, Prefetch, Rules
     from penstock.errors import PenstockError, PenstockWarning
     from penstock.handle import Handle, offload
     from penstock.offloaders import (
@@ -38,6 +38,7 @@ __all__ = [
     "Plan",
     "Prefetch",
     "PrefetchOffloader",
+    "Rules",
     "UVAOffloader",
     "create_offloader",
     "get_offloader",
@@ -48,7 +49,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "penstock.config": ("UVA", "Budget", "OffloadConfig", "Prefetch"),
+    "penstock.config": ("UVA", "Budget", "OffloadConfig", "Prefetch", "Rules"),
     "penstock.errors": ("PenstockError", "PenstockWarning"),
     "penstock.handle": ("Handle", "offload"),
     "penstock.offloaders": (

@@ -34,10 +34,12 @@ __all__ = [
     "Policy",
     "Prefetch",
     "Rule",
+    "Rules",
     "Workload",
     "as_policy",
     "debug_enabled",
     "format_gib",
+    "parse_rule",
     "parse_size",
     "pin_memory_disabled",
     "reader_threads",
@@ -121,8 +123,26 @@ def _as_names(params: Sequence[str] | None) -> tuple[str, ...]:
     return names
 
 
+def parse_rule(text: str) -> Rule:
+    """The pair that ``PATTERN=MECHANISM`` stands for, as ``--offload-rule`` takes it; the pattern may contain ``=``.
+
+    Raises:
+        OptionError: not of that form, or no such mechanism.
+    """
+    pattern, equals, mechanism = text.rpartition("=")
+    mechanisms = ", ".join(get_args(Mechanism))
+    form = f"write PATTERN=MECHANISM with one of {mechanisms}, e.g. experts=uva or 're:.*\\.down_proj\\..*=prefetch'"
+    if not equals or not pattern:
+        raise OptionError(f"--offload-rule {text!r}: expected a name pattern, '=' and a mechanism; {form}")
+    if mechanism not in get_args(Mechanism):
+        raise OptionError(f"--offload-rule {text!r}: expected one of {mechanisms}, found {mechanism!r}; {form}")
+    return pattern, cast(Mechanism, mechanism)
+
+
 def _as_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     form = 'write rules like [("experts", "uva"), ("re:.*norm.*", "resident")]'
+    if isinstance(rules, str) or not isinstance(rules, Iterable):
+        raise OptionTypeError(f"rules: expected a list of pairs, found {type(rules).__name__} {rules!r}; {form}")
     checked: list[Rule] = []
     for rule in rules:
         if not isinstance(rule, tuple | list) or len(rule) != 2 or not all(isinstance(part, str) for part in rule):
@@ -269,18 +289,42 @@ class Budget:
         return cast("int | None", self.host_memory)
 
 
-Policy = Prefetch | UVA | Budget
+@dataclass(frozen=True)
+class Rules:
+    """A mechanism for everything that a pattern matches, without a budget; what no rule matches stays resident.
+
+    Attributes:
+        rules: pairs of a name pattern (:mod:`penstock.select`) and a mechanism; of several that match a tensor the
+            first counts (``--offload-rule PATTERN=MECHANISM``). What is prefetched is one unit per layer, and one per
+            module outside the layers.
+        prefetch_step: how many units ahead the copies run = number of slots (``--offload-prefetch-step``).
+        mode: the store (``--offload-mode``).
+    """
+
+    rules: Sequence[Rule]
+    prefetch_step: int = 2
+    mode: Mode = "cpu"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", _as_rules(self.rules))
+        if not self.rules:
+            raise OptionError('rules: expected at least one, e.g. [("experts", "uva")] (--offload-rule experts=uva)')
+        _check_positive("prefetch_step", self.prefetch_step, "--offload-prefetch-step")
+        _check_mode(self.mode)
+
+
+Policy = Prefetch | UVA | Budget | Rules
 
 
 def as_policy(policy: Policy | str | int) -> Policy:
     """A policy as given, or a :class:`Budget` for a size such as ``"20GiB"``."""
-    if isinstance(policy, Prefetch | UVA | Budget):
+    if isinstance(policy, Prefetch | UVA | Budget | Rules):
         return policy
     if isinstance(policy, str | int) and not isinstance(policy, bool):
         return Budget(policy)
     raise OptionTypeError(
-        f"policy: expected a size such as '20GiB', penstock.Prefetch, penstock.UVA, penstock.Budget or a "
-        f"penstock.Plan, found {type(policy).__name__}"
+        f"policy: expected a size such as '20GiB', penstock.Prefetch, penstock.UVA, penstock.Budget, "
+        f"penstock.Rules or a penstock.Plan, found {type(policy).__name__}"
     )
 
 

@@ -4,7 +4,10 @@
     ├── OptionError        (ValueError) an option has a value it cannot have
     │   ├── SizeError                   a size such as ``"20 GB"`` or ``"lots"``
     │   ├── SelectionError              a name pattern that matches nothing
-    │   └── BudgetError                 a budget no plan fits; carries the minimum
+    │   ├── RuleError                   offload rules that contradict one another or cannot be obeyed
+    │   ├── BudgetError                 a budget no plan fits; carries the minimum
+    │   ├── LimitError                  a plan this machine has no room for; carries what is needed and what there is
+    │   └── PlanFileError               a plan file that is missing, damaged or of another schema
     ├── OptionTypeError    (TypeError)  an option of the wrong Python type
     ├── CheckpointError    (ValueError) files that are missing, damaged or for another model
     └── StateError         (RuntimeError) right arguments, wrong moment
@@ -37,6 +40,10 @@ class SelectionError(OptionError):
     """A name pattern that matches no tensor."""
 
 
+class RuleError(OptionError):
+    """Offload rules that contradict one another or cannot be obeyed."""
+
+
 class BudgetError(OptionError):
     """No plan fits the budget.
 
@@ -47,6 +54,30 @@ class BudgetError(OptionError):
     def __init__(self, message: str, minimum_bytes: int) -> None:
         super().__init__(message)
         self.minimum_bytes = minimum_bytes
+
+
+class LimitError(OptionError):
+    """A plan that this machine has no room for, found before anything was allocated.
+
+    Attributes:
+        limit: which one: ``"device memory"``, ``"free host memory"``, ``"cgroup memory limit"``, ...
+        needed_bytes: what carrying out the plan would add to what is in use.
+        available_bytes: what the limit leaves.
+        budget_bytes: a device-memory budget that does fit, if one is known.
+    """
+
+    def __init__(
+        self, message: str, limit: str, needed_bytes: int, available_bytes: int, budget_bytes: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.limit = limit
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+        self.budget_bytes = budget_bytes
+
+
+class PlanFileError(OptionError):
+    """A plan file that is missing, damaged, or of another schema."""
 
 
 class OptionTypeError(PenstockError, TypeError):

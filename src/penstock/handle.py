@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from penstock.config import Mode, Policy, as_policy, pin_memory_disabled, uva_disabled
+from penstock.config import Policy, as_policy, pin_memory_disabled, uva_disabled
 from penstock.errors import OptionTypeError, PenstockWarning, StateError
 from penstock.inventory import Inventory, take_inventory
+from penstock.limits import describe_device
 from penstock.offloaders.attachment import Attachment, Progress
 from penstock.offloaders.opening import compute_device
+from penstock.offloaders.planning import budget_planner, planner_for
+from penstock.offloaders.room import require_room
 from penstock.offloaders.state import is_offloaded
-from penstock.plan import Plan, build_plan, move_on_demand
+from penstock.plan import Plan, move_on_demand
 from penstock.store.disk import DiskOptions
 from penstock.telemetry import Stats
-from penstock.traits import traits_of
 from penstock.weights import WeightMap
 
 if TYPE_CHECKING:
@@ -95,7 +98,8 @@ def offload(
     Args:
         model: any module; tensors on ``meta`` are filled from ``checkpoint``.
         policy: a device-memory budget for the weights such as ``"20GiB"``, or :class:`~penstock.Prefetch`,
-            :class:`~penstock.UVA`, :class:`~penstock.Budget`, or a finished :class:`~penstock.Plan`.
+            :class:`~penstock.UVA`, :class:`~penstock.Budget`, or a finished :class:`~penstock.Plan`, from a file too
+            (``Plan.load(path)``).
         checkpoint: folder or file of safetensors that holds the weights; mode ``disk`` reads from it.
         device: where compute runs; default the device the model is on (a CPU for ``meta``).
         disk: how its files are read.
@@ -106,7 +110,9 @@ def offload(
         the handle; ``handle.remove()`` undoes everything.
 
     Raises:
-        OptionError, OptionTypeError: a wrong policy; a selection or budget that cannot be.
+        OptionError, OptionTypeError: a wrong policy; a selection or budget that cannot be; a plan for another model or
+            machine.
+        LimitError: the device or the host has no room for the plan; found before anything is allocated.
         CheckpointError: files missing, damaged or for another model.
         StateError: the model is offloaded already.
 
@@ -119,14 +125,9 @@ def offload(
     weights = None if checkpoint is None else WeightMap.open(checkpoint)
     target = compute_device(model, device)
     inventory = take_inventory(model)
-    if isinstance(policy, Plan):
-        plan = policy
-    else:
-        mode = _default_mode(weights, target)
-        plan = build_plan(inventory, as_policy(policy), mode, traits=traits_of(model))
-    plan.check(inventory)
-    if target.type == "cuda" and (uva_disabled() or pin_memory_disabled()):  # only pinned memory has a device address
-        plan = move_on_demand(inventory, plan)
+    planner = planner_for(model, inventory, target, weights)
+    plan = _settle(inventory, policy if isinstance(policy, Plan) else planner.plan(as_policy(policy)), target)
+    require_room(model, plan, inventory, target, budget_planner(planner, policy, plan.mode))
     _warn_about_training(model, plan, inventory)
     _warn_about_idle_options(model, plan, weights, disk)
     attachment = Attachment(
@@ -144,8 +145,16 @@ def offload(
     return handle
 
 
-def _default_mode(weights: WeightMap | None, device: torch.device) -> Mode:
-    return "cpu" if weights is None or device.type != "cpu" else "disk"
+def _settle(inventory: Inventory, plan: Plan, device: torch.device) -> Plan:
+    """``plan`` checked against the model and the machine, in the form that this machine can carry out."""
+    here = describe_device(device)
+    plan.check(inventory)
+    plan.check_machine(here)
+    made_for = plan.made_for or here
+    if device.type == "cuda" and (uva_disabled() or pin_memory_disabled()):  # only pinned memory has a device address
+        moved = move_on_demand(inventory, plan)
+        return replace(moved, model_name=plan.model_name, made_for=made_for)
+    return replace(plan, made_for=made_for)
 
 
 def _handle_of(module: nn.Module) -> Handle | None:

@@ -129,12 +129,14 @@ class Inventory:
         modules: module names in order, with the class name of each.
         opaque: names of tensors whose bytes are not plain memory (sparse, quantised by torch's own types); they never
             move, and no figure counts them.
+        lookups: names of the embedding modules; unlike ``StorageInfo.is_lookup`` this tells them for tied tables too.
     """
 
     storages: tuple[StorageInfo, ...]
     empty: tuple[str, ...]
     modules: dict[str, str]
     opaque: tuple[str, ...] = ()
+    lookups: frozenset[str] = frozenset()
 
     @property
     def num_bytes(self) -> int:
@@ -200,7 +202,7 @@ def take_inventory(model: nn.Module) -> Inventory:
         walk.add_attributes(name, module)
     order = {name: index for index, name in enumerate(modules)}
     storages = sorted(walk.storages(), key=lambda storage: order[storage.tensors[0].locations[0].module])
-    return Inventory(tuple(storages), tuple(walk.empty), modules, tuple(walk.opaque))
+    return Inventory(tuple(storages), tuple(walk.empty), modules, tuple(walk.opaque), frozenset(walk.lookups))
 
 
 def inner_tensors(tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
@@ -223,11 +225,11 @@ class _Walk:
         self.opaque: list[str] = []
         self._tensors: dict[int, tuple[torch.Tensor, list[Location]]] = {}
         self._groups: dict[int, list[int]] = {}
-        self._lookups: set[str] = set()
+        self.lookups: set[str] = set()
 
     def add_module(self, name: str, module: nn.Module) -> None:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            self._lookups.add(name)
+            self.lookups.add(name)
         for attr, parameter in module._parameters.items():
             self._add(name, attr, "parameter", parameter)
         for attr, buffer in module._buffers.items():
@@ -265,7 +267,7 @@ class _Walk:
                 # Attributes only ever follow: the first tensor gives the storage its name.
                 tensors.sort(key=lambda info: info.kind == "attribute")
                 holders = {place.module for info in tensors for place in info.locations}
-                yield StorageInfo(tuple(tensors), end - start, holders <= self._lookups)
+                yield StorageInfo(tuple(tensors), end - start, holders <= self.lookups)
 
 
 def _overlapping(infos: list[TensorInfo]) -> Iterator[list[TensorInfo]]:

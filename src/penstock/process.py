@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["PeakMeter", "cpu_seconds", "num_cores", "peak_rss_bytes", "rss_bytes"]
+__all__ = [
+    "PeakMeter",
+    "cgroup_available_bytes",
+    "cpu_seconds",
+    "host_available_bytes",
+    "memlock_bytes",
+    "num_cores",
+    "peak_rss_bytes",
+    "rss_bytes",
+]
+
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+_CAP_IPC_LOCK = 14  # capabilities(7), linux/capability.h
 
 
 def rss_bytes() -> int:
@@ -48,6 +62,103 @@ class PeakMeter:
         return max(0, peak_rss_bytes() - self._start_bytes)
 
 
+def host_available_bytes(meminfo: str | None = None) -> int | None:
+    """What programs can still take without swapping: ``MemAvailable`` of proc(5), reclaimable page cache included.
+
+    Args:
+        meminfo: text of ``/proc/meminfo``; default that of this machine.
+
+    Returns:
+        bytes; ``None`` where the kernel does not say.
+    """
+    match = re.search(r"^MemAvailable:\s+(\d+) kB$", _read("/proc/meminfo", meminfo), re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
+
+
+def cgroup_available_bytes(membership: str | None = None, root: Path = _CGROUP_ROOT) -> int | None:
+    """What the control groups of this process leave it: the least over its own group and all above, of v1 and v2.
+
+    A group leaves its limit less its use; page cache counts as free, since the kernel takes it back before it kills
+    anybody (cgroups(7); Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst). A container sees its own group
+    as the root, under whatever path the host has for it: levels that are not there are passed over.
+
+    Args:
+        membership: text of ``/proc/self/cgroup``; default that of this process.
+        root: where the hierarchies are mounted.
+
+    Returns:
+        bytes, at least 0; ``None`` without a limit.
+    """
+    levels = _memory_levels(_read("/proc/self/cgroup", membership), root)
+    return min((left for level in levels if (left := _left_in(level)) is not None), default=None)
+
+
+def memlock_bytes(status: str | None = None, soft_limit: int | None = None) -> int | None:
+    """What ``RLIMIT_MEMLOCK`` lets this process lock beyond what it has locked; ``None`` if it is not bound by it.
+
+    Args:
+        status: text of ``/proc/self/status``; default that of this process.
+        soft_limit: bytes, ``resource.RLIM_INFINITY`` for none; default that of this process.
+    """
+    text = _read("/proc/self/status", status)
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if soft_limit is None else soft_limit
+    capabilities = re.search(r"^CapEff:\s+([0-9a-f]+)$", text, re.MULTILINE)
+    if limit == resource.RLIM_INFINITY or (capabilities and int(capabilities[1], 16) >> _CAP_IPC_LOCK & 1):
+        return None
+    return max(0, limit - _kib_line("VmLck", text))
+
+
+def _memory_levels(membership: str, root: Path) -> Iterator[Path]:
+    """The folders of the groups that count this process's memory, innermost first."""
+    for line in membership.splitlines():
+        hierarchy, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if hierarchy == "0" and not controllers:
+            mount = root
+        elif "memory" in controllers.split(","):
+            mount = root / "memory"
+        else:
+            continue
+        parts = [part for part in path.split("/") if part]
+        for count in range(len(parts), -1, -1):
+            yield mount.joinpath(*parts[:count])
+
+
+def _left_in(level: Path) -> int | None:
+    """Limit less use of one group; ``None`` if it has no limit, or if there is no such group here."""
+    for limit_file, use_file, prefix in (
+        ("memory.max", "memory.current", ""),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        with suppress(OSError, ValueError):  # no such file; "max"
+            limit = int((level / limit_file).read_text())
+            if limit >= 2**62:  # what v1 calls unlimited: the largest multiple of a page
+                continue
+            used = int((level / use_file).read_text())
+            return max(0, limit - max(0, used - _page_cache_bytes(level, prefix)))
+    return None
+
+
+def _page_cache_bytes(level: Path, prefix: str) -> int:
+    """Pages of files on the kernel's lists, which hold neither locked nor shared anonymous memory."""
+    with suppress(OSError):
+        found = re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", (level / "memory.stat").read_text(), re.MULTILINE)
+        return sum(map(int, found))
+    return 0
+
+
 def _status_bytes(key: str) -> int:
-    match = re.search(rf"^{key}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return _kib_line(key, _read("/proc/self/status"))
+
+
+def _kib_line(key: str, status: str) -> int:
+    match = re.search(rf"^{key}:\s+(\d+) kB$", status, re.MULTILINE)
     return int(match[1]) * 1024 if match else 0
+
+
+def _read(path: str, given: str | None = None) -> str:
+    if given is not None:
+        return given
+    with suppress(OSError):
+        return Path(path).read_text()
+    return ""

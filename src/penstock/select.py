@@ -5,8 +5,11 @@ A pattern is tried as, in this order:
 1. ``ALL_MODEL_PARAMS``: everything;
 2. ``re:...``: a regular expression that must match the whole dotted name;
 3. a glob when it contains ``*``, ``?`` or ``[``: matched against the whole dotted name (``*.mlp.down_proj.*``);
-4. whole dotted segments: ``experts`` matches ``mlp.experts.w2_weight``, ``expert`` does not; ``mlp.experts`` matches
-   two neighbouring segments.
+4. ``@GROUP``: a semantic group (:mod:`penstock.groups`), whatever the names are: ``@attention``;
+5. whole dotted segments: ``experts`` matches ``mlp.experts.w2_weight``, ``expert`` does not; ``mlp.experts`` matches
+   two neighbouring segments. This is vLLM's meaning, so in a mixture of experts ``mlp`` is everything below a module of
+   that name, and ``@mlp`` the dense blocks alone;
+6. a word that is no segment of any name, but names a semantic group: ``attention``.
 
 A pattern that matches nothing is an error that lists the nearest names: silence would mean "offloaded" without a
 byte moved.
@@ -16,27 +19,29 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import translate
 
 from penstock.config import ALL_MODEL_PARAMS
 from penstock.errors import SelectionError
-from penstock.inventory import StorageInfo
+from penstock.groups import GROUPS, semantic_groups
+from penstock.inventory import Inventory, StorageInfo
 
-__all__ = ["compile_pattern", "select"]
+__all__ = ["compile_pattern", "matching", "select"]
 
 _GLOB = re.compile(r"[*?\[]")
 
 
 def compile_pattern(pattern: str) -> Callable[[str], bool]:
-    """A predicate on dotted tensor names.
+    """A predicate on dotted tensor names; semantic groups, which are no matter of names, need :func:`matching`.
 
     Raises:
         SelectionError: empty, or not a valid regular expression.
     """
     if not pattern:
         raise SelectionError(
-            "an empty name pattern; write a segment such as 'mlp', a glob, 're:...' or ALL_MODEL_PARAMS"
+            "an empty name pattern; write a segment such as 'mlp', a group such as '@attention', a glob, 're:...' or "
+            "ALL_MODEL_PARAMS"
         )
     if pattern == ALL_MODEL_PARAMS:
         return lambda name: True
@@ -48,19 +53,49 @@ def compile_pattern(pattern: str) -> Callable[[str], bool]:
     return lambda name: segments in f".{name.replace(':', '.')}."
 
 
-def select(storages: Iterable[StorageInfo], patterns: Sequence[str]) -> list[StorageInfo]:
-    """The storages any of whose names matches any pattern, in model order.
+def select(inventory: Inventory, patterns: Sequence[str]) -> list[StorageInfo]:
+    """The storages that any pattern matches, in model order.
 
     Raises:
-        SelectionError: a pattern matches no name; the message lists the nearest names or segments.
+        SelectionError: as for :func:`matching`.
     """
-    storages = list(storages)
-    predicates = [(pattern, compile_pattern(pattern)) for pattern in patterns]
-    names = [name for storage in storages for name in storage.names]
-    for pattern, matches in predicates:
-        if not any(map(matches, names)):
-            raise SelectionError(_nothing_matched(pattern, names))
-    return [s for s in storages if any(matches(name) for _, matches in predicates for name in s.names)]
+    chosen = {name for pattern in patterns for name in matching(inventory, pattern)}
+    return [storage for storage in inventory.storages if storage.name in chosen]
+
+
+def matching(inventory: Inventory, pattern: str) -> frozenset[str]:
+    """Names of the storages that ``pattern`` stands for, by any name of theirs; never empty.
+
+    Raises:
+        SelectionError: it matches no name, and is no semantic group that this model has; the message lists the nearest
+            names or segments, and the groups there are.
+    """
+    if pattern.startswith("@"):
+        return _group(inventory, pattern[1:])
+    matches = compile_pattern(pattern)
+    found = frozenset(s.name for s in inventory.storages if any(map(matches, s.names)))
+    if found:
+        return found
+    found = semantic_groups(inventory).get(pattern, frozenset())
+    if not found:
+        raise SelectionError(_nothing_matched(pattern, inventory))
+    return found
+
+
+def _group(inventory: Inventory, word: str) -> frozenset[str]:
+    groups = semantic_groups(inventory)
+    if word not in groups:
+        raise SelectionError(f"'@{word}': expected one of the groups {', '.join('@' + group for group in GROUPS)}")
+    if not groups[word]:
+        raise SelectionError(
+            f"'@{word}': this group is empty in this model, which has {_listed(groups)}; choose one of these or names"
+        )
+    return groups[word]
+
+
+def _listed(groups: dict[str, frozenset[str]]) -> str:
+    present = [f"@{group}" for group, storages in groups.items() if storages]
+    return f"the groups {', '.join(present)}" if present else "no groups"
 
 
 def _matcher(compiled: re.Pattern[str]) -> Callable[[str], bool]:
@@ -74,12 +109,17 @@ def _compile(pattern: str, expression: str) -> re.Pattern[str]:
         raise SelectionError(f"pattern {pattern!r} is not a regular expression: {error}") from None
 
 
-def _nothing_matched(pattern: str, names: Sequence[str]) -> str:
+def _nothing_matched(pattern: str, inventory: Inventory) -> str:
     # Compare with segments and with whole names: people misspell both.
+    names = list(inventory.by_name)
+    groups = semantic_groups(inventory)
+    present = [group for group, storages in groups.items() if storages]
     vocabulary = list(dict.fromkeys(part for name in names for part in (*name.split("."), name)))
-    nearest = difflib.get_close_matches(pattern.removeprefix("re:"), vocabulary, n=5, cutoff=0.4)
-    shown = nearest or list(dict.fromkeys(names))[:5]
+    nearest = difflib.get_close_matches(pattern.removeprefix("re:"), [*vocabulary, *present], n=5, cutoff=0.4)
+    shown = list(dict.fromkeys(nearest)) or list(dict.fromkeys(names))[:5]
+    empty = f"; the group @{pattern} is empty in it" if pattern in GROUPS else ""
     return (
         f"pattern {pattern!r} matches none of the {len(names)} tensor names; the nearest are {', '.join(shown)}. "
-        f"Names match by whole dotted segments; use globs ('*.mlp.*') or 're:...' for parts."
+        f"Names match by whole dotted segments; use globs ('*.mlp.*') or 're:...' for parts. This model has "
+        f"{_listed(groups)}{empty}."
     )

@@ -32,8 +32,9 @@ from penstock.offloaders.attachment import Attachment
 from penstock.offloaders.binding import bind
 from penstock.offloaders.hooks import ForwardHook, UnitHook
 from penstock.offloaders.opening import compute_device
+from penstock.offloaders.planning import planner_for
 from penstock.ops import new_token
-from penstock.plan import Plan, build_plan
+from penstock.plan import Plan
 from penstock.store.base import Load, Source
 from penstock.store.disk import DiskOptions
 from penstock.telemetry import Recorder
@@ -65,7 +66,8 @@ def boundaries(model: nn.Module, policy: Policy | Plan | str | int) -> Iterator[
         the plan whose units set the boundaries.
     """
     inventory = take_inventory(model)
-    plan = policy if isinstance(policy, Plan) else build_plan(inventory, as_policy(policy))
+    planner = planner_for(model, inventory, compute_device(model))
+    plan = policy if isinstance(policy, Plan) else planner.plan(as_policy(policy))
     plan.check(inventory)
     bound = bind(model, inventory.storages)
     token = new_token(compute_device(model))
@@ -93,9 +95,10 @@ def offload_over(
 ) -> Handle:
     """:func:`penstock.offload`, with copies made by ``link``; the handle closes it."""
     inventory = take_inventory(model)
-    plan = policy if isinstance(policy, Plan) else build_plan(inventory, as_policy(policy))
     weights = None if checkpoint is None else WeightMap.open(checkpoint)
     device = compute_device(model)
+    planner = planner_for(model, inventory, device)
+    plan = policy if isinstance(policy, Plan) else planner.plan(as_policy(policy))
     return Handle(model, Attachment(model, plan, inventory, device=device, weights=weights, disk=disk, link=link))
 
 

@@ -16,6 +16,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,16 +29,19 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from penstock.adapters._conversion import Match, match
 from penstock.checkpoint import Checkpoint
-from penstock.config import Mode, Policy, as_policy, format_gib
+from penstock.config import Policy, as_policy, format_gib
 from penstock.errors import CheckpointError, OptionError, OptionTypeError, PenstockWarning
 from penstock.handle import Handle, offload
 from penstock.inventory import StorageInfo, take_inventory
+from penstock.limits import describe_device
 from penstock.offloaders.attachment import Progress
 from penstock.offloaders.binding import bind
-from penstock.plan import Plan, build_plan
+from penstock.offloaders.opening import compute_device
+from penstock.offloaders.planning import budget_planner, planner_for
+from penstock.offloaders.room import require_room
+from penstock.plan import Plan
 from penstock.store.base import new_blob
 from penstock.store.disk import DiskOptions
-from penstock.traits import traits_of
 from penstock.weights import WeightMap
 
 if TYPE_CHECKING:
@@ -78,16 +82,30 @@ def load(
 
     Raises:
         CheckpointError: no folder, no model in it, or files for another configuration.
-        OptionError, OptionTypeError: a policy, class or dtype that cannot be.
+        OptionError, OptionTypeError: a policy, class or dtype that cannot be; a plan for another model or machine.
+        LimitError: the device or the host has no room for the plan; found before anything is allocated.
     """
     model = build_meta_model(path, model_class=model_class, dtype=dtype)
     found = match(model, Checkpoint.open(path))
     _report(model, found)
-    plan = policy if isinstance(policy, Plan) else plan_for(model, found.weights, policy, device)
+    plan = _settle(model, found.weights, policy, compute_device(model, device))
     _materialise(model, found, plan)
     _take_generation_config(model, Path(path))
     model.train(False)
     return model, offload(model, plan, checkpoint=found.weights, device=device, disk=disk, progress=progress)
+
+
+def _settle(
+    model: PreTrainedModel, weights: WeightMap, policy: Policy | Plan | str | int, device: torch.device
+) -> Plan:
+    """What :func:`penstock.offload` will refuse is refused here, before tensors that cannot be streamed are made."""
+    inventory, here = take_inventory(model), describe_device(device)
+    planner = planner_for(model, inventory, device, weights)
+    plan = policy if isinstance(policy, Plan) else planner.plan(as_policy(policy))
+    plan.check(inventory)
+    plan.check_machine(here)
+    require_room(model, plan, inventory, device, budget_planner(planner, policy, plan.mode))
+    return plan if plan is policy else replace(plan, made_for=here)
 
 
 def build_meta_model(
@@ -129,10 +147,7 @@ def plan_for(
     model: PreTrainedModel, weights: WeightMap, policy: Policy | str | int, device: torch.device | str | None = None
 ) -> Plan:
     """The plan that :func:`load` would carry out on ``device``; loads nothing."""
-    inventory = take_inventory(model)
-    fixed = [storage.name for storage in inventory.storages if weights.sources.keys().isdisjoint(storage.names)]
-    default_mode: Mode = "disk" if torch.device(device or "cpu").type == "cpu" else "cpu"
-    return build_plan(inventory, as_policy(policy), default_mode, unstreamable=fixed, traits=traits_of(model))
+    return planner_for(model, take_inventory(model), compute_device(model, device), weights).plan(as_policy(policy))
 
 
 # -- the folder -------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ STACKS = ("qwen3-8b", "deepseek-v2-lite")
 RIVALS = ("4/1/1", "4/1/2", "2/1/1", "2/1/2", "1/1/2")
 
 # Of one round of variants that live side by side; what does not fit waits for the next round.
-_HOST_BYTES = 92 * 2**30
+_HOST_BYTES = 88 * 2**30
 _DEVICE_BYTES = 110 * 2**30
 
 
@@ -111,9 +111,26 @@ class Planner:
         return contest
 
 
+def split(contest: Contest) -> list[Contest]:
+    """By rows, until each part fits the machine."""
+    every = sorted({count for rows in contest.rows.values() for count in rows})
+    if contest.host_bytes <= _HOST_BYTES or len(every) == 1:
+        return [contest]
+    halves = every[: len(every) // 2], every[len(every) // 2 :]
+    return [part for half in halves for part in split(_with_rows(contest, half))]
+
+
+def _with_rows(contest: Contest, wanted: Sequence[int]) -> Contest:
+    part = Contest(contest.name)
+    for name, plan in contest.plans.items():
+        if rows := [count for count in contest.rows[name] if count in wanted]:
+            part.add(name, plan, rows)
+    return part
+
+
 def rounds_of(contests: Sequence[Contest]) -> Iterator[list[Contest]]:
     """Contests that fit the machine side by side."""
-    waiting = sorted(contests, key=lambda contest: -contest.host_bytes)
+    waiting = sorted((part for contest in contests for part in split(contest)), key=lambda part: -part.host_bytes)
     while waiting:
         chosen = [waiting.pop(0)]
         for contest in list(waiting):
@@ -212,6 +229,8 @@ def _measure(
         ]
     hidden = next(iter(resident.model.parameters())).shape[-1]
     for count in rows:
+        if not any(count in variant.rows for variant in variants[1:]):
+            continue
         generator = torch.Generator(device=device).manual_seed(count)
         x = torch.randn(count, hidden, device=device, generator=generator).to(torch.bfloat16)
         taking_part = [variant for variant in variants if count in variant.rows]

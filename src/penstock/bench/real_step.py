@@ -104,7 +104,7 @@ def _policy(model: Any, text: str) -> Policy:
     storages = take_inventory(model).storages
     layer_bytes = sum(s.num_bytes for s in storages if ".layers." in s.name)
     policy = parse_variant(text, layer_bytes, layer_bytes // model.config.num_hidden_layers).policy
-    assert policy is not None
+    assert isinstance(policy, Budget | Prefetch | UVA)
     if isinstance(policy, Budget):
         outside = sum(s.num_bytes for s in storages) - layer_bytes
         return Budget(policy.num_bytes + outside, ["layers"])

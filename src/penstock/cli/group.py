@@ -75,4 +75,5 @@ def expand_lists(args: Sequence[str]) -> list[str]:
 
 def _require_values(flag: str, values: int) -> None:
     if flag and not values:
-        raise typer.BadParameter(f"{flag} needs at least one name after it, e.g. {flag} mlp")
+        what = "rule" if "=" in LIST_FLAGS[flag] else "name"
+        raise typer.BadParameter(f"{flag} needs at least one {what} after it, e.g. {flag} {LIST_FLAGS[flag]}")

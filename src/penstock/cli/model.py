@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,18 +37,34 @@ class OpenedModel:
         """What the user calls it: the name of the folder."""
         return self.folder.absolute().name
 
-    def plan(self, policy: Policy | None) -> Plan:
-        """The plan for ``policy``; ``None`` keeps every tensor resident.
+    def plan(self, policy: Policy | Plan | None) -> Plan:
+        """The plan for ``policy``; ``None`` keeps every tensor resident; a finished plan is compared with the model.
 
         Raises:
-            OptionError: a plan that cannot be.
+            OptionError: a plan that cannot be; a plan for another model or machine.
         """
+        import torch
+
         from penstock.adapters.transformers import plan_for
-        from penstock.plan.model import assemble
+        from penstock.limits import describe_device
+        from penstock.plan.model import Plan, assemble
+
+        if isinstance(policy, Plan):
+            policy.check(self.inventory)
+            policy.check_machine(describe_device(torch.device("cpu")))
+            return policy
 
         if policy is None:
             return assemble(self.inventory, [], 0, "disk")
         return plan_for(self.module, self.weights, policy)
+
+    def save(self, plan: Plan, path: Path) -> None:
+        """Write ``plan`` as one for this model on the device that the command line computes on."""
+        import torch
+
+        from penstock.limits import describe_device
+
+        replace(plan, model_name=self.name, made_for=describe_device(torch.device("cpu"))).save(path)
 
     def minimum_bytes(self) -> int:
         """The smallest ``--device-memory`` for which a plan exists."""

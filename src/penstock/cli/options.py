@@ -9,23 +9,27 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from penstock.config import UVA, Budget, Mode, OffloadConfig, Policy, Prefetch, Workload
+from penstock.config import UVA, Budget, Mode, OffloadConfig, Policy, Prefetch, Rules, Workload, parse_rule
 from penstock.errors import OptionError
 
 if TYPE_CHECKING:
+    from penstock.plan import Plan
     from penstock.store.disk import DiskOptions
 
 __all__ = ["LIST_FLAGS", "OffloadFlags", "with_offload_flags"]
 
-LIST_FLAGS = ("--cpu-offload-params", "--offload-params")
+# Flags that take a list, each with a value to show.
+LIST_FLAGS = {"--cpu-offload-params": "mlp", "--offload-params": "mlp", "--offload-rule": "experts=uva"}
 
 _PREFETCH_FLAGS = ("offload_group_size", "offload_num_in_group", "offload_prefetch_step")
 _WORKLOAD_FLAGS = ("batch", "context", "host_memory")
 _UVA_FLAGS = ("cpu_offload_gb", "cpu_offload_params")
+_DISK_FLAGS = ("disk_direct", "disk_drop_cache")
 
 
 def _option(flag: str, metavar: str, text: str) -> Any:
@@ -70,28 +74,44 @@ class OffloadFlags:
         int | None, _option("--offload-num-in-group", "N", "Layers of each group that are offloaded (default 1).")
     ] = None
     offload_prefetch_step: Annotated[
-        int | None, _option("--offload-prefetch-step", "N", "Units copied ahead = number of slots (default 1).")
+        int | None,
+        _option("--offload-prefetch-step", "N", "Units copied ahead = number of slots (default 1; with rules 2)."),
     ] = None
     offload_params: Annotated[
         list[str] | None,
-        _option("--offload-params", "NAME...", "Names that may be offloaded: segments, globs or re:REGEX."),
+        _option("--offload-params", "NAME...", "Names that may be offloaded: segments, groups, globs or re:REGEX."),
+    ] = None
+    offload_rule: Annotated[
+        list[str] | None,
+        _option(
+            "--offload-rule",
+            "PATTERN=MECHANISM...",
+            "How what a pattern matches is reached: resident, prefetch or uva; the first match counts.",
+        ),
     ] = None
     offload_mode: Annotated[
         str | None, _option("--offload-mode", "NAME", "Where offloaded weights rest: disk (default), cpu or meta.")
+    ] = None
+    plan: Annotated[
+        Path | None, _option("--plan", "FILE", "Carry out the plan that `penstock plan MODEL ... --save FILE` wrote.")
     ] = None
     disk_direct: Annotated[bool, _option("--disk-direct", "", "Read files past the page cache (O_DIRECT).")] = False
     disk_drop_cache: Annotated[
         bool, _option("--disk-drop-cache", "", "Give pages of the files back to the system after reading.")
     ] = False
 
-    def policy(self) -> Policy | None:
+    def policy(self) -> Policy | Plan | None:
         """What the flags ask for; ``None`` when they ask for nothing to be offloaded.
 
         Raises:
-            OptionError: flags that contradict one another or have no effect.
+            OptionError: flags that contradict one another or have no effect; a plan file that is none.
         """
+        if self.plan is not None:
+            return self._saved_plan(self.plan)
         if self.device_memory is not None:
             return self._budget(self.device_memory)
+        if self.offload_rule:
+            return self._rules(self.offload_rule)
         self._refuse_lone_flags()
         config = OffloadConfig(self._backend, self._prefetch(), self._uva())  # type: ignore[arg-type]
         chosen = config.resolved
@@ -128,6 +148,18 @@ class OffloadFlags:
             if self._given(name):
                 raise OptionError(f"{_flag(name)} has no effect {why}")
 
+    def _saved_plan(self, path: Path) -> Plan:
+        # All but how files are read: a plan says everything else.
+        for name in (field.name for field in fields(self) if field.name not in ("plan", *_DISK_FLAGS)):
+            if self._given(name) and (name, self._backend) != ("offload_backend", "auto"):
+                raise OptionError(
+                    f"--plan and {_flag(name)} contradict each other: the plan in {str(path)!r} says already what is "
+                    f"offloaded and how; leave one of the two out"
+                )
+        from penstock.plan import Plan
+
+        return Plan.load(path)
+
     def _budget(self, size: str) -> Budget:
         for name in (*_PREFETCH_FLAGS, *_UVA_FLAGS, "offload_backend"):
             if self._given(name) and (name, self._backend) != ("offload_backend", "auto"):
@@ -139,13 +171,29 @@ class OffloadFlags:
             size,
             self.offload_params or (),
             self.offload_mode,  # type: ignore[arg-type]
-            workload=self._workload(),
-            host_memory=self.host_memory,
+            [parse_rule(text) for text in self.offload_rule or ()],
+            self._workload(),
+            self.host_memory,
         )
 
     def _workload(self) -> Workload:
         batch_sizes = (1,) if self.batch is None else _batch_sizes(self.batch)
         return Workload(batch_sizes, 0 if self.context is None else self.context)
+
+    def _rules(self, texts: Sequence[str]) -> Rules:
+        for name in (*_PREFETCH_FLAGS[:2], *_UVA_FLAGS, "offload_backend"):
+            if self._given(name) and (name, self._backend) != ("offload_backend", "auto"):
+                raise OptionError(
+                    f"--offload-rule and {_flag(name)} contradict each other: rules say how each tensor is reached; "
+                    f"leave one of the two out, or give --device-memory with the rules"
+                )
+        self._refuse(("offload_params",), "with --offload-rule; add a rule for these names, or --device-memory")
+        rules = [parse_rule(text) for text in texts]
+        if all(mechanism != "prefetch" for _, mechanism in rules):
+            self._refuse(("offload_prefetch_step",), "without a rule that says prefetch")
+        if self.offload_prefetch_step is None:
+            return Rules(rules, mode=self._mode)
+        return Rules(rules, self.offload_prefetch_step, self._mode)
 
     def _prefetch(self) -> Prefetch | None:
         if not self._given("offload_group_size"):

@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from penstock.checkpoint import Checkpoint
-from penstock.config import format_gib
 from penstock.errors import OptionError
+from penstock.limits import require_disk
 
 __all__ = ["ModelSize", "ensure_model", "write_tokenizer"]
 
@@ -89,7 +89,8 @@ def ensure_model(folder: Path, size: ModelSize, progress: Callable[[int, int], N
         _remove_own(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     shapes = size.shapes()
-    _require_space(folder.parent, sum(shape.numel() * 4 for shape in shapes.values()))
+    num_bytes = sum(shape.numel() * 4 for shape in shapes.values())
+    require_disk(folder.parent, num_bytes + _HEADROOM_BYTES, "make room, or choose another disk with --folder DIR")
     partial = folder.with_name(f".{folder.name}.penstock-partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
     try:
@@ -142,15 +143,6 @@ def _remove_own(folder: Path) -> None:
             f"{folder} exists and was not written by penstock demo; choose another place with --folder DIR"
         )
     shutil.rmtree(folder)
-
-
-def _require_space(folder: Path, num_bytes: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes + _HEADROOM_BYTES:
-        raise OptionError(
-            f"the demo writes {format_gib(num_bytes + _HEADROOM_BYTES)} and the disk of {folder} has "
-            f"{format_gib(free)} free; make room, or choose another disk with --folder DIR"
-        )
 
 
 def _write(folder: Path, size: ModelSize, shapes: dict[str, torch.Size], progress: Callable[[int, int], None]) -> None:

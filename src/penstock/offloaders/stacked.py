@@ -12,6 +12,7 @@ from penstock.inventory import Inventory, take_inventory
 from penstock.offloaders.attachment import Attachment
 from penstock.offloaders.base import BaseOffloader
 from penstock.offloaders.opening import compute_device
+from penstock.offloaders.room import require_room
 from penstock.plan.model import Plan
 from penstock.telemetry import Stats
 
@@ -44,7 +45,9 @@ class StackedOffloader(BaseOffloader):
         inventory = take_inventory(self._stacks)
         plan = self._make_plan(inventory)
         first = next((layer for stack in self._stacks for layer in stack.children()), None)
-        self._attachment = Attachment(self._stacks, plan, inventory, device=compute_device(self._stacks), entry=first)
+        device = compute_device(self._stacks)
+        require_room(self._stacks, plan, inventory, device)
+        self._attachment = Attachment(self._stacks, plan, inventory, device=device, entry=first)
 
     def sync_prev_onload(self) -> None:
         if self._attachment is not None:

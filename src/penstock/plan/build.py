@@ -5,18 +5,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Sequence
 
-from penstock.config import Budget, Mechanism, Mode, Policy, Prefetch
-from penstock.errors import PenstockWarning, SelectionError
+from penstock.config import Budget, Mode, Policy, Prefetch, Rules
+from penstock.errors import PenstockWarning, RuleError, SelectionError
+from penstock.groups import semantic_groups
 from penstock.inventory import Inventory, StorageInfo
 from penstock.plan.budget import solve
 from penstock.plan.cost import NOMINAL_CPU, NOMINAL_GPU, Rates
 from penstock.plan.model import Plan, UnitDraft, assemble
+from penstock.plan.rules import settle_rules
 from penstock.plan.space import Question
 from penstock.plan.traits import Traits
-from penstock.plan.units import find_stacks, group_rule, outside_units, worth_moving
-from penstock.select import compile_pattern, select
+from penstock.plan.units import draft_units, find_stacks, group_rule, worth_moving
+from penstock.select import matching, select
 
-__all__ = ["build_plan", "move_on_demand", "plan_group_rule"]
+__all__ = ["build_plan", "move_on_demand", "plan_group_rule", "question_of"]
 
 
 def build_plan(
@@ -42,16 +44,22 @@ def build_plan(
 
     Raises:
         SelectionError: a pattern, or the policy as a whole, selects nothing that can be offloaded.
+        RuleError: offload rules that contradict one another or cannot be obeyed.
         BudgetError: the budget is below the minimum.
         OptionError: the workload's context is longer than the model allows.
     """
     mode = policy.mode or default_mode
-    candidates = _candidates(inventory, policy.params)
-    movable = [s for s in candidates if mode != "disk" or s.name not in unstreamable]
+    fixed = unstreamable if mode == "disk" else ()
+    if isinstance(policy, Rules):
+        return _plan_rules(inventory, policy, fixed)
     if isinstance(policy, Budget):
         (traits or Traits()).check_context(policy.workload.context)
-        question = ask(inventory, policy, mode, movable, rates=rates, traits=traits, zero_copy=zero_copy)
+        question = question_of(
+            inventory, policy, default_mode, unstreamable, rates=rates, traits=traits, zero_copy=zero_copy
+        )
         return solve(question, policy, mode)
+    candidates = _candidates(inventory, policy.params)
+    movable = [s for s in candidates if s.name not in fixed]
     if candidates and not movable:
         raise SelectionError(
             f"all {len(candidates)} selected tensors ({candidates[0].name}, ...) are made or rearranged while loading "
@@ -59,21 +67,24 @@ def build_plan(
         )
     if isinstance(policy, Prefetch):
         return _plan_group_rule(inventory, policy, [stack.layers for stack in find_stacks(inventory)], movable)
-    return assemble(inventory, [], 0, mode, uva=_up_to(_experts_first(movable), policy.limit_bytes))
+    return assemble(inventory, [], 0, mode, uva=_up_to(_experts_first(inventory, movable), policy.limit_bytes))
 
 
-def ask(
+def question_of(
     inventory: Inventory,
     budget: Budget,
-    mode: Mode,
-    movable: Sequence[StorageInfo],
+    default_mode: Mode = "cpu",
+    unstreamable: Collection[str] = (),
     *,
     rates: Rates | None = None,
     traits: Traits | None = None,
     zero_copy: bool = False,
 ) -> Question:
     """The question that a budget puts to the solver; arguments as for :func:`build_plan`."""
-    forced: dict[str, Mechanism] = {}
+    mode = budget.mode or default_mode
+    fixed = unstreamable if mode == "disk" else ()
+    movable = [s for s in _candidates(inventory, budget.params) if s.name not in fixed]
+    forced = settle_rules(inventory, budget.rules, fixed)
     has_bytes = mode != "meta"
     return Question(
         inventory,
@@ -85,6 +96,20 @@ def ask(
         lookups_in_place=has_bytes,
         batch_sizes=budget.workload.batch_sizes,
     )
+
+
+def _plan_rules(inventory: Inventory, policy: Rules, unstreamable: Collection[str]) -> Plan:
+    """One unit per layer, and per module outside the layers, of what the rules prefetch."""
+    forced = settle_rules(inventory, policy.rules, unstreamable)
+    drafts = draft_units(inventory, [s for s in inventory.storages if forced.get(s.name) == "prefetch"])
+    in_place = [s for s in inventory.storages if forced.get(s.name) == "uva"]
+    if not drafts and not in_place:
+        raise RuleError(
+            f"the {len(policy.rules)} rule(s) keep everything resident: without a budget at least one has to say "
+            f"prefetch or uva, e.g. --offload-rule experts=uva (or give --device-memory)"
+        )
+    num_slots = _usable_slots(policy.prefetch_step, len(drafts)) if drafts else 0
+    return assemble(inventory, drafts, num_slots, policy.mode, uva=in_place)
 
 
 def plan_group_rule(inventory: Inventory, policy: Prefetch, stacks: Sequence[Sequence[str]]) -> Plan:
@@ -115,14 +140,14 @@ def _draft_group_rule(
             f"group rule {policy.group_size}/{policy.num_in_group} selects none of the {sum(map(len, stacks))} layers' "
             f"tensors; lower --offload-group-size or widen --offload-params"
         )
-    _warn_of_unreached(policy.params, drafts)
+    _warn_of_unreached(inventory, policy.params, drafts)
     return drafts
 
 
-def _warn_of_unreached(params: Sequence[str], drafts: Sequence[UnitDraft]) -> None:
-    names = [name for draft in drafts for storage in draft.storages for name in storage.names]
+def _warn_of_unreached(inventory: Inventory, params: Sequence[str], drafts: Sequence[UnitDraft]) -> None:
+    names = {storage.name for draft in drafts for storage in draft.storages}
     for pattern in params:
-        if not any(map(compile_pattern(pattern), names)):
+        if names.isdisjoint(matching(inventory, pattern)):
             warnings.warn(
                 f"pattern {pattern!r} selects nothing in the layers that the group rule offloads; what it names stays "
                 f"resident (a budget, --device-memory, can also offload modules outside the layers)",
@@ -138,20 +163,13 @@ def move_on_demand(inventory: Inventory, plan: Plan) -> Plan:
     """
     if not plan.uva:
         return plan
-    stacks = find_stacks(inventory)
-    layers = [layer for stack in stacks for layer in stack.layers]
     wanted = {entry.storage for unit in plan.units for entry in unit.entries} | plan.uva.keys()
-    drafts = [UnitDraft(layer, tuple(s for s in inventory.under(layer) if s.name in wanted)) for layer in layers]
-    inside = {storage.name for draft in drafts for storage in draft.storages}
-    rest = [storage for storage in inventory.storages if storage.name in wanted - inside]
-    order = {name: index for index, name in enumerate(inventory.modules)}
-    every = [*(draft for draft in drafts if draft.storages), *outside_units(inventory, rest, stacks)]
-    every.sort(key=lambda draft: order[draft.anchor])
-    return assemble(inventory, every, max(plan.num_slots, 1), plan.mode)
+    drafts = draft_units(inventory, [storage for storage in inventory.storages if storage.name in wanted])
+    return assemble(inventory, drafts, max(plan.num_slots, 1), plan.mode)
 
 
 def _candidates(inventory: Inventory, params: Sequence[str]) -> list[StorageInfo]:
-    return select(inventory.storages, params) if params else worth_moving(inventory.storages)
+    return select(inventory, params) if params else worth_moving(inventory.storages)
 
 
 def _usable_slots(prefetch_step: int, num_units: int) -> int:
@@ -165,10 +183,10 @@ def _usable_slots(prefetch_step: int, num_units: int) -> int:
     return min(prefetch_step, num_units)
 
 
-def _experts_first(candidates: Sequence[StorageInfo]) -> list[StorageInfo]:
+def _experts_first(inventory: Inventory, candidates: Sequence[StorageInfo]) -> list[StorageInfo]:
     """A token needs a few experts but all dense weights, so experts are the cheapest to read in place."""
-    is_expert = compile_pattern("experts")
-    return sorted(candidates, key=lambda storage: not any(map(is_expert, storage.names)))
+    experts = semantic_groups(inventory)["experts"]
+    return sorted(candidates, key=lambda storage: storage.name not in experts)
 
 
 def _up_to(candidates: Sequence[StorageInfo], limit_bytes: int | None) -> list[StorageInfo]:

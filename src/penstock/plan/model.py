@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -10,9 +11,12 @@ from typing import Any
 from penstock.config import Mechanism, Mode
 from penstock.errors import OptionError
 from penstock.inventory import Inventory, StorageInfo
+from penstock.plan.difference import foreign_machine, foreign_model, misplaced_storage, storages_digest
+from penstock.plan.machine import Machine
 from penstock.plan.schedule import chain, slot_of
 
 __all__ = [
+    "SCHEMA_VERSION",
     "SLAB_ALIGNMENT_BYTES",
     "Mechanism",
     "Plan",
@@ -27,6 +31,7 @@ __all__ = [
 # for a less aligned operand, so alignment is part of the promise of equal bits.
 SLAB_ALIGNMENT_BYTES = 256
 
+# Of :meth:`Plan.to_json`, and so of plan files. Raise it with any change of a key or of its meaning.
 SCHEMA_VERSION = 1
 
 
@@ -73,6 +78,8 @@ class Plan:
         mode: the store of the units and of what ``uva`` reads.
         resident: names of storages that stay on the device, with their bytes.
         uva: names of storages read in place, with their bytes.
+        model_name: what the model is called, if anybody said; for people, compared with nothing.
+        made_for: the machine whose figures the plan was made from; ``None`` binds it to none.
     """
 
     units: tuple[Unit, ...]
@@ -80,6 +87,8 @@ class Plan:
     mode: Mode
     resident: dict[str, int]
     uva: dict[str, int]
+    model_name: str | None = None
+    made_for: Machine | None = None
 
     @cached_property
     def slot_bytes(self) -> tuple[int, ...]:
@@ -141,18 +150,38 @@ class Plan:
         raise OptionError(f"{storage!r}: no storage of this plan has this name; tied tensors go by the first of theirs")
 
     def check(self, inventory: Inventory) -> None:
-        """Raise ``OptionError`` unless this plan places every storage of ``inventory`` at its size."""
+        """Raise ``OptionError`` unless this plan places every storage of ``inventory`` at its size, and no other."""
         found = {storage.name: storage.num_bytes for storage in inventory.storages}
-        differing = sorted(name for name, _ in self._storages.items() ^ found.items())
         missing = [unit.anchor for unit in self.units if unit.anchor not in inventory.modules]
-        if differing:
-            planned, has = (sizes.get(differing[0], 0) for sizes in (self._storages, found))
-            problem = f"it has {planned} bytes for {differing[0]}, the model {has}"
-        elif missing:
-            problem = f"the model has no module {missing[0]!r}"
-        else:
-            return
-        raise OptionError(f"the plan was made for another model: {problem}; make one for this model from a policy")
+        if self._storages != found or missing:
+            raise OptionError(foreign_model(self._storages, found, missing, self.model_name))
+        for unit in self.units:
+            for entry in unit.entries:
+                # Bits are at stake: the wait for the unit stands before the anchor and nowhere else.
+                if problem := misplaced_storage(inventory.by_name[entry.storage], unit.anchor):
+                    raise OptionError(problem)
+
+    def check_machine(self, here: Machine) -> None:
+        """Raise ``OptionError`` if this plan was made for another device than ``here``, or for one with more memory."""
+        if self.made_for is not None and not self.made_for.suits(here):
+            raise OptionError(foreign_machine(self.made_for, here))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as a file that :meth:`load` and ``--plan`` read; see :func:`penstock.plan.file.save_plan`."""
+        from penstock.plan.file import save_plan
+
+        save_plan(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """The plan of a file that :meth:`save` or ``penstock plan --save`` wrote.
+
+        Raises:
+            PlanFileError: no such file, or one that is no plan; see :func:`penstock.plan.file.load_plan`.
+        """
+        from penstock.plan.file import load_plan
+
+        return load_plan(path)
 
     @cached_property
     def _storages(self) -> dict[str, int]:
@@ -163,6 +192,13 @@ class Plan:
         """The plan for programs: plain numbers and strings, bytes throughout."""
         return {
             "schema": SCHEMA_VERSION,
+            "model": {
+                "name": self.model_name,
+                "num_storages": len(self._storages),
+                "weight_bytes": self.weight_bytes,
+                "sha256": storages_digest(self._storages),
+            },
+            "machine": None if self.made_for is None else asdict(self.made_for),
             "mode": self.mode,
             "num_slots": self.num_slots,
             "slot_bytes": list(self.slot_bytes),
@@ -172,8 +208,8 @@ class Plan:
             "moved_bytes": self.moved_bytes,
             "uva_bytes": self.uva_bytes,
             "units": [{**asdict(unit), "entries": [asdict(entry) for entry in unit.entries]} for unit in self.units],
-            "resident": self.resident,
-            "uva": self.uva,
+            "resident": dict(self.resident),
+            "uva": dict(self.uva),
         }
 
 

@@ -99,12 +99,15 @@ def sort_out(question: Question) -> Parts:
     inside = {layer: inventory.under(layer) for layer in layers}
     names, must = {s.name for s in free}, {s.name for s in must_move}
     always = {layer: tuple(s for s in inside[layer] if s.name in must) for layer in layers}
-    always |= {draft.anchor: draft.storages for draft in outside_units(inventory, must_move, stacks)}
+    # Asked for together, so that no unit ends up inside another.
+    beside = outside_units(inventory, [*free, *must_move], stacks)
+    always |= {draft.anchor: tuple(s for s in draft.storages if s.name in must) for draft in beside}
+    outside = [UnitDraft(d.anchor, tuple(s for s in d.storages if s.name in names)) for d in beside]
     return Parts(
         tuple(find_stages(inventory)),
         tuple(layers),
         {layer: {s.name.removeprefix(layer + "."): s for s in inside[layer] if s.name in names} for layer in layers},
-        tuple(outside_units(inventory, free, stacks)),
+        tuple(draft for draft in outside if draft.storages),
         {anchor: storages for anchor, storages in always.items() if storages},
         (*lookups, *in_place),
     )

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from penstock.inventory import Inventory, StorageInfo, is_within
 from penstock.plan.model import UnitDraft
 
-__all__ = ["TINY_BYTES", "Stack", "find_stacks", "group_rule", "outside_units", "reader_of", "worth_moving"]
+__all__ = [
+    "TINY_BYTES",
+    "Stack",
+    "draft_units",
+    "find_stacks",
+    "group_rule",
+    "outside_units",
+    "reader_of",
+    "worth_moving",
+]
 
 # Norms, biases and scales: together a thousandth of a layer, but each would cost a copy of its own.
 TINY_BYTES = 64 * 2**10
@@ -84,6 +93,22 @@ def outside_units(inventory: Inventory, candidates: Sequence[StorageInfo], stack
             drafts.setdefault(reader, []).append(storage)
     around = _ancestors(layers | drafts.keys())
     return [UnitDraft(anchor, tuple(storages)) for anchor, storages in drafts.items() if anchor not in around]
+
+
+def draft_units(inventory: Inventory, storages: Sequence[StorageInfo]) -> list[UnitDraft]:
+    """``storages`` as one unit per layer, and per module outside the layers, in order of execution.
+
+    Left out: what several layers share, and what :func:`outside_units` leaves out.
+    """
+    stacks = find_stacks(inventory)
+    wanted = {storage.name for storage in storages}
+    layers = [layer for stack in stacks for layer in stack.layers]
+    drafts = [UnitDraft(layer, tuple(s for s in inventory.under(layer) if s.name in wanted)) for layer in layers]
+    inside = {storage.name for draft in drafts for storage in draft.storages}
+    rest = [storage for storage in storages if storage.name not in inside]
+    order = {name: index for index, name in enumerate(inventory.modules)}
+    every = [*(draft for draft in drafts if draft.storages), *outside_units(inventory, rest, stacks)]
+    return sorted(every, key=lambda draft: order[draft.anchor])
 
 
 def _leaves(inventory: Inventory, owners: set[str]) -> Iterator[str]:

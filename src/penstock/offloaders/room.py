@@ -1,0 +1,42 @@
+"""The last look before anything is allocated: is the plan for this machine, and has the machine room for it?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from penstock.inventory import Inventory
+from penstock.limits import Needs, check_limits, needs_of, read_limits
+from penstock.offloaders.binding import bind
+from penstock.plan import Plan
+
+__all__ = ["require_room"]
+
+
+def require_room(
+    model: nn.Module,
+    plan: Plan,
+    inventory: Inventory,
+    device: torch.device,
+    replan: Callable[[int], Plan] | None = None,
+) -> None:
+    """Refuse ``plan`` if ``device`` or the host has no room for what it adds; ``model`` is not touched.
+
+    Args:
+        inventory: of ``model`` as it is now.
+        replan: the plan for a budget in bytes, for the budget that the refusal names.
+
+    Raises:
+        LimitError: the limit, by how much it is exceeded, and a budget that is not.
+    """
+    bound = bind(model, inventory.storages)
+    elsewhere = {name for name, storage in bound.items() if storage.home != device}
+    on_meta = {name for name, storage in bound.items() if storage.on_meta}
+
+    def needs(candidate: Plan) -> Needs:
+        return needs_of(candidate, on_gpu=device.type == "cuda", elsewhere=elsewhere, on_meta=on_meta)
+
+    limits = read_limits(device, pinned_bytes=needs(plan).pinned_bytes)
+    check_limits(plan, limits, needs, replan)

@@ -1,0 +1,75 @@
+"""Everything a plan is made from, in one object: the model's inventory and traits, the machine's rates."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from penstock.config import Budget, Mode, Policy
+from penstock.inventory import Inventory
+from penstock.plan.alternatives import Alternative, alternatives
+from penstock.plan.budget import Point, curve
+from penstock.plan.build import build_plan, question_of
+from penstock.plan.cost import Rates
+from penstock.plan.forecast import Forecast, forecast
+from penstock.plan.model import Plan
+from penstock.plan.space import Question, Space
+from penstock.plan.traits import Traits
+
+__all__ = ["Planner"]
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Answers what a policy comes to, what it will cost, and what else there is.
+
+    Attributes:
+        inventory: of the model, which may be on ``meta``.
+        rates: of the machine.
+        traits: of the model beyond names and sizes.
+        zero_copy: whether a budget may have compute read any tensor in place, and not only lookups.
+        default_mode: the store of a policy that names none.
+        unstreamable: storages that the checkpoint files do not hold as they are.
+    """
+
+    inventory: Inventory
+    rates: Rates
+    traits: Traits
+    zero_copy: bool = False
+    default_mode: Mode = "cpu"
+    unstreamable: Collection[str] = ()
+
+    def plan(self, policy: Policy) -> Plan:
+        """The plan for ``policy``; raises as :func:`penstock.plan.build.build_plan` does."""
+        return build_plan(
+            self.inventory,
+            policy,
+            self.default_mode,
+            self.unstreamable,
+            rates=self.rates,
+            traits=self.traits,
+            zero_copy=self.zero_copy,
+        )
+
+    def forecast(self, plan: Plan, rows: int) -> Forecast:
+        """What a step of ``rows`` rows will take under ``plan``."""
+        return forecast(plan, self.inventory, self.rates, self.traits, rows)
+
+    def alternatives(self, budget: Budget, plan: Plan, points: list[Point] | None = None) -> list[Alternative]:
+        """What a little more would bring, ``plan`` being the one for ``budget``; ``points``: the curve, if at hand."""
+        return alternatives(self._question(budget), budget, plan, points)
+
+    def curve(self, budget: Budget) -> list[Point]:
+        """Step times against device memory for weights, for the workload and rules of ``budget``."""
+        return curve(Space(self._question(budget)))
+
+    def _question(self, budget: Budget) -> Question:
+        return question_of(
+            self.inventory,
+            budget,
+            self.default_mode,
+            self.unstreamable,
+            rates=self.rates,
+            traits=self.traits,
+            zero_copy=self.zero_copy,
+        )

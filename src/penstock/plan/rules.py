@@ -1,0 +1,118 @@
+"""Offload rules -> a mechanism per storage. Of several rules that match a storage the first counts.
+
+The order is llama.cpp's for ``--override-tensor``. What makes no sense is refused and not silently without effect: a
+rule that matches nothing, one that earlier rules leave nothing to, and one that no plan can obey.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+
+from penstock.config import Mechanism, Rule
+from penstock.errors import PenstockWarning, RuleError
+from penstock.inventory import Inventory
+from penstock.plan.units import draft_units
+from penstock.select import matching
+
+__all__ = ["resolve_rules", "settle_rules"]
+
+_NAMES_SHOWN = 3
+
+
+def resolve_rules(inventory: Inventory, rules: Sequence[Rule]) -> dict[str, Mechanism]:
+    """The mechanism of every storage that a rule matches, by its name, in model order.
+
+    Raises:
+        SelectionError: a pattern matches nothing.
+        RuleError: a rule can never apply, or contradicts another one.
+    """
+    return {name: rules[index][1] for name, index in _settled_by(inventory, rules).items()}
+
+
+def settle_rules(
+    inventory: Inventory, rules: Sequence[Rule], unstreamable: Collection[str] = ()
+) -> dict[str, Mechanism]:
+    """:func:`resolve_rules`, with what cannot leave the device resident; a warning per rule names it.
+
+    Args:
+        inventory: of the model.
+        rules: pairs of pattern and mechanism, the first match counts.
+        unstreamable: storages that the files which are to be read from do not hold as they are.
+
+    Raises:
+        SelectionError: a pattern matches nothing.
+        RuleError: a rule can never apply, contradicts another one, or cannot be obeyed for anything it settles.
+    """
+    owners = _settled_by(inventory, rules)
+    wanted = {name: rules[index][1] for name, index in owners.items()}
+    reasons = _reasons_to_stay(inventory, wanted, unstreamable)
+    for index, rule in enumerate(rules):
+        mine = [name for name, owner in owners.items() if owner == index]
+        _report(rule, len(mine), {name: reasons[name] for name in mine if name in reasons})
+    return {name: "resident" if name in reasons else mechanism for name, mechanism in wanted.items()}
+
+
+def _settled_by(inventory: Inventory, rules: Sequence[Rule]) -> dict[str, int]:
+    """Storage -> index of the first rule that matches it, in model order."""
+    owners: dict[str, int] = {}
+    for index, (pattern, _) in enumerate(rules):
+        matched = matching(inventory, pattern)
+        left = matched - owners.keys()
+        if not left:
+            raise RuleError(_never_applies(rules, index, sorted({owners[name] for name in matched})))
+        owners.update(dict.fromkeys(left, index))
+    return {storage.name: owners[storage.name] for storage in inventory.storages if storage.name in owners}
+
+
+def _never_applies(rules: Sequence[Rule], index: int, earlier: Sequence[int]) -> str:
+    same = [other for other in earlier if rules[other][0] == rules[index][0]]
+    if same and rules[same[0]][1] != rules[index][1]:
+        return (
+            f"rules {_shown(rules[same[0]])} and {_shown(rules[index])} contradict each other: one pattern has one "
+            f"mechanism; leave one of them out"
+        )
+    settled = " and ".join(_shown(rules[other]) for other in earlier)
+    return (
+        f"rule {_shown(rules[index])} can never apply: all that it matches is settled by {settled} before it. The "
+        f"first rule that matches counts: put the narrower one first, e.g. --offload-rule "
+        f"'re:.*\\.layers\\.0\\..*=resident' mlp=prefetch"
+    )
+
+
+def _reasons_to_stay(
+    inventory: Inventory, wanted: Mapping[str, Mechanism], unstreamable: Collection[str]
+) -> dict[str, str]:
+    """Why a storage that a rule would offload has to stay, by its name."""
+    moving = [s for s in inventory.storages if wanted.get(s.name) == "prefetch"]
+    placed = {storage.name for draft in draft_units(inventory, moving) for storage in draft.storages}
+    reasons = {
+        storage.name: "no unit can hold it, because several modules share it or its module runs around other units "
+        "(uva would do)"
+        for storage in moving
+        if storage.name not in placed
+    }
+    for name, mechanism in wanted.items():
+        if mechanism != "resident" and name in unstreamable:
+            reasons[name] = (
+                "it is made or rearranged while loading and cannot be streamed from the files; use mode 'cpu'"
+            )
+            reasons[name] += " (--offload-mode cpu)"
+    return reasons
+
+
+def _report(rule: Rule, num_settled: int, reasons: Mapping[str, str]) -> None:
+    if not reasons:
+        return
+    names = ", ".join(list(reasons)[:_NAMES_SHOWN]) + (", ..." if len(reasons) > _NAMES_SHOWN else "")
+    message = (
+        f"rule {_shown(rule)}: {len(reasons)} of the {num_settled} tensors that it settles ({names}) cannot leave the "
+        f"device: {'; '.join(dict.fromkeys(reasons.values()))}"
+    )
+    if len(reasons) == num_settled:
+        raise RuleError(message)
+    warnings.warn(f"{message}. They stay resident", PenstockWarning, stacklevel=6)
+
+
+def _shown(rule: Rule) -> str:
+    return "'" + "=".join(rule) + "'"
