@@ -56,7 +56,8 @@ class OpenedModel:
 
         if policy is None:
             return assemble(self.inventory, [], 0, "disk")
-        return plan_for(self.module, self.weights, policy)
+        with _no_collections():
+            return plan_for(self.module, self.weights, policy)
 
     def save(self, plan: Plan, path: Path) -> None:
         """Write ``plan`` as one for this model on the device that the command line computes on."""
@@ -94,8 +95,8 @@ def open_model(model: str) -> OpenedModel:
     with _no_collections():
         module = build_meta_model(folder)
         weights = weight_map(module, Checkpoint.open(folder))
-    # After the weights: a checkpoint may undo a tie.
-    return OpenedModel(folder, module, take_inventory(module), weights)
+        # After the weights: a checkpoint may undo a tie.
+        return OpenedModel(folder, module, take_inventory(module), weights)
 
 
 @contextmanager
