@@ -91,7 +91,7 @@ class TestSizes:
         "size", ["20 GB", "20GB", "20G", "-1", "-1GiB", "0", "lots", "", " 1GiB", "1e3MiB", "GiB", "0x10B"]
     )
     def test_no_size(self, size: str) -> None:
-        with pytest.raises(SizeError, match='is not a size; write it like "20GiB"') as caught:
+        with pytest.raises(SizeError, match='; write it like "20GiB"') as caught:
             parse_size(size)
         assert repr(size) in str(caught.value)
 

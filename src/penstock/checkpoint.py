@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import TypeGuard
 
 import torch
 
@@ -177,10 +178,12 @@ def _index_shards(index: Path) -> dict[Path, set[str]]:
     files = _parse_object(index, raw).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
         raise _fault(index, 'an index with "weight_map": {tensor: file}', reprlib.repr(files))
-    path_of = {file: _inside(index, file) for file in set(files.values())}
-    shards: dict[Path, set[str]] = {path: set() for path in path_of.values()}
+    names_in: dict[str, set[str]] = {file: set() for file in files.values()}
     for name, file in files.items():
-        shards[path_of[file]].add(name)
+        names_in[file].add(name)
+    shards: dict[Path, set[str]] = {}
+    for file, names in names_in.items():  # several spellings may lead to one file
+        shards.setdefault(_inside(index, file), set()).update(names)
     if missing := [str(shard) for shard in sorted(shards) if not shard.exists()]:
         raise _fault(index, f"{len(shards)} shards in its folder", f"missing: {_some(missing)}")
     return shards
@@ -254,18 +257,23 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _tensor(path: Path, name: str, entry: object, data_start: int) -> FileTensor:
-    match entry:
-        case {"dtype": str(code), "shape": list(shape), "data_offsets": [begin, end]} if _are_counts(
-            [*shape, begin, end]
-        ):
+    if isinstance(entry, dict):
+        code, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+        if isinstance(code, str) and _are_counts(shape) and _are_counts(offsets) and len(offsets) == 2:
+            begin, end = offsets
             _check_entry(path, name, code, shape, begin, end)
             return FileTensor(name, _DTYPES[code], tuple(shape), path, data_start + begin, end - begin)
     expected = f"{name!r} as {{dtype: text, shape: [sizes >= 0], data_offsets: [begin >= 0, end >= 0]}}"
     raise _fault(path, expected, reprlib.repr(entry), _REWRITE)
 
 
-def _are_counts(numbers: list[object]) -> bool:
-    return set(map(type, numbers)) == {int} and min(numbers) >= 0  # type: ignore[type-var, operator]
+def _are_counts(numbers: object) -> TypeGuard[list[int]]:
+    if not isinstance(numbers, list):
+        return False
+    for number in numbers:  # noqa: SIM110 (all() takes twice as long, 46,000 times)
+        if type(number) is not int or number < 0:
+            return False
+    return True
 
 
 def _check_entry(path: Path, name: str, code: str, shape: list[int], begin: int, end: int) -> None:

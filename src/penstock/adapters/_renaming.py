@@ -8,6 +8,7 @@ the length of a number, which :func:`_ignores_numbers` reads off the rules; wher
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -22,12 +23,14 @@ from transformers.core_model_loading import (
 
 __all__ = ["Renamer", "natural_order"]
 
-_NUMBER = re.compile(r"(?:(?<=\.)|^)([0-9]+)(?=\.|$)")  # a whole segment
 _ANY_NUMBER = re.compile(r"\(?\\d\+\)?")
 _DIGIT_OF_WORD = re.compile(r"(?<=[A-Za-z_])[0-9]+")  # w1, conv1d: never a whole segment
 _LOOKS_AT_DIGITS = re.compile(r"[0-9]|\\d|\\w|\[|\(\?<|\{")
 
+_STAND_IN = re.compile(r"(900000[1-9])")  # no layer, no expert
+
 _Renamed = tuple[str, str | None]  # new name, and the pattern of the converter that matched
+_Outcome = tuple[list[str], list[int], str | None]  # texts, the number that follows each but the last, and the pattern
 
 
 class Renamer:
@@ -39,7 +42,7 @@ class Renamer:
         self._converters = [entry for entry in entries if isinstance(entry, WeightConverter)]
         self._prefix, self._state = prefix, state
         self._by_form = all(map(_ignores_numbers, [*self._renamings, *self._converters]))
-        self._forms: dict[tuple[str, ...], _Renamed | None] = {}
+        self._forms: dict[str, _Outcome | None] = {}
         self._prefixed: dict[str, str] = {}
 
     def __call__(self, key: str) -> _Renamed:
@@ -51,21 +54,23 @@ class Renamer:
         return name, pattern
 
     def _renamed(self, key: str) -> _Renamed:
-        pieces = _NUMBER.split(key)
-        if len(pieces) == 1 or not self._by_form:
+        parts = key.split(".")
+        numbers = [part for part in parts if part.isdigit()]
+        if not self._by_form or not 0 < len(numbers) < 10:
             return self._by_rules(key)
-        form, numbers = tuple(pieces[::2]), pieces[1::2]
+        form = ".".join(["#" if part.isdigit() else part for part in parts])
         if form not in self._forms:
-            self._forms[form] = self._of_form(form, numbers, key)
+            self._forms[form] = self._of_form(parts, numbers)
         outcome = self._forms[form]
-        return self._by_rules(key) if outcome is None else (_fill_in(outcome[0], numbers), outcome[1])
+        return self._by_rules(key) if outcome is None else (_fill_in(outcome, numbers), outcome[2])
 
-    def _of_form(self, form: tuple[str, ...], numbers: list[str], key: str) -> _Renamed | None:
-        """The outcome for names of ``form``; ``None`` if that of ``key``, the first of them, speaks against it."""
-        stand_ins = map(_stand_in, range(len(numbers)))
-        example = "".join(part for pair in zip(form, [*stand_ins, ""], strict=True) for part in pair)
-        name, pattern = self._by_rules(example)
-        return (name, pattern) if (_fill_in(name, numbers), pattern) == self._by_rules(key) else None
+    def _of_form(self, parts: list[str], numbers: list[str]) -> _Outcome | None:
+        """What becomes of names like this one, the first of them; ``None`` if its own outcome is another."""
+        count = itertools.count(1)
+        name, pattern = self._by_rules(".".join(f"900000{next(count)}" if part.isdigit() else part for part in parts))
+        pieces = _STAND_IN.split(name)
+        outcome = pieces[::2], [int(piece[-1]) - 1 for piece in pieces[1::2]], pattern
+        return outcome if (_fill_in(outcome, numbers), pattern) == self._by_rules(".".join(parts)) else None
 
     def _by_rules(self, key: str) -> _Renamed:
         name, pattern = rename_source_key(key, self._renamings, self._converters)
@@ -98,11 +103,9 @@ def _ignores_numbers(entry: WeightTransform) -> bool:
     return not any(map(_LOOKS_AT_DIGITS.search, rest))
 
 
-def _stand_in(index: int) -> str:
-    return str(9_000_001 + index)  # no layer, no expert
-
-
-def _fill_in(name: str, numbers: list[str]) -> str:
-    for index, number in enumerate(numbers):
-        name = name.replace(_stand_in(index), number)
-    return name
+def _fill_in(outcome: _Outcome, numbers: list[str]) -> str:
+    texts, indices, _ = outcome
+    filled = texts[0]
+    for text, index in zip(texts[1:], indices, strict=True):
+        filled += numbers[index] + text
+    return filled

@@ -233,12 +233,14 @@ class Space:
         num_slots: int = 1,
         fixed_uva: tuple[StorageInfo, ...] = (),
     ) -> Family:
-        pairs = [(0, 0, 0)]
+        spaced = np.arange(1, len(self.parts.layers) + 1, dtype=np.int64)
+        runs = [np.zeros((3, 1), dtype=np.int64)]
         for high in range(1, len(sets.sets)):
             for low in dict.fromkeys((0, high - 1)):
-                pairs += [(high, low, spaced) for spaced in range(1, len(self.parts.layers) + (low == 0))]
-        high, low, spaced = np.array(pairs, dtype=np.int64).T
-        slots = np.full(len(pairs), num_slots, dtype=np.int64)
+                run = spaced if low == 0 else spaced[:-1]
+                runs.append(np.stack([np.full_like(run, high), np.full_like(run, low), run]))
+        high, low, spaced = np.concatenate(runs, axis=1)
+        slots = np.full(len(spaced), num_slots, dtype=np.int64)
         return Family(sets, high, low, spaced, slots, in_place, outside, fixed_uva)
 
 
@@ -285,26 +287,27 @@ class Costed:
         sizes = {s.name: float(s.num_bytes) for s in inventory.storages}
         moved, units = np.zeros(count), np.zeros(count, dtype=np.int64)
         wanted = family.slots
-        slot_bytes, first = np.zeros((count, MAX_SLOTS)), np.zeros((count, MAX_SLOTS))
-        every = np.arange(count)
+        slot_bytes, first = np.zeros((MAX_SLOTS, count)), np.zeros((MAX_SLOTS, count))
         for (_, slab), (_, size) in zip(self._drafted(slabs), self._drafted(sizes), strict=True):
             has = slab > 0
-            slot = units % wanted
-            slot_bytes[every, slot] = np.maximum(slot_bytes[every, slot], slab)
-            first[every, slot] = np.where(has & (units < wanted), size, first[every, slot])
+            place = units % wanted
+            for slot in range(int(wanted.max(initial=0))):
+                here = has & (place == slot)
+                np.maximum(slot_bytes[slot], slab, out=slot_bytes[slot], where=here)
+                np.copyto(first[slot], size, where=here & (units < wanted))
             units += has
             moved += size
         self.num_units = units
         self.num_slots = np.minimum(wanted, units)
         # A unit that has its slot alone is copied once and stays.
-        alone = np.arange(MAX_SLOTS) + wanted[:, None] >= units[:, None]
-        self.moved_bytes = moved - (first * alone).sum(1)
+        alone = np.arange(MAX_SLOTS)[:, None] + wanted >= units
+        self.moved_bytes = moved - (first * alone).sum(0)
         uva = np.full(count, float(sum(s.num_bytes for s in self._fixed_uva())))
         if family.in_place:
             table = family.sets.table(sizes)
             uva += sum((self._column(table, layer) for layer in range(len(parts.layers))), np.zeros(count))
         self.offloaded_bytes = moved + uva
-        self.device_bytes = inventory.num_bytes - moved - uva + slot_bytes.sum(1)
+        self.device_bytes = inventory.num_bytes - moved - uva + slot_bytes.sum(0)
 
     def _fixed_uva(self) -> tuple[StorageInfo, ...]:
         outside = [s for draft in self._parts.outside for s in draft.storages] if self.family.outside == "uva" else []
