@@ -21,10 +21,41 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "benchmarks"
 TABLE = re.compile(r"(<!-- table: (\S+) (\S+)(?: cases=(\S+))? -->\n).*?(<!-- end table -->)", re.DOTALL)
 
-HEADINGS = ("case", "rows", "floor ms", "median ms", "spread ms", "x floor", "resident ms", "GB moved", "same bits")
+STEP_HEADINGS = ("case", "rows", "floor ms", "median ms", "spread ms", "x floor", "resident ms", "GB moved", "same bits")
 
 
-def row_cells(row: dict[str, Any]) -> list[str]:
+PLAN_HEADINGS = (
+    "device memory",
+    "case",
+    "rows",
+    "predicted ms",
+    "measured ms",
+    "error",
+    "GB moved",
+    "GB in place",
+    "units / slots",
+    "peak - plan MiB",
+    "same bits",
+)
+
+
+def plan_cells(row: dict[str, Any]) -> list[str]:
+    return [
+        f"as {row['contest']}" if "/" in row["contest"] else row["contest"],
+        row["case"],
+        str(row["rows"]),
+        f"{row['predicted_ms']:.2f}",
+        f"{row['ms']:.2f}",
+        f"{row['error']:+.1%}",
+        f"{row['bytes_moved'] / 1e9:.2f}",
+        f"{row['uva_bytes'] / 1e9:.2f}",
+        f"{row['num_units']} / {row['num_slots']}",
+        f"{(row['peak_device_bytes'] - row['planned_device_bytes']) / 2**20:+.0f}",
+        "yes" if row["bit_equal"] else "NO",
+    ]
+
+
+def step_cells(row: dict[str, Any]) -> list[str]:
     return [
         row["case"],
         str(row["rows"]),
@@ -43,7 +74,8 @@ def render(file: str, table: str, cases: str | None) -> str:
     rows = [row for row in rows if row["table"] == table and (cases is None or row["case"] in cases.split(","))]
     if not rows:
         raise SystemExit(f"{file}: no rows for table {table!r}, cases {cases}")
-    lines = [HEADINGS, ["---"] * len(HEADINGS), *map(row_cells, rows)]
+    headings, cells_of = (PLAN_HEADINGS, plan_cells) if "predicted_ms" in rows[0] else (STEP_HEADINGS, step_cells)
+    lines = [headings, ["---"] * len(headings), *map(cells_of, rows)]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 

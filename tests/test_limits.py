@@ -26,7 +26,7 @@ from penstock.errors import BudgetError, LimitError, OptionError, PenstockWarnin
 from penstock.inventory import take_inventory
 from penstock.limits import Limits, Needs, check_limits, last_true, needs_of, read_limits, require_disk
 from penstock.offloaders import room
-from penstock.offloaders.room import budget_planner
+from penstock.offloaders.planning import budget_planner, planner_for
 from penstock.plan import build_plan
 from penstock.process import cgroup_available_bytes, host_available_bytes, memlock_bytes
 
@@ -191,7 +191,8 @@ class TestNeeds:
 
 
 def planner(model: nn.Module) -> Any:
-    return budget_planner(take_inventory(model), Budget(1, ["layers"]), "cpu", None)
+    of_model = planner_for(model, take_inventory(model), torch.device("cpu"))
+    return budget_planner(of_model, Budget(1, ["layers"]), "cpu")
 
 
 class TestRefusals:
@@ -231,7 +232,8 @@ class TestRefusals:
         inventory = take_inventory(model)
         total = inventory.num_bytes
         assume(total > 0)
-        replan = budget_planner(inventory, "1B", "cpu" if on_gpu else "disk", None)
+        of_model = planner_for(model, inventory, torch.device("cpu"))
+        replan = budget_planner(of_model, "1B", "cpu" if on_gpu else "disk")
         names = {storage.name for storage in inventory.storages}
 
         def needs(plan: Plan) -> Needs:
@@ -262,7 +264,7 @@ class TestRefusals:
             model = Stack(24, dim=256)
         inventory = take_inventory(model)
         total = inventory.num_bytes
-        replan = budget_planner(inventory, "1B", "cpu", None)
+        replan = budget_planner(planner_for(model, inventory, torch.device("cpu")), "1B", "cpu")
         names = {storage.name for storage in inventory.storages}
 
         def needs(plan: Plan) -> Needs:

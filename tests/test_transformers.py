@@ -509,7 +509,7 @@ class TestPlanning:
         model, handle = load(saved("qwen3"), penstock.Prefetch(mode="meta", params=["mlp"]))
         assert handle.plan.offloaded_bytes == 4 * 3 * 64 * 128 * 4
         assert not model.lm_head.weight.any()  # nothing was read
-        run(model)  # of zeros and of whatever the slots held
+        assert run(model).shape[-1] == model.config.vocab_size  # it runs; what is in the slots means nothing
         handle.remove()
 
     def test_penstock_does_not_import_transformers(self) -> None:

@@ -7,7 +7,7 @@ written and not where it is used.
 environment variable         default  meaning
 ===========================  =======  ============================================================================
 PENSTOCK_DEBUG               0        1: poison released slots, verify a checksum whenever a unit arrives or leaves
-PENSTOCK_READERS             cores    worker threads of the CPU link (at least 1)
+PENSTOCK_READERS             cores    worker threads of the CPU link and of loading (at least 1)
 PENSTOCK_DISABLE_PIN_MEMORY  0        1: host memory of a GPU's stores is ordinary memory (slow, cannot be captured)
 PENSTOCK_DISABLE_UVA         0        1: what a GPU would read in place is moved into a slot on demand instead
 ===========================  =======  ============================================================================
@@ -388,7 +388,7 @@ def _switch(name: str) -> bool:
 
 
 def reader_threads() -> int:
-    """Worker threads of the CPU link: ``PENSTOCK_READERS``, or one per core this process may use."""
+    """Worker threads of the CPU link and of loading: ``PENSTOCK_READERS``, or one per core this process may use."""
     value = os.environ.get("PENSTOCK_READERS")
     if value is None:
         return max(1, len(os.sched_getaffinity(0)))

@@ -103,7 +103,7 @@ def offload(
         checkpoint: folder or file of safetensors that holds the weights; mode ``disk`` reads from it.
         device: where compute runs; default the device the model is on (a CPU for ``meta``).
         disk: how its files are read.
-        progress: called with (bytes loaded, bytes to load) while residents are read.
+        progress: called with (bytes loaded, bytes to load) while weights are read or moved.
         measure_stalls: on a GPU, time every wait, in graphs too, for ``stats()``; a CPU always does.
 
     Returns:
@@ -172,7 +172,10 @@ def _refuse_second_offload(model: nn.Module) -> None:
 
 def _warn_about_idle_options(model: nn.Module, plan: Plan, weights: WeightMap | None, disk: DiskOptions | None) -> None:
     on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    for name, given in (("checkpoint", weights is not None and not on_meta), ("disk", disk is not None)):
+    for name, given in (
+        ("checkpoint", weights is not None and not on_meta),
+        ("disk", disk is not None and not on_meta),
+    ):
         if given and plan.mode != "disk":
             warnings.warn(
                 f"{name}=... has no effect: mode {plan.mode!r} takes the weights from the model itself, not from files",

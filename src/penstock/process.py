@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import resource
@@ -19,6 +20,7 @@ __all__ = [
     "num_cores",
     "peak_rss_bytes",
     "rss_bytes",
+    "trim_heap",
 ]
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
@@ -43,6 +45,12 @@ def cpu_seconds() -> float:
 def num_cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def trim_heap() -> None:
+    """Give free memory inside the C heap back to the system (``malloc_trim(3)``); no effect without glibc."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class PeakMeter:

@@ -74,7 +74,7 @@ def load(
         dtype: of the weights; default the checkpoint's own. What has to be converted stays resident.
         device: where compute runs; default the CPU.
         disk: how the files are read.
-        progress: called with (bytes loaded, bytes to load) while residents are read.
+        progress: called with (bytes loaded, bytes to load) while weights are read or moved.
 
     Returns:
         the model in evaluation mode, ready for ``generate``, and its handle; ``handle.remove()`` makes everything

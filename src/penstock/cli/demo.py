@@ -117,12 +117,15 @@ def _write_model(model: Path, size: ModelSize) -> bool:
 
 
 def _print_plan(model: Path, share: float, name: str) -> None:
+    import torch
+
     from penstock.cli.model import open_model
     from penstock.config import Budget
     from penstock.plan.report import render
 
     opened = open_model(str(model))
-    stdout.print(render(opened.plan(Budget(int(opened.weights.checkpoint.num_bytes * share))), name))
+    planner = opened.planner(torch.device("cpu"))
+    stdout.print(render(planner.plan(Budget(int(opened.weights.checkpoint.num_bytes * share))), name))
 
 
 def _print_comparison(found: Comparison) -> None:

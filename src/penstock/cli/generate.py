@@ -52,7 +52,11 @@ def generate(
     text = _read_prompt(prompt)
     opened = open_model(model)
     require_causal_lm(opened.module)
-    plan = opened.plan(policy)
+    device = flags.target()
+    from penstock.limits import describe_device
+
+    planner = opened.planner(device)
+    plan = opened.plan(planner, policy, describe_device(device))
     tokenizer, inputs = _tokenize(opened.folder, text)
     from penstock.plan.report import render
 
@@ -61,8 +65,9 @@ def generate(
 
     meter = PeakMeter()
     with byte_bar("loading", stderr) as progress:
-        module, handle = load(opened.folder, plan, disk=flags.disk(), progress=progress)
+        module, handle = load(opened.folder, plan, device=device, disk=flags.disk(), progress=progress)
     # The handle is not removed at the end: that would bring all weights back, which may not fit.
+    inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
     tokens, seconds = _stream(module, tokenizer, inputs, max_new_tokens, _sampling(temperature, seed or 0))
     _print_figures(handle, tokens, seconds, meter.growth_bytes())
     if trace is not None:

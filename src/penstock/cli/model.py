@@ -13,14 +13,18 @@ from penstock.config import Budget, Policy
 from penstock.errors import BudgetError, OptionError
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
     from penstock.inventory import Inventory
     from penstock.plan import Plan
+    from penstock.plan.cost import Rates
+    from penstock.plan.machine import Machine
+    from penstock.plan.planner import Planner
     from penstock.store.disk import DiskOptions
     from penstock.weights import WeightMap
 
-__all__ = ["OpenedModel", "open_model", "require_causal_lm", "require_writable"]
+__all__ = ["OpenedModel", "minimum_bytes", "open_model", "require_causal_lm", "require_writable"]
 
 
 @dataclass(frozen=True)
@@ -37,48 +41,42 @@ class OpenedModel:
         """What the user calls it: the name of the folder."""
         return self.folder.absolute().name
 
-    def plan(self, policy: Policy | Plan | None) -> Plan:
+    def planner(self, device: torch.device, rates: Rates | None = None) -> Planner:
+        """The planner for this model on ``device``, with ``rates`` instead of those of this machine if given."""
+        from penstock.offloaders.planning import planner_for
+
+        return planner_for(self.module, self.inventory, device, self.weights, rates)
+
+    def plan(self, planner: Planner, policy: Policy | Plan | None, machine: Machine) -> Plan:
         """The plan for ``policy``; ``None`` keeps every tensor resident; a finished plan is compared with the model.
 
         Raises:
-            OptionError: a plan that cannot be; a plan for another model or machine.
+            OptionError: a plan that cannot be; a plan for another model, or for another machine than ``machine``.
         """
-        import torch
-
-        from penstock.adapters.transformers import plan_for
-        from penstock.limits import describe_device
         from penstock.plan.model import Plan, assemble
 
         if isinstance(policy, Plan):
             policy.check(self.inventory)
-            policy.check_machine(describe_device(torch.device("cpu")))
+            policy.check_machine(machine)
             return policy
-
         if policy is None:
-            return assemble(self.inventory, [], 0, "disk")
+            return assemble(self.inventory, [], 0, planner.default_mode)
         with _no_collections():
-            return plan_for(self.module, self.weights, policy)
-
-    def save(self, plan: Plan, path: Path) -> None:
-        """Write ``plan`` as one for this model on the device that the command line computes on."""
-        import torch
-
-        from penstock.limits import describe_device
-
-        replace(plan, model_name=self.name, made_for=describe_device(torch.device("cpu"))).save(path)
-
-    def minimum_bytes(self) -> int:
-        """The smallest ``--device-memory`` for which a plan exists."""
-        try:
-            return self.plan(Budget(1)).device_bytes
-        except BudgetError as error:
-            return error.minimum_bytes
+            return replace(planner.plan(policy), model_name=self.name, made_for=machine)
 
     def check_files(self, options: DiskOptions) -> None:
         """Open the weight files in the way ``options`` ask for, which the file system may refuse; reads nothing."""
         from penstock.store.disk import DiskStore
 
         DiskStore(dict(self.weights.sources), options).close()
+
+
+def minimum_bytes(planner: Planner) -> int:
+    """The smallest ``--device-memory`` for which a plan exists."""
+    try:
+        return planner.plan(Budget(1)).device_bytes
+    except BudgetError as error:
+        return error.minimum_bytes
 
 
 def open_model(model: str) -> OpenedModel:

@@ -18,6 +18,8 @@ from penstock.config import UVA, Budget, Mode, OffloadConfig, Policy, Prefetch, 
 from penstock.errors import OptionError
 
 if TYPE_CHECKING:
+    import torch
+
     from penstock.plan import Plan
     from penstock.store.disk import DiskOptions
 
@@ -90,7 +92,11 @@ class OffloadFlags:
         ),
     ] = None
     offload_mode: Annotated[
-        str | None, _option("--offload-mode", "NAME", "Where offloaded weights rest: disk (default), cpu or meta.")
+        str | None,
+        _option("--offload-mode", "NAME", "Where offloaded weights rest: cpu (default on a GPU), disk or meta."),
+    ] = None
+    device: Annotated[
+        str | None, _option("--device", "NAME", "Where compute runs: cpu or cuda (default cuda where there is one).")
     ] = None
     plan: Annotated[
         Path | None, _option("--plan", "FILE", "Carry out the plan that `penstock plan MODEL ... --save FILE` wrote.")
@@ -100,8 +106,10 @@ class OffloadFlags:
         bool, _option("--disk-drop-cache", "", "Give pages of the files back to the system after reading.")
     ] = False
 
-    def policy(self) -> Policy | Plan | None:
+    def policy(self, on_gpu: bool | None = None) -> Policy | Plan | None:
         """What the flags ask for; ``None`` when they ask for nothing to be offloaded.
+
+        ``on_gpu``: whether it is for a GPU; ``None`` asks :meth:`target`.
 
         Raises:
             OptionError: flags that contradict one another or have no effect; a plan file that is none.
@@ -110,10 +118,11 @@ class OffloadFlags:
             return self._saved_plan(self.plan)
         if self.device_memory is not None:
             return self._budget(self.device_memory)
+        mode = self._mode(self.target().type == "cuda" if on_gpu is None else on_gpu)
         if self.offload_rule:
-            return self._rules(self.offload_rule)
+            return self._rules(self.offload_rule, mode)
         self._refuse_lone_flags()
-        config = OffloadConfig(self._backend, self._prefetch(), self._uva())  # type: ignore[arg-type]
+        config = OffloadConfig(self._backend, self._prefetch(mode), self._uva(mode))  # type: ignore[arg-type]
         chosen = config.resolved
         if chosen != "prefetch":
             self._refuse(("offload_group_size", "offload_params"), f"with --offload-backend {chosen}")
@@ -130,14 +139,32 @@ class OffloadFlags:
 
         return DiskOptions(direct=self.disk_direct, drop_cache=self.disk_drop_cache)
 
+    def target(self) -> torch.device:
+        """Where compute runs.
+
+        Raises:
+            OptionError: ``--device`` names none that is here.
+        """
+        import torch
+
+        name = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(name)
+        except RuntimeError:
+            raise OptionError(f"--device {name!r}: expected cpu, cuda or cuda:N") from None
+        if device.type not in ("cpu", "cuda"):
+            raise OptionError(f"--device {name!r}: expected cpu, cuda or cuda:N")
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise OptionError(f"--device {name!r}: torch sees {torch.cuda.device_count()} CUDA device(s) here")
+        return device
+
     @property
     def _backend(self) -> str:
         return self.offload_backend or "auto"
 
-    @property
-    def _mode(self) -> Mode:
-        # Verbs open checkpoints, whose files are a store already: a second copy in host memory has to be asked for.
-        return self.offload_mode or "disk"  # type: ignore[return-value]
+    def _mode(self, on_gpu: bool) -> Mode:
+        # Verbs open checkpoints, whose files are a store already: for a CPU a second copy has to be asked for.
+        return self.offload_mode or ("cpu" if on_gpu else "disk")  # type: ignore[return-value]
 
     def _given(self, name: str) -> bool:
         # Zero is the "off" of vLLM's numeric flags.
@@ -150,7 +177,7 @@ class OffloadFlags:
 
     def _saved_plan(self, path: Path) -> Plan:
         # All but how files are read: a plan says everything else.
-        for name in (field.name for field in fields(self) if field.name not in ("plan", *_DISK_FLAGS)):
+        for name in (field.name for field in fields(self) if field.name not in ("plan", "device", *_DISK_FLAGS)):
             if self._given(name) and (name, self._backend) != ("offload_backend", "auto"):
                 raise OptionError(
                     f"--plan and {_flag(name)} contradict each other: the plan in {str(path)!r} says already what is "
@@ -180,7 +207,7 @@ class OffloadFlags:
         batch_sizes = (1,) if self.batch is None else _batch_sizes(self.batch)
         return Workload(batch_sizes, 0 if self.context is None else self.context)
 
-    def _rules(self, texts: Sequence[str]) -> Rules:
+    def _rules(self, texts: Sequence[str], mode: Mode) -> Rules:
         for name in (*_PREFETCH_FLAGS[:2], *_UVA_FLAGS, "offload_backend"):
             if self._given(name) and (name, self._backend) != ("offload_backend", "auto"):
                 raise OptionError(
@@ -192,10 +219,10 @@ class OffloadFlags:
         if all(mechanism != "prefetch" for _, mechanism in rules):
             self._refuse(("offload_prefetch_step",), "without a rule that says prefetch")
         if self.offload_prefetch_step is None:
-            return Rules(rules, mode=self._mode)
-        return Rules(rules, self.offload_prefetch_step, self._mode)
+            return Rules(rules, mode=mode)
+        return Rules(rules, self.offload_prefetch_step, mode)
 
-    def _prefetch(self) -> Prefetch | None:
+    def _prefetch(self, mode: Mode) -> Prefetch | None:
         if not self._given("offload_group_size"):
             return None
         return Prefetch(
@@ -203,14 +230,14 @@ class OffloadFlags:
             num_in_group=1 if self.offload_num_in_group is None else self.offload_num_in_group,
             prefetch_step=1 if self.offload_prefetch_step is None else self.offload_prefetch_step,
             params=self.offload_params or (),
-            mode=self._mode,
+            mode=mode,
         )
 
-    def _uva(self) -> UVA | None:
+    def _uva(self, mode: Mode) -> UVA | None:
         if not any(self._given(name) for name in _UVA_FLAGS):
             return None
         limit = int(self.cpu_offload_gb * 2**30) if self.cpu_offload_gb else None
-        return UVA(limit, self.cpu_offload_params or (), self._mode)
+        return UVA(limit, self.cpu_offload_params or (), mode)
 
     def _refuse_lone_flags(self) -> None:
         for name in _WORKLOAD_FLAGS:

@@ -25,11 +25,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from penstock.errors import OptionError
 from penstock.plan.cost import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates
+from penstock.plan.machine import Machine
 from penstock.store.disk import DiskOptions, File
 from penstock.store.pinned import device_view, pinned_region
 
-__all__ = ["Probe", "cache_path", "load", "measure", "planning_rates", "save"]
+__all__ = ["Probe", "cache_path", "load", "measure", "planning_rates", "read_probe", "save"]
 
 MIB = 1 << 20
 SCHEMA_VERSION = 2
@@ -83,6 +85,13 @@ class Probe:
     def to_json(self) -> dict[str, Any]:
         """Plain numbers and strings."""
         return {"schema": SCHEMA_VERSION, **asdict(self)}
+
+    @property
+    def planned_machine(self) -> Machine:
+        """What plans made with this probe are for: its first GPU, or else its CPU."""
+        if not self.h2d_bytes_per_s:
+            return Machine("cpu")
+        return Machine(self.machine["devices"].split(", ")[0], int(self.machine["device_bytes"]))
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Probe:
@@ -140,6 +149,7 @@ def describe_machine() -> dict[str, str]:
         "host": platform.node(),
         "cpu": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
         "devices": ", ".join(devices) or "none",
+        "device_bytes": str(torch.cuda.get_device_properties(0).total_memory) if devices else "0",
         "torch": torch.__version__,
     }
 
@@ -158,6 +168,25 @@ def load() -> Probe | None:
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return probe if probe.machine == describe_machine() else None
+
+
+def read_probe(path: Path) -> Probe:
+    """A probe that ``penstock probe --json`` printed, of any machine.
+
+    Raises:
+        OptionError: no such file, or no probe of this version in it.
+    """
+    try:
+        return Probe.from_json(json.loads(path.read_text()))
+    except OSError as error:
+        raise OptionError(
+            f"{str(path)!r}: expected a file that `penstock probe --json` printed: {error.strerror}"
+        ) from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise OptionError(
+            f"{str(path)!r}: expected what `penstock probe --json` of this version printed, found: {error}; run it "
+            f"again on that machine"
+        ) from error
 
 
 def save(probe: Probe) -> Path:

@@ -6,7 +6,7 @@ leaves the model as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -19,21 +19,22 @@ from penstock.link.streams import StreamLink
 from penstock.link.threads import ThreadLink
 from penstock.offloaders.binding import BoundStorage, bind
 from penstock.offloaders.hooks import ForwardHook, NotCopyable, UnitHook
+from penstock.offloaders.loading import WeightLoader
 from penstock.offloaders.notes import notes_on
-from penstock.offloaders.opening import open_store, read_bytes
+from penstock.offloaders.opening import open_store
 from penstock.offloaders.pipeline import SlotPipeline
 from penstock.offloaders.state import StateGuard
 from penstock.ops import new_token
 from penstock.plan.model import Plan, slab_bytes
 from penstock.store.base import new_blob
+from penstock.store.cpu import CpuStore
 from penstock.store.disk import DiskOptions
-from penstock.store.pinned import device_view
+from penstock.store.loading import Progress
+from penstock.store.pinned import PinnedStore, device_view
 from penstock.telemetry import Recorder, Stats
 from penstock.weights import WeightMap
 
 __all__ = ["Attachment", "Progress"]
-
-Progress = Callable[[int, int], None]
 
 
 class Attachment(NotCopyable):
@@ -46,7 +47,7 @@ class Attachment(NotCopyable):
         device: where compute runs; residents are moved there.
         weights: the checkpoint; needed by mode ``disk`` and for tensors on ``meta``.
         disk: how checkpoint files are read.
-        progress: called with (bytes loaded, bytes to load) while residents are read.
+        progress: called with (bytes loaded, bytes to load) while weights are read or moved.
         link: moves the units; by default worker threads on a CPU, a copy stream on a GPU.
         entry: the module whose forward begins a forward of the model; default the model itself.
         measure_stalls: on a GPU, time every wait (two event records each); a CPU always does.
@@ -78,9 +79,9 @@ class Attachment(NotCopyable):
         self._hooks: list[UnitHook | ForwardHook | StateGuard] = []
         self._pipeline: SlotPipeline | None = None
         self._removed = False
-        self._store = open_store(plan, self._bound, device, weights, disk)
+        self._store, rooms = open_store(plan, self._bound, device, weights, disk)
         try:
-            self._place_residents(progress or (lambda done, total: None))
+            self._load(rooms, disk, progress)
             self._attach_units(link or self._make_link(measure_stalls), entry)
             for name in plan.uva:
                 self._bound[name].point_at(self._in_place(name))
@@ -139,22 +140,25 @@ class Attachment(NotCopyable):
             return StreamLink(self._device, measure_stalls=measure_stalls)
         return ThreadLink(recorder=self.recorder)
 
-    def _place_residents(self, progress: Progress) -> None:
+    def _load(self, rooms: dict[str, torch.Tensor], disk: DiskOptions | None, progress: Progress | None) -> None:
         elsewhere = [self._bound[name] for name in self.plan.resident if self._bound[name].home != self._device]
-        total = sum(bound.info.num_bytes for bound in elsewhere)
-        done = 0
-        rooms = self._rooms(elsewhere)
+        places = self._resident_places(elsewhere)
+        nothing = {b.info.name for b in elsewhere if self.plan.mode == "meta" and b.on_meta}
+        for name in nothing:
+            places[name].zero_()  # takes its room, like the slots
+        loader = WeightLoader(
+            self._bound,
+            self._store,
+            rooms,
+            {name: place for name, place in places.items() if name not in nothing},
+            device=self._device,
+            weights=self._weights,
+            disk=disk,
+            progress=progress,
+        )
+        loader.run()
         for bound in elsewhere:
-            progress(done, total)
-            blob = new_blob(bound.info.num_bytes)
-            if self.plan.mode == "meta" and bound.on_meta:
-                blob.zero_()  # takes its room, like the slots
-            else:
-                read_bytes(bound, blob, self._weights)
-            bound.point_at(rooms[bound.info.name].copy_(blob) if rooms else blob)
-            done += bound.info.num_bytes
-        if elsewhere:
-            progress(done, total)
+            bound.point_at(places[bound.info.name])
 
     def _attach_units(self, link: Link, entry: nn.Module | None) -> None:
         if not self.plan.units:
@@ -188,27 +192,33 @@ class Attachment(NotCopyable):
         blob = self._store.in_place(name)
         return device_view(blob, self._device) if self._device.type == "cuda" else blob
 
-    def _rooms(self, storages: Sequence[BoundStorage]) -> dict[str, torch.Tensor]:
-        """Where each resident goes on a GPU, all in one allocation.
+    def _resident_places(self, storages: Sequence[BoundStorage]) -> dict[str, torch.Tensor]:
+        """Where each resident goes; on a GPU, all in one allocation.
 
         The caching allocator gives each tensor above 1 MB a block that may be up to 1 MB too large; with a thousand
         tensors the plan would be wrong by a gigabyte. On a CPU, memory has pages: nothing is reserved.
         """
         if self._device.type == "cpu":
-            return {}
+            return {bound.info.name: new_blob(bound.info.num_bytes) for bound in storages}
         sizes = [slab_bytes([bound.info.num_bytes]) for bound in storages]
         parts = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device).split(sizes)
         return {b.info.name: part[: b.info.num_bytes] for b, part in zip(storages, parts, strict=True)}
 
     def _forget_originals(self) -> None:
-        adopted = self.plan.mode == "cpu" and self._device.type == "cpu"
-        for name in () if adopted else self._offloaded:
-            self._bound[name].forget_original()
+        for name in self._offloaded:
+            if not self._is_adopted(name):
+                self._bound[name].forget_original()
         for name in self.plan.resident:
             if self._bound[name].home != self._device:
                 self._bound[name].forget_original()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # whole blocks of the old weights would stay with the allocator otherwise
+
+    def _is_adopted(self, name: str) -> bool:
+        """Whether the store uses the memory the model came with."""
+        if isinstance(self._store, PinnedStore):
+            return name in self._store.adopted
+        return isinstance(self._store, CpuStore)
 
     # -- bringing back ----------------------------------------------------------------------------------------------
 
@@ -253,4 +263,6 @@ class Attachment(NotCopyable):
         self._detach()
         for bound in self._bound.values():
             bound.restore()
+        if isinstance(self._store, PinnedStore):
+            self._store.unpin()  # tensors moved into it stay there, in ordinary memory
         self._store.close()

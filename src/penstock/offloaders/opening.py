@@ -1,4 +1,4 @@
-"""Which store a plan needs on a device, filled from the model's own tensors or from a checkpoint."""
+"""Which store a plan needs on a device, and what is still to be brought there."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from torch import nn
 
 from penstock.errors import CheckpointError, OptionError
 from penstock.offloaders.binding import BoundStorage
+from penstock.offloaders.loading import require_weights
 from penstock.plan.model import Plan
+from penstock.store.adoption import can_adopt
 from penstock.store.base import Store, new_blob
 from penstock.store.cpu import CpuStore
 from penstock.store.disk import DiskOptions, DiskStore
 from penstock.store.meta import MetaStore
-from penstock.store.pinned import PinnedStore
+from penstock.store.pinned import PinnedStore, pinning_disabled
+from penstock.store.registration import CudaRegistrar, Registrar, refuse_capture
 from penstock.weights import WeightMap
 
-__all__ = ["compute_device", "open_store", "read_bytes", "require_weights"]
+__all__ = ["compute_device", "open_pinned", "open_store"]
 
 
 def open_store(
@@ -24,19 +27,46 @@ def open_store(
     device: torch.device,
     weights: WeightMap | None,
     disk: DiskOptions | None,
-) -> Store:
-    """The store of ``plan``, with the bytes of everything it offloads. The model is not touched."""
+) -> tuple[Store, dict[str, torch.Tensor]]:
+    """The store of ``plan`` and, by storage name, the rooms in it (uint8, 1-D, host) that are still to be filled.
+
+    The model is not touched, and what a room is for is not read yet.
+
+    Raises:
+        CheckpointError, OptionError: files or a mode that will not do.
+        StateError: a graph is being captured.
+    """
     for stamp in weights.checkpoint.stamps if weights is not None else ():
         stamp.check()  # offsets come from headers read earlier
     names = [entry.storage for unit in plan.units for entry in unit.entries] + list(plan.uva)
     offloaded = {name: bound[name] for name in names}
     if plan.mode == "meta":
-        return _meta_store(offloaded)
+        return _meta_store(offloaded), {}
     if plan.mode == "disk":
-        return _disk_store(plan, offloaded, device, require_weights(weights), disk)
+        return _disk_store(plan, offloaded, device, require_weights(weights), disk), {}
     if device.type == "cuda":
-        return PinnedStore(plan.units, plan.uva, lambda name, into: read_bytes(bound[name], into, weights))
-    return CpuStore({name: _adopt(storage, weights) for name, storage in offloaded.items()})
+        return open_pinned(plan, offloaded, None if pinning_disabled() else CudaRegistrar(device))
+    return _cpu_store(offloaded)
+
+
+def open_pinned(
+    plan: Plan, offloaded: dict[str, BoundStorage], registrar: Registrar | None
+) -> tuple[PinnedStore, dict[str, torch.Tensor]]:
+    """A pinned store for ``plan``, large live tensors adopted where they lie, and its rooms still to be filled."""
+    if registrar is not None:
+        refuse_capture(registrar)
+    live = {name: storage.original_bytes() for name, storage in offloaded.items() if storage.home.type == "cpu"}
+    adopt = {name: blob for name, blob in live.items() if can_adopt(blob, read_in_place=name in plan.uva)}
+    store = PinnedStore(plan.units, plan.uva, registrar, adopt=adopt)
+    if registrar is not None and any(storage.home.type == "cuda" for storage in offloaded.values()):
+        store.pin_now()
+    return store, {name: store.room(name) for name in offloaded if name not in store.adopted}
+
+
+def _cpu_store(offloaded: dict[str, BoundStorage]) -> tuple[CpuStore, dict[str, torch.Tensor]]:
+    rooms = {name: new_blob(bound.info.num_bytes) for name, bound in offloaded.items() if bound.on_meta}
+    adopted = {name: bound.original_bytes() for name, bound in offloaded.items() if name not in rooms}
+    return CpuStore({**adopted, **rooms}), rooms
 
 
 def compute_device(model: nn.Module, device: torch.device | str | None = None) -> torch.device:
@@ -56,34 +86,6 @@ def compute_device(model: nn.Module, device: torch.device | str | None = None) -
     if target.type == "cuda" and target.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return target
-
-
-def read_bytes(bound: BoundStorage, into: torch.Tensor, weights: WeightMap | None) -> None:
-    """Write the bytes of ``bound``, from the model or else from the checkpoint, into host memory."""
-    if not bound.on_meta:
-        into.copy_(bound.original_bytes())
-        return
-    store = DiskStore({bound.info.name: require_weights(weights).source(bound.info)})
-    store.read(bound.info.name, into)
-    store.close()
-
-
-def require_weights(weights: WeightMap | None) -> WeightMap:
-    """``weights``, or an error that says where to get them."""
-    if weights is None:
-        raise OptionError(
-            "this offload reads weights from safetensors files, and none were given: pass checkpoint=FOLDER to "
-            "penstock.offload (model.save_pretrained(FOLDER) or safetensors.torch.save_model writes one)"
-        )
-    return weights
-
-
-def _adopt(bound: BoundStorage, weights: WeightMap | None) -> torch.Tensor:
-    if not bound.on_meta:
-        return bound.original_bytes()
-    blob = new_blob(bound.info.num_bytes)
-    read_bytes(bound, blob, weights)
-    return blob
 
 
 def _meta_store(offloaded: dict[str, BoundStorage]) -> MetaStore:

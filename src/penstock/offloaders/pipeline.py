@@ -171,10 +171,12 @@ class SlotPipeline:
                 self._free.notify_all()
 
     def close(self) -> None:
-        """Finish copies under way; slots are freed with the last view of them. Idempotent."""
+        """Finish copies under way and let go of the store; slots are freed with the last view of them. Idempotent."""
         with self._lock:
             self._closed = True
             self._link.close()
+            self._loads.clear()  # views of the store, which a handle kept after remove() must not keep alive
+            self._guard = None
 
     def snapshot(self) -> tuple[UnitStats, ...]:
         """The counters now, with the stall of each unit's latest run where the link can tell."""

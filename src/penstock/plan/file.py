@@ -16,6 +16,7 @@ key            meaning
 ``resident``   storage name -> bytes
 ``uva``        the same, of what is read in place
 the others     sums over the above, in bytes
+``outlook``    only in what ``penstock plan --json`` prints: predictions; not read back
 =============  =======================================================================================================
 """
 
@@ -173,11 +174,12 @@ def _list(value: object, place: str) -> Iterator[tuple[str, Any]]:
 
 
 def _plan(data: object) -> Plan:
-    version = _typed(data, dict, "an object", "").get("schema")
+    given = _typed(data, dict, "an object", "")
+    version = given.get("schema")
     if version != SCHEMA_VERSION or isinstance(version, bool):
         raise _FieldError("schema", f"{SCHEMA_VERSION}, the version that this penstock reads and writes", version)
     keys = tuple(Plan((), 0, "cpu", {}, {}).to_json())
-    values = _object(data, keys, "")
+    values = _object({key: value for key, value in given.items() if key != "outlook"}, keys, "")
     num_slots = _count(values["num_slots"], "num_slots")
     model = _object(values["model"], ("name", "num_storages", "weight_bytes", "sha256"), "model")
     items = list(_list(values["units"], "units"))

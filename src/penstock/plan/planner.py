@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from penstock.config import Budget, Mode, Policy
+from penstock.config import Budget, Mode, Policy, Workload
 from penstock.inventory import Inventory
 from penstock.plan.alternatives import Alternative, alternatives
 from penstock.plan.budget import Point, curve
@@ -13,6 +13,7 @@ from penstock.plan.build import build_plan, question_of
 from penstock.plan.cost import Rates
 from penstock.plan.forecast import Forecast, forecast
 from penstock.plan.model import Plan
+from penstock.plan.outlook import Outlook, WorkloadBytes
 from penstock.plan.space import Question, Space
 from penstock.plan.traits import Traits
 
@@ -55,7 +56,27 @@ class Planner:
         """What a step of ``rows`` rows will take under ``plan``."""
         return forecast(plan, self.inventory, self.rates, self.traits, rows)
 
-    def alternatives(self, budget: Budget, plan: Plan, points: list[Point] | None = None) -> list[Alternative]:
+    def outlook(self, policy: Policy | Plan | None, plan: Plan, points: Sequence[Point] | None = None) -> Outlook:
+        """What ``plan`` will cost for the workload of ``policy``; alternatives too where that is a budget."""
+        budget = policy if isinstance(policy, Budget) else None
+        workload = budget.workload if budget is not None else Workload()
+        return Outlook(
+            self.rates.machine,
+            self.rates.is_measured,
+            workload.context,
+            tuple(self.forecast(plan, rows) for rows in workload.batch_sizes),
+            tuple(self._memory(rows, workload.context) for rows in workload.batch_sizes),
+            plan.device_bytes,
+            tuple(self.alternatives(budget, plan, points)) if budget is not None and plan.offloaded_bytes else (),
+        )
+
+    def _memory(self, rows: int, context: int) -> WorkloadBytes:
+        if not context:
+            return WorkloadBytes(rows, 0, 0)
+        cache_bytes = self.traits.cache_bytes(rows, context)
+        return WorkloadBytes(rows, cache_bytes, self.traits.workload_bytes(rows, context) - cache_bytes)
+
+    def alternatives(self, budget: Budget, plan: Plan, points: Sequence[Point] | None = None) -> list[Alternative]:
         """What a little more would bring, ``plan`` being the one for ``budget``; ``points``: the curve, if at hand."""
         return alternatives(self._question(budget), budget, plan, points)
 

@@ -1,51 +1,45 @@
-"""Pinned host memory of exact size, and the ``cpu`` store of a GPU that is made of it.
+"""The ``cpu`` store of a GPU: units in slabs of pinned host memory of exactly their size.
 
-torch's pinned allocator takes 0.3 s per GiB and rounds every size up to a power of two. Ordinary memory that is mapped,
-touched by several threads and then registered with the driver takes a ninth of that, has exactly the size asked for,
-and copies just as fast. One region holds all slabs of an offload; whoever holds a view of it holds the region.
+torch's pinned allocator takes 0.3 s per GiB and rounds every size up to a power of two. Ordinary memory that several
+threads touch and that is then registered with the driver takes a ninth of that, has exactly the size asked for, and
+copies just as fast. The threads that fill a slab touch it by doing so, and a slab is registered as soon as it is full,
+while the next ones are being filled.
+
+A copy cannot cross from one registration into the next, so a slab holds whole units. Whoever holds a view of a slab
+holds the slab.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from penstock.config import format_gib, pin_memory_disabled
+from penstock.config import format_gib, pin_memory_disabled, reader_threads
 from penstock.errors import OptionError, PenstockWarning
-from penstock.plan.model import SLAB_ALIGNMENT_BYTES, Unit
+from penstock.plan.model import Unit, slab_bytes
 from penstock.store.base import Load, Segment, Store
 from penstock.store.cpu import MemorySource
+from penstock.store.pages import map_pages, populate_parallel
+from penstock.store.registration import CudaRegistrar, PinnedBytes, Registrar
 
-__all__ = ["PinnedStore", "device_view", "pinned_region"]
+__all__ = ["PinnedStore", "device_view", "pack", "pin_threads", "pinned_region", "pinning_disabled"]
 
-_TOUCH_BYTES = 64 << 20
-
-
-class _RegisteredMap(mmap.mmap):
-    """An anonymous mapping known to the driver; tensors made from it keep it alive, its end unregisters it."""
-
-    address: int = 0
-
-    def __del__(self) -> None:
-        if self.address:
-            torch.cuda.cudart().cudaHostUnregister(self.address)
-            self.address = 0
+# One registration: large enough to cost nothing by itself, small enough that the last one is short.
+SLAB_BYTES = 1 << 30
+MAX_TOUCH_THREADS = 16
 
 
-def pinned_region(num_bytes: int) -> torch.Tensor:
-    """Page-locked host memory: uint8, 1-D, exactly ``num_bytes`` long.
+def pin_threads() -> int:
+    """Threads that touch or fill host memory; more than sixteen bring nothing."""
+    return min(MAX_TOUCH_THREADS, reader_threads())
 
-    Falls back to torch's pinned allocator, with a warning, when the driver refuses to register; is ordinary memory,
-    with a warning, under ``PENSTOCK_DISABLE_PIN_MEMORY=1``.
-    """
-    if num_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+
+def pinning_disabled() -> bool:
+    """Whether ``PENSTOCK_DISABLE_PIN_MEMORY=1``; warns of what that costs."""
     if pin_memory_disabled():
         warnings.warn(
             "PENSTOCK_DISABLE_PIN_MEMORY=1: copies from ordinary memory are about five times slower, block the host "
@@ -53,80 +47,232 @@ def pinned_region(num_bytes: int) -> torch.Tensor:
             PenstockWarning,
             stacklevel=2,
         )
+        return True
+    return False
+
+
+def pinned_region(num_bytes: int) -> torch.Tensor:
+    """Page-locked host memory: uint8, 1-D, exactly ``num_bytes`` long.
+
+    Falls back to torch's pinned allocator, with a warning, when the driver refuses to register; is ordinary memory,
+    with a warning, under ``PENSTOCK_DISABLE_PIN_MEMORY=1``.
+
+    Raises:
+        StateError: a graph is being captured.
+    """
+    if num_bytes == 0 or pinning_disabled():
         return torch.empty(num_bytes, dtype=torch.uint8)
-    mapping = _RegisteredMap(-1, num_bytes)
-    mapping.madvise(mmap.MADV_HUGEPAGE)
-    region = torch.frombuffer(mapping, dtype=torch.uint8)
-    _touch(region)
-    code = int(torch.cuda.cudart().cudaHostRegister(region.data_ptr(), num_bytes, 0))
+    pinned = PinnedBytes(_fresh(num_bytes))
+    populate_parallel(pinned.blob, pin_threads())
+    registrar = CudaRegistrar()
+    code = pinned.register(registrar)
     if code == 0:
-        mapping.address = region.data_ptr()
-        return region
+        return pinned.blob
+    _warn_refused(num_bytes, code)
+    return registrar.allocate(num_bytes)
+
+
+def _fresh(num_bytes: int) -> torch.Tensor:
+    return torch.frombuffer(map_pages(num_bytes), dtype=torch.uint8)
+
+
+def _warn_refused(num_bytes: int, code: int) -> None:
     warnings.warn(
         f"the driver refused to register {format_gib(num_bytes)} of host memory (cudaHostRegister: error {code}); "
         f"torch's pinned allocator is used instead, which is slower and rounds sizes up. Check `ulimit -l`",
         PenstockWarning,
-        stacklevel=2,
+        stacklevel=3,
     )
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
-def _touch(region: torch.Tensor) -> None:
-    """Write one byte per page from several threads: the kernel zeroes pages in the thread that faults."""
-    pages = region.numpy()[:: mmap.PAGESIZE]
-    step = _TOUCH_BYTES // mmap.PAGESIZE
+def pack(sizes: Sequence[int], limit: int) -> list[range]:
+    """Cut a row of sizes into runs of at most ``limit`` together, in order; a larger one has a run of its own."""
+    runs, start, filled = [], 0, 0
+    for index, size in enumerate(sizes):
+        if index > start and filled + size > limit:
+            runs.append(range(start, index))
+            start, filled = index, 0
+        filled += size
+    return [*runs, range(start, len(sizes))] if sizes else []
 
-    def write(start: int) -> None:
-        np.copyto(pages[start : start + step], np.uint8(0))
 
-    with ThreadPoolExecutor(min(16, len(os.sched_getaffinity(0)))) as pool:
-        list(pool.map(write, range(0, len(pages), step)))
+@dataclass(frozen=True)
+class _Cargo:
+    """What lies in one stretch: a unit (by index) or a storage that is read in place."""
+
+    unit: int | None
+    entries: tuple[tuple[str, int, int], ...]  # storage, offset, bytes
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class _Place:
+    slab: int
+    start: int
+    num_bytes: int
 
 
 class PinnedStore(Store):
-    """Slabs of units, and storages that are read in place, side by side in one pinned region.
+    """Slabs of units, and storages that are read in place; made empty, then filled, then sealed.
 
-    ``fill(storage, into)`` is called once per storage, in order, to write its bytes (``into``: uint8, 1-D, host).
+    Write each storage to its :meth:`room` and say so with :meth:`landed`; a slab whose storages have all landed is
+    registered in the background. :meth:`seal` waits for that. To fill from a device, call :meth:`pin_now` first.
+
+    Attributes:
+        registrar: what pins; ``None``: nothing is pinned.
+        adopted: the storages that rest where they were.
     """
 
     mode = "cpu"
 
     def __init__(
-        self, units: Sequence[Unit], in_place: Mapping[str, int], fill: Callable[[str, torch.Tensor], None]
+        self,
+        units: Sequence[Unit],
+        in_place: Mapping[str, int],
+        registrar: Registrar | None,
+        *,
+        adopt: Mapping[str, torch.Tensor] | None = None,
+        max_slab_bytes: int = SLAB_BYTES,
     ) -> None:
-        starts, places, end = [], {}, 0
-        for unit in units:
-            starts.append(end)
-            places.update({entry.storage: (end + entry.offset, entry.num_bytes) for entry in unit.entries})
-            end += unit.num_bytes
-        for name, num_bytes in in_place.items():
-            places[name] = (end, num_bytes)
-            end += -(-num_bytes // SLAB_ALIGNMENT_BYTES) * SLAB_ALIGNMENT_BYTES
-        self._region = pinned_region(end)
-        self._slabs = [self._region[s : s + unit.num_bytes] for s, unit in zip(starts, units, strict=True)]
-        self._blobs = {name: self._region[start : start + size] for name, (start, size) in places.items()}
-        for name, blob in self._blobs.items():
-            fill(name, blob)
+        """Map the memory; nothing is touched or registered yet, but for what is adopted.
+
+        Args:
+            units: each gets one contiguous stretch.
+            in_place: bytes of the storages that are read in place.
+            registrar: what pins; ``None`` leaves the memory unpinned.
+            adopt: tensors in host memory (uint8, 1-D) to use where they lie, by the storage that they hold; taken for
+                units of one storage and for storages read in place, if the driver registers them.
+            max_slab_bytes: of one registration, unless a unit alone is larger.
+
+        Raises:
+            StateError: a graph is being captured.
+        """
+        self.registrar = registrar
+        self._slabs: list[PinnedBytes] = []
+        self._missing: list[set[str]] = []
+        self._storages: dict[str, _Place] = {}
+        self._units: dict[int, _Place] = {}
+        self._pool = ThreadPoolExecutor(1, "penstock-pin")
+        self._codes: dict[int, Future[int]] = {}
+        self._sealed: set[int] = set()
+        cargo = [_Cargo(u.index, tuple((e.storage, e.offset, e.num_bytes) for e in u.entries), u.num_bytes)
+                 for u in units]  # fmt: skip
+        cargo += [_Cargo(None, ((name, 0, size),), slab_bytes([size])) for name, size in in_place.items()]
+        rest = [item for item in cargo if not self._adopt(item, adopt or {})]
+        self.adopted = frozenset(self._storages)
+        for run in pack([item.num_bytes for item in rest], max_slab_bytes):
+            self._open(rest[run.start : run.stop])
+
+    def _adopt(self, cargo: _Cargo, adopt: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the only storage of ``cargo`` stays where it is."""
+        name, _, num_bytes = cargo.entries[0]
+        if len(cargo.entries) > 1 or name not in adopt or self.registrar is None:
+            return False
+        slab = PinnedBytes(adopt[name])
+        if slab.register(self.registrar) != 0:
+            return False  # its pages may be known to the driver already
+        self._place(cargo, slab, 0, num_bytes)
+        self._missing.append(set())
+        self._slabs.append(slab)
+        return True
+
+    def _open(self, cargo: Sequence[_Cargo]) -> None:
+        slab = PinnedBytes(_fresh(sum(item.num_bytes for item in cargo)))
+        start = 0
+        for item in cargo:
+            self._place(item, slab, start, item.num_bytes)
+            start += item.num_bytes
+        self._missing.append({name for item in cargo for name, _, _ in item.entries})
+        self._slabs.append(slab)
+
+    def _place(self, cargo: _Cargo, slab: PinnedBytes, start: int, num_bytes: int) -> None:
+        index = len(self._slabs)
+        if cargo.unit is not None:
+            self._units[cargo.unit] = _Place(index, start, num_bytes)
+        for name, offset, size in cargo.entries:
+            self._storages[name] = _Place(index, start + offset, size)
+
+    # -- filling ------------------------------------------------------------------------------------------------------
+
+    def room(self, storage: str) -> torch.Tensor:
+        """Where the bytes of ``storage`` go: uint8, 1-D, host."""
+        return self._view(self._storages[storage])
+
+    def pin_now(self) -> None:
+        """Touch and register everything that is not full yet, so that a device can write there.
+
+        Raises:
+            BudgetError: the system has no memory for it.
+            StateError: another thread is capturing a graph.
+        """
+        for index, missing in enumerate(self._missing):
+            if missing:
+                populate_parallel(self._slabs[index].blob, pin_threads())
+                self._register(index)
+        self.seal()
+
+    def landed(self, storage: str) -> None:
+        """``storage`` lies in its room; the last one of a slab starts its registration."""
+        index = self._storages[storage].slab
+        self._missing[index].discard(storage)
+        if not self._missing[index]:
+            self._register(index)
+
+    def seal(self) -> None:
+        """Wait for the registrations; what the driver refuses is moved to memory of torch's pinned allocator.
+
+        Raises:
+            StateError: another thread is capturing a graph.
+        """
+        self._pool.shutdown()
+        for index in self._codes.keys() - self._sealed:
+            code = self._codes[index].result()
+            self._sealed.add(index)
+            if code != 0:
+                self._replace(index, code)
+
+    def _register(self, index: int) -> None:
+        if self.registrar is not None and index not in self._codes:
+            self._codes[index] = self._pool.submit(self._slabs[index].register, self.registrar)
+
+    def _replace(self, index: int, code: int) -> None:
+        assert self.registrar is not None
+        old = self._slabs[index].blob
+        _warn_refused(old.numel(), code)
+        self._slabs[index] = PinnedBytes(self.registrar.allocate(old.numel()).copy_(old))
+
+    def _view(self, place: _Place) -> torch.Tensor:
+        return self._slabs[place.slab].blob[place.start : place.start + place.num_bytes]
+
+    # -- at rest ------------------------------------------------------------------------------------------------------
 
     def segments(self, storage: str) -> list[Segment]:
-        blob = self._blobs[storage]
+        blob = self.room(storage)
         return [Segment(MemorySource(blob), 0, blob.numel())]
 
     def load(self, unit: Unit) -> Load:
-        return Load(unit.index, tuple(self.unit_segments(unit)), self._slabs[unit.index])
+        return Load(unit.index, tuple(self.unit_segments(unit)), self._view(self._units[unit.index]))
 
     def in_place(self, storage: str) -> torch.Tensor:
-        return self._blobs[storage]
+        return self.room(storage)
 
     @property
     def host_bytes(self) -> int:
-        return self._region.numel()
+        return sum(slab.blob.numel() for slab in self._slabs)
+
+    def unpin(self) -> None:
+        """Unregister now, even where somebody still looks into the memory, which stays as ordinary memory."""
+        self._pool.shutdown(cancel_futures=True)
+        for slab in self._slabs:
+            slab.unregister()
 
     def close(self) -> None:
-        """Let go of the region; the last view of it unregisters the memory."""
+        """Let go of the slabs; the last view of each unregisters and frees it."""
+        self._pool.shutdown(cancel_futures=True)
+        self._codes.clear()
+        self._storages.clear()
+        self._units.clear()
         self._slabs.clear()
-        self._blobs.clear()
-        self._region = torch.empty(0, dtype=torch.uint8)
 
 
 class _ArrayInterface:

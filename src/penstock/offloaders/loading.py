@@ -1,0 +1,185 @@
+"""The one pass of an offload: from files, and from the model's own tensors, to the store and to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+
+import torch
+
+from penstock.errors import OptionError
+from penstock.offloaders.binding import BoundStorage
+from penstock.process import trim_heap
+from penstock.store.adoption import MIN_BYTES
+from penstock.store.base import Segment, Store
+from penstock.store.cpu import MemorySource
+from penstock.store.disk import DiskOptions, DiskStore
+from penstock.store.loading import Delivery, Progress, deliver
+from penstock.store.numa import cpus_near
+from penstock.store.pinned import PinnedStore, pin_threads
+from penstock.store.staging import CudaUploader
+from penstock.weights import TensorSource, WeightMap
+
+__all__ = ["WeightLoader", "require_weights"]
+
+# Live tensors are there twice while they are under way, so little of them is.
+_LIVE_PIECE_BYTES = 2 << 20
+_LIVE_EXTRA_JOBS = 4
+_TRIM_BYTES = 32 << 20
+
+
+class WeightLoader:
+    """Fills rooms: ``rooms`` of the store, and ``residents`` where compute will read them.
+
+    What the model has in host memory is let go of, storage by storage, as soon as it lies in a pinned store: its
+    tensors look into the store from then on, so that the two are never there together.
+
+    Args:
+        bound: all storages, by name.
+        store: with room for those of ``rooms``.
+        rooms: names of the storages that the store lacks.
+        residents: by name, where the bytes go (uint8, 1-D).
+        device: where compute runs.
+        weights: the checkpoint, for tensors on ``meta``.
+        disk: how its files are read.
+        progress: called with (bytes loaded, bytes to load) over the whole pass.
+    """
+
+    def __init__(
+        self,
+        bound: Mapping[str, BoundStorage],
+        store: Store,
+        rooms: Mapping[str, torch.Tensor],
+        residents: Mapping[str, torch.Tensor],
+        *,
+        device: torch.device,
+        weights: WeightMap | None = None,
+        disk: DiskOptions | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self._bound = bound
+        self._store = store
+        self._rooms = rooms
+        self._goals = {**rooms, **residents}
+        self._device = device
+        self._disk = disk
+        self._progress = progress or (lambda done, total: None)
+        self._sources = {n: require_weights(weights).source(bound[n].info) for n in self._goals if bound[n].on_meta}
+        self._total_bytes = sum(bound[name].info.num_bytes for name in self._goals)
+        self._done_bytes = 0
+        self._freed_bytes = 0
+
+    def run(self) -> None:
+        """Bring everything.
+
+        Raises:
+            TransferError, CheckpointError: bytes that cannot be had.
+        """
+        if not self._goals:
+            return
+        self._moved(0)
+        self._copy_from_devices()
+        files = DiskStore(self._sources, self._disk)
+        try:
+            self._deliver(files)
+        finally:
+            files.close()
+        if isinstance(self._store, PinnedStore):
+            self._store.seal()
+        if self._freed_bytes:
+            trim_heap()
+
+    def _deliver(self, files: DiskStore) -> None:
+        # Live tensors first, and alone: what they free is there for the rest.
+        live = [name for name in self._goals if self._bound[name].home.type == "cpu"]
+        moving = [name for name in live if name in self._rooms]
+        stored = sorted(self._sources, key=lambda name: _position(self._sources[name]))
+        threads, cpus = pin_threads(), cpus_near(self._device)
+        deliver(
+            (self._live(name) for name in moving),
+            num_threads=threads,
+            landed=self._landed,
+            moved=self._moved,
+            cpus=cpus,
+            piece_bytes=_LIVE_PIECE_BYTES,
+            max_jobs=threads + _LIVE_EXTRA_JOBS,
+        )
+        staying = [name for name in live if name not in self._rooms]
+        deliver(
+            chain(
+                (self._live(name) for name in staying),
+                (self._delivery(name, partial(files.segments, name)) for name in stored),
+            ),
+            num_threads=threads,
+            uploader=self._make_uploader([*staying, *stored]),
+            landed=self._landed,
+            moved=self._moved,
+            cpus=cpus,
+        )
+
+    def _live(self, name: str) -> Delivery:
+        return self._delivery(name, partial(_segments_of, self._bound[name]))
+
+    def _delivery(self, name: str, segments: Callable[[], Sequence[Segment]]) -> Delivery:
+        return Delivery(name, self._bound[name].info.num_bytes, segments, self._goals[name])
+
+    def _make_uploader(self, names: Sequence[str]) -> CudaUploader | None:
+        if any(not self._goals[name].is_cpu for name in names):
+            registrar = self._store.registrar if isinstance(self._store, PinnedStore) else None
+            return CudaUploader(self._device, registrar)
+        return None
+
+    def _copy_from_devices(self) -> None:
+        """What lies on a GPU goes at the rate of its link into memory that is pinned already."""
+        names = [name for name in self._goals if self._bound[name].home.type == "cuda"]
+        for name in names:
+            self._goals[name].copy_(self._bound[name].original_bytes(), non_blocking=True)
+        for home in {self._bound[name].home for name in names}:
+            torch.cuda.synchronize(home)  # the host reads next, and it is told of no event
+        for name in names:
+            self._moved(self._bound[name].info.num_bytes)
+            if name in self._rooms and isinstance(self._store, PinnedStore):
+                self._store.landed(name)
+
+    def _moved(self, num_bytes: int) -> None:
+        self._done_bytes += num_bytes
+        self._progress(self._done_bytes, self._total_bytes)
+
+    def _landed(self, name: str) -> None:
+        if name not in self._rooms or not isinstance(self._store, PinnedStore):
+            return
+        bound = self._bound[name]
+        if not bound.on_meta:
+            bound.point_at(self._rooms[name])
+            bound.forget_original()
+            self._trim_after(bound.info.num_bytes)
+        self._store.landed(name)
+
+    def _trim_after(self, num_bytes: int) -> None:
+        """Freed blocks below glibc's mapping threshold stay with the heap until it is told to give them back."""
+        if num_bytes >= MIN_BYTES:
+            return
+        before = self._freed_bytes // _TRIM_BYTES
+        self._freed_bytes += num_bytes
+        if self._freed_bytes // _TRIM_BYTES > before:
+            trim_heap()
+
+
+def require_weights(weights: WeightMap | None) -> WeightMap:
+    """``weights``, or an error that says where to get them."""
+    if weights is None:
+        raise OptionError(
+            "this offload reads weights from safetensors files, and none were given: pass checkpoint=FOLDER to "
+            "penstock.offload (model.save_pretrained(FOLDER) or safetensors.torch.save_model writes one)"
+        )
+    return weights
+
+
+def _segments_of(bound: BoundStorage) -> list[Segment]:
+    return [Segment(MemorySource(bound.original_bytes()), 0, bound.info.num_bytes)]
+
+
+def _position(source: TensorSource) -> tuple[str, int]:
+    first = source.parts[0].tensor
+    return str(first.path), first.offset

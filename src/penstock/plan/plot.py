@@ -1,0 +1,88 @@
+"""A plan as a picture: where each layer's bytes are, and what more or less device memory would do to the step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.errors import OptionError
+from penstock.plan.budget import Point
+from penstock.plan.cost import find_stages
+from penstock.plan.model import Mechanism, Plan
+from penstock.plan.outlook import Outlook
+from penstock.plan.planner import Planner
+
+__all__ = ["draw_plan"]
+
+GIB = 2**30
+_COLOURS: dict[Mechanism, str] = {"resident": "#3aa655", "prefetch": "#4c8ed9", "uva": "#e8a33d"}
+_LABELS: dict[Mechanism, str] = {"resident": "resident", "prefetch": "prefetched", "uva": "read in place"}
+
+
+def draw_plan(
+    path: str | os.PathLike[str], name: str, plan: Plan, planner: Planner, outlook: Outlook, points: Sequence[Point]
+) -> None:
+    """Write the picture to ``path``; its suffix says the format.
+
+    Args:
+        name: of the model.
+        points: the memory curve of the same question (:meth:`Planner.curve`); empty leaves the second panel out.
+
+    Raises:
+        OptionError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise OptionError(
+            "--plot draws with matplotlib, which is not installed; pip install 'penstock[plot]'"
+        ) from error
+    panels = 2 if points else 1
+    figure = Figure(figsize=(10, 4.2 * panels), layout="constrained")
+    axes = figure.subplots(panels, 1, squeeze=False)[:, 0]
+    figure.suptitle(f"{name}: {plan.weight_bytes / GIB:.2f} GiB of weights in {plan.device_bytes / GIB:.2f} GiB")
+    _draw_layers(axes[0], plan, planner)
+    if points:
+        _draw_curve(axes[1], plan, outlook, points)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_layers(axes: Any, plan: Plan, planner: Planner) -> None:
+    stages = [
+        stage for stage in find_stages(planner.inventory) if sum(s.num_bytes for s, _ in stage.storages) > GIB / 1e4
+    ]
+    bottom = [0.0] * len(stages)
+    for mechanism, colour in _COLOURS.items():
+        heights = [
+            sum(s.num_bytes for s, _ in stage.storages if plan.mechanism_of(s.name) == mechanism) / GIB
+            for stage in stages
+        ]
+        if any(heights):
+            axes.bar(range(len(stages)), heights, 0.85, bottom, color=colour, label=_LABELS[mechanism])
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    names = [stage.anchor.rpartition(".")[2] or "(model)" for stage in stages]
+    step = max(1, len(names) // 24)
+    shown = [index for index in range(len(names)) if index % step == 0 or not names[index].isdigit()]
+    # Words get a slant; where there are many layers only some numbers fit.
+    axes.set_xticks(shown, [names[index] for index in shown], rotation=30, ha="right", fontsize=7)
+    axes.set_ylabel("GiB")
+    axes.set_title("Weights by layer", loc="left", fontsize=10)
+    axes.margins(x=0.01)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
+
+
+def _draw_curve(axes: Any, plan: Plan, outlook: Outlook, points: Sequence[Point]) -> None:
+    memory = [point.device_bytes / GIB for point in points]
+    for index, forecast in enumerate(outlook.forecasts):
+        steps = [point.step_s[index] * 1e3 for point in points]
+        (line,) = axes.step(memory, steps, where="post", label=f"batch {forecast.rows}")
+        axes.axhline(forecast.resident_s * 1e3, color=line.get_color(), linestyle=":", linewidth=1)
+        axes.plot(plan.device_bytes / GIB, forecast.step_s * 1e3, "o", color=line.get_color())
+    axes.axvline(plan.device_bytes / GIB, color="#888888", linewidth=0.8)
+    axes.set_yscale("log")
+    axes.set_xlabel("device memory for weights, GiB")
+    axes.set_ylabel("step, ms")
+    axes.set_title("Predicted step; dots: this plan, dotted: all weights resident", loc="left", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)

@@ -1,0 +1,58 @@
+"""Bytes to a device through a small ring of pinned buffers: no whole tensor is ever in host memory for it."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+
+import torch
+
+from penstock.store.base import writable_view
+from penstock.store.loading import Part
+from penstock.store.pages import map_pages
+from penstock.store.registration import PinnedBytes, Registrar
+
+__all__ = ["CudaUploader"]
+
+BUFFER_BYTES = 2 << 20
+NUM_BUFFERS = 16
+
+
+class CudaUploader:
+    """Reads into a pinned buffer, copies on a stream of its own, and reuses the buffer behind the copy."""
+
+    piece_bytes = BUFFER_BYTES
+
+    def __init__(self, device: torch.device, registrar: Registrar | None) -> None:
+        """``registrar``: what pins the buffers; ``None``, or its refusal, leaves them unpinned, which is slower."""
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        # The allocator may hand out memory that kernels given to the current stream still read.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        ring = torch.frombuffer(map_pages(NUM_BUFFERS * BUFFER_BYTES), dtype=torch.uint8)
+        self._pinned = PinnedBytes(ring)
+        if registrar is not None:
+            self._pinned.register(registrar)
+        self._free: queue.SimpleQueue[tuple[torch.Tensor, torch.cuda.Event]] = queue.SimpleQueue()
+        for buffer in self._pinned.blob.split(BUFFER_BYTES):
+            self._free.put((buffer, torch.cuda.Event()))  # an event not recorded yet counts as done
+
+    def upload(self, parts: Sequence[Part]) -> None:
+        """See :class:`~penstock.store.loading.Uploader`."""
+        buffer, event = self._free.get()
+        try:
+            event.synchronize()
+            start = 0
+            for part in parts:
+                staged = buffer[start : start + part.into.numel()]
+                part.source.read(part.start, writable_view(staged))
+                with torch.cuda.stream(self._stream):
+                    part.into.copy_(staged, non_blocking=True)
+                start += part.into.numel()
+        finally:
+            event.record(self._stream)
+            self._free.put((buffer, event))
+
+    def finish(self) -> None:
+        """Return when every copy is done."""
+        self._stream.synchronize()
