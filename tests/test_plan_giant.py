@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from giants import DEEPSEEK_V3, write_deepseek_v3
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -23,6 +24,8 @@ from transformers.core_model_loading import (
 from penstock.adapters._renaming import Renamer, natural_order
 from penstock.cli.model import OpenedModel, open_model
 from penstock.config import Budget, Workload
+from penstock.plan.cost import NOMINAL_CPU
+from penstock.plan.machine import Machine
 from penstock.store.disk import DiskOptions
 from penstock.traits import traits_of
 
@@ -53,7 +56,8 @@ def test_a_plan_in_seconds_without_a_weight_read(giant: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "preadv", recording)
     begin = time.process_time()
     opened = open_model(str(giant))
-    plan = opened.plan(Budget("80GiB", workload=Workload([1, 16], 4096)))
+    planner = opened.planner(torch.device("cpu"), NOMINAL_CPU)
+    plan = opened.plan(planner, Budget("80GiB", workload=Workload([1, 16], 4096)), Machine("cpu", None))
     opened.check_files(DiskOptions())
     spent_s = time.process_time() - begin
     print(f"{spent_s:.2f} s of CPU time")

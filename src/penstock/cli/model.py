@@ -61,7 +61,8 @@ class OpenedModel:
             return policy
         if policy is None:
             return assemble(self.inventory, [], 0, planner.default_mode)
-        return replace(planner.plan(policy), model_name=self.name, made_for=machine)
+        with _no_collections():
+            return replace(planner.plan(policy), model_name=self.name, made_for=machine)
 
     def check_files(self, options: DiskOptions) -> None:
         """Open the weight files in the way ``options`` ask for, which the file system may refuse; reads nothing."""
