@@ -155,7 +155,8 @@ def test_the_curve_is_what_budgets_reach() -> None:
     points = curve(Space(question))
     assert len(points) > 5
     for point in points[::3]:
-        assert step(plan(inventory, max(1, point.device_bytes)), inventory) == pytest.approx(point.step_s[0], rel=1e-6)
+        best = step(plan(inventory, max(1, point.device_bytes)), inventory)
+        assert best * (1 - 1e-9) <= point.step_s[0] <= 1.03 * best
     assert [p.device_bytes for p in points] == sorted(p.device_bytes for p in points)
     assert [p.step_s for p in points] == sorted((p.step_s for p in points), reverse=True)
 

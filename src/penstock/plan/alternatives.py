@@ -48,14 +48,13 @@ class Alternative:
         return asdict(self)
 
 
-def alternatives(
-    question: Question, budget: Budget, plan: Plan, points: Sequence[Point] | None = None
-) -> list[Alternative]:
+def alternatives(space: Space, budget: Budget, plan: Plan, points: Sequence[Point] | None = None) -> list[Alternative]:
     """Two or three of them, the nearest first; empty where nothing would be better.
 
-    ``points``: the memory curve of the same question, if it is at hand.
+    ``points``: the memory curve of ``space``, if it is at hand.
     """
-    found = list(_more_memory(question, budget, plan, curve(Space(question)) if points is None else points))
+    question = space.question
+    found = list(_more_memory(question, budget, plan, curve(space) if points is None else points))
     return found + list(_larger_batch(question, budget, plan))
 
 
@@ -94,11 +93,11 @@ def _more_memory(question: Question, budget: Budget, plan: Plan, points: Sequenc
 
 def _larger_batch(question: Question, budget: Budget, plan: Plan) -> Iterator[Alternative]:
     batch = max(question.batch_sizes)
-    now = forecast(plan, question.inventory, question.rates, question.traits, batch)
+    now = forecast(plan, question.inventory, question.rates, question.traits, batch, question.context)
     best = None
     larger = 2 * batch
     while larger <= _LARGEST_BATCH and _bytes_with(question, budget, plan, larger) <= budget.num_bytes:
-        then = forecast(plan, question.inventory, question.rates, question.traits, larger)
+        then = forecast(plan, question.inventory, question.rates, question.traits, larger, question.context)
         if then.step_s > _NEARLY_FREE * now.step_s:
             break
         best, larger = then, 2 * larger
@@ -120,7 +119,7 @@ def _bytes_with(question: Question, budget: Budget, plan: Plan, batch: int) -> i
 
 def _times(question: Question, plan: Plan) -> tuple[float, ...]:
     return tuple(
-        forecast(plan, question.inventory, question.rates, question.traits, rows).step_s
+        forecast(plan, question.inventory, question.rates, question.traits, rows, question.context).step_s
         for rows in question.batch_sizes
     )
 

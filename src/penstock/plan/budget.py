@@ -26,6 +26,7 @@ __all__ = ["Point", "curve", "solve"]
 
 # Timed first, by the order of their lower bounds; the best of them rules out nearly all the others.
 _FIRST = 64
+_CURVE_BINS = 256
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,10 @@ class Point:
     step_s: tuple[float, ...]
 
 
-def solve(question: Question, budget: Budget, mode: Mode) -> Plan:
+def solve(question: Question, budget: Budget, mode: Mode, space: Space | None = None) -> Plan:
     """The plan with the least geometric mean of step times over the batch sizes.
+
+    ``space``: of this question, if it is at hand.
 
     Raises:
         BudgetError: even with everything offloaded the budget is too small; carries the minimum.
@@ -52,7 +55,7 @@ def solve(question: Question, budget: Budget, mode: Mode) -> Plan:
     if inventory.num_bytes <= weights_budget and not question.forced:
         _warn_nothing_to_do(inventory, budget)
         return assemble(inventory, [], 0, mode)
-    space = Space(question)
+    space = space or Space(question)
     best = _best(space, weights_budget, budget.host_limit_bytes if mode == "cpu" else None)
     if best is None:
         raise _too_small(space, budget, question)
@@ -109,10 +112,13 @@ def _rank(group: Costed, row: int) -> tuple[bool, float, float, int]:
 
 
 def curve(space: Space) -> list[Point]:
-    """The best step times for every amount of device memory, ascending: what a little more memory would buy."""
+    """Nearly the best step times for every amount of device memory, ascending: what a little more would buy.
+
+    Of the candidates of a family only the most promising of each of ``_CURVE_BINS`` stretches of memory are timed.
+    """
     points: list[tuple[float, float, Floats]] = []
     for group in space.groups:
-        rows = _frontier(group.device_bytes, group.bound(np.arange(len(group.device_bytes))), slack=0.02)
+        rows = _most_promising(group, space.question.inventory.num_bytes)
         times = group.step_s(rows)
         points += zip(group.device_bytes[rows], score_of(times), times.T, strict=True)
     best: list[Point] = []
@@ -124,12 +130,14 @@ def curve(space: Space) -> list[Point]:
     return best
 
 
-def _frontier(memory: Floats, bound: Floats, slack: float) -> Ints:
-    """Candidates whose bound is within ``slack`` (a logarithm) of the least bound at their memory."""
-    order = np.lexsort((bound, memory))
-    least = np.minimum.accumulate(bound[order])
-    kept: Ints = order[bound[order] <= least + slack]
-    return kept
+def _most_promising(group: Costed, total_bytes: int) -> Ints:
+    every = np.arange(len(group.device_bytes))
+    stretch = np.floor(group.device_bytes / max(1, total_bytes) * _CURVE_BINS)
+    order = np.lexsort((group.bound(every), stretch))
+    changes = np.flatnonzero(np.diff(stretch[order], prepend=-1.0))
+    kept = np.unique(np.concatenate([changes, np.minimum(changes + 1, len(order) - 1)]))
+    rows: Ints = order[kept]
+    return rows
 
 
 def _warn_nothing_to_do(inventory: Inventory, budget: Budget) -> None:

@@ -53,7 +53,6 @@ def build_plan(
     if isinstance(policy, Rules):
         return _plan_rules(inventory, policy, fixed)
     if isinstance(policy, Budget):
-        (traits or Traits()).check_context(policy.workload.context)
         question = question_of(
             inventory, policy, default_mode, unstreamable, rates=rates, traits=traits, zero_copy=zero_copy
         )
@@ -81,6 +80,7 @@ def question_of(
     zero_copy: bool = False,
 ) -> Question:
     """The question that a budget puts to the solver; arguments as for :func:`build_plan`."""
+    (traits or Traits()).check_context(budget.workload.context)
     mode = budget.mode or default_mode
     fixed = unstreamable if mode == "disk" else ()
     movable = [s for s in _candidates(inventory, budget.params) if s.name not in fixed]
@@ -95,6 +95,7 @@ def question_of(
         zero_copy=zero_copy and has_bytes,
         lookups_in_place=has_bytes,
         batch_sizes=budget.workload.batch_sizes,
+        context=budget.workload.context,
     )
 
 

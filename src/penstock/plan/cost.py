@@ -3,7 +3,7 @@
 A model is a row of *stages*, the modules that run one after another. A stage of ``rows`` rows takes
 
     compute = sum over its tensors of touched bytes x product_s_per_byte(rows)
-              + kernels x kernel_s + activation bytes / device copy rate
+              + kernels x kernel_s + (activation bytes + its share of the KV cache) / device copy rate
 
 with all weights resident. What it reads in place takes the longer of that and
 
@@ -26,8 +26,11 @@ are not measured by the probe: they were fitted once, to the resident steps of t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from penstock.inventory import Inventory, StorageInfo
 from penstock.plan.traits import Traits
@@ -42,7 +45,7 @@ __all__ = [
     "StorageCost",
     "experts_in",
     "find_stages",
-    "stage_compute_s",
+    "stages_compute_s",
     "storage_cost",
 ]
 
@@ -81,6 +84,12 @@ class Curve:
         share = math.log(size / x0) / math.log(x1 / x0)
         return float(y0 * (y1 / y0) ** share)
 
+    def over(self, sizes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The values at many positive sizes."""
+        x, y = np.log(np.array(self.points)).T
+        values: npt.NDArray[np.float64] = np.exp(np.interp(np.log(sizes), x, y))
+        return values
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -114,6 +123,10 @@ class Rates:
     def copy_s(self, num_bytes: float) -> float:
         """Seconds of one copy."""
         return num_bytes / self.copy_bytes_per_s(num_bytes) if num_bytes else 0.0
+
+    def copies_s(self, num_bytes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Seconds of each of many copies; 0 for no bytes."""
+        return np.where(num_bytes > 0, num_bytes / self.copy_bytes_per_s.over(np.maximum(num_bytes, 1.0)), 0.0)
 
 
 # A PCIe 4.0 x16 link and a device of 1 TB/s and 150 TFLOP/s: the order of the workstation cards that most people have.
@@ -152,10 +165,12 @@ class Stage:
     Attributes:
         anchor: its dotted name.
         storages: what it reads, each with the number of experts it is divided into (1: not divided).
+        is_layer: whether it is one of the layers.
     """
 
     anchor: str
     storages: tuple[tuple[StorageInfo, int], ...]
+    is_layer: bool = False
 
 
 def find_stages(inventory: Inventory) -> list[Stage]:
@@ -167,7 +182,7 @@ def find_stages(inventory: Inventory) -> list[Stage]:
         members.setdefault(_layer_of(owner, layers) or reader_of(inventory, owner), []).append(storage)
     order = {name: index for index, name in enumerate(inventory.modules)}
     return [
-        Stage(anchor, tuple((s, experts_in(s, anchor in layers)) for s in members[anchor]))
+        Stage(anchor, tuple((s, experts_in(s, anchor in layers)) for s in members[anchor]), anchor in layers)
         for anchor in sorted(members, key=order.__getitem__)
     ]
 
@@ -221,8 +236,17 @@ def _lookup_cost(storage: StorageInfo, rows: int, rates: Rates) -> StorageCost:
     return StorageCost(resident_s, in_place_s, touched)
 
 
-def stage_compute_s(stage: Stage, rows: int, rates: Rates, traits: Traits) -> float:
-    """Seconds of a step's compute in ``stage`` beside what :func:`storage_cost` gives for its tensors."""
+def stages_compute_s(stages: Sequence[Stage], rows: int, rates: Rates, traits: Traits, context: int = 0) -> list[float]:
+    """Seconds of each stage of a step beside what :func:`storage_cost` gives for its tensors.
+
+    ``context``: tokens per sequence in the KV cache, which attention reads whole; the layers share it equally.
+    """
+    layers = [stage for stage in stages if stage.is_layer]
+    attention_s = traits.cache_bytes(rows, context) / rates.device_bytes_per_s / max(1, len(layers))
+    return [_small_kernels_s(stage, rows, rates, traits) + attention_s * stage.is_layer for stage in stages]
+
+
+def _small_kernels_s(stage: Stage, rows: int, rates: Rates, traits: Traits) -> float:
     kernels = KERNELS_PER_TENSOR * sum(not storage.is_lookup for storage, _ in stage.storages)
     if any(experts > 1 for _, experts in stage.storages):
         kernels += KERNELS_PER_EXPERT_LAYER

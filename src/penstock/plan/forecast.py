@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from penstock.inventory import Inventory
-from penstock.plan.cost import Rates, find_stages, stage_compute_s, storage_cost
+from penstock.plan.cost import Rates, Stage, find_stages, stages_compute_s, storage_cost
 from penstock.plan.model import Plan
 from penstock.plan.pipeline import StageTimes, step_s
 from penstock.plan.schedule import chain
@@ -52,28 +52,30 @@ class Forecast:
         return {**asdict(self), "rows_per_s": self.rows_per_s}
 
 
-def forecast(plan: Plan, inventory: Inventory, rates: Rates, traits: Traits, rows: int) -> Forecast:
+def forecast(plan: Plan, inventory: Inventory, rates: Rates, traits: Traits, rows: int, context: int = 0) -> Forecast:
     """Play ``plan`` through; a pure function of sizes and rates (:mod:`penstock.plan.cost`)."""
-    stages = list(_stage_times(plan, inventory, rates, traits, rows))
+    parts = find_stages(inventory)
+    beside = stages_compute_s(parts, rows, rates, traits, context)
+    stages = list(_stage_times(plan, parts, beside, rates, traits, rows))
     slots, units = np.array([plan.num_slots]), np.array([len(plan.units)])
     step = float(step_s(stages, slots, units, rates.copies_take_cores)[0])
     in_place_s = sum(float(stage.in_place_s[0]) for stage in stages)
     moved = {unit.anchor for unit in plan.units if len(chain(unit.slot, len(plan.units), plan.num_slots)) > 1}
     link_s = sum(rates.copy_s(unit.payload_bytes) for unit in plan.units if unit.anchor in moved)
-    resident_s = sum(
-        stage_compute_s(stage, rows, rates, traits)
-        + sum(storage_cost(s, experts, rows, rates, traits).resident_s for s, experts in stage.storages)
-        for stage in find_stages(inventory)
+    resident_s = sum(beside) + sum(
+        storage_cost(s, experts, rows, rates, traits).resident_s for stage in parts for s, experts in stage.storages
     )
     floor_s = max(resident_s, link_s + in_place_s)
     bound: Bound = "compute" if floor_s == resident_s else "link" if link_s >= in_place_s else "in place"
     return Forecast(rows, step, resident_s, link_s, in_place_s, floor_s, bound)
 
 
-def _stage_times(plan: Plan, inventory: Inventory, rates: Rates, traits: Traits, rows: int) -> Iterator[StageTimes]:
+def _stage_times(
+    plan: Plan, parts: Sequence[Stage], beside: Sequence[float], rates: Rates, traits: Traits, rows: int
+) -> Iterator[StageTimes]:
     units = {unit.anchor: unit for unit in plan.units}
-    for stage in find_stages(inventory):
-        compute_s, in_place_s = stage_compute_s(stage, rows, rates, traits), 0.0
+    for stage, compute_s in zip(parts, beside, strict=True):
+        in_place_s = 0.0
         for storage, experts in stage.storages:
             cost = storage_cost(storage, experts, rows, rates, traits)
             if storage.name in plan.uva:

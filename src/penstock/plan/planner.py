@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.config import Budget, Mode, Policy, Workload
 from penstock.inventory import Inventory
 from penstock.plan.alternatives import Alternative, alternatives
-from penstock.plan.budget import Point, curve
+from penstock.plan.budget import Point, curve, solve
 from penstock.plan.build import build_plan, question_of
 from penstock.plan.cost import Rates
 from penstock.plan.forecast import Forecast, forecast
 from penstock.plan.model import Plan
 from penstock.plan.outlook import Outlook, WorkloadBytes
-from penstock.plan.space import Question, Space
+from penstock.plan.space import Space
 from penstock.plan.traits import Traits
 
 __all__ = ["Planner"]
@@ -39,9 +39,14 @@ class Planner:
     zero_copy: bool = False
     default_mode: Mode = "cpu"
     unstreamable: Collection[str] = ()
+    # Candidates do not depend on the size of the budget, and are asked for again with other sizes.
+    _spaces: dict[object, Space] = field(default_factory=dict, compare=False, repr=False)
 
     def plan(self, policy: Policy) -> Plan:
         """The plan for ``policy``; raises as :func:`penstock.plan.build.build_plan` does."""
+        if isinstance(policy, Budget):
+            space = self._space(policy)
+            return solve(space.question, policy, policy.mode or self.default_mode, space)
         return build_plan(
             self.inventory,
             policy,
@@ -52,9 +57,9 @@ class Planner:
             zero_copy=self.zero_copy,
         )
 
-    def forecast(self, plan: Plan, rows: int) -> Forecast:
-        """What a step of ``rows`` rows will take under ``plan``."""
-        return forecast(plan, self.inventory, self.rates, self.traits, rows)
+    def forecast(self, plan: Plan, rows: int, context: int = 0) -> Forecast:
+        """What a step of ``rows`` rows will take under ``plan``, with ``context`` tokens per sequence in the cache."""
+        return forecast(plan, self.inventory, self.rates, self.traits, rows, context)
 
     def outlook(self, policy: Policy | Plan | None, plan: Plan, points: Sequence[Point] | None = None) -> Outlook:
         """What ``plan`` will cost for the workload of ``policy``; alternatives too where that is a budget."""
@@ -64,7 +69,7 @@ class Planner:
             self.rates.machine,
             self.rates.is_measured,
             workload.context,
-            tuple(self.forecast(plan, rows) for rows in workload.batch_sizes),
+            tuple(self.forecast(plan, rows, workload.context) for rows in workload.batch_sizes),
             tuple(self._memory(rows, workload.context) for rows in workload.batch_sizes),
             plan.device_bytes,
             tuple(self.alternatives(budget, plan, points)) if budget is not None and plan.offloaded_bytes else (),
@@ -78,19 +83,24 @@ class Planner:
 
     def alternatives(self, budget: Budget, plan: Plan, points: Sequence[Point] | None = None) -> list[Alternative]:
         """What a little more would bring, ``plan`` being the one for ``budget``; ``points``: the curve, if at hand."""
-        return alternatives(self._question(budget), budget, plan, points)
+        return alternatives(self._space(budget), budget, plan, points)
 
     def curve(self, budget: Budget) -> list[Point]:
         """Step times against device memory for weights, for the workload and rules of ``budget``."""
-        return curve(Space(self._question(budget)))
+        return curve(self._space(budget))
 
-    def _question(self, budget: Budget) -> Question:
-        return question_of(
-            self.inventory,
-            budget,
-            self.default_mode,
-            self.unstreamable,
-            rates=self.rates,
-            traits=self.traits,
-            zero_copy=self.zero_copy,
-        )
+    def _space(self, budget: Budget) -> Space:
+        key = (budget.params, budget.mode, budget.rules, budget.workload)
+        if key not in self._spaces:
+            self._spaces[key] = Space(
+                question_of(
+                    self.inventory,
+                    budget,
+                    self.default_mode,
+                    self.unstreamable,
+                    rates=self.rates,
+                    traits=self.traits,
+                    zero_copy=self.zero_copy,
+                )
+            )
+        return self._spaces[key]

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from penstock.config import Mechanism
 from penstock.inventory import Inventory, StorageInfo
-from penstock.plan.cost import Rates, Stage, StorageCost, experts_in, find_stages, stage_compute_s, storage_cost
+from penstock.plan.cost import Rates, Stage, StorageCost, experts_in, find_stages, stages_compute_s, storage_cost
 from penstock.plan.model import UnitDraft, slab_bytes
 from penstock.plan.pipeline import StageTimes, step_s
 from penstock.plan.traits import Traits
@@ -31,9 +31,9 @@ from penstock.plan.units import find_stacks, outside_units
 
 __all__ = ["Choice", "Costed", "Question", "Space"]
 
-MAX_SLOTS = 4
-# 2 ** 7 sets of roles: the seven heaviest roles of a layer one by one, or six and all the others together.
-_MAX_ATOMS = 7
+MAX_SLOTS = 3
+# 2 ** 6 sets of roles: the five heaviest roles of a layer one by one, and all the others together.
+_MAX_ATOMS = 6
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -51,6 +51,7 @@ class Question:
         zero_copy: whether compute may read any tensor in place, and not lookups alone.
         lookups_in_place: whether rows of lookup tables may be; mode ``meta`` has no rows to read.
         batch_sizes: rows of the steps that count.
+        context: tokens per sequence that attention reads from the cache.
     """
 
     inventory: Inventory
@@ -61,6 +62,7 @@ class Question:
     zero_copy: bool
     lookups_in_place: bool
     batch_sizes: Sequence[int]
+    context: int = 0
 
 
 @dataclass(frozen=True)
@@ -196,9 +198,9 @@ class Space:
     @cached_property
     def stage_s(self) -> Floats:
         """[batch sizes, stages]: compute beside the tensors' own."""
-        question = self.question
+        question, stages = self.question, self.parts.stages
         return np.array(
-            [[stage_compute_s(stage, rows, question.rates, question.traits) for stage in self.parts.stages]
+            [stages_compute_s(stages, rows, question.rates, question.traits, question.context)
              for rows in question.batch_sizes]
         )  # fmt: skip
 
@@ -370,10 +372,7 @@ class Costed:
             yield StageTimes(compute_s, in_place_s, self._copy_s(units.get(stage.anchor), count))
 
     def _copy_s(self, num_bytes: Floats | None, count: int) -> Floats:
-        if num_bytes is None:
-            return np.zeros(count)
-        sizes, inverse = np.unique(num_bytes, return_inverse=True)
-        return np.array([self._space.question.rates.copy_s(size) for size in sizes])[inverse]
+        return np.zeros(count) if num_bytes is None else self._space.question.rates.copies_s(num_bytes)
 
     def choice(self, candidate: int) -> Choice:
         """The candidate of this index, laid out."""
