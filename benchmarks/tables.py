@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "benchmarks"
-TABLE = re.compile(r"(<!-- table: (\S+) (\S+)(?: cases=(\S+))? -->\n).*?(<!-- end table -->)", re.DOTALL)
+TABLE = re.compile(r"(<!-- table: (\S+) (\S+)(?: (cases|contest)=(\S+))? -->\n).*?(<!-- end table -->)", re.DOTALL)
 
 STEP_HEADINGS = (
     "case",
@@ -79,18 +79,20 @@ def step_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def render(file: str, table: str, cases: str | None) -> str:
+def render(file: str, table: str, key: str | None, wanted: str | None) -> str:
     rows = [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
-    rows = [row for row in rows if row["table"] == table and (cases is None or row["case"] in cases.split(","))]
+    rows = [row for row in rows if row["table"] == table]
+    if wanted is not None:
+        rows = [row for row in rows if row["contest" if key == "contest" else "case"] in wanted.split(",")]
     if not rows:
-        raise SystemExit(f"{file}: no rows for table {table!r}, cases {cases}")
+        raise SystemExit(f"{file}: no rows for table {table!r}, {key} {wanted}")
     headings, cells_of = (PLAN_HEADINGS, plan_cells) if "predicted_ms" in rows[0] else (STEP_HEADINGS, step_cells)
     lines = [headings, ["---"] * len(headings), *map(cells_of, rows)]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def rewrite(text: str) -> str:
-    return TABLE.sub(lambda match: match[1] + render(match[2], match[3], match[4]) + match[5], text)
+    return TABLE.sub(lambda match: match[1] + render(match[2], match[3], match[4], match[5]) + match[6], text)
 
 
 def main() -> int:

@@ -47,13 +47,14 @@ OFFLOAD_FLAGS = [
     "--offload-params",
     "--offload-rule",
     "--offload-mode",
+    "--device",
     "--plan",
     "--disk-direct",
     "--disk-drop-cache",
 ]
 FLAGS = {
     "demo": ["--folder", "--keep"],
-    "plan": ["--json", "--save", *OFFLOAD_FLAGS],
+    "plan": ["--json", "--save", "--plot", "--machine", *OFFLOAD_FLAGS],
     "generate": ["--prompt", "--max-new-tokens", "--temperature", "--seed", "--trace", *OFFLOAD_FLAGS],
 }
 
@@ -69,6 +70,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(*args: object, stdin: str | None = None) -> Any:
     """The command line in this process: exit_code, stdout, stderr."""
     return CliRunner().invoke(app, [str(arg) for arg in args], input=stdin, prog_name="penstock")
+
+
+def before_outlook(text: str) -> str:
+    """The plan itself, without predictions and alternatives."""
+    return text.partition("Predicted steps")[0]
 
 
 def error_of(*args: object) -> str:
@@ -213,7 +219,7 @@ def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
         ({"offload_backend": "prefetch"}, "needs --offload-group-size"),
         ({"offload_backend": "uva", "offload_group_size": 2}, "needs --cpu-offload-gb"),
         ({"offload_group_size": 2, "cpu_offload_gb": 1.0}, "choose one"),
-        ({"offload_group_size": 2, "offload_mode": "tape"}, "expected one of cpu, disk, meta"),
+        ({"offload_group_size": 2, "offload_mode": "tape"}, "expected one of cpu, shm_cpu, disk, sharded_gpu, meta"),
         ({"offload_group_size": 2, "offload_num_in_group": 3}, "larger than group_size"),
         ({"offload_num_in_group": 2}, "--offload-num-in-group has no effect without --offload-group-size"),
         ({"offload_params": ["mlp"]}, "--offload-params has no effect without"),
@@ -280,7 +286,15 @@ def test_a_wrong_size_says_what_is_wrong_and_how_to_write_it(size: str, message:
 def test_plan_prints_a_table(model: Path) -> None:
     result = run("plan", model, "--device-memory", "2MiB")
     assert result.exit_code == 0, result.output
-    for text in ("device memory", "moved per forward", "slots", "read in place", "model.layers.*", "0-3", "down_proj"):
+    for text in (
+        "device memory",
+        "moved per forward",
+        "slots",
+        "read in place",
+        "model.layers.*",
+        "down_proj",
+        "tokens/s",
+    ):
         assert text in result.stdout
 
 
@@ -419,8 +433,10 @@ def test_a_saved_plan_is_shown_and_carried_out(model: Path, tmp_path: Path) -> N
     data = json.loads(file.read_text())
     assert (data["model"]["name"], data["machine"]) == (model.name, {"device": "cpu", "device_bytes": None})
     shown = run("plan", model, "--plan", file)
-    assert (shown.exit_code, shown.stdout) == (0, made.stdout)
-    assert json.loads(run("plan", model, "--plan", file, "--json").stdout) == data
+    assert (shown.exit_code, before_outlook(shown.stdout)) == (0, before_outlook(made.stdout))
+    shown_data = json.loads(run("plan", model, "--plan", file, "--json").stdout)
+    assert shown_data.pop("outlook")["steps"][0]["rows"] == 1
+    assert shown_data == data
     args = ("generate", model, "--prompt", "Water", "--max-new-tokens", 4)
     by_plan, by_policy = run(*args, "--plan", file), run(*args, "--device-memory", "2MiB")
     assert by_plan.exit_code == 0, by_plan.output
@@ -429,6 +445,72 @@ def test_a_saved_plan_is_shown_and_carried_out(model: Path, tmp_path: Path) -> N
     assert moved[0]
     assert moved[1]
     assert moved[0][1] == moved[1][1]
+
+
+def test_a_plan_says_what_it_will_cost(model: Path, tmp_path: Path) -> None:
+    args = ("plan", model, "--device-memory", "3200KiB", "--batch", "1,4", "--context", "64")
+    text = run(*args)
+    assert text.exit_code == 0, text.output
+    for part in (
+        "Predicted steps",
+        "bound by",
+        "KV cache",
+        "Nominal rates: run `penstock probe`",
+        "GiB of activations",
+    ):
+        assert part in text.stdout
+    outlook = json.loads(run(*args, "--json").stdout)["outlook"]
+    assert [step["rows"] for step in outlook["steps"]] == [1, 4]
+    for step, memory in zip(outlook["steps"], outlook["memory"], strict=True):
+        assert step["step_s"] >= step["floor_s"] > 0
+        assert memory["cache_bytes"] == step["rows"] * 64 * 4 * 2 * 2 * 32 * 4  # layers, k and v, heads, width, float32
+        assert memory["device_bytes"] <= 3200 * 1024
+    assert outlook["is_measured"] is False
+
+
+def test_more_memory_and_larger_batches_are_offered(model: Path) -> None:
+    stdout = run("plan", model, "--device-memory", "2MiB").stdout
+    assert re.search(r"1 GiB more device memory: \d+\.\dx faster \(all weights at hand", stdout)
+    assert re.search(r"batch \d+ instead of 1: [\d.]+x the tokens for \d+% more step time", stdout)
+
+
+def test_a_plan_is_drawn(model: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "plan.png"
+    result = run("plan", model, "--device-memory", "2MiB", "--plot", picture)
+    assert result.exit_code == 0, result.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "--plot" in error_of("plan", model, "--device-memory", "2MiB", "--plot", tmp_path / "no" / "plan.png")
+    assert "--plot has no effect without a plan" in error_of("plan", model, "--plot", picture)
+
+
+def test_planning_for_another_machine(model: Path, tmp_path: Path) -> None:
+    """A probe from a machine with a GPU: rates, zero-copy, the store and the refusal here all follow from it."""
+    rate, seconds = {"1048576": 50e9}, {"1": 3e-13, "256": 4e-13}
+    probe = {
+        "schema": 2,
+        "machine": {"devices": "A GPU, A GPU", "device_bytes": str(2**34), "cpu": "x86", "torch": "2.11"},
+        "h2d_bytes_per_s": rate, "uva_gather_bytes_per_s": rate, "uva_read_bytes_per_s": 5e10, "pin_bytes_per_s": 1e10,
+        "device_copy_bytes_per_s": 4e12, "matmul_flops_per_s": 8e14, "kernel_s": 1e-6, "disk_read_bytes_per_s": 3e9,
+        "product_s_per_byte": seconds, "grouped_s_per_byte": seconds, "in_place_s_per_byte": seconds,
+        "in_place_grouped_s_per_byte": seconds, "cached_read_bytes_per_s": 5e10,
+    }  # fmt: skip
+    file, plan = tmp_path / "probe.json", tmp_path / "plan.json"
+    file.write_text(json.dumps(probe))
+    args = ("plan", model, "--device-memory", "2MiB", "--machine", file)
+    data = json.loads(run(*args, "--json", "--save", plan).stdout)
+    assert (data["mode"], data["machine"]) == ("cpu", {"device": "A GPU", "device_bytes": 2**34})
+    assert (data["outlook"]["machine"], data["outlook"]["is_measured"]) == ("A GPU, A GPU", True)
+    assert "A GPU" in error_of("generate", model, "--prompt", "Water", "--plan", plan)
+    assert "--machine and --device contradict" in error_of(*args, "--device", "cpu")
+    file.write_text('{"schema": 1}')
+    assert "run it again on that machine" in error_of(*args)
+    file.unlink()
+    assert "penstock probe --json" in error_of(*args)
+
+
+@pytest.mark.parametrize("device", ["tape", "cuda:99", "mps"])
+def test_a_device_that_is_not_there(model: Path, device: str) -> None:
+    assert f"--device {device!r}" in error_of("plan", model, "--device-memory", "2MiB", "--device", device)
 
 
 def test_a_plan_of_another_model_is_refused(model: Path, tmp_path: Path) -> None:

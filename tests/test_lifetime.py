@@ -8,6 +8,9 @@ import gc
 import io
 import os
 import pickle
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 import warnings
@@ -119,6 +122,22 @@ class TestGivenBack:
                 model(x)
         assert readers() == []
         assert_same_bits(model(x), expected)
+
+
+class TestEnd:
+    def test_of_the_program_while_copies_are_under_way(self) -> None:
+        """The first units of a next forward that never comes; a thread torn out of a copy would abort the process."""
+        code = """
+            import torch, penstock
+            torch.set_num_threads(1)
+            with torch.no_grad():
+                layers = [torch.nn.Linear(3000, 3000, bias=False, dtype=torch.float64) for _ in range(9)]
+                handle = penstock.offload(torch.nn.Sequential(*layers), penstock.Prefetch(1, 1, 8))
+                handle.model(torch.zeros(1, 3000, dtype=torch.float64))
+        """
+        for _ in range(2):
+            done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
 
 
 class TestViews:

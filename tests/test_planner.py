@@ -208,7 +208,7 @@ def test_the_workload_takes_its_memory_first() -> None:
     budget = Budget(beside + inventory.num_bytes // 2, workload=Workload([1, 16], context=4096))
     made = build_plan(inventory, budget, traits=traits, zero_copy=True)
     assert made.device_bytes <= inventory.num_bytes // 2
-    with pytest.raises(BudgetError, match=r"9\.016 GiB for the cache and activations of batch 16"):
+    with pytest.raises(BudgetError, match=r"9\.016 GiB of it for the cache and activations of batch 16"):
         build_plan(inventory, Budget(beside, workload=Workload([16], context=4096)), traits=traits)
 
 

@@ -135,7 +135,8 @@ def offload(
     target = compute_device(model, device)
     inventory = take_inventory(model)
     planner = planner_for(model, inventory, target, weights)
-    plan = _settle(inventory, policy if isinstance(policy, Plan) else planner.plan(as_policy(policy)), target)
+    plan = policy if isinstance(policy, Plan) else planner.plan(as_policy(policy))
+    plan = _settle(inventory, plan, target, made_here=plan is not policy)
     require_room(model, plan, inventory, target, budget_planner(planner, policy, plan.mode))
     _warn_about_training(model, plan, inventory)
     _warn_about_idle_options(model, plan, weights, disk)
@@ -155,16 +156,15 @@ def offload(
     return handle
 
 
-def _settle(inventory: Inventory, plan: Plan, device: torch.device) -> Plan:
+def _settle(inventory: Inventory, plan: Plan, device: torch.device, made_here: bool) -> Plan:
     """``plan`` checked against the model and the machine, in the form that this machine can carry out."""
     here = describe_device(device)
     plan.check(inventory)
     plan.check_machine(here)
-    made_for = plan.made_for or here
+    settled = replace(plan, made_for=here) if made_here else plan
     if device.type == "cuda" and (uva_disabled() or pin_memory_disabled()):  # only pinned memory has a device address
-        moved = move_on_demand(inventory, plan)
-        return replace(moved, model_name=plan.model_name, made_for=made_for)
-    return replace(plan, made_for=made_for)
+        return replace(move_on_demand(inventory, plan), model_name=plan.model_name, made_for=settled.made_for)
+    return settled
 
 
 def _handle_of(module: nn.Module) -> Handle | None:

@@ -32,14 +32,15 @@ from penstock.checkpoint import Checkpoint
 from penstock.config import Policy, as_policy, format_gib
 from penstock.errors import CheckpointError, OptionError, OptionTypeError, PenstockWarning
 from penstock.handle import Handle, offload
-from penstock.inventory import StorageInfo, take_inventory
+from penstock.inventory import Inventory, StorageInfo, take_inventory
 from penstock.limits import describe_device
 from penstock.offloaders.attachment import Progress
 from penstock.offloaders.binding import bind
 from penstock.offloaders.opening import compute_device
-from penstock.offloaders.planning import budget_planner, planner_for
+from penstock.offloaders.planning import budget_planner, not_in_files, planner_for
 from penstock.offloaders.room import require_room
 from penstock.plan import Plan
+from penstock.plan.planner import Planner
 from penstock.store.base import new_blob
 from penstock.store.disk import DiskOptions
 from penstock.weights import WeightMap
@@ -88,24 +89,29 @@ def load(
     model = build_meta_model(path, model_class=model_class, dtype=dtype)
     found = match(model, Checkpoint.open(path))
     _report(model, found)
-    plan = _settle(model, found.weights, policy, compute_device(model, device))
+    inventory, target = take_inventory(model), compute_device(model, device)
+    planner = _planner(model, inventory, found.weights, target)
+    plan = policy if isinstance(policy, Plan) else planner.plan(as_policy(policy))
+    _refuse_early(model, plan, policy, planner, target)
     _materialise(model, found, plan)
     _take_generation_config(model, Path(path))
     model.train(False)
+    if plan is not policy:
+        plan = replace(plan, made_for=describe_device(target))
     return model, offload(model, plan, checkpoint=found.weights, device=device, disk=disk, progress=progress)
 
 
-def _settle(
-    model: PreTrainedModel, weights: WeightMap, policy: Policy | Plan | str | int, device: torch.device
-) -> Plan:
+def _planner(model: PreTrainedModel, inventory: Inventory, weights: WeightMap, device: torch.device) -> Planner:
+    return planner_for(model, inventory, device, weights, unstreamable=not_in_files(inventory, weights))
+
+
+def _refuse_early(
+    model: PreTrainedModel, plan: Plan, policy: Policy | Plan | str | int, planner: Planner, device: torch.device
+) -> None:
     """What :func:`penstock.offload` will refuse is refused here, before tensors that cannot be streamed are made."""
-    inventory, here = take_inventory(model), describe_device(device)
-    planner = planner_for(model, inventory, device, weights)
-    plan = policy if isinstance(policy, Plan) else planner.plan(as_policy(policy))
-    plan.check(inventory)
-    plan.check_machine(here)
-    require_room(model, plan, inventory, device, budget_planner(planner, policy, plan.mode))
-    return plan if plan is policy else replace(plan, made_for=here)
+    plan.check(planner.inventory)
+    plan.check_machine(describe_device(device))
+    require_room(model, plan, planner.inventory, device, budget_planner(planner, policy, plan.mode))
 
 
 def build_meta_model(
@@ -147,7 +153,8 @@ def plan_for(
     model: PreTrainedModel, weights: WeightMap, policy: Policy | str | int, device: torch.device | str | None = None
 ) -> Plan:
     """The plan that :func:`load` would carry out on ``device``; loads nothing."""
-    return planner_for(model, take_inventory(model), compute_device(model, device), weights).plan(as_policy(policy))
+    planner = _planner(model, take_inventory(model), weights, compute_device(model, device))
+    return planner.plan(as_policy(policy))
 
 
 # -- the folder -------------------------------------------------------------------------------------------------------

@@ -43,9 +43,10 @@ class OpenedModel:
 
     def planner(self, device: torch.device, rates: Rates | None = None) -> Planner:
         """The planner for this model on ``device``, with ``rates`` instead of those of this machine if given."""
-        from penstock.offloaders.planning import planner_for
+        from penstock.offloaders.planning import not_in_files, planner_for
 
-        return planner_for(self.module, self.inventory, device, self.weights, rates)
+        fixed = not_in_files(self.inventory, self.weights)
+        return planner_for(self.module, self.inventory, device, self.weights, rates, fixed)
 
     def plan(self, planner: Planner, policy: Policy | Plan | None, machine: Machine) -> Plan:
         """The plan for ``policy``; ``None`` keeps every tensor resident; a finished plan is compared with the model.

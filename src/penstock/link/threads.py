@@ -9,6 +9,7 @@ sends them home.
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
@@ -27,6 +28,9 @@ from penstock.telemetry import Recorder
 __all__ = ["ThreadLink", "ThreadTransfer"]
 
 PIECE_BYTES = 2 << 20
+
+# At the end of the program a worker inside a copy would be torn out of it, which aborts the process.
+_open_links: weakref.WeakSet[ThreadLink] = weakref.WeakSet()
 
 _Job = Callable[[], None]
 
@@ -100,6 +104,7 @@ class ThreadLink(Link):
         self._stalls_s: dict[int, float] = {}
         self._latest: dict[int, ThreadTransfer] = {}
         self._finish = weakref.finalize(self, _send_home, self._jobs, count)
+        _open_links.add(self)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return new_blob(num_bytes)
@@ -189,3 +194,9 @@ def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
 def _send_home(jobs: queue.SimpleQueue[_Job | None], count: int) -> None:
     for _ in range(count):
         jobs.put(None)
+
+
+@atexit.register
+def _close_links() -> None:
+    for link in list(_open_links):
+        link.close()

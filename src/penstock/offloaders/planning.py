@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import torch
@@ -19,7 +19,7 @@ from penstock.plan.planner import Planner
 from penstock.traits import traits_of
 from penstock.weights import WeightMap
 
-__all__ = ["budget_planner", "planner_for"]
+__all__ = ["budget_planner", "not_in_files", "planner_for"]
 
 
 def planner_for(
@@ -28,12 +28,14 @@ def planner_for(
     device: torch.device,
     weights: WeightMap | None = None,
     rates: Rates | None = None,
+    unstreamable: Collection[str] = (),
 ) -> Planner:
     """The planner for ``model`` on ``device``.
 
     A budget is planned with ``rates``, or else the kept probe of this machine, or nominal rates if there is none; with
     the traits that the model's configuration tells; and with zero-copy where the device can address host memory. Given
-    ``weights``, a CPU streams from its files, which cannot hold what is made or rearranged while loading.
+    ``weights``, a CPU streams from its files; ``unstreamable`` names what these do not hold as it is
+    (:func:`not_in_files`).
     """
     on_gpu = device.type == "cuda"
     return Planner(
@@ -42,7 +44,7 @@ def planner_for(
         traits_of(model),
         zero_copy=on_gpu and not uva_disabled() and not pin_memory_disabled(),
         default_mode="cpu" if weights is None or on_gpu else "disk",
-        unstreamable=() if weights is None else _not_in_files(inventory, weights),
+        unstreamable=unstreamable,
     )
 
 
@@ -58,5 +60,6 @@ def budget_planner(planner: Planner, policy: object, mode: Mode) -> Callable[[in
     return replan
 
 
-def _not_in_files(inventory: Inventory, weights: WeightMap) -> list[str]:
+def not_in_files(inventory: Inventory, weights: WeightMap) -> list[str]:
+    """Storages that are made or rearranged while loading, so that no file can stand in for them."""
     return [s.name for s in inventory.storages if weights.sources.keys().isdisjoint(s.names)]

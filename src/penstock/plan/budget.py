@@ -156,11 +156,16 @@ def _too_small(space: Space, budget: Budget, question: Question) -> BudgetError:
         return _too_little_host(space, budget, beside)
     inventory = question.inventory
     work = budget.workload
-    besides = f", {format_gib(beside)} for the cache and activations of batch {max(work.batch_sizes)}" if beside else ""
+    besides = (
+        f", {format_gib(beside)} of it for the cache and activations of batch {max(work.batch_sizes)} at "
+        f"{work.context} tokens"
+        if beside
+        else ""
+    )
     return BudgetError(
         f"a budget of {format_gib(budget.num_bytes)} ({budget.num_bytes} bytes) is too small: this model's weights are "
         f"{format_gib(inventory.num_bytes)} and with everything offloaded penstock still needs {format_gib(minimum)} "
-        f"({minimum} bytes) for residents and slots{besides}; use --device-memory {-(-minimum // 2**20)}MiB or more",
+        f"({minimum} bytes){besides}; use --device-memory {-(-minimum // 2**20)}MiB or more",
         minimum,
     )
 
