@@ -80,7 +80,8 @@ def build_model(
         for name, buffer in list(module._buffers.items()):
             if buffer is not None and buffer.is_meta:
                 # The rotary frequencies are the only buffers of these models, and computed from the config.
-                setattr(module, name, type(module)(config, device=device).get_buffer(name))
+                with torch.device(device):
+                    setattr(module, name, type(module)(config).get_buffer(name))
     return model.eval()
 
 

@@ -86,6 +86,37 @@ def plan_step(
         raise typer.Exit(1)
 
 
+@bench.command()
+def load(
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda",
+    layers: Annotated[int, typer.Option(help="layers of Qwen3-8B's shape in the checkpoint", min=2)] = 16,
+    ways: Annotated[str, typer.Option(help="penstock, pin_memory, accelerate; comma-separated")] = "",
+    folder: Annotated[
+        Path | None, typer.Option(help="where the checkpoint is written (default: temporary files)")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="append results here, one JSON object per line")] = None,
+) -> None:
+    """From a checkpoint on disk to the first step, against torch's and accelerate's ways; files cached and not."""
+    from penstock.bench.load import WAYS, run
+
+    results = []
+    for row in run(folder, layers, _words(ways) or WAYS, device):
+        results.append(row)
+        rate = f"{row['gb_per_s']:6.2f} GB/s" if "gb_per_s" in row else ""
+        step = f"first step after {row['first_step_s']:6.2f} s" if "first_step_s" in row else ""
+        beyond = (row["rss_growth_bytes"] - row["offloaded_bytes"]) / 2**20 if "offloaded_bytes" in row else None
+        memory = "" if beyond is None else f"resident memory - offloaded bytes {beyond:+8.0f} MiB"
+        where = "cold" if row["cold"] else "cached"
+        typer.echo(f"{where:<7} {row['case']:<20} {row['load_s']:7.2f} s  {rate:<12}  {step}  {memory}")
+        if out is not None:
+            with out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    broken = [row["case"] for row in results if not row.get("bit_equal", True)]
+    typer.echo(json.dumps({"bench": "load", "cases": len(results), "not_bit_equal": broken}))
+    if broken:
+        raise typer.Exit(1)
+
+
 def _floats(text: str) -> list[float]:
     return [float(part) for part in _words(text)]
 
