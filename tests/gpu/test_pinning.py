@@ -161,8 +161,9 @@ from safetensors.torch import save_model
 home, folder = sys.argv[2:]
 
 def offload(layers, width, checkpoint=None):
+    torch.set_default_dtype(torch.bfloat16)  # never there in float32: that would be the peak
     with torch.device("meta" if home == "meta" else "cpu"):
-        model = Stack(layers, width).eval().requires_grad_(False).to(torch.bfloat16)
+        model = Stack(layers, width).eval().requires_grad_(False)
     handle = penstock.offload(model, Prefetch(1, 1, 2), checkpoint=checkpoint, device="cuda")
     with torch.no_grad():
         model(torch.arange(8, device="cuda"))

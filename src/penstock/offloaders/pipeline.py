@@ -15,6 +15,11 @@ only if it is one of these or was copied by a node of the same capture; anything
 whole copy with no compute beside it, while the link idles at the start of the next replay. Therefore, once there are
 graphs, the slot of the last unit is refilled not at the end of a forward but at the beginning of the next, where the
 first layers hide it. Between forwards that slot holds nothing, on either timeline.
+
+[Note: loose modules] Pieces of a model may be replayed one by one with offloaded modules run by hand between them. What
+the live record says of the slots is then out of date, and no forward begins that would refill the held-back one. So a
+module that runs outside a forward once graphs exist gets its unit copied anew, behind whatever compute has been given,
+and its slot is refilled and joined at once: slow, and right.
 """
 
 from __future__ import annotations
@@ -71,6 +76,7 @@ class SlotPipeline:
         self._live = [_Slot(link.allocate(num_bytes)) for num_bytes in plan.slot_bytes]
         self._captured: list[_Slot] | None = None
         self._has_graphs = False
+        self._in_forward: set[int] = set()  # idents of threads
         num_units, num_slots = len(plan.units), len(self._live)
         self._held_back = slot_of(num_units - 1, num_slots) if num_units > num_slots else None
         # Held directly, for a Ctrl-C inside the condition's own Python code could leave it taken for ever.
@@ -98,6 +104,7 @@ class SlotPipeline:
     def begin_forward(self) -> None:
         """A forward begins: start what was held back for it."""
         with self._lock:
+            self._in_forward.add(threading.get_ident())
             if self._link.capturing:
                 self._captured = None  # whatever an aborted capture has left
             slots = self._slots()
@@ -114,6 +121,7 @@ class SlotPipeline:
         asks nobody, so what it finds in the slots has to be ordered before it.
         """
         with self._lock:
+            self._in_forward.discard(threading.get_ident())
             if whole:
                 self._report_idle_units()
             self.prime()
@@ -144,6 +152,9 @@ class SlotPipeline:
             self._drop_stale_readers(slot)
             if slot.unit != unit:
                 self._await_readers(unit, slot)
+            if self._loose and not slot.readers:
+                slot.unit = None
+                slot.marks = [mark] if (mark := self._link.fork()) is not None else []
             self._bring(unit, slot)
             slot.readers.append(threading.get_ident())
             self.stats[unit].runs += 1
@@ -168,6 +179,8 @@ class SlotPipeline:
                 slot.marks.append(mark)
             if not slot.readers and not self._closed:
                 self._refill(unit, slot)
+                if self._loose and slot.transfer is not None:
+                    self._link.wait(slot.transfer)
                 self._free.notify_all()
 
     def close(self) -> None:
@@ -199,6 +212,11 @@ class SlotPipeline:
             self._has_graphs = True
         return self._captured
 
+    @property
+    def _loose(self) -> bool:
+        """Whether a module that runs now does so by itself, between replays."""
+        return self._has_graphs and not self._link.capturing and threading.get_ident() not in self._in_forward
+
     def _report_idle_units(self) -> None:
         """Once, after the first forward: a unit whose module did not run may have been read behind our back."""
         if self._reported:
@@ -220,7 +238,8 @@ class SlotPipeline:
             self._start(unit, slots[unit])
 
     def _refill(self, unit: int, slot: _Slot) -> None:
-        if self._has_graphs and self._held_back is not None and unit == len(self._plan.units) - 1:
+        last = len(self._plan.units) - 1
+        if self._has_graphs and self._held_back is not None and unit == last and not self._loose:
             slot.unit = None
             if self._link.capturing:
                 slot.transfer, slot.marks = None, []  # events of this capture mean nothing to the next
