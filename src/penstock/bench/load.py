@@ -1,7 +1,7 @@
 """``penstock bench load``: from a checkpoint on disk to the first step, half of the layers' bytes offloaded.
 
-Each way of loading runs in a process of its own, imports and the CUDA context not counted, once with the files in the
-page cache and once without:
+Each way of loading runs in a process of its own, imports, the CUDA context and the loading of kernels not counted, once
+with the files in the page cache and once without:
 
 * ``penstock``: :func:`penstock.adapters.transformers.load` with a budget;
 * ``pin_memory``: ``from_pretrained`` on the CPU, then torch's ``pin_memory()`` for what is offloaded and
@@ -120,16 +120,13 @@ def _in_child(way: str, folder: str, device: str) -> dict[str, Any]:
 def run_child(way: str, folder: str, device_name: str) -> dict[str, Any]:
     """Load in this process and run one step; seconds, rate and memory."""
     device = torch.device(device_name)
-    tokens = torch.arange(4, device=device)[None]  # makes the CUDA context
-    torch.zeros(256, 256, device=device) @ torch.zeros(256, 256, device=device)
+    tokens = torch.arange(4, device=device)[None]
+    _warm_up(tokens)
     loaders: dict[str, Callable[[str, torch.device], tuple[Any, dict[str, Any]]]] = {
         "penstock": _penstock,
         "pin_memory": _pin_memory,
         "accelerate": _accelerate,
     }
-    import accelerate  # noqa: F401
-    import transformers  # noqa: F401
-
     before, meter = rss_bytes(), PeakMeter()
     begin = time.perf_counter()
     model, facts = loaders[way](folder, device)
@@ -144,6 +141,18 @@ def run_child(way: str, folder: str, device_name: str) -> dict[str, Any]:
         "digest": hashlib.sha256(logits.view(torch.uint8).numpy().tobytes()).hexdigest(),
         **facts,
     }
+
+
+def _warm_up(tokens: torch.Tensor) -> None:
+    """Import what every way needs, make the CUDA context, and have the driver load the kernels of a step."""
+    import accelerate  # noqa: F401
+
+    import penstock.adapters.transformers  # noqa: F401
+
+    shape = CONFIGS["qwen3-8b"]()
+    config = type(shape)(**{**shape.to_dict(), "num_hidden_layers": 2, "layer_types": None, "vocab_size": 1000})
+    model = build_model(config, tokens.device, tokens.device)
+    model(tokens, use_cache=False)
 
 
 def _penstock(folder: str, device: torch.device) -> tuple[Any, dict[str, Any]]:

@@ -23,7 +23,7 @@ from penstock.store.base import Segment, Source, writable_view
 
 __all__ = ["PIECE_BYTES", "Delivery", "Part", "Progress", "Uploader", "deliver"]
 
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 16 << 20
 JOBS_PER_THREAD = 2
 
 Progress = Callable[[int, int], None]

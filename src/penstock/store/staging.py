@@ -14,8 +14,8 @@ from penstock.store.registration import PinnedBytes, Registrar
 
 __all__ = ["CudaUploader"]
 
-BUFFER_BYTES = 2 << 20
-NUM_BUFFERS = 16
+BUFFER_BYTES = 4 << 20
+NUM_BUFFERS = 12
 
 
 class CudaUploader:
