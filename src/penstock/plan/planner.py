@@ -31,6 +31,7 @@ class Planner:
         zero_copy: whether a budget may have compute read any tensor in place, and not only lookups.
         default_mode: the store of a policy that names none.
         unstreamable: storages that the checkpoint files do not hold as they are.
+        num_ranks: over how many ranks units are split.
     """
 
     inventory: Inventory
@@ -39,6 +40,7 @@ class Planner:
     zero_copy: bool = False
     default_mode: Mode = "cpu"
     unstreamable: Collection[str] = ()
+    num_ranks: int = 1
 
     def plan(self, policy: Policy) -> Plan:
         """The plan for ``policy``; raises as :func:`penstock.plan.build.build_plan` does."""
@@ -50,6 +52,7 @@ class Planner:
             rates=self.rates,
             traits=self.traits,
             zero_copy=self.zero_copy,
+            num_ranks=self.num_ranks,
         )
 
     def forecast(self, plan: Plan, rows: int) -> Forecast:
@@ -93,4 +96,5 @@ class Planner:
             rates=self.rates,
             traits=self.traits,
             zero_copy=self.zero_copy,
+            num_ranks=self.num_ranks,
         )

@@ -26,6 +26,7 @@ from penstock.inventory import Inventory, StorageInfo
 from penstock.plan.cost import Rates, Stage, StorageCost, experts_in, find_stages, stage_compute_s, storage_cost
 from penstock.plan.model import UnitDraft, slab_bytes
 from penstock.plan.pipeline import StageTimes, step_s
+from penstock.plan.striping import CHUNK_ALIGNMENT_BYTES
 from penstock.plan.traits import Traits
 from penstock.plan.units import find_stacks, outside_units
 
@@ -51,6 +52,7 @@ class Question:
         zero_copy: whether compute may read any tensor in place, and not lookups alone.
         lookups_in_place: whether rows of lookup tables may be; mode ``meta`` has no rows to read.
         batch_sizes: rows of the steps that count.
+        ranks_on_device: over the devices of how many ranks offloaded units are split; ``None``: they rest elsewhere.
     """
 
     inventory: Inventory
@@ -61,6 +63,7 @@ class Question:
     zero_copy: bool
     lookups_in_place: bool
     batch_sizes: Sequence[int]
+    ranks_on_device: int | None = None
 
 
 @dataclass(frozen=True)
@@ -283,6 +286,8 @@ class Costed:
         count = len(family.high)
         slabs = {s.name: float(slab_bytes([s.num_bytes])) for s in inventory.storages}
         sizes = {s.name: float(s.num_bytes) for s in inventory.storages}
+        ranks = self._space.question.ranks_on_device
+        parts_bytes = np.zeros(count)
         moved, units = np.zeros(count), np.zeros(count, dtype=np.int64)
         wanted = family.slots
         slot_bytes, first = np.zeros((count, MAX_SLOTS)), np.zeros((count, MAX_SLOTS))
@@ -293,6 +298,8 @@ class Costed:
             slot_bytes[every, slot] = np.maximum(slot_bytes[every, slot], slab)
             first[every, slot] = np.where(has & (units < wanted), size, first[every, slot])
             units += has
+            if ranks is not None:
+                parts_bytes += np.ceil(slab / (ranks * CHUNK_ALIGNMENT_BYTES)) * CHUNK_ALIGNMENT_BYTES
             moved += size
         self.num_units = units
         self.num_slots = np.minimum(wanted, units)
@@ -304,7 +311,7 @@ class Costed:
             table = family.sets.table(sizes)
             uva += sum((self._column(table, layer) for layer in range(len(parts.layers))), np.zeros(count))
         self.offloaded_bytes = moved + uva
-        self.device_bytes = inventory.num_bytes - moved - uva + slot_bytes.sum(1)
+        self.device_bytes = inventory.num_bytes - moved - uva + slot_bytes.sum(1) + parts_bytes
 
     def _fixed_uva(self) -> tuple[StorageInfo, ...]:
         outside = [s for draft in self._parts.outside for s in draft.storages] if self.family.outside == "uva" else []
