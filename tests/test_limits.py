@@ -7,6 +7,7 @@ import re
 import resource
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,18 @@ class TestNeeds:
     def test_meta_keeps_nothing_in_the_host(self) -> None:
         plan = self.plan("meta")
         assert needs_of(plan, on_gpu=True) == Needs(device_bytes=sum(plan.slot_bytes))
+
+    @pytest.mark.parametrize("mode", ["cpu", "sharded_gpu"])
+    def test_units_split_over_ranks(self, mode: str) -> None:
+        plan = replace(self.plan(mode), num_ranks=4)
+        slabs, slots = sum(unit.num_bytes for unit in plan.units), sum(plan.slot_bytes)
+        assert slabs / 4 <= plan.part_bytes <= slabs / 4 + 256 * len(plan.units)
+        on_device = mode == "sharded_gpu"
+        parts = 0 if on_device else plan.part_bytes
+        device_parts = plan.part_bytes - parts
+        assert needs_of(plan, on_gpu=True) == Needs(slots + device_parts, parts, parts)
+        assert needs_of(plan, on_gpu=False) == Needs(host_bytes=slots + plan.part_bytes)
+        assert plan.device_bytes == plan.resident_bytes + slots + device_parts
 
     def test_cpu(self) -> None:
         plan = self.plan()

@@ -19,6 +19,7 @@ from penstock.offloaders.attachment import Attachment, Progress
 from penstock.offloaders.opening import compute_device
 from penstock.offloaders.planning import budget_planner, planner_for
 from penstock.offloaders.room import require_room
+from penstock.offloaders.sharing import splits_units
 from penstock.offloaders.state import is_offloaded
 from penstock.peers import Peers
 from penstock.plan import Plan, move_on_demand
@@ -112,6 +113,9 @@ def offload(
         measure_stalls: on a GPU, time every wait, in graphs too, for ``stats()``; a CPU always does.
         group: ranks that offload the same weights, for modes ``shm_cpu`` and ``sharded_gpu`` and for ``pool_links``.
         pool_links: each rank of ``group`` copies a part of every unit over its own link and passes it on to the others.
+            Ranks run in step: they call the model for the same modules in the same order, each within the timeout of
+            the group. Where the parts are host memory, ``state_dict()`` and ``remove()`` are calls that all ranks make,
+            because each has to pass on its part.
 
     Returns:
         the handle; ``handle.remove()`` undoes everything.
@@ -134,12 +138,23 @@ def offload(
     weights = None if checkpoint is None else WeightMap.open(checkpoint)
     target = compute_device(model, device)
     inventory = take_inventory(model)
+    peers = None if group is None else Peers(group, pool_links)
+    split = peers is not None and (pool_links or getattr(policy, "mode", None) == "sharded_gpu")
     planner = planner_for(model, inventory, target, weights)
+    if peers is not None and split:
+        planner = replace(planner, num_ranks=peers.size)
     plan = policy if isinstance(policy, Plan) else planner.plan(as_policy(policy))
-    plan = _settle(inventory, plan, target, made_here=plan is not policy)
+    plan = _settle(inventory, plan, target, peers, made_here=plan is not policy)
     require_room(model, plan, inventory, target, budget_planner(planner, policy, plan.mode))
     _warn_about_training(model, plan, inventory)
     _warn_about_idle_options(model, plan, weights, disk)
+    if peers is not None and plan.mode not in ("shm_cpu", "sharded_gpu") and not pool_links:
+        warnings.warn(
+            f"group=... has no effect: mode {plan.mode!r} is each process's own; use mode 'shm_cpu' or 'sharded_gpu', "
+            f"or pool_links=True",
+            PenstockWarning,
+            stacklevel=2,
+        )
     attachment = Attachment(
         model,
         plan,
@@ -149,22 +164,27 @@ def offload(
         disk=disk,
         progress=progress,
         measure_stalls=measure_stalls,
-        peers=None if group is None else Peers(group, pool_links),
+        peers=peers,
     )
     handle = Handle(model, attachment)
     model.__dict__[_MARK] = handle
     return handle
 
 
-def _settle(inventory: Inventory, plan: Plan, device: torch.device, made_here: bool) -> Plan:
+def _settle(inventory: Inventory, plan: Plan, device: torch.device, peers: Peers | None, made_here: bool) -> Plan:
     """``plan`` checked against the model and the machine, in the form that this machine can carry out."""
     here = describe_device(device)
     plan.check(inventory)
     plan.check_machine(here)
-    settled = replace(plan, made_for=here) if made_here else plan
-    if device.type == "cuda" and (uva_disabled() or pin_memory_disabled()):  # only pinned memory has a device address
-        return replace(move_on_demand(inventory, plan), model_name=plan.model_name, made_for=settled.made_for)
-    return settled
+    made_for = here if made_here else plan.made_for
+    split = splits_units(plan, peers)  # and then no rank has a whole tensor to read in place
+    num_ranks = peers.size if peers is not None and split else 1
+    if split or (device.type == "cuda" and (uva_disabled() or pin_memory_disabled())):  # unpinned: no device address
+        moved = move_on_demand(inventory, plan)
+        return replace(moved, model_name=plan.model_name, made_for=made_for, num_ranks=num_ranks)
+    if (made_for, num_ranks) == (plan.made_for, plan.num_ranks):
+        return plan
+    return replace(plan, made_for=made_for, num_ranks=num_ranks)
 
 
 def _handle_of(module: nn.Module) -> Handle | None:

@@ -213,8 +213,10 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], torch
         return
     names, _context = flatten()
     for name in names:
-        for path, inner in inner_tensors(getattr(tensor, name)):
-            yield (name, *path), inner
+        part = getattr(tensor, name)
+        if isinstance(part, torch.Tensor):  # a DTensor lists its device mesh too
+            for path, inner in inner_tensors(part):
+                yield (name, *path), inner
 
 
 class _Walk:

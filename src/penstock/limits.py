@@ -107,12 +107,17 @@ def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_me
     slots = sum(plan.slot_bytes)
     if not on_gpu:
         stored = sum(size for name, size in _offloaded(plan) if name in on_meta) if plan.mode == "cpu" else 0
+        if plan.num_ranks > 1 or plan.mode == "sharded_gpu":
+            stored = plan.part_bytes  # copied, wherever the tensors lie
         return Needs(host_bytes=slots + sum(arriving) + stored)
     stored = sum(unit.num_bytes for unit in plan.units) + sum(slab_bytes([size]) for size in plan.uva.values())
+    if plan.num_ranks > 1:
+        stored = plan.part_bytes
     pinned = stored if plan.mode == "cpu" else 0
+    parts = plan.part_bytes if plan.mode == "sharded_gpu" else 0
     staging = max(arriving, default=0)  # residents pass through host memory one at a time
     return Needs(
-        device_bytes=slots + slab_bytes(arriving),
+        device_bytes=slots + slab_bytes(arriving) + parts,
         host_bytes=pinned + staging,
         pinned_bytes=0 if pin_memory_disabled() else pinned,
     )

@@ -23,6 +23,7 @@ from penstock.offloaders.loading import WeightLoader
 from penstock.offloaders.notes import notes_on
 from penstock.offloaders.opening import open_store
 from penstock.offloaders.pipeline import SlotPipeline
+from penstock.offloaders.sharing import SharedStore
 from penstock.offloaders.state import StateGuard
 from penstock.ops import new_token
 from penstock.peers import Peers
@@ -31,6 +32,7 @@ from penstock.store.base import new_blob
 from penstock.store.cpu import CpuStore
 from penstock.store.disk import DiskOptions
 from penstock.store.loading import Progress
+from penstock.store.parts import PartStore
 from penstock.store.pinned import PinnedStore, device_view
 from penstock.telemetry import Recorder, Stats
 from penstock.weights import WeightMap
@@ -139,6 +141,8 @@ class Attachment(NotCopyable):
     # -- building ---------------------------------------------------------------------------------------------------
 
     def _make_link(self, measure_stalls: bool) -> Link:
+        if isinstance(self._store, SharedStore):
+            return self._store.make_link(self._device, self.recorder, measure_stalls)
         if self._device.type == "cuda":
             return StreamLink(self._device, measure_stalls=measure_stalls)
         return ThreadLink(recorder=self.recorder)
@@ -167,8 +171,9 @@ class Attachment(NotCopyable):
         if not self.plan.units:
             link.close()
             return
+        debug = debug_enabled() and not isinstance(self._store, PartStore)
         try:
-            self._pipeline = SlotPipeline(self.plan, self._store, link, self.recorder, debug_enabled())
+            self._pipeline = SlotPipeline(self.plan, self._store, link, self.recorder, debug)
         except torch.OutOfMemoryError as error:
             needed = sum(self.plan.slot_bytes)
             raise BudgetError(
@@ -252,7 +257,8 @@ class Attachment(NotCopyable):
         return blob
 
     def _state_bytes(self, name: str) -> torch.Tensor:
-        return self._store.in_place(name) if self.plan.mode == "cpu" else self._current_bytes(name)
+        whole = self.plan.mode == "cpu" and not isinstance(self._store, PartStore)
+        return self._store.in_place(name) if whole else self._current_bytes(name)
 
     # -- taking apart -----------------------------------------------------------------------------------------------
 

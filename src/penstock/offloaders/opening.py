@@ -8,6 +8,7 @@ from torch import nn
 from penstock.errors import CheckpointError, OptionError
 from penstock.offloaders.binding import BoundStorage
 from penstock.offloaders.loading import require_weights
+from penstock.offloaders.sharing import open_parts, splits_units
 from penstock.peers import Peers, require_peers
 from penstock.plan.model import Plan
 from penstock.store.adoption import can_adopt
@@ -44,7 +45,9 @@ def open_store(
     offloaded = {name: bound[name] for name in names}
     if plan.mode == "meta":
         return _meta_store(offloaded), {}
-    if plan.mode in ("shm_cpu", "sharded_gpu"):
+    if splits_units(plan, peers):
+        return open_parts(plan, offloaded, device, weights, disk, require_peers(peers, f"mode {plan.mode!r}")), {}
+    if plan.mode == "shm_cpu":
         require_peers(peers, f"mode {plan.mode!r}")
         raise OptionError(f"mode {plan.mode!r} is not implemented yet; use mode 'cpu'")
     if plan.mode == "disk":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from penstock.config import Budget, Mode, Policy, Prefetch, Rules
 from penstock.errors import PenstockWarning, RuleError, SelectionError
@@ -30,6 +31,7 @@ def build_plan(
     rates: Rates | None = None,
     traits: Traits | None = None,
     zero_copy: bool = False,
+    num_ranks: int = 1,
 ) -> Plan:
     """The plan for ``policy``; pure, loads nothing.
 
@@ -41,6 +43,8 @@ def build_plan(
         rates: of the machine it is for, which a budget is planned with; default nominal ones.
         traits: of the model, beyond names and sizes.
         zero_copy: whether a budget may have compute read any tensor in place, and not only lookups.
+        num_ranks: over how many ranks a budget's units are split; if several, no rank has whole tensors to read in
+            place.
 
     Raises:
         SelectionError: a pattern, or the policy as a whole, selects nothing that can be offloaded.
@@ -54,9 +58,16 @@ def build_plan(
         return _plan_rules(inventory, policy, fixed)
     if isinstance(policy, Budget):
         question = question_of(
-            inventory, policy, default_mode, unstreamable, rates=rates, traits=traits, zero_copy=zero_copy
+            inventory,
+            policy,
+            default_mode,
+            unstreamable,
+            rates=rates,
+            traits=traits,
+            zero_copy=zero_copy,
+            num_ranks=num_ranks,
         )
-        return solve(question, policy, mode)
+        return replace(solve(question, policy, mode), num_ranks=num_ranks)
     candidates = _candidates(inventory, policy.params)
     movable = [s for s in candidates if s.name not in fixed]
     if candidates and not movable:
@@ -78,6 +89,7 @@ def question_of(
     rates: Rates | None = None,
     traits: Traits | None = None,
     zero_copy: bool = False,
+    num_ranks: int = 1,
 ) -> Question:
     """The question that a budget puts to the solver; arguments as for :func:`build_plan`."""
     (traits or Traits()).check_context(budget.workload.context)
@@ -85,7 +97,7 @@ def question_of(
     fixed = unstreamable if mode == "disk" else ()
     movable = [s for s in _candidates(inventory, budget.params) if s.name not in fixed]
     forced = settle_rules(inventory, budget.rules, fixed)
-    has_bytes = mode != "meta"
+    has_bytes = mode != "meta" and mode != "sharded_gpu" and num_ranks == 1
     return Question(
         inventory,
         [s for s in movable if s.name not in forced],
@@ -96,6 +108,7 @@ def question_of(
         lookups_in_place=has_bytes,
         batch_sizes=budget.workload.batch_sizes,
         context=budget.workload.context,
+        ranks_on_device=num_ranks if mode == "sharded_gpu" else None,
     )
 
 

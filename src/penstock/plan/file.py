@@ -10,7 +10,8 @@ key            meaning
 ``schema``     version of this table; another one is refused
 ``model``      ``name`` (or null), ``num_storages``, ``weight_bytes``, ``sha256`` over the sorted (storage, bytes)
 ``machine``    null, or what it was made for: ``device`` (``"cpu"`` or a GPU's name), ``device_bytes`` (null on a CPU)
-``mode``       the store: ``cpu``, ``disk`` or ``meta``
+``mode``       the store: ``cpu``, ``shm_cpu``, ``disk``, ``sharded_gpu`` or ``meta``
+``num_ranks``  over how many ranks every unit is split
 ``num_slots``  slots, each of ``slot_bytes``
 ``units``      ``index``, ``anchor``, ``slot``, ``num_bytes``, and ``entries`` of ``storage``, ``offset``, ``num_bytes``
 ``resident``   storage name -> bytes
@@ -195,6 +196,7 @@ def _plan(data: object) -> Plan:
         uva=_sizes(values["uva"], "uva"),
         model_name=None if model["name"] is None else _text(model["name"], "model.name"),
         made_for=_machine(values["machine"]),
+        num_ranks=_count(values["num_ranks"], "num_ranks", 1),
     )
     _refuse_placed_twice(plan)
     _compare(plan.to_json(), values, "")

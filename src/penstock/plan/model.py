@@ -14,6 +14,7 @@ from penstock.inventory import Inventory, StorageInfo
 from penstock.plan.difference import foreign_machine, foreign_model, misplaced_storage, storages_digest
 from penstock.plan.machine import Machine
 from penstock.plan.schedule import chain, slot_of
+from penstock.plan.striping import Striping
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -32,7 +33,7 @@ __all__ = [
 SLAB_ALIGNMENT_BYTES = 256
 
 # Of :meth:`Plan.to_json`, and so of plan files. Raise it with any change of a key or of its meaning.
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Plan:
         uva: names of storages read in place, with their bytes.
         model_name: what the model is called, if anybody said; for people, compared with nothing.
         made_for: the machine whose figures the plan was made from; ``None`` binds it to none.
+        num_ranks: over how many ranks every unit is split; 1: each process keeps them whole.
     """
 
     units: tuple[Unit, ...]
@@ -89,6 +91,7 @@ class Plan:
     uva: dict[str, int]
     model_name: str | None = None
     made_for: Machine | None = None
+    num_ranks: int = 1
 
     @cached_property
     def slot_bytes(self) -> tuple[int, ...]:
@@ -127,8 +130,14 @@ class Plan:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory for weights: residents and slots."""
-        return self.resident_bytes + sum(self.slot_bytes)
+        """Device memory for weights: residents and slots, and for ``sharded_gpu`` this rank's part of the units."""
+        parts = self.part_bytes if self.mode == "sharded_gpu" else 0
+        return self.resident_bytes + sum(self.slot_bytes) + parts
+
+    @property
+    def part_bytes(self) -> int:
+        """What one rank keeps of the slabs of all units."""
+        return sum(Striping.of(unit.num_bytes, self.num_ranks).part_bytes(0) for unit in self.units)
 
     @property
     def weight_bytes(self) -> int:
@@ -200,6 +209,7 @@ class Plan:
             },
             "machine": None if self.made_for is None else asdict(self.made_for),
             "mode": self.mode,
+            "num_ranks": self.num_ranks,
             "num_slots": self.num_slots,
             "slot_bytes": list(self.slot_bytes),
             "device_bytes": self.device_bytes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.config import Budget, Mode, Policy, Workload
 from penstock.inventory import Inventory
@@ -31,6 +31,7 @@ class Planner:
         zero_copy: whether a budget may have compute read any tensor in place, and not only lookups.
         default_mode: the store of a policy that names none.
         unstreamable: storages that the checkpoint files do not hold as they are.
+        num_ranks: over how many ranks units are split.
     """
 
     inventory: Inventory
@@ -39,6 +40,7 @@ class Planner:
     zero_copy: bool = False
     default_mode: Mode = "cpu"
     unstreamable: Collection[str] = ()
+    num_ranks: int = 1
     # Candidates do not depend on the size of the budget, and are asked for again with other sizes.
     _spaces: dict[object, Space] = field(default_factory=dict, compare=False, repr=False)
 
@@ -46,7 +48,8 @@ class Planner:
         """The plan for ``policy``; raises as :func:`penstock.plan.build.build_plan` does."""
         if isinstance(policy, Budget):
             space = self._space(policy)
-            return solve(space.question, policy, policy.mode or self.default_mode, space)
+            made = solve(space.question, policy, policy.mode or self.default_mode, space)
+            return replace(made, num_ranks=self.num_ranks)
         return build_plan(
             self.inventory,
             policy,
@@ -55,6 +58,7 @@ class Planner:
             rates=self.rates,
             traits=self.traits,
             zero_copy=self.zero_copy,
+            num_ranks=self.num_ranks,
         )
 
     def forecast(self, plan: Plan, rows: int, context: int = 0) -> Forecast:
@@ -101,6 +105,7 @@ class Planner:
                     rates=self.rates,
                     traits=self.traits,
                     zero_copy=self.zero_copy,
+                    num_ranks=self.num_ranks,
                 )
             )
         return self._spaces[key]

@@ -26,6 +26,7 @@ from penstock.inventory import Inventory, StorageInfo
 from penstock.plan.cost import Rates, Stage, StorageCost, experts_in, find_stages, stages_compute_s, storage_cost
 from penstock.plan.model import UnitDraft, slab_bytes
 from penstock.plan.pipeline import StageTimes, step_s
+from penstock.plan.striping import CHUNK_ALIGNMENT_BYTES
 from penstock.plan.traits import Traits
 from penstock.plan.units import find_stacks, outside_units
 
@@ -52,6 +53,7 @@ class Question:
         lookups_in_place: whether rows of lookup tables may be; mode ``meta`` has no rows to read.
         batch_sizes: rows of the steps that count.
         context: tokens per sequence that attention reads from the cache.
+        ranks_on_device: over the devices of how many ranks offloaded units are split; ``None``: they rest elsewhere.
     """
 
     inventory: Inventory
@@ -63,6 +65,7 @@ class Question:
     lookups_in_place: bool
     batch_sizes: Sequence[int]
     context: int = 0
+    ranks_on_device: int | None = None
 
 
 @dataclass(frozen=True)
@@ -287,6 +290,8 @@ class Costed:
         count = len(family.high)
         slabs = {s.name: float(slab_bytes([s.num_bytes])) for s in inventory.storages}
         sizes = {s.name: float(s.num_bytes) for s in inventory.storages}
+        ranks = self._space.question.ranks_on_device
+        parts_bytes = np.zeros(count)
         moved, units = np.zeros(count), np.zeros(count, dtype=np.int64)
         wanted = family.slots
         slot_bytes, first = np.zeros((MAX_SLOTS, count)), np.zeros((MAX_SLOTS, count))
@@ -298,6 +303,8 @@ class Costed:
                 np.maximum(slot_bytes[slot], slab, out=slot_bytes[slot], where=here)
                 np.copyto(first[slot], size, where=here & (units < wanted))
             units += has
+            if ranks is not None:
+                parts_bytes += np.ceil(slab / (ranks * CHUNK_ALIGNMENT_BYTES)) * CHUNK_ALIGNMENT_BYTES
             moved += size
         self.num_units = units
         self.num_slots = np.minimum(wanted, units)
@@ -309,7 +316,7 @@ class Costed:
             table = family.sets.table(sizes)
             uva += sum((self._column(table, layer) for layer in range(len(parts.layers))), np.zeros(count))
         self.offloaded_bytes = moved + uva
-        self.device_bytes = inventory.num_bytes - moved - uva + slot_bytes.sum(0)
+        self.device_bytes = inventory.num_bytes - moved - uva + slot_bytes.sum(0) + parts_bytes
 
     def _fixed_uva(self) -> tuple[StorageInfo, ...]:
         outside = [s for draft in self._parts.outside for s in draft.storages] if self.family.outside == "uva" else []

@@ -1,0 +1,62 @@
+"""The link of ``sharded_gpu``: a unit is gathered from the memory of all ranks' devices by their copy engines.
+
+One stream per rank, so that several NVLinks and engines work at once, all forked from the copy stream and joined to it.
+The parts never change, so ranks need not run in step: each reads at its own time, in graphs too, and goes on when
+another rank has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from penstock.errors import TransferError
+from penstock.link.base import Mark
+from penstock.link.streams import StreamLink, StreamTransfer
+from penstock.plan.striping import PartLayout
+from penstock.store.base import Load
+from penstock.store.parts import SymmetricParts
+
+__all__ = ["ShardedStreamLink"]
+
+
+class ShardedStreamLink(StreamLink):
+    """Fork / copy / done / wait, with N copies side by side for each unit."""
+
+    def __init__(
+        self, device: torch.device, layout: PartLayout, parts: SymmetricParts, *, measure_stalls: bool = False
+    ) -> None:
+        super().__init__(device, measure_stalls=measure_stalls)
+        self._layout = layout
+        self._parts = parts
+        # Beginning with the neighbour, so that the ranks do not all read from the same one at once.
+        order = [(parts.rank + step) % layout.num_ranks for step in range(1, layout.num_ranks + 1)]
+        self._lanes = {rank: torch.cuda.Stream(device) for rank in order}
+
+    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> StreamTransfer:
+        if load.slab is None:
+            raise TransferError(f"unit {load.unit} has no part on this rank's device")
+        captured = self.capturing
+        for mark in after:
+            assert isinstance(mark, torch.cuda.Event)
+            self._stream.wait_event(mark)
+        begin = _recorded(self._stream)
+        for rank, lane in self._lanes.items():
+            lane.wait_event(begin)
+            with torch.cuda.stream(lane):
+                self._gather(load.unit, slot, rank)
+            self._stream.wait_event(_recorded(lane))
+        return StreamTransfer(load.unit, _recorded(self._stream), captured)
+
+    def _gather(self, unit: int, slot: torch.Tensor, rank: int) -> None:
+        memory = self._parts.views[rank][self._layout.offsets[unit] :]
+        for stretch in self._layout.stripings[unit].stretches(rank):
+            part = memory[stretch.offset : stretch.offset + stretch.num_bytes]
+            slot[stretch.start : stretch.end].copy_(part, non_blocking=True)
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event

@@ -1,0 +1,41 @@
+"""A checksum of large tensors at the rate of memory, on any device: to see whether ranks hold the same weights."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+__all__ = ["checksum"]
+
+_WORDS = 1 << 20  # per block
+_PRIME = (1 << 61) - 1
+
+
+def checksum(blob: torch.Tensor) -> int:
+    """Of ``blob`` (uint8, 1-D): equal for equal bytes on any device, and for others only by chance.
+
+    Each block is a sum of words times fixed odd random numbers modulo 2^64, so that every bit and every place counts
+    (multilinear hashing: Lemire and Kaser, "Strongly universal string hashing is fast", 2014); the blocks are the
+    coefficients of a polynomial modulo 2^61 - 1.
+    """
+    factors = _factors().to(blob.device)
+    sums = [(_words(part) * factors[: -(-part.numel() // 8)]).sum() for part in blob.split(8 * _WORDS)]
+    total = blob.numel()
+    for value in torch.stack(sums).tolist() if sums else ():
+        total = (total * 0x9E3779B97F4A7C15 + value) % _PRIME
+    return total
+
+
+@cache
+def _factors() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**63), 2**63 - 1, (_WORDS,), dtype=torch.int64, generator=generator) | 1
+
+
+def _words(part: torch.Tensor) -> torch.Tensor:
+    if part.numel() % 8 or part.storage_offset() % 8 or part.data_ptr() % 8:
+        whole = torch.zeros(-(-part.numel() // 8) * 8, dtype=torch.uint8, device=part.device)
+        whole[: part.numel()] = part
+        part = whole
+    return part.view(torch.int64)

@@ -1,0 +1,216 @@
+"""The promise: on GPUs too, ranks that share bytes or links give the bits of one alone, or an error in bounded time.
+
+All but one need several GPUs with peer access: they take four if there are four, else two.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gpu_models import build
+from ranks import outcomes, run_ranks
+
+import penstock
+from penstock import Prefetch
+from penstock.errors import OptionError, TransferError
+from penstock.offloaders import sharing
+from penstock.store.parts import PartStore
+from penstock.testing import assert_moved
+
+NUM_RANKS = 4 if torch.cuda.device_count() >= 4 else 2
+KINDS = ["sharded", "pooled"]
+# After a trap the context is lost, and giving memory back in it would end the process before it has reported.
+KEPT: list[Any] = []
+needs_peers = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def share(model: Any, kind: str, slots: int = 2) -> penstock.Handle:
+    policy = Prefetch(1, 1, slots, params=["layers"], mode="sharded_gpu" if kind == "sharded" else "cpu")
+    return penstock.offload(model, policy, device="cuda", group=dist.group.WORLD, pool_links=kind == "pooled")
+
+
+def capture(model: Any, ids: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = model(ids)
+    return graph, out
+
+
+@torch.no_grad()
+def bits(rank: int, kind: str, slots: int, rest: str) -> int:
+    """Eager, captured, replayed and mixed, from weights on the device and in host memory; small chunks."""
+    sharing.CHUNK_BYTES = 64 << 10
+    resident = build(7)
+    model = copy.deepcopy(resident).to(rest)
+    ids = torch.arange(8, device="cuda")
+    expected = resident(ids)
+    handle = share(model, kind, slots)
+    for _ in range(3):
+        assert torch.equal(model(ids), expected)
+    assert_moved(handle, 3)
+    graph, out = capture(model, ids)
+    for turn in range(20):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected), f"replay {turn}"
+        if turn % 3 == rank % 3 and kind == "sharded":
+            time.sleep(0.01)  # ranks at their own pace
+        if turn % 5 == 0:
+            assert torch.equal(model(ids), expected), f"eager after replay {turn}"
+    store = handle._attachment._store
+    assert isinstance(store, PartStore)
+    part = handle.plan.prefetched_bytes / dist.get_world_size()
+    assert part <= store.host_bytes + store.device_bytes <= 1.01 * part + 4096 * len(handle.plan.units)
+    assert store.host_bytes == 0 or store.parts.local.is_pinned()
+    assert handle.plan.device_bytes >= handle.plan.resident_bytes + store.device_bytes
+    dist.barrier()
+    del graph
+    handle.remove()
+    assert torch.equal(model.to("cuda")(ids), expected)
+    return store.host_bytes
+
+
+@needs_peers
+@pytest.mark.parametrize("rest", ["cuda", "cpu"])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits(kind: str, slots: int, rest: str) -> None:
+    outcomes(NUM_RANKS, bits, kind, slots, rest, backend="nccl", timeout_s=60)
+
+
+@torch.no_grad()
+def compiled(rank: int, kind: str) -> None:
+    resident = build(5)
+    model = copy.deepcopy(resident)
+    ids = torch.arange(8, device="cuda")
+    with penstock.testing.boundaries(resident, Prefetch(1, 1, 2, params=["layers"])):
+        expected = torch.compile(resident, fullgraph=True)(ids)
+    torch._dynamo.reset()
+    handle = share(model, kind)
+    run = torch.compile(model, fullgraph=True)
+    for _ in range(3):
+        assert torch.equal(run(ids), expected)
+    assert_moved(handle, 3)
+    handle.remove()
+
+
+@needs_peers
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled(kind: str) -> None:
+    outcomes(2, compiled, kind, backend="nccl", timeout_s=120, limit_s=300)
+
+
+@torch.no_grad()
+def memory(rank: int) -> None:
+    """Parts of units count as planned device memory; peak within 64 MiB and torch's granularity of 2 MiB."""
+    torch.zeros(1, device="cuda")
+    model = build(24, device="cpu")
+    free = torch.cuda.mem_get_info()[0]
+    handle = share(model, "sharded")
+    model(torch.arange(8, device="cuda"))
+    torch.cuda.synchronize()
+    used = free - torch.cuda.mem_get_info()[0]
+    assert used <= handle.plan.device_bytes + (64 << 20) + (160 << 20), "64 MiB, and cuBLAS with its workspace"
+    dist.barrier()
+    handle.remove()
+
+
+@needs_peers
+def test_planned_memory() -> None:
+    outcomes(2, memory, backend="nccl", timeout_s=60)
+
+
+@torch.no_grad()
+def die(rank: int, kind: str, replayed: bool) -> str:
+    """Rank 1 is killed; what happens on the others."""
+    resident = build(7)
+    model = copy.deepcopy(resident)
+    ids = torch.arange(8, device="cuda")
+    expected = resident(ids)
+    KEPT.append(share(model, kind))
+    assert torch.equal(model(ids), expected)
+    graph, out = capture(model, ids)
+    KEPT.append(graph)
+    graph.replay()
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1)
+    try:
+        for _ in range(20):
+            if replayed:
+                out.zero_()
+                graph.replay()
+                torch.cuda.synchronize()
+            assert torch.equal(out if replayed else model(ids), expected), "wrong bits"
+    except (TransferError, RuntimeError) as error:
+        return type(error).__name__
+    return "right"
+
+
+@needs_peers
+@pytest.mark.parametrize("replayed", [False, True])
+def test_sharded_parts_outlive_the_rank_that_made_them(replayed: bool) -> None:
+    found = run_ranks(NUM_RANKS, die, "sharded", replayed, backend="nccl", timeout_s=20, limit_s=90)
+    assert found[1] is None
+    assert found[0] == "right"
+
+
+@needs_peers
+@pytest.mark.parametrize("replayed", [False, True])
+def test_a_killed_rank_of_pooled_links_is_an_error_on_the_others(replayed: bool) -> None:
+    begin = time.monotonic()
+    found = run_ranks(NUM_RANKS, die, "pooled", replayed, backend="nccl", timeout_s=10, limit_s=90)
+    assert found[1] is None
+    assert found[0] in (["TransferError"] if not replayed else ["AcceleratorError", "RuntimeError"])
+    assert time.monotonic() - begin < 90
+
+
+@torch.no_grad()
+def out_of_step(rank: int) -> str:
+    model = build(6)
+    ids = torch.arange(8, device="cuda")
+    KEPT.append(share(model, "pooled"))
+    if rank == 1:
+        layers = list(model.layers)
+        model.forward = lambda ids: model.head(layers[3](layers[1](layers[0](model.embed(ids)))))  # type: ignore[method-assign,assignment]
+    try:
+        for _ in range(3):
+            model(ids)
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        return type(error).__name__
+    return "went on"
+
+
+@needs_peers
+def test_ranks_out_of_step_are_an_error() -> None:
+    found = run_ranks(2, out_of_step, backend="nccl", timeout_s=10, limit_s=90)
+    assert "went on" not in found
+
+
+def same_device(rank: int, kind: str) -> str:
+    """Two ranks on one GPU, which cannot be peers of itself."""
+    torch.cuda.set_device(0)
+    model = build(3)
+    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    with pytest.raises(OptionError) as caught:
+        share(model, kind)
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_devices_that_are_no_peers_are_refused(kind: str) -> None:
+    for message in outcomes(2, same_device, kind, timeout_s=30):
+        assert "cannot address one another's memory" in message

@@ -1,0 +1,100 @@
+"""Runs a function in several processes of one gloo group, each rank with what it returns or raises; never hangs."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "penstock.handle", "models"])
+
+
+def run_ranks(
+    num_ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 20.0,
+    limit_s: float = 120.0,
+    backend: str = "gloo",
+) -> list[Any]:
+    """``function(rank, *args)`` on every rank; what each returns, an exception that it raised, or None if it died.
+
+    ``timeout_s``: of the group. ``limit_s``: after this the test fails. ``backend``: with ``nccl`` each rank has the
+    device of its number.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(num_ranks):
+            ours, theirs = _context.Pipe(False)
+            options = (rank, num_ranks, str(Path(folder) / "store"), timeout_s, backend, theirs, function, args)
+            processes.append(_context.Process(target=_main, args=options, daemon=True))
+            processes[-1].start()
+            theirs.close()
+            pipes.append(ours)
+        try:
+            deadline = time.monotonic() + limit_s
+            return [_receive(pipe, deadline) for pipe in pipes]
+        finally:
+            for process in processes:
+                process.join(5)
+                process.kill()
+
+
+def outcomes(num_ranks: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """The same, where any failure fails the test."""
+    results = run_ranks(num_ranks, function, *args, **options)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def _receive(pipe: Connection, deadline: float) -> Any:
+    if not pipe.poll(max(0.0, deadline - time.monotonic())):
+        raise AssertionError("a rank hangs")
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
+
+
+def _main(
+    rank: int,
+    num_ranks: int,
+    store: str,
+    timeout_s: float,
+    backend: str,
+    pipe: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    os.environ["PENSTOCK_READERS"] = "2"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    files = dist.FileStore(store, num_ranks)
+    timeout = timedelta(seconds=timeout_s)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, store=files, rank=rank, world_size=num_ranks, timeout=timeout)
+    torch.manual_seed(0)
+    try:
+        result = function(rank, *args)
+    except BaseException as error:
+        error.add_note(f"rank {rank}:\n{traceback.format_exc()}")
+        result = error
+    try:
+        pipe.send(result)
+    except Exception:
+        pipe.send(RuntimeError(f"rank {rank}: {result!r} cannot be sent"))
+    os._exit(0)  # nobody waits for the others at exit

@@ -1,0 +1,361 @@
+"""The promise: ranks that share the bytes of a model compute what one alone does, or say soon what is wrong."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import MoE, OddStack, ScaledStack, Stack, all_layers, rows, save
+from ranks import outcomes, run_ranks
+from torch import nn
+
+import penstock
+from penstock.errors import OptionError, PenstockWarning, TransferError
+from penstock.offloaders import sharing
+from penstock.peers import Channel, Peers, PeerWatch
+from penstock.plan.striping import Striping
+from penstock.store.digest import checksum
+from penstock.store.parts import PartStore
+from penstock.testing import assert_moved, assert_same_bits, boundaries
+
+KINDS = {"sharded": {"mode": "sharded_gpu"}, "pooled": {"mode": "cpu", "pool_links": True}}
+
+
+def share(model: nn.Module, kind: str, slots: int = 2, **options: Any) -> penstock.Handle:
+    """Offload every layer over all ranks."""
+    mode = KINDS[kind]["mode"]
+    pool = bool(KINDS[kind].get("pool_links"))
+    return penstock.offload(model, all_layers(slots, mode), group=dist.group.WORLD, pool_links=pool, **options)  # type: ignore[arg-type]
+
+
+def store_of(handle: penstock.Handle) -> PartStore:
+    store = handle._attachment._store
+    assert isinstance(store, PartStore)
+    return store
+
+
+class TestStriping:
+    @settings(max_examples=200, deadline=None)
+    @given(st.integers(1, 300), st.integers(1, 9), st.one_of(st.none(), st.integers(1, 20)))
+    def test_every_byte_belongs_to_one_rank(self, blocks: int, ranks: int, max_chunk: int | None) -> None:
+        limit = None if max_chunk is None else 256 * max_chunk
+        striping = Striping.of(256 * blocks, ranks, limit)
+        covered = [(s.start, s.end) for _, s in striping.in_order()]
+        assert covered[0][0] == 0
+        assert covered[-1][1] == 256 * blocks
+        assert all(one[1] == other[0] for one, other in itertools.pairwise(covered))
+        for rank in range(ranks):
+            mine = list(striping.stretches(rank))
+            assert [s.offset for s in mine] == [sum(t.num_bytes for t in mine[:i]) for i in range(len(mine))]
+            assert striping.part_bytes(rank) == sum(s.num_bytes for s in mine) <= striping.part_bytes(0)
+            assert all(limit is None or s.num_bytes <= limit for s in mine)
+            assert limit is not None or len(mine) <= 1
+        assert striping.part_bytes(0) <= 256 * blocks / ranks + 256 * max(1, len(list(striping.stretches(0))))
+
+
+class TestChecksum:
+    @settings(max_examples=60, deadline=None)
+    @given(st.binary(min_size=1, max_size=60), st.integers(0, 9), st.integers(0, 59), st.integers(1, 255))
+    def test_sees_every_byte_and_no_address(self, data: bytes, offset: int, place: int, change: int) -> None:
+        blob = torch.tensor(list(data), dtype=torch.uint8)
+        moved = torch.cat([torch.zeros(offset, dtype=torch.uint8), blob])[offset:]
+        assert checksum(moved) == checksum(blob)
+        moved[place % len(data)] ^= change
+        assert checksum(moved) != checksum(blob)
+
+    def test_order_and_length_count(self) -> None:
+        blob = torch.arange(3 << 20, dtype=torch.int64).view(torch.uint8)
+        other = blob.clone()
+        other[:8], other[8:16] = blob[8:16], blob[:8]
+        blocks = torch.cat([blob[8 << 20 :], blob[: 8 << 20]])
+        assert len({checksum(blob), checksum(other), checksum(blob[:-1]), checksum(blocks)}) == 4
+
+
+def forwards(rank: int, kind: str, folder: str | None) -> dict[str, Any]:
+    """Two eager forwards of several models, with small chunks; what is left afterwards."""
+    sharing.CHUNK_BYTES = 1024
+    threads, fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    facts: dict[str, Any] = {}
+    with torch.no_grad():
+        for cls in (Stack, OddStack, ScaledStack, MoE):
+            torch.manual_seed(1)
+            model = cls().eval()
+            x = torch.arange(9) if cls is MoE else rows()
+            expected = model(x)
+            before = dict(model.named_parameters())
+            state = {name: t.clone() for name, t in model.state_dict().items() if cls is not ScaledStack}
+            handle = share(model, kind, 2)
+            for _ in range(2):
+                assert_same_bits(model(x), expected)
+            assert_moved(handle, 2)
+            store = store_of(handle)
+            assert store.host_bytes <= handle.plan.prefetched_bytes / dist.get_world_size() + 4096
+            if cls is not ScaledStack:
+                assert_same_bits(dict(model.state_dict()), state)
+            handle.remove()
+            assert_same_bits(model(x), expected)
+            assert all(p is before[name] for name, p in model.named_parameters())
+            del handle, store
+        if folder is not None:
+            facts["from files"] = from_files(kind, Path(folder))
+    gc.collect()
+    facts["threads"] = threading.active_count() - threads
+    facts["fds"] = len(os.listdir("/proc/self/fd")) - fds
+    return facts
+
+
+def from_files(kind: str, folder: Path) -> bool:
+    """A model on meta, every rank reading its own part of the files only."""
+    torch.manual_seed(1)
+    source = Stack().eval()
+    with torch.device("meta"):
+        model = Stack().eval()
+    handle = share(model, kind, 2, checkpoint=folder)
+    assert_same_bits(model(rows()), source(rows()))
+    handle.remove()
+    assert_same_bits(dict(model.named_parameters()), dict(source.named_parameters()))
+    return True
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_bits_bytes_and_what_is_left(num_ranks: int, kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    save(Stack(), tmp_path)
+    for facts in outcomes(num_ranks, forwards, kind, str(tmp_path)):
+        assert facts["from files"]
+        assert facts["threads"] <= 0 + 2  # gloo's own device thread and torch's heartbeat stay with the process
+        assert facts["fds"] <= 4
+
+
+def compiled(rank: int) -> bool:
+    model = Stack(3).eval()
+    with torch.no_grad():
+        with boundaries(model, all_layers(2)):
+            expected = torch.compile(model, fullgraph=True)(rows())
+        for kind in KINDS:
+            torch._dynamo.reset()
+            handle = share(model, kind)
+            run = torch.compile(model, fullgraph=True)
+            for _ in range(3):
+                assert_same_bits(run(rows()), expected)
+            assert_moved(handle, 3)
+            handle.remove()
+    return True
+
+
+def test_compiled() -> None:
+    assert outcomes(2, compiled, timeout_s=60) == [True, True]
+
+
+def disagree(rank: int, kind: str, what: str) -> str:
+    torch.manual_seed(rank if what == "weights" else 0)
+    model = Stack().eval()
+    tensors = {name: p.data_ptr() for name, p in model.named_parameters()}
+    slots = 1 + rank if what == "plan" else 2
+    with pytest.raises(OptionError) as caught:
+        share(model, kind, slots)
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == tensors
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["plan", "weights"])
+def test_ranks_that_differ_are_refused(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for message in outcomes(2, disagree, "pooled", what):
+        assert f"other {what}" in message or f"another {what}" in message
+
+
+def die(rank: int, kind: str, moment: str) -> Any:
+    model = Stack(6).eval()
+    expected = model(rows())
+    if rank == 1 and moment == "opening":
+        os.kill(os.getpid(), signal.SIGKILL)
+    handle = share(model, kind)
+    with torch.no_grad():
+        assert_same_bits(model(rows()), expected)
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        begin = time.monotonic()
+        if moment == "forward":
+            for _ in range(100):
+                assert_same_bits(model(rows()), expected)
+        handle.remove()
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize("moment", ["opening", "forward", "remove"])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_killed_rank_is_an_error_on_the_others(kind: str, moment: str) -> None:
+    begin = time.monotonic()
+    found = run_ranks(2, die, kind, moment, timeout_s=8)
+    assert found[1] is None
+    assert isinstance(found[0], TransferError), found[0]
+    assert "restart all ranks together" in str(found[0])
+    assert time.monotonic() - begin < 45
+
+
+def late(rank: int) -> Any:
+    model = Stack(6).eval()
+    handle = share(model, "pooled")
+    if rank == 1:
+        time.sleep(9)
+        return "late"
+    with torch.no_grad():
+        for _ in range(3):
+            model(rows())
+    return handle
+
+
+def test_a_rank_that_does_not_come_is_an_error_within_the_timeout() -> None:
+    found = run_ranks(2, late, timeout_s=3)
+    assert isinstance(found[0], TransferError)
+    assert "within 3 s" in str(found[0])
+
+
+def out_of_order(rank: int) -> Any:
+    model = Stack(6).eval()
+    if rank == 1:
+        model.order = [0, 2, 1, 3, 4, 5]
+    share(model, "pooled")
+    with torch.no_grad():
+        for _ in range(2):
+            model(rows())
+
+
+def test_ranks_out_of_step_are_an_error() -> None:
+    found = run_ranks(2, out_of_order, timeout_s=8)
+    assert all(isinstance(error, TransferError) for error in found)
+    assert any("in the same order" in str(error) for error in found)
+
+
+def broken_source(rank: int, folder: str) -> Any:
+    """One rank cannot read its part of the files."""
+    with torch.device("meta"):
+        model = Stack().eval()
+    if rank == 1:
+
+        def fail(*args: object) -> None:
+            raise TransferError("planted")
+
+        sharing._From.read = fail  # type: ignore[method-assign,assignment]
+    share(model, "sharded", checkpoint=folder)
+
+
+def test_a_rank_that_cannot_load_fails_all(tmp_path: Path) -> None:
+    save(Stack(), tmp_path)
+    found = run_ranks(2, broken_source, str(tmp_path))
+    assert "planted" in str(found[1])
+    assert "rank 1 could not load its part" in str(found[0])
+
+
+def other_files(rank: int, folders: list[str]) -> str:
+    with torch.device("meta"):
+        model = Stack().eval()
+    with pytest.raises(OptionError) as caught:
+        share(model, "pooled", checkpoint=folders[rank])
+    return str(caught.value)
+
+
+def test_ranks_with_other_files_are_refused(tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+        save(Stack(), folder)
+    assert all("other checkpoint files" in text for text in outcomes(2, other_files, list(map(str, folders))))
+
+
+def refusals(rank: int) -> list[str]:
+    found = []
+    model = Stack().eval()
+    for policy, options in (
+        (all_layers(2, "sharded_gpu"), {}),
+        (all_layers(2, "meta"), {"group": dist.group.WORLD, "pool_links": True}),
+    ):
+        with pytest.raises(OptionError) as caught:
+            penstock.offload(model, policy, **options)
+        found.append(str(caught.value))
+    with penstock.offload(model, penstock.UVA(params=["layers"]), group=dist.group.WORLD, pool_links=True) as handle:
+        found.append(",".join({handle.plan.mechanism_of("layers.0.linear.weight")}))
+    os.environ["PENSTOCK_DEBUG"] = "1"
+    with pytest.warns(PenstockWarning, match="checks no units that are split"):
+        share(model, "pooled").remove()
+    return found
+
+
+def watched(rank: int) -> Any:
+    watch = PeerWatch(Channel(Peers(dist.group.WORLD)))  # type: ignore[arg-type]
+    assert watch.on_one_host
+    assert watch.lost == []
+    watch.require_alive()
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while not watch.lost and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with pytest.raises(TransferError, match="rank 1 has ended"):
+        watch.require_alive()
+    watch.close()
+    return watch.lost
+
+
+def test_a_killed_process_is_noticed_without_asking_it() -> None:
+    assert run_ranks(3, watched) == [[], None, []]
+
+
+def budgets(rank: int) -> None:
+    x = rows(128)
+    for pool, mode in ((False, "sharded_gpu"), (True, "cpu")):
+        model = Stack(8, 128).eval()
+        expected = model(x)
+        total = sum(p.nbytes for p in model.parameters())
+        budget = total * 5 // 6
+        handle = penstock.offload(
+            model,
+            penstock.Budget(budget, mode=mode),  # type: ignore[arg-type]
+            group=dist.group.WORLD,
+            pool_links=pool,
+        )
+        plan, store = handle.plan, store_of(handle)
+        assert plan.num_ranks == 2
+        assert plan.uva == {}
+        assert plan.part_bytes <= store.host_bytes <= plan.part_bytes + 256 * len(plan.units)
+        own = plan.resident_bytes + sum(plan.slot_bytes)
+        assert plan.device_bytes == own + (0 if pool else plan.part_bytes) <= budget
+        assert pool or own + plan.part_bytes > budget - 128 * 128 * 4, "memory is left that could hold residents"
+        with torch.no_grad():
+            assert_same_bits(model(x), expected)
+        assert_moved(handle, 1)
+        handle.remove()
+
+
+def test_a_budget_counts_what_the_parts_take() -> None:
+    outcomes(2, budgets)
+
+
+def idle(rank: int) -> None:
+    with pytest.warns(PenstockWarning, match="group=... has no effect: mode 'cpu'"):
+        penstock.offload(Stack().eval(), all_layers(2), group=dist.group.WORLD)
+
+
+def test_a_group_without_effect_is_said() -> None:
+    outcomes(1, idle)
+
+
+def test_options() -> None:
+    no_group, meta, moved = outcomes(1, refusals)[0]
+    assert "no process group was given" in no_group
+    assert "found mode 'meta'" in meta
+    assert moved == "prefetch"
