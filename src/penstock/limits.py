@@ -18,6 +18,7 @@ from penstock.config import format_gib, pin_memory_disabled
 from penstock.errors import BudgetError, LimitError, OptionError
 from penstock.plan.machine import Machine
 from penstock.plan.model import Plan, slab_bytes
+from penstock.plan.ring import ring_bytes
 from penstock.process import cgroup_available_bytes, host_available_bytes, memlock_bytes
 
 __all__ = ["Limits", "Needs", "check_limits", "describe_device", "last_true", "needs_of", "read_limits", "require_disk"]
@@ -108,8 +109,9 @@ def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_me
     if not on_gpu:
         stored = sum(size for name, size in _offloaded(plan) if name in on_meta) if plan.mode == "cpu" else 0
         return Needs(host_bytes=slots + sum(arriving) + stored)
-    stored = sum(unit.num_bytes for unit in plan.units) + sum(slab_bytes([size]) for size in plan.uva.values())
-    pinned = stored if plan.mode == "cpu" else 0
+    in_place = sum(slab_bytes([size]) for size in plan.uva.values())  # a GPU cannot address a mapped file
+    units = sum(unit.num_bytes for unit in plan.units) if plan.mode == "cpu" else ring_bytes(plan)
+    pinned = units + in_place if plan.mode in ("cpu", "disk") else 0
     staging = max(arriving, default=0)  # residents pass through host memory one at a time
     return Needs(
         device_bytes=slots + slab_bytes(arriving),
