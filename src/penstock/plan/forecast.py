@@ -54,6 +54,7 @@ class Forecast:
 
 def forecast(plan: Plan, inventory: Inventory, rates: Rates, traits: Traits, rows: int) -> Forecast:
     """Play ``plan`` through; a pure function of sizes and rates (:mod:`penstock.plan.cost`)."""
+    rates = rates.for_mode(plan.mode)
     stages = list(_stage_times(plan, inventory, rates, traits, rows))
     slots, units = np.array([plan.num_slots]), np.array([len(plan.units)])
     step = float(step_s(stages, slots, units, rates.copies_take_cores)[0])
