@@ -18,11 +18,14 @@ from penstock.link.ring import StagingRing
 from penstock.plan.model import Plan, UnitDraft, assemble
 from penstock.plan.ring import WORD_BYTES, RingLayout, lay_out_ring
 from penstock.store.base import Load, Segment, Store
+from penstock.telemetry import StagingStats
 
 PATIENCE_S = 30.0
 ENTRY_BYTES = 4096
 
 Op = Callable[[], None]
+
+_random = random.Random()  # hypothesis watches the module's own
 
 
 class FakeStream:
@@ -82,8 +85,8 @@ class FakeStream:
         self._thread.join(PATIENCE_S)
 
     def _pause(self) -> None:
-        if self._max_pause_s and random.random() < 0.3:
-            time.sleep(random.uniform(0, self._max_pause_s))
+        if self._max_pause_s and _random.random() < 0.3:
+            time.sleep(_random.uniform(0, self._max_pause_s))
 
     def _run(self) -> None:
         while (op := self._ops.get()) is not None:
@@ -110,7 +113,10 @@ class FakeRingLink(Link):
         max_entries: int = 4,
         num_threads: int = 2,
         stuck_s: float = PATIENCE_S,
+        blocking: bool = False,
     ) -> None:
+        """``blocking``: compute is the caller's own, so that waiting has to hold the caller."""
+        self._blocking = blocking
         self._pause_s, self._entries, self._threads, self._stuck_s = max_pause_s, max_entries, num_threads, stuck_s
         self.log: list[int] = []
 
@@ -139,10 +145,15 @@ class FakeRingLink(Link):
 
     def wait(self, transfer: Transfer, measure: bool = False) -> float:
         self.ring.check()
+        if self._blocking:
+            self.stream.synchronize()
         return 0.0
 
     def check(self) -> None:
         self.ring.check()
+
+    def staging_stats(self) -> StagingStats | None:
+        return self.ring.stats()
 
     def close(self) -> None:
         try:
@@ -153,7 +164,7 @@ class FakeRingLink(Link):
 
 
 class PatternSource:
-    """Bytes that tell unit and position: ``(7 * unit + position // 64) mod 251``; slow now and then, broken on demand."""
+    """Bytes that tell unit and position: ``(7 * unit + position // 64) mod 251``."""
 
     def __init__(self, unit: int, num_bytes: int, max_pause_s: float = 0.0) -> None:
         self.bytes = ((7 * unit + torch.arange(num_bytes) // 64) % 251).to(torch.uint8)
@@ -164,8 +175,8 @@ class PatternSource:
     def read(self, start: int, into: memoryview) -> None:
         self.reads += 1
         self.before()
-        if self._max_pause_s and random.random() < 0.3:
-            time.sleep(random.uniform(0, self._max_pause_s))
+        if self._max_pause_s and _random.random() < 0.3:
+            time.sleep(_random.uniform(0, self._max_pause_s))
         into[:] = memoryview(self.bytes.numpy())[start : start + len(into)]
 
 

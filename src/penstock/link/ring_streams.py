@@ -65,8 +65,8 @@ class RingLink(StreamLink):
         """
         if pin_memory_disabled():
             raise OptionError(
-                "mode 'disk' on a GPU stages files in pinned memory, which PENSTOCK_DISABLE_PIN_MEMORY=1 forbids; unset "
-                "it, or use mode 'cpu' (--offload-mode cpu)"
+                "mode 'disk' on a GPU stages files in pinned memory, which PENSTOCK_DISABLE_PIN_MEMORY=1 forbids; "
+                "unset it, or use mode 'cpu' (--offload-mode cpu)"
             )
         sizes = [unit.num_bytes for unit in plan.units]
         layout = lay_out_ring(sizes, plan.num_slots, self._entry_bytes, self._max_entries)

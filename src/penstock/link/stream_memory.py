@@ -74,7 +74,9 @@ class CudaCopyStream:
             self.wait_equal(0, 1)
             self.write(0, 0)
         except TransferError as error:
-            raise OptionError(f"mode 'disk' needs stream memory operations, which fail here ({error}); {_MEND}") from error
+            raise OptionError(
+                f"mode 'disk' needs stream memory operations, which fail here ({error}); {_MEND}"
+            ) from error
         done = torch.cuda.Event()
         done.record(self._stream)
         deadline = time.monotonic() + _TRIAL_S
@@ -99,7 +101,9 @@ def _driver_function(name: str) -> Any:
     try:
         function = getattr(ctypes.CDLL("libcuda.so.1"), f"{name}_v2")
     except (OSError, AttributeError) as error:
-        raise OptionError(f"mode 'disk' on a GPU needs {name} of a CUDA driver 11.7 or later ({error}); {_MEND}") from error
+        raise OptionError(
+            f"mode 'disk' on a GPU needs {name} of a CUDA driver 11.7 or later ({error}); {_MEND}"
+        ) from error
     function.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
     function.restype = ctypes.c_int
     return function

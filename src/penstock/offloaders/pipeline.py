@@ -121,6 +121,7 @@ class SlotPipeline:
             self.prime()
             if self._has_graphs:
                 self.join()
+                self._empty_held_back()
             if whole:
                 self._link.check()
 
@@ -211,6 +212,13 @@ class SlotPipeline:
                     self._live[self._held_back].unit = None
             self._has_graphs = True
         return self._captured
+
+    def _empty_held_back(self) -> None:
+        """A forward that was cut short or skipped its last unit leaves something there, which a replay will replace."""
+        if self._held_back is not None and not self._link.capturing:
+            slot = self._live[self._held_back]
+            if not slot.readers:
+                slot.unit = None
 
     def _report_idle_units(self) -> None:
         """Once, after the first forward: a unit whose module did not run may have been read behind our back."""

@@ -4,9 +4,10 @@ A captured copy has a fixed host address, so a piece uses the same entry for eve
 cut into pieces, because a ring of whole units would take gigabytes of host memory for large layers and let nothing
 cross the link before the first of them is read.
 
-The pieces of a forward form a cycle, which is divided into laps of (almost) equal length; the piece that is ``j``-th in
-its lap uses entry ``j``. Lap lengths differ by one at most, so any ``P // laps`` consecutive pieces of the cycle, across
-its end too, lie in different entries: that many can be read ahead. With ``p mod R`` it would be ``P mod R`` at the end.
+The pieces of a forward form a cycle, which is divided into laps of (almost) equal length; the piece that is ``j``-th
+in its lap uses entry ``j``. Lap lengths differ by one at most, so any ``P // laps`` consecutive pieces of the cycle of
+``P``, across its end too, lie in different entries: that many can be read ahead. With ``p mod R`` it would be only
+``P mod R`` of them at the end of the cycle.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain as concatenate
+from itertools import pairwise
 
 from penstock.plan.model import Plan
 from penstock.plan.schedule import steady_order
@@ -100,7 +102,7 @@ def _laps(length: int, max_entries: int) -> list[int]:
     """The entry of each of ``length`` pieces."""
     laps = -(-length // max_entries)
     bounds = [lap * length // laps for lap in range(laps + 1)] if laps else []
-    return [entry for start, end in zip(bounds, bounds[1:], strict=False) for entry in range(end - start)]
+    return [entry for start, end in pairwise(bounds) for entry in range(end - start)]
 
 
 def _cut(num_bytes: int, entry_bytes: int) -> list[tuple[int, int]]:

@@ -90,8 +90,8 @@ class File:
         if (now.st_size, now.st_mtime_ns, now.st_ino) != (stamp.num_bytes, stamp.modified_ns, stamp.inode):
             raise TransferError(
                 f"{self.path}: expected the file that was opened ({stamp.num_bytes} bytes, modified at "
-                f"{stamp.modified_ns} ns); found {now.st_size} bytes, modified at {now.st_mtime_ns} ns: it was written to "
-                f"while in use, restore it and offload again"
+                f"{stamp.modified_ns} ns); found {now.st_size} bytes, modified at {now.st_mtime_ns} ns: it was written "
+                f"to while in use, restore it and offload again"
             )
 
     def _read_fully(self, offset: int, into: memoryview, at_least: int) -> None:
