@@ -230,7 +230,9 @@ def reader_of(expected: torch.Tensor, slot: torch.Tensor, found: list[str], what
     """Compute: compares the slot with what should be in it when the stream comes to it."""
 
     def read() -> None:
-        if not torch.equal(slot[: expected.numel()], expected):
-            found.append(what)
+        bytes_ = slot[: expected.numel()]
+        if not torch.equal(bytes_, expected):
+            poison = bool(((bytes_ == expected) | (bytes_ == 0xFF)).all())
+            found.append(f"{what}: {'poison' if poison else bytes_.unique().tolist()}")
 
     return partial(read)

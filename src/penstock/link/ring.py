@@ -112,7 +112,7 @@ class StagingRing:
         self._words[:] = 0
         self._parts = [list(_parts_of(loads[p.unit], p.start, p.num_bytes)) for p in layout.pieces]
         self._fills: list[_Fill | None] = [None] * layout.num_entries
-        self._kept: set[int] = set()  # read ahead already when the order was set anew
+        self._ahead: list[int] = []  # what _next has passed and the stream has not taken yet, in order
         self._next: int | None = None
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -255,10 +255,11 @@ class StagingRing:
                 self._set_tag(entry, 0)
             if fill is not None and fill.position not in window:
                 fill.in_vain = True  # for good: parts of it may be skipped from now on
-        self._kept = {p for p in window if self._holds(p)}
+        self._ahead.clear()
         self._next = position
 
     def _holds(self, position: int) -> bool:
+        """Whether a piece is in its entry or on its way there."""
         entry = self._layout.pieces[position].entry
         fill = self._fills[entry]
         on_its_way = fill is not None and fill.position == position and not fill.in_vain
@@ -276,15 +277,22 @@ class StagingRing:
         return window
 
     def _read_ahead(self, now: float) -> None:
+        self._forget_taken()
         while (position := self._next) is not None:
             entry = self._layout.pieces[position].entry
-            if position in self._kept:
-                self._kept.discard(position)
-            elif self._tag(entry) == 0 and self._fills[entry] is None:
+            if self._tag(entry) == 0 and self._fills[entry] is None:
                 self._start(position, entry, now)
-            else:
+            elif position in self._ahead or not self._holds(position):
                 return
+            # else: there from before, because the order was set anew or the stream has left it out
+            self._ahead.append(position)
             self._next = self._layout.following[position]
+
+    def _forget_taken(self) -> None:
+        """What the stream has taken, and what it has left out: it took something behind it."""
+        taken = [index for index, position in enumerate(self._ahead) if not self._holds(position)]
+        if taken:
+            del self._ahead[: taken[-1] + 1]
 
     def _start(self, position: int, entry: int, now: float) -> None:
         parts = self._parts[position]
