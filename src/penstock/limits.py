@@ -223,7 +223,7 @@ def _advice(search: _Search | None, budget: int | None) -> str:
 
 
 def _mend(worst: _Shortfall, limits: Limits, plan: Plan) -> str:
-    in_files = limits.device_free_bytes is None and plan.mode == "cpu"
+    in_files = plan.mode == "cpu" and (limits.device_free_bytes is None or worst.limit != _DEVICE)
     first = {
         _DEVICE: "free device memory first",
         _HOST: "free host memory first",
