@@ -18,6 +18,7 @@ from penstock.config import format_gib, pin_memory_disabled
 from penstock.errors import BudgetError, LimitError, OptionError
 from penstock.plan.machine import Machine
 from penstock.plan.model import Plan, slab_bytes
+from penstock.plan.ring import ring_bytes
 from penstock.process import cgroup_available_bytes, host_available_bytes, memlock_bytes
 
 __all__ = ["Limits", "Needs", "check_limits", "describe_device", "last_true", "needs_of", "read_limits", "require_disk"]
@@ -110,10 +111,11 @@ def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_me
         if plan.num_ranks > 1 or plan.mode == "sharded_gpu":
             stored = plan.part_bytes  # copied, wherever the tensors lie
         return Needs(host_bytes=slots + sum(arriving) + stored)
-    stored = sum(unit.num_bytes for unit in plan.units) + sum(slab_bytes([size]) for size in plan.uva.values())
+    in_place = sum(slab_bytes([size]) for size in plan.uva.values())  # a GPU cannot address a mapped file
+    units = sum(unit.num_bytes for unit in plan.units) if plan.mode == "cpu" else ring_bytes(plan)
+    pinned = units + in_place if plan.mode in ("cpu", "disk") else 0
     if plan.num_ranks > 1:
-        stored = plan.part_bytes
-    pinned = stored if plan.mode == "cpu" else 0
+        pinned = plan.part_bytes if plan.mode == "cpu" else 0
     parts = plan.part_bytes if plan.mode == "sharded_gpu" else 0
     staging = max(arriving, default=0)  # residents pass through host memory one at a time
     return Needs(
@@ -226,7 +228,7 @@ def _advice(search: _Search | None, budget: int | None) -> str:
 
 
 def _mend(worst: _Shortfall, limits: Limits, plan: Plan) -> str:
-    in_files = limits.device_free_bytes is None and plan.mode == "cpu"
+    in_files = plan.mode == "cpu" and (limits.device_free_bytes is None or worst.limit != _DEVICE)
     first = {
         _DEVICE: "free device memory first",
         _HOST: "free host memory first",

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["Recorder", "Span", "Stats", "UnitStats"]
+__all__ = ["Recorder", "Span", "StagingStats", "Stats", "UnitStats"]
 
 _MAX_SPANS = 1 << 16
 
@@ -106,12 +106,33 @@ class UnitStats:
 
 
 @dataclass(frozen=True)
+class StagingStats:
+    """Counters of the ring between files and a GPU, replays included.
+
+    Attributes:
+        bytes_read: read from the files.
+        stalls: times the device asked for a piece that was not in its entry yet, and ``stall_s`` how long it waited in
+            all, in seconds, as a thread of the host saw it (to about a millisecond).
+        misses: pieces that were asked for out of the expected order, so that what had been read ahead was of no use.
+    """
+
+    bytes_read: int = 0
+    stalls: int = 0
+    stall_s: float = 0.0
+    misses: int = 0
+
+
+@dataclass(frozen=True)
 class Stats:
-    """Counters of all units, the bytes each mechanism answers for, and what else a user should know."""
+    """Counters of all units, the bytes each mechanism answers for, and what else a user should know.
+
+    ``staging``: of mode ``disk`` on a GPU; ``None`` elsewhere.
+    """
 
     units: tuple[UnitStats, ...]
     mechanism_bytes: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    staging: StagingStats | None = None
 
     @property
     def bytes_moved(self) -> int:
@@ -145,5 +166,6 @@ class Stats:
             **totals,
             "mechanism_bytes": self.mechanism_bytes,
             "notes": list(self.notes),
+            "staging": None if self.staging is None else asdict(self.staging),
             "units": [asdict(unit) for unit in self.units],
         }

@@ -17,7 +17,9 @@ from typing import Protocol
 
 import torch
 
+from penstock.plan.model import Plan
 from penstock.store.base import Load
+from penstock.telemetry import StagingStats
 
 __all__ = ["Link", "Mark", "Transfer"]
 
@@ -45,6 +47,13 @@ class Link(ABC):
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Memory for one slot: uint8, 1-D, on the link's device, fixed address."""
 
+    def prepare(self, plan: Plan, loads: Sequence[Load]) -> None:
+        """Told once, before anything else: what will be moved, by unit; for links that read ahead.
+
+        Raises:
+            StateError, OptionError: this link cannot be set up here and now.
+        """
+
     @property
     def capturing(self) -> bool:
         """Whether compute is being recorded into a graph instead of run."""
@@ -70,6 +79,13 @@ class Link(ABC):
         Raises:
             TransferError: the copy failed.
         """
+
+    def check(self) -> None:
+        """Raise ``TransferError`` if bytes failed to arrive where no caller was there to be told, as in a replay."""
+
+    def staging_stats(self) -> StagingStats | None:
+        """Counters of what lies between the store and the copies; ``None`` where nothing does."""
+        return None
 
     def last_stall_s(self, unit: int) -> float | None:
         """Seconds compute was held at the latest wait for ``unit``; ``None`` if this link does not measure it.

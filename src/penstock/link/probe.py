@@ -104,7 +104,7 @@ class Probe:
         return cls(**values)
 
     def gpu_rates(self) -> Rates | None:
-        """For planning on this machine's GPU, weights in pinned host memory; ``None`` if it has none."""
+        """For planning on this machine's GPU, weights in pinned host memory or in files; ``None`` if it has none."""
         if not self.h2d_bytes_per_s or not self.kernel_s or not self.device_copy_bytes_per_s:
             return None
         return Rates(
@@ -116,6 +116,8 @@ class Probe:
             in_place_grouped_s_per_byte=Curve.of(self.in_place_grouped_s_per_byte),
             kernel_s=self.kernel_s,
             device_bytes_per_s=self.device_copy_bytes_per_s,
+            # What is offloaded to files because the host has no room for it does not stay in its page cache either.
+            file_bytes_per_s=self.disk_read_bytes_per_s or self.cached_read_bytes_per_s or None,
         )
 
     def cpu_rates(self, direct: bool = False) -> Rates:

@@ -69,23 +69,31 @@ class StreamLink(Link):
         return event
 
     def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> StreamTransfer:
-        if load.slab is None:
-            raise TransferError(f"unit {load.unit} has no pinned host slab; a GPU cannot copy from this store")
         captured = self.capturing
-        if captured and not load.slab.is_pinned():
-            raise StateError(
-                "a copy from memory that is not pinned cannot be captured; unset PENSTOCK_DISABLE_PIN_MEMORY"
-            )
+        self._require_copyable(load, captured)
         # Ask for the compute stream's capture state before entering the side stream: inside, current_stream is ours.
         with torch.cuda.stream(self._stream):
             for mark in after:
                 assert isinstance(mark, torch.cuda.Event)
                 self._stream.wait_event(mark)
-            for start, end in self._stretches(load):
-                slot[start:end].copy_(load.slab[start:end], non_blocking=True)
+            self._enqueue(load, slot)
             event = torch.cuda.Event()
             event.record(self._stream)
         return StreamTransfer(load.unit, event, captured)
+
+    def _require_copyable(self, load: Load, captured: bool) -> None:
+        if load.slab is None:
+            raise TransferError(f"unit {load.unit} has no pinned host slab; a GPU cannot copy from this store")
+        if captured and not load.slab.is_pinned():
+            raise StateError(
+                "a copy from memory that is not pinned cannot be captured; unset PENSTOCK_DISABLE_PIN_MEMORY"
+            )
+
+    def _enqueue(self, load: Load, slot: torch.Tensor) -> None:
+        """Give the copies of one unit to the copy stream, which is current."""
+        assert load.slab is not None
+        for start, end in self._stretches(load):
+            slot[start:end].copy_(load.slab[start:end], non_blocking=True)
 
     def _stretches(self, load: Load) -> list[tuple[int, int]]:
         assert load.slab is not None

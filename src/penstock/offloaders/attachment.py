@@ -15,6 +15,7 @@ from penstock.config import debug_enabled, format_gib
 from penstock.errors import BudgetError
 from penstock.inventory import Inventory
 from penstock.link.base import Link
+from penstock.link.ring_streams import RingLink
 from penstock.link.streams import StreamLink
 from penstock.link.threads import ThreadLink
 from penstock.offloaders.binding import BoundStorage, bind
@@ -98,11 +99,16 @@ class Attachment(NotCopyable):
         self._forget_originals()
 
     def stats(self) -> Stats:
-        """Counters since the offload began."""
+        """Counters since the offload began.
+
+        Raises:
+            TransferError: bytes failed to arrive in a replay, where no caller was there to be told.
+        """
         plan = self.plan
         sizes = {"resident": plan.resident_bytes, "prefetch": plan.prefetched_bytes, "uva": plan.uva_bytes}
         units = self._pipeline.snapshot() if self._pipeline else ()
-        return Stats(units, sizes, notes_on(self._model, plan))
+        staging = self._pipeline.staging() if self._pipeline else None
+        return Stats(units, sizes, notes_on(self._model, plan), staging)
 
     def rewind(self) -> None:
         """Make the slots hold what the next forward needs first."""
@@ -143,6 +149,8 @@ class Attachment(NotCopyable):
     def _make_link(self, measure_stalls: bool) -> Link:
         if isinstance(self._store, SharedStore):
             return self._store.make_link(self._device, self.recorder, measure_stalls)
+        if self._device.type == "cuda" and self.plan.mode == "disk":
+            return RingLink(self._device, measure_stalls=measure_stalls, recorder=self.recorder)
         if self._device.type == "cuda":
             return StreamLink(self._device, measure_stalls=measure_stalls)
         return ThreadLink(recorder=self.recorder)

@@ -113,13 +113,11 @@ def _disk_store(
     weights: WeightMap,
     disk: DiskOptions | None,
 ) -> DiskStore:
-    if device.type != "cpu":
-        raise OptionError(
-            f"mode 'disk' is not implemented for {device} yet; use mode 'cpu', which reads the checkpoint into pinned "
-            f"host memory (--offload-mode cpu)"
-        )
-    store = DiskStore({name: weights.source(bound.info) for name, bound in offloaded.items()}, disk)
-    for name in plan.uva:
+    on_gpu = device.type == "cuda"
+    sources = {name: weights.source(bound.info) for name, bound in offloaded.items()}
+    # On a CPU the caller that misses bytes is told so and may try again; a replay on a GPU has no caller.
+    store = DiskStore(sources, disk, stamps=weights.checkpoint.stamps if on_gpu else (), pin_in_place=on_gpu)
+    for name in () if on_gpu else plan.uva:
         _refuse_misaligned(offloaded[name], store)
     for bound in offloaded.values():
         _compare_with_files(bound, store)
@@ -144,7 +142,7 @@ def _compare_with_files(bound: BoundStorage, store: DiskStore) -> None:
         return
     blob = new_blob(bound.info.num_bytes)
     store.read(bound.info.name, blob)
-    if not torch.equal(blob, bound.original_bytes()):
+    if not torch.equal(blob, bound.original_bytes().cpu()):
         raise CheckpointError(
             f"{bound.info.name}: the model's values differ from the checkpoint's; save the model first "
             f"(save_pretrained), or use mode 'cpu'"

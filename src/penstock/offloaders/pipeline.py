@@ -38,7 +38,7 @@ from penstock.offloaders.debug import Guard
 from penstock.plan.model import Plan
 from penstock.plan.schedule import first_units, next_in_chain, slot_of
 from penstock.store.base import Store
-from penstock.telemetry import Recorder, UnitStats
+from penstock.telemetry import Recorder, StagingStats, UnitStats
 
 __all__ = ["SlotPipeline"]
 
@@ -73,6 +73,7 @@ class SlotPipeline:
         self._link = link
         self._recorder = recorder
         self._loads = [store.load(unit) for unit in plan.units]
+        link.prepare(plan, self._loads)
         self._live = [_Slot(link.allocate(num_bytes)) for num_bytes in plan.slot_bytes]
         self._captured: list[_Slot] | None = None
         self._has_graphs = False
@@ -105,6 +106,7 @@ class SlotPipeline:
         """A forward begins: start what was held back for it."""
         with self._lock:
             self._in_forward.add(threading.get_ident())
+            self._link.check()
             if self._link.capturing:
                 self._captured = None  # whatever an aborted capture has left
             slots = self._slots()
@@ -127,6 +129,9 @@ class SlotPipeline:
             self.prime()
             if self._has_graphs:
                 self.join()
+                self._empty_held_back()
+            if whole:
+                self._link.check()
 
     def join(self) -> None:
         """Order compute behind every copy under way; no effect when there is none."""
@@ -192,11 +197,20 @@ class SlotPipeline:
             self._guard = None
 
     def snapshot(self) -> tuple[UnitStats, ...]:
-        """The counters now, with the stall of each unit's latest run where the link can tell."""
+        """The counters now, with the stall of each unit's latest run where the link can tell.
+
+        Raises:
+            TransferError: bytes failed to arrive, in a replay for instance, since anybody was told.
+        """
         with self._lock:
+            self._link.check()
             return tuple(
                 replace(stats, last_stall_s=self._link.last_stall_s(unit)) for unit, stats in enumerate(self.stats)
             )
+
+    def staging(self) -> StagingStats | None:
+        """Counters of the link's ring, if it has one."""
+        return self._link.staging_stats()
 
     def _slots(self) -> list[_Slot]:
         """The slots of the timeline that compute is on now."""
@@ -216,6 +230,13 @@ class SlotPipeline:
     def _loose(self) -> bool:
         """Whether a module that runs now does so by itself, between replays."""
         return self._has_graphs and not self._link.capturing and threading.get_ident() not in self._in_forward
+
+    def _empty_held_back(self) -> None:
+        """A forward that was cut short or skipped its last unit leaves something there, which a replay will replace."""
+        if self._held_back is not None and not self._link.capturing:
+            slot = self._live[self._held_back]
+            if not slot.readers:
+                slot.unit = None
 
     def _report_idle_units(self) -> None:
         """Once, after the first forward: a unit whose module did not run may have been read behind our back."""

@@ -102,9 +102,10 @@ def question_of(
         inventory,
         [s for s in movable if s.name not in forced],
         forced,
-        rates or (NOMINAL_CPU if mode == "disk" else NOMINAL_GPU),
+        (rates or (NOMINAL_CPU if mode == "disk" else NOMINAL_GPU)).for_mode(mode),
         traits or Traits(),
-        zero_copy=zero_copy and has_bytes,
+        # Read in place on a GPU, bytes of files have to be in pinned memory: lookups at most, or nothing is saved.
+        zero_copy=zero_copy and has_bytes and mode != "disk",
         lookups_in_place=has_bytes,
         batch_sizes=budget.workload.batch_sizes,
         context=budget.workload.context,

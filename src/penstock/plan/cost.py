@@ -27,11 +27,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.config import Mode
 from penstock.inventory import Inventory, StorageInfo
 from penstock.plan.traits import Traits
 from penstock.plan.units import find_stacks, reader_of
@@ -105,6 +106,8 @@ class Rates:
             ``None`` where only lookups can be.
         kernel_s: a kernel with next to nothing to do, among others in a graph.
         device_bytes_per_s: elementwise kernels, bytes read plus bytes written.
+        file_bytes_per_s: reading files with all threads, where that comes before the link (a GPU in mode ``disk``);
+            ``None`` where files are what ``copy_bytes_per_s`` is about, or where it is not known.
         copies_take_cores: a copy keeps the cores busy that compute wants (reading out of a CPU's page cache).
         is_measured: false for the nominal figures that stand in where no probe was run.
     """
@@ -119,6 +122,15 @@ class Rates:
     device_bytes_per_s: float
     copies_take_cores: bool = False
     is_measured: bool = True
+    file_bytes_per_s: float | None = None
+
+    def for_mode(self, mode: Mode) -> Rates:
+        """The rates with weights in the store of ``mode``: out of files no copy is faster than they are read."""
+        limit = self.file_bytes_per_s
+        if mode != "disk" or limit is None:
+            return self
+        slower = Curve(tuple((size, min(rate, limit)) for size, rate in self.copy_bytes_per_s.points))
+        return replace(self, copy_bytes_per_s=slower, file_bytes_per_s=None)
 
     def copy_s(self, num_bytes: float) -> float:
         """Seconds of one copy."""
@@ -142,6 +154,7 @@ NOMINAL_GPU = Rates(
     kernel_s=2e-6,
     device_bytes_per_s=0.8e12,
     is_measured=False,
+    file_bytes_per_s=3e9,  # one NVMe drive on PCIe 3.0 x4
 )
 _NOMINAL_CPU_PRODUCT = Curve.of({1: 50e-12, 16: 60e-12, 256: 500e-12, 2048: 4e-9})
 NOMINAL_CPU = Rates(

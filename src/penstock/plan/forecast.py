@@ -54,6 +54,7 @@ class Forecast:
 
 def forecast(plan: Plan, inventory: Inventory, rates: Rates, traits: Traits, rows: int, context: int = 0) -> Forecast:
     """Play ``plan`` through; a pure function of sizes and rates (:mod:`penstock.plan.cost`)."""
+    rates = rates.for_mode(plan.mode)
     parts = find_stages(inventory)
     beside = stages_compute_s(parts, rows, rates, traits, context)
     stages = list(_stage_times(plan, parts, beside, rates, traits, rows))

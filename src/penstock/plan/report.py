@@ -13,6 +13,7 @@ from rich.text import Text
 
 from penstock.config import Mode
 from penstock.plan.model import Mechanism, Plan, Unit
+from penstock.plan.ring import ring_bytes
 
 __all__ = ["compress_indices", "gib", "render", "render_weights", "role_of", "titled_table"]
 
@@ -128,11 +129,19 @@ def _place_rows(plan: Plan) -> Iterator[tuple[str, str, str, int]]:
     """(what, how many, column, bytes) per mechanism."""
     store = _STORE_NAMES[plan.mode]
     yield "resident", _counted(len(plan.resident), "tensor"), "device", plan.resident_bytes
+    staged = _is_staged(plan)
     if plan.units:
         yield "slots", _counted(plan.num_slots, "slot"), "device", sum(plan.slot_bytes)
+        if staged:
+            yield "staging ring", "", "host", ring_bytes(plan)
         yield "prefetched", _counted(len(plan.units), "unit"), store, plan.prefetched_bytes
     if plan.uva:
-        yield "read in place", _counted(len(plan.uva), "tensor"), store, plan.uva_bytes
+        yield "read in place", _counted(len(plan.uva), "tensor"), "host" if staged else store, plan.uva_bytes
+
+
+def _is_staged(plan: Plan) -> bool:
+    """Whether bytes of files pass through, or stay in, pinned memory: on a GPU."""
+    return plan.mode == "disk" and plan.made_for is not None and plan.made_for.device != "cpu"
 
 
 def _counted(number: int, thing: str) -> str:

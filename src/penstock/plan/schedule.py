@@ -10,7 +10,7 @@ The refill must come from the slot's own chain. The rule ``(u + S) mod N`` used 
 
 from __future__ import annotations
 
-__all__ = ["chain", "first_units", "next_in_chain", "slot_of"]
+__all__ = ["chain", "first_units", "next_in_chain", "slot_of", "steady_order"]
 
 
 def slot_of(unit: int, num_slots: int) -> int:
@@ -32,3 +32,13 @@ def first_units(num_units: int, num_slots: int) -> range:
 def chain(slot: int, num_units: int, num_slots: int) -> range:
     """All units of one slot, in the order they use it."""
     return range(slot, num_units, num_slots)
+
+
+def steady_order(num_units: int, num_slots: int) -> list[int]:
+    """The units that one forward copies, in order, each forward the same; the cycle that all forwards together walk.
+
+    A unit that has its slot alone stays there and is not among them. Where a pipeline begins this cycle (it may hold
+    the refill of the last slot back for the next forward) makes no difference to it.
+    """
+    refills = ((unit, next_in_chain(unit, num_units, num_slots)) for unit in range(num_units))
+    return [refill for unit, refill in refills if refill != unit]

@@ -15,21 +15,26 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from penstock.checkpoint import FileStamp
 from penstock.errors import CheckpointError, TransferError
-from penstock.store.base import Segment, Store
+from penstock.store.base import Segment, Store, writable_view
+from penstock.store.pages import pieces
+from penstock.store.pinned import pin_threads, pinned_region
 from penstock.weights import TensorSource
 
 __all__ = ["DiskOptions", "DiskStore", "File"]
 
 BLOCK_BYTES = 4096
 BOUNCE_BYTES = 1 << 20
+PINNED_PIECE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -48,8 +53,10 @@ class DiskOptions:
 class File:
     """One open file; reads any stretch into any buffer."""
 
-    def __init__(self, path: Path, options: DiskOptions) -> None:
+    def __init__(self, path: Path, options: DiskOptions, stamp: FileStamp | None = None) -> None:
+        """``stamp``: what the file has to be, after every read too; default: it may change."""
         self.path = path
+        self._stamp = stamp
         self._drop = options.drop_cache
         self._direct = options.direct
         flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if options.direct else 0)
@@ -74,6 +81,18 @@ class File:
             ) from error
         if self._drop:
             os.posix_fadvise(self.fd, offset, len(into), os.POSIX_FADV_DONTNEED)
+        if self._stamp is not None:
+            self._require_unchanged(self._stamp)
+
+    def _require_unchanged(self, stamp: FileStamp) -> None:
+        """The open file, whatever its name means by now: one that was replaced or removed still has the right bytes."""
+        now = os.fstat(self.fd)
+        if (now.st_size, now.st_mtime_ns, now.st_ino) != (stamp.num_bytes, stamp.modified_ns, stamp.inode):
+            raise TransferError(
+                f"{self.path}: expected the file that was opened ({stamp.num_bytes} bytes, modified at "
+                f"{stamp.modified_ns} ns); found {now.st_size} bytes, modified at {now.st_mtime_ns} ns: it was written "
+                f"to while in use, restore it and offload again"
+            )
 
     def _read_fully(self, offset: int, into: memoryview, at_least: int) -> None:
         done = 0
@@ -126,13 +145,31 @@ class DiskStore(Store):
 
     mode = "disk"
 
-    def __init__(self, sources: Mapping[str, TensorSource], options: DiskOptions | None = None) -> None:
-        """``sources``: per storage name where its bytes are; files are opened here, nothing is read."""
+    def __init__(
+        self,
+        sources: Mapping[str, TensorSource],
+        options: DiskOptions | None = None,
+        *,
+        stamps: Iterable[FileStamp] = (),
+        pin_in_place: bool = False,
+    ) -> None:
+        """Open the files; nothing is read.
+
+        Args:
+            sources: per storage name where its bytes are.
+            options: how files are read.
+            stamps: what files have to be at every read; those without may change.
+            pin_in_place: what is read in place is copied into pinned memory first, because a GPU cannot address a
+                mapped file.
+        """
         self._sources = dict(sources)
         options = options or DiskOptions()
         paths = {part.tensor.path for source in self._sources.values() for part in source.parts}
-        self._files = {path: File(path, options) for path in sorted(paths)}
+        expected = {stamp.path: stamp for stamp in stamps}
+        self._files = {path: File(path, options, expected.get(path)) for path in sorted(paths)}
         self._maps: dict[Path, mmap.mmap] = {}
+        self._pin_in_place = pin_in_place
+        self._pinned: dict[str, torch.Tensor] = {}
 
     def segments(self, storage: str) -> list[Segment]:
         return [
@@ -145,6 +182,10 @@ class DiskStore(Store):
         ]
 
     def in_place(self, storage: str) -> torch.Tensor:
+        if self._pin_in_place:
+            if storage not in self._pinned:
+                self._pinned[storage] = self._read_pinned(storage)
+            return self._pinned[storage]
         source = self._sources[storage]
         if len(source.parts) != 1:
             raise CheckpointError(
@@ -156,12 +197,32 @@ class DiskStore(Store):
 
     @property
     def host_bytes(self) -> int:
-        return 0
+        return sum(blob.numel() for blob in self._pinned.values())
 
     def close(self) -> None:
         for file in self._files.values():
             file.close()
         self._maps.clear()
+        self._pinned.clear()
+
+    def _read_pinned(self, storage: str) -> torch.Tensor:
+        """A copy of ``storage`` in pinned memory, read by several threads."""
+        segments = self.segments(storage)
+        blob = pinned_region(sum(segment.num_bytes for segment in segments))
+        view = writable_view(blob)
+
+        def read(segment: Segment, start: int, end: int) -> None:
+            segment.source.read(start, view[segment.slot_offset + start : segment.slot_offset + end])
+
+        with ThreadPoolExecutor(pin_threads()) as pool:
+            reads = [
+                pool.submit(read, segment, start, end)
+                for segment in segments
+                for start, end in pieces(segment.num_bytes, PINNED_PIECE_BYTES)
+            ]
+            for one in reads:
+                one.result()
+        return blob
 
     def _map(self, path: Path) -> mmap.mmap:
         if path not in self._maps:

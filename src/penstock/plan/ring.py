@@ -1,0 +1,123 @@
+"""The staging ring of mode ``disk`` on a GPU, as arithmetic: which piece of a unit passes through which entry.
+
+A captured copy has a fixed host address, so a piece uses the same entry for ever, as a unit does its slot. Units are
+cut into pieces, because a ring of whole units would take gigabytes of host memory for large layers and let nothing
+cross the link before the first of them is read.
+
+The pieces of a forward form a cycle, which is divided into laps of (almost) equal length; the piece that is ``j``-th
+in its lap uses entry ``j``. Lap lengths differ by one at most, so any ``P // laps`` consecutive pieces of the cycle of
+``P``, across its end too, lie in different entries: that many can be read ahead. With ``p mod R`` it would be only
+``P mod R`` of them at the end of the cycle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain as concatenate
+from itertools import pairwise
+
+from penstock.plan.model import Plan
+from penstock.plan.schedule import steady_order
+
+__all__ = ["ENTRY_BYTES", "MAX_ENTRIES", "WORD_BYTES", "Piece", "RingLayout", "lay_out_ring", "ring_bytes"]
+
+# One copy each: long enough for the full rate of the link, short enough that the first one starts soon.
+ENTRY_BYTES = 32 << 20
+MAX_ENTRIES = 16
+# A word of the handshake has a cache line alone, so that the device's polling disturbs no other.
+WORD_BYTES = 64
+_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Piece:
+    """``num_bytes`` from ``start`` of the slab of ``unit``, which pass through ``entry``."""
+
+    unit: int
+    start: int
+    num_bytes: int
+    entry: int
+
+
+@dataclass(frozen=True)
+class RingLayout:
+    """Entries, and the pieces that pass through them.
+
+    Attributes:
+        entry_bytes, num_entries: of the ring.
+        pieces: those of the cycle in its order, then those of units that stay in their slots and are copied once.
+        of_unit: positions in ``pieces`` by unit.
+        following: by position, the position that is expected next; ``None``: nothing is.
+    """
+
+    entry_bytes: int
+    num_entries: int
+    pieces: tuple[Piece, ...]
+    of_unit: Mapping[int, range]
+    following: tuple[int | None, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory: the entries, a word for each, and one more word."""
+        return self.num_entries * (self.entry_bytes + WORD_BYTES) + WORD_BYTES
+
+
+def lay_out_ring(
+    unit_bytes: Sequence[int], num_slots: int, entry_bytes: int = ENTRY_BYTES, max_entries: int = MAX_ENTRIES
+) -> RingLayout:
+    """The ring for units of these slab sizes, at least one, in order of execution, over ``num_slots`` slots.
+
+    Args:
+        entry_bytes: of an entry at most; rounded to whole pages.
+        max_entries: of the ring, at least 1.
+    """
+    entry_bytes = _whole_pages(min(entry_bytes, max(unit_bytes)))
+    moving = list(dict.fromkeys(steady_order(len(unit_bytes), num_slots)))
+    staying = [unit for unit in range(len(unit_bytes)) if unit not in set(moving)]
+    cuts = {unit: _cut(size, entry_bytes) for unit, size in enumerate(unit_bytes)}
+    length = sum(len(cuts[unit]) for unit in moving)
+    entries = _laps(length, max_entries)
+    num_entries = max(entries, default=min(max_entries, sum(map(len, cuts.values()))) - 1) + 1
+    pieces: list[Piece] = []
+    of_unit: dict[int, range] = {}
+    for unit in concatenate(moving, staying):
+        of_unit[unit] = range(len(pieces), len(pieces) + len(cuts[unit]))
+        for start, num_bytes in cuts[unit]:
+            position = len(pieces)
+            entry = entries[position] if position < length else position % num_entries
+            pieces.append(Piece(unit, start, num_bytes, entry))
+    following = [*_cycle(length), *(_behind(position, pieces) for position in range(length, len(pieces)))]
+    return RingLayout(entry_bytes, num_entries, tuple(pieces), of_unit, tuple(following))
+
+
+def ring_bytes(plan: Plan) -> int:
+    """Host memory, pinned, that ``plan`` takes for its ring if it is carried out on a GPU: 0 but in mode ``disk``."""
+    if plan.mode != "disk" or not plan.units:
+        return 0
+    return lay_out_ring([unit.num_bytes for unit in plan.units], plan.num_slots).num_bytes
+
+
+def _laps(length: int, max_entries: int) -> list[int]:
+    """The entry of each of ``length`` pieces."""
+    laps = -(-length // max_entries)
+    bounds = [lap * length // laps for lap in range(laps + 1)] if laps else []
+    return [entry for start, end in pairwise(bounds) for entry in range(end - start)]
+
+
+def _cut(num_bytes: int, entry_bytes: int) -> list[tuple[int, int]]:
+    return [(start, min(entry_bytes, num_bytes - start)) for start in range(0, num_bytes, entry_bytes)]
+
+
+def _cycle(length: int) -> list[int | None]:
+    return [(position + 1) % length for position in range(length)]
+
+
+def _behind(position: int, pieces: Sequence[Piece]) -> int | None:
+    """Within a unit that stays: its next piece. Behind it nothing can be told."""
+    same = position + 1 < len(pieces) and pieces[position + 1].unit == pieces[position].unit
+    return position + 1 if same else None
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES

@@ -1,0 +1,307 @@
+"""Mode ``disk`` on a GPU: same bits in every order of eager runs and replays; failures are said and never hang."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_models import Stack, build
+from safetensors.torch import save_file
+
+import penstock
+from penstock import UVA, Budget, DiskOptions, Handle, Prefetch, Rules
+from penstock.errors import OptionError, StateError, TransferError
+from penstock.inventory import take_inventory
+from penstock.link.ring_streams import RingLink
+
+IDS = 8
+POLICIES = {
+    "units mod slots = 0": Prefetch(1, 1, 7, mode="disk"),
+    "units mod slots != 0": Prefetch(1, 1, 3, mode="disk"),
+    "two slots": Prefetch(1, 1, 2, mode="disk"),
+    "one slot": Prefetch(1, 1, 1, mode="disk"),
+    "everything": Prefetch(1, 1, 2, params=["ALL_MODEL_PARAMS"], mode="disk"),
+    "table in place": Rules([("embed", "uva"), ("layers", "prefetch")], mode="disk"),
+    "in place only": UVA(params=["embed", "up_proj"], mode="disk"),
+    "budget": Budget("12MiB", mode="disk"),
+}
+
+
+def save(model: Stack, folder: Path) -> Path:
+    save_file({name: tensor.cpu() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(params=["small ring", "whole ring"])
+def ring(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three entries of 64 KiB, so that every unit goes around several times; or the ring as it is."""
+    if request.param == "small ring":
+        link = partial(RingLink, entry_bytes=1 << 16, max_entries=3)
+        monkeypatch.setattr("penstock.offloaders.attachment.RingLink", link)
+
+
+def inputs(seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return torch.randint(0, 1000, (IDS,), device="cuda", generator=generator)
+
+
+def captured(model: Stack, ids: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    model(ids)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = model(ids)
+    return graph, out
+
+
+class TestBits:
+    @torch.no_grad()
+    @pytest.mark.usefixtures("ring")
+    @pytest.mark.parametrize("options", [DiskOptions(), DiskOptions(direct=True)], ids=["plain", "direct"])
+    @pytest.mark.parametrize("name", POLICIES)
+    def test_eager_captured_and_replayed_in_any_order(self, name: str, options: DiskOptions, tmp_path: Path) -> None:
+        resident = build()
+        model = copy.deepcopy(resident)
+        expected = [resident(inputs(seed)).clone() for seed in range(4)]
+        with penstock.offload(model, POLICIES[name], checkpoint=save(model, tmp_path), disk=options) as handle:
+            assert handle.plan.mode == "disk"
+            for seed in range(4):
+                assert torch.equal(model(inputs(seed)), expected[seed])
+            ids = inputs()
+            graphs = [captured(model, ids), captured(model, ids)]
+            for seed in (0, 1, 2, 3, 1):
+                ids.copy_(inputs(seed))
+                graph, out = graphs[seed % 2]
+                for _ in range(3):
+                    out.zero_()
+                    graph.replay()
+                    assert torch.equal(out, expected[seed])
+                assert torch.equal(model(inputs(seed)), expected[seed])
+            if handle.plan.units:
+                staging = handle.stats().staging
+                assert staging is not None
+                assert staging.bytes_read > handle.stats().bytes_moved / 2
+        assert torch.equal(model(inputs(1)), expected[1])
+
+    @torch.no_grad()
+    def test_from_meta_and_under_a_compiler(self, tmp_path: Path) -> None:
+        resident = build()
+        save(resident, tmp_path)
+        expected = resident(inputs())
+        with torch.device("meta"):
+            model = Stack(7).eval().requires_grad_(False).to(torch.bfloat16)
+        handle = penstock.offload(model, POLICIES["two slots"], checkpoint=tmp_path, device="cuda")
+        assert torch.equal(model(inputs()), expected)
+        compiled = torch.compile(model, fullgraph=True)
+        first = compiled(inputs())
+        for _ in range(3):
+            assert torch.equal(compiled(inputs()), first)
+        assert torch.equal(model(inputs()), expected)
+        handle.remove()
+
+    @torch.no_grad()
+    @pytest.mark.usefixtures("ring")
+    def test_a_slow_disk_holds_the_device_and_not_the_bits(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        resident = build()
+        model = copy.deepcopy(resident)
+        expected = resident(inputs())
+        real = os.preadv
+
+        def slow(*args: object) -> int:
+            time.sleep(0.003)
+            return real(*args)  # type: ignore[arg-type]
+
+        handle = penstock.offload(model, POLICIES["two slots"], checkpoint=save(model, tmp_path))
+        graph, out = captured(model, inputs())
+        monkeypatch.setattr("os.preadv", slow)
+        for _ in range(4):
+            graph.replay()
+            assert torch.equal(out, expected)
+            assert torch.equal(model(inputs()), expected)
+        staging = handle.stats().staging
+        assert staging is not None
+        assert staging.stalls > 0
+        assert staging.stall_s > 0.003
+        handle.remove()
+
+    @torch.no_grad()
+    def test_a_replay_reads_the_files(self, tmp_path: Path) -> None:
+        """And no more of them than it moves."""
+        model = build(12)
+        handle = penstock.offload(model, POLICIES["two slots"], checkpoint=save(model, tmp_path))
+        graph, _ = captured(model, inputs())
+        graph.replay()
+        torch.cuda.synchronize()
+        before = handle.stats().staging
+        for _ in range(10):
+            graph.replay()
+        torch.cuda.synchronize()
+        after = handle.stats().staging
+        assert before is not None
+        assert after is not None
+        assert after.misses == before.misses
+        read = after.bytes_read - before.bytes_read
+        ring_bytes = handle.plan.moved_bytes  # the ring of a small model holds all of it
+        assert abs(read - 10 * handle.plan.moved_bytes) <= ring_bytes
+        handle.remove()
+
+    @torch.no_grad()
+    def test_debug_checksums(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PENSTOCK_DEBUG", "1")
+        resident = build()
+        model = copy.deepcopy(resident)
+        with penstock.offload(model, POLICIES["two slots"], checkpoint=save(model, tmp_path)):
+            for _ in range(3):
+                assert torch.equal(model(inputs()), resident(inputs()))
+
+
+class TestFailure:
+    @torch.no_grad()
+    @pytest.mark.parametrize("options", [DiskOptions(), DiskOptions(direct=True)], ids=["plain", "direct"])
+    @pytest.mark.parametrize("harm", ["rewrite", "truncate"])
+    def test_a_file_that_changes_under_replays(self, harm: str, options: DiskOptions, tmp_path: Path) -> None:
+        model, handle, path = self.offloaded(tmp_path, options)
+        graph, out = captured(model, inputs())
+        graph.replay()
+        torch.cuda.synchronize()
+        time.sleep(0.02)
+        whole = path.read_bytes()
+        if harm == "rewrite":
+            path.write_bytes(whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2))
+        else:
+            with path.open("r+b") as file:
+                file.truncate(len(whole) // 4)
+        for _ in range(4):
+            graph.replay()
+        torch.cuda.synchronize()  # the bounded wait: pytest would be stopped here otherwise
+        assert out.isnan().all()
+        for call in (handle.stats, lambda: model(inputs()), lambda: captured(model, inputs())):
+            with pytest.raises(TransferError, match="while in use"):
+                call()
+
+    @torch.no_grad()
+    @pytest.mark.parametrize("harm", ["remove", "replace"])
+    def test_a_file_that_goes_is_still_open(self, harm: str, tmp_path: Path) -> None:
+        model, handle, path = self.offloaded(tmp_path)
+        expected = model(inputs())
+        graph, out = captured(model, inputs())
+        if harm == "remove":
+            path.unlink()
+        else:
+            other = path.with_suffix(".new")
+            other.write_bytes(bytes(path.stat().st_size))
+            other.rename(path)
+        for _ in range(3):
+            graph.replay()
+            assert torch.equal(out, expected)
+            assert torch.equal(model(inputs()), expected)
+        handle.remove()
+
+    @torch.no_grad()
+    def test_an_error_of_the_disk_in_eager_code(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        model, handle, _ = self.offloaded(tmp_path)
+        model(inputs())
+
+        def broken(*args: object) -> int:
+            raise OSError(5, "Input/output error")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("os.preadv", broken)
+            with pytest.raises(TransferError, match="Input/output error"):
+                self.forwards(model)
+        with pytest.raises(TransferError, match="Input/output error"):
+            model(inputs())
+        handle.remove()  # the disk is back: nothing is lost
+        assert model(inputs()).isfinite().all()
+
+    @torch.no_grad()
+    def test_a_read_that_never_ends(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("penstock.offloaders.attachment.RingLink", partial(RingLink, stuck_s=1.0))
+        model, handle, _ = self.offloaded(tmp_path)
+        graph, _ = captured(model, inputs())
+        graph.replay()
+        torch.cuda.synchronize()
+        gate, real = threading.Event(), os.preadv
+
+        def stuck(*args: object) -> int:
+            gate.wait(30)
+            return real(*args)  # type: ignore[arg-type]
+
+        with monkeypatch.context() as patch:
+            patch.setattr("os.preadv", stuck)
+            start = time.monotonic()
+            for _ in range(4):
+                graph.replay()
+            torch.cuda.synchronize()
+            assert time.monotonic() - start < 10
+            with pytest.raises(TransferError, match="no read has ended"):
+                handle.stats()
+            gate.set()
+        handle.remove()
+
+    @staticmethod
+    def offloaded(tmp_path: Path, options: DiskOptions | None = None) -> tuple[Stack, Handle, Path]:
+        model = build()
+        handle = penstock.offload(model, POLICIES["two slots"], checkpoint=save(model, tmp_path), disk=options)
+        return model, handle, tmp_path / "model.safetensors"
+
+    @staticmethod
+    def forwards(model: Stack) -> None:
+        for _ in range(10):
+            model(inputs())
+            torch.cuda.synchronize()
+
+
+class TestLimits:
+    def test_without_pinned_memory_it_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = build(2)
+        folder = save(model, tmp_path)
+        addresses = [p.data_ptr() for p in model.parameters()]
+        monkeypatch.setenv("PENSTOCK_DISABLE_PIN_MEMORY", "1")
+        with pytest.raises(OptionError, match="PENSTOCK_DISABLE_PIN_MEMORY=1 forbids"):
+            penstock.offload(model, POLICIES["one slot"], checkpoint=folder)
+        assert [p.data_ptr() for p in model.parameters()] == addresses
+
+    def test_a_driver_without_stream_memory_operations(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = build(2)
+        folder = save(model, tmp_path)
+
+        def missing(name: str) -> None:
+            raise OptionError(f"mode 'disk' on a GPU needs {name}; use mode 'cpu'")
+
+        monkeypatch.setattr("penstock.link.stream_memory._driver_function", missing)
+        with pytest.raises(OptionError, match=r"needs cuStreamWriteValue32.*mode 'cpu'"):
+            penstock.offload(model, POLICIES["one slot"], checkpoint=folder)
+        assert model(inputs()).isfinite().all()
+
+    def test_not_within_a_capture(self, tmp_path: Path) -> None:
+        model = build(2, device="cpu")
+        folder = save(model, tmp_path)
+        graph, error = torch.cuda.CUDAGraph(), None
+        x = torch.zeros(1, device="cuda")
+        with torch.cuda.graph(graph):
+            x.add_(1)
+            try:
+                penstock.offload(model, POLICIES["one slot"], checkpoint=folder, device="cuda")
+            except StateError as caught:
+                error = caught
+        assert error is not None
+
+    def test_everything_is_given_back(self, tmp_path: Path) -> None:
+        before = threading.active_count()
+        model = build()
+        addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
+        handle = penstock.offload(model, POLICIES["two slots"], checkpoint=save(model, tmp_path))
+        assert threading.active_count() > before
+        assert take_inventory(model).num_bytes > 0
+        handle.remove()
+        assert threading.active_count() == before
+        assert set(addresses) == {name for name, _ in model.named_parameters()}
+        assert all(p.device.type == "cuda" for p in model.parameters())

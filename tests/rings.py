@@ -1,0 +1,238 @@
+"""A staging ring without a GPU: a stream that a thread carries out some time later, and a link over it."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from penstock.inventory import Inventory, Location, StorageInfo, TensorInfo
+from penstock.link.base import Link, Mark, Transfer
+from penstock.link.ring import StagingRing
+from penstock.plan.model import Plan, UnitDraft, assemble
+from penstock.plan.ring import WORD_BYTES, RingLayout, lay_out_ring
+from penstock.store.base import Load, Segment, Store
+from penstock.telemetry import StagingStats
+
+PATIENCE_S = 30.0
+ENTRY_BYTES = 4096
+
+Op = Callable[[], None]
+
+_random = random.Random()  # hypothesis watches the module's own
+
+
+class FakeStream:
+    """Does one thing after the other in a thread of its own, with random pauses; or records a graph of them."""
+
+    def __init__(self, words: torch.Tensor, max_pause_s: float = 0.0) -> None:
+        self._words = words.view(torch.int32)[:: WORD_BYTES // 4]
+        self._max_pause_s = max_pause_s
+        self._ops: queue.SimpleQueue[Op | None] = queue.SimpleQueue()
+        self.graph: list[Op] | None = None
+        self.errors: list[BaseException] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def give(self, op: Op) -> None:
+        if self.graph is not None:
+            self.graph.append(op)
+        else:
+            self._ops.put(op)
+
+    def replay(self, graph: Sequence[Op]) -> None:
+        for op in graph:
+            self._ops.put(op)
+
+    def write(self, word: int, value: int) -> None:
+        self.give(lambda: self._words[word].fill_(value))
+
+    def wait_equal(self, word: int, value: int) -> None:
+        def wait() -> None:
+            end = time.monotonic() + PATIENCE_S
+            while int(self._words[word]) != value:
+                assert time.monotonic() < end, f"word {word} never became {value}"
+                time.sleep(0)
+
+        self.give(wait)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        assert target.numel() == source.numel()
+
+        def copy() -> None:
+            half = target.numel() // 2  # in two halves: a source that changes in between shows
+            target[:half] = source[:half]
+            self._pause()
+            target[half:] = source[half:]
+
+        self.give(copy)
+
+    def synchronize(self) -> None:
+        done = threading.Event()
+        self._ops.put(done.set)
+        assert done.wait(PATIENCE_S), "the stream hangs"
+        if self.errors:
+            raise self.errors[0]
+
+    def stop(self) -> None:
+        self._ops.put(None)
+        self._thread.join(PATIENCE_S)
+
+    def _pause(self) -> None:
+        if self._max_pause_s and _random.random() < 0.3:
+            time.sleep(_random.uniform(0, self._max_pause_s))
+
+    def _run(self) -> None:
+        while (op := self._ops.get()) is not None:
+            self._pause()
+            try:
+                op()
+            except BaseException as error:
+                self.errors.append(error)
+
+
+@dataclass(frozen=True)
+class _Given:
+    unit: int
+    done: bool = True
+
+
+class FakeRingLink(Link):
+    """What the link of a GPU does, copies and compute on one :class:`FakeStream`."""
+
+    def __init__(
+        self,
+        *,
+        max_pause_s: float = 0.0,
+        max_entries: int = 4,
+        num_threads: int = 2,
+        stuck_s: float = PATIENCE_S,
+        blocking: bool = False,
+    ) -> None:
+        """``blocking``: compute is the caller's own, so that waiting has to hold the caller."""
+        self._blocking = blocking
+        self._pause_s, self._entries, self._threads, self._stuck_s = max_pause_s, max_entries, num_threads, stuck_s
+        self.log: list[int] = []
+
+    def prepare(self, plan: Plan, loads: Sequence[Load]) -> None:
+        sizes = [unit.num_bytes for unit in plan.units]
+        self.layout: RingLayout = lay_out_ring(sizes, plan.num_slots, ENTRY_BYTES, self._entries)
+        memory = torch.full((self.layout.num_bytes,), 0xEE, dtype=torch.uint8)
+        self.ring = StagingRing(self.layout, loads, memory, num_threads=self._threads, stuck_s=self._stuck_s)
+        self.stream = FakeStream(memory[StagingRing.words_at(self.layout) :], self._pause_s)
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.full((num_bytes,), 0xDD, dtype=torch.uint8)
+
+    @property
+    def capturing(self) -> bool:
+        return self.stream.graph is not None
+
+    def fork(self) -> Mark | None:
+        return None
+
+    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> Transfer:
+        self.ring.check()
+        self.log.append(load.unit)
+        self.ring.enqueue(load.unit, slot, self.stream)
+        return _Given(load.unit)
+
+    def wait(self, transfer: Transfer, measure: bool = False) -> float:
+        self.ring.check()
+        if self._blocking:
+            self.stream.synchronize()
+        return 0.0
+
+    def check(self) -> None:
+        self.ring.check()
+
+    def staging_stats(self) -> StagingStats | None:
+        return self.ring.stats()
+
+    def close(self) -> None:
+        try:
+            self.stream.synchronize()
+        finally:
+            self.stream.stop()
+            self.ring.close()
+
+
+class PatternSource:
+    """Bytes that tell unit and position: ``(7 * unit + position // 64) mod 251``."""
+
+    def __init__(self, unit: int, num_bytes: int, max_pause_s: float = 0.0) -> None:
+        self.bytes = ((7 * unit + torch.arange(num_bytes) // 64) % 251).to(torch.uint8)
+        self._max_pause_s = max_pause_s
+        self.before: Callable[[], None] = lambda: None
+        self.reads = 0
+
+    def read(self, start: int, into: memoryview) -> None:
+        self.reads += 1
+        self.before()
+        if self._max_pause_s and _random.random() < 0.3:
+            time.sleep(_random.uniform(0, self._max_pause_s))
+        into[:] = memoryview(self.bytes.numpy())[start : start + len(into)]
+
+
+class PatternStore(Store):
+    """One :class:`PatternSource` per storage."""
+
+    mode = "disk"
+
+    def __init__(self, sources: dict[str, PatternSource]) -> None:
+        self.sources = sources
+
+    def segments(self, storage: str) -> list[Segment]:
+        source = self.sources[storage]
+        half = source.bytes.numel() // 2  # two segments, so that pieces begin and end within either
+        return [Segment(source, 0, half), Segment(_From(source, half), half, source.bytes.numel() - half)]
+
+    def in_place(self, storage: str) -> torch.Tensor:
+        return self.sources[storage].bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class _From:
+    source: PatternSource
+    offset: int
+
+    def read(self, start: int, into: memoryview) -> None:
+        self.source.read(self.offset + start, into)
+
+
+def make_plan(num_units: int, num_slots: int, pause_s: float = 0.0) -> tuple[Plan, PatternStore]:
+    """Units of one to three pieces, sizes all different."""
+    sizes = [1000 + 2900 * (u % 4) + u for u in range(num_units)]
+    storages = [
+        StorageInfo((TensorInfo((Location(f"l{u}", "w", "parameter"),), 0, (size,), (1,), torch.uint8),), size)
+        for u, size in enumerate(sizes)
+    ]
+    inventory = Inventory(tuple(storages), (), {f"l{u}": "Linear" for u in range(num_units)})
+    plan = assemble(inventory, [UnitDraft(f"l{u}", (s,)) for u, s in enumerate(storages)], num_slots, "disk")
+    sources = {s.name: PatternSource(u, s.num_bytes, pause_s) for u, s in enumerate(storages)}
+    return plan, PatternStore(sources)
+
+
+def reader_of(expected: torch.Tensor, slot: torch.Tensor, found: list[str], what: str) -> Op:
+    """Compute: compares the slot with what should be in it when the stream comes to it."""
+
+    def read() -> None:
+        bytes_ = slot[: expected.numel()]
+        if not torch.equal(bytes_, expected):
+            poison = bool(((bytes_ == expected) | (bytes_ == 0xFF)).all())
+            found.append(f"{what}: {'poison' if poison else bytes_.unique().tolist()}")
+
+    return partial(read)
