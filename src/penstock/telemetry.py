@@ -107,11 +107,17 @@ class UnitStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """Counters of all units, the bytes each mechanism answers for, and what else a user should know."""
+    """Counters of all units, the bytes each mechanism answers for, and what else a user should know.
+
+    Attributes:
+        store_bytes: where bytes are: ``resident`` and ``slots`` on the device, ``host``, ``host_pinned``,
+            ``host_shared`` (one for all ranks of the host), ``adopted`` (host memory the model came with), ``file``.
+    """
 
     units: tuple[UnitStats, ...]
     mechanism_bytes: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    store_bytes: dict[str, int] = field(default_factory=dict)
 
     @property
     def bytes_moved(self) -> int:
@@ -144,6 +150,7 @@ class Stats:
         return {
             **totals,
             "mechanism_bytes": self.mechanism_bytes,
+            "store_bytes": self.store_bytes,
             "notes": list(self.notes),
             "units": [asdict(unit) for unit in self.units],
         }

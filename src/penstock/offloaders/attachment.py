@@ -23,6 +23,7 @@ from penstock.offloaders.loading import WeightLoader
 from penstock.offloaders.notes import notes_on
 from penstock.offloaders.opening import open_store
 from penstock.offloaders.pipeline import SlotPipeline
+from penstock.offloaders.sharing import finish_shared
 from penstock.offloaders.state import StateGuard
 from penstock.ops import new_token
 from penstock.peers import Peers
@@ -32,6 +33,7 @@ from penstock.store.cpu import CpuStore
 from penstock.store.disk import DiskOptions
 from penstock.store.loading import Progress
 from penstock.store.pinned import PinnedStore, device_view
+from penstock.store.shared import SharedStore
 from penstock.telemetry import Recorder, Stats
 from penstock.weights import WeightMap
 
@@ -85,6 +87,9 @@ class Attachment(NotCopyable):
         self._store, rooms = open_store(plan, self._bound, device, weights, disk, peers)
         try:
             self._load(rooms, disk, progress)
+            if isinstance(self._store, SharedStore):
+                finish_shared(self._store, self._bound, weights, disk)
+            self._account = self._store.account
             self._attach_units(link or self._make_link(measure_stalls), entry)
             for name in plan.uva:
                 self._bound[name].point_at(self._in_place(name))
@@ -100,7 +105,8 @@ class Attachment(NotCopyable):
         plan = self.plan
         sizes = {"resident": plan.resident_bytes, "prefetch": plan.prefetched_bytes, "uva": plan.uva_bytes}
         units = self._pipeline.snapshot() if self._pipeline else ()
-        return Stats(units, sizes, notes_on(self._model, plan))
+        stores = {"resident": plan.resident_bytes, "slots": sum(plan.slot_bytes), **self._account}
+        return Stats(units, sizes, notes_on(self._model, plan), {name: size for name, size in stores.items() if size})
 
     def rewind(self) -> None:
         """Make the slots hold what the next forward needs first."""
@@ -252,7 +258,9 @@ class Attachment(NotCopyable):
         return blob
 
     def _state_bytes(self, name: str) -> torch.Tensor:
-        return self._store.in_place(name) if self.plan.mode == "cpu" else self._current_bytes(name)
+        # Of shared memory a GPU's tensors see the very pages that other ranks read; a CPU's have pages of their own.
+        own = self.plan.mode == "cpu" or (self.plan.mode == "shm_cpu" and self._device.type == "cpu")
+        return self._store.in_place(name) if own else self._current_bytes(name)
 
     # -- taking apart -----------------------------------------------------------------------------------------------
 

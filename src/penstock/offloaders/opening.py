@@ -8,6 +8,7 @@ from torch import nn
 from penstock.errors import CheckpointError, OptionError
 from penstock.offloaders.binding import BoundStorage
 from penstock.offloaders.loading import require_weights
+from penstock.offloaders.sharing import open_shared
 from penstock.peers import Peers, require_peers
 from penstock.plan.model import Plan
 from penstock.store.adoption import can_adopt
@@ -44,7 +45,10 @@ def open_store(
     offloaded = {name: bound[name] for name in names}
     if plan.mode == "meta":
         return _meta_store(offloaded), {}
-    if plan.mode in ("shm_cpu", "sharded_gpu"):
+    if plan.mode == "shm_cpu":
+        registrar = CudaRegistrar(device) if device.type == "cuda" and not pinning_disabled() else None
+        return open_shared(plan, offloaded, registrar, weights, require_peers(peers, f"mode {plan.mode!r}"))
+    if plan.mode == "sharded_gpu":
         require_peers(peers, f"mode {plan.mode!r}")
         raise OptionError(f"mode {plan.mode!r} is not implemented yet; use mode 'cpu'")
     if plan.mode == "disk":
@@ -71,7 +75,7 @@ def open_pinned(
 def _cpu_store(offloaded: dict[str, BoundStorage]) -> tuple[CpuStore, dict[str, torch.Tensor]]:
     rooms = {name: new_blob(bound.info.num_bytes) for name, bound in offloaded.items() if bound.on_meta}
     adopted = {name: bound.original_bytes() for name, bound in offloaded.items() if name not in rooms}
-    return CpuStore({**adopted, **rooms}), rooms
+    return CpuStore({**adopted, **rooms}, rooms), rooms
 
 
 def compute_device(model: nn.Module, device: torch.device | str | None = None) -> torch.device:

@@ -1,0 +1,209 @@
+"""How ranks come to share one store: who is on this host, whether all mean the same, and who brings what."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.errors import CheckpointError, OptionError, PenstockWarning
+from penstock.offloaders.binding import BoundStorage
+from penstock.offloaders.loading import require_weights
+from penstock.peers import Peers
+from penstock.plan.model import Plan
+from penstock.rendezvous import Rendezvous
+from penstock.store.base import new_blob
+from penstock.store.disk import DiskOptions, DiskStore
+from penstock.store.memfd import SharedMemory
+from penstock.store.registration import Registrar, refuse_capture
+from penstock.store.shared import SharedStore, shared_bytes
+from penstock.weights import WeightMap
+
+__all__ = ["finish_shared", "open_shared"]
+
+Said = dict[int, dict[str, Any]]  # what each rank says of itself
+
+
+def open_shared(
+    plan: Plan,
+    offloaded: Mapping[str, BoundStorage],
+    registrar: Registrar | None,
+    weights: WeightMap | None,
+    peers: Peers,
+) -> tuple[SharedStore, dict[str, torch.Tensor]]:
+    """The store of all ranks of this host, and the rooms in it that this rank has to fill.
+
+    Nothing is allocated before every rank of the group has been found to have the same plan.
+
+    Raises:
+        OptionError: ranks with different plans.
+        CheckpointError: tensors on ``meta`` and no files for them.
+        PeerError: another rank failed, ended or did not come in time; memory that cannot be opened from here.
+        StateError: a graph is being captured.
+    """
+    meeting = Rendezvous(peers, plan.mode)
+    try:
+        if registrar is not None:
+            refuse_capture(registrar)
+        said = meeting.exchange("plan", _say(plan, offloaded, weights))
+        _require_same_plan(said, meeting.rank)
+        here = [rank for rank in said if said[rank]["host"] == said[meeting.rank]["host"]]
+        _warn_of_further_copies(said, meeting.rank)
+        meeting.watch({rank: said[rank]["pid"] for rank in here})
+        memory = _join_memory(meeting, here[0], shared_bytes(plan.units, plan.uva))
+        store = SharedStore(plan.units, plan.uva, registrar, memory, meeting, here)
+    except BaseException as error:
+        meeting.fail(str(error) or repr(error))
+        raise
+    store.doubted = {r for r in here if said[r]["files"] != said[meeting.rank]["files"]}
+    return store, {name: store.room(name) for name in store.mine}
+
+
+def finish_shared(
+    store: SharedStore,
+    bound: Mapping[str, BoundStorage],
+    weights: WeightMap | None,
+    disk: DiskOptions | None,
+) -> None:
+    """The rooms of this rank are full: return when every rank of the host can read everything.
+
+    Live tensors are compared with what another rank has brought in their place. Tensors on ``meta`` are too where that
+    rank has read other files than this one would (a copy, say); the same files are not read twice.
+
+    Raises:
+        CheckpointError: this rank's weights differ.
+        PeerError, OptionError: see :meth:`SharedStore.finish`.
+    """
+    others = {name: rank for name, rank in store.owners.items() if name not in store.mine}
+    live = [name for name in others if not bound[name].on_meta]
+    unread = [name for name in others if bound[name].on_meta and others[name] in store.doubted]
+
+    def check() -> None:
+        for name in live:
+            _require_same(name, bound[name].original_bytes().cpu(), store, others[name])
+        if unread:
+            _warn_of_other_files(unread, others)
+            _compare_files(unread, bound, require_weights(weights), disk, store)
+
+    store.finish(check)
+
+
+def _join_memory(meeting: Rendezvous, leader: int, num_bytes: int) -> SharedMemory:
+    """Made by the first rank of the host, opened by the others."""
+    if meeting.rank == leader:
+        memory = SharedMemory.create(num_bytes)
+        meeting.post("memory", memory.describe())
+        return memory
+    return SharedMemory.open(meeting.collect("memory", [leader])[leader])
+
+
+# -- what ranks compare ------------------------------------------------------------------------------------------------
+
+
+def _say(plan: Plan, offloaded: Mapping[str, BoundStorage], weights: WeightMap | None) -> dict[str, Any]:
+    on_meta = [name for name, bound in offloaded.items() if bound.on_meta]
+    sources = {
+        name: [[part.tensor.name, part.tensor.num_bytes, part.offset] for part in source.parts]
+        for name in on_meta
+        for source in [require_weights(weights).source(offloaded[name].info)]
+    }
+    stamps = weights.checkpoint.stamps if weights is not None and on_meta else ()
+    return {
+        "pid": os.getpid(),
+        "host": _host(),
+        "plan": {
+            "mode": plan.mode,
+            "slots": plan.num_slots,
+            "units": _short([asdict(unit) for unit in plan.units], len(plan.units), plan.prefetched_bytes),
+            "tensors read in place": _short(plan.uva, len(plan.uva), plan.uva_bytes),
+            "resident tensors": _short(plan.resident, len(plan.resident), plan.resident_bytes),
+            "tensors to be read from files": _short(sources, len(on_meta)),
+        },
+        "files": _digest([[s.path.name, s.num_bytes, s.modified_ns, s.inode] for s in stamps]),
+    }
+
+
+def _host() -> list[str]:
+    """Processes that agree on this can open each other's memory: same kernel, same PID namespace, same user."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return [boot, os.readlink("/proc/self/ns/pid"), str(os.geteuid())]
+
+
+def _short(value: object, count: int, num_bytes: int | None = None) -> str:
+    size = "" if num_bytes is None else f" of {num_bytes} bytes"
+    return f"{count}{size} ({_digest(value)[:12]})"
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _require_same_plan(said: Said, rank: int) -> None:
+    for other, theirs in said.items():
+        differences = [
+            f"{what}: {said[rank]['plan'][what]} here, {found} there"
+            for what, found in theirs["plan"].items()
+            if found != said[rank]["plan"][what]
+        ]
+        if differences:
+            raise OptionError(
+                f"rank {rank} and rank {other} have different plans and cannot share a store; {'; '.join(differences)}. "
+                f"Give every rank of the group the same model, policy and checkpoint, or the same plan file, or let "
+                f"only ranks that hold the same weights be in the group"
+            )
+
+
+def _warn_of_further_copies(said: Said, rank: int) -> None:
+    """Said by the first rank of each further part of a host."""
+    boot = said[rank]["host"][0]
+    parts = list({tuple(s["host"]): r for r, s in reversed(said.items()) if s["host"][0] == boot}.values())
+    if len(parts) > 1 and rank in parts:
+        warnings.warn(
+            f"the ranks of this host run in {len(parts)} PID namespaces or as several users, which cannot open each "
+            f"other's memory, so the host keeps {len(parts)} copies of the offloaded weights; start its ranks in one "
+            f"container and as one user",
+            PenstockWarning,
+            stacklevel=2,
+        )
+
+
+def _warn_of_other_files(unread: list[str], owners: Mapping[str, int]) -> None:
+    ranks = sorted({owners[name] for name in unread})
+    warnings.warn(
+        f"rank {', '.join(map(str, ranks))} of this host has read other files than this rank was given, so this rank "
+        f"reads its own too, to compare; give all ranks of a host the same folder",
+        PenstockWarning,
+        stacklevel=2,
+    )
+
+
+def _compare_files(
+    names: list[str],
+    bound: Mapping[str, BoundStorage],
+    weights: WeightMap,
+    disk: DiskOptions | None,
+    store: SharedStore,
+) -> None:
+    files = DiskStore({name: weights.source(bound[name].info) for name in names}, disk)
+    try:
+        for name in names:
+            blob = new_blob(bound[name].info.num_bytes)
+            files.read(name, blob)
+            _require_same(name, blob, store, store.owners[name])
+    finally:
+        files.close()
+
+
+def _require_same(name: str, blob: torch.Tensor, store: SharedStore, owner: int) -> None:
+    if not torch.equal(blob, store.room(name)):
+        raise CheckpointError(
+            f"{name}: this rank's values differ from those of rank {owner}, with which it was to share them; load the "
+            f"same weights in every rank of the group, or give each its own copy with mode 'cpu'"
+        )
