@@ -213,7 +213,7 @@ def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
         ({"offload_backend": "prefetch"}, "needs --offload-group-size"),
         ({"offload_backend": "uva", "offload_group_size": 2}, "needs --cpu-offload-gb"),
         ({"offload_group_size": 2, "cpu_offload_gb": 1.0}, "choose one"),
-        ({"offload_group_size": 2, "offload_mode": "tape"}, "expected one of cpu, disk, meta"),
+        ({"offload_group_size": 2, "offload_mode": "tape"}, "expected one of cpu, shm_cpu, disk, sharded_gpu, meta"),
         ({"offload_group_size": 2, "offload_num_in_group": 3}, "larger than group_size"),
         ({"offload_num_in_group": 2}, "--offload-num-in-group has no effect without --offload-group-size"),
         ({"offload_params": ["mlp"]}, "--offload-params has no effect without"),

@@ -83,7 +83,7 @@ class TestRoundTrip:
         data = json.loads((tmp_path / "plan.json").read_text())
         sizes = {s.name: s.num_bytes for s in take_inventory(Stack(6)).storages if s.name in known(plan)}
         digest = hashlib.sha256(json.dumps(sorted(sizes.items()), separators=(",", ":")).encode()).hexdigest()
-        assert data["schema"] == 1
+        assert data["schema"] == 2
         assert data["model"] == {
             "name": "stack",
             "num_storages": len(sizes),
@@ -94,10 +94,10 @@ class TestRoundTrip:
 
     def test_the_keys_are_frozen(self, plan: Plan) -> None:
         """Another set of keys is another schema: raise the version."""
-        assert plan.to_json()["schema"] == 1
+        assert plan.to_json()["schema"] == 2
         assert list(plan.to_json()) == [
             "schema", "model", "machine", "mode", "num_slots", "slot_bytes", "device_bytes", "resident_bytes",
-            "prefetched_bytes", "moved_bytes", "uva_bytes", "units", "resident", "uva",
+            "prefetched_bytes", "moved_bytes", "store_bytes", "uva_bytes", "units", "resident", "uva",
         ]  # fmt: skip
 
     @pytest.mark.parametrize("policy", [Budget("12KiB", ["layers"]), all_layers(), UVA(params=["linear"])], ids=str)
@@ -172,17 +172,17 @@ def without(*keys: Any) -> Callable[[Any], None]:
 
 FIRST = "layers.0.norm.weight"
 DAMAGE = {
-    "schema 2": (at("schema", value=2), r"schema: expected 1, the version that this penstock reads .*, found 2"),
-    "schema true": (at("schema", value=True), "schema: expected 1, .* found true"),
-    "schema 1.0": (at("schema", value=1.0), r"schema: expected 1, .* found 1\.0"),
-    "no schema": (without("schema"), "schema: expected 1, .* found null"),
+    "schema 1": (at("schema", value=1), r"schema: expected 2, the version that this penstock reads .*, found 1"),
+    "schema true": (at("schema", value=True), "schema: expected 2, .* found true"),
+    "schema 2.0": (at("schema", value=2.0), r"schema: expected 2, .* found 2\.0"),
+    "no schema": (without("schema"), "schema: expected 2, .* found null"),
     "key missing": (without("uva"), "the file: expected the key 'uva', found"),
     "key unknown": (at("speed", value=3), 'the file: expected no key but schema, .*, found "speed"'),
     "unit key missing": (without("units", 1, "anchor"), r"units\[1\]: expected the key 'anchor'"),
     "unit key unknown": (at("units", 1, "x", value=0), r'units\[1\]: expected no key but index, .* found "x"'),
     "entry key missing": (without("units", 0, "entries", 2, "offset"), r"units\[0\]\.entries\[2\]: expected the key"),
-    "mode": (at("mode", value="tape"), 'mode: expected one of cpu, disk, meta, found "tape"'),
-    "mode type": (at("mode", value=["cpu"]), r"mode: expected one of cpu, disk, meta, found \["),
+    "mode": (at("mode", value="tape"), 'mode: expected one of cpu, shm_cpu, disk, sharded_gpu, meta, found "tape"'),
+    "mode type": (at("mode", value=["cpu"]), r"mode: expected one of cpu, shm_cpu, disk, sharded_gpu, meta, found \["),
     "slots type": (at("num_slots", value=2.0), r"num_slots: expected a whole number, found 2\.0"),
     "slots bool": (at("num_slots", value=True), "num_slots: expected a whole number, found true"),
     "slots negative": (at("num_slots", value=-1), "num_slots: expected at least 0, found -1"),
@@ -261,8 +261,8 @@ class TestDamagedFiles:
             (b"9" * 5000, "expected a plan in JSON, found"),
             (b"[]", r"the file: expected an object, found \[\]"),
             (b"null", "the file: expected an object, found null"),
-            (b'{"schema": 1, "schema": 1}', "the key 'schema' twice in one object"),
-            (b'{"schema": NaN}', "schema: expected 1, .* found NaN"),
+            (b'{"schema": 2, "schema": 2}', "the key 'schema' twice in one object"),
+            (b'{"schema": NaN}', "schema: expected 2, .* found NaN"),
         ],
         ids=lambda value: str(value)[:20],
     )

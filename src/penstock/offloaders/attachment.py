@@ -133,6 +133,7 @@ class Attachment(NotCopyable):
         for name in (*self._offloaded, *self.plan.resident):
             if name in restored:
                 self._bound[name].point_at(restored[name])
+                self._bound[name].forget_original()  # what was read in place had it in the store
             elif name not in self.plan.resident or not self._bound[name].on_meta or self.plan.mode == "meta":
                 self._bound[name].restore()  # residents read from the files stay where they were put
         self._store.close()

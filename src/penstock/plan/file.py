@@ -10,7 +10,7 @@ key            meaning
 ``schema``     version of this table; another one is refused
 ``model``      ``name`` (or null), ``num_storages``, ``weight_bytes``, ``sha256`` over the sorted (storage, bytes)
 ``machine``    null, or what it was made for: ``device`` (``"cpu"`` or a GPU's name), ``device_bytes`` (null on a CPU)
-``mode``       the store: ``cpu``, ``disk`` or ``meta``
+``mode``       the store: ``cpu``, ``shm_cpu``, ``disk``, ``sharded_gpu`` or ``meta``
 ``num_slots``  slots, each of ``slot_bytes``
 ``units``      ``index``, ``anchor``, ``slot``, ``num_bytes``, and ``entries`` of ``storage``, ``offset``, ``num_bytes``
 ``resident``   storage name -> bytes

@@ -32,7 +32,7 @@ __all__ = [
 SLAB_ALIGNMENT_BYTES = 256
 
 # Of :meth:`Plan.to_json`, and so of plan files. Raise it with any change of a key or of its meaning.
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,14 @@ class Plan:
         return self.resident_bytes + sum(self.slot_bytes)
 
     @property
+    def store_bytes(self) -> dict[str, int]:
+        """Bytes by where they rest: ``resident`` and ``slots`` on the device, the rest under the name of the store.
+
+        Those of ``shm_cpu`` are there once for all ranks of a host.
+        """
+        return {"resident": self.resident_bytes, "slots": sum(self.slot_bytes), self.mode: self.offloaded_bytes}
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of all weights, wherever they rest."""
         return self.resident_bytes + self.offloaded_bytes
@@ -206,6 +214,7 @@ class Plan:
             "resident_bytes": self.resident_bytes,
             "prefetched_bytes": self.prefetched_bytes,
             "moved_bytes": self.moved_bytes,
+            "store_bytes": self.store_bytes,
             "uva_bytes": self.uva_bytes,
             "units": [{**asdict(unit), "entries": [asdict(entry) for entry in unit.entries]} for unit in self.units],
             "resident": dict(self.resident),
