@@ -1,4 +1,4 @@
-"""Several processes of one group on this host, for tests: started together, spoken to one by one, never waited for long."""
+"""Several processes of one group on this host, for tests: spoken to one by one, never waited for long."""
 
 from __future__ import annotations
 

@@ -122,6 +122,7 @@ def offload(
         LimitError: the device or the host has no room for the plan; found before anything is allocated.
         CheckpointError: files missing, damaged or for another model.
         StateError: the model is offloaded already.
+        PeerError: another rank of ``group`` failed, ended, or did not come within ``PENSTOCK_PEER_TIMEOUT`` seconds.
 
     The model is untouched when anything is raised.
     """

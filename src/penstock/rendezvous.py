@@ -1,6 +1,6 @@
 """Ranks that agree step by step before they share bytes, with bounded waits.
 
-What a rank has to say goes into the key-value store of the process group, under its own key, and the others read it from
+What a rank has to say goes into the key-value store of the process group, under its own key, and the others read it
 there. Collectives would do as well while all is fine. But a collective that misses a dead rank ends after the timeout
 of the group (half an hour), on an NCCL group it takes device memory and cannot run beside a capture, and afterwards the
 group is of no use to anybody. Here a rank that fails says so under a key of its own, ranks of one host are watched by
@@ -20,8 +20,6 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
-
-import torch.distributed as dist
 
 from penstock.config import peer_timeout_s
 from penstock.errors import PeerError
@@ -55,7 +53,7 @@ class Rendezvous:
         """
         self.rank, self.size = peers.rank, peers.size
         self._timeout_s = peer_timeout_s() if timeout_s is None else timeout_s
-        self._store: dist.Store = peers.group.get_group_store()
+        self._store = peers.group.get_group_store()
         self._watched: dict[int, int] = {}  # pidfd by rank
         with self._asking():
             number = self._store.add(f"penstock/{purpose}/{self.rank}/meetings", 1)
@@ -163,7 +161,9 @@ def _has_ended(pidfd: int) -> bool:
 
 
 def _gone(rank: int) -> str:
-    return f"rank {rank} has ended in the middle of a shared offload; nothing of it is left behind, start all ranks anew"
+    return (
+        f"rank {rank} has ended in the middle of a shared offload; nothing of it is left behind, start all ranks anew"
+    )
 
 
 def _listed(ranks: Collection[int]) -> str:

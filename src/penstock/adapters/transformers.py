@@ -95,9 +95,7 @@ def load(
     _materialise(model, found, plan)
     _take_generation_config(model, Path(path))
     model.train(False)
-    handle = offload(
-        model, plan, checkpoint=found.weights, device=device, disk=disk, progress=progress, group=group
-    )
+    handle = offload(model, plan, checkpoint=found.weights, device=device, disk=disk, progress=progress, group=group)
     return model, handle
 
 

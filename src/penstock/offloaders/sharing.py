@@ -154,9 +154,9 @@ def _require_same_plan(said: Said, rank: int) -> None:
         ]
         if differences:
             raise OptionError(
-                f"rank {rank} and rank {other} have different plans and cannot share a store; {'; '.join(differences)}. "
-                f"Give every rank of the group the same model, policy and checkpoint, or the same plan file, or let "
-                f"only ranks that hold the same weights be in the group"
+                f"rank {rank} and rank {other} have different plans and cannot share a store: "
+                f"{'; '.join(differences)}. Give every rank of the group the same model, policy and checkpoint, or "
+                f"the same plan file, and let only ranks that hold the same weights be in the group"
             )
 
 

@@ -33,7 +33,7 @@ class CpuStore(Store):
     mode = "cpu"
 
     def __init__(self, blobs: Mapping[str, torch.Tensor], made: Collection[str] = ()) -> None:
-        """``blobs``: per storage name its bytes (uint8, 1-D, CPU). ``made``: those that were allocated for this store."""
+        """``blobs``: per storage name its bytes (uint8, 1-D, CPU). ``made``: those allocated for this store."""
         self._blobs = dict(blobs)
         self._made = frozenset(made)
 

@@ -19,7 +19,7 @@ from typing import ClassVar
 
 import torch
 
-from penstock.config import format_gib, pin_memory_disabled, reader_threads
+from penstock.config import Mode, format_gib, pin_memory_disabled, reader_threads
 from penstock.errors import OptionError, PenstockWarning
 from penstock.plan.model import Unit, slab_bytes
 from penstock.store.base import Load, Segment, Store
@@ -138,7 +138,7 @@ class PinnedStore(Store):
         adopted: the storages that rest where they were.
     """
 
-    mode = "cpu"
+    mode: ClassVar[Mode] = "cpu"
     takes_over: ClassVar[bool] = True  # live tensors look into it as soon as they lie there
 
     def __init__(

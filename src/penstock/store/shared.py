@@ -2,8 +2,9 @@
 
 The ranks of a host share anonymous memory (:mod:`penstock.store.memfd`) that is laid out like the pinned slabs of the
 ``cpu`` store. Each rank brings an equal share of the bytes, so files are read once and by all readers at once; a rank
-that loaded alone would leave the others waiting. An offload is all or nothing: until every rank is ready, the failure or
-death of one is an error in all, found in milliseconds (:mod:`penstock.rendezvous`). From then on no rank needs another.
+that loaded alone would leave the others waiting. An offload is all or nothing: until every rank is ready, the failure
+or death of one is an error in all, found in milliseconds (:mod:`penstock.rendezvous`). From then on no rank needs
+another.
 
 On a GPU every rank registers the same pages with its own driver context. On a CPU, once they are full, every rank maps
 them privately: a stray write into a weight that is read in place makes a private page and cannot change another rank's.
