@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import socket
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -24,10 +25,10 @@ TIMEOUT_S = 60.0
 class Rank:
     """One process; ``body(rank, talk, *args)`` runs in it, and :meth:`hear` returns what it sends or returns."""
 
-    def __init__(self, rank: int, size: int, folder: Path, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(self, rank: int, size: int, meeting: str, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.rank = rank
         self._talk, theirs = _context.Pipe()
-        self._process = _context.Process(target=_run, args=(rank, size, str(folder), theirs, body, args), daemon=True)
+        self._process = _context.Process(target=_run, args=(rank, size, meeting, theirs, body, args), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -61,24 +62,34 @@ class Rank:
 
 
 @contextlib.contextmanager
-def ranks(size: int, folder: Path, body: Callable[..., Any], *args: Any) -> Iterator[list[Rank]]:
-    """``size`` processes in a gloo group that meets in ``folder``; all have ended afterwards."""
+def ranks(size: int, folder: Path, body: Callable[..., Any], *args: Any, tcp: bool = False) -> Iterator[list[Rank]]:
+    """``size`` processes in a gloo group; all have ended afterwards.
+
+    They meet in ``folder``, or with ``tcp`` at a port of rank 0, whose end is then also the end of their store.
+    """
+    meeting = f"tcp://127.0.0.1:{_free_port()}" if tcp else f"file://{folder}/meeting"
     started: list[Rank] = []
     try:
         for rank in range(size):
-            started.append(Rank(rank, size, folder, body, args))
+            started.append(Rank(rank, size, meeting, body, args))
         yield started
     finally:
         for one in started:
             one.end()
 
 
-def _run(rank: int, size: int, folder: str, talk: Connection, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def _run(rank: int, size: int, meeting: str, talk: Connection, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
     import torch
 
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
         talk.send(body(rank, talk, *args))
     except BaseException as error:
         traceback.print_exc()

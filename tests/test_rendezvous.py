@@ -98,6 +98,9 @@ def test_a_process_that_ends_is_noticed_unless_it_had_said_all(store: dist.Store
     child.kill()
     thread.join(5)
     child.wait()
+    with pytest.raises(PeerError, match="rank 1 has ended"):
+        first.require_running(1)
+    first.require_running(0)
     if said:
         assert found == [{0: 1, 1: 2}]
     else:
@@ -110,7 +113,7 @@ def test_a_store_that_does_not_answer() -> None:
     meeting = meet(client, 0)
     del host
     begin = time.monotonic()
-    with pytest.raises(PeerError):
+    with pytest.raises(PeerError, match="does not answer"):
         meeting.exchange("step", 1)
     assert time.monotonic() - begin < 10
 

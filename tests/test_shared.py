@@ -213,9 +213,10 @@ def run_again_when_told(rank: int, talk: Connection) -> bool:
     return same and torch.equal(model(x), want) and mappings() == []
 
 
+@pytest.mark.parametrize("tcp", [False, True])
 @pytest.mark.parametrize("victims", [[0], [2], [0, 1]])
-def test_ranks_go_on_when_others_are_killed(victims: list[int], tmp_path: Path) -> None:
-    with ranks(3, tmp_path, run_again_when_told) as group:
+def test_ranks_go_on_when_others_are_killed(victims: list[int], tcp: bool, tmp_path: Path) -> None:
+    with ranks(3, tmp_path, run_again_when_told, tcp=tcp) as group:
         assert [rank.hear() for rank in group] == ["attached"] * 3
         for victim in victims:
             group[victim].kill()
@@ -239,10 +240,11 @@ def die_while_loading(rank: int, talk: Connection, folder: str, victim: int, sig
     return seconds, kind, message, all(p.is_meta for p in model.parameters()), mappings()
 
 
+@pytest.mark.parametrize("tcp", [False, True])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_killed_while_loading_is_an_error_in_the_others(victim: int, tmp_path: Path) -> None:
+def test_a_rank_killed_while_loading_is_an_error_in_the_others(victim: int, tcp: bool, tmp_path: Path) -> None:
     folder = str(save(build(), tmp_path))
-    with ranks(3, tmp_path, die_while_loading, folder, victim, signal.SIGKILL) as group:
+    with ranks(3, tmp_path, die_while_loading, folder, victim, signal.SIGKILL, tcp=tcp) as group:
         for rank in group:
             if rank.rank == victim:
                 assert rank.join() == -signal.SIGKILL

@@ -105,6 +105,11 @@ class Rendezvous:
                 except OSError:  # a kernel without it: the timeout remains
                     return
 
+    def require_running(self, rank: int) -> None:
+        """Raise ``PeerError`` if ``rank`` is watched and has ended."""
+        if rank in self._watched and _has_ended(self._watched[rank]):
+            raise PeerError(_gone(rank))
+
     def fail(self, reason: str) -> None:
         """Tell whoever waits, now or later, that this rank has given up."""
         with suppress(Exception):  # the store may be what has failed

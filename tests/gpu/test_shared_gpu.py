@@ -45,7 +45,8 @@ def run_on_gpu(rank: int, talk: Connection, policy: Any, home: str, folder: str)
         same &= handle.stats().store_bytes["host_shared"] >= handle.plan.offloaded_bytes
         del graph
         handle.remove()
-        return same and torch.equal(model(ids.to(next(model.parameters()).device)).cpu(), want.cpu())
+        assert next(model.parameters()).device.type == ("cpu" if home == "cpu" else "cuda")
+        return same and torch.equal(model.to("cuda")(ids), want)
 
 
 @pytest.mark.parametrize("home", ["cuda", "cpu", "meta"])

@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from penstock.errors import CheckpointError, OptionError, PenstockWarning
+from penstock.errors import CheckpointError, OptionError, PeerError, PenstockWarning
 from penstock.offloaders.binding import BoundStorage
 from penstock.offloaders.loading import require_weights
 from penstock.peers import Peers
@@ -101,7 +103,12 @@ def _join_memory(meeting: Rendezvous, leader: int, num_bytes: int) -> SharedMemo
         memory = SharedMemory.create(num_bytes)
         meeting.post("memory", memory.describe())
         return memory
-    return SharedMemory.open(meeting.collect("memory", [leader])[leader])
+    address = meeting.collect("memory", [leader])[leader]
+    try:
+        return SharedMemory.open(address)
+    except PeerError:
+        meeting.require_running(leader)  # a dead rank is a better reason than its missing file
+        raise
 
 
 # -- what ranks compare ------------------------------------------------------------------------------------------------
@@ -132,8 +139,11 @@ def _say(plan: Plan, offloaded: Mapping[str, BoundStorage], weights: WeightMap |
 
 def _host() -> list[str]:
     """Processes that agree on this can open each other's memory: same kernel, same PID namespace, same user."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return [boot, os.readlink("/proc/self/ns/pid"), str(os.geteuid())]
+    boot, namespace = socket.gethostname(), ""
+    with suppress(OSError):  # a sandbox without them
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    return [boot, namespace, str(os.geteuid())]
 
 
 def _short(value: object, count: int, num_bytes: int | None = None) -> str:

@@ -58,13 +58,12 @@ class SharedMemory:
             BudgetError: the system grants no memory of that size.
         """
         token = secrets.token_hex(16)
-        memory = cls(_new_file(f"penstock-{token}"), num_bytes, token)
         try:
+            memory = cls(_new_file(f"penstock-{token}"), num_bytes, token)  # closed by its end if anything fails
             os.fchmod(memory._fd, 0o600)
             os.ftruncate(memory._fd, num_bytes)
             fcntl.fcntl(memory._fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
         except OSError as error:
-            memory.close()
             raise BudgetError(
                 f"the system grants no {num_bytes} bytes of shared memory: {error.strerror}; offload less, or use mode "
                 f"'cpu' or 'disk'",
