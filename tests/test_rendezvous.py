@@ -107,6 +107,16 @@ def test_a_process_that_ends_is_noticed_unless_it_had_said_all(store: dist.Store
         assert "rank 1 has ended" in str(found[0])
 
 
+def test_a_process_that_is_about_to_end_is_waited_for(store: dist.Store) -> None:
+    child = subprocess.Popen(["sleep", "0.3"])
+    meeting = meet(store, 0)
+    meeting.watch({1: child.pid})
+    meeting.require_running(1)
+    with pytest.raises(PeerError, match="rank 1 has ended"):
+        meeting.require_running(1, 5.0)
+    child.wait()
+
+
 def test_a_store_that_does_not_answer() -> None:
     host = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", host.port, None, False, wait_for_workers=False)

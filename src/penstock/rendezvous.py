@@ -105,9 +105,13 @@ class Rendezvous:
                 except OSError:  # a kernel without it: the timeout remains
                     return
 
-    def require_running(self, rank: int) -> None:
-        """Raise ``PeerError`` if ``rank`` is watched and has ended."""
-        if rank in self._watched and _has_ended(self._watched[rank]):
+    def require_running(self, rank: int, within_s: float = 0.0) -> None:
+        """Raise ``PeerError`` if any rank has failed, or if ``rank`` is watched and has ended or ends ``within_s``.
+
+        A killed process loses its files some moments before the kernel says that it has ended.
+        """
+        self._raise_if_failed()
+        if rank in self._watched and _has_ended(self._watched[rank], within_s):
             raise PeerError(_gone(rank))
 
     def fail(self, reason: str) -> None:
@@ -159,10 +163,10 @@ class Rendezvous:
             raise PeerError(f"the store of the process group does not answer ({error}): {who}") from error
 
 
-def _has_ended(pidfd: int) -> bool:
+def _has_ended(pidfd: int, within_s: float = 0.0) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))
+    return bool(poll.poll(int(1e3 * within_s)))
 
 
 def _gone(rank: int) -> str:

@@ -30,6 +30,8 @@ from penstock.weights import WeightMap
 
 __all__ = ["finish_shared", "open_shared"]
 
+_DYING_S = 2.0
+
 Said = dict[int, dict[str, Any]]  # what each rank says of itself
 
 
@@ -107,7 +109,7 @@ def _join_memory(meeting: Rendezvous, leader: int, num_bytes: int) -> SharedMemo
     try:
         return SharedMemory.open(address)
     except PeerError:
-        meeting.require_running(leader)  # a dead rank is a better reason than its missing file
+        meeting.require_running(leader, _DYING_S)  # a better reason than its missing file
         raise
 
 
