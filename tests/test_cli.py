@@ -10,6 +10,7 @@ import io
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -601,6 +602,33 @@ def test_errors_are_one_line_with_exit_code_2(model: Path, tmp_path: Path) -> No
     assert "--seed has no effect" in error_of(*generate, "a", "--seed", 1)
     assert "--prompt is empty" in error_of(*generate, "")
     assert "--trace" in error_of(*generate, "a", "--trace", tmp_path / "no" / "folder.json")
+
+
+def test_generate_shares_memory_only_with_others(model: Path) -> None:
+    message = error_of("generate", model, "--prompt", "a", "--device-memory", "2MiB", "--offload-mode", "shm_cpu")
+    assert "this one was started alone" in message
+    assert "torchrun --nproc-per-node N -m penstock" in message
+    assert run("plan", model, "--device-memory", "2MiB", "--offload-mode", "shm_cpu").exit_code == 0
+
+
+def test_ranks_of_torchrun_generate_from_shared_memory(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torchrun = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in {**torchrun, "TORCHELASTIC_RUN_ID": "none"}.items():
+        monkeypatch.setenv(name, str(value))
+    flags = ("--device-memory", "2MiB", "--offload-mode", "shm_cpu")
+    try:
+        result = run("generate", model, "--prompt", "Water", "--max-new-tokens", 8, *flags)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    assert result.exit_code == 0, result.output
+    assert "host, shared" in result.stderr
+    assert result.stdout == reference_text(model, "Water", max_new_tokens=8, do_sample=False)
 
 
 def test_generate_refuses_models_that_do_not_generate(tmp_path: Path) -> None:

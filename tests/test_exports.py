@@ -26,6 +26,7 @@ ROOMS = [
     ("errors",),
     ("config",),
     ("telemetry", "process", "peers"),
+    ("rendezvous",),
     ("inventory",),
     ("groups",),
     ("select",),

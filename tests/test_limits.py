@@ -167,6 +167,9 @@ class TestNeeds:
         assert moved.device_bytes == sum(plan.slot_bytes) + 512 + 256, "head.weight and head.bias, aligned"
         assert moved.host_bytes == slabs + 384, "each passes through the host"
 
+    def test_memory_that_ranks_share_is_pinned_too(self) -> None:
+        assert needs_of(self.plan("shm_cpu"), on_gpu=True) == needs_of(self.plan("cpu"), on_gpu=True)
+
     def test_gpu_without_pinning(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PENSTOCK_DISABLE_PIN_MEMORY", "1")
         needs = needs_of(self.plan(), on_gpu=True)
@@ -196,6 +199,11 @@ class TestNeeds:
         assert needs_of(plan, on_gpu=False) == Needs(host_bytes=slots), "adopted where it is"
         from_files = needs_of(plan, on_gpu=False, elsewhere=names, on_meta=names)
         assert from_files == Needs(host_bytes=slots + residents + plan.offloaded_bytes)
+        shared = self.plan("shm_cpu")
+        assert needs_of(shared, on_gpu=False) == Needs(host_bytes=slots + plan.offloaded_bytes), (
+            "live tensors are copied"
+        )
+        assert needs_of(shared, on_gpu=False, elsewhere=names, on_meta=names) == from_files
         streamed = needs_of(self.plan("disk"), on_gpu=False, elsewhere=names, on_meta=names)
         assert streamed == Needs(host_bytes=slots + residents)
 

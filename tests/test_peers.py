@@ -22,7 +22,7 @@ from torch import nn
 
 import penstock
 from penstock.errors import OptionError, PenstockWarning, TransferError
-from penstock.offloaders import sharing
+from penstock.offloaders import parts as sharing
 from penstock.peers import Channel, Peers, PeerWatch
 from penstock.plan.striping import Striping
 from penstock.store.digest import checksum

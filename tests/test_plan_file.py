@@ -97,7 +97,7 @@ class TestRoundTrip:
         assert plan.to_json()["schema"] == 2
         assert list(plan.to_json()) == [
             "schema", "model", "machine", "mode", "num_ranks", "num_slots", "slot_bytes", "device_bytes",
-            "resident_bytes", "prefetched_bytes", "moved_bytes", "uva_bytes", "units", "resident", "uva",
+            "resident_bytes", "prefetched_bytes", "moved_bytes", "store_bytes", "uva_bytes", "units", "resident", "uva",
         ]  # fmt: skip
 
     @pytest.mark.parametrize("policy", [Budget("12KiB", ["layers"]), all_layers(), UVA(params=["linear"])], ids=str)

@@ -40,3 +40,12 @@ def test_report_of_a_plan_in_mode_meta() -> None:
     assert "nowhere" in text
     assert "1 unit" in text
     assert "1 tensor" in text
+
+
+def test_report_of_memory_that_ranks_share() -> None:
+    unit = Unit(0, "layer", 0, (SlabEntry("layer.weight", 0, 2**30),), 2**30)
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(render(Plan((unit,), 1, "shm_cpu", {"head.weight": 2**29}, {}), "m"))
+    text = console.export_text()
+    assert "host, shared" in text
+    assert "1.000" in text

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from models import Stack, all_layers, rows
+from models import Stack, all_layers, rows, save
 
 import penstock
 from penstock import UVA
+from penstock.inventory import take_inventory
 from penstock.telemetry import Recorder
 from penstock.testing import SlowLink, assert_moved, offload_over
 
@@ -53,6 +54,23 @@ class TestStats:
                 assert sum(found.values()) == sum(p.nbytes for p in model.parameters())
                 assert found["resident"] == model.head.weight.nbytes + model.head.bias.nbytes
                 assert found[mechanism] == handle.plan.offloaded_bytes
+
+    def test_bytes_by_store(self, tmp_path: Path) -> None:
+        model = Stack(5).eval()
+        sizes = {s.name: s.num_bytes for s in take_inventory(model).storages}
+        folder = save(model, tmp_path)
+        for mode, where in (("cpu", "adopted"), ("disk", "file")):
+            with penstock.offload(model, all_layers(2, mode), checkpoint=folder if mode == "disk" else None) as handle:
+                found, plan = handle.stats().store_bytes, handle.plan
+                slots = sum(plan.slot_bytes)
+                assert found == {"resident": plan.resident_bytes, "slots": slots, where: plan.offloaded_bytes}
+                assert plan.store_bytes == {"resident": plan.resident_bytes, "slots": slots, mode: plan.offloaded_bytes}
+                assert found["resident"] + found[where] == sum(sizes.values())
+                assert handle.stats().to_json()["store_bytes"] == found
+        with torch.device("meta"):
+            empty = Stack(5).eval()
+        with penstock.offload(empty, all_layers(2, "cpu"), checkpoint=folder) as handle:
+            assert handle.stats().store_bytes["host"] == handle.plan.offloaded_bytes
 
     def test_stalls(self) -> None:
         model, x = Stack(4).eval(), rows()

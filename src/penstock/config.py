@@ -10,6 +10,7 @@ PENSTOCK_DEBUG               0        1: poison released slots, verify a checksu
 PENSTOCK_READERS             cores    worker threads of the CPU link and of loading (at least 1)
 PENSTOCK_DISABLE_PIN_MEMORY  0        1: host memory of a GPU's stores is ordinary memory (slow, cannot be captured)
 PENSTOCK_DISABLE_UVA         0        1: what a GPU would read in place is moved into a slot on demand instead
+PENSTOCK_PEER_TIMEOUT        600      seconds that a rank waits for another one while they share out an offload
 ===========================  =======  ============================================================================
 """
 
@@ -41,6 +42,7 @@ __all__ = [
     "format_gib",
     "parse_rule",
     "parse_size",
+    "peer_timeout_s",
     "pin_memory_disabled",
     "reader_threads",
     "uva_disabled",
@@ -385,6 +387,14 @@ def _switch(name: str) -> bool:
     if value not in ("", "0", "1"):
         raise OptionError(f"{name}={value!r}: expected 0 or 1")
     return value == "1"
+
+
+def peer_timeout_s() -> float:
+    """Seconds that a rank waits for another one during an offload that they share: ``PENSTOCK_PEER_TIMEOUT``."""
+    value = os.environ.get("PENSTOCK_PEER_TIMEOUT", "600")
+    if not value.isdigit() or int(value) < 1:
+        raise OptionError(f"PENSTOCK_PEER_TIMEOUT={value!r}: expected a whole number of seconds, at least 1")
+    return float(value)
 
 
 def reader_threads() -> int:

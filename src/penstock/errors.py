@@ -13,6 +13,7 @@
     └── StateError         (RuntimeError) right arguments, wrong moment
         ├── ModelChangedError           the model was altered behind an active offload
         ├── TransferError               bytes did not arrive (short read, I/O error, closed link)
+        ├── PeerError                   another rank failed, ended, or did not come to a shared offload
         ├── SlotConflictError           one slot is needed by two running units at once
         └── RaceError                   ``PENSTOCK_DEBUG=1`` found bytes that are not the unit's own
 
@@ -98,6 +99,10 @@ class ModelChangedError(StateError):
 
 class TransferError(StateError):
     """The bytes of a unit did not arrive."""
+
+
+class PeerError(StateError):
+    """Another rank of a shared offload failed, ended, or did not come."""
 
 
 class SlotConflictError(StateError):

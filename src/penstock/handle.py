@@ -17,9 +17,9 @@ from penstock.inventory import Inventory, take_inventory
 from penstock.limits import describe_device
 from penstock.offloaders.attachment import Attachment, Progress
 from penstock.offloaders.opening import compute_device
+from penstock.offloaders.parts import splits_units
 from penstock.offloaders.planning import budget_planner, planner_for
 from penstock.offloaders.room import require_room
-from penstock.offloaders.sharing import splits_units
 from penstock.offloaders.state import is_offloaded
 from penstock.peers import Peers
 from penstock.plan import Plan, move_on_demand
@@ -126,6 +126,7 @@ def offload(
         LimitError: the device or the host has no room for the plan; found before anything is allocated.
         CheckpointError: files missing, damaged or for another model.
         StateError: the model is offloaded already.
+        PeerError: another rank of ``group`` failed, ended, or did not come within ``PENSTOCK_PEER_TIMEOUT`` seconds.
 
     The model is untouched when anything is raised.
     """

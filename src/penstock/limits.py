@@ -24,6 +24,8 @@ from penstock.process import cgroup_available_bytes, host_available_bytes, memlo
 __all__ = ["Limits", "Needs", "check_limits", "describe_device", "last_true", "needs_of", "read_limits", "require_disk"]
 
 _SEARCH_STEPS = 256
+# Stores whose bytes are host memory; those of shm_cpu are there once for all ranks of a host, whichever rank asks.
+_HOST_MODES = ("cpu", "shm_cpu")
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def _can_register(num_bytes: int) -> bool:
 
 
 def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_meta: Collection[str] = ()) -> Needs:
-    """What ``plan`` adds to what is in use, before anything old is given back.
+    """What ``plan`` adds to what is in use, before anything old is given back; what ranks share counts once.
 
     Args:
         on_gpu: compute runs on a GPU; on a CPU its memory is host memory.
@@ -107,13 +109,14 @@ def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_me
     arriving = [num_bytes for name, num_bytes in plan.resident.items() if name in elsewhere]
     slots = sum(plan.slot_bytes)
     if not on_gpu:
-        stored = sum(size for name, size in _offloaded(plan) if name in on_meta) if plan.mode == "cpu" else 0
+        copied = on_meta if plan.mode == "cpu" else dict(_offloaded(plan)) if plan.mode == "shm_cpu" else ()
+        stored = sum(size for name, size in _offloaded(plan) if name in copied)
         if plan.num_ranks > 1 or plan.mode == "sharded_gpu":
             stored = plan.part_bytes  # copied, wherever the tensors lie
         return Needs(host_bytes=slots + sum(arriving) + stored)
     in_place = sum(slab_bytes([size]) for size in plan.uva.values())  # a GPU cannot address a mapped file
-    units = sum(unit.num_bytes for unit in plan.units) if plan.mode == "cpu" else ring_bytes(plan)
-    pinned = units + in_place if plan.mode in ("cpu", "disk") else 0
+    units = sum(unit.num_bytes for unit in plan.units) if plan.mode in _HOST_MODES else ring_bytes(plan)
+    pinned = units + in_place if plan.mode in (*_HOST_MODES, "disk") else 0
     if plan.num_ranks > 1:
         pinned = plan.part_bytes if plan.mode == "cpu" else 0
     parts = plan.part_bytes if plan.mode == "sharded_gpu" else 0
@@ -228,7 +231,7 @@ def _advice(search: _Search | None, budget: int | None) -> str:
 
 
 def _mend(worst: _Shortfall, limits: Limits, plan: Plan) -> str:
-    in_files = plan.mode == "cpu" and (limits.device_free_bytes is None or worst.limit != _DEVICE)
+    in_files = plan.mode in _HOST_MODES and (limits.device_free_bytes is None or worst.limit != _DEVICE)
     first = {
         _DEVICE: "free device memory first",
         _HOST: "free host memory first",

@@ -38,7 +38,7 @@ class Peers:
     """Processes that share bytes at rest or a way to the device.
 
     Attributes:
-        group: ranks that hold the same weights; for ``shm_cpu`` all on one host.
+        group: ranks that hold the same weights; ``shm_cpu`` keeps one copy per host.
         pool_links: every rank copies a part of each unit over its own link and passes it on to the others.
     """
 

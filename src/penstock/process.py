@@ -19,6 +19,7 @@ __all__ = [
     "memlock_bytes",
     "num_cores",
     "peak_rss_bytes",
+    "pss_bytes",
     "rss_bytes",
     "trim_heap",
 ]
@@ -35,6 +36,14 @@ def rss_bytes() -> int:
 def peak_rss_bytes() -> int:
     """The most resident memory so far, in bytes (``VmHWM``)."""
     return _status_bytes("VmHWM")
+
+
+def pss_bytes() -> int:
+    """Proportional set size: resident pages, each divided by the number of processes that map it (proc(5)).
+
+    The sum over processes is the host memory that they take together, shared pages counted once.
+    """
+    return _kib_line("Pss", _read("/proc/self/smaps_rollup"))
 
 
 def cpu_seconds() -> float:

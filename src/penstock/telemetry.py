@@ -126,12 +126,16 @@ class StagingStats:
 class Stats:
     """Counters of all units, the bytes each mechanism answers for, and what else a user should know.
 
-    ``staging``: of mode ``disk`` on a GPU; ``None`` elsewhere.
+    Attributes:
+        store_bytes: where bytes are: ``resident`` and ``slots`` on the device, ``host``, ``host_pinned``,
+            ``host_shared`` (one for all ranks of the host), ``adopted`` (host memory the model came with), ``file``.
+        staging: of mode ``disk`` on a GPU; ``None`` elsewhere.
     """
 
     units: tuple[UnitStats, ...]
     mechanism_bytes: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    store_bytes: dict[str, int] = field(default_factory=dict)
     staging: StagingStats | None = None
 
     @property
@@ -165,6 +169,7 @@ class Stats:
         return {
             **totals,
             "mechanism_bytes": self.mechanism_bytes,
+            "store_bytes": self.store_bytes,
             "notes": list(self.notes),
             "staging": None if self.staging is None else asdict(self.staging),
             "units": [asdict(unit) for unit in self.units],

@@ -20,7 +20,7 @@ from ranks import outcomes, run_ranks
 import penstock
 from penstock import Prefetch
 from penstock.errors import OptionError, TransferError
-from penstock.offloaders import sharing
+from penstock.offloaders import parts as sharing
 from penstock.store.parts import PartStore
 from penstock.testing import assert_moved
 

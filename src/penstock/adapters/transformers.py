@@ -46,6 +46,7 @@ from penstock.store.disk import DiskOptions
 from penstock.weights import WeightMap
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
     ModelClass = type[PreTrainedModel] | type[_BaseAutoModelClass]
@@ -64,6 +65,7 @@ def load(
     device: torch.device | str | None = None,
     disk: DiskOptions | None = None,
     progress: Progress | None = None,
+    group: ProcessGroup | None = None,
 ) -> tuple[PreTrainedModel, Handle]:
     """Load a model and offload it in one go; memory stays within the plan while loading, too.
 
@@ -76,6 +78,7 @@ def load(
         device: where compute runs; default the CPU.
         disk: how the files are read.
         progress: called with (bytes loaded, bytes to load) while weights are read or moved.
+        group: as for :func:`penstock.offload`: ranks that load the same folder and share its bytes.
 
     Returns:
         the model in evaluation mode, ready for ``generate``, and its handle; ``handle.remove()`` makes everything
@@ -98,7 +101,8 @@ def load(
     model.train(False)
     if plan is not policy:
         plan = replace(plan, made_for=describe_device(target))
-    return model, offload(model, plan, checkpoint=found.weights, device=device, disk=disk, progress=progress)
+    handle = offload(model, plan, checkpoint=found.weights, device=device, disk=disk, progress=progress, group=group)
+    return model, handle
 
 
 def _planner(model: PreTrainedModel, inventory: Inventory, weights: WeightMap, device: torch.device) -> Planner:

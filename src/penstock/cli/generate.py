@@ -53,10 +53,12 @@ def generate(
     opened = open_model(model)
     require_causal_lm(opened.module)
     device = flags.target()
+    from penstock.cli.ranks import process_group
     from penstock.limits import describe_device
 
     planner = opened.planner(device)
     plan = opened.plan(planner, policy, describe_device(device))
+    group = process_group(plan.mode, device)
     tokenizer, inputs = _tokenize(opened.folder, text)
     from penstock.plan.report import render
 
@@ -65,7 +67,7 @@ def generate(
 
     meter = PeakMeter()
     with byte_bar("loading", stderr) as progress:
-        module, handle = load(opened.folder, plan, device=device, disk=flags.disk(), progress=progress)
+        module, handle = load(opened.folder, plan, device=device, disk=flags.disk(), progress=progress, group=group)
     # The handle is not removed at the end: that would bring all weights back, which may not fit.
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
     tokens, seconds = _stream(module, tokenizer, inputs, max_new_tokens, _sampling(temperature, seed or 0))

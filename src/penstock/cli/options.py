@@ -93,7 +93,11 @@ class OffloadFlags:
     ] = None
     offload_mode: Annotated[
         str | None,
-        _option("--offload-mode", "NAME", "Where offloaded weights rest: cpu (default on a GPU), disk or meta."),
+        _option(
+            "--offload-mode",
+            "NAME",
+            "Where offloaded weights rest: cpu (default on a GPU), shm_cpu (torchrun), disk, meta.",
+        ),
     ] = None
     device: Annotated[
         str | None, _option("--device", "NAME", "Where compute runs: cpu or cuda (default cuda where there is one).")

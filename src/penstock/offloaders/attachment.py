@@ -23,8 +23,9 @@ from penstock.offloaders.hooks import ForwardHook, NotCopyable, UnitHook
 from penstock.offloaders.loading import WeightLoader
 from penstock.offloaders.notes import notes_on
 from penstock.offloaders.opening import open_store
+from penstock.offloaders.parts import FilledParts
 from penstock.offloaders.pipeline import SlotPipeline
-from penstock.offloaders.sharing import SharedStore
+from penstock.offloaders.sharing import finish_shared
 from penstock.offloaders.state import StateGuard
 from penstock.ops import new_token
 from penstock.peers import Peers
@@ -35,6 +36,7 @@ from penstock.store.disk import DiskOptions
 from penstock.store.loading import Progress
 from penstock.store.parts import PartStore
 from penstock.store.pinned import PinnedStore, device_view
+from penstock.store.shared import SharedStore
 from penstock.telemetry import Recorder, Stats
 from penstock.weights import WeightMap
 
@@ -88,6 +90,9 @@ class Attachment(NotCopyable):
         self._store, rooms = open_store(plan, self._bound, device, weights, disk, peers)
         try:
             self._load(rooms, disk, progress)
+            if isinstance(self._store, SharedStore):
+                finish_shared(self._store, self._bound, weights, disk)
+            self._account = self._store.account
             self._attach_units(link or self._make_link(measure_stalls), entry)
             for name in plan.uva:
                 self._bound[name].point_at(self._in_place(name))
@@ -108,7 +113,9 @@ class Attachment(NotCopyable):
         sizes = {"resident": plan.resident_bytes, "prefetch": plan.prefetched_bytes, "uva": plan.uva_bytes}
         units = self._pipeline.snapshot() if self._pipeline else ()
         staging = self._pipeline.staging() if self._pipeline else None
-        return Stats(units, sizes, notes_on(self._model, plan), staging)
+        stores = {"resident": plan.resident_bytes, "slots": sum(plan.slot_bytes), **self._account}
+        sizes_by_store = {name: size for name, size in stores.items() if size}
+        return Stats(units, sizes, notes_on(self._model, plan), sizes_by_store, staging)
 
     def rewind(self) -> None:
         """Make the slots hold what the next forward needs first."""
@@ -135,6 +142,7 @@ class Attachment(NotCopyable):
         for name in (*self._offloaded, *self.plan.resident):
             if name in restored:
                 self._bound[name].point_at(restored[name])
+                self._bound[name].forget_original()  # what was read in place had it in the store
             elif name not in self.plan.resident or not self._bound[name].on_meta or self.plan.mode == "meta":
                 self._bound[name].restore()  # residents read from the files stay where they were put
         self._store.close()
@@ -147,7 +155,7 @@ class Attachment(NotCopyable):
     # -- building ---------------------------------------------------------------------------------------------------
 
     def _make_link(self, measure_stalls: bool) -> Link:
-        if isinstance(self._store, SharedStore):
+        if isinstance(self._store, FilledParts):
             return self._store.make_link(self._device, self.recorder, measure_stalls)
         if self._device.type == "cuda" and self.plan.mode == "disk":
             return RingLink(self._device, measure_stalls=measure_stalls, recorder=self.recorder)
@@ -265,7 +273,9 @@ class Attachment(NotCopyable):
         return blob
 
     def _state_bytes(self, name: str) -> torch.Tensor:
-        whole = self.plan.mode == "cpu" and not isinstance(self._store, PartStore)
+        # Of shared memory a GPU's tensors see the very pages that other ranks read; a CPU's have pages of their own.
+        own = self.plan.mode == "cpu" or (self.plan.mode == "shm_cpu" and self._device.type == "cpu")
+        whole = own and not isinstance(self._store, PartStore)
         return self._store.in_place(name) if whole else self._current_bytes(name)
 
     # -- taking apart -----------------------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ class WeightLoader:
         if name not in self._rooms or not isinstance(self._store, PinnedStore):
             return
         bound = self._bound[name]
-        if not bound.on_meta:
+        if not bound.on_meta and self._store.takes_over:
             bound.point_at(self._rooms[name])
             bound.forget_original()
             self._trim_after(bound.info.num_bytes)

@@ -8,7 +8,8 @@ from torch import nn
 from penstock.errors import CheckpointError, OptionError
 from penstock.offloaders.binding import BoundStorage
 from penstock.offloaders.loading import require_weights
-from penstock.offloaders.sharing import open_parts, splits_units
+from penstock.offloaders.parts import open_parts, splits_units
+from penstock.offloaders.sharing import open_shared
 from penstock.peers import Peers, require_peers
 from penstock.plan.model import Plan
 from penstock.store.adoption import can_adopt
@@ -48,8 +49,8 @@ def open_store(
     if splits_units(plan, peers):
         return open_parts(plan, offloaded, device, weights, disk, require_peers(peers, f"mode {plan.mode!r}")), {}
     if plan.mode == "shm_cpu":
-        require_peers(peers, f"mode {plan.mode!r}")
-        raise OptionError(f"mode {plan.mode!r} is not implemented yet; use mode 'cpu'")
+        registrar = CudaRegistrar(device) if device.type == "cuda" and not pinning_disabled() else None
+        return open_shared(plan, offloaded, registrar, weights, require_peers(peers, f"mode {plan.mode!r}"))
     if plan.mode == "disk":
         return _disk_store(plan, offloaded, device, require_weights(weights), disk), {}
     if device.type == "cuda":
@@ -74,7 +75,7 @@ def open_pinned(
 def _cpu_store(offloaded: dict[str, BoundStorage]) -> tuple[CpuStore, dict[str, torch.Tensor]]:
     rooms = {name: new_blob(bound.info.num_bytes) for name, bound in offloaded.items() if bound.on_meta}
     adopted = {name: bound.original_bytes() for name, bound in offloaded.items() if name not in rooms}
-    return CpuStore({**adopted, **rooms}), rooms
+    return CpuStore({**adopted, **rooms}, rooms), rooms
 
 
 def compute_device(model: nn.Module, device: torch.device | str | None = None) -> torch.device:

@@ -1,289 +1,221 @@
-"""Opening and filling a store of which every rank has a part, and the link that goes with it.
-
-First the ranks compare their plans and weights; nothing is allocated before they agree. Then each takes its memory and
-reads its own part, from the model's tensors or from the files, and no bytes of others'.
-"""
+"""How ranks come to share one store: who is on this host, whether all mean the same, and who brings what."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import socket
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from penstock.config import debug_enabled
-from penstock.errors import OptionError, PenstockWarning, TransferError
-from penstock.link.base import Link
-from penstock.link.pooled import PooledStreamLink, PooledThreadLink
-from penstock.link.sharded import ShardedStreamLink
+from penstock.errors import CheckpointError, OptionError, PeerError, PenstockWarning
 from penstock.offloaders.binding import BoundStorage
 from penstock.offloaders.loading import require_weights
-from penstock.peers import Channel, Peers, PeerWatch
+from penstock.peers import Peers
 from penstock.plan.model import Plan
-from penstock.plan.striping import PartLayout
-from penstock.store.base import Segment, Source, new_blob
-from penstock.store.cpu import MemorySource
-from penstock.store.digest import checksum
+from penstock.rendezvous import Rendezvous
+from penstock.store.base import new_blob
 from penstock.store.disk import DiskOptions, DiskStore
-from penstock.store.loading import Delivery, deliver
-from penstock.store.numa import cpus_near
-from penstock.store.parts import HostParts, Parts, PartStore, SymmetricParts
-from penstock.store.pinned import pin_threads, pinned_region, pinning_disabled
-from penstock.store.registration import CudaRegistrar, refuse_capture
-from penstock.store.staging import CudaUploader
-from penstock.store.symmetric import SymmetricMemory
-from penstock.telemetry import Recorder
+from penstock.store.memfd import SharedMemory
+from penstock.store.registration import Registrar, refuse_capture
+from penstock.store.shared import SharedStore, shared_bytes
 from penstock.weights import WeightMap
 
-__all__ = ["CHUNK_BYTES", "SharedStore", "open_parts", "splits_units"]
+__all__ = ["finish_shared", "open_shared"]
 
-# Of pooled links: what a rank brings before it passes it on. The last chunk of a unit is passed on with nothing beside
-# it, so small; each costs some microseconds of launches per peer, so not too small: 8 MiB take 150 us on PCIe 5.
-CHUNK_BYTES = 8 << 20
+_DYING_S = 2.0
 
-
-def splits_units(plan: Plan, peers: Peers | None) -> bool:
-    """Whether each rank keeps only its part of every unit of ``plan``.
-
-    Raises:
-        OptionError: a mode that pooled links have no use for.
-    """
-    if peers is None or not peers.pool_links:
-        return plan.mode == "sharded_gpu"
-    if plan.mode != "cpu":
-        raise OptionError(
-            f"pool_links brings units from host memory, mode 'cpu', and found mode {plan.mode!r}; use mode 'cpu' "
-            f"(--offload-mode cpu), of which pooled ranks keep one copy in all, or leave pool_links out"
-        )
-    return True
+Said = dict[int, dict[str, Any]]  # what each rank says of itself
 
 
-class SharedStore(PartStore):
-    """A filled part of every unit, and what its link needs of the other ranks."""
-
-    peers: Peers
-    watch: PeerWatch
-
-    def make_link(self, device: torch.device, recorder: Recorder, measure_stalls: bool) -> Link:
-        """The link that brings whole units from the parts. Collective."""
-        if device.type != "cuda":
-            return PooledThreadLink(self.layout, Channel(self.peers), recorder=recorder)
-        if isinstance(self.parts, SymmetricParts):
-            return ShardedStreamLink(device, self.layout, self.parts, measure_stalls=measure_stalls)
-        return PooledStreamLink(device, self.layout, self.peers, self.watch, measure_stalls=measure_stalls)
-
-    def close(self) -> None:
-        super().close()
-        self.watch.close()
-
-
-def open_parts(
+def open_shared(
     plan: Plan,
     offloaded: Mapping[str, BoundStorage],
-    device: torch.device,
+    registrar: Registrar | None,
     weights: WeightMap | None,
-    disk: DiskOptions | None,
     peers: Peers,
-) -> SharedStore:
-    """This rank's part of every unit, filled. Collective; the model is not touched.
+) -> tuple[SharedStore, dict[str, torch.Tensor]]:
+    """The store of all ranks of this host, and the rooms in it that this rank has to fill.
+
+    Nothing is allocated before every rank of the group has been found to have the same plan.
 
     Raises:
-        OptionError: ranks with different plans or weights, not on one host, or devices that cannot address one another;
-            tensors to be read in place.
-        TransferError: a rank that does not come, or could not fill its part.
+        OptionError: ranks with different plans.
+        CheckpointError: tensors on ``meta`` and no files for them.
+        PeerError: another rank failed, ended or did not come in time; memory that cannot be opened from here.
         StateError: a graph is being captured.
     """
-    if plan.uva:
-        name = next(iter(plan.uva))
-        raise OptionError(f"{name} is to be read in place, and no rank has all of it; prefetch it (mechanism prefetch)")
-    if device.type == "cuda":
-        refuse_capture(CudaRegistrar(device))
-    if debug_enabled():
-        warnings.warn(
-            "PENSTOCK_DEBUG=1 checks no units that are split over ranks: no rank has a whole one to compare with",
-            PenstockWarning,
-            stacklevel=2,
-        )
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # NCCL takes the current one
-        return _open(plan, offloaded, device, weights, disk, peers)
+    meeting = Rendezvous(peers, plan.mode)
+    try:
+        if registrar is not None:
+            refuse_capture(registrar)
+        said = meeting.exchange("plan", _say(plan, offloaded, weights))
+        _require_same_plan(said, meeting.rank)
+        here = [rank for rank in said if said[rank]["host"] == said[meeting.rank]["host"]]
+        _warn_of_further_copies(said, meeting.rank)
+        meeting.watch({rank: said[rank]["pid"] for rank in here})
+        memory = _join_memory(meeting, here[0], shared_bytes(plan.units, plan.uva))
+        store = SharedStore(plan.units, plan.uva, registrar, memory, meeting, here)
+    except BaseException as error:
+        meeting.fail(str(error) or repr(error))
+        raise
+    store.doubted = {r for r in here if said[r]["files"] != said[meeting.rank]["files"]}
+    return store, {name: store.room(name) for name in store.mine}
 
 
-def _open(
-    plan: Plan,
-    offloaded: Mapping[str, BoundStorage],
-    device: torch.device,
+def finish_shared(
+    store: SharedStore,
+    bound: Mapping[str, BoundStorage],
     weights: WeightMap | None,
     disk: DiskOptions | None,
-    peers: Peers,
-) -> SharedStore:
-    channel = Channel(peers)
-    watch = None
-    try:
-        _require_agreement(channel, plan, offloaded, weights)
-        watch = PeerWatch(channel)
-        if not watch.on_one_host:
-            raise OptionError("the ranks of group= are on several hosts; give each host a group of its own")
-        layout = PartLayout(plan.units, peers.size, CHUNK_BYTES if peers.pool_links else None)
-        store = SharedStore(plan.units, layout, _allocate(layout, device, peers, channel), peers.rank, plan.mode)
-        store.peers, store.watch = peers, watch
-        _fill_together(channel, store, offloaded, device, weights, disk)
-    except BaseException:
-        channel.close()
-        if watch is not None:
-            watch.close()
-        raise
-    if not isinstance(store.parts, HostParts):
-        channel.close()
-    return store
-
-
-# -- agreement --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Intent:
-    """What a rank is about to do; equal on all ranks."""
-
-    plan: str
-    files: str
-    weights: dict[str, int]
-
-
-def _require_agreement(
-    channel: Channel, plan: Plan, offloaded: Mapping[str, BoundStorage], weights: WeightMap | None
 ) -> None:
-    mine = _Intent(
-        hashlib.sha256(json.dumps(replace(plan, made_for=None, model_name=None).to_json()).encode()).hexdigest(),
-        _files(weights) if any(bound.on_meta for bound in offloaded.values()) else "",
-        {name: checksum(bound.original_bytes()) for name, bound in offloaded.items() if not bound.on_meta},
-    )
-    for rank, other in enumerate(channel.gather(mine)):
-        what, mend = _difference(mine, other)
-        if what:
+    """The rooms of this rank are full: return when every rank of the host can read everything.
+
+    Live tensors are compared with what another rank has brought in their place. Tensors on ``meta`` are too where that
+    rank has read other files than this one would (a copy, say); the same files are not read twice.
+
+    Raises:
+        CheckpointError: this rank's weights differ.
+        PeerError, OptionError: see :meth:`SharedStore.finish`.
+    """
+    others = {name: rank for name, rank in store.owners.items() if name not in store.mine}
+    live = [name for name in others if not bound[name].on_meta]
+    unread = [name for name in others if bound[name].on_meta and others[name] in store.doubted]
+
+    def check() -> None:
+        for name in live:
+            _require_same(name, bound[name].original_bytes().cpu(), store, others[name])
+        if unread:
+            _warn_of_other_files(unread, others)
+            _compare_files(unread, bound, require_weights(weights), disk, store)
+
+    store.finish(check)
+
+
+def _join_memory(meeting: Rendezvous, leader: int, num_bytes: int) -> SharedMemory:
+    """Made by the first rank of the host, opened by the others."""
+    if meeting.rank == leader:
+        memory = SharedMemory.create(num_bytes)
+        meeting.post("memory", memory.describe())
+        return memory
+    address = meeting.collect("memory", [leader])[leader]
+    try:
+        return SharedMemory.open(address)
+    except PeerError:
+        meeting.require_running(leader, _DYING_S)  # a better reason than its missing file
+        raise
+
+
+# -- what ranks compare ------------------------------------------------------------------------------------------------
+
+
+def _say(plan: Plan, offloaded: Mapping[str, BoundStorage], weights: WeightMap | None) -> dict[str, Any]:
+    on_meta = [name for name, bound in offloaded.items() if bound.on_meta]
+    sources = {
+        name: [[part.tensor.name, part.tensor.num_bytes, part.offset] for part in source.parts]
+        for name in on_meta
+        for source in [require_weights(weights).source(offloaded[name].info)]
+    }
+    stamps = weights.checkpoint.stamps if weights is not None and on_meta else ()
+    return {
+        "pid": os.getpid(),
+        "host": _host(),
+        "plan": {
+            "mode": plan.mode,
+            "slots": plan.num_slots,
+            "units": _short([asdict(unit) for unit in plan.units], len(plan.units), plan.prefetched_bytes),
+            "tensors read in place": _short(plan.uva, len(plan.uva), plan.uva_bytes),
+            "resident tensors": _short(plan.resident, len(plan.resident), plan.resident_bytes),
+            "tensors to be read from files": _short(sources, len(on_meta)),
+        },
+        "files": _digest([[s.path.name, s.num_bytes, s.modified_ns, s.inode] for s in stamps]),
+    }
+
+
+def _host() -> list[str]:
+    """Processes that agree on this can open each other's memory: same kernel, same PID namespace, same user."""
+    boot, namespace = socket.gethostname(), ""
+    with suppress(OSError):  # a sandbox without them
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    return [boot, namespace, str(os.geteuid())]
+
+
+def _short(value: object, count: int, num_bytes: int | None = None) -> str:
+    size = "" if num_bytes is None else f" of {num_bytes} bytes"
+    return f"{count}{size} ({_digest(value)[:12]})"
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _require_same_plan(said: Said, rank: int) -> None:
+    for other, theirs in said.items():
+        differences = [
+            f"{what}: {said[rank]['plan'][what]} here, {found} there"
+            for what, found in theirs["plan"].items()
+            if found != said[rank]["plan"][what]
+        ]
+        if differences:
             raise OptionError(
-                f"rank {rank} of group= has {what} than rank {channel.rank}, and each keeps a part for all: {mend}"
+                f"rank {rank} and rank {other} have different plans and cannot share a store: "
+                f"{'; '.join(differences)}. Give every rank of the group the same model, policy and checkpoint, or "
+                f"the same plan file, and let only ranks that hold the same weights be in the group"
             )
 
 
-def _files(weights: WeightMap | None) -> str:
-    stamps = require_weights(weights).checkpoint.stamps
-    return repr([(stamp.path.name, stamp.num_bytes, stamp.modified_ns, stamp.inode) for stamp in stamps])
-
-
-def _difference(mine: _Intent, other: _Intent) -> tuple[str, str]:
-    if other.plan != mine.plan:
-        return "another plan", "give all ranks the same model, policy and mode, or one plan file (penstock.Plan.load)"
-    if other.files != mine.files:
-        return "other checkpoint files", "give all ranks the same checkpoint folder"
-    names = mine.weights.keys() | other.weights.keys()
-    different = sorted(name for name in names if mine.weights.get(name) != other.weights.get(name))
-    if different:
-        return f"other weights ({different[0]}, {len(different)} in all)", "load the same weights on all ranks"
-    return "", ""
-
-
-# -- filling ----------------------------------------------------------------------------------------------------------
-
-
-def _allocate(layout: PartLayout, device: torch.device, peers: Peers, channel: Channel) -> Parts:
-    if device.type == "cuda" and not peers.pool_links:
-        return SymmetricParts(SymmetricMemory(layout.num_bytes, device, peers))
-    if device.type == "cuda" and not pinning_disabled():
-        with _near(device):  # pages lie where the thread runs that touches them first
-            return HostParts(pinned_region(layout.num_bytes), channel)
-    return HostParts(new_blob(layout.num_bytes), channel)
-
-
-@contextmanager
-def _near(device: torch.device) -> Iterator[None]:
-    """This thread, and those it starts, stay on the processors near ``device``."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cpus_near(device) or before)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
-def _fill_together(
-    channel: Channel,
-    store: PartStore,
-    offloaded: Mapping[str, BoundStorage],
-    device: torch.device,
-    weights: WeightMap | None,
-    disk: DiskOptions | None,
-) -> None:
-    """Return when all ranks have filled their parts; a failure of one is a failure of all."""
-    try:
-        _fill(store, offloaded, device, weights, disk)
-    except Exception as error:
-        channel.gather(f"{type(error).__name__}: {error}")
-        raise
-    for rank, failure in enumerate(channel.gather("")):
-        if failure:
-            raise TransferError(f"rank {rank} could not load its part of the weights: {failure}")
-
-
-def _fill(
-    store: PartStore,
-    offloaded: Mapping[str, BoundStorage],
-    device: torch.device,
-    weights: WeightMap | None,
-    disk: DiskOptions | None,
-) -> None:
-    on_device = {name: bound for name, bound in offloaded.items() if bound.home.type == "cuda"}
-    for name, bound in on_device.items():
-        for start, into in store.own_stretches(name):
-            into.copy_(bound.original_bytes()[start : start + into.numel()], non_blocking=True)
-    for home in {bound.home for bound in on_device.values()}:
-        torch.cuda.synchronize(home)  # other ranks read next, and they are told of no event
-    sources = {name: require_weights(weights).source(b.info) for name, b in offloaded.items() if b.on_meta}
-    files = DiskStore(sources, disk)
-    local = store.parts.local
-    try:
-        deliver(
-            _deliveries(store, {name: b for name, b in offloaded.items() if name not in on_device}, files),
-            num_threads=pin_threads(),
-            uploader=None if local.is_cpu else CudaUploader(device, CudaRegistrar(device)),
-            cpus=cpus_near(device),
+def _warn_of_further_copies(said: Said, rank: int) -> None:
+    """Said by the first rank of each further part of a host."""
+    boot = said[rank]["host"][0]
+    parts = list({tuple(s["host"]): r for r, s in reversed(said.items()) if s["host"][0] == boot}.values())
+    if len(parts) > 1 and rank in parts:
+        warnings.warn(
+            f"the ranks of this host run in {len(parts)} PID namespaces or as several users, which cannot open each "
+            f"other's memory, so the host keeps {len(parts)} copies of the offloaded weights; start its ranks in one "
+            f"container and as one user",
+            PenstockWarning,
+            stacklevel=2,
         )
+
+
+def _warn_of_other_files(unread: list[str], owners: Mapping[str, int]) -> None:
+    ranks = sorted({owners[name] for name in unread})
+    warnings.warn(
+        f"rank {', '.join(map(str, ranks))} of this host has read other files than this rank was given, so this rank "
+        f"reads its own too, to compare; give all ranks of a host the same folder",
+        PenstockWarning,
+        stacklevel=2,
+    )
+
+
+def _compare_files(
+    names: list[str],
+    bound: Mapping[str, BoundStorage],
+    weights: WeightMap,
+    disk: DiskOptions | None,
+    store: SharedStore,
+) -> None:
+    files = DiskStore({name: weights.source(bound[name].info) for name in names}, disk)
+    try:
+        for name in names:
+            blob = new_blob(bound[name].info.num_bytes)
+            files.read(name, blob)
+            _require_same(name, blob, store, store.owners[name])
     finally:
         files.close()
 
 
-def _deliveries(store: PartStore, storages: Mapping[str, BoundStorage], files: DiskStore) -> Iterator[Delivery]:
-    for name, bound in storages.items():
-        for start, into in store.own_stretches(name):
-            end = start + into.numel()
-            yield Delivery(f"{name}[{start}:{end}]", into.numel(), partial(_clipped, bound, files, start, end), into)
-
-
-def _clipped(bound: BoundStorage, files: DiskStore, start: int, end: int) -> list[Segment]:
-    """The bytes of a storage from ``start`` to ``end``, offsets relative to ``start``."""
-    if not bound.on_meta:
-        return [Segment(MemorySource(bound.original_bytes()[start:end]), 0, end - start)]
-    clipped = []
-    for segment in files.segments(bound.info.name):
-        first = max(start, segment.slot_offset)
-        last = min(end, segment.slot_offset + segment.num_bytes)
-        if first < last:
-            source = _From(segment.source, first - segment.slot_offset)
-            clipped.append(Segment(source, first - start, last - first))
-    return clipped
-
-
-@dataclass(frozen=True)
-class _From:
-    """A source without its first ``skipped_bytes``."""
-
-    source: Source
-    skipped_bytes: int
-
-    def read(self, start: int, into: memoryview) -> None:
-        self.source.read(self.skipped_bytes + start, into)
+def _require_same(name: str, blob: torch.Tensor, store: SharedStore, owner: int) -> None:
+    if not torch.equal(blob, store.room(name)):
+        raise CheckpointError(
+            f"{name}: this rank's values differ from those of rank {owner}, with which it was to share them; load the "
+            f"same weights in every rank of the group, or give each its own copy with mode 'cpu'"
+        )

@@ -56,7 +56,7 @@ def solve(question: Question, budget: Budget, mode: Mode, space: Space | None = 
         _warn_nothing_to_do(inventory, budget)
         return assemble(inventory, [], 0, mode)
     space = space or Space(question)
-    best = _best(space, weights_budget, budget.host_limit_bytes if mode == "cpu" else None)
+    best = _best(space, weights_budget, budget.host_limit_bytes if mode in ("cpu", "shm_cpu") else None)
     if best is None:
         raise _too_small(space, budget, question)
     return assemble(inventory, best.drafts, best.num_slots, mode, uva=best.uva)

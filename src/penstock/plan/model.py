@@ -140,6 +140,14 @@ class Plan:
         return sum(Striping.of(unit.num_bytes, self.num_ranks).part_bytes(0) for unit in self.units)
 
     @property
+    def store_bytes(self) -> dict[str, int]:
+        """Bytes by where they rest: ``resident`` and ``slots`` on the device, the rest under the name of the store.
+
+        Those of ``shm_cpu`` are there once for all ranks of a host.
+        """
+        return {"resident": self.resident_bytes, "slots": sum(self.slot_bytes), self.mode: self.offloaded_bytes}
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of all weights, wherever they rest."""
         return self.resident_bytes + self.offloaded_bytes
@@ -216,6 +224,7 @@ class Plan:
             "resident_bytes": self.resident_bytes,
             "prefetched_bytes": self.prefetched_bytes,
             "moved_bytes": self.moved_bytes,
+            "store_bytes": self.store_bytes,
             "uva_bytes": self.uva_bytes,
             "units": [{**asdict(unit), "entries": [asdict(entry) for entry in unit.entries]} for unit in self.units],
             "resident": dict(self.resident),

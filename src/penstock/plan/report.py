@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 _COLUMNS: dict[Mechanism, str] = {"resident": "resident", "prefetch": "prefetched", "uva": "in place"}
 _STORE_NAMES: dict[Mode, str] = {
     "cpu": "host",
-    "shm_cpu": "host",
+    "shm_cpu": "host, shared",
     "disk": "file",
     "sharded_gpu": "peers",
     "meta": "nowhere",

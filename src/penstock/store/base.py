@@ -67,6 +67,15 @@ class Store(ABC):
     def host_bytes(self) -> int:
         """Host memory this store occupies."""
 
+    @property
+    def account(self) -> dict[str, int]:
+        """Bytes of this store by where they rest.
+
+        ``host``: in memory this process has taken for them; ``host_pinned``: the same, page-locked; ``host_shared``: in
+        memory that all ranks of the host share, counted once; ``adopted``: in memory the model came with; ``file``.
+        """
+        return {"host": self.host_bytes}
+
     @abstractmethod
     def close(self) -> None:
         """Give back files and memory; idempotent."""

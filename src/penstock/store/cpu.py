@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import torch
@@ -32,9 +32,10 @@ class CpuStore(Store):
 
     mode = "cpu"
 
-    def __init__(self, blobs: Mapping[str, torch.Tensor]) -> None:
-        """``blobs``: per storage name its bytes (uint8, 1-D, CPU)."""
+    def __init__(self, blobs: Mapping[str, torch.Tensor], made: Collection[str] = ()) -> None:
+        """``blobs``: per storage name its bytes (uint8, 1-D, CPU). ``made``: those allocated for this store."""
         self._blobs = dict(blobs)
+        self._made = frozenset(made)
 
     def segments(self, storage: str) -> list[Segment]:
         blob = self._blobs[storage]
@@ -46,6 +47,11 @@ class CpuStore(Store):
     @property
     def host_bytes(self) -> int:
         return sum(blob.numel() for blob in self._blobs.values())
+
+    @property
+    def account(self) -> dict[str, int]:
+        made = sum(self._blobs[name].numel() for name in self._made & self._blobs.keys())
+        return {"host": made, "adopted": self.host_bytes - made}
 
     def close(self) -> None:
         self._blobs.clear()

@@ -199,6 +199,10 @@ class DiskStore(Store):
     def host_bytes(self) -> int:
         return sum(blob.numel() for blob in self._pinned.values())
 
+    @property
+    def account(self) -> dict[str, int]:
+        return {"file": sum(part.tensor.num_bytes for s in self._sources.values() for part in s.parts)}
+
     def close(self) -> None:
         for file in self._files.values():
             file.close()

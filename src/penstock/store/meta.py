@@ -35,5 +35,9 @@ class MetaStore(Store):
     def host_bytes(self) -> int:
         return 0
 
+    @property
+    def account(self) -> dict[str, int]:
+        return {}
+
     def close(self) -> None:
         """Nothing to give back."""

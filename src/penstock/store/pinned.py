@@ -15,10 +15,11 @@ import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from penstock.config import format_gib, pin_memory_disabled, reader_threads
+from penstock.config import Mode, format_gib, pin_memory_disabled, reader_threads
 from penstock.errors import OptionError, PenstockWarning
 from penstock.plan.model import Unit, slab_bytes
 from penstock.store.base import Load, Segment, Store
@@ -26,7 +27,7 @@ from penstock.store.cpu import MemorySource
 from penstock.store.pages import map_pages, populate_parallel
 from penstock.store.registration import CudaRegistrar, PinnedBytes, Registrar
 
-__all__ = ["PinnedStore", "device_view", "pack", "pin_threads", "pinned_region", "pinning_disabled"]
+__all__ = ["PinnedStore", "device_view", "pack", "pin_threads", "pinned_region", "pinning_disabled", "slab_sizes"]
 
 # One registration: large enough to cost nothing by itself, small enough that the last one is short.
 SLAB_BYTES = 1 << 30
@@ -112,6 +113,20 @@ class _Place:
     num_bytes: int
 
 
+def _cargo(units: Sequence[Unit], in_place: Mapping[str, int]) -> list[_Cargo]:
+    stretches = [
+        _Cargo(unit.index, tuple((e.storage, e.offset, e.num_bytes) for e in unit.entries), unit.num_bytes)
+        for unit in units
+    ]
+    return stretches + [_Cargo(None, ((name, 0, size),), slab_bytes([size])) for name, size in in_place.items()]
+
+
+def slab_sizes(units: Sequence[Unit], in_place: Mapping[str, int], max_slab_bytes: int = SLAB_BYTES) -> list[int]:
+    """Bytes of each slab of a :class:`PinnedStore` that adopts nothing."""
+    sizes = [item.num_bytes for item in _cargo(units, in_place)]
+    return [sum(sizes[run.start : run.stop]) for run in pack(sizes, max_slab_bytes)]
+
+
 class PinnedStore(Store):
     """Slabs of units, and storages that are read in place; made empty, then filled, then sealed.
 
@@ -123,7 +138,8 @@ class PinnedStore(Store):
         adopted: the storages that rest where they were.
     """
 
-    mode = "cpu"
+    mode: ClassVar[Mode] = "cpu"
+    takes_over: ClassVar[bool] = True  # live tensors look into it as soon as they lie there
 
     def __init__(
         self,
@@ -155,10 +171,7 @@ class PinnedStore(Store):
         self._pool = ThreadPoolExecutor(1, "penstock-pin")
         self._codes: dict[int, Future[int]] = {}
         self._sealed: set[int] = set()
-        cargo = [_Cargo(u.index, tuple((e.storage, e.offset, e.num_bytes) for e in u.entries), u.num_bytes)
-                 for u in units]  # fmt: skip
-        cargo += [_Cargo(None, ((name, 0, size),), slab_bytes([size])) for name, size in in_place.items()]
-        rest = [item for item in cargo if not self._adopt(item, adopt or {})]
+        rest = [item for item in _cargo(units, in_place) if not self._adopt(item, adopt or {})]
         self.adopted = frozenset(self._storages)
         for run in pack([item.num_bytes for item in rest], max_slab_bytes):
             self._open(rest[run.start : run.stop])
@@ -177,13 +190,17 @@ class PinnedStore(Store):
         return True
 
     def _open(self, cargo: Sequence[_Cargo]) -> None:
-        slab = PinnedBytes(_fresh(sum(item.num_bytes for item in cargo)))
+        slab = PinnedBytes(self._allocate(sum(item.num_bytes for item in cargo)))
         start = 0
         for item in cargo:
             self._place(item, slab, start, item.num_bytes)
             start += item.num_bytes
         self._missing.append({name for item in cargo for name, _, _ in item.entries})
         self._slabs.append(slab)
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        """Memory of one slab, untouched: uint8, 1-D, host."""
+        return _fresh(num_bytes)
 
     def _place(self, cargo: _Cargo, slab: PinnedBytes, start: int, num_bytes: int) -> None:
         index = len(self._slabs)
@@ -259,6 +276,12 @@ class PinnedStore(Store):
     @property
     def host_bytes(self) -> int:
         return sum(slab.blob.numel() for slab in self._slabs)
+
+    @property
+    def account(self) -> dict[str, int]:
+        adopted = sum(self._storages[name].num_bytes for name in self.adopted)
+        kept = self.host_bytes - sum(self._slabs[self._storages[name].slab].blob.numel() for name in self.adopted)
+        return {"host" if self.registrar is None else "host_pinned": kept, "adopted": adopted}
 
     def unpin(self) -> None:
         """Unregister now, even where somebody still looks into the memory, which stays as ordinary memory."""

@@ -1,0 +1,162 @@
+"""Store ``shm_cpu``: one copy in host memory for all ranks of a host.
+
+The ranks of a host share anonymous memory (:mod:`penstock.store.memfd`) that is laid out like the pinned slabs of the
+``cpu`` store. Each rank brings an equal share of the bytes, so files are read once and by all readers at once; a rank
+that loaded alone would leave the others waiting. An offload is all or nothing: until every rank is ready, the failure
+or death of one is an error in all, found in milliseconds (:mod:`penstock.rendezvous`). From then on no rank needs
+another.
+
+On a GPU every rank registers the same pages with its own driver context. On a CPU, once they are full, every rank maps
+them privately: a stray write into a weight that is read in place makes a private page and cannot change another rank's.
+
+What the model has in host memory stays there until all ranks are ready. The tensors of a rank that fails must not be
+left looking into memory that others can write to.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import accumulate
+
+import torch
+
+from penstock.errors import OptionError
+from penstock.plan.model import Unit
+from penstock.rendezvous import Rendezvous
+from penstock.store.memfd import SharedMemory
+from penstock.store.pages import populate_parallel, whole_pages
+from penstock.store.pinned import SLAB_BYTES, PinnedStore, pin_threads, slab_sizes
+from penstock.store.registration import PinnedBytes, Registrar
+
+__all__ = ["SharedStore", "share_out", "shared_bytes"]
+
+
+def shared_bytes(units: Sequence[Unit], in_place: Mapping[str, int], max_slab_bytes: int = SLAB_BYTES) -> int:
+    """Size of the shared memory for these units and storages: their slabs, each on pages of its own."""
+    return sum(whole_pages(size) for size in slab_sizes(units, in_place, max_slab_bytes))
+
+
+def share_out(sizes: Mapping[str, int], num_parts: int) -> list[list[str]]:
+    """Deal ``sizes`` out in ``num_parts`` runs of neighbours, as even as runs can be.
+
+    No run has more than its equal part and one storage.
+    """
+    parts: list[list[str]] = [[] for _ in range(num_parts)]
+    total = sum(sizes.values())
+    for (name, size), end in zip(sizes.items(), accumulate(sizes.values()), strict=True):
+        middle = 2 * end - size
+        parts[min(num_parts - 1, middle * num_parts // max(1, 2 * total))].append(name)
+    return parts
+
+
+class SharedStore(PinnedStore):
+    """Slabs in shared memory, brought by several ranks: fill the rooms of :attr:`mine`, then :meth:`finish`.
+
+    Attributes:
+        mine: the storages that this rank brings.
+        owners: the rank that brings each storage.
+        doubted: ranks that read other files than this one.
+    """
+
+    mode = "shm_cpu"
+    takes_over = False
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        in_place: Mapping[str, int],
+        registrar: Registrar | None,
+        memory: SharedMemory,
+        meeting: Rendezvous,
+        host_ranks: Sequence[int],
+        *,
+        max_slab_bytes: int = SLAB_BYTES,
+    ) -> None:
+        """Map the memory; touches and registers nothing yet.
+
+        Args:
+            units, in_place, registrar, max_slab_bytes: as for the pinned store; the same in every rank.
+            memory: of :func:`shared_bytes`; this store closes it.
+            meeting: of all ranks; this store ends it.
+            host_ranks: those that share ``memory``; the first has made it.
+        """
+        self._memory = memory
+        self._meeting: Rendezvous | None = meeting
+        self._host_ranks = host_ranks
+        self._starts: list[int] = []
+        self._end = 0
+        super().__init__(units, in_place, registrar, max_slab_bytes=max_slab_bytes)
+        sizes = {name: place.num_bytes for name, place in self._storages.items()}
+        shares = dict(zip(host_ranks, share_out(sizes, len(host_ranks)), strict=True))
+        self.owners = {name: rank for rank, names in shares.items() for name in names}
+        self.doubted: Collection[int] = ()
+        self.mine: Collection[str] = frozenset(shares[meeting.rank])
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        self._starts.append(self._end)
+        self._end += whole_pages(num_bytes)
+        return self._memory.map(self._starts[-1], num_bytes)
+
+    def landed(self, storage: str) -> None:
+        """Nothing to do: a slab is whole when all ranks say so."""
+
+    def seal(self) -> None:
+        """Nothing to wait for; see :meth:`finish`."""
+
+    def finish(self, check: Callable[[], None]) -> None:
+        """The rooms of :attr:`mine` are full: wait for the others', and make the memory ready to be read.
+
+        Args:
+            check: compares what others have brought with what this rank would have; raises if it differs.
+
+        Raises:
+            PeerError: another rank failed, ended or did not come in time.
+            OptionError: the driver refuses to register the memory.
+        """
+        assert self._meeting is not None
+        self._meeting.post("loaded", True)
+        self._meeting.collect("loaded", self._host_ranks)
+        check()
+        if self.registrar is None:
+            self._map_privately()
+        else:
+            self._pin(self.registrar)
+        self._meeting.exchange("ready", True)
+        if self._meeting.rank == self._host_ranks[0]:
+            self._memory.forbid_writing()
+        self._meeting.leave()
+        self._meeting = None
+        self._memory.close()
+
+    def _map_privately(self) -> None:
+        for index, start in enumerate(self._starts):
+            num_bytes = self._slabs[index].blob.numel()
+            self._slabs[index] = PinnedBytes(self._memory.map(start, num_bytes, private=True))
+
+    def _pin(self, registrar: Registrar) -> None:
+        for slab in self._slabs:
+            populate_parallel(slab.blob, pin_threads())  # pages are there, but not yet in this process's tables
+            code = slab.register(registrar)
+            if code != 0:
+                raise OptionError(
+                    f"the driver refused to register {slab.blob.numel()} bytes of shared memory (cudaHostRegister: "
+                    f"error {code}); check `ulimit -l`, use mode 'cpu', or set PENSTOCK_DISABLE_PIN_MEMORY=1 to copy "
+                    f"from memory that is not pinned"
+                )
+
+    @property
+    def account(self) -> dict[str, int]:
+        return {"host_shared": self._end}
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the host, not of each process."""
+        return self._end
+
+    def close(self) -> None:
+        if self._meeting is not None:
+            self._meeting.fail(str(sys.exception() or "its offload was given up"))
+            self._meeting = None
+        super().close()
+        self._memory.close()
