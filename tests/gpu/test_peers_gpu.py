@@ -111,14 +111,15 @@ def test_compiled(kind: str) -> None:
 @torch.no_grad()
 def memory(rank: int) -> None:
     """Parts of units count as planned device memory; peak within 64 MiB and torch's granularity of 2 MiB."""
-    torch.zeros(1, device="cuda")
+    build(2)(torch.arange(8, device="cuda"))  # the context, cuBLAS and its workspace
+    dist.barrier()  # NCCL
     model = build(24, device="cpu")
     free = torch.cuda.mem_get_info()[0]
     handle = share(model, "sharded")
     model(torch.arange(8, device="cuda"))
     torch.cuda.synchronize()
     used = free - torch.cuda.mem_get_info()[0]
-    assert used <= handle.plan.device_bytes + (64 << 20) + (160 << 20), "64 MiB, and cuBLAS with its workspace"
+    assert used <= handle.plan.device_bytes + (64 << 20), (used, handle.plan.device_bytes)
     dist.barrier()
     handle.remove()
 

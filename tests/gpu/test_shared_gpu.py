@@ -63,8 +63,10 @@ def test_same_bits_while_ranks_are_killed(policy: Any, home: str, tmp_path: Path
 
 def host_growth(rank: int, talk: Connection, mode: str, folder: str) -> tuple[int, int]:
     torch.cuda.set_device(rank % torch.cuda.device_count())
-    small = penstock.offload(build(), Prefetch(1, 1, 1), device="cuda")  # contexts and modules
-    small.remove()
+    with torch.no_grad():  # contexts, modules, kernels: every process has its own
+        small = build()
+        with penstock.offload(small, Prefetch(1, 1, 1), device="cuda"):
+            small(torch.arange(8, device="cuda"))
     model = build(64, device="meta")
     dist.barrier()
     before = pss_bytes()

@@ -188,7 +188,7 @@ def _accelerate(folder: str) -> torch.nn.Module | None:
 
 def _child_growth(folder: str, disk: DiskOptions, rows: int) -> int:
     """Growth of peak resident memory of a process that does nothing but stream, in bytes."""
-    command = [sys.executable, "-m", "penstock.bench.cpu_step", folder, str(int(disk.direct)), str(rows)]
+    command = [sys.executable, "-m", "penstock.bench.cpu_step", folder, str(int(bool(disk.direct))), str(rows)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return int(json.loads(done.stdout.splitlines()[-1])["growth_bytes"])
 

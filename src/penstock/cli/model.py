@@ -65,7 +65,7 @@ class OpenedModel:
         with _no_collections():
             return replace(planner.plan(policy), model_name=self.name, made_for=machine)
 
-    def check_files(self, options: DiskOptions) -> None:
+    def check_files(self, options: DiskOptions | None) -> None:
         """Open the weight files in the way ``options`` ask for, which the file system may refuse; reads nothing."""
         from penstock.store.disk import DiskStore
 

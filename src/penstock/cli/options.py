@@ -137,9 +137,12 @@ class OffloadFlags:
             return None
         return config.prefetch if chosen == "prefetch" else config.uva
 
-    def disk(self) -> DiskOptions:
-        """How checkpoint files are read."""
+    def disk(self) -> DiskOptions | None:
+        """How checkpoint files are read; ``None`` where no flag says."""
         from penstock.store.disk import DiskOptions
+
+        if not (self.disk_direct or self.disk_drop_cache):
+            return None
 
         return DiskOptions(direct=self.disk_direct, drop_cache=self.disk_drop_cache)
 

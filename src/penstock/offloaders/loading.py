@@ -80,7 +80,7 @@ class WeightLoader:
             return
         self._moved(0)
         self._copy_from_devices()
-        files = DiskStore(self._sources, self._disk)
+        files = DiskStore(self._sources, self._disk or DiskOptions(direct=None))
         try:
             self._deliver(files)
         finally:

@@ -40,6 +40,8 @@ def open_store(
         CheckpointError, OptionError: files or a mode that will not do.
         StateError: a graph is being captured.
     """
+    if device.type == "cuda":
+        refuse_capture(CudaRegistrar(device))
     for stamp in weights.checkpoint.stamps if weights is not None else ():
         stamp.check()  # offsets come from headers read earlier
     names = [entry.storage for unit in plan.units for entry in unit.entries] + list(plan.uva)

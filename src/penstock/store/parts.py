@@ -154,7 +154,7 @@ class PartStore(Store):
 
     @property
     def host_bytes(self) -> int:
-        return self.parts.local.numel() if self.parts.local.is_cpu else 0
+        return self.parts.local.numel() if isinstance(self.parts, HostParts) else 0
 
     @property
     def device_bytes(self) -> int:
