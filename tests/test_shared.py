@@ -253,7 +253,9 @@ def test_a_rank_killed_while_loading_is_an_error_in_the_others(victim: int, tcp:
             seconds, kind, message, untouched, left = rank.hear()
             assert seconds < 10
             assert kind == "PeerError"
-            assert f"rank {victim}" in message
+            # Rank 0 holds the store of a TCP group: it may be gone before the others know its process.
+            holder_gone = tcp and victim == 0 and "the process that holds it may have ended" in message
+            assert f"rank {victim}" in message or holder_gone
             assert untouched
             assert left == []
 

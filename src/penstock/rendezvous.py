@@ -17,7 +17,7 @@ import json
 import os
 import select
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -30,6 +30,9 @@ __all__ = ["Rendezvous"]
 _POLL_S = 0.005
 _MAX_POLL_S = 0.05
 _FAILED = "failed"
+
+
+_MOMENT_S = 2.0
 
 
 class Rendezvous:
@@ -158,14 +161,22 @@ class Rendezvous:
         except PeerError:
             raise
         except (RuntimeError, OSError) as error:  # DistError, DistStoreError and DistNetworkError are RuntimeErrors
+            # A killed process loses its sockets some moments before the kernel says that it has ended.
+            if self._watched:
+                _any_has_ended(self._watched.values(), _MOMENT_S)
             dead = [rank for rank, handle in self._watched.items() if _has_ended(handle)]
             who = _gone(dead[0]) if dead else "the process that holds it may have ended"
             raise PeerError(f"the store of the process group does not answer ({error}): {who}") from error
 
 
 def _has_ended(pidfd: int, within_s: float = 0.0) -> bool:
+    return _any_has_ended([pidfd], within_s)
+
+
+def _any_has_ended(pidfds: Iterable[int], within_s: float) -> bool:
     poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
+    for pidfd in pidfds:
+        poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(int(1e3 * within_s)))
 
 
