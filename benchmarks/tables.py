@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,43 @@ def step_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+LOAD_HEADINGS = ("files", "way", "load s", "GB/s", "first step after s", "resident memory - offloaded MiB", "same bits")
+PEER_HEADINGS = ("case", "way", "graph", "ms", "GB/s into each GPU", "host GiB per rank", "same bits")
+
+
+def load_cells(row: dict[str, Any]) -> list[str]:
+    beyond = (row["rss_growth_bytes"] - row["offloaded_bytes"]) / 2**20 if "offloaded_bytes" in row else None
+    return [
+        "not cached" if row["cold"] else "cached",
+        row["case"],
+        f"{row['load_s']:.2f}",
+        f"{row['gb_per_s']:.2f}" if "gb_per_s" in row else "",
+        f"{row['first_step_s']:.2f}" if "first_step_s" in row else "",
+        "" if beyond is None else f"{beyond:+.0f}",
+        "yes" if row.get("bit_equal") else "" if beyond is None else "NO",
+    ]
+
+
+def peer_cells(row: dict[str, Any]) -> list[str]:
+    return [
+        row["case"],
+        row["way"],
+        "yes" if row["captured"] else "no",
+        f"{row['ms']:.2f}",
+        f"{row['gb_per_s']:.1f}",
+        f"{row['host_bytes'] / 2**30:.2f}",
+        "yes" if row["bit_equal"] else "NO",
+    ]
+
+
+def layout_of(row: dict[str, Any]) -> tuple[tuple[str, ...], Callable[[dict[str, Any]], list[str]]]:
+    if "predicted_ms" in row:
+        return PLAN_HEADINGS, plan_cells
+    if "cold" in row:
+        return LOAD_HEADINGS, load_cells
+    return (PEER_HEADINGS, peer_cells) if "ranks" in row else (STEP_HEADINGS, step_cells)
+
+
 def render(file: str, table: str, key: str | None, wanted: str | None) -> str:
     rows = [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
     rows = [row for row in rows if row["table"] == table]
@@ -86,7 +124,7 @@ def render(file: str, table: str, key: str | None, wanted: str | None) -> str:
         rows = [row for row in rows if row["contest" if key == "contest" else "case"] in wanted.split(",")]
     if not rows:
         raise SystemExit(f"{file}: no rows for table {table!r}, {key} {wanted}")
-    headings, cells_of = (PLAN_HEADINGS, plan_cells) if "predicted_ms" in rows[0] else (STEP_HEADINGS, step_cells)
+    headings, cells_of = layout_of(rows[0])
     lines = [headings, ["---"] * len(headings), *map(cells_of, rows)]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
