@@ -111,8 +111,10 @@ def test_compiled(kind: str) -> None:
 @torch.no_grad()
 def memory(rank: int) -> None:
     """Parts of units count as planned device memory; peak within 64 MiB and torch's granularity of 2 MiB."""
-    build(2)(torch.arange(8, device="cuda"))  # the context, cuBLAS and its workspace
-    dist.barrier()  # NCCL
+    small = build(2, device="cpu")  # the context, cuBLAS and its workspace, and what torch needs for symmetric memory
+    handle = share(small, "sharded")
+    small(torch.arange(8, device="cuda"))
+    torch.cuda.synchronize()
     model = build(24, device="cpu")
     free = torch.cuda.mem_get_info()[0]
     handle = share(model, "sharded")

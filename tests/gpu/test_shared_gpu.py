@@ -61,13 +61,16 @@ def test_same_bits_while_ranks_are_killed(policy: Any, home: str, tmp_path: Path
         assert [rank.hear() for rank in group[1:]] == [True] * 2
 
 
+LAYERS = 800
+
+
 def host_growth(rank: int, talk: Connection, mode: str, folder: str) -> tuple[int, int]:
     torch.cuda.set_device(rank % torch.cuda.device_count())
     with torch.no_grad():  # contexts, modules, kernels: every process has its own
         small = build()
         with penstock.offload(small, Prefetch(1, 1, 1), device="cuda"):
             small(torch.arange(8, device="cuda"))
-    model = build(64, device="meta")
+    model = build(LAYERS, device="meta")
     dist.barrier()
     before = pss_bytes()
     dist.barrier()
@@ -84,10 +87,10 @@ def host_growth(rank: int, talk: Connection, mode: str, folder: str) -> tuple[in
 
 def test_two_ranks_hold_one_pinned_copy(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
-    save_model(build(64), str(tmp_path / "model.safetensors"))
+    save_model(build(LAYERS), str(tmp_path / "model.safetensors"))
     with ranks(1, tmp_path / "one", host_growth, "cpu", str(tmp_path)) as group:
         one, offloaded = group[0].hear()
     with ranks(2, tmp_path, host_growth, "shm_cpu", str(tmp_path)) as group:
         both = [rank.hear()[0] for rank in group]
-    assert one >= offloaded > 200 << 20
+    assert one >= offloaded > 2000 << 20  # beside which what CUDA maps in each process does not count
     assert sum(both) <= 1.05 * one, (one, both)
