@@ -11,7 +11,8 @@ from penstock.config import Budget
 from penstock.plan.budget import Point, curve, reserved_bytes
 from penstock.plan.forecast import forecast
 from penstock.plan.model import Plan
-from penstock.plan.space import Question, Space
+from penstock.plan.roles import Question
+from penstock.plan.space import Space
 
 __all__ = ["Alternative", "alternatives"]
 

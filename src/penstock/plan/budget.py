@@ -20,7 +20,8 @@ from penstock.config import Budget, Mode, format_gib
 from penstock.errors import BudgetError, PenstockWarning
 from penstock.inventory import Inventory
 from penstock.plan.model import Plan, assemble
-from penstock.plan.space import Choice, Costed, Floats, Ints, Question, Space
+from penstock.plan.roles import Question
+from penstock.plan.space import Choice, Costed, Floats, Ints, Space
 
 __all__ = ["Point", "curve", "solve"]
 

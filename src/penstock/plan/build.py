@@ -13,8 +13,8 @@ from penstock.inventory import Inventory, StorageInfo
 from penstock.plan.budget import solve
 from penstock.plan.cost import NOMINAL_CPU, NOMINAL_GPU, Rates
 from penstock.plan.model import Plan, UnitDraft, assemble
+from penstock.plan.roles import Question
 from penstock.plan.rules import settle_rules
-from penstock.plan.space import Question
 from penstock.plan.traits import Traits
 from penstock.plan.units import draft_units, find_stacks, group_rule, worth_moving
 from penstock.select import matching, select
