@@ -27,6 +27,7 @@ __all__ = ["Point", "curve", "solve"]
 
 # Timed first, by the order of their lower bounds; the best of them rules out nearly all the others.
 _FIRST = 64
+_FIRST_FAMILIES = 4
 _CURVE_BINS = 256
 
 
@@ -70,7 +71,8 @@ def reserved_bytes(question: Question, budget: Budget) -> int:
 
 def _best(space: Space, device_bytes: int, host_bytes: int | None) -> Choice | None:
     fitting = [(group, group.fitting(device_bytes, host_bytes)) for group in space.groups]
-    limit = min((score.min() for _, _, score in _timed(fitting, np.inf, _FIRST)), default=np.inf)
+    promising = sorted((pair for pair in fitting if len(pair[1])), key=lambda pair: float(pair[0].bound(pair[1]).min()))
+    limit = min((score.min() for _, _, score in _timed(promising[:_FIRST_FAMILIES], np.inf, _FIRST)), default=np.inf)
     if limit == np.inf:
         return None
     ranked = [
