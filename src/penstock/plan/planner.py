@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from penstock.config import Budget, Mode, Policy, Workload
 from penstock.inventory import Inventory
@@ -50,16 +51,7 @@ class Planner:
             space = self._space(policy)
             made = solve(space.question, policy, policy.mode or self.default_mode, space)
             return replace(made, num_ranks=self.num_ranks)
-        return build_plan(
-            self.inventory,
-            policy,
-            self.default_mode,
-            self.unstreamable,
-            rates=self.rates,
-            traits=self.traits,
-            zero_copy=self.zero_copy,
-            num_ranks=self.num_ranks,
-        )
+        return build_plan(self.inventory, policy, self.default_mode, self.unstreamable, **self._ground)
 
     def forecast(self, plan: Plan, rows: int, context: int = 0) -> Forecast:
         """What a step of ``rows`` rows will take under ``plan``, with ``context`` tokens per sequence in the cache."""
@@ -97,15 +89,15 @@ class Planner:
         key = (budget.params, budget.mode, budget.rules, budget.workload)
         if key not in self._spaces:
             self._spaces[key] = Space(
-                question_of(
-                    self.inventory,
-                    budget,
-                    self.default_mode,
-                    self.unstreamable,
-                    rates=self.rates,
-                    traits=self.traits,
-                    zero_copy=self.zero_copy,
-                    num_ranks=self.num_ranks,
-                )
+                question_of(self.inventory, budget, self.default_mode, self.unstreamable, **self._ground)
             )
         return self._spaces[key]
+
+    @property
+    def _ground(self) -> dict[str, Any]:
+        return {
+            "rates": self.rates,
+            "traits": self.traits,
+            "zero_copy": self.zero_copy,
+            "num_ranks": self.num_ranks,
+        }

@@ -14,7 +14,8 @@ None of this depends on the budget. So more memory only ever adds candidates, an
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -300,19 +301,10 @@ class Costed:
 def _narrow(costed: Costed, rows: Ints) -> Costed:
     """The same family with only the candidates of these indices."""
     family = costed.family
-    picked = Family(
-        family.sets,
-        family.high[rows],
-        family.low[rows],
-        family.spaced[rows],
-        family.slots[rows],
-        family.in_place,
-        family.outside,
-        family.fixed_uva,
+    narrowed = copy(costed)
+    narrowed.family = replace(
+        family, high=family.high[rows], low=family.low[rows], spaced=family.spaced[rows], slots=family.slots[rows]
     )
-    narrowed = object.__new__(Costed)
-    narrowed.__dict__.update(costed.__dict__)
-    narrowed.family = picked
     for name in ("num_units", "num_slots", "moved_bytes", "offloaded_bytes", "device_bytes"):
         setattr(narrowed, name, getattr(costed, name)[rows])
     return narrowed
