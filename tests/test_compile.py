@@ -264,7 +264,7 @@ def test_boundaries_leave_nothing_behind() -> None:
 @pytest.mark.parametrize(
     ("name", "written"),
     [
-        ("wait", ["token", "tensors"]),
+        ("wait", ["token", "tensors", "inputs"]),
         ("release", ["token", "tensors", "outputs"]),
         ("begin", ["token"]),
         ("join", ["token"]),

@@ -9,7 +9,7 @@ lists the tensors that look into it, each with its own offset, shape and strides
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -188,13 +188,22 @@ def _common_ancestor(modules: Iterable[str]) -> list[str]:
     return first[:shared]
 
 
-def take_inventory(model: nn.Module) -> Inventory:
+def is_embedding(module: nn.Module) -> bool:
+    """Whether ``module`` is one of torch's lookup tables."""
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag)
+
+
+def take_inventory(model: nn.Module, is_lookup: Callable[[nn.Module], bool] = is_embedding) -> Inventory:
     """Describe every parameter, buffer and aliasing plain attribute of ``model``; reads no data.
 
     Works on any device, ``meta`` included. Tensor subclasses that implement ``__tensor_flatten__`` are described by
     their inner tensors.
+
+    Args:
+        model: the root.
+        is_lookup: whether a forward of a module reads only a few rows of what it holds; engines have own classes.
     """
-    walk = _Walk()
+    walk = _Walk(is_lookup)
     modules = {name: type(module).__name__ for name, module in model.named_modules()}
     for name, module in model.named_modules():
         walk.add_module(name, module)
@@ -222,7 +231,8 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], torch
 class _Walk:
     """Collects tensors by storage identity, then turns each group into a :class:`StorageInfo`."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_lookup: Callable[[nn.Module], bool]) -> None:
+        self._is_lookup = is_lookup
         self.empty: list[str] = []
         self.opaque: list[str] = []
         self._tensors: dict[int, tuple[torch.Tensor, list[Location]]] = {}
@@ -230,7 +240,7 @@ class _Walk:
         self.lookups: set[str] = set()
 
     def add_module(self, name: str, module: nn.Module) -> None:
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        if self._is_lookup(module):
             self.lookups.add(name)
         for attr, parameter in module._parameters.items():
             self._add(name, attr, "parameter", parameter)

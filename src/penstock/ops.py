@@ -5,7 +5,9 @@ A compiler may move any operation whose inputs it believes to be ready. Weights 
 edge ``(w - zero) * scale`` is ready from the start and would be hoisted above the wait. An edge on the hidden state
 does not help, since this arithmetic reads no hidden state. So both ops declare the unit's own tensors as *mutated*:
 
-* ``wait(tag, token!, tensors!)`` writes them as far as the compiler knows, so every read of the weight stays behind it;
+* ``wait(tag, token!, tensors!, inputs!)`` writes them as far as the compiler knows, so every read of the weight stays
+  behind it. It writes what the module is given too: a custom op of an engine may find its weights by the name of its
+  layer and not among its arguments, and then the hidden states are all that holds it behind the wait;
 * ``release(tag, token!, tensors!, outputs!)`` writes them again, so it stays behind every read of the weight, and
   writes what the module returned. Reading that would not be enough: an output that is cheap to compute (a row of an
   embedding) is inlined into whatever uses it later, and would be computed there from a slot that holds another unit.
@@ -23,7 +25,9 @@ every tensor in a slot has a storage of its own (``BoundStorage.point_at_slot``)
 backend may hand a mutated tensor over as a copy, and the tag is known by its address.
 
 Which unit is meant is said by ``tag``, a one-element tensor known by its address, and not by a number: a number would
-be a constant of the graph, and an engine that compiles one layer and reuses the code for its siblings could not.
+be a constant of the graph, and an engine that compiles one layer and reuses the code for its siblings could not. Tags
+and the token hang on the modules themselves, and tensors are found by their paths from there, so that code kept on
+disk finds them again in the next process.
 """
 
 from __future__ import annotations
@@ -56,7 +60,7 @@ _library = torch.library.Library("penstock", "DEF")
 # By default the inductor hands a custom op its arguments in the strides they were traced with, and for a value it has
 # not computed yet that means a copy: the op would order the copy and not the value.
 _FREE_LAYOUT = (torch.Tag.flexible_layout,)
-_library.define("wait(Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors) -> ()")
+_library.define("wait(Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor(c!)[] inputs) -> ()")
 _library.define("release(Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor(c!)[] outputs) -> ()")
 _library.define("begin(Tensor tag, Tensor(a!) token) -> ()")
 _library.define("join(Tensor tag, Tensor(a!) token, Tensor[] inputs) -> ()")
@@ -87,7 +91,9 @@ def _boundary(tag: torch.Tensor) -> Boundary:
     return boundary
 
 
-def _wait(tag: torch.Tensor, token: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+def _wait(
+    tag: torch.Tensor, token: torch.Tensor, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> None:
     _boundary(tag).enter_compiled(tensors)
 
 
@@ -105,7 +111,9 @@ def _join(tag: torch.Tensor, token: torch.Tensor, inputs: Sequence[torch.Tensor]
     _boundary(tag).leave_compiled(inputs)
 
 
-def _fake_wait(tag: torch.Tensor, token: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+def _fake_wait(
+    tag: torch.Tensor, token: torch.Tensor, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> None:
     """Shapes only: nothing to infer."""
 
 

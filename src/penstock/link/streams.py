@@ -82,24 +82,23 @@ class StreamLink(Link):
         return StreamTransfer(load.unit, event, captured)
 
     def _require_copyable(self, load: Load, captured: bool) -> None:
-        if load.slab is None:
+        if not load.stretches:
             raise TransferError(f"unit {load.unit} has no pinned host slab; a GPU cannot copy from this store")
-        if captured and not load.slab.is_pinned():
+        if captured and not all(piece.is_pinned() for _, piece in load.stretches):
             raise StateError(
                 "a copy from memory that is not pinned cannot be captured; unset PENSTOCK_DISABLE_PIN_MEMORY"
             )
 
     def _enqueue(self, load: Load, slot: torch.Tensor) -> None:
         """Give the copies of one unit to the copy stream, which is current."""
-        assert load.slab is not None
-        for start, end in self._stretches(load):
-            slot[start:end].copy_(load.slab[start:end], non_blocking=True)
+        for start, piece in self._stretches(load):
+            slot[start : start + piece.numel()].copy_(piece, non_blocking=True)
 
-    def _stretches(self, load: Load) -> list[tuple[int, int]]:
-        assert load.slab is not None
-        if self._per_tensor:
-            return [(part.slot_offset, part.slot_offset + part.num_bytes) for part in load.segments]
-        return [(0, load.slab.numel())]
+    def _stretches(self, load: Load) -> Sequence[tuple[int, torch.Tensor]]:
+        if self._per_tensor and load.slab is not None:
+            ranges = [(part.slot_offset, part.slot_offset + part.num_bytes) for part in load.segments]
+            return [(start, load.slab[start:end]) for start, end in ranges]
+        return load.stretches
 
     def wait(self, transfer: Transfer, measure: bool = False) -> float:
         assert isinstance(transfer, StreamTransfer)

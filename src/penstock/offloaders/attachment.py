@@ -19,6 +19,7 @@ from penstock.link.ring_streams import RingLink
 from penstock.link.streams import StreamLink
 from penstock.link.threads import ThreadLink
 from penstock.offloaders.binding import BoundStorage, bind
+from penstock.offloaders.holding import Holding, held_storages
 from penstock.offloaders.hooks import ForwardHook, NotCopyable, UnitHook
 from penstock.offloaders.loading import WeightLoader
 from penstock.offloaders.notes import notes_on
@@ -58,6 +59,7 @@ class Attachment(NotCopyable):
         entry: the module whose forward begins a forward of the model; default the model itself.
         measure_stalls: on a GPU, time every wait (two event records each); a CPU always does.
         peers: for stores and links that span processes.
+        holding: where weights wait in pinned memory already; what of it is offloaded stays there.
 
     Raises:
         CheckpointError, OptionError, BudgetError, TransferError: with everything undone.
@@ -77,6 +79,7 @@ class Attachment(NotCopyable):
         measure_stalls: bool = False,
         entry: nn.Module | None = None,
         peers: Peers | None = None,
+        holding: Holding | None = None,
     ) -> None:
         self.plan = plan
         self.recorder = Recorder()
@@ -87,7 +90,8 @@ class Attachment(NotCopyable):
         self._hooks: list[UnitHook | ForwardHook | StateGuard] = []
         self._pipeline: SlotPipeline | None = None
         self._removed = False
-        self._store, rooms = open_store(plan, self._bound, device, weights, disk, peers)
+        self._held = held_storages(self._bound, holding)
+        self._store, rooms = open_store(plan, self._bound, device, weights, disk, peers, self._held)
         try:
             self._load(rooms, disk, progress)
             if isinstance(self._store, SharedStore):
@@ -164,7 +168,7 @@ class Attachment(NotCopyable):
         return ThreadLink(recorder=self.recorder)
 
     def _load(self, rooms: dict[str, torch.Tensor], disk: DiskOptions | None, progress: Progress | None) -> None:
-        elsewhere = [self._bound[name] for name in self.plan.resident if self._bound[name].home != self._device]
+        elsewhere = [self._bound[name] for name in self.plan.resident if self._must_arrive(name)]
         places = self._resident_places(elsewhere)
         nothing = {b.info.name for b in elsewhere if self.plan.mode == "meta" and b.on_meta}
         for name in nothing:
@@ -233,10 +237,15 @@ class Attachment(NotCopyable):
             if not self._is_adopted(name):
                 self._bound[name].forget_original()
         for name in self.plan.resident:
-            if self._bound[name].home != self._device:
+            if self._must_arrive(name):
                 self._bound[name].forget_original()
+        self._held = {}
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # whole blocks of the old weights would stay with the allocator otherwise
+
+    def _must_arrive(self, name: str) -> bool:
+        """Whether a resident is not in the memory of the device yet."""
+        return self._bound[name].home != self._device or name in self._held
 
     def _is_adopted(self, name: str) -> bool:
         """Whether the store uses the memory the model came with."""

@@ -17,7 +17,10 @@ from penstock.errors import ModelChangedError, PenstockWarning, StateError
 from penstock.inventory import Location, StorageInfo, TensorInfo
 from penstock.store.pinned import device_view
 
-__all__ = ["BoundStorage", "BoundTensor", "bind", "live_tensors"]
+__all__ = ["BoundStorage", "BoundTensor", "Path", "bind", "live_tensors"]
+
+# Attributes from a module to a tensor at or below it, into a tensor subclass too.
+Path = tuple[str, ...]
 
 
 def bind(model: nn.Module, storages: Iterable[StorageInfo]) -> dict[str, BoundStorage]:
@@ -196,12 +199,14 @@ class BoundStorage:
             tensor.forget_original()
 
 
-def live_tensors(places: Iterable[tuple[nn.Module, Location]]) -> Iterator[torch.Tensor]:
-    """The tensors at ``places`` right now; traced by the compiler, hence without any state of ours."""
-    for module, place in places:
-        tensor = _find(module, place.attr, place.inner)
-        if tensor is not None:  # deleted since
-            yield tensor
+def live_tensors(module: nn.Module, paths: Iterable[Path]) -> Iterator[torch.Tensor]:
+    """The tensors at ``paths`` right now; traced by the compiler, hence without any state of ours."""
+    for path in paths:
+        found = module
+        for attr in path:
+            found = getattr(found, attr, None)  # type: ignore[assignment]
+        if isinstance(found, torch.Tensor):  # or deleted since
+            yield found
 
 
 def _get(module: nn.Module, place: Location) -> torch.Tensor:

@@ -11,12 +11,14 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from penstock.errors import StateError
-from penstock.inventory import Location
-from penstock.offloaders.binding import BoundStorage, live_tensors
+from penstock.offloaders.binding import BoundStorage, BoundTensor, Path, live_tensors
 from penstock.offloaders.pipeline import SlotPipeline
 from penstock.ops import new_tag
 
 __all__ = ["ForwardHook", "NotCopyable", "UnitHook"]
+
+# Compiled code reads its tags and the token from the modules: see penstock.ops.
+_TAG, _FORWARD_TAG, _TOKEN = "_penstock_tag", "_penstock_forward_tag", "_penstock_token"
 
 
 class NotCopyable:
@@ -49,13 +51,14 @@ class UnitHook(NotCopyable):
         self._unit = unit
         self._pipeline = pipeline
         self._tensors = [tensor for storage in storages for tensor in storage.tensors]
-        self._places = [tensor.places[0] for tensor in self._tensors]
-        self._tag = new_tag(self, self._tensors[0].tensor.device)
-        self._token = token
+        self._paths = tuple(_path_from(anchor, tensor) for tensor in self._tensors)
+        self._anchor = anchor
+        anchor.__dict__[_TAG] = new_tag(self, self._tensors[0].tensor.device)
+        anchor.__dict__[_TOKEN] = token
         self._inside: set[int] = set()  # idents of the threads between the two ends, in eager code
         # The wait goes before every other hook, since those may read weights; the release after every other hook.
         self._handles = [
-            anchor.register_forward_pre_hook(self._before, prepend=True),
+            anchor.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
             anchor.register_forward_hook(self._after, always_call=True),
         ]
         # Code compiled before the hooks were there must not run without them. torch.compile does not guard on hooks,
@@ -71,11 +74,17 @@ class UnitHook(NotCopyable):
         if self._marked is not None:
             self._marked.__dict__.pop("forward", None)
         self._marked = self._pipeline = None
+        _clear(self._anchor, _TAG, _TOKEN)
 
     @property
-    def first_place(self) -> tuple[nn.Module, Location]:
-        """Where one of the unit's tensors hangs."""
-        return self._places[0]
+    def anchor(self) -> nn.Module:
+        """The module that reads the unit."""
+        return self._anchor
+
+    @property
+    def first_path(self) -> Path:
+        """From the anchor to one of the unit's tensors."""
+        return self._paths[0]
 
     def enter_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
         if self._pipeline is None:
@@ -94,16 +103,20 @@ class UnitHook(NotCopyable):
             bound.invalidate_saved()
         self._pipeline.release(self._unit)
 
-    def _before(self, module: nn.Module, args: Any) -> None:
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
-            torch.ops.penstock.wait(self._tag, self._token, list(live_tensors(self._places)))
+            tensors = list(live_tensors(module, self._paths))
+            # Autograd would take a write to a leaf amiss, and engines that hide weights from the compiler do not train.
+            inputs = [] if torch.is_grad_enabled() else _floats_in((args, kwargs))
+            torch.ops.penstock.wait(module._penstock_tag, module._penstock_token, tensors, inputs)
         elif self._pipeline is not None:
             self._enter(self._pipeline)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
-            tensors = list(live_tensors(self._places))
-            torch.ops.penstock.release(self._tag, self._token, tensors, _tensors_in(output))
+            tensors = list(live_tensors(module, self._paths))
+            outputs = _tensors_in(output)
+            torch.ops.penstock.release(module._penstock_tag, module._penstock_token, tensors, outputs)
         elif self._pipeline is not None:
             self._leave(self._pipeline)
 
@@ -149,9 +162,12 @@ class ForwardHook(NotCopyable):
         token: torch.Tensor,
     ) -> None:
         self._pipeline = pipeline
-        self._places = [hook.first_place for hook in hooks]
-        self._tag = new_tag(self, token.device)
-        self._token = token
+        self._units = tuple((hook.anchor, (hook.first_path,)) for hook in hooks)
+        self._ends = (entry, model)
+        tag = new_tag(self, token.device)
+        for module in self._ends:
+            module.__dict__[_FORWARD_TAG] = tag
+            module.__dict__[_TOKEN] = token
         self._handles = [
             entry.register_forward_pre_hook(self._before, prepend=True),
             model.register_forward_hook(self._after, always_call=True),
@@ -162,6 +178,8 @@ class ForwardHook(NotCopyable):
         for handle in self._handles:
             handle.remove()
         self._pipeline = None
+        for module in self._ends:
+            _clear(module, _FORWARD_TAG, _TOKEN)
 
     def enter_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
         if self._pipeline is not None:
@@ -173,17 +191,34 @@ class ForwardHook(NotCopyable):
 
     def _before(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
-            torch.ops.penstock.begin(self._tag, self._token)
+            torch.ops.penstock.begin(module._penstock_forward_tag, module._penstock_token)
         elif self._pipeline is not None:
             self._pipeline.begin_forward()
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
-            inputs = [*live_tensors(self._places), *_tensors_in(output)]
-            torch.ops.penstock.join(self._tag, self._token, inputs)
+            inputs = [tensor for anchor, paths in self._units for tensor in live_tensors(anchor, paths)]
+            inputs += _tensors_in(output)
+            torch.ops.penstock.join(module._penstock_forward_tag, module._penstock_token, inputs)
         elif self._pipeline is not None:
             self._pipeline.finish_forward(whole=output is not None)
 
 
 def _tensors_in(output: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+def _floats_in(given: Any) -> list[torch.Tensor]:
+    """Hidden states, and not the ids and positions that every layer is given alike."""
+    return [tensor for tensor in _tensors_in(given) if tensor.is_floating_point()]
+
+
+def _path_from(anchor: nn.Module, tensor: BoundTensor) -> Path:
+    module, place = tensor.places[0]
+    name = next(name for name, child in anchor.named_modules(remove_duplicate=False) if child is module)
+    return (*(name.split(".") if name else ()), place.attr, *place.inner)
+
+
+def _clear(module: nn.Module, *attrs: str) -> None:
+    for attr in attrs:
+        module.__dict__.pop(attr, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -17,7 +19,7 @@ from penstock.store.base import Store, new_blob
 from penstock.store.cpu import CpuStore
 from penstock.store.disk import DiskOptions, DiskStore
 from penstock.store.meta import MetaStore
-from penstock.store.pinned import PinnedStore, pinning_disabled
+from penstock.store.pinned import Held, PinnedStore, pinning_disabled
 from penstock.store.registration import CudaRegistrar, Registrar, refuse_capture
 from penstock.weights import WeightMap
 
@@ -31,6 +33,7 @@ def open_store(
     weights: WeightMap | None,
     disk: DiskOptions | None,
     peers: Peers | None = None,
+    held: Mapping[str, Held] | None = None,
 ) -> tuple[Store, dict[str, torch.Tensor]]:
     """The store of ``plan`` and, by storage name, the rooms in it (uint8, 1-D, host) that are still to be filled.
 
@@ -56,22 +59,28 @@ def open_store(
     if plan.mode == "disk":
         return _disk_store(plan, offloaded, device, require_weights(weights), disk), {}
     if device.type == "cuda":
-        return open_pinned(plan, offloaded, None if pinning_disabled() else CudaRegistrar(device))
+        return open_pinned(plan, offloaded, None if pinning_disabled() else CudaRegistrar(device), held)
     return _cpu_store(offloaded)
 
 
 def open_pinned(
-    plan: Plan, offloaded: dict[str, BoundStorage], registrar: Registrar | None
+    plan: Plan,
+    offloaded: dict[str, BoundStorage],
+    registrar: Registrar | None,
+    held: Mapping[str, Held] | None = None,
 ) -> tuple[PinnedStore, dict[str, torch.Tensor]]:
-    """A pinned store for ``plan``, large live tensors adopted where they lie, and its rooms still to be filled."""
+    """A pinned store for ``plan``, and its rooms still to be filled.
+
+    Large live tensors are adopted where they lie, and so is what is ``held`` in pinned memory.
+    """
     if registrar is not None:
         refuse_capture(registrar)
     live = {name: storage.original_bytes() for name, storage in offloaded.items() if storage.home.type == "cpu"}
     adopt = {name: blob for name, blob in live.items() if can_adopt(blob, read_in_place=name in plan.uva)}
-    store = PinnedStore(plan.units, plan.uva, registrar, adopt=adopt)
+    store = PinnedStore(plan.units, plan.uva, registrar, adopt=adopt, held=held)
     if registrar is not None and any(storage.home.type == "cuda" for storage in offloaded.values()):
         store.pin_now()
-    return store, {name: store.room(name) for name in offloaded if name not in store.adopted}
+    return store, {name: store.room(name) for name in offloaded if name not in store.adopted | store.kept}
 
 
 def _cpu_store(offloaded: dict[str, BoundStorage]) -> tuple[CpuStore, dict[str, torch.Tensor]]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from penstock.config import Mode, Prefetch
 from penstock.inventory import Inventory
+from penstock.offloaders.early import early_rule
 from penstock.offloaders.stacked import StackedOffloader
 from penstock.plan.build import plan_group_rule
 from penstock.plan.model import Plan
@@ -25,8 +26,8 @@ class PrefetchOffloader(StackedOffloader):
         mode: Mode = "cpu",
     ) -> None:
         """See :class:`penstock.Prefetch` for the arguments; ``offload_params`` is its ``params``."""
-        super().__init__()
         self._policy = Prefetch(group_size, num_in_group, prefetch_step, tuple(offload_params or ()), mode)
+        super().__init__(early_rule(self._policy))
 
     def _make_plan(self, inventory: Inventory) -> Plan:
         return plan_group_rule(inventory, self._policy, self._layers())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -10,7 +11,9 @@ from torch import nn
 from penstock.inventory import Inventory
 from penstock.limits import Needs, check_limits, needs_of, read_limits
 from penstock.offloaders.binding import bind
+from penstock.offloaders.holding import Holding, held_storages
 from penstock.plan import Plan
+from penstock.plan.model import slab_bytes
 
 __all__ = ["require_room"]
 
@@ -21,22 +24,31 @@ def require_room(
     inventory: Inventory,
     device: torch.device,
     replan: Callable[[int], Plan] | None = None,
+    holding: Holding | None = None,
 ) -> None:
     """Refuse ``plan`` if ``device`` or the host has no room for what it adds; ``model`` is not touched.
 
     Args:
         inventory: of ``model`` as it is now.
         replan: the plan for a budget in bytes, for the budget that the refusal names.
+        holding: pinned memory in which weights lie already; what of it is offloaded adds nothing.
 
     Raises:
         LimitError: the limit, by how much it is exceeded, and a budget that is not.
     """
     bound = bind(model, inventory.storages)
-    elsewhere = {name for name, storage in bound.items() if storage.home != device}
+    held = held_storages(bound, holding)
+    elsewhere = {name for name, storage in bound.items() if storage.home != device or name in held}
     on_meta = {name for name, storage in bound.items() if storage.on_meta}
 
     def needs(candidate: Plan) -> Needs:
-        return needs_of(candidate, on_gpu=device.type == "cuda", elsewhere=elsewhere, on_meta=on_meta)
+        needed = needs_of(candidate, on_gpu=device.type == "cuda", elsewhere=elsewhere, on_meta=on_meta)
+        there = sum(slab_bytes([stretch.num_bytes]) for name, stretch in held.items() if name not in candidate.resident)
+        return replace(
+            needed,
+            host_bytes=max(0, needed.host_bytes - there),
+            pinned_bytes=max(0, needed.pinned_bytes - there),
+        )
 
     limits = read_limits(device, pinned_bytes=needs(plan).pinned_bytes)
     check_limits(plan, limits, needs, replan)

@@ -1,18 +1,23 @@
-"""What the engines' offloaders share: stacks of layers collected lazily, and one attachment over all of them."""
+"""What the engines' offloaders share: layers taken off the device as they are built, and one attachment over all."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
+from functools import partial
 
+import torch
 from torch import nn
 
 from penstock.errors import StateError
 from penstock.inventory import Inventory, take_inventory
 from penstock.offloaders.attachment import Attachment
 from penstock.offloaders.base import BaseOffloader
+from penstock.offloaders.early import EarlyRule
+from penstock.offloaders.holding import Holding
 from penstock.offloaders.opening import compute_device
 from penstock.offloaders.room import require_room
+from penstock.peers import Peers
 from penstock.plan.model import Plan
 from penstock.telemetry import Stats
 
@@ -20,14 +25,22 @@ __all__ = ["StackedOffloader"]
 
 
 class StackedOffloader(BaseOffloader):
-    """Collects the layers; subclasses say which plan they get.
+    """Collects the layers; subclasses say which plan is made in the end.
 
     Layers are known by stack and index (``0.17.mlp.up_proj.weight``), since an engine hands them over before they have
     a place in a model.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, early: EarlyRule, *, peers: Peers | None = None, measure_stalls: bool = False) -> None:
+        """``early``: which parameters leave the device as soon as their layer is built.
+
+        ``peers``: for stores that span processes. ``measure_stalls``: time every wait, for :meth:`stats`.
+        """
+        self._early = early
+        self._peers = peers
+        self._measure_stalls = measure_stalls
         self._stacks = nn.ModuleList()
+        self._holding = Holding()
         self._attachment: Attachment | None = None
 
     def wrap_modules(self, modules_generator: Iterable[nn.Module]) -> list[nn.Module]:
@@ -35,19 +48,29 @@ class StackedOffloader(BaseOffloader):
             raise StateError("wrap_modules was called after post_init; use a new offloader for another model")
         stack = nn.ModuleList()
         self._stacks.append(stack)
-        for module in modules_generator:
+        for index, module in enumerate(modules_generator):
             stack.append(module)
+            self._holding.hold(module, partial(self._early, index), apart=not self._early.is_exact)
         return list(stack)
 
     def post_init(self) -> None:
         if self._attachment is not None:
             raise StateError("post_init was called twice; call remove() in between to take over new weights")
-        inventory = take_inventory(self._stacks)
+        model = self._model()
+        inventory = self._take_inventory(model)
         plan = self._make_plan(inventory)
-        first = next((layer for stack in self._stacks for layer in stack.children()), None)
-        device = compute_device(self._stacks)
-        require_room(self._stacks, plan, inventory, device)
-        self._attachment = Attachment(self._stacks, plan, inventory, device=device, entry=first)
+        device = self._device(model)
+        require_room(model, plan, inventory, device, holding=self._holding)
+        self._attachment = Attachment(
+            model,
+            plan,
+            inventory,
+            device=device,
+            entry=self._entry(model, plan),
+            holding=self._holding,
+            peers=self._peers,
+            measure_stalls=self._measure_stalls,
+        )
 
     def sync_prev_onload(self) -> None:
         if self._attachment is not None:
@@ -76,8 +99,24 @@ class StackedOffloader(BaseOffloader):
             raise StateError("nothing is offloaded yet: call post_init() once the weights are loaded")
         return self._attachment
 
+    def _model(self) -> nn.Module:
+        """What is offloaded: by default the stacks alone."""
+        return self._stacks
+
+    def _device(self, model: nn.Module) -> torch.device:
+        """Where compute runs."""
+        return compute_device(model)
+
+    def _take_inventory(self, model: nn.Module) -> Inventory:
+        return take_inventory(model)
+
     def _layers(self) -> list[list[str]]:
+        """Names within :meth:`_model` of the layers, by stack."""
         return [[f"{i}.{j}" for j in range(len(list(stack.children())))] for i, stack in enumerate(self._stacks)]
+
+    def _entry(self, model: nn.Module, plan: Plan) -> nn.Module | None:
+        """The module whose forward begins one; ``None``: the model's."""
+        return next((layer for stack in self._stacks for layer in stack.children()), None)
 
     @abstractmethod
     def _make_plan(self, inventory: Inventory) -> Plan:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from penstock.config import UVA
 from penstock.inventory import Inventory
+from penstock.offloaders.early import early_rule
 from penstock.offloaders.stacked import StackedOffloader
 from penstock.plan.build import build_plan
 from penstock.plan.model import Plan
@@ -18,8 +19,8 @@ class UVAOffloader(StackedOffloader):
 
     def __init__(self, cpu_offload_max_bytes: int, cpu_offload_params: Sequence[str] | None = None) -> None:
         """See :class:`penstock.UVA` for the arguments."""
-        super().__init__()
         self._policy = UVA(cpu_offload_max_bytes, tuple(cpu_offload_params or ()))
+        super().__init__(early_rule(self._policy))
 
     def _make_plan(self, inventory: Inventory) -> Plan:
         return build_plan(inventory, self._policy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from penstock.config import Budget, Mode, Policy, Prefetch, Rules
@@ -127,42 +127,64 @@ def _plan_rules(inventory: Inventory, policy: Rules, unstreamable: Collection[st
     return assemble(inventory, drafts, num_slots, policy.mode, uva=in_place)
 
 
-def plan_group_rule(inventory: Inventory, policy: Prefetch, stacks: Sequence[Sequence[str]]) -> Plan:
-    """The plan of the group rule over stacks of layers, each given by its dotted names in order."""
-    return _plan_group_rule(inventory, policy, stacks, _candidates(inventory, policy.params))
+def plan_group_rule(
+    inventory: Inventory,
+    policy: Prefetch,
+    stacks: Sequence[Sequence[str]],
+    in_place: Callable[[StorageInfo], bool] = lambda storage: False,
+) -> Plan:
+    """The plan of the group rule over stacks of layers, each given by its dotted names in order.
+
+    Args:
+        inventory: of the model.
+        policy: the group rule.
+        stacks: what it counts.
+        in_place: what of its candidates is read where it rests, because no layer of these stacks brings it.
+    """
+    candidates = _candidates(inventory, policy.params)
+    return _plan_group_rule(inventory, policy, stacks, candidates, [s for s in candidates if in_place(s)])
 
 
 def _plan_group_rule(
-    inventory: Inventory, policy: Prefetch, stacks: Sequence[Sequence[str]], candidates: Sequence[StorageInfo]
+    inventory: Inventory,
+    policy: Prefetch,
+    stacks: Sequence[Sequence[str]],
+    candidates: Sequence[StorageInfo],
+    uva: Sequence[StorageInfo] = (),
 ) -> Plan:
-    drafts = _draft_group_rule(inventory, policy, stacks, candidates)
-    return assemble(inventory, drafts, _usable_slots(policy.prefetch_step, len(drafts)), policy.mode)
+    drafts = _draft_group_rule(inventory, policy, stacks, candidates, uva)
+    num_slots = _usable_slots(policy.prefetch_step, len(drafts)) if drafts else 0
+    return assemble(inventory, drafts, num_slots, policy.mode, uva=uva)
 
 
 def _draft_group_rule(
-    inventory: Inventory, policy: Prefetch, stacks: Sequence[Sequence[str]], candidates: Sequence[StorageInfo]
+    inventory: Inventory,
+    policy: Prefetch,
+    stacks: Sequence[Sequence[str]],
+    candidates: Sequence[StorageInfo],
+    uva: Sequence[StorageInfo],
 ) -> list[UnitDraft]:
-    """One unit per layer that the group rule picks, holding the candidates in it."""
-    chosen = {storage.name for storage in candidates}
+    """One unit per layer that the group rule picks, holding the candidates in it but for those of ``uva``."""
+    chosen = {storage.name for storage in candidates} - {storage.name for storage in uva}
     drafts: list[UnitDraft] = []
     for layers in stacks:
         for index in group_rule(len(layers), policy.group_size, policy.num_in_group):
             storages = tuple(s for s in inventory.under(layers[index]) if s.name in chosen)
             if storages:
                 drafts.append(UnitDraft(layers[index], storages))
-    if not drafts:
+    if not drafts and not uva:
         raise SelectionError(
             f"group rule {policy.group_size}/{policy.num_in_group} selects none of the {sum(map(len, stacks))} layers' "
             f"tensors; lower --offload-group-size or widen --offload-params"
         )
-    _warn_of_unreached(inventory, policy.params, drafts)
+    reached = {storage.name for draft in drafts for storage in draft.storages} | {storage.name for storage in uva}
+    _warn_of_unreached(inventory, policy.params, reached)
     return drafts
 
 
-def _warn_of_unreached(inventory: Inventory, params: Sequence[str], drafts: Sequence[UnitDraft]) -> None:
-    names = {storage.name for draft in drafts for storage in draft.storages}
+def _warn_of_unreached(inventory: Inventory, params: Sequence[str], names: Collection[str]) -> None:
     for pattern in params:
-        if names.isdisjoint(matching(inventory, pattern)):
+        if matching(inventory, pattern).isdisjoint(names):
             warnings.warn(
                 f"pattern {pattern!r} selects nothing in the layers that the group rule offloads; what it names stays "
                 f"resident (a budget, --device-memory, can also offload modules outside the layers)",

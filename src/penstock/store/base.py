@@ -39,11 +39,18 @@ class Load:
         segments: stretches with offsets relative to the slab, for links that read.
         slab: the slab as it will be in the slot (uint8, 1-D, host), for links that copy; ``None`` where the store has
             no such thing.
+        pieces: in place of a slab, pinned stretches of it that do not lie side by side: (offset in the slot, bytes).
     """
 
     unit: int
     segments: tuple[Segment, ...]
     slab: torch.Tensor | None = None
+    pieces: tuple[tuple[int, torch.Tensor], ...] = ()
+
+    @property
+    def stretches(self) -> tuple[tuple[int, torch.Tensor], ...]:
+        """What a link that copies has to copy, with offsets in the slot; empty if it cannot."""
+        return self.pieces if self.slab is None else ((0, self.slab),)
 
 
 class Store(ABC):

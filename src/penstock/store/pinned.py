@@ -27,7 +27,17 @@ from penstock.store.cpu import MemorySource
 from penstock.store.pages import map_pages, populate_parallel
 from penstock.store.registration import CudaRegistrar, PinnedBytes, Registrar
 
-__all__ = ["PinnedStore", "device_view", "pack", "pin_threads", "pinned_region", "pinning_disabled", "slab_sizes"]
+__all__ = [
+    "Held",
+    "PinnedStore",
+    "device_view",
+    "fresh_pages",
+    "pack",
+    "pin_threads",
+    "pinned_region",
+    "pinning_disabled",
+    "slab_sizes",
+]
 
 # One registration: large enough to cost nothing by itself, small enough that the last one is short.
 SLAB_BYTES = 1 << 30
@@ -63,7 +73,7 @@ def pinned_region(num_bytes: int) -> torch.Tensor:
     """
     if num_bytes == 0 or pinning_disabled():
         return torch.empty(num_bytes, dtype=torch.uint8)
-    pinned = PinnedBytes(_fresh(num_bytes))
+    pinned = PinnedBytes(fresh_pages(num_bytes))
     populate_parallel(pinned.blob, pin_threads())
     registrar = CudaRegistrar()
     code = pinned.register(registrar)
@@ -73,7 +83,8 @@ def pinned_region(num_bytes: int) -> torch.Tensor:
     return registrar.allocate(num_bytes)
 
 
-def _fresh(num_bytes: int) -> torch.Tensor:
+def fresh_pages(num_bytes: int) -> torch.Tensor:
+    """Untouched host memory of exactly ``num_bytes``: uint8, 1-D."""
     return torch.frombuffer(map_pages(num_bytes), dtype=torch.uint8)
 
 
@@ -107,6 +118,15 @@ class _Cargo:
 
 
 @dataclass(frozen=True)
+class Held:
+    """A storage that lies in pinned memory already, in memory made for it: it is neither copied nor pinned again."""
+
+    memory: PinnedBytes
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
 class _Place:
     slab: int
     start: int
@@ -135,7 +155,8 @@ class PinnedStore(Store):
 
     Attributes:
         registrar: what pins; ``None``: nothing is pinned.
-        adopted: the storages that rest where they were.
+        adopted: the storages that rest where the model had them.
+        kept: the storages that rest where they were held.
     """
 
     mode: ClassVar[Mode] = "cpu"
@@ -148,6 +169,7 @@ class PinnedStore(Store):
         registrar: Registrar | None,
         *,
         adopt: Mapping[str, torch.Tensor] | None = None,
+        held: Mapping[str, Held] | None = None,
         max_slab_bytes: int = SLAB_BYTES,
     ) -> None:
         """Map the memory; nothing is touched or registered yet, but for what is adopted.
@@ -158,6 +180,7 @@ class PinnedStore(Store):
             registrar: what pins; ``None`` leaves the memory unpinned.
             adopt: tensors in host memory (uint8, 1-D) to use where they lie, by the storage that they hold; taken for
                 units of one storage and for storages read in place, if the driver registers them.
+            held: what lies in pinned memory already, by storage; taken for units that are held as a whole.
             max_slab_bytes: of one registration, unless a unit alone is larger.
 
         Raises:
@@ -168,13 +191,39 @@ class PinnedStore(Store):
         self._missing: list[set[str]] = []
         self._storages: dict[str, _Place] = {}
         self._units: dict[int, _Place] = {}
+        self._pieces: dict[int, list[_Place]] = {}
         self._pool = ThreadPoolExecutor(1, "penstock-pin")
         self._codes: dict[int, Future[int]] = {}
         self._sealed: set[int] = set()
-        rest = [item for item in _cargo(units, in_place) if not self._adopt(item, adopt or {})]
-        self.adopted = frozenset(self._storages)
+        rest = [item for item in _cargo(units, in_place) if not self._keep(item, held or {})]
+        self.kept = frozenset(self._storages)
+        rest = [item for item in rest if not self._adopt(item, adopt or {})]
+        self.adopted = frozenset(self._storages) - self.kept
         for run in pack([item.num_bytes for item in rest], max_slab_bytes):
             self._open(rest[run.start : run.stop])
+
+    def _keep(self, cargo: _Cargo, held: Mapping[str, Held]) -> bool:
+        """Whether all of ``cargo`` stays where it is held."""
+        found = [(offset, held[name]) for name, offset, _ in cargo.entries if name in held]
+        if len(found) < len(cargo.entries):
+            return False
+        places = [_Place(self._index_of(stretch.memory), stretch.start, stretch.num_bytes) for _, stretch in found]
+        for (name, _, _), place in zip(cargo.entries, places, strict=True):
+            self._storages[name] = place
+        if cargo.unit is not None:
+            origins = {(place.slab, place.start - offset) for (offset, _), place in zip(found, places, strict=True)}
+            slab, start = next(iter(origins))
+            if len(origins) == 1 and start + cargo.num_bytes <= self._slabs[slab].blob.numel():
+                self._units[cargo.unit] = _Place(slab, start, cargo.num_bytes)
+            else:
+                self._pieces[cargo.unit] = places
+        return True
+
+    def _index_of(self, memory: PinnedBytes) -> int:
+        if memory not in self._slabs:
+            self._missing.append(set())
+            self._slabs.append(memory)
+        return self._slabs.index(memory)
 
     def _adopt(self, cargo: _Cargo, adopt: Mapping[str, torch.Tensor]) -> bool:
         """Whether the only storage of ``cargo`` stays where it is."""
@@ -200,7 +249,7 @@ class PinnedStore(Store):
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         """Memory of one slab, untouched: uint8, 1-D, host."""
-        return _fresh(num_bytes)
+        return fresh_pages(num_bytes)
 
     def _place(self, cargo: _Cargo, slab: PinnedBytes, start: int, num_bytes: int) -> None:
         index = len(self._slabs)
@@ -268,7 +317,11 @@ class PinnedStore(Store):
         return [Segment(MemorySource(blob), 0, blob.numel())]
 
     def load(self, unit: Unit) -> Load:
-        return Load(unit.index, tuple(self.unit_segments(unit)), self._view(self._units[unit.index]))
+        segments = tuple(self.unit_segments(unit))
+        if unit.index in self._units:
+            return Load(unit.index, segments, self._view(self._units[unit.index]))
+        places = zip(unit.entries, self._pieces[unit.index], strict=True)
+        return Load(unit.index, segments, pieces=tuple((entry.offset, self._view(place)) for entry, place in places))
 
     def in_place(self, storage: str) -> torch.Tensor:
         return self.room(storage)
@@ -295,6 +348,7 @@ class PinnedStore(Store):
         self._codes.clear()
         self._storages.clear()
         self._units.clear()
+        self._pieces.clear()
         self._slabs.clear()
 
 

@@ -7,6 +7,8 @@ is unregistered at the next registration.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -132,8 +134,28 @@ class PinnedBytes:
 
     def __init__(self, memory: torch.Tensor) -> None:
         """``memory``: uint8, 1-D, contiguous, on the CPU, at least one byte. It is kept alive."""
-        self._owner = _Owner(memory)
-        self.blob = torch.from_numpy(np.asarray(self._owner))
+        self._around(_Owner(memory))
+
+    def _around(self, owner: _Owner) -> PinnedBytes:
+        self._owner = owner
+        self.blob = torch.from_numpy(np.asarray(owner))
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PinnedBytes) and self._owner is other._owner
+
+    def __hash__(self) -> int:
+        return hash(id(self._owner))
+
+    def weakly(self) -> Callable[[], PinnedBytes | None]:
+        """What finds it again for as long as anybody holds a view of it, and holds nothing itself."""
+        owner = weakref.ref(self._owner)
+
+        def again() -> PinnedBytes | None:
+            found = owner()
+            return None if found is None else PinnedBytes.__new__(PinnedBytes)._around(found)
+
+        return again
 
     def register(self, registrar: Registrar) -> int:
         """Pin it; 0, or the error code with which the driver refused.

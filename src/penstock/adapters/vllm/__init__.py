@@ -1,0 +1,24 @@
+"""penstock as the weight offloader of vLLM: ``vllm serve MODEL --worker-cls penstock.adapters.vllm.Worker``.
+
+vLLM's own offload flags keep their names and meanings and are served by penstock; what penstock has beyond them is
+given by ``--additional-config '{"penstock": {...}}'`` (:mod:`penstock.adapters.vllm.options`). Nothing of vLLM is
+patched: a worker class is one of its options, and so is the offloader that its model code asks for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.adapters.vllm.worker import Worker
+
+__all__ = ["Worker"]
+
+
+def __getattr__(name: str) -> Any:
+    """``Worker``, made when it is asked for: importing it imports vLLM."""
+    if name == "Worker":
+        from penstock.adapters.vllm.worker import Worker
+
+        return Worker
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,227 @@
+"""A worker of vLLM whose offloader is penstock's.
+
+The model runner of vLLM sets an offloader of its own before the model is built, or, in its second generation, none at
+all; the model code asks for one in ``make_layers``; the graph code asks it to order copies. This worker sets penstock's
+in between, and brings it to its end once the weights are final, with either runner.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import vllm
+from torch import nn
+from vllm.logger import init_logger
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.offloader.base import get_offloader, set_offloader
+from vllm.v1.worker import gpu_worker
+
+from penstock.adapters.vllm.interface import require_supported
+from penstock.adapters.vllm.options import EngineOptions, read_options
+from penstock.config import format_gib
+from penstock.errors import OptionError, StateError
+from penstock.offloaders.engine import EngineOffloader
+from penstock.peers import Peers
+from penstock.plan.model import Plan
+
+__all__ = ["Worker"]
+
+logger = init_logger("vllm.penstock")  # vLLM shows what its own loggers say, and those below them
+
+
+class Worker(gpu_worker.Worker):  # type: ignore[misc,unused-ignore]
+    """vLLM's GPU worker with penstock behind ``get_offloader()``."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        """As vLLM's.
+
+        Raises:
+            OptionError, OptionTypeError: this vLLM, or the flags, will not do; see the message.
+        """
+        require_supported(vllm.__version__)
+        self._options = read_options(vllm_config.offload_config, vllm_config.additional_config)
+        _refuse_what_cannot_be(vllm_config, self._options)
+        super().__init__(vllm_config, *args, **kwargs)
+        self._offloader: EngineOffloader | None = None
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Build and load the model with penstock's offloader in force.
+
+        Raises:
+            OptionError: a selection or a budget that cannot be.
+            StateError: somebody else has set an offloader.
+        """
+        if self._options.policy is None:
+            logger.warning(
+                "penstock has nothing to do: neither an offload flag (--offload-group-size, --cpu-offload-gb) nor "
+                "penstock.device_memory is set; all weights stay on the GPU"
+            )
+            super().load_model(**kwargs)
+            return
+        _refuse_strangers(get_offloader())
+        self._offloader = EngineOffloader(
+            self._options.policy,
+            self.model_runner.get_model,
+            is_lookup=_is_lookup,
+            peers=_peers(self._options),
+            measure_stalls=self._options.measure_stalls,
+        )
+        set_offloader(self._offloader)
+        with self._finishing(self._offloader):
+            super().load_model(**kwargs)
+        _report(self._offloader.plan)
+
+    @contextmanager
+    def _finishing(self, offloader: EngineOffloader) -> Iterator[None]:
+        """While it lasts, loading ends with ``post_init``, inside whatever memory pool vLLM loads in.
+
+        vLLM's first runner calls it by itself, and has measured what the weights take before that; its second does not.
+        """
+        runner = self.model_runner
+        load = runner.load_model
+
+        def load_and_offload(*args: Any, **kwargs: Any) -> None:
+            load(*args, **kwargs)
+            offloader.post_init()
+            runner.model_memory_usage += offloader.added_device_bytes
+            _key_compile_cache(self.vllm_config, offloader.plan)
+
+        runner.load_model = load_and_offload
+        try:
+            yield
+        finally:
+            del runner.load_model  # the class's again
+
+    def penstock_stats(self) -> dict[str, Any]:
+        """What was planned and what has moved, in plain numbers: for ``collective_rpc("penstock_stats")``."""
+        if self._offloader is None:
+            return {}
+        plan, stats = self._offloader.plan, self._offloader.stats()
+        return {
+            "offloader": type(get_offloader()).__name__,
+            "num_units": len(plan.units),
+            "num_slots": plan.num_slots,
+            "device_bytes": plan.device_bytes,
+            "prefetched_bytes": plan.prefetched_bytes,
+            "moved_bytes_per_forward": plan.moved_bytes,
+            "uva_bytes": plan.uva_bytes,
+            "uva_names": sorted(plan.uva)[:1000],
+            "store_bytes": stats.store_bytes,
+            "bytes_moved": sum(unit.bytes_moved for unit in stats.units),
+            "copies": sum(unit.copies for unit in stats.units),
+            "captured_copies": sum(unit.captured_copies for unit in stats.units),
+            "misses": sum(unit.misses for unit in stats.units),
+            "added_device_bytes": self._offloader.added_device_bytes,
+        }
+
+    def sleep(self, level: int = 1) -> None:
+        """As vLLM's; slots and residents are kept and come back on ``wake_up``.
+
+        Raises:
+            StateError: level 2, which discards weights that would have to be loaded into the store again.
+        """
+        if self._offloader is not None and level != 1:
+            raise StateError(
+                f"sleep level {level} discards the weights, and those that penstock offloads cannot be loaded again "
+                f"behind its back; use level 1"
+            )
+        super().sleep(level)
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """As vLLM's; refused while weights are offloaded."""
+        self._refuse_new_weights("reload_weights")
+        super().reload_weights(*args, **kwargs)
+
+    def update_weights(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's; refused while weights are offloaded."""
+        self._refuse_new_weights("update_weights")
+        return super().update_weights(*args, **kwargs)
+
+    def _refuse_new_weights(self, what: str) -> None:
+        if self._offloader is not None:
+            raise StateError(
+                f"{what} would write into slots, which the next copy overwrites, and not into the store; start the "
+                f"engine again with the new weights"
+            )
+
+
+def _is_lookup(module: nn.Module) -> bool:
+    """Tables that a forward looks rows up in; the head derives from them and is multiplied with."""
+    if isinstance(module, nn.Embedding):
+        return True
+    return isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
+
+
+def _peers(options: EngineOptions) -> Peers | None:
+    if options.mode != "shm_cpu":
+        return None
+    from vllm.distributed.parallel_state import get_dp_group
+
+    group = get_dp_group()
+    if group.world_size == 1:
+        raise OptionError(
+            "penstock.mode 'shm_cpu' keeps one copy for ranks with the same weights, and this engine has one such: "
+            "use --data-parallel-size, or leave the mode out"
+        )
+    return Peers(group.cpu_group)
+
+
+def _refuse_what_cannot_be(config: Any, options: EngineOptions) -> None:
+    """Raise ``OptionError`` for features of vLLM that move weights themselves or run a layer twice at once."""
+    if options.policy is None:
+        return
+    parallel = config.parallel_config
+    for name, flag, why in (
+        ("enable_eplb", "--enable-eplb", "rearranges experts in place, which penstock keeps elsewhere"),
+        ("enable_dbo", "--enable-dbo", "runs two halves of a batch through the layers at once, which share one slot"),
+    ):
+        if getattr(parallel, name, False):
+            raise OptionError(f"{flag} {why}; leave it out, or offload nothing")
+
+
+def _refuse_strangers(offloader: Any) -> None:
+    """vLLM's own offloader, which its runner has set for the same flags, is replaced; another one means trouble."""
+    if isinstance(offloader, EngineOffloader):
+        raise StateError("penstock's offloader is set already: one engine per process")
+    if not type(offloader).__module__.startswith("vllm."):
+        raise StateError(
+            f"{type(offloader).__module__}.{type(offloader).__name__} is set as vLLM's offloader, and penstock would "
+            f"replace it: use one of the two"
+        )
+    if getattr(offloader, "module_offloaders", None) or getattr(offloader, "cpu_offload_bytes", 0):
+        raise StateError(
+            f"vLLM's own {type(offloader).__name__} has offloaded layers in this process already: load the model with "
+            f"one of the two, penstock or vLLM's"
+        )
+
+
+def _key_compile_cache(config: Any, plan: Plan) -> None:
+    """Make the plan part of what vLLM's compile cache is looked up by.
+
+    Compiled code waits for the units of the plan it was traced with. vLLM drops all guards, so with another plan it
+    would read slots that nobody filled. The additional configuration counts among the factors of the cache's key.
+    """
+    units = [(unit.anchor, [entry.storage for entry in unit.entries]) for unit in plan.units]
+    digest = hashlib.sha256(json.dumps(units).encode()).hexdigest()
+    if not isinstance(config.additional_config, dict):
+        raise OptionError(
+            f"additional_config: expected a dict (--additional-config JSON), found "
+            f"{type(config.additional_config).__name__}; the plan has to be part of vLLM's compile cache key"
+        )
+    config.additional_config["penstock_units"] = digest
+
+
+def _report(plan: Plan) -> None:
+    logger.info(
+        "penstock: %s resident, %s prefetched in %d units through %d slots of %s, %s read in place",
+        format_gib(plan.resident_bytes),
+        format_gib(plan.prefetched_bytes),
+        len(plan.units),
+        plan.num_slots,
+        format_gib(max(plan.slot_bytes, default=0)),
+        format_gib(plan.uva_bytes),
+    )

@@ -1,0 +1,182 @@
+"""The offloader of an engine that builds its model layer by layer and knows the whole of it in the end.
+
+Names are those of the whole model, so patterns reach what the engine does not build as layers (vision towers, tables),
+and a device-memory budget is planned over all of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
+
+import torch
+from torch import nn
+
+from penstock.config import UVA, Budget, Prefetch, Rule
+from penstock.errors import OptionError, StateError
+from penstock.groups import semantic_groups
+from penstock.inventory import Inventory, StorageInfo, is_embedding, is_within, take_inventory
+from penstock.offloaders.early import early_rule
+from penstock.offloaders.planning import planner_for
+from penstock.offloaders.stacked import StackedOffloader
+from penstock.peers import Peers
+from penstock.plan.build import build_plan, plan_group_rule
+from penstock.plan.model import Plan
+
+__all__ = ["EngineOffloader", "EnginePolicy"]
+
+EnginePolicy = Prefetch | UVA | Budget
+
+# LoRA wraps a linear module in one that has it as a child of this name.
+_WRAPPED = ".base_layer."
+
+
+class EngineOffloader(StackedOffloader):
+    """Executes ``policy`` on the model that ``find_model`` returns once it is built.
+
+    The group rule counts the layers of the largest stack that was wrapped. What a pattern names outside all layers is
+    read in place: a tower runs by itself, and the schedule of the layers would be out of step with it. Layers that
+    belong to another model than ``find_model``'s, a draft model's, come back to the device: it runs several times per
+    step of the other.
+    """
+
+    def __init__(
+        self,
+        policy: EnginePolicy,
+        find_model: Callable[[], nn.Module],
+        *,
+        is_lookup: Callable[[nn.Module], bool] = is_embedding,
+        peers: Peers | None = None,
+        measure_stalls: bool = False,
+    ) -> None:
+        """``policy``: what to do; ``find_model``: asked in :meth:`post_init`.
+
+        ``is_lookup``: see :func:`penstock.inventory.take_inventory`. ``peers``: for mode ``shm_cpu``.
+        ``measure_stalls``: time every wait, for :meth:`stats`.
+        """
+        super().__init__(early_rule(policy), peers=peers, measure_stalls=measure_stalls)
+        self._policy = policy
+        self._find_model = find_model
+        self._is_lookup = is_lookup
+        self.added_device_bytes = 0
+
+    def post_init(self) -> None:
+        """Weights are final: make the plan and carry it out. Further calls have no effect.
+
+        Attributes set:
+            added_device_bytes: device memory that was in use before and is not any more counts as negative.
+        """
+        if self._attachment is not None:
+            return
+        if next(self._stacks.parameters(), None) is None:
+            raise StateError("no layers were wrapped: set the offloader before the model is built")
+        device = self._device(self._model())
+        before = _device_bytes(device)
+        self._bring_back_strangers()
+        super().post_init()
+        self.added_device_bytes = _device_bytes(device) - before
+
+    @property
+    def layers(self) -> list[str]:
+        """Names of the layers that the group rule counts."""
+        return self._main_stack(self._take_inventory(self._model()))
+
+    def _model(self) -> nn.Module:
+        return self._find_model()
+
+    def _device(self, model: nn.Module) -> torch.device:
+        return next(parameter.device for parameter in self._stacks.parameters())
+
+    def _take_inventory(self, model: nn.Module) -> Inventory:
+        """What lies on the device; what an engine keeps elsewhere it keeps there on purpose."""
+        device = self._device(model)
+        tensors = chain(model.named_parameters(), model.named_buffers())
+        elsewhere = {name for name, tensor in tensors if tensor.device != device}
+        inventory = take_inventory(model, self._is_lookup)
+        here = tuple(s for s in inventory.storages if elsewhere.isdisjoint(s.names))
+        return replace(inventory, storages=here)
+
+    def _layers(self) -> list[list[str]]:
+        names = {id(module): name for name, module in self._model().named_modules()}
+        stacks = [[names.get(id(layer), "") for layer in stack.children()] for stack in self._stacks]
+        return [found for stack in stacks if (found := [name for name in stack if name])]
+
+    def _main_stack(self, inventory: Inventory) -> list[str]:
+        stacks = self._layers()
+        if not stacks:
+            raise StateError(
+                "the model has none of the layers that were wrapped: set the offloader before the model is built"
+            )
+        return max(stacks, key=lambda layers: sum(s.num_bytes for layer in layers for s in inventory.under(layer)))
+
+    def _bring_back_strangers(self) -> None:
+        """Parameters of wrapped layers that are no part of the model return to the device."""
+        own = {id(parameter) for parameter in self._model().parameters()}
+        for parameter in self._stacks.parameters():
+            if id(parameter) not in own and parameter.is_cuda:
+                parameter.data = parameter.data.clone()
+
+    def _entry(self, model: nn.Module, plan: Plan) -> nn.Module | None:
+        """A model that is compiled as a whole runs no hooks of its own; then its first unit begins a forward."""
+        if type(model).__call__ is nn.Module.__call__ or not plan.units:
+            return None
+        return model.get_submodule(plan.units[0].anchor)
+
+    def _make_plan(self, inventory: Inventory) -> Plan:
+        plan = self._plan_for(inventory)
+        if not plan.offloaded_bytes:
+            raise OptionError(
+                f"the plan offloads nothing: all {inventory.num_bytes} bytes of weights fit the budget of "
+                f"{plan.device_bytes} bytes; leave device_memory out, or lower it"
+            )
+        return plan
+
+    def _plan_for(self, inventory: Inventory) -> Plan:
+        layers = self._main_stack(inventory)
+        params = tuple(_through_wrappers(inventory, pattern) for pattern in self._policy.params)
+        if isinstance(self._policy, Prefetch):
+            everywhere = [layer for stack in self._layers() for layer in stack]
+            policy = replace(self._policy, params=params)
+            return plan_group_rule(inventory, policy, [layers], lambda s: bool(params) and _outside(s, everywhere))
+        if isinstance(self._policy, UVA):
+            return build_plan(inventory, replace(self._policy, params=params or [_pattern_of(layers)]))
+        return self._planned(inventory, replace(self._policy, params=params or self._movable(inventory, layers)))
+
+    def _movable(self, inventory: Inventory, layers: Sequence[str]) -> list[str]:
+        """Layers, and tables that are only looked up; an engine may read other modules without calling them."""
+        tables = [s.name for s in inventory.storages if s.is_lookup and s.num_bytes]
+        return [_pattern_of(layers), *(f"re:{re.escape(name)}" for name in tables)]
+
+    def _planned(self, inventory: Inventory, budget: Budget) -> Plan:
+        heads = semantic_groups(inventory)["lm_head"]
+        forced: list[Rule] = [(f"re:{re.escape(name)}", "resident") for name in heads]
+        planner = planner_for(self._model(), inventory, self._device(self._model()))
+        budget = replace(budget, rules=(*budget.rules, *forced))
+        return planner.plan(budget)
+
+
+def _device_bytes(device: torch.device) -> int:
+    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
+
+
+def _outside(storage: StorageInfo, layers: Sequence[str]) -> bool:
+    return not any(is_within(module, layer) for module in storage.modules for layer in layers)
+
+
+def _pattern_of(layers: Sequence[str]) -> str:
+    return f"re:(?:{'|'.join(map(re.escape, layers))})\\..*"
+
+
+def _through_wrappers(inventory: Inventory, pattern: str) -> str:
+    """``pattern``, or if only wrapped modules have the names that it means, the pattern for those."""
+    wrapped = [name for name in inventory.by_name if _WRAPPED in name]
+    plain = {name.replace(_WRAPPED, "."): name for name in wrapped}
+    if not plain or pattern.startswith(("@", "re:")) or set("*?[") & set(pattern):
+        return pattern
+    segments = f".{pattern}."
+    if any(segments in f".{name}." for name in inventory.by_name):
+        return pattern
+    found = [real for name, real in plain.items() if segments in f".{name}."]
+    return f"re:{'|'.join(map(re.escape, found))}" if found else pattern
