@@ -3,8 +3,8 @@
     python benchmarks/vllm_offload.py OUT_FOLDER CASE...        cases: see CASES
 
 Weights are vLLM's seeded dummies, so every case has the same ones; the greedy tokens of a case have to equal those of
-the first one of its shape. ``ms`` is the time of all tokens over the number of steps, prefill included. Needs vLLM; what a
-machine lacks of its optional kernels is named in ``PENSTOCK_BENCH_WITHOUT`` (modules, comma-separated).
+the first one of its shape. ``ms`` is the time of all tokens over the number of steps, prefill included. What a
+machine lacks of vLLM's optional kernels is named in ``PENSTOCK_BENCH_WITHOUT`` (modules, comma-separated).
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def pin_by(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> list[PinnedStore]
     """Offloads on the CPU use the store of a GPU; returns the stores made."""
     stores: list[PinnedStore] = []
 
-    def opened(plan: Any, bound: Any, device: Any, weights: Any, disk: Any, peers: Any) -> Any:
+    def opened(plan: Any, bound: Any, device: Any, weights: Any, disk: Any, peers: Any, held: Any) -> Any:
         names = [entry.storage for unit in plan.units for entry in unit.entries] + list(plan.uva)
         store, rooms = opening.open_pinned(plan, {name: bound[name] for name in names}, ledger)
         stores.append(store)

@@ -125,13 +125,12 @@ class EngineOffloader(StackedOffloader):
         return model.get_submodule(plan.units[0].anchor)
 
     def _make_plan(self, inventory: Inventory) -> Plan:
-        plan = self._plan_for(inventory)
-        if not plan.offloaded_bytes:
+        if isinstance(self._policy, Budget) and self._policy.num_bytes >= inventory.num_bytes:
             raise OptionError(
-                f"the plan offloads nothing: all {inventory.num_bytes} bytes of weights fit the budget of "
-                f"{plan.device_bytes} bytes; leave device_memory out, or lower it"
+                f"device_memory = {self._policy.num_bytes} bytes offloads nothing: all weights together have "
+                f"{inventory.num_bytes} bytes; leave device_memory out, or lower it"
             )
-        return plan
+        return self._plan_for(inventory)
 
     def _plan_for(self, inventory: Inventory) -> Plan:
         layers = self._main_stack(inventory)

@@ -1,0 +1,160 @@
+"""Offloaders of engines: layers handed over as they are built, plans over the whole model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engines import VOCABULARY, EngineModel, Head, Table
+from torch import nn
+
+from penstock import UVA, Budget, Prefetch
+from penstock.errors import OptionError, SelectionError, StateError
+from penstock.offloaders.engine import EngineOffloader, EnginePolicy
+from penstock.offloaders.noop import NoopOffloader
+
+
+def is_lookup(module: nn.Module) -> bool:
+    return isinstance(module, Table) and not isinstance(module, Head)
+
+
+def build(policy: EnginePolicy | None, **sizes: int) -> tuple[EngineModel, EngineOffloader | None]:
+    torch.manual_seed(7)
+    if policy is None:
+        return EngineModel(NoopOffloader(), **sizes), None
+    models: list[EngineModel] = []
+    offloader = EngineOffloader(policy, lambda: models[0], is_lookup=is_lookup)
+    models.append(EngineModel(offloader, **sizes))
+    offloader.post_init()
+    return models[0], offloader
+
+
+def ids(rows: int = 3) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (rows, 5), generator=torch.Generator().manual_seed(rows))
+
+
+SOME = 7 * 2**20  # of 9 MiB
+POLICIES = {
+    "prefetch": Prefetch(4, 1, 1),
+    "two of three": Prefetch(3, 2, 2),
+    "named": Prefetch(2, 1, 1, ["mlp"]),
+    "uva": UVA(2**40),
+    "uva, limited": UVA(1_000_000),
+    "budget": Budget(SOME),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@torch.inference_mode()
+def test_same_bits_and_bytes_moved(policy: EnginePolicy) -> None:
+    resident, _ = build(None)
+    model, offloader = build(policy)
+    assert offloader is not None
+    for rows in (1, 3, 3, 1):
+        assert torch.equal(model(ids(rows)), resident(ids(rows)))
+    plan, stats = offloader.plan, offloader.stats()
+    assert plan.offloaded_bytes > 0
+    assert all(unit.runs == 4 and unit.bytes_moved > 0 for unit in stats.units)
+    if isinstance(policy, UVA):
+        assert not plan.units
+        assert plan.uva_bytes > 500_000
+    if isinstance(policy, Prefetch):
+        assert [unit.anchor for unit in plan.units][:1] == [f"model.layers.{policy.group_size - policy.num_in_group}"]
+
+
+def test_compiled_as_engines_do() -> None:
+    """The decoder alone is compiled, with its layers' hooks inside and those of the model outside."""
+    resident, _ = build(None)
+    model, offloader = build(Prefetch(4, 1, 1))
+    assert offloader is not None
+    model.model.forward = torch.compile(model.model.forward, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
+    with torch.inference_mode():
+        for _ in range(3):
+            # The compiler rounds in another order than eager code; a stale slot would be wrong altogether.
+            torch.testing.assert_close(model(ids()), resident(ids()), rtol=1e-2, atol=1e-3)
+    assert sum(unit.runs for unit in offloader.stats().units) == 6
+
+
+def test_a_budget_keeps_what_is_not_called_resident_and_looks_rows_up_in_place() -> None:
+    _, offloader = build(Budget(SOME))
+    assert offloader is not None
+    plan = offloader.plan
+    assert "lm_head.weight" in plan.resident
+    assert "visual.0.weight" in plan.resident
+    assert plan.device_bytes <= SOME
+
+
+def test_a_budget_for_everything_is_refused() -> None:
+    with pytest.raises(OptionError, match="offloads nothing: all weights together have"):
+        build(Budget("1GiB"))
+
+
+def test_a_pattern_reaches_a_tower() -> None:
+    resident, _ = build(None)
+    model, offloader = build(Prefetch(4, 1, 1, ["visual", "mlp"]))
+    assert offloader is not None
+    assert set(offloader.plan.uva) == {"visual.0.weight", "visual.1.weight"}
+    assert len(offloader.plan.units) == 2
+    with torch.inference_mode():
+        assert torch.equal(model(ids()), resident(ids()))
+
+
+def test_a_tower_alone() -> None:
+    _, offloader = build(UVA(2**40, ["visual"]))
+    assert offloader is not None
+    assert set(offloader.plan.uva) == {"visual.0.weight", "visual.1.weight"}
+
+
+def test_a_pattern_that_matches_nothing() -> None:
+    with pytest.raises(SelectionError, match="'expert' matches none"):
+        build(Prefetch(4, 1, 1, ["expert"]))
+
+
+def test_patterns_find_layers_that_lora_has_wrapped() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self, base_layer: nn.Module) -> None:
+            super().__init__()
+            self.base_layer = base_layer
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base_layer(x)
+
+    resident, _ = build(None)
+    torch.manual_seed(7)
+    models: list[EngineModel] = []
+    offloader = EngineOffloader(Prefetch(4, 1, 1, ["mlp.down_proj.weight"]), lambda: models[0])
+    models.append(EngineModel(offloader))
+    for layer in models[0].model.layers:
+        layer.mlp.down_proj = Wrapped(layer.mlp.down_proj)
+    offloader.post_init()
+    assert [entry.storage for unit in offloader.plan.units for entry in unit.entries] == [
+        f"model.layers.{index}.mlp.down_proj.base_layer.weight" for index in (3, 7)
+    ]
+    with torch.inference_mode():
+        assert torch.equal(models[0](ids()), resident(ids()))
+
+
+def test_a_draft_model_stays_resident() -> None:
+    torch.manual_seed(7)
+    models: list[EngineModel] = []
+    offloader = EngineOffloader(Prefetch(4, 1, 1), lambda: models[0])
+    models.append(EngineModel(offloader))
+    draft = EngineModel(offloader, num_layers=4)
+    offloader.post_init()
+    assert len(offloader.plan.units) == 2
+    before = draft.model.layers[3].mlp.down_proj.weight
+    assert torch.isfinite(before).all()
+
+
+def test_set_too_late() -> None:
+    model, _ = build(None)
+    offloader = EngineOffloader(Prefetch(4, 1, 1), lambda: model)
+    with pytest.raises(StateError, match="before the model is built"):
+        offloader.post_init()
+
+
+def test_post_init_twice_is_once() -> None:
+    _, offloader = build(Prefetch(4, 1, 1))
+    assert offloader is not None
+    plan = offloader.plan
+    offloader.post_init()
+    assert offloader.plan is plan
