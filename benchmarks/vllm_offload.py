@@ -250,9 +250,9 @@ def _field(path: str, name: str) -> int:
 def _summary(out: Path, case: str) -> list[str]:
     found = json.loads((out / f"vllm-{case}.json").read_text())
     facts = found["facts"]
-    reference = next(name for name, (shape, _, _) in CASES.items() if shape == facts["shape"])
-    path = out / f"vllm-{reference}.json"
-    wanted = [row["tokens"] for row in json.loads(path.read_text())["rows"]] if path.exists() else None
+    known = [name for name, (shape, _, _) in CASES.items() if shape == facts["shape"]]
+    path = next(path for name in known if (path := out / f"vllm-{name}.json").exists())
+    wanted = [row["tokens"] for row in json.loads(path.read_text())["rows"]]
     lines = [
         f"{case}: start {facts['start_s']:.1f} s, host {facts['host_bytes'] / 2**30:.2f} GiB (RSS "
         f"{facts['rss_bytes'] / 2**30:.2f}), device {facts['device_bytes'] / 2**30:.2f} GiB"
@@ -260,7 +260,7 @@ def _summary(out: Path, case: str) -> list[str]:
     offloader = {k: v for k, v in facts["offloader"].items() if k != "uva_names"}
     lines.append(f"  {offloader}")
     for index, row in enumerate(found["rows"]):
-        same = "?" if wanted is None else row["tokens"] == wanted[index]
+        same = row["tokens"] == wanted[index] if path.name != f"vllm-{case}.json" else "itself"
         lines.append(
             f"  {row['rows']:4d} x ({row['tokens_in']} in, {row['tokens_out']} out): {row['ms']:8.2f} ms/step "
             f"+- {row['spread_ms']:.2f}, {row['tokens_per_s']:9.1f} tok/s, tokens equal {same}"

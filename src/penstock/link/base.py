@@ -63,6 +63,16 @@ class Link(ABC):
     def fork(self) -> Mark | None:
         """Mark what compute has been given so far; ``None`` where compute is synchronous."""
 
+    def leave_replay_mark(self, slot: int) -> None:
+        """In a capture: mark what compute has been given so far, for every replay of the graph to come by.
+
+        There is one mark per slot, in whichever graphs leave it.
+        """
+
+    def replay_mark(self, slot: int) -> Mark | None:
+        """The mark that the latest replay left, or is about to leave; ``None`` where no graph does."""
+        return None
+
     @abstractmethod
     def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> Transfer:
         """Start moving a unit into ``slot`` once all of ``after`` is reached. Copies arrive in order of submission."""

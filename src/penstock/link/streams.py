@@ -54,6 +54,7 @@ class StreamLink(Link):
         self._device = device
         self._per_tensor = per_tensor
         self._stream = torch.cuda.Stream(device)
+        self._replay_marks: dict[int, torch.cuda.Event] = {}  # external: recorded by a node of each graph
         self._stalls: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] | None = {} if measure_stalls else None
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
@@ -67,6 +68,14 @@ class StreamLink(Link):
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+    def leave_replay_mark(self, slot: int) -> None:
+        self._replay_marks.setdefault(slot, torch.cuda.Event(external=True)).record(
+            torch.cuda.current_stream(self._device)
+        )
+
+    def replay_mark(self, slot: int) -> Mark | None:
+        return self._replay_marks.get(slot)
 
     def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> StreamTransfer:
         captured = self.capturing

@@ -60,6 +60,8 @@ class Attachment(NotCopyable):
         measure_stalls: on a GPU, time every wait (two event records each); a CPU always does.
         peers: for stores and links that span processes.
         holding: where weights wait in pinned memory already; what of it is offloaded stays there.
+        replays_announced: :meth:`join` is called before every capture and every replay of a whole forward, and
+            :meth:`rewind` soon after it.
 
     Raises:
         CheckpointError, OptionError, BudgetError, TransferError: with everything undone.
@@ -80,6 +82,7 @@ class Attachment(NotCopyable):
         entry: nn.Module | None = None,
         peers: Peers | None = None,
         holding: Holding | None = None,
+        replays_announced: bool = False,
     ) -> None:
         self.plan = plan
         self.recorder = Recorder()
@@ -90,6 +93,7 @@ class Attachment(NotCopyable):
         self._hooks: list[UnitHook | ForwardHook | StateGuard] = []
         self._pipeline: SlotPipeline | None = None
         self._removed = False
+        self._replays_announced = replays_announced
         self._held = held_storages(self._bound, holding)
         self._store, rooms = open_store(plan, self._bound, device, weights, disk, peers, self._held)
         try:
@@ -193,7 +197,7 @@ class Attachment(NotCopyable):
             return
         debug = debug_enabled() and not isinstance(self._store, PartStore)
         try:
-            self._pipeline = SlotPipeline(self.plan, self._store, link, self.recorder, debug)
+            self._pipeline = SlotPipeline(self.plan, self._store, link, self.recorder, debug, self._replays_announced)
         except torch.OutOfMemoryError as error:
             needed = sum(self.plan.slot_bytes)
             raise BudgetError(

@@ -50,16 +50,20 @@ class EngineOffloader(StackedOffloader):
         is_lookup: Callable[[nn.Module], bool] = is_embedding,
         peers: Peers | None = None,
         measure_stalls: bool = False,
+        announces_replays: bool = False,
     ) -> None:
         """``policy``: what to do; ``find_model``: asked in :meth:`post_init`.
 
         ``is_lookup``: see :func:`penstock.inventory.take_inventory`. ``peers``: for mode ``shm_cpu``.
-        ``measure_stalls``: time every wait, for :meth:`stats`.
+        ``measure_stalls``: time every wait, for :meth:`stats`. ``announces_replays``: the engine calls
+        :meth:`sync_prev_onload` before every capture and every replay of a whole forward, and puts neither end of a
+        unit into a graph of a part of one.
         """
         super().__init__(early_rule(policy), peers=peers, measure_stalls=measure_stalls)
         self._policy = policy
         self._find_model = find_model
         self._is_lookup = is_lookup
+        self._replays_are_announced = announces_replays
         self.added_device_bytes = 0
 
     def post_init(self) -> None:
@@ -118,11 +122,19 @@ class EngineOffloader(StackedOffloader):
             if id(parameter) not in own and parameter.is_cuda:
                 parameter.data = parameter.data.clone()
 
+    def prepare_next(self) -> None:
+        """A forward has been given to the device, as a replay perhaps: copy ahead for the next one."""
+        if self._attachment is not None:
+            self._attachment.rewind()
+
     def _entry(self, model: nn.Module, plan: Plan) -> nn.Module | None:
         """A model that is compiled as a whole runs no hooks of its own; then its first unit begins a forward."""
-        if type(model).__call__ is nn.Module.__call__ or not plan.units:
+        if _runs_hooks(model) or not plan.units:
             return None
         return model.get_submodule(plan.units[0].anchor)
+
+    def _announces_replays(self, model: nn.Module) -> bool:
+        return self._replays_are_announced and _runs_hooks(model)  # which say where a forward ends
 
     def _make_plan(self, inventory: Inventory) -> Plan:
         if isinstance(self._policy, Budget) and self._policy.num_bytes >= inventory.num_bytes:
@@ -138,7 +150,8 @@ class EngineOffloader(StackedOffloader):
         if isinstance(self._policy, Prefetch):
             everywhere = [layer for stack in self._layers() for layer in stack]
             policy = replace(self._policy, params=params)
-            return plan_group_rule(inventory, policy, [layers], lambda s: bool(params) and _outside(s, everywhere))
+            outside = (lambda s: _outside(s, everywhere)) if params else (lambda s: False)
+            return plan_group_rule(inventory, policy, [layers], outside, by_part=True)
         if isinstance(self._policy, UVA):
             return build_plan(inventory, replace(self._policy, params=params or [_pattern_of(layers)]))
         return self._planned(inventory, replace(self._policy, params=params or self._movable(inventory, layers)))
@@ -158,6 +171,10 @@ class EngineOffloader(StackedOffloader):
 
 def _device_bytes(device: torch.device) -> int:
     return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
+
+
+def _runs_hooks(model: nn.Module) -> bool:
+    return type(model).__call__ is nn.Module.__call__
 
 
 def _outside(storage: StorageInfo, layers: Sequence[str]) -> bool:

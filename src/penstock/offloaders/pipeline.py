@@ -16,6 +16,12 @@ whole copy with no compute beside it, while the link idles at the start of the n
 graphs, the slot of the last unit is refilled not at the end of a forward but at the beginning of the next, where the
 first layers hide it. Between forwards that slot holds nothing, on either timeline.
 
+[Note: announced replays] An engine that says before each replay that one is coming (``join``) allows more. A graph then
+begins with the first units in the slots, the held-back one too, and refills none of them at its end; an event inside it
+says when each can be. Behind that the copies for the next forward run outside of any graph, beside whatever the engine
+does between two of them. What the slots hold after a replay is what nobody may rely on, so they are given up when it is
+announced and filled again when the engine says that it is under way (``prime``), or else at the next announcement.
+
 [Note: loose modules] Pieces of a model may be replayed one by one with offloaded modules run by hand between them. What
 the live record says of the slots is then out of date, and no forward begins that would refill the held-back one. So a
 module that runs outside a forward once graphs exist gets its unit copied anew, behind whatever compute has been given,
@@ -36,7 +42,7 @@ from penstock.errors import PenstockWarning, SlotConflictError, StateError, Tran
 from penstock.link.base import Link, Mark, Transfer
 from penstock.offloaders.debug import Guard
 from penstock.plan.model import Plan
-from penstock.plan.schedule import first_units, next_in_chain, slot_of
+from penstock.plan.schedule import chain, first_units, next_in_chain, slot_of
 from penstock.store.base import Store
 from penstock.telemetry import Recorder, StagingStats, UnitStats
 
@@ -68,7 +74,17 @@ class _Slot:
 class SlotPipeline:
     """Keeps units flowing from ``store`` through ``link`` into slots."""
 
-    def __init__(self, plan: Plan, store: Store, link: Link, recorder: Recorder, debug: bool = False) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        store: Store,
+        link: Link,
+        recorder: Recorder,
+        debug: bool = False,
+        replays_announced: bool = False,
+    ) -> None:
+        """``debug``: poison and check slots. ``replays_announced``: see the note of that name."""
+        self._announced = replays_announced
         self._plan = plan
         self._link = link
         self._recorder = recorder
@@ -79,7 +95,8 @@ class SlotPipeline:
         self._has_graphs = False
         self._in_forward: set[int] = set()  # idents of threads
         num_units, num_slots = len(plan.units), len(self._live)
-        self._held_back = slot_of(num_units - 1, num_slots) if num_units > num_slots else None
+        holds_back = num_units > num_slots and not replays_announced
+        self._held_back = slot_of(num_units - 1, num_slots) if holds_back else None
         # Held directly, for a Ctrl-C inside the condition's own Python code could leave it taken for ever.
         self._lock = threading.RLock()
         self._free = threading.Condition(self._lock)
@@ -110,6 +127,8 @@ class SlotPipeline:
             if self._link.capturing:
                 self._captured = None  # whatever an aborted capture has left
             slots = self._slots()
+            if self._announced and not self._link.capturing:
+                self.prime()
             # Only an empty slot: a compiler that moved this call behind the first units must do no harm.
             if self._held_back is not None and slots[self._held_back].unit is None:
                 self._start_if_free(self._held_back, slots)
@@ -126,22 +145,49 @@ class SlotPipeline:
             self._in_forward.discard(threading.get_ident())
             if whole:
                 self._report_idle_units()
-            self.prime()
-            if self._has_graphs:
+            if self._announced and self._link.capturing:
+                self._join_captured()
+            else:
+                self.prime()
+            if self._has_graphs and not self._announced:
                 self.join()
                 self._empty_held_back()
             if whole:
                 self._link.check()
 
     def join(self) -> None:
-        """Order compute behind every copy under way; no effect when there is none."""
+        """Order compute behind every copy under way; no effect when there is none.
+
+        Where replays are announced this is how, except inside a forward, whose pieces may be graphs of their own.
+        """
         with self._lock:
-            # Engines call this between the pieces of a forward whose capture goes on: the record of it must last.
-            for slot in self._slots() if self._link.capturing else self._live:
-                if slot.transfer is not None:
-                    self._link.wait(slot.transfer)
-                    if self._link.capturing:
-                        slot.transfer = None
+            if self._link.capturing:
+                self._join_captured()
+            elif not self._announced:
+                self._join_live()
+            elif threading.get_ident() not in self._in_forward:
+                self.prime()
+                self._join_live()
+                self._give_up_slots()
+
+    def _join_live(self) -> None:
+        for slot in self._live:
+            if slot.transfer is not None:
+                self._link.wait(slot.transfer)
+
+    def _join_captured(self) -> None:
+        # Engines do this between the pieces of a forward whose capture goes on: the record of it must last.
+        for slot in self._slots():
+            if slot.transfer is not None:
+                self._link.wait(slot.transfer)
+                slot.transfer = None
+
+    def _give_up_slots(self) -> None:
+        """To a replay that follows; what it leaves in them can be overwritten behind its marks."""
+        for index, slot in enumerate(self._live):
+            if len(chain(index, len(self._plan.units), len(self._live))) > 1:
+                slot.unit = slot.transfer = None
+                slot.marks = [mark] if (mark := self._link.replay_mark(index)) is not None else []
 
     def wait(self, unit: int) -> None:
         """Return when compute may read ``unit``; it stays in its slot until :meth:`release`.
@@ -266,7 +312,10 @@ class SlotPipeline:
                 slot.transfer, slot.marks = None, []  # events of this capture mean nothing to the next
             return
         following = next_in_chain(unit, len(self._plan.units), len(self._live))
-        if following != unit:
+        if self._announced and self._link.capturing and following < unit:
+            slot.unit, slot.transfer, slot.marks = None, None, []
+            self._link.leave_replay_mark(following)  # a first unit has the number of its slot
+        elif following != unit:
             self._start(following, slot)
         elif self._guard and not self._link.capturing:
             self._start(unit, slot)  # poisoned, so it has to come again

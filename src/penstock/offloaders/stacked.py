@@ -70,6 +70,7 @@ class StackedOffloader(BaseOffloader):
             holding=self._holding,
             peers=self._peers,
             measure_stalls=self._measure_stalls,
+            replays_announced=self._announces_replays(model),
         )
 
     def sync_prev_onload(self) -> None:
@@ -117,6 +118,10 @@ class StackedOffloader(BaseOffloader):
     def _entry(self, model: nn.Module, plan: Plan) -> nn.Module | None:
         """The module whose forward begins one; ``None``: the model's."""
         return next((layer for stack in self._stacks for layer in stack.children()), None)
+
+    def _announces_replays(self, model: nn.Module) -> bool:
+        """Whether the engine calls :meth:`sync_prev_onload` before every replay."""
+        return False
 
     @abstractmethod
     def _make_plan(self, inventory: Inventory) -> Plan:

@@ -16,7 +16,7 @@ from penstock.plan.model import Plan, UnitDraft, assemble
 from penstock.plan.roles import Question
 from penstock.plan.rules import settle_rules
 from penstock.plan.traits import Traits
-from penstock.plan.units import draft_units, find_stacks, group_rule, worth_moving
+from penstock.plan.units import draft_units, find_stacks, group_rule, split_by_part, worth_moving
 from penstock.select import matching, select
 
 __all__ = ["build_plan", "move_on_demand", "plan_group_rule", "question_of"]
@@ -132,6 +132,8 @@ def plan_group_rule(
     policy: Prefetch,
     stacks: Sequence[Sequence[str]],
     in_place: Callable[[StorageInfo], bool] = lambda storage: False,
+    *,
+    by_part: bool = False,
 ) -> Plan:
     """The plan of the group rule over stacks of layers, each given by its dotted names in order.
 
@@ -140,9 +142,11 @@ def plan_group_rule(
         policy: the group rule.
         stacks: what it counts.
         in_place: what of its candidates is read where it rests, because no layer of these stacks brings it.
+        by_part: let the parts of a layer (attention, feed-forward) travel one by one, each through a slot of its own,
+            in the same device memory: a part can be refilled while the next computes.
     """
     candidates = _candidates(inventory, policy.params)
-    return _plan_group_rule(inventory, policy, stacks, candidates, [s for s in candidates if in_place(s)])
+    return _plan_group_rule(inventory, policy, stacks, candidates, [s for s in candidates if in_place(s)], by_part)
 
 
 def _plan_group_rule(
@@ -151,10 +155,12 @@ def _plan_group_rule(
     stacks: Sequence[Sequence[str]],
     candidates: Sequence[StorageInfo],
     uva: Sequence[StorageInfo] = (),
+    by_part: bool = False,
 ) -> Plan:
-    drafts = _draft_group_rule(inventory, policy, stacks, candidates, uva)
-    num_slots = _usable_slots(policy.prefetch_step, len(drafts)) if drafts else 0
-    return assemble(inventory, drafts, num_slots, policy.mode, uva=uva)
+    layers = _draft_group_rule(inventory, policy, stacks, candidates, uva)
+    num_slots = _usable_slots(policy.prefetch_step, len(layers)) if layers else 0
+    drafts = split_by_part(inventory, layers) if by_part else layers
+    return assemble(inventory, drafts, num_slots * len(drafts) // max(1, len(layers)), policy.mode, uva=uva)
 
 
 def _draft_group_rule(

@@ -45,6 +45,7 @@ class Worker(gpu_worker.Worker):  # type: ignore[misc,unused-ignore]
         require_supported(vllm.__version__)
         self._options = read_options(vllm_config.offload_config, vllm_config.additional_config)
         _refuse_what_cannot_be(vllm_config, self._options)
+        self._announces = _keep_units_out_of_pieces(vllm_config.compilation_config)
         super().__init__(vllm_config, *args, **kwargs)
         self._offloader: EngineOffloader | None = None
 
@@ -69,6 +70,7 @@ class Worker(gpu_worker.Worker):  # type: ignore[misc,unused-ignore]
             is_lookup=_is_lookup,
             peers=_peers(self._options),
             measure_stalls=self._options.measure_stalls,
+            announces_replays=self._announces,
         )
         set_offloader(self._offloader)
         with self._finishing(self._offloader):
@@ -95,6 +97,13 @@ class Worker(gpu_worker.Worker):  # type: ignore[misc,unused-ignore]
             yield
         finally:
             del runner.load_model  # the class's again
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's; then the copies that the next forward needs first start, beside sampling and scheduling."""
+        output = super().execute_model(*args, **kwargs)
+        if self._offloader is not None:
+            self._offloader.prepare_next()
+        return output
 
     def penstock_stats(self) -> dict[str, Any]:
         """What was planned and what has moved, in plain numbers: for ``collective_rpc("penstock_stats")``."""
@@ -147,6 +156,23 @@ class Worker(gpu_worker.Worker):  # type: ignore[misc,unused-ignore]
                 f"{what} would write into slots, which the next copy overwrites, and not into the store; start the "
                 f"engine again with the new weights"
             )
+
+
+def _keep_units_out_of_pieces(compilation: Any) -> bool:
+    """Let the compiled model be cut at penstock's ops too, as it is at attention; whether that can be had.
+
+    Each piece of a model between two cuts may be a CUDA graph. With the ends of a unit inside one, its copy would have
+    to be joined before that graph ends, with nothing beside it.
+    """
+    if compilation.use_inductor_graph_partition:
+        return False
+    if compilation.splitting_ops:  # empty: the model is one piece
+        ops = ["penstock::wait", "penstock::release"]
+        compilation.splitting_ops = [
+            *compilation.splitting_ops,
+            *(op for op in ops if op not in compilation.splitting_ops),
+        ]
+    return True
 
 
 def _is_lookup(module: nn.Module) -> bool:

@@ -1,0 +1,141 @@
+"""Engines' offloaders on a GPU: weights held while the model is built, announced replays, bits."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from engines import VOCABULARY, EngineModel, Head, Table
+from torch import nn
+
+from penstock import UVA, Budget, Prefetch
+from penstock.offloaders.engine import EngineOffloader, EnginePolicy
+from penstock.offloaders.noop import NoopOffloader
+
+pytestmark = pytest.mark.gpu
+
+WIDTH, LAYERS = 1024, 8
+
+
+def is_lookup(module: nn.Module) -> bool:
+    return isinstance(module, Table) and not isinstance(module, Head)
+
+
+def build(policy: EnginePolicy | None, **options: bool) -> tuple[EngineModel, EngineOffloader | None]:
+    torch.manual_seed(7)
+    with torch.device("cuda"):
+        if policy is None:
+            return EngineModel(NoopOffloader(), LAYERS, WIDTH), None
+        models: list[EngineModel] = []
+        offloader = EngineOffloader(policy, lambda: models[0], is_lookup=is_lookup, **options)
+        models.append(EngineModel(offloader, LAYERS, WIDTH))
+    offloader.post_init()
+    return models[0], offloader
+
+
+def ids(rows: int) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (rows, 5), generator=torch.Generator().manual_seed(rows)).cuda()
+
+
+POLICIES = {
+    "prefetch": Prefetch(4, 1, 1),
+    "every layer": Prefetch(1, 1, 2),
+    "named": Prefetch(2, 1, 1, ["mlp"]),
+    "with a tower": Prefetch(4, 1, 1, ["mlp", "visual"]),
+    "glob": Prefetch(2, 1, 1, ["*.mlp.down_proj.*"]),
+    "uva": UVA(2**40),
+    "uva, limited": UVA(30_000_000),
+    "budget": Budget("100MiB"),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@torch.inference_mode()
+def test_same_bits_after_weights_were_held(policy: EnginePolicy) -> None:
+    resident, _ = build(None)
+    model, offloader = build(policy)
+    assert offloader is not None
+    for rows in (1, 16, 300, 1):
+        assert torch.equal(model(ids(rows)), resident(ids(rows)))
+    plan, stats = offloader.plan, offloader.stats()
+    assert plan.offloaded_bytes > 0
+    assert all(unit.runs == 4 and unit.misses == 0 for unit in stats.units)
+    assert stats.store_bytes["host_pinned"] <= 1.01 * plan.offloaded_bytes + 2**20
+
+
+def test_layers_leave_the_device_while_they_are_built() -> None:
+    """Of a model whose layers all leave, the device never holds more than one layer and what is no layer."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.device("cuda"):
+        offloader = EngineOffloader(Prefetch(1, 1, 1), lambda: model)
+        model = EngineModel(offloader, LAYERS, WIDTH)
+    layer = sum(p.nbytes for p in model.model.layers[0].parameters())
+    rest = sum(p.nbytes for p in model.parameters()) - LAYERS * layer
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= rest + 2.2 * layer  # an initial value is made beside the empty tensor
+    offloader.post_init()
+    after = torch.cuda.memory_allocated() - before
+    assert after <= offloader.plan.device_bytes + 2**20
+
+
+@pytest.mark.parametrize("policy", [Prefetch(4, 1, 1), Prefetch(1, 1, 2), Budget("100MiB")], ids=str)
+@pytest.mark.parametrize("announced", [True, False], ids=["announced", "joined"])
+@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "late"])
+@torch.inference_mode()
+def test_replays_as_an_engine_does(policy: EnginePolicy, announced: bool, ahead: bool) -> None:
+    """Graphs of two sizes, eager forwards in between, copies started after a replay or only before the next."""
+    resident, _ = build(None)
+    model, offloader = build(policy, announces_replays=announced)
+    assert offloader is not None
+    inputs = {rows: ids(rows) for rows in (1, 16)}
+    model(inputs[16])
+    graphs, outputs = {}, {}
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for rows, given in inputs.items():
+            model(given)
+            graphs[rows] = torch.cuda.CUDAGraph()
+            offloader.sync_prev_onload()
+            with torch.cuda.graph(graphs[rows], stream=stream):
+                outputs[rows] = model(given)
+                offloader.join_after_forward()
+    torch.cuda.current_stream().wait_stream(stream)
+    for rows in (1, 16, 16, 300, 1, 300, 300, 16, 1, 1):
+        if rows in graphs:
+            inputs[rows].copy_(given := ids(rows).roll(rows))
+            offloader.sync_prev_onload()
+            graphs[rows].replay()
+            found = outputs[rows].clone()
+        else:
+            found = model(given := ids(rows))
+        if ahead:
+            offloader.prepare_next()
+        assert torch.equal(found, resident(given)), rows
+    stats = offloader.stats()
+    assert sum(unit.captured_copies for unit in stats.units) > 0
+    assert all(unit.misses == 0 for unit in stats.units)
+
+
+def test_what_is_replaced_takes_its_memory_with_it() -> None:
+    with torch.device("cuda"):
+        offloader = EngineOffloader(Prefetch(1, 1, 1), lambda: model)
+        model = EngineModel(offloader, LAYERS, WIDTH)
+    held = offloader._holding.num_bytes
+    resident, _ = build(None)
+    for layer, original in zip(model.model.layers, resident.model.layers, strict=True):
+        for mine, theirs in zip(layer.modules(), original.modules(), strict=True):
+            if isinstance(mine, type(model.lm_head).__mro__[-2]) and hasattr(mine, "weight") and mine.weight.dim() == 2:
+                mine.weight = nn.Parameter(theirs.weight.clone(), requires_grad=False)
+    assert offloader._holding.num_bytes < held / 10
+    model.model.embed_tokens.load_state_dict(resident.model.embed_tokens.state_dict())
+    for mine, theirs in ((model.visual, resident.visual), (model.lm_head, resident.lm_head)):
+        mine.load_state_dict(theirs.state_dict())
+    offloader.post_init()
+    with torch.inference_mode():
+        assert torch.equal(model(ids(3)), resident(ids(3)))
+    assert offloader.stats().store_bytes["host_pinned"] <= 1.01 * offloader.plan.offloaded_bytes + 2**20
