@@ -106,7 +106,8 @@ def offload(
         policy: a device-memory budget for the weights such as ``"20GiB"``, or :class:`~penstock.Prefetch`,
             :class:`~penstock.UVA`, :class:`~penstock.Budget`, or a finished :class:`~penstock.Plan`, from a file too
             (``Plan.load(path)``).
-        checkpoint: folder or file of safetensors that holds the weights; mode ``disk`` reads from it.
+        checkpoint: folder or file of safetensors that holds the weights. Mode ``disk`` reads from it, and so does a
+            budget without a mode what host memory has no room for.
         device: where compute runs; default the device the model is on (a CPU for ``meta``).
         disk: how its files are read.
         progress: called with (bytes loaded, bytes to load) while weights are read or moved.
@@ -207,7 +208,7 @@ def _warn_about_idle_options(model: nn.Module, plan: Plan, weights: WeightMap | 
         ("checkpoint", weights is not None and not on_meta),
         ("disk", disk is not None and not on_meta),
     ):
-        if given and plan.mode != "disk":
+        if given and not plan.reads_files:
             warnings.warn(
                 f"{name}=... has no effect: mode {plan.mode!r} takes the weights from the model itself, not from files",
                 PenstockWarning,

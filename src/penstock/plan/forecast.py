@@ -12,12 +12,13 @@ from penstock.inventory import Inventory
 from penstock.plan.cost import Rates, Stage, find_stages, stages_compute_s, storage_cost
 from penstock.plan.model import Plan
 from penstock.plan.pipeline import StageTimes, step_s
+from penstock.plan.ring import RING_BYTES
 from penstock.plan.schedule import chain
 from penstock.plan.traits import Traits
 
 __all__ = ["Bound", "Forecast", "forecast"]
 
-Bound = Literal["compute", "link", "in place"]
+Bound = Literal["compute", "link", "in place", "disk"]
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,9 @@ class Forecast:
         step_s: predicted time.
         resident_s: the same with all weights on the device.
         link_s: all copies, one after another.
+        disk_s: all reading of files that comes before the copies.
         in_place_s: all reading in place.
-        floor_s: what no schedule can beat: the longer of compute and the link's work.
+        floor_s: what no schedule can beat: the longest of compute, the link's work and the disk's.
         bound: what the floor is made of.
     """
 
@@ -38,6 +40,7 @@ class Forecast:
     step_s: float
     resident_s: float
     link_s: float
+    disk_s: float
     in_place_s: float
     floor_s: float
     bound: Bound
@@ -54,21 +57,23 @@ class Forecast:
 
 def forecast(plan: Plan, inventory: Inventory, rates: Rates, traits: Traits, rows: int, context: int = 0) -> Forecast:
     """Play ``plan`` through; a pure function of sizes and rates (:mod:`penstock.plan.cost`)."""
-    rates = rates.for_mode(plan.mode)
     parts = find_stages(inventory)
     beside = stages_compute_s(parts, rows, rates, traits, context)
     stages = list(_stage_times(plan, parts, beside, rates, traits, rows))
     slots, units = np.array([plan.num_slots]), np.array([len(plan.units)])
-    step = float(step_s(stages, slots, units, rates.copies_take_cores)[0])
+    ring_s = RING_BYTES * rates.file_s_per_byte if plan.staged_units else 0.0
+    step = float(step_s(stages, slots, units, rates.copies_take_cores, ring_s)[0])
     in_place_s = sum(float(stage.in_place_s[0]) for stage in stages)
-    moved = {unit.anchor for unit in plan.units if len(chain(unit.slot, len(plan.units), plan.num_slots)) > 1}
-    link_s = sum(rates.copy_s(unit.payload_bytes) for unit in plan.units if unit.anchor in moved)
+    moved = [unit for unit in plan.units if len(chain(unit.slot, len(plan.units), plan.num_slots)) > 1]
+    link_s = sum(rates.copy_s(unit.payload_bytes) for unit in moved)
+    disk_s = rates.file_s_per_byte * sum(unit.payload_bytes for unit in moved if unit.store == "disk")
     resident_s = sum(beside) + sum(
         storage_cost(s, experts, rows, rates, traits).resident_s for stage in parts for s, experts in stage.storages
     )
-    floor_s = max(resident_s, link_s + in_place_s)
-    bound: Bound = "compute" if floor_s == resident_s else "link" if link_s >= in_place_s else "in place"
-    return Forecast(rows, step, resident_s, link_s, in_place_s, floor_s, bound)
+    floor_s = max(resident_s, link_s + in_place_s, disk_s)
+    link: Bound = "link" if link_s >= in_place_s else "in place"
+    bound: Bound = "compute" if floor_s == resident_s else "disk" if floor_s == disk_s else link
+    return Forecast(rows, step, resident_s, link_s, disk_s, in_place_s, floor_s, bound)
 
 
 def _stage_times(
@@ -83,5 +88,9 @@ def _stage_times(
                 compute_s, in_place_s = compute_s + cost.in_place_s, in_place_s + cost.in_place_s
             else:
                 compute_s += cost.resident_s
-        copy_s = rates.copy_s(units[stage.anchor].payload_bytes) if stage.anchor in units else 0.0
-        yield StageTimes(np.array([compute_s]), np.array([in_place_s]), np.array([copy_s]))
+        unit = units.get(stage.anchor)
+        copied_bytes = unit.payload_bytes if unit is not None else 0
+        disk_s = rates.file_s_per_byte * copied_bytes if unit is not None and unit.store == "disk" else 0.0
+        yield StageTimes(
+            np.array([compute_s]), np.array([in_place_s]), np.array([rates.copy_s(copied_bytes)]), np.array([disk_s])
+        )
