@@ -195,7 +195,7 @@ DAMAGE = {
     "unit type": (at("units", 3, value="a"), r'units\[3\]: expected an object, found "a"'),
     "slot": (at("units", 1, "slot", value=0), r"units\[1\]\.slot: expected 1, which is index mod num_slots, found 0"),
     "index": (at("units", 1, "index", value=3), r"units\[1\]\.index: expected 1, its position, found 3"),
-    "unit store": (at("units", 1, "store", value="tape"), r'units\[1\]\.store: expected one of cpu, disk, found "tape"'),
+    "unit store": (at("units", 1, "store", value="tape"), r'\.store: expected one of cpu, disk, found "tape"'),
     "unit store of others": (at("units", 1, "store", value="shm_cpu"), r"units\[1\]\.store: expected one of cpu, disk"),
     "unit store missing": (without("units", 1, "store"), r"units\[1\]: expected the key 'store'"),
     "a store that changes the sums": (at("units", 1, "store", value="disk"), r"store_bytes: expected .*\"disk\""),

@@ -70,8 +70,8 @@ class RingLink(StreamLink):
         """
         if pin_memory_disabled():
             raise OptionError(
-                "what rests in files comes to a GPU through pinned memory, which PENSTOCK_DISABLE_PIN_MEMORY=1 forbids; "
-                "unset it, or use mode 'cpu' (--offload-mode cpu)"
+                "what rests in files comes to a GPU through pinned memory, which PENSTOCK_DISABLE_PIN_MEMORY=1 "
+                "forbids; unset it, or use mode 'cpu' (--offload-mode cpu)"
             )
         layout = lay_out_ring_of(plan, self._entry_bytes, self._max_entries)
         with torch.cuda.device(self._device):

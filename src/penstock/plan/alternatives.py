@@ -1,14 +1,16 @@
-"""The nearest other things a user could ask for, and what they would bring: more memory, or a larger batch."""
+"""The nearest other things a user could ask for, and what they would bring: more memory on either side, or a larger
+batch."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from penstock.config import Budget
-from penstock.plan.budget import Point, curve, reserved_bytes
+from penstock.plan.budget import Point, curve, host_limit, reserved_bytes
 from penstock.plan.forecast import forecast
 from penstock.plan.model import Plan
 from penstock.plan.roles import Question
@@ -55,8 +57,44 @@ def alternatives(space: Space, budget: Budget, plan: Plan, points: Sequence[Poin
     ``points``: the memory curve of ``space``, if it is at hand.
     """
     question = space.question
-    found = list(_more_memory(question, budget, plan, curve(space) if points is None else points))
+    if points is None:
+        points = curve(space, host_limit(question, budget))
+    found = list(_more_memory(question, budget, plan, points)) + list(_more_host_memory(space, budget, plan))
     return found + list(_larger_batch(question, budget, plan))
+
+
+def _more_host_memory(space: Space, budget: Budget, plan: Plan) -> Iterator[Alternative]:
+    """The least of it that is worthwhile when units in files take it, or else all that they would take.
+
+    The plan stays as it is otherwise: with the memory at hand the planner may do better.
+    """
+    question, staged = space.question, plan.staged_units
+    if not plan.spilled_bytes or question.spill is None:
+        return
+    now = _times(question, plan)
+    counts = range(1, len(staged) + 1)
+    found = bisect_left(
+        counts, _WORTHWHILE, key=lambda count: _mean_ratio(now, _times(question, _brought_in(space, plan, count)))
+    )
+    better = _brought_in(space, plan, min(found + 1, len(staged)))
+    times = _times(question, better)
+    ratio = _mean_ratio(now, times)
+    if ratio < _AT_FULL_SPEED:
+        return
+    taken = sum(unit.num_bytes for unit in staged) - sum(unit.num_bytes for unit in better.staged_units)
+    extra = max(1, math.ceil((taken - (0 if better.staged_units else question.spill.ring_bytes)) / GIB))
+    rest = "" if better.staged_units else " (nothing is left on disk)"
+    text = f"{extra} GiB more host memory: {ratio:.1f}x faster{rest}"
+    yield Alternative(text, budget.num_bytes, question.batch_sizes[0], ratio, times[0])
+
+
+def _brought_in(space: Space, plan: Plan, count: int) -> Plan:
+    """``plan`` with ``count`` of its units in files in its other store: those that a higher limit would bring there."""
+    order = {anchor: position for position, anchor in enumerate(space.spill_order)}
+    last = sorted(plan.staged_units, key=lambda unit: order[unit.anchor])[len(plan.staged_units) - count :]
+    chosen = {unit.index for unit in last}
+    units = [replace(unit, store=plan.mode) if unit.index in chosen else unit for unit in plan.units]
+    return replace(plan, units=tuple(units))
 
 
 def _more_memory(question: Question, budget: Budget, plan: Plan, points: Sequence[Point]) -> Iterator[Alternative]:

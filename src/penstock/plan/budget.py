@@ -130,7 +130,8 @@ def _rank(group: Costed, row: int) -> tuple[bool, float, float, int]:
 def curve(space: Space, host_bytes: int | None = None) -> list[Point]:
     """Nearly the best step times for every amount of device memory, ascending: what a little more would buy.
 
-    ``host_bytes``: host memory that the weights may take, where what is more can rest in files. Of the candidates of a family only the most promising of each of ``_CURVE_BINS`` stretches of memory are timed.
+    ``host_bytes``: host memory that the weights may take, where what is more can rest in files. Of the candidates of a
+    family only the most promising of each of ``_CURVE_BINS`` stretches of memory are timed.
     """
     points: list[tuple[float, float, Floats]] = []
     for group in (group.within(host_bytes) for group in space.groups):

@@ -10,12 +10,12 @@ key            meaning
 ``schema``     version of this table; another one is refused
 ``model``      ``name`` (or null), ``num_storages``, ``weight_bytes``, ``sha256`` over the sorted (storage, bytes)
 ``machine``    null, or what it was made for: ``device`` (``"cpu"`` or a GPU's name), ``device_bytes`` (null on a CPU)
-``mode``       the store of what is read in place, and of units that name no other: ``cpu``, ``shm_cpu``, ``disk``,
-               ``sharded_gpu`` or ``meta``
+``mode``       the store of what is read in place, and of the units that do not rest in ``disk`` beside it:
+               ``cpu``, ``shm_cpu``, ``disk``, ``sharded_gpu`` or ``meta``
 ``num_ranks``  over how many ranks every unit is split
 ``num_slots``  slots, each of ``slot_bytes``
-``units``      ``index``, ``anchor``, ``slot``, ``num_bytes``, ``store`` (``mode``, or ``disk`` where ``mode`` is ``cpu``
-               and no ranks share it), and ``entries`` of ``storage``, ``offset``, ``num_bytes``
+``units``      ``index``, ``anchor``, ``slot``, ``num_bytes``, ``store`` (as ``mode``, or ``disk`` where that is ``cpu``
+               and units are not split over ranks), and ``entries`` of ``storage``, ``offset``, ``num_bytes``
 ``resident``   storage name -> bytes
 ``uva``        the same, of what is read in place
 the others     sums over the above, in bytes; ``store_bytes`` by where they rest
