@@ -144,7 +144,7 @@ def offload(
     split = peers is not None and (pool_links or getattr(policy, "mode", None) == "sharded_gpu")
     planner = planner_for(model, inventory, target, weights)
     if peers is not None and split:
-        planner = replace(planner, num_ranks=peers.size)
+        planner = replace(planner, num_ranks=peers.size, spill=None)
     plan = policy if isinstance(policy, Plan) else planner.plan(as_policy(policy))
     plan = _settle(inventory, plan, target, peers, made_here=plan is not policy)
     require_room(model, plan, inventory, target, budget_planner(planner, policy, plan.mode))
