@@ -145,11 +145,13 @@ def offload(
     planner = planner_for(model, inventory, target, weights)
     if peers is not None and split:
         planner = replace(planner, num_ranks=peers.size, spill=None)
-    plan = policy if isinstance(policy, Plan) else planner.plan(as_policy(policy))
-    plan = _settle(inventory, plan, target, peers, made_here=plan is not policy)
+    given = policy if isinstance(policy, Plan) else as_policy(policy)
+    plan = given if isinstance(given, Plan) else planner.plan(given)
+    plan = _settle(inventory, plan, target, peers, made_here=plan is not given)
     require_room(model, plan, inventory, target, budget_planner(planner, policy, plan.mode))
     _warn_about_training(model, plan, inventory)
-    _warn_about_idle_options(model, plan, weights, disk)
+    if planner.spill is None or given.mode is not None:  # else the files were at hand, and were not needed
+        _warn_about_idle_options(model, plan, weights, disk)
     if peers is not None and plan.mode not in ("shm_cpu", "sharded_gpu") and not pool_links:
         warnings.warn(
             f"group=... has no effect: mode {plan.mode!r} is each process's own; use mode 'shm_cpu' or 'sharded_gpu', "

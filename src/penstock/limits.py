@@ -238,7 +238,10 @@ def _mend(worst: _Shortfall, limits: Limits, plan: Plan) -> str:
         _CGROUP: "raise the limit of the container or group (memory.max)",
         _MEMLOCK: "raise `ulimit -l`",
     }[worst.limit]
-    return f"{first}, or let the weights rest in the files (--offload-mode disk)" if in_files else first
+    if not in_files:
+        return first
+    some = "" if limits.device_free_bytes is None else ", or what does not fit: pass checkpoint=FOLDER and no mode"
+    return f"{first}, or let the weights rest in the files (--offload-mode disk){some}"
 
 
 class _Search:

@@ -32,6 +32,7 @@ __all__ = ["Point", "curve", "solve"]
 _FIRST = 64
 _FIRST_FAMILIES = 4
 _CURVE_BINS = 256
+_HOST_MODES = ("cpu", "shm_cpu")
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ def solve(question: Question, budget: Budget, mode: Mode, space: Space | None = 
         BudgetError: even with everything offloaded the budget is too small; carries the minimum.
     """
     inventory = question.inventory
+    if budget.host_limit_bytes is not None and question.mode not in _HOST_MODES:
+        _warn_no_host_memory(mode)
     weights_budget = budget.num_bytes - reserved_bytes(question, budget)
     if inventory.num_bytes <= weights_budget and not question.forced:
         _warn_nothing_to_do(inventory, budget)
@@ -69,7 +72,7 @@ def solve(question: Question, budget: Budget, mode: Mode, space: Space | None = 
 
 def host_limit(question: Question, budget: Budget) -> int | None:
     """Host memory that the weights may take: the budget's, or what is free where the rest has files to rest in."""
-    if question.mode not in ("cpu", "shm_cpu"):
+    if question.mode not in _HOST_MODES:
         return None
     if budget.host_limit_bytes is None and question.spill is not None:
         return question.spill.free_bytes
@@ -118,7 +121,14 @@ def score_of(step_s: Floats) -> Floats:
 
 def _first(group: Costed, rows: Ints, score: Floats) -> int:
     equal = np.flatnonzero(score == score.min())
-    return int(min(equal, key=lambda index: _rank(group, int(rows[index]))))
+    if len(equal) == 1:
+        return int(equal[0])
+    chosen = rows[equal]
+    slots = np.maximum(group.num_slots[chosen], 1)
+    uneven = group.num_units[chosen] % slots > 0
+    # The last key counts first; as in _rank.
+    order = np.lexsort((slots, group.device_bytes[chosen], group.moved_bytes[chosen], uneven))
+    return int(equal[order[0]])
 
 
 def _rank(group: Costed, row: int) -> tuple[bool, float, float, int]:
@@ -157,6 +167,15 @@ def _most_promising(group: Costed, total_bytes: int) -> Ints:
     kept = np.unique(np.concatenate([changes, np.minimum(changes + 1, len(order) - 1)]))
     rows: Ints = every[order[kept]]
     return rows
+
+
+def _warn_no_host_memory(mode: Mode) -> None:
+    warnings.warn(
+        f"--host-memory has no effect: in mode {mode!r} no weights rest in host memory; leave it out, or say "
+        f"--offload-mode cpu",
+        PenstockWarning,
+        stacklevel=5,
+    )
 
 
 def _warn_nothing_to_do(inventory: Inventory, budget: Budget) -> None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from penstock.config import Mechanism, Mode
 from penstock.inventory import StorageInfo
-from penstock.plan.model import UnitDraft, slab_bytes
+from penstock.plan.model import UnitDraft
 from penstock.plan.pipeline import StageTimes, step_s
 from penstock.plan.ring import RING_BYTES
 from penstock.plan.roles import RoleSets
@@ -33,9 +33,6 @@ MAX_SLOTS = 3
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-
-# As a size: any sum with it is below zero.
-_NEVER = -1e30
 
 
 @dataclass(frozen=True)
@@ -93,9 +90,15 @@ class Costed:
 
     def _column(self, table: Floats, layer: int) -> Floats:
         """Per candidate: ``table`` [sets, layers] at the set it has in ``layer``."""
-        chosen = np.where(self._spaced[self.family.spaced, layer], self.family.high, self.family.low)
-        column: Floats = table[chosen, layer]
+        column: Floats = table[:, layer].take(self._chosen[layer])
         return column
+
+    @cached_property
+    def _chosen(self) -> Ints:
+        """[layers, candidates]: the set that each has in each layer."""
+        family = self.family
+        chosen: Ints = np.where(self._spaced.T[:, family.spaced], family.high, family.low)
+        return chosen
 
     def _drafted(self, value: Mapping[str, float]) -> Iterator[tuple[str, Floats]]:
         """(anchor, value of its unit per candidate), in order, for every stage that may have a unit."""
@@ -115,8 +118,7 @@ class Costed:
     def _measure_memory(self) -> None:
         inventory, family = self._space.question.inventory, self.family
         count = len(family.high)
-        slabs = {s.name: float(slab_bytes([s.num_bytes])) for s in inventory.storages}
-        sizes = {s.name: float(s.num_bytes) for s in inventory.storages}
+        slabs, sizes = self._space.slabs, self._space.sizes
         ranks = self._space.question.ranks_on_device
         parts_bytes = np.zeros(count)
         moved, units = np.zeros(count), np.zeros(count, dtype=np.int64)
@@ -165,16 +167,9 @@ class Costed:
     def _measure_host(self, slabs: Mapping[str, float]) -> None:
         self.host_bytes = self._in_place_bytes(slabs)
         self.spillable_bytes = np.zeros(len(self.host_bytes))
-        spillable = self._spillable(slabs)
-        for (_, slab), (_, streams) in zip(self._drafted(slabs), self._drafted(spillable), strict=True):
+        for (_, slab), (_, streams) in zip(self._drafted(slabs), self._drafted(self._space.spillable), strict=True):
             self.host_bytes += slab
             self.spillable_bytes += np.maximum(streams, 0.0)
-
-    def _spillable(self, slabs: Mapping[str, float]) -> dict[str, float]:
-        """``slabs``, such that a unit of which the files lack a part has less than no bytes."""
-        spill = self._space.question.spill
-        missing = frozenset(spill.unstreamable) if spill is not None else frozenset()
-        return {name: _NEVER if name in missing else slab for name, slab in slabs.items()}
 
     def least_host_bytes(self, rows: Ints) -> Floats:
         """What the candidates of these indices cannot do without in host memory."""
@@ -205,8 +200,7 @@ class Costed:
             return dict.fromkeys((stage.anchor for stage in self._parts.stages), ~self._no_files)
         if self._excess is None or not self._excess.any():
             return {}
-        slabs = {s.name: float(slab_bytes([s.num_bytes])) for s in self._space.question.inventory.storages}
-        units = dict(self._drafted(self._spillable(slabs)))
+        units = dict(self._drafted(self._space.spillable))
         left, staged = self._excess, {}
         for anchor in self._space.spill_order:
             if anchor in units:
@@ -243,7 +237,7 @@ class Costed:
     def _transfer_s(self) -> Floats:
         """Per candidate: all copies and reads of a step, with as much beside one another as the ring allows."""
         rates = self._space.question.rates
-        sizes = {s.name: float(s.num_bytes) for s in self._space.question.inventory.storages}
+        sizes = self._space.sizes
         staged = self._staged()
         following = np.zeros(len(self.num_units), np.int64)
         links_s, disk_s = np.zeros(len(following)), np.zeros(len(following))
@@ -280,7 +274,7 @@ class Costed:
     def _stage_times(self, batch: int) -> Iterator[StageTimes]:
         parts, family, costs = self._parts, self.family, self._space.costs[batch]
         count = len(family.high)
-        sizes = {s.name: float(s.num_bytes) for s in self._space.question.inventory.storages}
+        sizes = self._space.sizes
         units = dict(self._drafted(sizes))
         fixed = {s.name for s in self._fixed_uva()}
         extra = in_place = None
@@ -344,5 +338,6 @@ def _narrow(costed: Costed, rows: Ints) -> Costed:
         names += ["_excess", "host_bytes", "spillable_bytes"]
     for name in names:
         setattr(narrowed, name, getattr(costed, name)[rows])
-    narrowed.__dict__.pop("_no_files", None)
+    for name in ("_no_files", "_chosen"):
+        narrowed.__dict__.pop(name, None)
     return narrowed

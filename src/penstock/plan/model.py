@@ -201,6 +201,11 @@ class Plan:
         if self._storages != found or missing:
             raise OptionError(foreign_model(self._storages, found, missing, self.model_name))
         for unit in self.units:
+            if unit.store != self.mode and (unit.store, self.mode) != ("disk", "cpu"):
+                raise OptionError(
+                    f"unit {unit.index} ({unit.anchor}) rests in {unit.store!r} and the plan in {self.mode!r}; a unit "
+                    f"rests where the plan does, or in 'disk' beside 'cpu'"
+                )
             for entry in unit.entries:
                 # Bits are at stake: the wait for the unit stands before the anchor and nowhere else.
                 if problem := misplaced_storage(inventory.by_name[entry.storage], unit.anchor):

@@ -25,19 +25,37 @@ from penstock.config import Mechanism
 from penstock.inventory import StorageInfo
 from penstock.plan.cost import StorageCost, experts_in, stages_compute_s, storage_cost
 from penstock.plan.costed import MAX_SLOTS, Choice, Costed, Family, Floats, Ints
+from penstock.plan.model import slab_bytes
 from penstock.plan.roles import Question, RoleSets, sort_out
 from penstock.plan.spill import spill_order
 
 __all__ = ["Choice", "Costed", "Floats", "Ints", "Space"]
 
 
+# As a size: any sum with it is below zero.
+_NEVER = -1e30
+
+
 class Space:
-    """The families of a question with their costs."""
+    """The families of a question with their costs.
+
+    Attributes:
+        sizes, slabs: bytes of every storage by name, and what it takes of a slab.
+    """
 
     def __init__(self, question: Question) -> None:
         self.question = question
         self.parts = sort_out(question)
+        self.sizes = {s.name: float(s.num_bytes) for s in question.inventory.storages}
+        self.slabs = {s.name: float(slab_bytes([s.num_bytes])) for s in question.inventory.storages}
         self.groups = [Costed(self, family) for family in self._families()]
+
+    @cached_property
+    def spillable(self) -> dict[str, float]:
+        """``slabs``, such that a unit of which the files lack a part has less than no bytes."""
+        spill = self.question.spill
+        missing = frozenset(spill.unstreamable) if spill is not None else frozenset()
+        return {name: _NEVER if name in missing else slab for name, slab in self.slabs.items()}
 
     @cached_property
     def spill_order(self) -> list[str]:
