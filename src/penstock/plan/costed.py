@@ -6,7 +6,7 @@ of host memory does not change the candidates: it leaves so many of their units 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,13 +26,20 @@ from penstock.plan.striping import CHUNK_ALIGNMENT_BYTES
 if TYPE_CHECKING:
     from penstock.plan.space import Space
 
-__all__ = ["MAX_SLOTS", "Choice", "Costed", "Family", "Floats", "Ints"]
+__all__ = ["HIGH", "KEPT", "LOW", "MAX_SLOTS", "Choice", "Costed", "Family", "Floats", "Ints", "Kinds"]
 
 MAX_SLOTS = 3
+# What a layer is: one of the evenly spaced, one of the others, one of them that keeps what these read in place.
+LOW, HIGH, KEPT = range(3)
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+Kinds = npt.NDArray[np.int8]
+
+
+# Seconds, by candidate, of a unit's copy and of reading it from files; ``None``: no candidate does.
+_Move = tuple[Floats, Floats | None]
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,9 @@ class Family:
         in_place: whether the sets are read in place instead of prefetched.
         outside: what happens outside the layers.
         fixed_uva: storages that all of them read in place.
-        others_uva: by layer, what is read in place there unless it is one of the ``spaced`` layers.
+        others_uva: by layer, what is read in place there if the layer is ``LOW``.
+        patterns: [patterns, layers], of which ``spaced`` then says the row: what each layer is. ``HIGH`` layers have
+            the set ``high``, others ``low``.
     """
 
     sets: RoleSets
@@ -68,6 +77,7 @@ class Family:
     outside: Mechanism
     fixed_uva: tuple[StorageInfo, ...]
     others_uva: Mapping[str, tuple[StorageInfo, ...]] | None = None
+    patterns: Kinds | None = None
 
 
 class Costed:
@@ -77,12 +87,7 @@ class Costed:
         self._space = space
         self._parts = space.parts
         self.family = family
-        layers = len(self._parts.layers)
-        # [layers + 1, layers]: which layers are the evenly spaced ones. The gap comes after the last of them: what its
-        # slot needs next is then copied beside the compute that remains.
-        self._spaced = np.zeros((layers + 1, layers), dtype=bool)
-        for count in range(1, layers + 1):
-            self._spaced[count, [index * layers // count for index in range(count)]] = True
+        self._patterns = _evenly(len(self._parts.layers)) if family.patterns is None else family.patterns
         self._index = {layer: number for number, layer in enumerate(self._parts.layers)}
         # Slab bytes that have to go to files, by candidate; ``None`` until a limit of host memory says.
         self._excess: Floats | None = None
@@ -97,7 +102,7 @@ class Costed:
     def _chosen(self) -> Ints:
         """[layers, candidates]: the set that each has in each layer."""
         family = self.family
-        chosen: Ints = np.where(self._spaced.T[:, family.spaced], family.high, family.low)
+        chosen: Ints = np.where(self._patterns.T[:, family.spaced] == HIGH, family.high, family.low)
         return chosen
 
     def _drafted(self, value: Mapping[str, float]) -> Iterator[tuple[str, Floats]]:
@@ -154,13 +159,13 @@ class Costed:
             table = family.sets.table(sizes)
             uva += sum((self._column(table, layer) for layer in range(len(self._parts.layers))), np.zeros(count))
         for layer, storages in (family.others_uva or {}).items():
-            uva += ~self._is_spaced(layer) * float(sum(sizes[s.name] for s in storages))
+            uva += self._is_low(layer) * float(sum(sizes[s.name] for s in storages))
         return uva
 
-    def _is_spaced(self, layer: str) -> Bools:
-        """Per candidate: whether ``layer`` is one of the evenly spaced."""
-        spaced: Bools = self._spaced[self.family.spaced, self._index[layer]]
-        return spaced
+    def _is_low(self, layer: str) -> Bools:
+        """Per candidate: whether ``layer`` is ``LOW``."""
+        low: Bools = self._patterns[self.family.spaced, self._index[layer]] == LOW
+        return low
 
     # -- host memory and files ----------------------------------------------------------------------------------------
 
@@ -253,77 +258,97 @@ class Costed:
     @cached_property
     def _least_compute_s(self) -> list[float]:
         """Per batch size: compute that every candidate of the family has."""
-        fixed = {s.name for s in self._fixed_uva()}
-        return [
-            float(self._space.stage_s[batch].sum())
-            + sum(cost.in_place_s if name in fixed else cost.resident_s for name, cost in costs.items())
-            for batch, costs in enumerate(self._space.costs)
-        ]
+        return [float(sum(compute_s for compute_s, _ in always)) for always in self._always_s]
+
+    @cached_property
+    def _always_s(self) -> list[list[tuple[float, float]]]:
+        """Per batch size and stage: (compute, reading in place) that every candidate of the family has."""
+        space = self._space
+        found = []
+        for batch, costs in enumerate(space.costs):
+            compute_s, in_place_s = space.resident_s[batch].copy(), np.zeros(len(self._parts.stages))
+            for storage in self._fixed_uva():
+                cost, stage = costs[storage.name], space.stage_of[storage.name]
+                compute_s[stage] += cost.in_place_s - cost.resident_s
+                in_place_s[stage] += cost.in_place_s
+            found.append(list(zip(compute_s.tolist(), in_place_s.tolist(), strict=True)))
+        return found
 
     def step_s(self, rows: Ints) -> Floats:
         """[batch sizes, ``rows``]: seconds of a step of the candidates of these indices."""
         narrowed = _narrow(self, rows)
-        return np.array([narrowed._play(batch) for batch in range(len(self._space.question.batch_sizes))])
+        moves = narrowed._moves()
+        return np.array([narrowed._play(batch, moves) for batch in range(len(self._space.question.batch_sizes))])
 
-    def _play(self, batch: int) -> Floats:
+    def _play(self, batch: int, moves: Sequence[_Move]) -> Floats:
         rates = self._space.question.rates
-        stages = list(self._stage_times(batch))
-        ring_s = RING_BYTES * rates.file_s_per_byte if any(stage.disk_s is not None for stage in stages) else 0.0
+        ring_s = RING_BYTES * rates.file_s_per_byte if any(disk_s is not None for _, disk_s in moves) else 0.0
+        stages = self._stage_times(batch, moves)
         return step_s(stages, self.num_slots, self.num_units, rates.copies_take_cores, ring_s)
 
-    def _stage_times(self, batch: int) -> Iterator[StageTimes]:
-        parts, family, costs = self._parts, self.family, self._space.costs[batch]
+    def _moves(self) -> list[_Move]:
+        """Per stage: seconds of the copy of its unit and of reading that from files, by candidate."""
+        rates = self._space.question.rates
+        units = dict(self._drafted(self._space.sizes))
+        staged = self._staged() if rates.file_s_per_byte else {}
+        none = np.zeros(len(self.family.high))
+        moves: list[_Move] = []
+        for stage in self._parts.stages:
+            size, in_files = units.get(stage.anchor), staged.get(stage.anchor)
+            disk_s = None if size is None or in_files is None else size * in_files * rates.file_s_per_byte
+            moves.append((none if size is None else rates.copies_s(size), disk_s))
+        return moves
+
+    def _stage_times(self, batch: int, moves: Sequence[_Move]) -> Iterator[StageTimes]:
+        family, costs = self.family, self._space.costs[batch]
         count = len(family.high)
-        sizes = self._space.sizes
-        units = dict(self._drafted(sizes))
-        fixed = {s.name for s in self._fixed_uva()}
         extra = in_place = None
         if family.in_place:
             extra = family.sets.table({n: c.in_place_s - c.resident_s for n, c in costs.items()})
             in_place = family.sets.table({n: c.in_place_s for n, c in costs.items()})
-        index, file_s_per_byte = self._index, self._space.question.rates.file_s_per_byte
-        staged = self._staged() if file_s_per_byte else {}
-        for number, stage in enumerate(parts.stages):
-            linked = sum(costs[s.name].in_place_s for s, _ in stage.storages if s.name in fixed)
-            resident = sum(costs[s.name].resident_s for s, _ in stage.storages if s.name not in fixed)
-            compute_s = np.full(count, self._space.stage_s[batch, number] + linked + resident)
-            in_place_s = np.full(count, float(linked))
-            if extra is not None and in_place is not None and stage.anchor in index:
-                compute_s += self._column(extra, index[stage.anchor])
-                in_place_s += self._column(in_place, index[stage.anchor])
-            for storage in (family.others_uva or {}).get(stage.anchor, ()):
-                there, cost = ~self._is_spaced(stage.anchor), costs[storage.name]
-                compute_s += there * (cost.in_place_s - cost.resident_s)
-                in_place_s += there * cost.in_place_s
-            size = units.get(stage.anchor)
-            disk_s = None
-            if size is not None and stage.anchor in staged:
-                disk_s = size * staged[stage.anchor] * file_s_per_byte
-            yield StageTimes(compute_s, in_place_s, self._copy_s(size, count), disk_s)
-
-    def _copy_s(self, num_bytes: Floats | None, count: int) -> Floats:
-        return np.zeros(count) if num_bytes is None else self._space.question.rates.copies_s(num_bytes)
+        always = self._always_s[batch]
+        for stage, (compute, linked), (copy_s, disk_s) in zip(self._parts.stages, always, moves, strict=True):
+            compute_s, in_place_s = np.full(count, compute), np.full(count, linked)
+            if extra is not None and in_place is not None and stage.anchor in self._index:
+                compute_s += self._column(extra, self._index[stage.anchor])
+                in_place_s += self._column(in_place, self._index[stage.anchor])
+            if others := (family.others_uva or {}).get(stage.anchor):
+                there = self._is_low(stage.anchor)
+                compute_s += there * sum(costs[s.name].in_place_s - costs[s.name].resident_s for s in others)
+                in_place_s += there * sum(costs[s.name].in_place_s for s in others)
+            yield StageTimes(compute_s, in_place_s, copy_s, disk_s)
 
     def choice(self, candidate: int) -> Choice:
         """The candidate of this index, laid out."""
         parts, family = self._parts, self.family
-        spaced = self._spaced[family.spaced[candidate]]
+        pattern = self._patterns[family.spaced[candidate]]
         outside = {draft.anchor: draft.storages for draft in parts.outside if family.outside == "prefetch"}
         drafts, uva = [], list(self._fixed_uva())
         staged = _narrow(self, np.array([candidate]))._staged() if self._excess is not None else {}
         for stage in parts.stages:
             storages = list(parts.always_prefetched.get(stage.anchor, ())) + list(outside.get(stage.anchor, ()))
             if stage.anchor in parts.roles:
-                is_spaced = spaced[self._index[stage.anchor]]
-                chosen_set = family.high if is_spaced else family.low
+                kind = pattern[self._index[stage.anchor]]
+                chosen_set = family.high if kind == HIGH else family.low
                 roles = family.sets.sets[chosen_set[candidate]]
                 chosen = [s for role, s in parts.roles[stage.anchor].items() if role in roles]
                 (uva if family.in_place else storages).extend(chosen)
-                uva.extend(() if is_spaced else (family.others_uva or {}).get(stage.anchor, ()))
+                uva.extend((family.others_uva or {}).get(stage.anchor, ()) if kind == LOW else ())
             if storages:
                 store: Mode | None = "disk" if stage.anchor in staged and staged[stage.anchor][0] else None
                 drafts.append(UnitDraft(stage.anchor, tuple(sorted(storages, key=self._space.order)), store))
         return Choice(tuple(drafts), tuple(uva), int(self.num_slots[candidate]))
+
+
+def _evenly(layers: int) -> Kinds:
+    """[layers + 1, layers]: as many ``HIGH`` layers as the row says, evenly spaced.
+
+    The gap comes after the last of them: what its slot needs next is then copied beside the compute that remains.
+    """
+    patterns = np.full((layers + 1, layers), LOW, dtype=np.int8)
+    for count in range(1, layers + 1):
+        patterns[count, [index * layers // count for index in range(count)]] = HIGH
+    return patterns
 
 
 def _narrow(costed: Costed, rows: Ints) -> Costed:

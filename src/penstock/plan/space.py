@@ -5,7 +5,8 @@ A *role* is a tensor's name inside its layer (``mlp.down_proj.weight``), the sam
 * which roles leave the device: the set B in ``k`` layers, evenly spaced, and the next smaller set A (or none) in the
   others; so that sizes between two sets of roles are reached without bunching;
 * how they are reached: all by prefetch, all in place, or experts in place everywhere and the rest by prefetch; where
-  units may rest in files also experts in place in all layers but the ``k``, whose units then are those in files;
+  units may rest in files also experts prefetched in ``k`` layers, which then are those in files, resident in some
+  others and in place in the rest;
 * what happens to the modules outside the layers: resident, prefetched or in place;
 * the number of slots.
 
@@ -16,7 +17,7 @@ limit of host memory does to a candidate is to leave some of its units in files,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -24,7 +25,7 @@ import numpy as np
 from penstock.config import Mechanism
 from penstock.inventory import StorageInfo
 from penstock.plan.cost import StorageCost, experts_in, stages_compute_s, storage_cost
-from penstock.plan.costed import MAX_SLOTS, Choice, Costed, Family, Floats, Ints
+from penstock.plan.costed import HIGH, KEPT, LOW, MAX_SLOTS, Choice, Costed, Family, Floats, Ints, Kinds
 from penstock.plan.model import slab_bytes
 from penstock.plan.roles import Question, RoleSets, sort_out
 from penstock.plan.spill import spill_order
@@ -82,7 +83,22 @@ class Space:
         ]  # fmt: skip
 
     @cached_property
-    def stage_s(self) -> Floats:
+    def stage_of(self) -> dict[str, int]:
+        """Index of the stage that reads a storage, by its name."""
+        return {s.name: number for number, stage in enumerate(self.parts.stages) for s, _ in stage.storages}
+
+    @cached_property
+    def resident_s(self) -> Floats:
+        """[batch sizes, stages]: compute with all weights resident."""
+        own = [
+            [sum(costs[s.name].resident_s for s, _ in stage.storages) for stage in self.parts.stages]
+            for costs in self.costs
+        ]
+        found: Floats = self._stage_s + np.array(own)
+        return found
+
+    @cached_property
+    def _stage_s(self) -> Floats:
         """[batch sizes, stages]: compute beside the tensors' own."""
         question, stages = self.question, self.parts.stages
         return np.array(
@@ -109,19 +125,26 @@ class Space:
                     yield from self._split(all_sets, how, frozenset(experts))
 
     def _split(self, sets: RoleSets, outside: Mechanism, experts: frozenset[str]) -> Iterator[Family]:
-        """Experts of evenly spaced layers prefetched, of all others read in place."""
+        """Experts prefetched in evenly spaced layers, resident in some of the others, read in place in the rest.
+
+        Of the dense roles all stay or all leave: what matters here is where the experts are.
+        """
         index = {chosen: number for number, chosen in enumerate(sets.sets)}
-        pairs = [(n, index[s - experts]) for s, n in index.items() if experts <= s and s - experts in index]
+        dense = frozenset[str]().union(*sets.sets) - experts
+        lows = [low for low in dict.fromkeys((frozenset[str](), dense)) if {low, low | experts} <= index.keys()]
         layers = [layer for layer, mine in self.parts.roles.items() if experts & mine.keys()]
-        spaced = np.arange(1, len(self.parts.layers), dtype=np.int64)
-        if not pairs or len(layers) < 2:
+        if not lows or len(layers) < 2:
             return
         others = {layer: tuple(s for r, s in self.parts.roles[layer].items() if r in experts) for layer in layers}
-        high, low = (np.repeat(column, len(spaced)) for column in np.array(pairs, dtype=np.int64).T)
-        every = np.tile(spaced, len(pairs))
+        patterns = _three_ways([layer in others for layer in self.parts.layers])
+        every = np.tile(np.arange(len(patterns)), len(lows))
+        high, low = (
+            np.repeat([index[chosen | extra] for chosen in lows], len(patterns))
+            for extra in (experts, frozenset[str]())
+        )
         for num_slots in range(1, MAX_SLOTS + 1):
             slots = np.full(len(every), num_slots, dtype=np.int64)
-            yield Family(sets, high, low, every, slots, False, outside, (), others)
+            yield Family(sets, high, low, every, slots, False, outside, (), others, patterns)
 
     def _is_expert(self, role: str) -> bool:
         return any(experts_in(mine[role], True) > 1 for mine in self.parts.roles.values() if role in mine)
@@ -147,3 +170,19 @@ class Space:
         high, low, spaced = np.concatenate(runs, axis=1)
         slots = np.full(len(spaced), num_slots, dtype=np.int64)
         return Family(sets, high, low, spaced, slots, in_place, outside, fixed_uva)
+
+
+def _three_ways(has_experts: Sequence[bool]) -> Kinds:
+    """[patterns, layers]: every number of evenly spaced layers with experts that are ``HIGH``, and of those between
+    them that are ``KEPT``."""
+    layers = np.flatnonzero(has_experts)
+    patterns = []
+    for moved in range(1, len(layers)):
+        spaced = np.arange(moved) * len(layers) // moved
+        between = np.delete(layers, spaced)
+        for kept in range(len(between)):
+            pattern = np.full(len(has_experts), LOW, dtype=np.int8)
+            pattern[layers[spaced]] = HIGH
+            pattern[between[np.arange(kept) * len(between) // max(1, kept)]] = KEPT
+            patterns.append(pattern)
+    return np.array(patterns)
