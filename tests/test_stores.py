@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import MoE, QuantStack, Stack, all_layers, rows, save
+from registrars import Ledger
 from rich.console import Console
 from rings import FakeRingLink
 from test_planner import SMALL, layered
@@ -21,6 +22,8 @@ from penstock.config import Budget
 from penstock.errors import OptionError, PenstockWarning
 from penstock.inventory import take_inventory
 from penstock.limits import Needs, needs_of
+from penstock.offloaders import opening
+from penstock.offloaders.opening import open_pinned
 from penstock.plan import Plan, build_plan
 from penstock.plan.build import move_on_demand
 from penstock.plan.machine import Machine
@@ -214,22 +217,36 @@ class TestCarriedOut:
                 assert_same_bits(model(inputs), resident(inputs))
             assert handle.stats().store_bytes["file"] == plan.spilled_bytes
 
+    @pytest.mark.parametrize("from_meta", [True, False], ids=["from meta", "live"])
     @pytest.mark.parametrize("slots", [1, 2, 3])
-    def test_host_units_pass_by_the_ring(self, slots: int, tmp_path: Path) -> None:
-        """What a GPU does, on a stream of the test: the ring's order is that of the units in files alone."""
+    def test_as_a_gpu_does_it(
+        self, slots: int, from_meta: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Pinned slabs of host units on the stream of the test between pieces from the ring, whose order is its own."""
         resident = QuantStack().eval()
         save(resident, tmp_path)
-        plan = two_stores(resident, slots, 1, 3)
-        link = SlabRingLink(blocking=True, max_pause_s=0.0005)
         expected = resident(rows())
-        handle = offload_over(resident, plan, link, checkpoint=tmp_path)
+        ledger = Ledger()
+        monkeypatch.setattr(opening, "_host_store", lambda plan, bound, device: open_pinned(plan, bound, ledger))
+        with torch.device("meta" if from_meta else "cpu"):
+            model = QuantStack().eval()
+        if not from_meta:
+            model.load_state_dict(resident.state_dict())
+        plan = two_stores(model, slots, 1, 3)
+        link = FakeRingLink(blocking=True, max_pause_s=0.0005)
+        handle = offload_over(model, plan, link, checkpoint=tmp_path)
         for _ in range(6):
-            assert_same_bits(resident(rows()), expected)
+            assert_same_bits(model(rows()), expected)
+        assert_moved(handle, 6)
+        assert {piece.unit for piece in link.layout.pieces} == {1, 3}
         staging = handle.stats().staging
         assert staging is not None
         assert staging.misses == 0
-        assert {piece.unit for piece in link.layout.pieces} == {1, 3}
+        assert staging.bytes_read >= 5 * sum(plan.units[index].payload_bytes for index in (1, 3))
+        kept = sum(unit.num_bytes for unit in plan.units if unit.store == "cpu")
+        assert handle.stats().store_bytes["host_pinned"] == sum(ledger.held.values()) == kept
         handle.remove()
+        assert_same_bits(model(rows()), expected)
 
     def test_without_a_checkpoint_it_is_refused_before_anything_is_allocated(
         self, monkeypatch: pytest.MonkeyPatch
@@ -246,15 +263,3 @@ def state_in(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return load_file(folder / "model.safetensors")
-
-
-class SlabRingLink(FakeRingLink):
-    """Of host units the store of a CPU has no slab; a GPU's has."""
-
-    def copy(self, load, slot, after):  # type: ignore[no-untyped-def]
-        if load.unit in self.layout.of_unit:
-            return super().copy(load, slot, after)
-        slab = torch.zeros_like(slot)
-        for segment in load.segments:
-            segment.source.read(0, slab[segment.slot_offset :][: segment.num_bytes].numpy().data)
-        return super().copy(replace(load, slab=slab), slot, after)
