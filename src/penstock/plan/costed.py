@@ -148,8 +148,6 @@ class Costed:
         uva = self._in_place_bytes(sizes)
         self.offloaded_bytes = moved + uva
         self.device_bytes = inventory.num_bytes - moved - uva + slot_bytes.sum(0) + parts_bytes
-        if self._space.question.spill is not None:
-            self._measure_host(slabs)
 
     def _in_place_bytes(self, sizes: Mapping[str, float]) -> Floats:
         """Per candidate: what is read in place, each storage counted with its bytes in ``sizes``."""
@@ -169,29 +167,33 @@ class Costed:
 
     # -- host memory and files ----------------------------------------------------------------------------------------
 
-    def _measure_host(self, slabs: Mapping[str, float]) -> None:
-        self.host_bytes = self._in_place_bytes(slabs)
-        self.spillable_bytes = np.zeros(len(self.host_bytes))
-        for (_, slab), (_, streams) in zip(self._drafted(slabs), self._drafted(self._space.spillable), strict=True):
-            self.host_bytes += slab
-            self.spillable_bytes += np.maximum(streams, 0.0)
+    @cached_property
+    def _host_bytes(self) -> tuple[Floats, Floats]:
+        """Per candidate: slab bytes with all units in host memory, and how much of that could be in files."""
+        host_bytes = self._in_place_bytes(self._space.slabs)
+        spillable_bytes = np.zeros(len(host_bytes))
+        for _, slab in self._drafted(self._space.slabs):
+            host_bytes += slab
+        for _, slab in self._drafted(self._space.spillable):
+            spillable_bytes += np.maximum(slab, 0.0)
+        return host_bytes, spillable_bytes
 
     def least_host_bytes(self, rows: Ints) -> Floats:
         """What the candidates of these indices cannot do without in host memory."""
         spill = self._space.question.spill
         if spill is None:
             return self.offloaded_bytes[rows]
-        none, most = self.host_bytes[rows], self.spillable_bytes[rows]
+        none, most = (num_bytes[rows] for num_bytes in self._host_bytes)
         least: Floats = np.minimum(none, none - most + spill.ring_bytes)
         return least
 
     def within(self, host_bytes: int | None) -> Costed:
         """The same candidates with so much of them in files that the rest stays within ``host_bytes``."""
         spill = self._space.question.spill
-        if spill is None or host_bytes is None:
+        if spill is None or host_bytes is None or host_bytes >= sum(self._space.slabs.values()):
             return self
+        too_much = self._host_bytes[0] - host_bytes
         limited = copy(self)
-        too_much = self.host_bytes - host_bytes
         limited._excess = np.where(too_much > 0, too_much + spill.ring_bytes, 0.0)
         return limited
 
@@ -221,7 +223,7 @@ class Costed:
         """Candidates within both limits."""
         fits = self.device_bytes <= device_bytes
         if self._excess is not None:
-            fits &= self._excess <= self.spillable_bytes
+            fits &= self._excess <= self._host_bytes[1]
         elif host_bytes is not None:
             fits &= self.offloaded_bytes <= host_bytes
         rows: Ints = np.flatnonzero(fits & (self.family.slots <= np.maximum(self.num_slots, 1)))
@@ -360,9 +362,9 @@ def _narrow(costed: Costed, rows: Ints) -> Costed:
     )
     names = ["num_units", "num_slots", "moved_bytes", "offloaded_bytes", "device_bytes"]
     if costed._excess is not None:
-        names += ["_excess", "host_bytes", "spillable_bytes"]
+        names += ["_excess"]
     for name in names:
         setattr(narrowed, name, getattr(costed, name)[rows])
-    for name in ("_no_files", "_chosen"):
+    for name in ("_no_files", "_chosen", "_host_bytes"):
         narrowed.__dict__.pop(name, None)
     return narrowed
