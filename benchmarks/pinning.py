@@ -142,7 +142,7 @@ def _store(path: Path, num_bytes: int, direct: bool, *, cold: bool) -> None:
     if cold:
         _forget(path)
     size = 256 * MIB
-    units = [Unit(i, "", 0, (SlabEntry(f"{i}", 0, size),), size) for i in range(num_bytes // size)]
+    units = [Unit(i, "", 0, (SlabEntry(f"{i}", 0, size),), size, "cpu") for i in range(num_bytes // size)]
     file = File(path, DiskOptions(direct=direct))
     device = torch.device("cuda", 0)
 

@@ -16,7 +16,7 @@ from penstock.inventory import Inventory, Location, StorageInfo, TensorInfo
 from penstock.link.base import Link, Mark, Transfer
 from penstock.link.ring import StagingRing
 from penstock.plan.model import Plan, UnitDraft, assemble
-from penstock.plan.ring import WORD_BYTES, RingLayout, lay_out_ring
+from penstock.plan.ring import WORD_BYTES, RingLayout, lay_out_ring_of
 from penstock.store.base import Load, Segment, Store
 from penstock.telemetry import StagingStats
 
@@ -121,8 +121,7 @@ class FakeRingLink(Link):
         self.log: list[int] = []
 
     def prepare(self, plan: Plan, loads: Sequence[Load]) -> None:
-        sizes = [unit.num_bytes for unit in plan.units]
-        self.layout: RingLayout = lay_out_ring(sizes, plan.num_slots, ENTRY_BYTES, self._entries)
+        self.layout: RingLayout = lay_out_ring_of(plan, ENTRY_BYTES, self._entries)
         memory = torch.full((self.layout.num_bytes,), 0xEE, dtype=torch.uint8)
         self.ring = StagingRing(self.layout, loads, memory, num_threads=self._threads, stuck_s=self._stuck_s)
         self.stream = FakeStream(memory[StagingRing.words_at(self.layout) :], self._pause_s)
@@ -140,7 +139,10 @@ class FakeRingLink(Link):
     def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> Transfer:
         self.ring.check()
         self.log.append(load.unit)
-        self.ring.enqueue(load.unit, slot, self.stream)
+        if load.slab is not None:
+            self.stream.copy(slot[: load.slab.numel()], load.slab)
+        else:
+            self.ring.enqueue(load.unit, slot, self.stream)
         return _Given(load.unit)
 
     def wait(self, transfer: Transfer, measure: bool = False) -> float:

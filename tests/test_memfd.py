@@ -148,7 +148,7 @@ def unit(index: int, *sizes: int) -> Unit:
     for i, size in enumerate(sizes):
         entries.append(SlabEntry(f"u{index}.{i}", offset, size))
         offset += -(-size // 256) * 256
-    return Unit(index, f"layers.{index}", 0, tuple(entries), offset)
+    return Unit(index, f"layers.{index}", 0, tuple(entries), offset, "cpu")
 
 
 UNITS = [unit(0, 300, 20), unit(1, 5000), unit(2, 10)]

@@ -31,7 +31,7 @@ def unit(index: int, *sizes: int) -> Unit:
     for i, size in enumerate(sizes):
         entries.append(SlabEntry(f"u{index}.{i}", offset, size))
         offset += -(-size // 256) * 256
-    return Unit(index, f"layers.{index}", 0, tuple(entries), offset)
+    return Unit(index, f"layers.{index}", 0, tuple(entries), offset, "cpu")
 
 
 def fill(store: PinnedStore, units: Sequence[Unit], in_place: Mapping[str, int]) -> dict[str, torch.Tensor]:

@@ -134,3 +134,85 @@ def test_reading_in_place_takes_the_link_from_the_copies() -> None:
     quiet = [StageTimes(stage.compute_s, 0 * one, stage.copy_s) for stage in stages]
     slots, units = np.array([1]), np.array([2])
     assert step_s(stages, slots, units)[0] > step_s(quiet, slots, units)[0]
+
+
+# -- with a disk before the link ---------------------------------------------------------------------------------------
+
+
+def read_ahead(compute: list[float], copies: list[float], reads: list[float], slots: int, ring: float) -> float:
+    """The length of a late step, from a queue of copies in order and a disk that works ahead of them."""
+    units = [(copy, read) for copy, read in zip(copies, reads, strict=True) if copy > 0]
+    slots = min(slots, len(units))
+    now = link_free = disk_free = 0.0
+    arrival: dict[int, float] = {}
+
+    def fetch(unit: int, asked: float) -> None:
+        nonlocal link_free, disk_free
+        copy, read = units[unit]
+        start = max(link_free, asked)
+        ahead = min(ring, read, start - disk_free)  # what lies in the ring by then
+        link_free = max(start + copy, start + read - ahead) if read else start + copy
+        disk_free = link_free if read else disk_free
+        arrival[unit] = link_free
+
+    held_back = slot_of(len(units) - 1, slots) if len(units) > slots else None
+    for unit in first_units(len(units), slots):
+        if unit != held_back:
+            fetch(unit, now)
+    begun = now
+    for _ in range(6):
+        now = begun = max(now, link_free)
+        if held_back is not None:
+            fetch(held_back, now)
+        unit = -1
+        for seconds, copy in zip(compute, copies, strict=True):
+            unit += copy > 0
+            now = max(now, arrival[unit]) + seconds if copy else now + seconds
+            following = next_in_chain(unit, len(units), slots) if copy else unit
+            if copy and following != unit and slot_of(unit, slots) != (held_back if unit == len(units) - 1 else None):
+                fetch(following, now)
+    return max(now, link_free) - begun
+
+
+def played_ahead(compute: list[float], copies: list[float], reads: list[float], slots: int, ring: float) -> float:
+    one = np.ones(1)
+    stages = [StageTimes(c * one, 0 * one, m * one, d * one) for c, m, d in zip(compute, copies, reads, strict=True)]
+    units = np.array([sum(copy > 0 for copy in copies)])
+    return float(step_s(stages, np.minimum(slots, units), units, ring_s=ring)[0])
+
+
+STAGES = st.lists(st.tuples(times.filter(bool), times, times), min_size=1, max_size=10)
+
+
+@given(STAGES, st.integers(1, 4), st.sampled_from([0.5, 2.0, 100.0]))
+@settings(max_examples=400, deadline=None)
+def test_a_step_with_a_disk_is_a_queue_of_reads_and_copies(
+    stages: list[tuple[float, float, float]], slots: int, ring: float
+) -> None:
+    """Of what the ring has at the beginning of a step, only what is sure counts: never too fast, by a ring too slow."""
+    compute, copies, reads = [list(column) for column in zip(*stages, strict=True)]
+    reads = [read if copy else 0.0 for read, copy in zip(reads, copies, strict=True)]
+    found, expected = (
+        played_ahead(compute, copies, reads, slots, ring),
+        read_ahead(compute, copies, reads, slots, ring),
+    )
+    assert expected - 1e-9 <= found <= expected + ring + 1e-9
+
+
+@given(STAGES, st.integers(1, 4), st.integers(0, 9), st.sampled_from([0.5, 2.0]))
+@settings(max_examples=300, deadline=None)
+def test_one_unit_fewer_on_disk_is_never_slower(
+    stages: list[tuple[float, float, float]], slots: int, which: int, ring: float
+) -> None:
+    compute, copies, reads = [list(column) for column in zip(*stages, strict=True)]
+    fewer = [0.0 if index == which else read for index, read in enumerate(reads)]
+    assert played_ahead(compute, copies, fewer, slots, ring) <= played_ahead(compute, copies, reads, slots, ring) + 1e-9
+
+
+def test_the_disk_works_ahead_while_host_units_are_copied() -> None:
+    """Reads of 4 s: one after the other nothing hides them, spaced out the ring does."""
+    compute, copies = [0.1] * 8, [1.0] * 8
+    together = played_ahead(compute, copies, [4.0, 4.0, 0, 0, 0, 0, 0, 0], 2, ring=3.0)
+    apart = played_ahead(compute, copies, [4.0, 0, 0, 0, 4.0, 0, 0, 0], 2, ring=3.0)
+    assert apart < together
+    assert apart == pytest.approx(8.1, abs=0.5)

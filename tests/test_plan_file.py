@@ -83,7 +83,7 @@ class TestRoundTrip:
         data = json.loads((tmp_path / "plan.json").read_text())
         sizes = {s.name: s.num_bytes for s in take_inventory(Stack(6)).storages if s.name in known(plan)}
         digest = hashlib.sha256(json.dumps(sorted(sizes.items()), separators=(",", ":")).encode()).hexdigest()
-        assert data["schema"] == 2
+        assert data["schema"] == 3
         assert data["model"] == {
             "name": "stack",
             "num_storages": len(sizes),
@@ -94,7 +94,7 @@ class TestRoundTrip:
 
     def test_the_keys_are_frozen(self, plan: Plan) -> None:
         """Another set of keys is another schema: raise the version."""
-        assert plan.to_json()["schema"] == 2
+        assert plan.to_json()["schema"] == 3
         assert list(plan.to_json()) == [
             "schema", "model", "machine", "mode", "num_ranks", "num_slots", "slot_bytes", "device_bytes",
             "resident_bytes", "prefetched_bytes", "moved_bytes", "store_bytes", "uva_bytes", "units", "resident", "uva",
@@ -172,10 +172,11 @@ def without(*keys: Any) -> Callable[[Any], None]:
 
 FIRST = "layers.0.norm.weight"
 DAMAGE = {
-    "schema 1": (at("schema", value=1), r"schema: expected 2, the version that this penstock reads .*, found 1"),
-    "schema true": (at("schema", value=True), "schema: expected 2, .* found true"),
-    "schema 1.0": (at("schema", value=1.0), r"schema: expected 2, .* found 1\.0"),
-    "no schema": (without("schema"), "schema: expected 2, .* found null"),
+    "schema 1": (at("schema", value=1), r"schema: expected 3, the version that this penstock reads .*, found 1"),
+    "schema 2": (at("schema", value=2), r"schema: expected 3, .*, found 2"),
+    "schema true": (at("schema", value=True), "schema: expected 3, .* found true"),
+    "schema 1.0": (at("schema", value=1.0), r"schema: expected 3, .* found 1\.0"),
+    "no schema": (without("schema"), "schema: expected 3, .* found null"),
     "key missing": (without("uva"), "the file: expected the key 'uva', found"),
     "key unknown": (at("speed", value=3), 'the file: expected no key but schema, .*, found "speed"'),
     "unit key missing": (without("units", 1, "anchor"), r"units\[1\]: expected the key 'anchor'"),
@@ -194,6 +195,10 @@ DAMAGE = {
     "unit type": (at("units", 3, value="a"), r'units\[3\]: expected an object, found "a"'),
     "slot": (at("units", 1, "slot", value=0), r"units\[1\]\.slot: expected 1, which is index mod num_slots, found 0"),
     "index": (at("units", 1, "index", value=3), r"units\[1\]\.index: expected 1, its position, found 3"),
+    "unit store": (at("units", 1, "store", value="tape"), r'\.store: expected one of cpu, disk, found "tape"'),
+    "unit store of others": (at("units", 1, "store", value="shm_cpu"), r"units\[1\]\.store: expected one of cpu, disk"),
+    "unit store missing": (without("units", 1, "store"), r"units\[1\]: expected the key 'store'"),
+    "a store that changes the sums": (at("units", 1, "store", value="disk"), r"store_bytes: expected .*\"disk\""),
     "no entries": (at("units", 0, "entries", value=[]), r"units\[0\]\.entries: expected at least one entry"),
     "anchor type": (at("units", 0, "anchor", value=None), r"units\[0\]\.anchor: expected a string, found null"),
     "overlap": (at("units", 0, "entries", 1, "offset", value=0), r"entries\[1\]\.offset: expected at least 128, where"),
@@ -261,8 +266,8 @@ class TestDamagedFiles:
             (b"9" * 5000, "expected a plan in JSON, found"),
             (b"[]", r"the file: expected an object, found \[\]"),
             (b"null", "the file: expected an object, found null"),
-            (b'{"schema": 2, "schema": 2}', "the key 'schema' twice in one object"),
-            (b'{"schema": NaN}', "schema: expected 2, .* found NaN"),
+            (b'{"schema": 3, "schema": 3}', "the key 'schema' twice in one object"),
+            (b'{"schema": NaN}', "schema: expected 3, .* found NaN"),
         ],
         ids=lambda value: str(value)[:20],
     )

@@ -33,7 +33,7 @@ def test_roles_and_sizes() -> None:
 
 
 def test_report_of_a_plan_in_mode_meta() -> None:
-    unit = Unit(0, "layer", 0, (SlabEntry("layer.weight", 0, 2**30),), 2**30)
+    unit = Unit(0, "layer", 0, (SlabEntry("layer.weight", 0, 2**30),), 2**30, "meta")
     console = Console(width=120, file=io.StringIO(), record=True)
     console.print(render(Plan((unit,), 1, "meta", {"head.weight": 2**29}, {}), "m"))
     text = console.export_text()
@@ -43,7 +43,7 @@ def test_report_of_a_plan_in_mode_meta() -> None:
 
 
 def test_report_of_memory_that_ranks_share() -> None:
-    unit = Unit(0, "layer", 0, (SlabEntry("layer.weight", 0, 2**30),), 2**30)
+    unit = Unit(0, "layer", 0, (SlabEntry("layer.weight", 0, 2**30),), 2**30, "shm_cpu")
     console = Console(width=120, file=io.StringIO(), record=True)
     console.print(render(Plan((unit,), 1, "shm_cpu", {"head.weight": 2**29}, {}), "m"))
     text = console.export_text()

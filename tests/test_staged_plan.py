@@ -35,15 +35,9 @@ def plan_of(mode: str) -> Plan:
 
 
 class TestRates:
-    def test_no_copy_is_faster_than_the_files_are_read(self) -> None:
-        rates = replace(NOMINAL_GPU, copy_bytes_per_s=Curve.of({1: 1e9, 100: 9e9}), file_bytes_per_s=4e9)
-        assert rates.for_mode("disk").copy_bytes_per_s == Curve.of({1: 1e9, 100: 4e9})
-        assert rates.for_mode("cpu") is rates
-        assert rates.for_mode("disk").for_mode("disk") == rates.for_mode("disk")
-
     def test_files_of_a_cpu_are_its_copies(self) -> None:
-        rates = replace(NOMINAL_GPU, file_bytes_per_s=None)
-        assert rates.for_mode("disk") is rates
+        assert replace(NOMINAL_GPU, file_bytes_per_s=None).file_s_per_byte == 0
+        assert replace(NOMINAL_GPU, file_bytes_per_s=4e9).file_s_per_byte == 1 / 4e9
 
     @pytest.mark.parametrize(("direct", "expected"), [(3e9, 3e9), (None, 8e9)])
     def test_a_probe_tells_them(self, direct: float | None, expected: float) -> None:
@@ -66,9 +60,13 @@ class TestRates:
 
     def test_a_forecast_counts_with_them(self) -> None:
         inventory = take_inventory(Stack(6))
-        rates = replace(NOMINAL_GPU, copy_bytes_per_s=Curve.of({1: 16e9}), file_bytes_per_s=1e9)
+        rates = replace(NOMINAL_GPU, copy_bytes_per_s=Curve.of({1: 16e6}), file_bytes_per_s=1e6)
         host, files = (forecast(plan_of(mode), inventory, rates, Traits(), 1) for mode in ("cpu", "disk"))
-        assert files.link_s == pytest.approx(16 * host.link_s)
+        assert files.link_s == host.link_s > 0 == host.disk_s
+        assert files.disk_s == pytest.approx(16 * host.link_s)
+        assert files.floor_s == files.disk_s > host.floor_s
+        assert files.bound == "disk"
+        assert files.disk_s * (1 - 1e-9) <= files.step_s <= files.disk_s + files.resident_s + files.link_s
 
     def test_a_budget_reads_only_lookups_in_place(self) -> None:
         """Anything else read in place would be a copy in host memory, which is what files are to save."""

@@ -257,11 +257,13 @@ class Budget:
         device_memory: residents and slots together stay within this, and the KV cache and activations of the workload
             too where it states a context (``--device-memory``).
         params: name patterns that narrow what may be offloaded; empty means every parameter of 64 KiB or more.
-        mode: the store; ``None`` means ``disk`` when a checkpoint is given and the device is a CPU, else ``cpu``.
+        mode: the store; ``None`` means ``disk`` when a checkpoint is given and the device is a CPU, else ``cpu``, and
+            given a checkpoint ``disk`` beside it for the units that host memory has no room for.
         rules: mechanisms that are not the planner's to choose; of several that match a tensor the first counts
             (``--offload-rule PATTERN=MECHANISM``).
         workload: what the plan is made for.
-        host_memory: offloaded bytes in host memory stay within this; ``None`` means what is free (``--host-memory``).
+        host_memory: offloaded bytes in host memory, and the staging ring of what comes from files, stay within this;
+            ``None`` means what is free (``--host-memory``).
     """
 
     device_memory: str | int

@@ -106,7 +106,8 @@ def offload(
         policy: a device-memory budget for the weights such as ``"20GiB"``, or :class:`~penstock.Prefetch`,
             :class:`~penstock.UVA`, :class:`~penstock.Budget`, or a finished :class:`~penstock.Plan`, from a file too
             (``Plan.load(path)``).
-        checkpoint: folder or file of safetensors that holds the weights; mode ``disk`` reads from it.
+        checkpoint: folder or file of safetensors that holds the weights. Mode ``disk`` reads from it, and so does a
+            budget without a mode what host memory has no room for.
         device: where compute runs; default the device the model is on (a CPU for ``meta``).
         disk: how its files are read.
         progress: called with (bytes loaded, bytes to load) while weights are read or moved.
@@ -143,12 +144,14 @@ def offload(
     split = peers is not None and (pool_links or getattr(policy, "mode", None) == "sharded_gpu")
     planner = planner_for(model, inventory, target, weights)
     if peers is not None and split:
-        planner = replace(planner, num_ranks=peers.size)
-    plan = policy if isinstance(policy, Plan) else planner.plan(as_policy(policy))
-    plan = _settle(inventory, plan, target, peers, made_here=plan is not policy)
+        planner = replace(planner, num_ranks=peers.size, spill=None)
+    given = policy if isinstance(policy, Plan) else as_policy(policy)
+    plan = given if isinstance(given, Plan) else planner.plan(given)
+    plan = _settle(inventory, plan, target, peers, made_here=plan is not given)
     require_room(model, plan, inventory, target, budget_planner(planner, policy, plan.mode))
     _warn_about_training(model, plan, inventory)
-    _warn_about_idle_options(model, plan, weights, disk)
+    if planner.spill is None or given.mode is not None:  # else the files were at hand, and were not needed
+        _warn_about_idle_options(model, plan, weights, disk)
     if peers is not None and plan.mode not in ("shm_cpu", "sharded_gpu") and not pool_links:
         warnings.warn(
             f"group=... has no effect: mode {plan.mode!r} is each process's own; use mode 'shm_cpu' or 'sharded_gpu', "
@@ -207,7 +210,7 @@ def _warn_about_idle_options(model: nn.Module, plan: Plan, weights: WeightMap | 
         ("checkpoint", weights is not None and not on_meta),
         ("disk", disk is not None and not on_meta),
     ):
-        if given and plan.mode != "disk":
+        if given and not plan.reads_files:
             warnings.warn(
                 f"{name}=... has no effect: mode {plan.mode!r} takes the weights from the model itself, not from files",
                 PenstockWarning,

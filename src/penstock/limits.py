@@ -110,12 +110,12 @@ def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_me
     slots = sum(plan.slot_bytes)
     if not on_gpu:
         copied = on_meta if plan.mode == "cpu" else dict(_offloaded(plan)) if plan.mode == "shm_cpu" else ()
-        stored = sum(size for name, size in _offloaded(plan) if name in copied)
+        stored = sum(size for name, size in _offloaded(plan) if name in copied and plan.store_of(name) != "disk")
         if plan.num_ranks > 1 or plan.mode == "sharded_gpu":
             stored = plan.part_bytes  # copied, wherever the tensors lie
         return Needs(host_bytes=slots + sum(arriving) + stored)
     in_place = sum(slab_bytes([size]) for size in plan.uva.values())  # a GPU cannot address a mapped file
-    units = sum(unit.num_bytes for unit in plan.units) if plan.mode in _HOST_MODES else ring_bytes(plan)
+    units = sum(unit.num_bytes for unit in plan.units if unit.store in _HOST_MODES) + ring_bytes(plan)
     pinned = units + in_place if plan.mode in (*_HOST_MODES, "disk") else 0
     if plan.num_ranks > 1:
         pinned = plan.part_bytes if plan.mode == "cpu" else 0
@@ -238,7 +238,10 @@ def _mend(worst: _Shortfall, limits: Limits, plan: Plan) -> str:
         _CGROUP: "raise the limit of the container or group (memory.max)",
         _MEMLOCK: "raise `ulimit -l`",
     }[worst.limit]
-    return f"{first}, or let the weights rest in the files (--offload-mode disk)" if in_files else first
+    if not in_files:
+        return first
+    some = "" if limits.device_free_bytes is None else ", or what does not fit: pass checkpoint=FOLDER and no mode"
+    return f"{first}, or let the weights rest in the files (--offload-mode disk){some}"
 
 
 class _Search:

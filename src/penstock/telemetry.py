@@ -84,6 +84,7 @@ class UnitStats:
     """Counters of one unit since it was offloaded.
 
     Attributes:
+        store: where it rests.
         copies: transfers started.
         bytes_moved: bytes of those transfers.
         runs: times its module ran.
@@ -95,6 +96,7 @@ class UnitStats:
     """
 
     anchor: str
+    store: str = "cpu"
     copies: int = 0
     bytes_moved: int = 0
     captured_copies: int = 0
@@ -129,7 +131,7 @@ class Stats:
     Attributes:
         store_bytes: where bytes are: ``resident`` and ``slots`` on the device, ``host``, ``host_pinned``,
             ``host_shared`` (one for all ranks of the host), ``adopted`` (host memory the model came with), ``file``.
-        staging: of mode ``disk`` on a GPU; ``None`` elsewhere.
+        staging: where units in files come to a GPU; ``None`` elsewhere.
     """
 
     units: tuple[UnitStats, ...]
@@ -142,6 +144,14 @@ class Stats:
     def bytes_moved(self) -> int:
         """Bytes of all transfers started."""
         return sum(unit.bytes_moved for unit in self.units)
+
+    @property
+    def moved_by_store(self) -> dict[str, int]:
+        """The same by where the units rest, as the plan names the stores."""
+        moved: dict[str, int] = {}
+        for unit in self.units:
+            moved[unit.store] = moved.get(unit.store, 0) + unit.bytes_moved
+        return moved
 
     @property
     def copies(self) -> int:
@@ -170,6 +180,7 @@ class Stats:
             **totals,
             "mechanism_bytes": self.mechanism_bytes,
             "store_bytes": self.store_bytes,
+            "moved_by_store": self.moved_by_store,
             "notes": list(self.notes),
             "staging": None if self.staging is None else asdict(self.staging),
             "units": [asdict(unit) for unit in self.units],

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.store.disk import DiskOptions
     from penstock.weights import WeightMap
 
-__all__ = ["OpenedModel", "minimum_bytes", "open_model", "require_causal_lm", "require_writable"]
+__all__ = ["OpenedModel", "minimum_bytes", "no_collections", "open_model", "require_causal_lm", "require_writable"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class OpenedModel:
             return policy
         if policy is None:
             return assemble(self.inventory, [], 0, planner.default_mode)
-        with _no_collections():
+        with no_collections():
             return replace(planner.plan(policy), model_name=self.name, made_for=machine)
 
     def check_files(self, options: DiskOptions | None) -> None:
@@ -91,7 +91,7 @@ def open_model(model: str) -> OpenedModel:
     from penstock.inventory import take_inventory
 
     folder = Path(model).expanduser()
-    with _no_collections():
+    with no_collections():
         module = build_meta_model(folder)
         weights = weight_map(module, Checkpoint.open(folder))
         # After the weights: a checkpoint may undo a tie.
@@ -99,7 +99,7 @@ def open_model(model: str) -> OpenedModel:
 
 
 @contextmanager
-def _no_collections() -> Iterator[None]:
+def no_collections() -> Iterator[None]:
     """Within, Python looks for no cycles: 46,000 tensors set that off time and again, and each walks all of torch."""
     enabled = gc.isenabled()
     gc.disable()

@@ -56,7 +56,13 @@ class OffloadFlags:
         _option("--context", "N", "Tokens per sequence: cache and activations count in --device-memory, too."),
     ] = None
     host_memory: Annotated[
-        str | None, _option("--host-memory", "SIZE", "Offloaded weights in host memory stay within this, e.g. 64GiB.")
+        str | None,
+        _option(
+            "--host-memory",
+            "SIZE",
+            "Offloaded weights in host memory stay within this, e.g. 64GiB (default what is free); the rest stays in "
+            "the files.",
+        ),
     ] = None
     offload_backend: Annotated[
         str | None,
@@ -96,7 +102,8 @@ class OffloadFlags:
         _option(
             "--offload-mode",
             "NAME",
-            "Where offloaded weights rest: cpu (default on a GPU), shm_cpu (torchrun), disk, meta.",
+            "Where all offloaded weights rest: cpu, shm_cpu (torchrun), disk (default on a CPU), meta. Default on a "
+            "GPU: cpu, and disk for what does not fit there.",
         ),
     ] = None
     device: Annotated[

@@ -55,19 +55,20 @@ def plan(
             raise OptionError(
                 f"{flag} has no effect without a plan: nothing would be offloaded; add --device-memory, say"
             )
-    from penstock.cli.model import minimum_bytes, open_model, require_writable
+    from penstock.cli.model import minimum_bytes, no_collections, open_model, require_writable
     from penstock.plan.plot import draw_plan
     from penstock.plan.report import render, render_weights
 
     for flag, file in (("--save", save), ("--plot", plot)):
         if file is not None:
             require_writable(file, flag)
-    opened = open_model(model)
-    planner = opened.planner(ground.device, ground.rates)
-    made = opened.plan(planner, policy, ground.machine)
-    opened.check_files(flags.disk())
-    points = planner.curve(policy) if isinstance(policy, Budget) and made.offloaded_bytes else ()
-    outlook = planner.outlook(policy, made, points)
+    with no_collections():
+        opened = open_model(model)
+        planner = opened.planner(ground.device, ground.rates)
+        made = opened.plan(planner, policy, ground.machine)
+        opened.check_files(flags.disk())
+        points = planner.curve(policy) if isinstance(policy, Budget) and made.offloaded_bytes else ()
+        outlook = planner.outlook(policy, made, points)
     if save is not None:
         made.save(save)
         stderr.print(f"plan saved in {save} (--plan {save} carries it out)", highlight=False, soft_wrap=True)

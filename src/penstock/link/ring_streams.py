@@ -1,8 +1,11 @@
-"""The link of mode ``disk`` to a GPU: files -> staging ring -> slot, on one copy stream.
+"""The link of units in files to a GPU: files -> staging ring -> slot, on one copy stream.
 
 To the pipeline it is a :class:`~penstock.link.streams.StreamLink`: the same events, in captures too. Only what lies
 between them differs: instead of one copy from a slab at rest, a handshake and a copy for each piece of the unit
 (:mod:`penstock.link.ring`). The stream waits where a slab would be ready, and nothing else of the device does.
+
+Units that have a slab in host memory beside those in files are copied from it, on the same stream and in their turn;
+the ring knows nothing of them, and its readers work ahead meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from penstock.link.ring import STUCK_S, StagingRing
 from penstock.link.stream_memory import CudaCopyStream
 from penstock.link.streams import StreamLink, StreamTransfer
 from penstock.plan.model import Plan
-from penstock.plan.ring import ENTRY_BYTES, MAX_ENTRIES, lay_out_ring
+from penstock.plan.ring import ENTRY_BYTES, MAX_ENTRIES, lay_out_ring_of
 from penstock.store.base import Load
 from penstock.store.pinned import pinned_region
 from penstock.telemetry import Recorder, StagingStats
@@ -59,17 +62,18 @@ class RingLink(StreamLink):
     def prepare(self, plan: Plan, loads: Sequence[Load]) -> None:
         """Pin the ring and start its threads; nothing is read before the first copy asks for it.
 
+        At least one unit rests in files.
+
         Raises:
             OptionError: pinned memory or stream memory operations are not to be had.
             StateError: a graph is being captured.
         """
         if pin_memory_disabled():
             raise OptionError(
-                "mode 'disk' on a GPU stages files in pinned memory, which PENSTOCK_DISABLE_PIN_MEMORY=1 forbids; "
-                "unset it, or use mode 'cpu' (--offload-mode cpu)"
+                "what rests in files comes to a GPU through pinned memory, which PENSTOCK_DISABLE_PIN_MEMORY=1 "
+                "forbids; unset it, or use mode 'cpu' (--offload-mode cpu)"
             )
-        sizes = [unit.num_bytes for unit in plan.units]
-        layout = lay_out_ring(sizes, plan.num_slots, self._entry_bytes, self._max_entries)
+        layout = lay_out_ring_of(plan, self._entry_bytes, self._max_entries)
         with torch.cuda.device(self._device):
             memory = pinned_region(layout.num_bytes)
         words = memory[StagingRing.words_at(layout) :]
@@ -111,8 +115,13 @@ class RingLink(StreamLink):
     def _require_copyable(self, load: Load, captured: bool) -> None:
         if self._ring is None:
             raise StateError("this link is closed; offload the model again")
+        if load.stretches:
+            super()._require_copyable(load, captured)
 
     def _enqueue(self, load: Load, slot: torch.Tensor) -> None:
+        if load.stretches:
+            super()._enqueue(load, slot)
+            return
         assert self._ring is not None
         assert self._copies is not None
         self._ring.enqueue(load.unit, slot, self._copies)

@@ -31,13 +31,14 @@ from penstock.offloaders.state import StateGuard
 from penstock.ops import new_token
 from penstock.peers import Peers
 from penstock.plan.model import Plan, slab_bytes
-from penstock.store.base import new_blob
+from penstock.store.base import Store, new_blob
 from penstock.store.cpu import CpuStore
 from penstock.store.disk import DiskOptions
 from penstock.store.loading import Progress
 from penstock.store.parts import PartStore
 from penstock.store.pinned import PinnedStore, device_view
 from penstock.store.shared import SharedStore
+from penstock.store.spill import SpillStore
 from penstock.telemetry import Recorder, Stats
 from penstock.weights import WeightMap
 
@@ -52,7 +53,7 @@ class Attachment(NotCopyable):
         plan: made from ``inventory``.
         inventory: of ``model`` as it is now.
         device: where compute runs; residents are moved there.
-        weights: the checkpoint; needed by mode ``disk`` and for tensors on ``meta``.
+        weights: the checkpoint; needed for what rests in ``disk`` and for tensors on ``meta``.
         disk: how checkpoint files are read.
         progress: called with (bytes loaded, bytes to load) while weights are read or moved.
         link: moves the units; by default worker threads on a CPU, a copy stream on a GPU.
@@ -165,7 +166,7 @@ class Attachment(NotCopyable):
     def _make_link(self, measure_stalls: bool) -> Link:
         if isinstance(self._store, FilledParts):
             return self._store.make_link(self._device, self.recorder, measure_stalls)
-        if self._device.type == "cuda" and self.plan.mode == "disk":
+        if self._device.type == "cuda" and self.plan.staged_units:
             return RingLink(self._device, measure_stalls=measure_stalls, recorder=self.recorder)
         if self._device.type == "cuda":
             return StreamLink(self._device, measure_stalls=measure_stalls)
@@ -179,7 +180,7 @@ class Attachment(NotCopyable):
             places[name].zero_()  # takes its room, like the slots
         loader = WeightLoader(
             self._bound,
-            self._store,
+            self._host_store,
             rooms,
             {name: place for name, place in places.items() if name not in nothing},
             device=self._device,
@@ -253,9 +254,15 @@ class Attachment(NotCopyable):
 
     def _is_adopted(self, name: str) -> bool:
         """Whether the store uses the memory the model came with."""
-        if isinstance(self._store, PinnedStore):
-            return name in self._store.adopted
-        return isinstance(self._store, CpuStore)
+        if self.plan.store_of(name) == "disk":
+            return False
+        store = self._host_store
+        return name in store.adopted if isinstance(store, PinnedStore) else isinstance(store, CpuStore)
+
+    @property
+    def _host_store(self) -> Store:
+        """The store without what it has in files."""
+        return self._store.host if isinstance(self._store, SpillStore) else self._store
 
     # -- bringing back ----------------------------------------------------------------------------------------------
 
@@ -287,7 +294,8 @@ class Attachment(NotCopyable):
 
     def _state_bytes(self, name: str) -> torch.Tensor:
         # Of shared memory a GPU's tensors see the very pages that other ranks read; a CPU's have pages of their own.
-        own = self.plan.mode == "cpu" or (self.plan.mode == "shm_cpu" and self._device.type == "cpu")
+        store = self.plan.store_of(name)
+        own = store == "cpu" or (store == "shm_cpu" and self._device.type == "cpu")
         whole = own and not isinstance(self._store, PartStore)
         return self._store.in_place(name) if whole else self._current_bytes(name)
 
@@ -303,6 +311,6 @@ class Attachment(NotCopyable):
         self._detach()
         for bound in self._bound.values():
             bound.restore()
-        if isinstance(self._store, PinnedStore):
-            self._store.unpin()  # tensors moved into it stay there, in ordinary memory
+        if isinstance(self._host_store, PinnedStore):
+            self._host_store.unpin()  # tensors moved into it stay there, in ordinary memory
         self._store.close()

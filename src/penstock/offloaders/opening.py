@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from penstock.config import format_gib
 from penstock.errors import CheckpointError, OptionError
 from penstock.offloaders.binding import BoundStorage
 from penstock.offloaders.loading import require_weights
@@ -21,6 +22,7 @@ from penstock.store.disk import DiskOptions, DiskStore
 from penstock.store.meta import MetaStore
 from penstock.store.pinned import Held, PinnedStore, pinning_disabled
 from penstock.store.registration import CudaRegistrar, Registrar, refuse_capture
+from penstock.store.spill import SpillStore
 from penstock.weights import WeightMap
 
 __all__ = ["compute_device", "open_pinned", "open_store"]
@@ -56,8 +58,34 @@ def open_store(
     if plan.mode == "shm_cpu":
         registrar = CudaRegistrar(device) if device.type == "cuda" and not pinning_disabled() else None
         return open_shared(plan, offloaded, registrar, weights, require_peers(peers, f"mode {plan.mode!r}"))
-    if plan.mode == "disk":
-        return _disk_store(plan, offloaded, device, require_weights(weights), disk), {}
+    staged = {entry.storage for unit in plan.staged_units for entry in unit.entries}
+    in_files = {name: bound for name, bound in offloaded.items() if plan.mode == "disk" or name in staged}
+    # Files first: if they will not do, no host memory is taken.
+    files = _disk_store(plan, in_files, device, _files_for(plan, weights), disk) if in_files else None
+    if files is not None and plan.mode == "disk":
+        return files, {}
+    try:
+        host, rooms = _host_store(plan, {n: b for n, b in offloaded.items() if n not in in_files}, device, held)
+    except BaseException:
+        if files is not None:
+            files.close()
+        raise
+    return (host if files is None else SpillStore(host, files, in_files)), rooms
+
+
+def _files_for(plan: Plan, weights: WeightMap | None) -> WeightMap:
+    if weights is None and plan.spilled_bytes:
+        raise OptionError(
+            f"{len(plan.staged_units)} of the plan's {len(plan.units)} units ({format_gib(plan.spilled_bytes)}) rest "
+            f"in safetensors files, and none were given: pass checkpoint=FOLDER to penstock.offload, or make a plan "
+            f"with all of them in host memory: mode 'cpu' (--offload-mode cpu)"
+        )
+    return require_weights(weights)
+
+
+def _host_store(
+    plan: Plan, offloaded: dict[str, BoundStorage], device: torch.device, held: Mapping[str, Held] | None
+) -> tuple[Store, dict[str, torch.Tensor]]:
     if device.type == "cuda":
         return open_pinned(plan, offloaded, None if pinning_disabled() else CudaRegistrar(device), held)
     return _cpu_store(offloaded)
@@ -77,7 +105,8 @@ def open_pinned(
         refuse_capture(registrar)
     live = {name: storage.original_bytes() for name, storage in offloaded.items() if storage.home.type == "cpu"}
     adopt = {name: blob for name, blob in live.items() if can_adopt(blob, read_in_place=name in plan.uva)}
-    store = PinnedStore(plan.units, plan.uva, registrar, adopt=adopt, held=held)
+    units = [unit for unit in plan.units if unit.store == plan.mode]
+    store = PinnedStore(units, plan.uva, registrar, adopt=adopt, held=held)
     if registrar is not None and any(storage.home.type == "cuda" for storage in offloaded.values()):
         store.pin_now()
     return store, {name: store.room(name) for name in offloaded if name not in store.adopted | store.kept}
@@ -129,7 +158,7 @@ def _disk_store(
     sources = {name: weights.source(bound.info) for name, bound in offloaded.items()}
     # On a CPU the caller that misses bytes is told so and may try again; a replay on a GPU has no caller.
     store = DiskStore(sources, disk, stamps=weights.checkpoint.stamps if on_gpu else (), pin_in_place=on_gpu)
-    for name in () if on_gpu else plan.uva:
+    for name in () if on_gpu or plan.mode != "disk" else plan.uva:
         _refuse_misaligned(offloaded[name], store)
     for bound in offloaded.values():
         _compare_with_files(bound, store)

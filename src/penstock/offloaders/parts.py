@@ -61,6 +61,11 @@ def splits_units(plan: Plan, peers: Peers | None) -> bool:
             f"pool_links brings units from host memory, mode 'cpu', and found mode {plan.mode!r}; use mode 'cpu' "
             f"(--offload-mode cpu), of which pooled ranks keep one copy in all, or leave pool_links out"
         )
+    if plan.staged_units:
+        raise OptionError(
+            f"pool_links brings units from host memory, and {len(plan.staged_units)} of the plan's {len(plan.units)} "
+            f"rest in files; make the plan with mode 'cpu' (--offload-mode cpu), or leave pool_links out"
+        )
     return True
 
 

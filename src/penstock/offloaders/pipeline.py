@@ -105,7 +105,7 @@ class SlotPipeline:
         self._reported = False
         has_bytes = plan.mode != "meta"
         self._guard = Guard(plan, [load.segments for load in self._loads]) if debug and has_bytes else None
-        self.stats = [UnitStats(unit.anchor) for unit in plan.units]
+        self.stats = [UnitStats(unit.anchor, unit.store) for unit in plan.units]
 
     def slot_memory(self, unit: int) -> torch.Tensor:
         """The slot of ``unit``: uint8, 1-D, fixed for the life of the pipeline."""

@@ -10,16 +10,20 @@ import torch
 from torch import nn
 
 from penstock.config import Budget, Mode, pin_memory_disabled, uva_disabled
-from penstock.errors import PenstockWarning
-from penstock.inventory import Inventory
+from penstock.errors import CheckpointError, PenstockWarning
+from penstock.inventory import Inventory, StorageInfo
+from penstock.limits import read_limits
 from penstock.link.probe import planning_rates
 from penstock.plan import Plan
 from penstock.plan.cost import Rates
 from penstock.plan.planner import Planner
+from penstock.plan.spill import Spill
 from penstock.traits import traits_of
 from penstock.weights import WeightMap
 
 __all__ = ["budget_planner", "not_in_files", "planner_for"]
+
+_HEADROOM_BYTES = 1 << 30
 
 
 def planner_for(
@@ -34,10 +38,15 @@ def planner_for(
 
     A budget is planned with ``rates``, or else the kept probe of this machine, or nominal rates if there is none; with
     the traits that the model's configuration tells; and with zero-copy where the device can address host memory. Given
-    ``weights``, a CPU streams from its files; ``unstreamable`` names what these do not hold as it is
-    (:func:`not_in_files`).
+    ``weights``, a CPU streams from its files, and for a GPU what host memory has no room for stays in them;
+    ``unstreamable`` names what these do not hold as it is (:func:`not_in_files`). Free host memory counts only for the
+    machine that is here: not with ``rates`` of another.
     """
     on_gpu = device.type == "cuda"
+    spill = None
+    if weights is not None and on_gpu and not pin_memory_disabled():
+        free_bytes = None if rates is not None else _free_bytes(device, inventory)
+        spill = Spill(_unstreamable(inventory, weights, unstreamable), free_bytes)
     return Planner(
         inventory,
         rates or planning_rates(device),
@@ -45,14 +54,49 @@ def planner_for(
         zero_copy=on_gpu and not uva_disabled() and not pin_memory_disabled(),
         default_mode="cpu" if weights is None or on_gpu else "disk",
         unstreamable=unstreamable,
+        spill=spill,
     )
+
+
+def _free_bytes(device: torch.device, inventory: Inventory) -> int | None:
+    """Host memory that units may take by themselves; a user may name more (``host_memory``)."""
+    limits = read_limits(device, pinned_bytes=inventory.num_bytes)
+    host = [limits.host_available_bytes, limits.cgroup_available_bytes, limits.memlock_bytes]
+    free_bytes = min((found for found in host if found is not None), default=None)
+    if free_bytes is None:
+        return None
+    # Residents pass through host memory one at a time, and the process has to live, too.
+    staging = max((storage.num_bytes for storage in inventory.storages), default=0)
+    return max(0, free_bytes - staging - min(_HEADROOM_BYTES, free_bytes // 16))
+
+
+def _unstreamable(inventory: Inventory, weights: WeightMap, known: Collection[str]) -> frozenset[str]:
+    """Storages that mode ``disk`` would refuse to read."""
+    return frozenset(storage.name for storage in inventory.storages if not _streams(storage, weights)).union(known)
+
+
+def _streams(storage: StorageInfo, weights: WeightMap) -> bool:
+    if weights.sources.keys().isdisjoint(storage.names):
+        return False
+    try:
+        weights.source(storage)
+    except CheckpointError:
+        return False
+    return True
 
 
 def budget_planner(planner: Planner, policy: object, mode: Mode) -> Callable[[int], Plan]:
     """What ``--device-memory`` in place of ``policy`` would give: a function from bytes to the plan for them."""
+    given = Budget(policy) if isinstance(policy, str) else policy
 
     def replan(num_bytes: int) -> Plan:
-        budget = replace(policy if isinstance(policy, Budget) else Budget(1), device_memory=num_bytes, mode=mode)
+        # Who named no store may have got two, and gets them again.
+        named = planner.spill is None or not isinstance(given, Budget) or given.mode is not None
+        budget = replace(
+            given if isinstance(given, Budget) else Budget(1),
+            device_memory=num_bytes,
+            mode=mode if named else None,
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PenstockWarning)
             return planner.plan(budget)

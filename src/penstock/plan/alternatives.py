@@ -1,15 +1,17 @@
-"""The nearest other things a user could ask for, and what they would bring: more memory, or a larger batch."""
+"""The nearest other things a user could ask for, and what they would bring: more memory on either side, or a larger
+batch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from penstock.config import Budget
-from penstock.plan.budget import Point, curve, reserved_bytes
-from penstock.plan.forecast import forecast
+from penstock.plan.budget import Point, curve, host_limit, reserved_bytes
+from penstock.plan.forecast import Forecaster
 from penstock.plan.model import Plan
 from penstock.plan.roles import Question
 from penstock.plan.space import Space
@@ -55,13 +57,62 @@ def alternatives(space: Space, budget: Budget, plan: Plan, points: Sequence[Poin
     ``points``: the memory curve of ``space``, if it is at hand.
     """
     question = space.question
-    found = list(_more_memory(question, budget, plan, curve(space) if points is None else points))
-    return found + list(_larger_batch(question, budget, plan))
+    if points is None:
+        points = curve(space, host_limit(question, budget))
+    known = {rows: _forecaster(question, rows) for rows in question.batch_sizes}
+    now = _times(known, plan)
+    found = list(_more_memory(question, budget, now, points))
+    found += _more_host_memory(space, budget, plan, now, known)
+    return found + list(_larger_batch(question, budget, plan, known))
 
 
-def _more_memory(question: Question, budget: Budget, plan: Plan, points: Sequence[Point]) -> Iterator[Alternative]:
+# By rows of the step.
+Forecasters = Mapping[int, Forecaster]
+
+
+def _forecaster(question: Question, rows: int) -> Forecaster:
+    return Forecaster(question.inventory, question.rates, question.traits, rows, question.context)
+
+
+def _more_host_memory(
+    space: Space, budget: Budget, plan: Plan, now: Sequence[float], known: Forecasters
+) -> Iterator[Alternative]:
+    """The least of it that is worthwhile when units in files take it, or else all that they would take.
+
+    The plan stays as it is otherwise: with the memory at hand the planner may do better.
+    """
+    question, staged = space.question, plan.staged_units
+    if not plan.spilled_bytes or question.spill is None:
+        return
+    counts = range(1, len(staged) + 1)
+    found = bisect_left(
+        counts, _WORTHWHILE, key=lambda count: _mean_ratio(now, _times(known, _brought_in(space, plan, count)))
+    )
+    better = _brought_in(space, plan, min(found + 1, len(staged)))
+    times = _times(known, better)
+    ratio = _mean_ratio(now, times)
+    if ratio < _AT_FULL_SPEED:
+        return
+    taken = sum(unit.num_bytes for unit in staged) - sum(unit.num_bytes for unit in better.staged_units)
+    extra = max(1, math.ceil((taken - (0 if better.staged_units else question.spill.ring_bytes)) / GIB))
+    rest = "" if better.staged_units else " (nothing is left on disk)"
+    text = f"{extra} GiB more host memory: {ratio:.1f}x faster{rest}"
+    yield Alternative(text, budget.num_bytes, question.batch_sizes[0], ratio, times[0])
+
+
+def _brought_in(space: Space, plan: Plan, count: int) -> Plan:
+    """``plan`` with ``count`` of its units in files in its other store: those that a higher limit would bring there."""
+    order = {anchor: position for position, anchor in enumerate(space.spill_order)}
+    last = sorted(plan.staged_units, key=lambda unit: order[unit.anchor])[len(plan.staged_units) - count :]
+    chosen = {unit.index for unit in last}
+    units = [replace(unit, store=plan.mode) if unit.index in chosen else unit for unit in plan.units]
+    return replace(plan, units=tuple(units))
+
+
+def _more_memory(
+    question: Question, budget: Budget, now: Sequence[float], points: Sequence[Point]
+) -> Iterator[Alternative]:
     beside = reserved_bytes(question, budget)
-    now = _times(question, plan)
     resident = points[-1].step_s
     seen = 0
     for wanted in (_WORTHWHILE, _mean_ratio(now, resident) / _AT_FULL_SPEED):
@@ -92,13 +143,13 @@ def _more_memory(question: Question, budget: Budget, plan: Plan, points: Sequenc
         )
 
 
-def _larger_batch(question: Question, budget: Budget, plan: Plan) -> Iterator[Alternative]:
+def _larger_batch(question: Question, budget: Budget, plan: Plan, known: Forecasters) -> Iterator[Alternative]:
     batch = max(question.batch_sizes)
-    now = forecast(plan, question.inventory, question.rates, question.traits, batch, question.context)
+    now = known[batch](plan)
     best = None
     larger = 2 * batch
     while larger <= _LARGEST_BATCH and _bytes_with(question, budget, plan, larger) <= budget.num_bytes:
-        then = forecast(plan, question.inventory, question.rates, question.traits, larger, question.context)
+        then = _forecaster(question, larger)(plan)
         if then.step_s > _NEARLY_FREE * now.step_s:
             break
         best, larger = then, 2 * larger
@@ -118,11 +169,8 @@ def _bytes_with(question: Question, budget: Budget, plan: Plan, batch: int) -> i
     return plan.device_bytes + question.traits.workload_bytes(batch, budget.workload.context)
 
 
-def _times(question: Question, plan: Plan) -> tuple[float, ...]:
-    return tuple(
-        forecast(plan, question.inventory, question.rates, question.traits, rows, question.context).step_s
-        for rows in question.batch_sizes
-    )
+def _times(forecasters: Forecasters, plan: Plan) -> tuple[float, ...]:
+    return tuple(of_batch(plan).step_s for of_batch in forecasters.values())
 
 
 def _mean_ratio(slow: Sequence[float], fast: Sequence[float]) -> float:

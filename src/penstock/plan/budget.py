@@ -6,6 +6,9 @@ layer, with evenly spaced layers that keep more; here each is timed by the cost 
 that is left over goes into residency, because every byte that stays is a byte that need not come.
 
 Of equally fast candidates: slots that divide the units, then fewer bytes moved, then less device memory.
+
+Where units may rest in files (:class:`penstock.plan.spill.Spill`), host memory comes first: a candidate leaves as many
+units in files as do not fit into it, and is timed with them there.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ __all__ = ["Point", "curve", "solve"]
 _FIRST = 64
 _FIRST_FAMILIES = 4
 _CURVE_BINS = 256
+_HOST_MODES = ("cpu", "shm_cpu")
 
 
 @dataclass(frozen=True)
@@ -53,15 +57,26 @@ def solve(question: Question, budget: Budget, mode: Mode, space: Space | None = 
         BudgetError: even with everything offloaded the budget is too small; carries the minimum.
     """
     inventory = question.inventory
+    if budget.host_limit_bytes is not None and question.mode not in _HOST_MODES:
+        _warn_no_host_memory(mode)
     weights_budget = budget.num_bytes - reserved_bytes(question, budget)
     if inventory.num_bytes <= weights_budget and not question.forced:
         _warn_nothing_to_do(inventory, budget)
         return assemble(inventory, [], 0, mode)
     space = space or Space(question)
-    best = _best(space, weights_budget, budget.host_limit_bytes if mode in ("cpu", "shm_cpu") else None)
+    best = _best(space, weights_budget, host_limit(question, budget))
     if best is None:
         raise _too_small(space, budget, question)
     return assemble(inventory, best.drafts, best.num_slots, mode, uva=best.uva)
+
+
+def host_limit(question: Question, budget: Budget) -> int | None:
+    """Host memory that the weights may take: the budget's, or what is free where the rest has files to rest in."""
+    if question.mode not in _HOST_MODES:
+        return None
+    if budget.host_limit_bytes is None and question.spill is not None:
+        return question.spill.free_bytes
+    return budget.host_limit_bytes
 
 
 def reserved_bytes(question: Question, budget: Budget) -> int:
@@ -70,7 +85,8 @@ def reserved_bytes(question: Question, budget: Budget) -> int:
 
 
 def _best(space: Space, device_bytes: int, host_bytes: int | None) -> Choice | None:
-    fitting = [(group, group.fitting(device_bytes, host_bytes)) for group in space.groups]
+    groups = [group.within(host_bytes) for group in space.groups]
+    fitting = [(group, group.fitting(device_bytes, host_bytes)) for group in groups]
     promising = sorted((pair for pair in fitting if len(pair[1])), key=lambda pair: float(pair[0].bound(pair[1]).min()))
     limit = min((score.min() for _, _, score in _timed(promising[:_FIRST_FAMILIES], np.inf, _FIRST)), default=np.inf)
     if limit == np.inf:
@@ -105,7 +121,14 @@ def score_of(step_s: Floats) -> Floats:
 
 def _first(group: Costed, rows: Ints, score: Floats) -> int:
     equal = np.flatnonzero(score == score.min())
-    return int(min(equal, key=lambda index: _rank(group, int(rows[index]))))
+    if len(equal) == 1:
+        return int(equal[0])
+    chosen = rows[equal]
+    slots = np.maximum(group.num_slots[chosen], 1)
+    uneven = group.num_units[chosen] % slots > 0
+    # The last key counts first; as in _rank.
+    order = np.lexsort((slots, group.device_bytes[chosen], group.moved_bytes[chosen], uneven))
+    return int(equal[order[0]])
 
 
 def _rank(group: Costed, row: int) -> tuple[bool, float, float, int]:
@@ -114,13 +137,14 @@ def _rank(group: Costed, row: int) -> tuple[bool, float, float, int]:
     return uneven, float(group.moved_bytes[row]), float(group.device_bytes[row]), slots
 
 
-def curve(space: Space) -> list[Point]:
+def curve(space: Space, host_bytes: int | None = None) -> list[Point]:
     """Nearly the best step times for every amount of device memory, ascending: what a little more would buy.
 
-    Of the candidates of a family only the most promising of each of ``_CURVE_BINS`` stretches of memory are timed.
+    ``host_bytes``: host memory that the weights may take, where what is more can rest in files. Of the candidates of a
+    family only the most promising of each of ``_CURVE_BINS`` stretches of memory are timed.
     """
     points: list[tuple[float, float, Floats]] = []
-    for group in space.groups:
+    for group in (group.within(host_bytes) for group in space.groups):
         rows = _most_promising(group, space.question.inventory.num_bytes)
         times = group.step_s(rows)
         points += zip(group.device_bytes[rows], score_of(times), times.T, strict=True)
@@ -134,13 +158,24 @@ def curve(space: Space) -> list[Point]:
 
 
 def _most_promising(group: Costed, total_bytes: int) -> Ints:
-    every = np.arange(len(group.device_bytes))
-    stretch = np.floor(group.device_bytes / max(1, total_bytes) * _CURVE_BINS)
+    every = group.fitting(np.inf, None)
+    if not len(every):
+        return every
+    stretch = np.floor(group.device_bytes[every] / max(1, total_bytes) * _CURVE_BINS)
     order = np.lexsort((group.bound(every), stretch))
     changes = np.flatnonzero(np.diff(stretch[order], prepend=-1.0))
     kept = np.unique(np.concatenate([changes, np.minimum(changes + 1, len(order) - 1)]))
-    rows: Ints = order[kept]
+    rows: Ints = every[order[kept]]
     return rows
+
+
+def _warn_no_host_memory(mode: Mode) -> None:
+    warnings.warn(
+        f"--host-memory has no effect: in mode {mode!r} no weights rest in host memory; leave it out, or say "
+        f"--offload-mode cpu",
+        PenstockWarning,
+        stacklevel=5,
+    )
 
 
 def _warn_nothing_to_do(inventory: Inventory, budget: Budget) -> None:
@@ -174,14 +209,36 @@ def _too_small(space: Space, budget: Budget, question: Question) -> BudgetError:
 
 
 def _too_little_host(space: Space, budget: Budget, beside: int) -> BudgetError:
-    limit = budget.host_limit_bytes or 0
+    limit = host_limit(space.question, budget) or 0
+    groups = [group.within(limit) for group in space.groups]
     needed = min(
-        (int(group.device_bytes[rows].min()) for group in space.groups if len(rows := group.fitting(np.inf, limit))),
+        (int(group.device_bytes[rows].min()) for group in groups if len(rows := group.fitting(np.inf, limit))),
         default=space.question.inventory.num_bytes,
     )
     minimum = needed + beside
+    least = _least_host_bytes(space, budget.num_bytes - beside)
+    whose = "--host-memory" if budget.host_limit_bytes is not None else "the free host memory of"
     return BudgetError(
-        f"a budget of {format_gib(budget.num_bytes)} leaves more than --host-memory {format_gib(limit)} to be "
-        f"offloaded; use --device-memory {-(-minimum // 2**20)}MiB or more, or allow more host memory",
+        f"a budget of {format_gib(budget.num_bytes)} leaves more than {whose} {format_gib(limit)} to be offloaded: at "
+        f"least {format_gib(least)}{_IN_FILES if space.question.spill else ''}, {format_gib(least - limit)} too much; "
+        f"use --device-memory {-(-minimum // 2**20)}MiB or more, allow --host-memory {-(-least // 2**20)}MiB"
+        f"{'' if space.question.spill else _WITHOUT_FILES}",
         minimum,
     )
+
+
+_IN_FILES = " with the staging ring, beside what can rest in the checkpoint's files"
+_WITHOUT_FILES = (
+    ", or let the rest stay in files: pass checkpoint=FOLDER and no mode, where compute runs on a GPU, or mode 'disk' "
+    "(--offload-mode disk)"
+)
+
+
+def _least_host_bytes(space: Space, device_bytes: int) -> int:
+    """The smallest limit of host memory with which something fits ``device_bytes``."""
+    least = [
+        float(group.least_host_bytes(rows).min())
+        for group in space.groups
+        if len(rows := group.fitting(device_bytes, None))
+    ]
+    return int(min(least))

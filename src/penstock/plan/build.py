@@ -15,6 +15,7 @@ from penstock.plan.cost import NOMINAL_CPU, NOMINAL_GPU, Rates
 from penstock.plan.model import Plan, UnitDraft, assemble
 from penstock.plan.roles import Question
 from penstock.plan.rules import settle_rules
+from penstock.plan.spill import Spill
 from penstock.plan.traits import Traits
 from penstock.plan.units import draft_units, find_stacks, group_rule, split_by_part, worth_moving
 from penstock.select import matching, select
@@ -32,6 +33,7 @@ def build_plan(
     traits: Traits | None = None,
     zero_copy: bool = False,
     num_ranks: int = 1,
+    spill: Spill | None = None,
 ) -> Plan:
     """The plan for ``policy``; pure, loads nothing.
 
@@ -45,6 +47,7 @@ def build_plan(
         zero_copy: whether a budget may have compute read any tensor in place, and not only lookups.
         num_ranks: over how many ranks a budget's units are split; if several, no rank has whole tensors to read in
             place.
+        spill: the files in which a budget that names no store leaves what host memory has no room for.
 
     Raises:
         SelectionError: a pattern, or the policy as a whole, selects nothing that can be offloaded.
@@ -66,6 +69,7 @@ def build_plan(
             traits=traits,
             zero_copy=zero_copy,
             num_ranks=num_ranks,
+            spill=spill,
         )
         return replace(solve(question, policy, mode), num_ranks=num_ranks)
     candidates = _candidates(inventory, policy.params)
@@ -90,6 +94,7 @@ def question_of(
     traits: Traits | None = None,
     zero_copy: bool = False,
     num_ranks: int = 1,
+    spill: Spill | None = None,
 ) -> Question:
     """The question that a budget puts to the solver; arguments as for :func:`build_plan`."""
     (traits or Traits()).check_context(budget.workload.context)
@@ -102,7 +107,7 @@ def question_of(
         inventory,
         [s for s in movable if s.name not in forced],
         forced,
-        (rates or (NOMINAL_CPU if mode == "disk" else NOMINAL_GPU)).for_mode(mode),
+        rates or (NOMINAL_CPU if mode == "disk" else NOMINAL_GPU),
         traits or Traits(),
         # Read in place on a GPU, bytes of files have to be in pinned memory: lookups at most, or nothing is saved.
         zero_copy=zero_copy and has_bytes and mode != "disk",
@@ -110,6 +115,9 @@ def question_of(
         batch_sizes=budget.workload.batch_sizes,
         context=budget.workload.context,
         ranks_on_device=num_ranks if mode == "sharded_gpu" else None,
+        mode=mode,
+        # Who names a store gets that one and no other.
+        spill=spill if budget.mode is None and mode == "cpu" and num_ranks == 1 else None,
     )
 
 
@@ -208,7 +216,9 @@ def move_on_demand(inventory: Inventory, plan: Plan) -> Plan:
         return plan
     wanted = {entry.storage for unit in plan.units for entry in unit.entries} | plan.uva.keys()
     drafts = draft_units(inventory, [storage for storage in inventory.storages if storage.name in wanted])
-    return assemble(inventory, drafts, max(plan.num_slots, 1), plan.mode)
+    staged = {unit.anchor for unit in plan.staged_units}  # what joins them comes from the files as well
+    stores = [replace(draft, store="disk") if draft.anchor in staged else draft for draft in drafts]
+    return assemble(inventory, stores, max(plan.num_slots, 1), plan.mode)
 
 
 def _candidates(inventory: Inventory, params: Sequence[str]) -> list[StorageInfo]:

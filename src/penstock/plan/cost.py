@@ -16,7 +16,8 @@ touches on average
     E x (1 - (1 - k / E) ^ r)
 
 which then have ``r x k / touched`` rows each; a lookup touches one row per row. Copies take bytes / copy rate(bytes),
-in the order of the schedule; how they overlap with the stages is :mod:`penstock.plan.pipeline`'s business.
+in the order of the schedule, and units in files bytes / file rate before that, a staging ring ahead of the link; how
+all of that overlaps with the stages is :mod:`penstock.plan.pipeline`'s business.
 
 Where the form comes from: decode is bound by reading weights, prefill by arithmetic (roofline, Williams et al. 2009),
 and one curve measured over rows holds both ends and what lies between. The three numbers of kernels and passes below
@@ -27,12 +28,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.config import Mode
 from penstock.inventory import Inventory, StorageInfo
 from penstock.plan.traits import Traits
 from penstock.plan.units import find_stacks, reader_of
@@ -106,8 +106,8 @@ class Rates:
             ``None`` where only lookups can be.
         kernel_s: a kernel with next to nothing to do, among others in a graph.
         device_bytes_per_s: elementwise kernels, bytes read plus bytes written.
-        file_bytes_per_s: reading files with all threads, where that comes before the link (a GPU in mode ``disk``);
-            ``None`` where files are what ``copy_bytes_per_s`` is about, or where it is not known.
+        file_bytes_per_s: reading files with all threads, where that comes before the link (to a GPU); ``None`` where
+            files are what ``copy_bytes_per_s`` is about (on a CPU), or where it is not known.
         copies_take_cores: a copy keeps the cores busy that compute wants (reading out of a CPU's page cache).
         is_measured: false for the nominal figures that stand in where no probe was run.
     """
@@ -124,13 +124,10 @@ class Rates:
     is_measured: bool = True
     file_bytes_per_s: float | None = None
 
-    def for_mode(self, mode: Mode) -> Rates:
-        """The rates with weights in the store of ``mode``: out of files no copy is faster than they are read."""
-        limit = self.file_bytes_per_s
-        if mode != "disk" or limit is None:
-            return self
-        slower = Curve(tuple((size, min(rate, limit)) for size, rate in self.copy_bytes_per_s.points))
-        return replace(self, copy_bytes_per_s=slower, file_bytes_per_s=None)
+    @property
+    def file_s_per_byte(self) -> float:
+        """Seconds that reading a byte of a file takes before the link has it; 0 where nothing comes before the link."""
+        return 0.0 if self.file_bytes_per_s is None else 1 / self.file_bytes_per_s
 
     def copy_s(self, num_bytes: float) -> float:
         """Seconds of one copy."""

@@ -10,13 +10,15 @@ key            meaning
 ``schema``     version of this table; another one is refused
 ``model``      ``name`` (or null), ``num_storages``, ``weight_bytes``, ``sha256`` over the sorted (storage, bytes)
 ``machine``    null, or what it was made for: ``device`` (``"cpu"`` or a GPU's name), ``device_bytes`` (null on a CPU)
-``mode``       the store: ``cpu``, ``shm_cpu``, ``disk``, ``sharded_gpu`` or ``meta``
+``mode``       the store of what is read in place, and of the units that do not rest in ``disk`` beside it:
+               ``cpu``, ``shm_cpu``, ``disk``, ``sharded_gpu`` or ``meta``
 ``num_ranks``  over how many ranks every unit is split
 ``num_slots``  slots, each of ``slot_bytes``
-``units``      ``index``, ``anchor``, ``slot``, ``num_bytes``, and ``entries`` of ``storage``, ``offset``, ``num_bytes``
+``units``      ``index``, ``anchor``, ``slot``, ``num_bytes``, ``store`` (as ``mode``, or ``disk`` where that is ``cpu``
+               and units are not split over ranks), and ``entries`` of ``storage``, ``offset``, ``num_bytes``
 ``resident``   storage name -> bytes
 ``uva``        the same, of what is read in place
-the others     sums over the above, in bytes
+the others     sums over the above, in bytes; ``store_bytes`` by where they rest
 ``outlook``    only in what ``penstock plan --json`` prints: predictions; not read back
 =============  =======================================================================================================
 """
@@ -25,7 +27,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -187,27 +189,30 @@ def _plan(data: object) -> Plan:
     if not min(1, len(items)) <= num_slots <= len(items):
         expected = f"1 to {len(items)}, the number of units" if items else "0 without units"
         raise _FieldError("num_slots", expected, num_slots)
-    units = tuple(_unit(item, place, num_slots) for place, item in items)
+    mode, num_ranks = _mode(values["mode"], "mode"), _count(values["num_ranks"], "num_ranks", 1)
+    stores = {mode, "disk"} if mode == "cpu" and num_ranks == 1 else {mode}
+    units = tuple(_unit(item, place, num_slots, stores) for place, item in items)
     plan = Plan(
         units=_in_order(units),
         num_slots=num_slots,
-        mode=_mode(values["mode"]),
+        mode=mode,
         resident=_sizes(values["resident"], "resident"),
         uva=_sizes(values["uva"], "uva"),
         model_name=None if model["name"] is None else _text(model["name"], "model.name"),
         made_for=_machine(values["machine"]),
-        num_ranks=_count(values["num_ranks"], "num_ranks", 1),
+        num_ranks=num_ranks,
     )
     _refuse_placed_twice(plan)
     _compare(plan.to_json(), values, "")
     return plan
 
 
-def _mode(value: object) -> Mode:
+def _mode(value: object, place: str, allowed: Collection[str] = get_args(Mode)) -> Mode:
     for mode in get_args(Mode):
-        if value == mode:
+        if value == mode and mode in allowed:
             return mode  # type: ignore[no-any-return]
-    raise _FieldError("mode", f"one of {', '.join(get_args(Mode))}", value)
+    names = [mode for mode in get_args(Mode) if mode in allowed]
+    raise _FieldError(place, f"one of {', '.join(names)}" if len(names) > 1 else f"{names[0]}, the plan's mode", value)
 
 
 def _machine(value: object) -> Machine | None:
@@ -226,8 +231,8 @@ def _sizes(value: object, place: str) -> dict[str, int]:
     return {name: _count(size, f"{place}[{name!r}]", 1) for name, size in found.items()}
 
 
-def _unit(value: object, place: str, num_slots: int) -> Unit:
-    fields = _object(value, ("index", "anchor", "slot", "entries", "num_bytes"), place)
+def _unit(value: object, place: str, num_slots: int, stores: Collection[str]) -> Unit:
+    fields = _object(value, ("index", "anchor", "slot", "entries", "num_bytes", "store"), place)
     index = _count(fields["index"], f"{place}.index")
     slot = _count(fields["slot"], f"{place}.slot")
     if slot != slot_of(index, num_slots):
@@ -240,7 +245,8 @@ def _unit(value: object, place: str, num_slots: int) -> Unit:
     if num_bytes < end or num_bytes % SLAB_ALIGNMENT_BYTES:
         expected = f"a multiple of {SLAB_ALIGNMENT_BYTES} that is at least {end}, where its last entry ends"
         raise _FieldError(f"{place}.num_bytes", expected, num_bytes)
-    return Unit(index, _text(fields["anchor"], f"{place}.anchor"), slot, entries, num_bytes)
+    store = _mode(fields["store"], f"{place}.store", stores)
+    return Unit(index, _text(fields["anchor"], f"{place}.anchor"), slot, entries, num_bytes, store)
 
 
 def _entry(value: object, place: str) -> SlabEntry:

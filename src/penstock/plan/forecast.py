@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from penstock.inventory import Inventory
-from penstock.plan.cost import Rates, Stage, find_stages, stages_compute_s, storage_cost
+from penstock.plan.cost import Rates, find_stages, stages_compute_s, storage_cost
 from penstock.plan.model import Plan
 from penstock.plan.pipeline import StageTimes, step_s
+from penstock.plan.ring import RING_BYTES
 from penstock.plan.schedule import chain
 from penstock.plan.traits import Traits
 
-__all__ = ["Bound", "Forecast", "forecast"]
+__all__ = ["Bound", "Forecast", "Forecaster", "forecast"]
 
-Bound = Literal["compute", "link", "in place"]
+Bound = Literal["compute", "link", "in place", "disk"]
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,9 @@ class Forecast:
         step_s: predicted time.
         resident_s: the same with all weights on the device.
         link_s: all copies, one after another.
+        disk_s: all reading of files that comes before the copies.
         in_place_s: all reading in place.
-        floor_s: what no schedule can beat: the longer of compute and the link's work.
+        floor_s: what no schedule can beat: the longest of compute, the link's work and the disk's.
         bound: what the floor is made of.
     """
 
@@ -38,6 +40,7 @@ class Forecast:
     step_s: float
     resident_s: float
     link_s: float
+    disk_s: float
     in_place_s: float
     floor_s: float
     bound: Bound
@@ -54,34 +57,50 @@ class Forecast:
 
 def forecast(plan: Plan, inventory: Inventory, rates: Rates, traits: Traits, rows: int, context: int = 0) -> Forecast:
     """Play ``plan`` through; a pure function of sizes and rates (:mod:`penstock.plan.cost`)."""
-    rates = rates.for_mode(plan.mode)
-    parts = find_stages(inventory)
-    beside = stages_compute_s(parts, rows, rates, traits, context)
-    stages = list(_stage_times(plan, parts, beside, rates, traits, rows))
-    slots, units = np.array([plan.num_slots]), np.array([len(plan.units)])
-    step = float(step_s(stages, slots, units, rates.copies_take_cores)[0])
-    in_place_s = sum(float(stage.in_place_s[0]) for stage in stages)
-    moved = {unit.anchor for unit in plan.units if len(chain(unit.slot, len(plan.units), plan.num_slots)) > 1}
-    link_s = sum(rates.copy_s(unit.payload_bytes) for unit in plan.units if unit.anchor in moved)
-    resident_s = sum(beside) + sum(
-        storage_cost(s, experts, rows, rates, traits).resident_s for stage in parts for s, experts in stage.storages
-    )
-    floor_s = max(resident_s, link_s + in_place_s)
-    bound: Bound = "compute" if floor_s == resident_s else "link" if link_s >= in_place_s else "in place"
-    return Forecast(rows, step, resident_s, link_s, in_place_s, floor_s, bound)
+    return Forecaster(inventory, rates, traits, rows, context)(plan)
 
 
-def _stage_times(
-    plan: Plan, parts: Sequence[Stage], beside: Sequence[float], rates: Rates, traits: Traits, rows: int
-) -> Iterator[StageTimes]:
-    units = {unit.anchor: unit for unit in plan.units}
-    for stage, compute_s in zip(parts, beside, strict=True):
-        in_place_s = 0.0
-        for storage, experts in stage.storages:
-            cost = storage_cost(storage, experts, rows, rates, traits)
-            if storage.name in plan.uva:
-                compute_s, in_place_s = compute_s + cost.in_place_s, in_place_s + cost.in_place_s
-            else:
-                compute_s += cost.resident_s
-        copy_s = rates.copy_s(units[stage.anchor].payload_bytes) if stage.anchor in units else 0.0
-        yield StageTimes(np.array([compute_s]), np.array([in_place_s]), np.array([copy_s]))
+class Forecaster:
+    """:func:`forecast` of many plans for one model and step; what does not depend on the plan is reckoned once."""
+
+    def __init__(self, inventory: Inventory, rates: Rates, traits: Traits, rows: int, context: int = 0) -> None:
+        self._rates, self._rows = rates, rows
+        self._stages = find_stages(inventory)
+        self._beside = stages_compute_s(self._stages, rows, rates, traits, context)
+        self._costs = [
+            {s.name: storage_cost(s, experts, rows, rates, traits) for s, experts in stage.storages}
+            for stage in self._stages
+        ]
+        self._resident = [
+            beside + sum(cost.resident_s for cost in costs.values())
+            for beside, costs in zip(self._beside, self._costs, strict=True)
+        ]
+
+    def __call__(self, plan: Plan) -> Forecast:
+        """Play ``plan`` through."""
+        rates = self._rates
+        stages = list(self._stage_times(plan))
+        slots, units = np.array([plan.num_slots]), np.array([len(plan.units)])
+        ring_s = RING_BYTES * rates.file_s_per_byte if plan.staged_units else 0.0
+        step = float(step_s(stages, slots, units, rates.copies_take_cores, ring_s)[0])
+        in_place_s = sum(float(stage.in_place_s[0]) for stage in stages)
+        moved = [unit for unit in plan.units if len(chain(unit.slot, len(plan.units), plan.num_slots)) > 1]
+        link_s = sum(rates.copy_s(unit.payload_bytes) for unit in moved)
+        disk_s = rates.file_s_per_byte * sum(unit.payload_bytes for unit in moved if unit.store == "disk")
+        resident_s = sum(self._resident)
+        floor_s = max(resident_s, link_s + in_place_s, disk_s)
+        link: Bound = "link" if link_s >= in_place_s else "in place"
+        bound: Bound = "compute" if floor_s == resident_s else "disk" if floor_s == disk_s else link
+        return Forecast(self._rows, step, resident_s, link_s, disk_s, in_place_s, floor_s, bound)
+
+    def _stage_times(self, plan: Plan) -> Iterator[StageTimes]:
+        units = {unit.anchor: unit for unit in plan.units}
+        for stage, resident_s, costs in zip(self._stages, self._resident, self._costs, strict=True):
+            linked = [cost for name, cost in costs.items() if name in plan.uva]
+            in_place_s = sum(cost.in_place_s for cost in linked)
+            compute_s = resident_s + sum(cost.in_place_s - cost.resident_s for cost in linked)
+            unit = units.get(stage.anchor)
+            copied_bytes = unit.payload_bytes if unit is not None else 0
+            read_bytes = copied_bytes if unit is not None and unit.store == "disk" else 0
+            times = (compute_s, in_place_s, self._rates.copy_s(copied_bytes), self._rates.file_s_per_byte * read_bytes)
+            yield StageTimes(*(np.array([seconds], dtype=np.float64) for seconds in times))

@@ -1,4 +1,4 @@
-"""The plan itself: for every storage a mechanism, for every unit a slab layout and a slot."""
+"""The plan itself: for every storage a mechanism, for every unit a slab layout, a slot and a store."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
 SLAB_ALIGNMENT_BYTES = 256
 
 # Of :meth:`Plan.to_json`, and so of plan files. Raise it with any change of a key or of its meaning.
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Unit:
         slot: always ``index mod num_slots``.
         entries: the layout of the slab.
         num_bytes: size of the slab, alignment gaps included.
+        store: where it rests; a unit travels in one transfer, so it rests in one place.
     """
 
     index: int
@@ -62,6 +63,7 @@ class Unit:
     slot: int
     entries: tuple[SlabEntry, ...]
     num_bytes: int
+    store: Mode
 
     @property
     def payload_bytes(self) -> int:
@@ -76,7 +78,7 @@ class Plan:
     Attributes:
         units: in order of execution.
         num_slots: device buffers; 0 when there are no units.
-        mode: the store of the units and of what ``uva`` reads.
+        mode: the store of what ``uva`` reads, and of all units but those that rest in ``disk`` beside it.
         resident: names of storages that stay on the device, with their bytes.
         uva: names of storages read in place, with their bytes.
         model_name: what the model is called, if anybody said; for people, compared with nothing.
@@ -125,7 +127,7 @@ class Plan:
 
     @property
     def offloaded_bytes(self) -> int:
-        """Bytes that rest in the store."""
+        """Bytes that rest in a store."""
         return self.prefetched_bytes + self.uva_bytes
 
     @property
@@ -134,6 +136,30 @@ class Plan:
         parts = self.part_bytes if self.mode == "sharded_gpu" else 0
         return self.resident_bytes + sum(self.slot_bytes) + parts
 
+    @cached_property
+    def staged_units(self) -> tuple[Unit, ...]:
+        """Units that rest in files: before a GPU they pass through the staging ring."""
+        return tuple(unit for unit in self.units if unit.store == "disk")
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Bytes of the units that rest in files while the rest of the plan does not; 0 for one store."""
+        return 0 if self.mode == "disk" else sum(unit.payload_bytes for unit in self.staged_units)
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether steps read checkpoint files."""
+        return self.mode == "disk" or bool(self.staged_units)
+
+    @cached_property
+    def _stores(self) -> dict[str, Mode]:
+        in_units = {entry.storage: unit.store for unit in self.units for entry in unit.entries}
+        return {**dict.fromkeys(self.uva, self.mode), **in_units}
+
+    def store_of(self, storage: str) -> Mode | None:
+        """Where ``storage`` rests; ``None`` for residents."""
+        return self._stores.get(storage)
+
     @property
     def part_bytes(self) -> int:
         """What one rank keeps of the slabs of all units."""
@@ -141,11 +167,13 @@ class Plan:
 
     @property
     def store_bytes(self) -> dict[str, int]:
-        """Bytes by where they rest: ``resident`` and ``slots`` on the device, the rest under the name of the store.
+        """Bytes by where they rest: ``resident`` and ``slots`` on the device, the rest under the names of the stores.
 
         Those of ``shm_cpu`` are there once for all ranks of a host.
         """
-        return {"resident": self.resident_bytes, "slots": sum(self.slot_bytes), self.mode: self.offloaded_bytes}
+        spilled = self.spilled_bytes
+        on_device = {"resident": self.resident_bytes, "slots": sum(self.slot_bytes)}
+        return {**on_device, self.mode: self.offloaded_bytes - spilled, **({"disk": spilled} if spilled else {})}
 
     @property
     def weight_bytes(self) -> int:
@@ -173,6 +201,11 @@ class Plan:
         if self._storages != found or missing:
             raise OptionError(foreign_model(self._storages, found, missing, self.model_name))
         for unit in self.units:
+            if unit.store != self.mode and (unit.store, self.mode) != ("disk", "cpu"):
+                raise OptionError(
+                    f"unit {unit.index} ({unit.anchor}) rests in {unit.store!r} and the plan in {self.mode!r}; a unit "
+                    f"rests where the plan does, or in 'disk' beside 'cpu'"
+                )
             for entry in unit.entries:
                 # Bits are at stake: the wait for the unit stands before the anchor and nowhere else.
                 if problem := misplaced_storage(inventory.by_name[entry.storage], unit.anchor):
@@ -234,10 +267,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class UnitDraft:
-    """A unit before layout: the anchor and what travels with it."""
+    """A unit before layout: the anchor, what travels with it, and its store where that is not the plan's."""
 
     anchor: str
     storages: tuple[StorageInfo, ...]
+    store: Mode | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -259,20 +293,20 @@ def assemble(
 ) -> Plan:
     """Lay out slabs, assign slots, and call everything else resident. Drafts are in order of execution."""
     slots = min(num_slots, len(drafts))
-    units = tuple(_lay_out(index, draft, slots) for index, draft in enumerate(drafts))
+    units = tuple(_lay_out(index, draft, slots, mode) for index, draft in enumerate(drafts))
     in_place = {storage.name: storage.num_bytes for storage in uva}
     offloaded = {entry.storage for unit in units for entry in unit.entries} | in_place.keys()
     resident = {s.name: s.num_bytes for s in inventory.storages if s.name not in offloaded}
     return Plan(units, slots, mode, resident, in_place)
 
 
-def _lay_out(index: int, draft: UnitDraft, num_slots: int) -> Unit:
+def _lay_out(index: int, draft: UnitDraft, num_slots: int, mode: Mode) -> Unit:
     entries: list[SlabEntry] = []
     offset = 0
     for storage in draft.storages:
         entries.append(SlabEntry(storage.name, offset, storage.num_bytes))
         offset += _aligned(storage.num_bytes)
-    return Unit(index, draft.anchor, slot_of(index, num_slots), tuple(entries), offset)
+    return Unit(index, draft.anchor, slot_of(index, num_slots), tuple(entries), offset, draft.store or mode)
 
 
 def _aligned(num_bytes: int) -> int:

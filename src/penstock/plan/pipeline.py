@@ -7,7 +7,11 @@ one another without a pause:
 * one copy runs at a time, in the order of the units; unit ``u`` can start to arrive when ``u - S`` has been read;
 * a step ends when its last copy is joined. The first units of the next step are copied within this one, except into
   the slot of the last unit, which is refilled at the beginning of the next step;
-* what a stage reads in place takes the link away from the copies for as long.
+* what a stage reads in place takes the link away from the copies for as long;
+* a unit in files is read by the disk, which begins when the copy of the last such unit has ended and gets no more than
+  the staging ring ahead of the link. Its copy ends when it has been read, and keeps the link for itself meanwhile.
+
+Every clock is made of sums and maxima, so no time falls when a stage, a copy or a read takes longer.
 
 All arguments are arrays over candidates, so that one pass over the stages times thousands of plans.
 """
@@ -24,6 +28,7 @@ __all__ = ["StageTimes", "step_s"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -34,22 +39,34 @@ class StageTimes:
         compute_s: with its unit in the slot; reading in place included.
         in_place_s: the part of it in which the link is taken.
         copy_s: of its unit; 0 where it has none.
+        disk_s: reading its unit from the files; 0 where it rests elsewhere. ``None``: for all candidates.
     """
 
     compute_s: Floats
     in_place_s: Floats
     copy_s: Floats
+    disk_s: Floats | None = None
 
 
-def step_s(stages: Iterable[StageTimes], num_slots: Ints, num_units: Ints, copies_take_cores: bool = False) -> Floats:
+def step_s(
+    stages: Iterable[StageTimes],
+    num_slots: Ints,
+    num_units: Ints,
+    copies_take_cores: bool = False,
+    ring_s: float = 0.0,
+) -> Floats:
     """Seconds of a step in the steady state, per candidate.
 
     Args:
         stages: in order of execution.
         num_slots, num_units: per candidate; no candidate has more slots than units.
         copies_take_cores: copies and compute want the same cores, so a step takes no less than both together.
+        ring_s: how long the disk reads until the staging ring is full.
     """
-    state = _State(num_slots, num_units)
+    state = _State(num_slots, num_units, ring_s)
+    if ring_s:
+        stages = list(stages)
+        state.read_ahead(stages)
     for stage in stages:
         state.run(stage)
     step = state.finish()
@@ -59,8 +76,10 @@ def step_s(stages: Iterable[StageTimes], num_slots: Ints, num_units: Ints, copie
 class _State:
     """Clocks of all candidates."""
 
-    def __init__(self, num_slots: Ints, num_units: Ints) -> None:
+    def __init__(self, num_slots: Ints, num_units: Ints, ring_s: float) -> None:
         count = len(num_slots)
+        self._ring_s = ring_s
+        self._disk_free = np.zeros(count)  # when the disk could begin to read ahead
         self._every = np.arange(count)
         self._slots = np.maximum(num_slots, 1)
         self._units = num_units
@@ -72,7 +91,38 @@ class _State:
         most = int(self._slots.max(initial=1))
         self._released = np.zeros((count, most))  # by slot: when what it held was read
         self._first_copy = np.zeros((count, most))  # by slot: the copy of its first unit
+        self._first_disk = np.zeros((count, most))  # and its reading
         self.busy_s = np.zeros(count)  # compute and copies, end to end
+
+    def read_ahead(self, stages: Iterable[StageTimes]) -> None:
+        """What the disk has had for this step when it begins: at least the copies behind the last read of the one
+        before, as long as the ring has room. Where a first unit is read behind the end, nothing is sure."""
+        count = len(self._every)
+        since, wrapping = np.zeros(count), np.zeros(count)  # copies since the last read; those behind the last stage
+        following = np.zeros(count, np.int64)
+        reads_behind = np.zeros(count, dtype=bool)
+        for stage in stages:
+            has_unit = (stage.copy_s > 0) & self._moves
+            reads = has_unit & (stage.disk_s > 0) if stage.disk_s is not None else np.zeros(count, dtype=bool)
+            behind = has_unit & (following < self._slots) & (following % self._slots != self._held_back)
+            within = has_unit & ~behind
+            since = np.where(reads & within, 0.0, since + np.where(within, stage.copy_s, 0.0))
+            behind &= following + self._slots < self._units  # what has its slot alone stays in it
+            wrapping += np.where(behind, stage.copy_s, 0.0)
+            reads_behind |= behind & reads
+            following += stage.copy_s > 0
+        self._disk_free = np.where(reads_behind, 0.0, -np.minimum(since + wrapping, self._ring_s))
+
+    def _arrival(self, start: Floats, copy_s: Floats, disk_s: Floats | None, copied: Bools) -> Floats:
+        """When a copy that can start at ``start`` ends; the disk moves on to the next unit then."""
+        arrival = start + copy_s
+        if disk_s is None:
+            return arrival
+        read = np.maximum(self._disk_free + disk_s, start + np.maximum(disk_s - self._ring_s, 0.0))
+        reads = disk_s > 0
+        arrival = np.where(reads, np.maximum(arrival, read), arrival)
+        self._disk_free = np.where(reads & copied, arrival, self._disk_free)
+        return arrival
 
     def run(self, stage: StageTimes) -> None:
         has_unit = stage.copy_s > 0
@@ -80,7 +130,7 @@ class _State:
         is_first = self._next < self._slots
         copied = has_unit & self._moves & (~is_first | (slot == self._held_back))
         start = np.maximum(self._link_free, np.where(is_first, 0.0, self._released[self._every, slot]))
-        arrival = np.where(copied, start + stage.copy_s, 0.0)
+        arrival = np.where(copied, self._arrival(start, stage.copy_s, stage.disk_s, copied), 0.0)
         self._link_free = np.where(copied, arrival, self._link_free)
         self.busy_s += stage.compute_s + copied * stage.copy_s
         begin = np.maximum(self._now, arrival)
@@ -92,6 +142,8 @@ class _State:
         self._released[rows, slot[has_unit]] = self._now[has_unit]
         first = has_unit & is_first
         self._first_copy[self._every[first], slot[first]] = stage.copy_s[first]
+        if stage.disk_s is not None:
+            self._first_disk[self._every[first], slot[first]] = stage.disk_s[first]
         self._next += has_unit
 
     def finish(self) -> Floats:
@@ -101,7 +153,8 @@ class _State:
             index = np.maximum(slot, 0)
             copy_s = valid * self._first_copy[self._every, index]
             start = np.maximum(self._link_free, self._released[self._every, index])
-            self._link_free = np.where(valid, start + copy_s, self._link_free)
+            arrival = self._arrival(start, copy_s, valid * self._first_disk[self._every, index], valid)
+            self._link_free = np.where(valid, arrival, self._link_free)
             self.busy_s += copy_s
         return np.maximum(self._now, self._link_free)
 

@@ -9,13 +9,14 @@ from typing import Any
 from penstock.config import Budget, Mode, Policy, Workload
 from penstock.inventory import Inventory
 from penstock.plan.alternatives import Alternative, alternatives
-from penstock.plan.budget import Point, curve, solve
+from penstock.plan.budget import Point, curve, host_limit, solve
 from penstock.plan.build import build_plan, question_of
 from penstock.plan.cost import Rates
 from penstock.plan.forecast import Forecast, forecast
 from penstock.plan.model import Plan
 from penstock.plan.outlook import Outlook, WorkloadBytes
 from penstock.plan.space import Space
+from penstock.plan.spill import Spill
 from penstock.plan.traits import Traits
 
 __all__ = ["Planner"]
@@ -33,6 +34,8 @@ class Planner:
         default_mode: the store of a policy that names none.
         unstreamable: storages that the checkpoint files do not hold as they are.
         num_ranks: over how many ranks units are split.
+        spill: the files in which a budget that names no store leaves what host memory has no room for; ``None``: there
+            are none.
     """
 
     inventory: Inventory
@@ -42,6 +45,7 @@ class Planner:
     default_mode: Mode = "cpu"
     unstreamable: Collection[str] = ()
     num_ranks: int = 1
+    spill: Spill | None = None
     # Candidates do not depend on the size of the budget, and are asked for again with other sizes.
     _spaces: dict[object, Space] = field(default_factory=dict, compare=False, repr=False)
 
@@ -83,7 +87,8 @@ class Planner:
 
     def curve(self, budget: Budget) -> list[Point]:
         """Step times against device memory for weights, for the workload and rules of ``budget``."""
-        return curve(self._space(budget))
+        space = self._space(budget)
+        return curve(space, host_limit(space.question, budget))
 
     def _space(self, budget: Budget) -> Space:
         key = (budget.params, budget.mode, budget.rules, budget.workload)
@@ -100,4 +105,5 @@ class Planner:
             "traits": self.traits,
             "zero_copy": self.zero_copy,
             "num_ranks": self.num_ranks,
+            "spill": self.spill,
         }

@@ -16,8 +16,14 @@ from penstock.plan.planner import Planner
 __all__ = ["draw_plan"]
 
 GIB = 2**30
-_COLOURS: dict[Mechanism, str] = {"resident": "#3aa655", "prefetch": "#4c8ed9", "uva": "#e8a33d"}
-_LABELS: dict[Mechanism, str] = {"resident": "resident", "prefetch": "prefetched", "uva": "read in place"}
+# (mechanism, whether out of files): colour and label
+_COLOURS: dict[tuple[Mechanism, bool], tuple[str, str]] = {
+    ("resident", False): ("#3aa655", "resident"),
+    ("prefetch", False): ("#4c8ed9", "prefetched"),
+    ("prefetch", True): ("#8a63c9", "prefetched from files"),
+    ("uva", False): ("#e8a33d", "read in place"),
+    ("uva", True): ("#e8a33d", "read in place"),
+}
 
 
 def draw_plan(
@@ -53,13 +59,10 @@ def _draw_layers(axes: Any, plan: Plan, planner: Planner) -> None:
         stage for stage in find_stages(planner.inventory) if sum(s.num_bytes for s, _ in stage.storages) > GIB / 1e4
     ]
     bottom = [0.0] * len(stages)
-    for mechanism, colour in _COLOURS.items():
-        heights = [
-            sum(s.num_bytes for s, _ in stage.storages if plan.mechanism_of(s.name) == mechanism) / GIB
-            for stage in stages
-        ]
+    for kind, (colour, label) in _COLOURS.items():
+        heights = [sum(s.num_bytes for s, _ in stage.storages if _kind(plan, s.name) == kind) / GIB for stage in stages]
         if any(heights):
-            axes.bar(range(len(stages)), heights, 0.85, bottom, color=colour, label=_LABELS[mechanism])
+            axes.bar(range(len(stages)), heights, 0.85, bottom, color=colour, label=label)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     names = [stage.anchor.rpartition(".")[2] or "(model)" for stage in stages]
     step = max(1, len(names) // 24)
@@ -70,6 +73,10 @@ def _draw_layers(axes: Any, plan: Plan, planner: Planner) -> None:
     axes.set_title("Weights by layer", loc="left", fontsize=10)
     axes.margins(x=0.01)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
+
+
+def _kind(plan: Plan, storage: str) -> tuple[Mechanism, bool]:
+    return plan.mechanism_of(storage), plan.store_of(storage) == "disk"
 
 
 def _draw_curve(axes: Any, plan: Plan, outlook: Outlook, points: Sequence[Point]) -> None:

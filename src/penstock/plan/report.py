@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -12,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.config import Mode
-from penstock.plan.model import Mechanism, Plan, Unit
+from penstock.plan.model import Plan, Unit
 from penstock.plan.ring import ring_bytes
 
 __all__ = ["compress_indices", "gib", "render", "render_weights", "role_of", "titled_table"]
@@ -22,7 +23,14 @@ _MAX_ROLE_ROWS = 12
 _MAX_RUNS = 6
 
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
-_COLUMNS: dict[Mechanism, str] = {"resident": "resident", "prefetch": "prefetched", "uva": "in place"}
+# How compute reaches a tensor; of a plan with two stores also from which of them it is prefetched.
+_Column = Literal["resident", "prefetch", "staged", "uva"]
+_COLUMNS: dict[_Column, str] = {
+    "resident": "resident",
+    "prefetch": "prefetched",
+    "staged": "from files",
+    "uva": "in place",
+}
 _STORE_NAMES: dict[Mode, str] = {
     "cpu": "host",
     "shm_cpu": "host, shared",
@@ -91,6 +99,7 @@ def _summary(plan: Plan, name: str) -> Text:
         f": {gib(plan.weight_bytes)} GiB of weights in ",
         (f"{gib(plan.device_bytes)} GiB of device memory ({share:.0f} %)", "bold"),
         f"; {gib(plan.moved_bytes)} GiB moved per forward",
+        f", {gib(plan.spilled_bytes)} GiB of them read from files" if plan.spilled_bytes else "",
     )
 
 
@@ -134,14 +143,24 @@ def _place_rows(plan: Plan) -> Iterator[tuple[str, str, str, int]]:
         yield "slots", _counted(plan.num_slots, "slot"), "device", sum(plan.slot_bytes)
         if staged:
             yield "staging ring", "", "host", ring_bytes(plan)
-        yield "prefetched", _counted(len(plan.units), "unit"), store, plan.prefetched_bytes
+        for where, units in _by_store(plan.units).items():
+            num_bytes = sum(unit.payload_bytes for unit in units)
+            yield "prefetched", _counted(len(units), "unit"), _STORE_NAMES[where], num_bytes
     if plan.uva:
-        yield "read in place", _counted(len(plan.uva), "tensor"), "host" if staged else store, plan.uva_bytes
+        copied = staged and plan.mode == "disk"
+        yield "read in place", _counted(len(plan.uva), "tensor"), "host" if copied else store, plan.uva_bytes
+
+
+def _by_store(units: Iterable[Unit]) -> dict[Mode, list[Unit]]:
+    found: dict[Mode, list[Unit]] = {}
+    for unit in units:
+        found.setdefault(unit.store, []).append(unit)
+    return dict(sorted(found.items()))  # cpu before disk
 
 
 def _is_staged(plan: Plan) -> bool:
     """Whether bytes of files pass through, or stay in, pinned memory: on a GPU."""
-    return plan.mode == "disk" and plan.made_for is not None and plan.made_for.device != "cpu"
+    return plan.reads_files and plan.made_for is not None and plan.made_for.device != "cpu"
 
 
 def _counted(number: int, thing: str) -> str:
@@ -152,10 +171,11 @@ def _counted(number: int, thing: str) -> str:
 
 
 def _units(plan: Plan) -> Table:
-    table = titled_table("Units", "anchor", "units", "layers", "tensors each", "GiB each", "slots")
-    for (anchor, tensors), units in _alike(plan.units).items():
+    table = titled_table("Units", "anchor", "rest in", "units", "layers", "tensors each", "GiB each", "slots")
+    for (anchor, tensors, store), units in _alike(plan.units).items():
         table.add_row(
             anchor or "(the model)",
+            _STORE_NAMES[store],
             str(len(units)),
             compress_indices(number for unit in units for number in _numbers(unit.anchor)[:1]),
             str(tensors),
@@ -165,10 +185,10 @@ def _units(plan: Plan) -> Table:
     return table
 
 
-def _alike(units: Iterable[Unit]) -> dict[tuple[str, int], list[Unit]]:
-    groups: dict[tuple[str, int], list[Unit]] = {}
+def _alike(units: Iterable[Unit]) -> dict[tuple[str, int, Mode], list[Unit]]:
+    groups: dict[tuple[str, int, Mode], list[Unit]] = {}
     for unit in units:
-        groups.setdefault((role_of(unit.anchor), len(unit.entries)), []).append(unit)
+        groups.setdefault((role_of(unit.anchor), len(unit.entries), unit.store), []).append(unit)
     return groups
 
 
@@ -189,7 +209,7 @@ class _Role:
     """Tensors of one role: how many, and the bytes of each mechanism."""
 
     count: int = 0
-    num_bytes: dict[Mechanism, int] = field(default_factory=lambda: {"resident": 0, "prefetch": 0, "uva": 0})
+    num_bytes: dict[_Column, int] = field(default_factory=lambda: dict.fromkeys(_COLUMNS, 0))
 
     @property
     def total_bytes(self) -> int:
@@ -203,7 +223,7 @@ class _Role:
 
 def _roles(plan: Plan) -> Table:
     roles = _by_role(plan)
-    shown: list[Mechanism] = [m for m in _COLUMNS if m == "resident" or any(r.num_bytes[m] for r in roles.values())]
+    shown: list[_Column] = [m for m in _COLUMNS if m == "resident" or any(r.num_bytes[m] for r in roles.values())]
     table = titled_table("Tensors by role, GiB", "role", "count", "total", *(_COLUMNS[m] for m in shown))
     for name, role in _rows(roles):
         cells = [gib(role.num_bytes[m]) if role.num_bytes[m] else "" for m in shown]
@@ -232,11 +252,12 @@ def _by_role(plan: Plan) -> dict[str, _Role]:
     return roles
 
 
-def _storages(plan: Plan) -> Iterator[tuple[str, int, Mechanism]]:
+def _storages(plan: Plan) -> Iterator[tuple[str, int, _Column]]:
     for name, num_bytes in plan.resident.items():
         yield name, num_bytes, "resident"
     for unit in plan.units:
+        column: _Column = "prefetch" if unit.store == plan.mode else "staged"
         for entry in unit.entries:
-            yield entry.storage, entry.num_bytes, "prefetch"
+            yield entry.storage, entry.num_bytes, column
     for name, num_bytes in plan.uva.items():
         yield name, num_bytes, "uva"

@@ -1,4 +1,4 @@
-"""The staging ring of mode ``disk`` on a GPU, as arithmetic: which piece of a unit passes through which entry.
+"""The staging ring of units in files before a GPU, as arithmetic: which piece of a unit passes through which entry.
 
 A captured copy has a fixed host address, so a piece uses the same entry for ever, as a unit does its slot. Units are
 cut into pieces, because a ring of whole units would take gigabytes of host memory for large layers and let nothing
@@ -12,7 +12,7 @@ in its lap uses entry ``j``. Lap lengths differ by one at most, so any ``P // la
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain as concatenate
 from itertools import pairwise
@@ -20,7 +20,17 @@ from itertools import pairwise
 from penstock.plan.model import Plan
 from penstock.plan.schedule import steady_order
 
-__all__ = ["ENTRY_BYTES", "MAX_ENTRIES", "WORD_BYTES", "Piece", "RingLayout", "lay_out_ring", "ring_bytes"]
+__all__ = [
+    "ENTRY_BYTES",
+    "MAX_ENTRIES",
+    "RING_BYTES",
+    "WORD_BYTES",
+    "Piece",
+    "RingLayout",
+    "lay_out_ring",
+    "lay_out_ring_of",
+    "ring_bytes",
+]
 
 # One copy each: long enough for the full rate of the link, short enough that the first one starts soon.
 ENTRY_BYTES = 32 << 20
@@ -28,6 +38,8 @@ MAX_ENTRIES = 16
 # A word of the handshake has a cache line alone, so that the device's polling disturbs no other.
 WORD_BYTES = 64
 _PAGE_BYTES = 4096
+# What a ring takes at most.
+RING_BYTES = MAX_ENTRIES * (ENTRY_BYTES + WORD_BYTES) + WORD_BYTES
 
 
 @dataclass(frozen=True)
@@ -64,18 +76,24 @@ class RingLayout:
 
 
 def lay_out_ring(
-    unit_bytes: Sequence[int], num_slots: int, entry_bytes: int = ENTRY_BYTES, max_entries: int = MAX_ENTRIES
+    unit_bytes: Sequence[int],
+    num_slots: int,
+    entry_bytes: int = ENTRY_BYTES,
+    max_entries: int = MAX_ENTRIES,
+    staged: Collection[int] | None = None,
 ) -> RingLayout:
     """The ring for units of these slab sizes, at least one, in order of execution, over ``num_slots`` slots.
 
     Args:
         entry_bytes: of an entry at most; rounded to whole pages.
         max_entries: of the ring, at least 1.
+        staged: the units that pass through it, at least one; the others take part in the schedule alone. Default all.
     """
-    entry_bytes = _whole_pages(min(entry_bytes, max(unit_bytes)))
-    moving = list(dict.fromkeys(steady_order(len(unit_bytes), num_slots)))
-    staying = [unit for unit in range(len(unit_bytes)) if unit not in set(moving)]
-    cuts = {unit: _cut(size, entry_bytes) for unit, size in enumerate(unit_bytes)}
+    through = set(range(len(unit_bytes)) if staged is None else staged)
+    entry_bytes = _whole_pages(min(entry_bytes, max(unit_bytes[unit] for unit in through)))
+    moving = [unit for unit in dict.fromkeys(steady_order(len(unit_bytes), num_slots)) if unit in through]
+    staying = sorted(through.difference(moving))
+    cuts = {unit: _cut(unit_bytes[unit], entry_bytes) for unit in through}
     length = sum(len(cuts[unit]) for unit in moving)
     entries = _laps(length, max_entries)
     num_entries = max(entries, default=min(max_entries, sum(map(len, cuts.values()))) - 1) + 1
@@ -92,10 +110,15 @@ def lay_out_ring(
 
 
 def ring_bytes(plan: Plan) -> int:
-    """Host memory, pinned, that ``plan`` takes for its ring if it is carried out on a GPU: 0 but in mode ``disk``."""
-    if plan.mode != "disk" or not plan.units:
-        return 0
-    return lay_out_ring([unit.num_bytes for unit in plan.units], plan.num_slots).num_bytes
+    """Host memory, pinned, that ``plan`` takes for its ring if it is carried out on a GPU: 0 without units in files."""
+    return lay_out_ring_of(plan).num_bytes if plan.staged_units else 0
+
+
+def lay_out_ring_of(plan: Plan, entry_bytes: int = ENTRY_BYTES, max_entries: int = MAX_ENTRIES) -> RingLayout:
+    """The ring for the units of ``plan`` that rest in files, of which there is at least one."""
+    sizes = [unit.num_bytes for unit in plan.units]
+    staged = [unit.index for unit in plan.staged_units]
+    return lay_out_ring(sizes, plan.num_slots, entry_bytes, max_entries, staged)
 
 
 def _laps(length: int, max_entries: int) -> list[int]:

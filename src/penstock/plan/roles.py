@@ -12,10 +12,11 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from penstock.config import Mechanism
+from penstock.config import Mechanism, Mode
 from penstock.inventory import Inventory, StorageInfo
 from penstock.plan.cost import Rates, Stage, find_stages
 from penstock.plan.model import UnitDraft
+from penstock.plan.spill import Spill
 from penstock.plan.traits import Traits
 from penstock.plan.units import find_stacks, outside_units
 
@@ -40,6 +41,8 @@ class Question:
         batch_sizes: rows of the steps that count.
         context: tokens per sequence that attention reads from the cache.
         ranks_on_device: over the devices of how many ranks offloaded units are split; ``None``: they rest elsewhere.
+        mode: the store.
+        spill: files for the units that host memory has no room for; ``None``: all rest in the one store.
     """
 
     inventory: Inventory
@@ -52,6 +55,8 @@ class Question:
     batch_sizes: Sequence[int]
     context: int = 0
     ranks_on_device: int | None = None
+    mode: Mode = "cpu"
+    spill: Spill | None = None
 
 
 @dataclass(frozen=True)

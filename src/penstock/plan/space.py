@@ -4,79 +4,64 @@ A *role* is a tensor's name inside its layer (``mlp.down_proj.weight``), the sam
 
 * which roles leave the device: the set B in ``k`` layers, evenly spaced, and the next smaller set A (or none) in the
   others; so that sizes between two sets of roles are reached without bunching;
-* how they are reached: all by prefetch, all in place, or experts in place everywhere and the rest by prefetch;
+* how they are reached: all by prefetch, all in place, or experts in place everywhere and the rest by prefetch; where
+  units may rest in files also experts prefetched in ``k`` layers, which then are those in files, resident in some
+  others and in place in the rest;
 * what happens to the modules outside the layers: resident, prefetched or in place;
 * the number of slots.
 
-None of this depends on the budget. So more memory only ever adds candidates, and the best one gets no slower.
+None of this depends on the budget. So more memory only ever adds candidates, and the best one gets no slower. What a
+limit of host memory does to a candidate is to leave some of its units in files, in the order of
+:mod:`penstock.plan.spill`: the fewer, the higher the limit, and the candidate gets no slower either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from copy import copy
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.config import Mechanism
 from penstock.inventory import StorageInfo
 from penstock.plan.cost import StorageCost, experts_in, stages_compute_s, storage_cost
-from penstock.plan.model import UnitDraft, slab_bytes
-from penstock.plan.pipeline import StageTimes, step_s
+from penstock.plan.costed import HIGH, KEPT, LOW, MAX_SLOTS, Choice, Costed, Family, Floats, Ints, Kinds
+from penstock.plan.model import slab_bytes
 from penstock.plan.roles import Question, RoleSets, sort_out
-from penstock.plan.striping import CHUNK_ALIGNMENT_BYTES
+from penstock.plan.spill import spill_order
 
-__all__ = ["Choice", "Costed", "Space"]
-
-MAX_SLOTS = 3
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+__all__ = ["Choice", "Costed", "Floats", "Ints", "Space"]
 
 
-@dataclass(frozen=True)
-class Choice:
-    """One candidate, ready to be laid out."""
-
-    drafts: tuple[UnitDraft, ...]
-    uva: tuple[StorageInfo, ...]
-    num_slots: int
-
-
-@dataclass(frozen=True)
-class Family:
-    """Candidates that differ in numbers only, as arrays of one value per candidate.
-
-    Attributes:
-        sets: the sets that ``high`` and ``low`` index.
-        high, low: the set of the ``spaced`` layers, and that of the others.
-        spaced: how many layers have the first.
-        slots: 0 where nothing is prefetched from the layers or outside.
-        in_place: whether the sets are read in place instead of prefetched.
-        outside: what happens outside the layers.
-        fixed_uva: storages that all of them read in place.
-    """
-
-    sets: RoleSets
-    high: Ints
-    low: Ints
-    spaced: Ints
-    slots: Ints
-    in_place: bool
-    outside: Mechanism
-    fixed_uva: tuple[StorageInfo, ...]
+# As a size: any sum with it is below zero.
+_NEVER = -1e30
 
 
 class Space:
-    """The families of a question with their costs."""
+    """The families of a question with their costs.
+
+    Attributes:
+        sizes, slabs: bytes of every storage by name, and what it takes of a slab.
+    """
 
     def __init__(self, question: Question) -> None:
         self.question = question
         self.parts = sort_out(question)
+        self.sizes = {s.name: float(s.num_bytes) for s in question.inventory.storages}
+        self.slabs = {s.name: float(slab_bytes([s.num_bytes])) for s in question.inventory.storages}
         self.groups = [Costed(self, family) for family in self._families()]
+
+    @cached_property
+    def spillable(self) -> dict[str, float]:
+        """``slabs``, such that a unit of which the files lack a part has less than no bytes."""
+        spill = self.question.spill
+        missing = frozenset(spill.unstreamable) if spill is not None else frozenset()
+        return {name: _NEVER if name in missing else slab for name, slab in self.slabs.items()}
+
+    @cached_property
+    def spill_order(self) -> list[str]:
+        """Anchors of all stages, in the order in which their units go to the files."""
+        return [self.parts.stages[index].anchor for index in spill_order(len(self.parts.stages))]
 
     @cached_property
     def _order(self) -> dict[str, int]:
@@ -98,7 +83,22 @@ class Space:
         ]  # fmt: skip
 
     @cached_property
-    def stage_s(self) -> Floats:
+    def stage_of(self) -> dict[str, int]:
+        """Index of the stage that reads a storage, by its name."""
+        return {s.name: number for number, stage in enumerate(self.parts.stages) for s, _ in stage.storages}
+
+    @cached_property
+    def resident_s(self) -> Floats:
+        """[batch sizes, stages]: compute with all weights resident."""
+        own = [
+            [sum(costs[s.name].resident_s for s, _ in stage.storages) for stage in self.parts.stages]
+            for costs in self.costs
+        ]
+        found: Floats = self._stage_s + np.array(own)
+        return found
+
+    @cached_property
+    def _stage_s(self) -> Floats:
         """[batch sizes, stages]: compute beside the tensors' own."""
         question, stages = self.question, self.parts.stages
         return np.array(
@@ -121,6 +121,30 @@ class Space:
                 yield self._patterned(all_sets, how, in_place=True)
                 if experts and dense:
                     yield from self._prefetched(dense_sets, how, uva)
+                if experts and self.question.spill is not None:
+                    yield from self._split(all_sets, how, frozenset(experts))
+
+    def _split(self, sets: RoleSets, outside: Mechanism, experts: frozenset[str]) -> Iterator[Family]:
+        """Experts prefetched in evenly spaced layers, resident in some of the others, read in place in the rest.
+
+        Of the dense roles all stay or all leave: what matters here is where the experts are.
+        """
+        index = {chosen: number for number, chosen in enumerate(sets.sets)}
+        dense = frozenset[str]().union(*sets.sets) - experts
+        lows = [low for low in dict.fromkeys((frozenset[str](), dense)) if {low, low | experts} <= index.keys()]
+        layers = [layer for layer, mine in self.parts.roles.items() if experts & mine.keys()]
+        if not lows or len(layers) < 2:
+            return
+        others = {layer: tuple(s for r, s in self.parts.roles[layer].items() if r in experts) for layer in layers}
+        patterns = _three_ways([layer in others for layer in self.parts.layers])
+        every = np.tile(np.arange(len(patterns)), len(lows))
+        high, low = (
+            np.repeat([index[chosen | extra] for chosen in lows], len(patterns))
+            for extra in (experts, frozenset[str]())
+        )
+        for num_slots in range(1, MAX_SLOTS + 1):
+            slots = np.full(len(every), num_slots, dtype=np.int64)
+            yield Family(sets, high, low, every, slots, False, outside, (), others, patterns)
 
     def _is_expert(self, role: str) -> bool:
         return any(experts_in(mine[role], True) > 1 for mine in self.parts.roles.values() if role in mine)
@@ -148,163 +172,17 @@ class Space:
         return Family(sets, high, low, spaced, slots, in_place, outside, fixed_uva)
 
 
-class Costed:
-    """One family with its memory and its step times."""
-
-    def __init__(self, space: Space, family: Family) -> None:
-        self._space = space
-        self._parts = space.parts
-        self.family = family
-        layers = len(self._parts.layers)
-        # [layers + 1, layers]: which layers are the evenly spaced ones. The gap comes after the last of them: what its
-        # slot needs next is then copied beside the compute that remains.
-        self._spaced = np.zeros((layers + 1, layers), dtype=bool)
-        for count in range(1, layers + 1):
-            self._spaced[count, [index * layers // count for index in range(count)]] = True
-        self._measure_memory()
-
-    def _column(self, table: Floats, layer: int) -> Floats:
-        """Per candidate: ``table`` [sets, layers] at the set it has in ``layer``."""
-        chosen = np.where(self._spaced[self.family.spaced, layer], self.family.high, self.family.low)
-        column: Floats = table[chosen, layer]
-        return column
-
-    def _drafted(self, value: Mapping[str, float]) -> Iterator[tuple[str, Floats]]:
-        """(anchor, value of its unit per candidate), in order, for every stage that may have a unit."""
-        parts, family = self._parts, self.family
-        count = len(family.high)
-        table = family.sets.table(value) if not family.in_place else None
-        index = {layer: number for number, layer in enumerate(parts.layers)}
-        outside = {draft.anchor: draft.storages for draft in parts.outside if family.outside == "prefetch"}
-        for stage in parts.stages:
-            always = sum(value[s.name] for s in parts.always_prefetched.get(stage.anchor, ()))
-            always += sum(value[s.name] for s in outside.get(stage.anchor, ()))
-            if table is not None and stage.anchor in index:
-                yield stage.anchor, self._column(table, index[stage.anchor]) + always
-            elif always:
-                yield stage.anchor, np.full(count, float(always))
-
-    def _measure_memory(self) -> None:
-        inventory, parts, family = self._space.question.inventory, self._parts, self.family
-        count = len(family.high)
-        slabs = {s.name: float(slab_bytes([s.num_bytes])) for s in inventory.storages}
-        sizes = {s.name: float(s.num_bytes) for s in inventory.storages}
-        ranks = self._space.question.ranks_on_device
-        parts_bytes = np.zeros(count)
-        moved, units = np.zeros(count), np.zeros(count, dtype=np.int64)
-        wanted = family.slots
-        slot_bytes, first = np.zeros((MAX_SLOTS, count)), np.zeros((MAX_SLOTS, count))
-        for (_, slab), (_, size) in zip(self._drafted(slabs), self._drafted(sizes), strict=True):
-            has = slab > 0
-            place = units % wanted
-            for slot in range(int(wanted.max(initial=0))):
-                here = has & (place == slot)
-                np.maximum(slot_bytes[slot], slab, out=slot_bytes[slot], where=here)
-                np.copyto(first[slot], size, where=here & (units < wanted))
-            units += has
-            if ranks is not None:
-                parts_bytes += np.ceil(slab / (ranks * CHUNK_ALIGNMENT_BYTES)) * CHUNK_ALIGNMENT_BYTES
-            moved += size
-        self.num_units = units
-        self.num_slots = np.minimum(wanted, units)
-        # A unit that has its slot alone is copied once and stays.
-        alone = np.arange(MAX_SLOTS)[:, None] + wanted >= units
-        self.moved_bytes = moved - (first * alone).sum(0)
-        uva = np.full(count, float(sum(s.num_bytes for s in self._fixed_uva())))
-        if family.in_place:
-            table = family.sets.table(sizes)
-            uva += sum((self._column(table, layer) for layer in range(len(parts.layers))), np.zeros(count))
-        self.offloaded_bytes = moved + uva
-        self.device_bytes = inventory.num_bytes - moved - uva + slot_bytes.sum(0) + parts_bytes
-
-    def _fixed_uva(self) -> tuple[StorageInfo, ...]:
-        outside = [s for draft in self._parts.outside for s in draft.storages] if self.family.outside == "uva" else []
-        return (*self._parts.always_in_place, *self.family.fixed_uva, *outside)
-
-    def fitting(self, device_bytes: float, host_bytes: int | None) -> Ints:
-        """Candidates within both limits."""
-        fits = self.device_bytes <= device_bytes
-        if host_bytes is not None:
-            fits &= self.offloaded_bytes <= host_bytes
-        rows: Ints = np.flatnonzero(fits & (self.family.slots <= np.maximum(self.num_slots, 1)))
-        return rows
-
-    def bound(self, rows: Ints) -> Floats:
-        """Mean logarithm, over the batch sizes, of a time that no schedule of the candidate can beat."""
-        rates = self._space.question.rates
-        copies_s = self.moved_bytes[rows] / max(rate for _, rate in rates.copy_bytes_per_s.points)
-        least = [np.maximum(copies_s, compute_s) for compute_s in self._least_compute_s]
-        bound: Floats = np.log(np.array(least)).mean(axis=0) - 1e-8
-        return bound
-
-    @cached_property
-    def _least_compute_s(self) -> list[float]:
-        """Per batch size: compute that every candidate of the family has."""
-        fixed = {s.name for s in self._fixed_uva()}
-        return [
-            float(self._space.stage_s[batch].sum())
-            + sum(cost.in_place_s if name in fixed else cost.resident_s for name, cost in costs.items())
-            for batch, costs in enumerate(self._space.costs)
-        ]
-
-    def step_s(self, rows: Ints) -> Floats:
-        """[batch sizes, ``rows``]: seconds of a step of the candidates of these indices."""
-        narrowed = _narrow(self, rows)
-        return np.array([narrowed._play(batch) for batch in range(len(self._space.question.batch_sizes))])
-
-    def _play(self, batch: int) -> Floats:
-        rates = self._space.question.rates
-        return step_s(self._stage_times(batch), self.num_slots, self.num_units, rates.copies_take_cores)
-
-    def _stage_times(self, batch: int) -> Iterator[StageTimes]:
-        parts, family, costs = self._parts, self.family, self._space.costs[batch]
-        count = len(family.high)
-        sizes = {s.name: float(s.num_bytes) for s in self._space.question.inventory.storages}
-        units = dict(self._drafted(sizes))
-        fixed = {s.name for s in self._fixed_uva()}
-        extra = in_place = None
-        if family.in_place:
-            extra = family.sets.table({n: c.in_place_s - c.resident_s for n, c in costs.items()})
-            in_place = family.sets.table({n: c.in_place_s for n, c in costs.items()})
-        index = {layer: number for number, layer in enumerate(parts.layers)}
-        for number, stage in enumerate(parts.stages):
-            linked = sum(costs[s.name].in_place_s for s, _ in stage.storages if s.name in fixed)
-            resident = sum(costs[s.name].resident_s for s, _ in stage.storages if s.name not in fixed)
-            compute_s = np.full(count, self._space.stage_s[batch, number] + linked + resident)
-            in_place_s = np.full(count, float(linked))
-            if extra is not None and in_place is not None and stage.anchor in index:
-                compute_s += self._column(extra, index[stage.anchor])
-                in_place_s += self._column(in_place, index[stage.anchor])
-            yield StageTimes(compute_s, in_place_s, self._copy_s(units.get(stage.anchor), count))
-
-    def _copy_s(self, num_bytes: Floats | None, count: int) -> Floats:
-        return np.zeros(count) if num_bytes is None else self._space.question.rates.copies_s(num_bytes)
-
-    def choice(self, candidate: int) -> Choice:
-        """The candidate of this index, laid out."""
-        parts, family = self._parts, self.family
-        spaced = self._spaced[family.spaced[candidate]]
-        outside = {draft.anchor: draft.storages for draft in parts.outside if family.outside == "prefetch"}
-        drafts, uva = [], list(self._fixed_uva())
-        for stage in parts.stages:
-            storages = list(parts.always_prefetched.get(stage.anchor, ())) + list(outside.get(stage.anchor, ()))
-            if stage.anchor in parts.roles:
-                chosen_set = family.high if spaced[parts.layers.index(stage.anchor)] else family.low
-                roles = family.sets.sets[chosen_set[candidate]]
-                chosen = [s for role, s in parts.roles[stage.anchor].items() if role in roles]
-                (uva if family.in_place else storages).extend(chosen)
-            if storages:
-                drafts.append(UnitDraft(stage.anchor, tuple(sorted(storages, key=self._space.order))))
-        return Choice(tuple(drafts), tuple(uva), int(self.num_slots[candidate]))
-
-
-def _narrow(costed: Costed, rows: Ints) -> Costed:
-    """The same family with only the candidates of these indices."""
-    family = costed.family
-    narrowed = copy(costed)
-    narrowed.family = replace(
-        family, high=family.high[rows], low=family.low[rows], spaced=family.spaced[rows], slots=family.slots[rows]
-    )
-    for name in ("num_units", "num_slots", "moved_bytes", "offloaded_bytes", "device_bytes"):
-        setattr(narrowed, name, getattr(costed, name)[rows])
-    return narrowed
+def _three_ways(has_experts: Sequence[bool]) -> Kinds:
+    """[patterns, layers]: every number of evenly spaced layers with experts that are ``HIGH``, and of those between
+    them that are ``KEPT``."""
+    layers = np.flatnonzero(has_experts)
+    patterns = []
+    for moved in range(1, len(layers)):
+        spaced = np.arange(moved) * len(layers) // moved
+        between = np.delete(layers, spaced)
+        for kept in range(len(between)):
+            pattern = np.full(len(has_experts), LOW, dtype=np.int8)
+            pattern[layers[spaced]] = HIGH
+            pattern[between[np.arange(kept) * len(between) // max(1, kept)]] = KEPT
+            patterns.append(pattern)
+    return np.array(patterns)

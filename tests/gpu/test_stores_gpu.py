@@ -1,0 +1,186 @@
+"""Two stores in one plan on a GPU: same bits in every order of eager runs and replays, bytes where the plan says."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_models import Stack, build
+from test_disk import captured, inputs, save
+
+import penstock
+from penstock import Budget, Plan, Prefetch, Rules
+from penstock.config import Policy
+from penstock.errors import BudgetError, TransferError
+from penstock.inventory import take_inventory
+from penstock.limits import Limits, needs_of
+from penstock.link.ring_streams import RingLink
+from penstock.offloaders import planning
+from penstock.plan import build_plan
+from penstock.plan.ring import RING_BYTES, ring_bytes
+
+# Policy, and the units of it that rest in files.
+PLANS: dict[str, tuple[Policy, tuple[int, ...]]] = {
+    "one slot": (Prefetch(1, 1, 1), (0, 3)),
+    "two slots": (Prefetch(1, 1, 2), (1, 4, 6)),
+    "units mod slots != 0": (Prefetch(1, 1, 3), (2,)),
+    "alone in its slot": (Prefetch(1, 1, 6), (5, 0)),
+    "all units in files": (Prefetch(1, 1, 2), (0, 1, 2, 3, 4, 5, 6)),
+    "table in place": (Rules([("embed", "uva"), ("layers", "prefetch")]), (0, 6)),
+}
+
+
+def plan_of(name: str, model: Stack) -> Plan:
+    policy, indices = PLANS[name]
+    made = build_plan(take_inventory(model), policy)
+    units = [replace(unit, store="disk") if unit.index in indices else unit for unit in made.units]
+    return replace(made, units=tuple(units))
+
+
+@pytest.fixture(params=["small ring", "whole ring"])
+def ring(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three entries of 64 KiB, so that every unit goes around several times; or the ring as it is."""
+    if request.param == "small ring":
+        link = partial(RingLink, entry_bytes=1 << 16, max_entries=3)
+        monkeypatch.setattr("penstock.offloaders.attachment.RingLink", link)
+
+
+class TestBits:
+    @torch.no_grad()
+    @pytest.mark.usefixtures("ring")
+    @pytest.mark.parametrize("from_meta", [False, True], ids=["live", "from meta"])
+    @pytest.mark.parametrize("name", PLANS)
+    def test_eager_captured_and_replayed_in_any_order(self, name: str, from_meta: bool, tmp_path: Path) -> None:
+        resident = build()
+        folder = save(resident, tmp_path)
+        model = copy.deepcopy(resident)
+        if from_meta:
+            with torch.device("meta"):
+                model = Stack(7).eval().requires_grad_(False).to(torch.bfloat16)
+        expected = [resident(inputs(seed)).clone() for seed in range(4)]
+        plan = plan_of(name, model)
+        with penstock.offload(model, plan, checkpoint=folder, device="cuda") as handle:
+            assert handle.plan.units == plan.units
+            for seed in range(4):
+                assert torch.equal(model(inputs(seed)), expected[seed])
+            ids = inputs()
+            graphs = [captured(model, ids), captured(model, ids)]
+            for seed in (0, 1, 2, 3, 1):
+                ids.copy_(inputs(seed))
+                graph, out = graphs[seed % 2]
+                for _ in range(3):
+                    out.zero_()
+                    graph.replay()
+                    assert torch.equal(out, expected[seed])
+                assert torch.equal(model(inputs(seed)), expected[seed])
+            stores = handle.stats().store_bytes
+            assert stores["file"] == plan.spilled_bytes
+            kept = sum(unit.num_bytes for unit in plan.units if unit.store == "cpu")
+            assert stores.get("host_pinned", 0) >= kept
+        assert torch.equal(model(inputs(1)), expected[1])
+
+    @torch.no_grad()
+    def test_a_replay_reads_what_rests_in_files_and_no_more(self, tmp_path: Path) -> None:
+        """In the order of the units in files alone: no piece is asked for out of turn."""
+        model = build(12)
+        made = build_plan(take_inventory(model), Prefetch(1, 1, 2))
+        plan = replace(made, units=tuple(replace(u, store="disk") if u.index % 4 == 1 else u for u in made.units))
+        handle = penstock.offload(model, plan, checkpoint=save(model, tmp_path))
+        graph, _ = captured(model, inputs())
+        graph.replay()
+        torch.cuda.synchronize()
+        before = handle.stats().staging
+        for _ in range(10):
+            graph.replay()
+        torch.cuda.synchronize()
+        after = handle.stats().staging
+        assert before is not None
+        assert after is not None
+        assert after.misses == before.misses
+        assert abs(after.bytes_read - before.bytes_read - 10 * plan.spilled_bytes) <= plan.spilled_bytes
+        moved = handle.stats().moved_by_store
+        assert moved["cpu"] > moved["disk"] > 0
+        handle.remove()
+
+    @torch.no_grad()
+    def test_under_a_compiler(self, tmp_path: Path) -> None:
+        resident = build()
+        model = copy.deepcopy(resident)
+        handle = penstock.offload(model, plan_of("two slots", model), checkpoint=save(model, tmp_path))
+        compiled = torch.compile(model, fullgraph=True)
+        first = compiled(inputs())
+        for _ in range(3):
+            assert torch.equal(compiled(inputs()), first)
+        assert torch.equal(model(inputs()), resident(inputs()))
+        handle.remove()
+
+    @torch.no_grad()
+    def test_debug_checksums(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PENSTOCK_DEBUG", "1")
+        resident = build()
+        model = copy.deepcopy(resident)
+        with penstock.offload(model, plan_of("two slots", model), checkpoint=save(model, tmp_path)):
+            for _ in range(3):
+                assert torch.equal(model(inputs()), resident(inputs()))
+
+
+class TestBudget:
+    @torch.no_grad()
+    def test_what_host_memory_has_no_room_for_stays_in_the_files(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A budget that names no store; the ring counted at what it takes here and not at half a GiB."""
+        spill = planning.Spill
+        monkeypatch.setattr(planning, "Spill", partial(spill, ring_bytes=0))
+        resident = build()
+        model = copy.deepcopy(resident)
+        total = take_inventory(model).num_bytes
+        budget = Budget(total // 2, host_memory=total // 5)
+        with penstock.offload(model, budget, checkpoint=save(model, tmp_path)) as handle:
+            plan = handle.plan
+            assert 0 < plan.store_bytes["cpu"] <= total // 5
+            assert plan.spilled_bytes > 0
+            assert needs_of(plan, on_gpu=True).pinned_bytes - ring_bytes(plan) <= total // 5
+            ids = inputs()
+            graph, out = captured(model, ids)
+            graph.replay()
+            assert torch.equal(out, resident(ids))
+
+    @pytest.mark.parametrize("free", [1 << 20, 4 * RING_BYTES])
+    def test_the_free_memory_counts(self, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Less than a ring is of no use for anything; with more than the weights nothing stays in files."""
+        model = build(2)
+        folder = save(model, tmp_path)
+        limits = Limits(host_available_bytes=free)
+        monkeypatch.setattr(planning, "read_limits", lambda device, pinned_bytes=0: limits)
+        if free < RING_BYTES:
+            with pytest.raises(BudgetError, match=r"free host memory of 0\.\d+ GiB .* with the staging ring"):
+                penstock.offload(model, "4MiB", checkpoint=folder)
+            return
+        with penstock.offload(model, "4MiB", checkpoint=folder) as handle:
+            assert handle.plan.offloaded_bytes
+            assert not handle.plan.reads_files
+            assert handle.stats().staging is None
+
+
+class TestFailure:
+    @torch.no_grad()
+    def test_a_file_that_changes_is_told(self, tmp_path: Path) -> None:
+        model = build()
+        path = save(model, tmp_path) / "model.safetensors"
+        penstock.offload(model, plan_of("two slots", model), checkpoint=tmp_path)
+        graph, out = captured(model, inputs())
+        graph.replay()
+        torch.cuda.synchronize()
+        with path.open("r+b") as file:
+            file.truncate(path.stat().st_size // 8)
+        for _ in range(4):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert out.isnan().all()
+        with pytest.raises(TransferError, match="while in use"):
+            model(inputs())
