@@ -74,7 +74,12 @@ DEEPSEEK_V2_LITE = {
     "eos_token_id": 100001,
     "torch_dtype": "bfloat16",
 }
-SHAPES = {"qwen": QWEN3_8B, "deepseek": DEEPSEEK_V2_LITE, "qwen-short": {**QWEN3_8B, "num_hidden_layers": 8}}
+SHAPES = {
+    "qwen": QWEN3_8B,
+    "qwen-prefill": QWEN3_8B,
+    "deepseek": DEEPSEEK_V2_LITE,
+    "qwen-short": {**QWEN3_8B, "num_hidden_layers": 8},
+}
 WORKER = "penstock.adapters.vllm.Worker"
 GROUP = {"offload_group_size": 4, "offload_num_in_group": 1, "offload_prefetch_step": 1}
 EXPERTS = {"cpu_offload_gb": 40, "cpu_offload_params": {"experts"}}
@@ -96,6 +101,11 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "resident-v2": ("qwen", 2, {}),
     "penstock-v2": ("qwen", 2, {**GROUP, "worker_cls": WORKER}),
     "budget-v2": ("qwen", 2, _budget(_QWEN_SAME_MEMORY_GIB, batch=[1, 16, 256])),
+    "penstock-stalls": (
+        "qwen-prefill",
+        1,
+        {**GROUP, "worker_cls": WORKER, "additional_config": {"penstock": {"measure_stalls": True}}},
+    ),
     "eager": ("qwen-short", 1, {"enforce_eager": True}),
     "penstock-eager": ("qwen-short", 1, {**GROUP, "worker_cls": WORKER, "enforce_eager": True}),
     "short": ("qwen-short", 2, {}),
@@ -115,7 +125,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 # sequences, tokens in, tokens out, repeats
 LOADS = {
-    "qwen": [(1, 128, 64, 3), (16, 128, 64, 3), (256, 128, 64, 2), (64, 2047, 1, 2)],
+    "qwen": [(1, 128, 64, 3), (16, 128, 64, 3), (256, 128, 64, 2), (256, 128, 1, 2), (64, 2047, 1, 3)],
+    "qwen-prefill": [(64, 2047, 1, 3)],
     "qwen-short": [(1, 128, 16, 2), (16, 300, 16, 2)],
     "deepseek": [(1, 128, 32, 4)],
 }
@@ -168,7 +179,7 @@ def _measure(out: Path, case: str) -> None:
         max_model_len=2304,
         max_num_seqs=256,
         max_num_batched_tokens=8192,
-        kv_cache_memory_bytes=24 << 30 if shape == "qwen" else 4 << 30,
+        kv_cache_memory_bytes=24 << 30 if SHAPES[shape] is QWEN3_8B else 4 << 30,
         enable_prefix_caching=False,
         disable_log_stats=True,
         compilation_config={"cudagraph_capture_sizes": [1, 16, 256]},

@@ -124,6 +124,7 @@ class Worker(gpu_worker.Worker):  # type: ignore[misc,unused-ignore]
             "copies": sum(unit.copies for unit in stats.units),
             "captured_copies": sum(unit.captured_copies for unit in stats.units),
             "misses": sum(unit.misses for unit in stats.units),
+            "last_stalls_s": [unit.last_stall_s for unit in stats.units],
             "added_device_bytes": self._offloader.added_device_bytes,
         }
 
