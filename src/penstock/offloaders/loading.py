@@ -19,6 +19,7 @@ from penstock.store.loading import Delivery, Progress, deliver
 from penstock.store.numa import cpus_near
 from penstock.store.pinned import PinnedStore, pin_threads
 from penstock.store.staging import CudaUploader
+from penstock.telemetry import ReadStats
 from penstock.weights import TensorSource, WeightMap
 
 __all__ = ["WeightLoader", "require_weights"]
@@ -27,6 +28,9 @@ __all__ = ["WeightLoader", "require_weights"]
 _LIVE_PIECE_BYTES = 2 << 20
 _LIVE_EXTRA_JOBS = 4
 _TRIM_BYTES = 32 << 20
+
+# A disk wants several requests at once, and a reader asks for nothing while it copies out what has come.
+_MIN_FILE_READERS = 4
 
 
 class WeightLoader:
@@ -44,6 +48,9 @@ class WeightLoader:
         weights: the checkpoint, for tensors on ``meta``.
         disk: how its files are read.
         progress: called with (bytes loaded, bytes to load) over the whole pass.
+
+    Attributes:
+        reads: how the bytes that came from files were read.
     """
 
     def __init__(
@@ -69,6 +76,7 @@ class WeightLoader:
         self._total_bytes = sum(bound[name].info.num_bytes for name in self._goals)
         self._done_bytes = 0
         self._freed_bytes = 0
+        self.reads = ReadStats()
 
     def run(self) -> None:
         """Bring everything.
@@ -85,6 +93,7 @@ class WeightLoader:
             self._deliver(files)
         finally:
             files.close()
+            self.reads = files.reads
         if isinstance(self._store, PinnedStore):
             self._store.seal()
         if self._freed_bytes:
@@ -111,7 +120,7 @@ class WeightLoader:
                 (self._live(name) for name in staying),
                 (self._delivery(name, partial(files.segments, name)) for name in stored),
             ),
-            num_threads=threads,
+            num_threads=max(threads, _MIN_FILE_READERS) if stored else threads,
             uploader=self._make_uploader([*staying, *stored]),
             landed=self._landed,
             moved=self._moved,
