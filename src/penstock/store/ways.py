@@ -26,6 +26,7 @@ class Ways:
         self._between_bytes = between_bytes
         self._lock = threading.Lock()
         self._counts = {"direct": 0, "cached": 0, "buffered": 0}
+        self._seconds = {True: 0.0, False: 0.0}
         self._direct = True  # the way now on
         self._favourite: bool | None = None  # the way that was faster; None: not both were tried yet
         self._left = trial_bytes
@@ -36,7 +37,7 @@ class Ways:
     def stats(self) -> ReadStats:
         """What was read so far."""
         with self._lock:
-            return ReadStats(**self._counts)
+            return ReadStats(**self._counts, direct_s=self._seconds[True], buffered_s=self._seconds[False])
 
     def count(self, way: str, num_bytes: int) -> None:
         """``num_bytes`` were read: ``direct``, ``cached`` or ``buffered``."""
@@ -55,6 +56,7 @@ class Ways:
         """A thread has read ``num_bytes`` the way :meth:`choose` said."""
         self.count("direct" if direct else "buffered", num_bytes)
         with self._lock:
+            self._seconds[direct] += seconds
             before_bytes, before_s = self._measured[direct]
             self._measured[direct] = before_bytes + num_bytes, before_s + seconds
 
