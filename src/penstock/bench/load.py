@@ -10,8 +10,9 @@ the files in the page cache and without:
 * ``accelerate``: ``load_checkpoint_and_dispatch`` with every other layer on the CPU.
 
 ``plain read`` is the same files read by as many threads into memory that is there already: what the disk, or the page
-cache, can give. A virtual disk changes from minute to minute, so plain reads and ways take turns, in another order in
-each repeat. All ways have to give the same logits.
+cache, can give. ``fresh memory`` is half as much memory touched for the first time, with nothing read. A virtual disk
+changes from minute to minute, so all of them take turns, in another order in each repeat. All ways have to give the
+same logits.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import Any
 import torch
 
 from penstock.bench.decoder import CONFIGS, build_model
-from penstock.bench.plain import forget, read_plainly
+from penstock.bench.plain import forget, read_plainly, touch_fresh
 from penstock.process import PeakMeter, rss_bytes
 from penstock.store.files import DiskOptions
 from penstock.store.page_cache import teller_for
@@ -43,6 +44,7 @@ __all__ = ["WAYS", "run", "run_child", "summary"]
 WAYS = ("penstock", "penstock-direct", "penstock-buffered", "pin_memory", "accelerate")
 _DIRECT = {"penstock": None, "penstock-direct": True, "penstock-buffered": False}
 _PLAIN = "plain read"
+_FRESH = "fresh memory"
 
 
 def run(
@@ -70,6 +72,7 @@ def run(
         files = _write(Path(place), layers, device)
         cases: list[tuple[str, Callable[[], dict[str, Any]]]] = [(_PLAIN, partial(_plain, files, False, 8))]
         cases += [(_plain_direct(size, block_mib), partial(_plain, files, True, size)) for size in block_mib]
+        cases.append((_FRESH, partial(_fresh, sum(file.stat().st_size for file in files) // 2)))
         cases += [(way, partial(_in_child, way, place, device)) for way in ways]
         digests: set[str] = set()
         for repeat in range(repeats):
@@ -78,7 +81,7 @@ def run(
                 if not cold:
                     read_plainly(files, False, 8 << 20)
                 for name, measure in (*cases[turn:], *cases[:turn]):
-                    if not cold and name.startswith(_PLAIN) and name != _PLAIN:
+                    if not cold and (name == _FRESH or (name.startswith(_PLAIN) and name != _PLAIN)):
                         continue
                     if cold:
                         forget(files)
@@ -127,6 +130,11 @@ def _write(folder: Path, layers: int, device: str) -> list[Path]:
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
     return files
+
+
+def _fresh(num_bytes: int) -> dict[str, Any]:
+    seconds = touch_fresh(num_bytes)
+    return {"load_s": seconds, "gb_per_s": num_bytes / seconds / 1e9}
 
 
 def _in_child(way: str, folder: str, device: str) -> dict[str, Any]:

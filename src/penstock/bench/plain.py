@@ -1,6 +1,6 @@
 """What a disk, or the page cache, can give: files read front to back by one thread per core, into memory there already.
 
-Nothing of penstock's own reading is used, so that it can be measured against this.
+None of penstock's own reading is used, so that it can be measured against this.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from penstock.process import num_cores
+import torch
 
-__all__ = ["forget", "read_plainly"]
+from penstock.process import num_cores
+from penstock.store.pages import map_pages, populate_parallel
+
+__all__ = ["forget", "read_plainly", "touch_fresh"]
 
 
 def forget(files: Sequence[Path]) -> None:
@@ -58,3 +61,14 @@ def read_plainly(files: Sequence[Path], direct: bool, block_bytes: int) -> float
     if found != sum(sizes):
         raise OSError(f"expected {sum(sizes)} bytes in {len(files)} files, read {found}")
     return seconds
+
+
+def touch_fresh(num_bytes: int) -> float:
+    """Seconds until ``num_bytes`` of memory that nobody had yet are there, touched by one thread per core.
+
+    What a load brings into memory of its own waits for this too, and a virtual machine may have to ask its host for it.
+    """
+    memory = torch.frombuffer(map_pages(num_bytes), dtype=torch.uint8)
+    begin = time.perf_counter()
+    populate_parallel(memory, num_cores())
+    return time.perf_counter() - begin
