@@ -16,7 +16,6 @@ from penstock.store.files import DiskOptions, File, FileStretch
 from penstock.store.pages import pieces
 from penstock.store.pinned import pin_threads, pinned_region
 from penstock.store.ways import Ways
-from penstock.telemetry import ReadStats
 from penstock.weights import TensorSource
 
 __all__ = ["DiskOptions", "DiskStore", "File"]
@@ -36,6 +35,7 @@ class DiskStore(Store):
         *,
         stamps: Iterable[FileStamp] = (),
         pin_in_place: bool = False,
+        ways: Ways | None = None,
     ) -> None:
         """Open the files; nothing is read.
 
@@ -45,12 +45,13 @@ class DiskStore(Store):
             stamps: what files have to be at every read; those without may change.
             pin_in_place: what is read in place is copied into pinned memory first, because a GPU cannot address a
                 mapped file.
+            ways: counts what is read, and chooses where ``options`` leave it open; default one of its own.
         """
         self._sources = dict(sources)
         options = options or DiskOptions()
         paths = {part.tensor.path for source in self._sources.values() for part in source.parts}
         expected = {stamp.path: stamp for stamp in stamps}
-        self._ways = Ways()
+        self._ways = ways or Ways()
         self._files = {path: File(path, options, expected.get(path), self._ways) for path in sorted(paths)}
         self._maps: dict[Path, mmap.mmap] = {}
         self._pin_in_place = pin_in_place
@@ -87,11 +88,6 @@ class DiskStore(Store):
     @property
     def account(self) -> dict[str, int]:
         return {"file": sum(part.tensor.num_bytes for s in self._sources.values() for part in s.parts)}
-
-    @property
-    def reads(self) -> ReadStats:
-        """What was read so far, and how."""
-        return self._ways.stats
 
     def close(self) -> None:
         for file in self._files.values():
