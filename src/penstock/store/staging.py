@@ -24,7 +24,8 @@ _ROOM_BYTES = BUFFER_BYTES + 4 * ALIGN_BYTES
 class CudaUploader:
     """Reads into a pinned buffer, copies on a stream of its own, and reuses the buffer behind the copy."""
 
-    piece_bytes = BUFFER_BYTES
+    # With the rest of its first and last page, a piece is a request of BUFFER_BYTES, which no disk need split.
+    piece_bytes = BUFFER_BYTES - ALIGN_BYTES
 
     def __init__(self, device: torch.device, registrar: Registrar | None) -> None:
         """``registrar``: what pins the buffers; ``None``, or its refusal, leaves them unpinned, which is slower."""
