@@ -31,7 +31,7 @@ from penstock.store.ways import Ways
 __all__ = ["ALIGN_BYTES", "DiskOptions", "File", "FileStretch", "read_around"]
 
 ALIGN_BYTES = 4096
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 2 << 20
 _MAX_VIEWS = 1024  # IOV_MAX
 
 
