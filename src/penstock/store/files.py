@@ -83,6 +83,9 @@ class File:
         self._teller: Teller | None = None
         if options.direct is None:
             self._teller = teller_for(self.fd)
+            # No read-ahead: requests are large and many already, and what it brings beyond them is read twice when the
+            # way changes. Eight readers of 2 MiB each brought 1.4 GB/s with it and 2.3 without.
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
             with suppress(OSError):  # not on this file system
                 self._direct_fd = os.open(path, flags | os.O_DIRECT)
         # Descriptors outlive close() only through garbage collection of a store nobody closed.
