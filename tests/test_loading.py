@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -29,7 +28,6 @@ from penstock.errors import StateError, TransferError
 from penstock.offloaders import opening
 from penstock.store.base import Segment, writable_view
 from penstock.store.cpu import MemorySource
-from penstock.store.disk import DiskOptions, File
 from penstock.store.loading import Delivery, Part, deliver
 from penstock.store.pinned import PinnedStore
 from penstock.testing import assert_moved, assert_same_bits
@@ -328,27 +326,3 @@ class TestMemory:
         assert offloaded == 24 * side * side * 4
         assert growth <= 1.01 * offloaded + slots + (64 << 20)
         assert peak <= 1.01 * offloaded + slots + (64 << 20)
-
-
-def test_files_are_read_past_the_page_cache_where_they_are_not_in_it(tmp_path: Path) -> None:
-    """Once, for a load: pages that are there are used, and pages that are not do not push others out."""
-    path = tmp_path / "weights"
-    content = os.urandom(3 << 20)
-    path.write_bytes(content)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    file = File(path, DiskOptions(direct=None))
-    probe = File(path, DiskOptions())
-    if probe._is_cached(0, len(content)):
-        pytest.skip("this file system keeps its pages")
-    into = bytearray(len(content) - 10)
-    file.read(7, memoryview(into))
-    assert into == content[7:-3]
-    assert not probe._is_cached(0, len(content)), "it went past the cache"
-    probe.read(0, memoryview(bytearray(len(content))))
-    assert probe._is_cached(0, len(content))
-    file.read(7, memoryview(into))
-    assert into == content[7:-3]
-    for each in (file, probe):
-        each.close()

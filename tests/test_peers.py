@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -27,6 +28,7 @@ from penstock.peers import Channel, Peers, PeerWatch
 from penstock.plan.striping import Striping
 from penstock.store.digest import checksum
 from penstock.store.parts import PartStore
+from penstock.store.symmetric import SymmetricMemory
 from penstock.testing import assert_moved, assert_same_bits, boundaries
 
 KINDS = {"sharded": {"mode": "sharded_gpu"}, "pooled": {"mode": "cpu", "pool_links": True}}
@@ -292,6 +294,39 @@ def refusals(rank: int) -> list[str]:
     with pytest.warns(PenstockWarning, match="checks no units that are split"):
         share(model, "pooled").remove()
     return found
+
+
+class TestDevicesWithoutPeerAccess:
+    """Said with the mend. torch is asked as on GPUs, and answers as it does where they cannot address one another."""
+
+    def ask(self, monkeypatch: pytest.MonkeyPatch, *, room: bool = True) -> None:
+        def empty(shape: tuple[int, ...], *rest: Any) -> torch.Tensor:
+            if not room:
+                raise RuntimeError("CUDA driver error: out of memory")
+            return torch.empty(shape, dtype=torch.uint8)
+
+        def rendezvous(*args: Any) -> Any:
+            raise RuntimeError("CUDASymmetricMemory: peer access from device 0 to device 1 is not supported\n  at ...")
+
+        memory: Any = type("Fake", (), {"empty_strided_p2p": staticmethod(empty)})
+        monkeypatch.setattr("penstock.store.symmetric._SymmetricMemory", memory)
+        monkeypatch.setattr("penstock.store.symmetric.symm.rendezvous", rendezvous)
+        monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+        group: Any = type("Group", (), {"group_name": "0"})
+        peers: Any = type("Ranks", (), {"rank": 0, "size": 2, "timeout_s": 10.0, "group": group})
+        SymmetricMemory(1 << 20, torch.device("cuda", 0), peers)
+
+    def test_names_the_device_the_reason_and_the_mend(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(OptionError) as caught:
+            self.ask(monkeypatch)
+        message = str(caught.value)
+        assert message.startswith("cuda:0 and the devices of the other ranks cannot address one another's memory")
+        assert "(CUDASymmetricMemory: peer access from device 0 to device 1 is not supported)" in message
+        assert "with peer access (nvidia-smi topo -p2p r), or offload without group=" in message
+
+    def test_no_room_is_another_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(torch.OutOfMemoryError, match="cuda:0: no room for 1048576 bytes: CUDA driver error"):
+            self.ask(monkeypatch, room=False)
 
 
 def watched(rank: int) -> Any:

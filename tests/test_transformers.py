@@ -458,6 +458,9 @@ class TestStretches:
             lambda a, b, dim: torch.chunk(a, 2, dim=dim)[-1].contiguous(),
             lambda a, b, dim: torch.split(torch.stack([a, b, a], dim=dim), [1, 2], dim=dim)[1],
             lambda a, b, dim: torch.cat([*torch.chunk(b, 2, dim=dim), a], dim=dim),
+            lambda a, b, dim: torch.chunk(b, b.size(dim), dim=dim)[1].squeeze(dim),
+            lambda a, b, dim: torch.chunk(b.reshape(2, 2, -1, a.ndim).contiguous(), 2, dim=dim)[0],
+            lambda a, b, dim: torch.cat([a.view((a.numel() // 4, 2, 2)), b.reshape([6, 2, 2])], dim=dim),
         ],
     )
     def test_like_tensors(self, operation: Callable[..., Any], dim: int, checkpoint: Checkpoint) -> None:

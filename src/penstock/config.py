@@ -399,11 +399,14 @@ def peer_timeout_s() -> float:
     return float(value)
 
 
-def reader_threads() -> int:
-    """Worker threads of the CPU link and of loading: ``PENSTOCK_READERS``, or one per core this process may use."""
+def reader_threads(at_least: int = 1) -> int:
+    """Worker threads of the CPU link and of loading.
+
+    ``PENSTOCK_READERS``, or one per core this process may use, but not less than ``at_least``.
+    """
     value = os.environ.get("PENSTOCK_READERS")
     if value is None:
-        return max(1, len(os.sched_getaffinity(0)))
+        return max(at_least, len(os.sched_getaffinity(0)))
     if not value.isdigit() or int(value) < 1:
         raise OptionError(f"PENSTOCK_READERS={value!r}: expected a whole number of threads, at least 1")
     return int(value)

@@ -109,7 +109,8 @@ def offload(
         checkpoint: folder or file of safetensors that holds the weights. Mode ``disk`` reads from it, and so does a
             budget without a mode what host memory has no room for.
         device: where compute runs; default the device the model is on (a CPU for ``meta``).
-        disk: how its files are read.
+        disk: how its files are read, in mode ``disk`` and while loading; default: streamed from the page cache, and
+            loaded in the way that proves faster.
         progress: called with (bytes loaded, bytes to load) while weights are read or moved.
         measure_stalls: on a GPU, time every wait, in graphs too, for ``stats()``; a CPU always does.
         group: ranks that offload the same weights, for modes ``shm_cpu`` and ``sharded_gpu`` and for ``pool_links``.
@@ -123,7 +124,7 @@ def offload(
 
     Raises:
         OptionError, OptionTypeError: a wrong policy; a selection or budget that cannot be; a plan for another model or
-            machine.
+            machine; ``sharded_gpu`` or ``pool_links`` on devices without peer access.
         LimitError: the device or the host has no room for the plan; found before anything is allocated.
         CheckpointError: files missing, damaged or for another model.
         StateError: the model is offloaded already.

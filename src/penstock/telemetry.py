@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["Recorder", "Span", "StagingStats", "Stats", "UnitStats"]
+__all__ = ["ReadStats", "Recorder", "Span", "StagingStats", "Stats", "UnitStats"]
 
 _MAX_SPANS = 1 << 16
 
@@ -125,6 +125,29 @@ class StagingStats:
 
 
 @dataclass(frozen=True)
+class ReadStats:
+    """Bytes read from files, by the way they came.
+
+    Attributes:
+        direct: past the page cache.
+        cached: found in the page cache.
+        buffered: through the page cache, whether they were in it or not.
+        direct_s: seconds of all readers together, of direct reads.
+        buffered_s: the same of reads through the page cache, where the choice was open.
+    """
+
+    direct: int = 0
+    cached: int = 0
+    buffered: int = 0
+    direct_s: float = 0.0
+    buffered_s: float = 0.0
+
+    def __str__(self) -> str:
+        named = (("direct", self.direct), ("page cache", self.cached), ("through the page cache", self.buffered))
+        return ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in named if size) or "nothing"
+
+
+@dataclass(frozen=True)
 class Stats:
     """Counters of all units, the bytes each mechanism answers for, and what else a user should know.
 
@@ -132,6 +155,7 @@ class Stats:
         store_bytes: where bytes are: ``resident`` and ``slots`` on the device, ``host``, ``host_pinned``,
             ``host_shared`` (one for all ranks of the host), ``adopted`` (host memory the model came with), ``file``.
         staging: where units in files come to a GPU; ``None`` elsewhere.
+        loading: how the files were read when the offload began, for residents and for stores in memory.
     """
 
     units: tuple[UnitStats, ...]
@@ -139,6 +163,7 @@ class Stats:
     notes: tuple[str, ...] = ()
     store_bytes: dict[str, int] = field(default_factory=dict)
     staging: StagingStats | None = None
+    loading: ReadStats = field(default_factory=ReadStats)
 
     @property
     def bytes_moved(self) -> int:
@@ -183,5 +208,6 @@ class Stats:
             "moved_by_store": self.moved_by_store,
             "notes": list(self.notes),
             "staging": None if self.staging is None else asdict(self.staging),
+            "loading": asdict(self.loading),
             "units": [asdict(unit) for unit in self.units],
         }

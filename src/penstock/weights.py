@@ -2,14 +2,15 @@
 
 A tensor of the model may be one tensor of the file, the same under another name, or several of them side by side
 (fused experts are their members in a row). All of these are contiguous stretches of a file that land at an offset of
-the destination, so that a slot can be filled by plain positional reads of the unmodified files.
+the destination, so that a slot can be filled by plain positional reads of the unmodified files. What is not, such as a
+transposed tensor, has a recipe: it can be loaded, and not streamed.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,7 +18,7 @@ from penstock.checkpoint import Checkpoint, FileTensor
 from penstock.errors import CheckpointError
 from penstock.inventory import StorageInfo, TensorInfo
 
-__all__ = ["FilePart", "TensorSource", "WeightMap"]
+__all__ = ["FilePart", "Recipe", "TensorSource", "WeightMap"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,22 @@ class TensorSource:
         return cls((FilePart(tensor),), tensor.shape, tensor.dtype)
 
 
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """How tensors of the model are made of tensors of the files by more than placing their bytes.
+
+    Attributes:
+        names: of the model's tensors that come out together.
+        parts: what goes in.
+        make: from the parts, by their names in the files and as they are there, to the model's tensors by name, in the
+            model's dtype and contiguous.
+    """
+
+    names: tuple[str, ...]
+    parts: tuple[FileTensor, ...]
+    make: Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
+
+
 @dataclass(frozen=True)
 class WeightMap:
     """A checkpoint with, for every name of the model, its source in the files.
@@ -55,10 +72,12 @@ class WeightMap:
     Attributes:
         checkpoint: the opened files.
         sources: by tensor name of the model.
+        recipes: by tensor name of the model, of those without a source.
     """
 
     checkpoint: Checkpoint
     sources: Mapping[str, TensorSource]
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
 
     @classmethod
     def identity(cls, checkpoint: Checkpoint) -> WeightMap:
@@ -78,8 +97,7 @@ class WeightMap:
         Raises:
             CheckpointError: no such tensor, or its dtype, shape or layout disagrees with the model's.
         """
-        covering = [t for t in storage.tensors if t.extent_bytes == storage.num_bytes and t.kind != "attribute"]
-        for tensor in covering:
+        for tensor in _covering(storage):
             for place in tensor.locations:
                 if place.name in self.sources:
                     return _checked(place.name, tensor, self.sources[place.name], self.checkpoint)
@@ -88,6 +106,19 @@ class WeightMap:
             f"{storage.name}: {self.checkpoint.root} holds the tensor, but not in the form this model needs (it is "
             f"rearranged while loading); offload it with mode 'cpu' or keep it resident"
         )
+
+    def recipe(self, storage: StorageInfo) -> tuple[str, Recipe] | None:
+        """The name of the tensor that covers ``storage`` and its recipe, if it has one."""
+        for tensor in _covering(storage):
+            for place in tensor.locations:
+                if place.name in self.recipes and tensor.is_contiguous:
+                    return place.name, self.recipes[place.name]
+        return None
+
+
+def _covering(storage: StorageInfo) -> list[TensorInfo]:
+    """The tensors that own all bytes of ``storage``."""
+    return [t for t in storage.tensors if t.extent_bytes == storage.num_bytes and t.kind != "attribute"]
 
 
 def _checked(name: str, tensor: TensorInfo, source: TensorSource, checkpoint: Checkpoint) -> TensorSource:

@@ -7,7 +7,7 @@ target, settle the dtype, convert. It differs in what flows through: stretches o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,7 @@ from penstock.errors import CheckpointError
 from penstock.inventory import take_inventory
 from penstock.store.base import new_blob, writable_view
 from penstock.store.disk import DiskStore
-from penstock.weights import TensorSource, WeightMap
+from penstock.weights import Recipe, TensorSource, WeightMap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,7 +72,7 @@ class Assembly:
 
 @dataclass(frozen=True)
 class Rearranged:
-    """Tensors of the model that are no stretches of the files: they are made while loading and stay resident.
+    """Tensors of the model that are no stretches of the files: they are made while loading.
 
     Attributes:
         names: of the model's tensors.
@@ -84,10 +84,16 @@ class Rearranged:
     assembly: Assembly
     why: str
 
-    def make(self, model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-        """The tensors, with ``from_pretrained``'s rounding; reads their files, holds nothing afterwards."""
-        made = self.assembly.run(model, lambda tensor: checkpoint.read(tensor.name).to(self.assembly.dtype))
-        return {name: made[name] for name in self.names}
+    def recipe(self, model: PreTrainedModel) -> Recipe:
+        """How they are made of the file's tensors, with ``from_pretrained``'s rounding."""
+        parts = tuple({tensor.name: tensor for _, tensor in self.assembly.parts}.values())
+        return Recipe(self.names, parts, partial(self._make, model))
+
+    @torch.no_grad()
+    def _make(self, model: PreTrainedModel, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        dtype = self.assembly.dtype
+        made = self.assembly.run(model, lambda tensor: parts[tensor.name].to(dtype))
+        return {name: made[name].to(dtype).contiguous() for name in self.names}
 
 
 @dataclass(frozen=True)
@@ -95,8 +101,8 @@ class Match:
     """A model on ``meta`` and a checkpoint, brought together.
 
     Attributes:
-        weights: for every tensor of the model that can be streamed, its stretches of the files.
-        rearranged: those that come from the checkpoint but cannot.
+        weights: for every tensor of the model that can be streamed, its stretches of the files; for others recipes.
+        rearranged: those that come from the checkpoint but cannot be streamed.
         missing: names in the model that nothing in the checkpoint provides, those transformers tolerates left out.
         unexpected: names in the checkpoint that the model has no place for, those transformers tolerates left out.
         untied: names that the configuration ties to others, but the checkpoint holds with other values.
@@ -142,7 +148,8 @@ def match(model: PreTrainedModel, checkpoint: Checkpoint) -> Match:
         if why:
             rearranged.append(Rearranged(names, assembly, why))
         sources.update({name: streamed[name] for name in names if not why})
-    weights = WeightMap(checkpoint, sources)
+    recipes = {name: recipe for entry in rearranged for recipe in [entry.recipe(model)] for name in entry.names}
+    weights = WeightMap(checkpoint, sources, recipes)
     loaded = {*sources, *(name for entry in rearranged for name in entry.names)}
     missing, unexpected = _tolerated(model, _missing(model, loaded), unused)
     return Match(weights, tuple(rearranged), missing, unexpected, untied)

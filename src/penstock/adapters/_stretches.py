@@ -1,7 +1,7 @@
 """Tensors that are not there: shape, dtype and the stretches of files that hold their bytes in row-major order.
 
 transformers fuses, splits and rearranges weights while it loads. Its own conversion code runs on these instead of on
-data: stacking, concatenating and cutting stretches gives stretches again, so the result can be read from the
+data: stacking, concatenating, cutting and reshaping stretches gives stretches again, so the result can be read from the
 unmodified files into place, and any other operation shows itself by failing. That way nothing here knows the names of
 conversions, which change from release to release.
 
@@ -53,9 +53,39 @@ class Stretches:
             raise NotStretchesError(getattr(function, "__name__", str(function)))
         return handler(*args, **(kwargs or {}))
 
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    def size(self, dim: int) -> int:
+        """Length of one dimension."""
+        return self.shape[dim]
+
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
     def contiguous(self) -> Stretches:
         """Itself: stretches are in row-major order."""
         return self
+
+    def reshape(self, *shape: Any) -> Stretches:
+        """The same stretches in another shape, at most one length -1, as ``torch.Tensor.reshape`` has it."""
+        lengths = list(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+        known = math.prod(length for length in lengths if length != -1)
+        if lengths.count(-1) == 1 and known:
+            lengths[lengths.index(-1)] = self.numel() // known
+        if math.prod(lengths) != self.numel() or -1 in lengths:
+            raise NotStretchesError(f"reshape of {list(self.shape)} to {list(shape)}")
+        return Stretches(lengths, self.dtype, self.stretches)
+
+    view = reshape
+
+    def squeeze(self, dim: int) -> Stretches:
+        """Without a dimension of length one."""
+        dim = range(self.ndim)[dim]
+        return self if self.shape[dim] != 1 else Stretches(_without(self.shape, dim), self.dtype, self.stretches)
 
     def to_source(self) -> TensorSource:
         """Where the bytes are, neighbours joined.

@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedMode
 from transformers.initialization import meta_device_safe_creation_ops
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from penstock.adapters._conversion import Match, match
+from penstock.adapters._conversion import Match, Rearranged, match
 from penstock.checkpoint import Checkpoint
 from penstock.config import Policy, as_policy, format_gib
 from penstock.errors import CheckpointError, OptionError, OptionTypeError, PenstockWarning
@@ -144,7 +144,7 @@ def build_meta_model(
 def weight_map(model: PreTrainedModel, checkpoint: Checkpoint) -> WeightMap:
     """For every tensor of ``model`` that can be streamed, its stretches of the unmodified files.
 
-    Tensors without an entry are computed, initialised, or rearranged while loading; mode ``disk`` keeps them resident
+    Tensors without a source are computed, initialised, or rearranged while loading; mode ``disk`` keeps them resident
     (:func:`plan_for`). Where the checkpoint demands it, the model on ``meta`` is adapted: take inventories afterwards.
 
     Raises:
@@ -303,13 +303,12 @@ def _build(folder: Path, maker: Any, config: PretrainedConfig, dtype: torch.dtyp
 
 
 def _materialise(model: PreTrainedModel, found: Match, plan: Plan) -> None:
-    """Give data to all that the files do not hold in the form the model needs, as ``from_pretrained`` does."""
+    """Give data to what is neither read from the files nor made of them during the offload."""
     inventory = take_inventory(model)
     if plan.mode != "meta":
         for entry in found.rearranged:
-            for name, value in entry.make(model, found.weights.checkpoint).items():
-                _allocate(model, [inventory.by_name[name]])
-                model.get_parameter_or_buffer(name).data.copy_(value)
+            if not all(_made_later(inventory.by_name[name], found.weights, plan) for name in entry.names):
+                _make_now(model, inventory, found.weights, entry)
         _allocate(model, [s for s in inventory.storages if found.loaded.isdisjoint(s.names)])
         _allocate_empty(model, inventory.empty)
     state: dict[str, Any] = model.state_dict(keep_vars=True)
@@ -317,6 +316,23 @@ def _materialise(model: PreTrainedModel, found: Match, plan: Plan) -> None:
         state[name]._is_hf_initialized = True
     initialise: Any = model.initialize_weights
     initialise()
+
+
+def _made_later(storage: StorageInfo, weights: WeightMap, plan: Plan) -> bool:
+    """Whether the offload makes ``storage`` straight into its place, tensor by tensor.
+
+    A rank that keeps a part of every tensor takes it from stretches of files or from live tensors.
+    """
+    split = plan.mode == "sharded_gpu" and plan.mechanism_of(storage.name) != "resident"
+    return not split and weights.recipe(storage) is not None
+
+
+def _make_now(model: PreTrainedModel, inventory: Inventory, weights: WeightMap, entry: Rearranged) -> None:
+    recipe = entry.recipe(model)
+    made = recipe.make({part.name: weights.checkpoint.read(part.name) for part in recipe.parts})
+    for name, value in made.items():
+        _allocate(model, [inventory.by_name[name]])
+        model.get_parameter_or_buffer(name).data.copy_(value)
 
 
 def _allocate(model: PreTrainedModel, storages: Iterable[StorageInfo]) -> None:
@@ -380,8 +396,8 @@ def _report(model: PreTrainedModel, found: Match) -> None:
         named = [f"{name} ({size} bytes, {why[name]})" for name, size in sizes.items()]
         _warn(
             f"{_some(named)}, {format_gib(sum(sizes.values()))} in all, cannot be streamed from the unmodified files: "
-            f"made while loading and kept resident; a checkpoint saved in the form and dtype the model uses streams "
-            f"them"
+            f"made while loading, tensor by tensor, and resident where the rest is streamed; a checkpoint saved in the "
+            f"form and dtype the model uses streams them"
         )
 
 

@@ -1,63 +1,121 @@
 """``penstock bench load``: from a checkpoint on disk to the first step, half of the layers' bytes offloaded.
 
-Each way of loading runs in a process of its own, imports, the CUDA context and the loading of kernels not counted, once
-with the files in the page cache and once without:
+Each way of loading runs in a process of its own, imports, the CUDA context and the loading of kernels not counted, with
+the files in the page cache and without:
 
-* ``penstock``: :func:`penstock.adapters.transformers.load` with a budget;
+* ``penstock``: :func:`penstock.adapters.transformers.load` with a budget, reading as it finds best; ``penstock-direct``
+  and ``penstock-buffered``: past the page cache, and through it;
 * ``pin_memory``: ``from_pretrained`` on the CPU, then torch's ``pin_memory()`` for what is offloaded and
   ``.to(device)`` for the rest; layers copy their weights to the device before they run;
 * ``accelerate``: ``load_checkpoint_and_dispatch`` with every other layer on the CPU.
 
 ``plain read`` is the same files read by as many threads into memory that is there already: what the disk, or the page
-cache, can give. All ways have to give the same logits.
+cache, can give. ``fresh memory`` is half as much memory touched for the first time, with nothing read. A virtual disk
+changes from minute to minute, so all of them take turns, in another order in each repeat. All ways have to give the
+same logits.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from penstock.bench.decoder import CONFIGS, build_model
-from penstock.process import PeakMeter, num_cores, rss_bytes
-from penstock.store.disk import DiskOptions, File
+from penstock.bench.plain import forget, read_plainly, touch_fresh
+from penstock.process import PeakMeter, rss_bytes
+from penstock.store.files import DiskOptions
+from penstock.store.page_cache import teller_for
 
-__all__ = ["WAYS", "run", "run_child"]
+__all__ = ["WAYS", "run", "run_child", "summary"]
 
-WAYS = ("penstock", "pin_memory", "accelerate")
-_PIECE_BYTES = 8 << 20
+WAYS = ("penstock", "penstock-direct", "penstock-buffered", "pin_memory", "accelerate")
+_DIRECT = {"penstock": None, "penstock-direct": True, "penstock-buffered": False}
+_PLAIN = "plain read"
+_FRESH = "fresh memory"
 
 
-def run(folder: Path | None, layers: int, ways: Sequence[str], device: str) -> Iterator[dict[str, Any]]:
-    """Yield one result per way and state of the page cache; the plain read comes first."""
+def run(
+    folder: Path | None,
+    layers: int,
+    ways: Sequence[str],
+    device: str,
+    *,
+    repeats: int = 1,
+    block_mib: Sequence[int] = (8,),
+    states: Sequence[bool] = (False, True),
+) -> Iterator[dict[str, Any]]:
+    """Yield one result per repeat, state of the page cache, and way or plain read.
+
+    Args:
+        folder: where the checkpoint is written; default temporary files.
+        layers: of the model.
+        ways: of :data:`WAYS`.
+        device: where the model runs.
+        repeats: of everything.
+        block_mib: requests of the plain direct reads, in MiB.
+        states: not cached, or cached.
+    """
     with tempfile.TemporaryDirectory(prefix="penstock-bench-load-", dir=folder) as place:
         files = _write(Path(place), layers, device)
-        num_bytes = sum(file.stat().st_size for file in files)
-        for cold in (False, True):
-            for direct in (False, True) if cold else (False,):
-                if cold:
-                    _forget(files)
-                seconds = _read_plainly(files, direct)
-                name = "plain read, direct" if direct else "plain read"
-                yield {"case": name, "cold": cold, "gb_per_s": num_bytes / seconds / 1e9, "load_s": seconds}
-            digests = set()
-            for way in ways:
-                if cold:
-                    _forget(files)
-                result = _in_child(way, place, device)
-                digests.add(result["digest"])
-                yield {"case": way, "cold": cold, **result, "bit_equal": len(digests) == 1}
+        cases: list[tuple[str, Callable[[], dict[str, Any]]]] = [(_PLAIN, partial(_plain, files, False, 8))]
+        cases += [(_plain_direct(size, block_mib), partial(_plain, files, True, size)) for size in block_mib]
+        cases.append((_FRESH, partial(_fresh, sum(file.stat().st_size for file in files) // 2)))
+        cases += [(way, partial(_in_child, way, place, device)) for way in ways]
+        digests: set[str] = set()
+        for repeat in range(repeats):
+            turn = repeat * len(cases) // repeats
+            for cold in states:
+                if not cold:
+                    read_plainly(files, False, 8 << 20)
+                for name, measure in (*cases[turn:], *cases[:turn]):
+                    if not cold and (name == _FRESH or (name.startswith(_PLAIN) and name != _PLAIN)):
+                        continue
+                    if cold:
+                        forget(files)
+                    result = measure()
+                    if "digest" in result:
+                        digests.add(result["digest"])
+                        result["bit_equal"] = len(digests) == 1
+                    yield {"case": name, "cold": cold, "repeat": repeat, **result}
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """For people: the median of each case, and its rate as a share of the faster plain read's."""
+    for cold in sorted({bool(row["cold"]) for row in rows}):
+        here = [row for row in rows if row["cold"] is cold]
+        rates = {
+            case: statistics.median(rates)
+            for case in dict.fromkeys(row["case"] for row in here)
+            if (rates := [row["gb_per_s"] for row in here if row["case"] == case and "gb_per_s" in row])
+        }
+        floor = max((rate for case, rate in rates.items() if case.startswith(_PLAIN)), default=None)
+        for case in dict.fromkeys(row["case"] for row in here):
+            load_s = statistics.median(row["load_s"] for row in here if row["case"] == case)
+            rate = f"{rates[case]:7.2f} GB/s" if case in rates else ""
+            share = f"{rates[case] / floor:5.2f} x the faster plain read" if floor and case in rates else ""
+            yield f"{'not cached' if cold else 'cached':<11}{case:<25}{load_s:7.2f} s {rate:<14}{share}".rstrip()
+
+
+def _plain_direct(size_mib: int, sizes_mib: Sequence[int]) -> str:
+    return f"{_PLAIN}, direct" if len(sizes_mib) == 1 else f"{_PLAIN}, direct, {size_mib} MiB"
+
+
+def _plain(files: Sequence[Path], direct: bool, block_mib: int) -> dict[str, Any]:
+    seconds = read_plainly(files, direct, block_mib << 20)
+    return {"load_s": seconds, "gb_per_s": sum(file.stat().st_size for file in files) / seconds / 1e9}
 
 
 def _write(folder: Path, layers: int, device: str) -> list[Path]:
@@ -74,37 +132,9 @@ def _write(folder: Path, layers: int, device: str) -> list[Path]:
     return files
 
 
-def _forget(files: Sequence[Path]) -> None:
-    """Drop the files' pages from the cache; they were written back before."""
-    for file in files:
-        with file.open("rb") as handle:
-            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _read_plainly(files: Sequence[Path], direct: bool) -> float:
-    sources = [File(file, DiskOptions(direct=direct)) for file in files]
-    sizes = [file.stat().st_size for file in files]
-    pieces = [(s, start) for s, size in enumerate(sizes) for start in range(0, size - _PIECE_BYTES, _PIECE_BYTES)]
-    memory = memoryview(mmap.mmap(-1, num_cores() * _PIECE_BYTES))
-    rooms = [memory[i * _PIECE_BYTES : (i + 1) * _PIECE_BYTES] for i in range(num_cores())]
-    for room in rooms:
-        room[:: mmap.PAGESIZE] = bytes(len(room) // mmap.PAGESIZE)
-
-    def read(room: memoryview) -> None:
-        while pieces:
-            try:
-                source, start = pieces.pop()
-            except IndexError:
-                return
-            sources[source].read(start, room)
-
-    begin = time.perf_counter()
-    with ThreadPoolExecutor(len(rooms)) as pool:
-        list(pool.map(read, rooms))
-    seconds = time.perf_counter() - begin
-    for source in sources:
-        source.close()
-    return seconds
+def _fresh(num_bytes: int) -> dict[str, Any]:
+    seconds = touch_fresh(num_bytes)
+    return {"load_s": seconds, "gb_per_s": num_bytes / seconds / 1e9}
 
 
 def _in_child(way: str, folder: str, device: str) -> dict[str, Any]:
@@ -123,7 +153,7 @@ def run_child(way: str, folder: str, device_name: str) -> dict[str, Any]:
     tokens = torch.arange(4, device=device)[None]
     _warm_up(tokens)
     loaders: dict[str, Callable[[str, torch.device], tuple[Any, dict[str, Any]]]] = {
-        "penstock": _penstock,
+        **dict.fromkeys(_DIRECT, partial(_penstock, way)),
         "pin_memory": _pin_memory,
         "accelerate": _accelerate,
     }
@@ -155,7 +185,7 @@ def _warm_up(tokens: torch.Tensor) -> None:
     model(tokens, use_cache=False)
 
 
-def _penstock(folder: str, device: torch.device) -> tuple[Any, dict[str, Any]]:
+def _penstock(way: str, folder: str, device: torch.device) -> tuple[Any, dict[str, Any]]:
     from penstock import Budget
     from penstock.adapters.transformers import load
 
@@ -163,11 +193,27 @@ def _penstock(folder: str, device: torch.device) -> tuple[Any, dict[str, Any]]:
     share = _layers_bytes(folder) // 2
     budget = Budget(_file_bytes(folder) - share, ["layers"], mode="cpu")
     model, handle = load(
-        folder, budget, device=device, progress=lambda done, total: marks.append((time.perf_counter(), done))
+        folder,
+        budget,
+        device=device,
+        disk=DiskOptions(direct=_DIRECT[way]),
+        progress=lambda done, total: marks.append((time.perf_counter(), done)),
     )
     seconds, moved = marks[-1][0] - marks[0][0], marks[-1][1] - marks[0][1]
-    facts = {"gb_per_s": moved / seconds / 1e9 if seconds else 0.0, "offloaded_bytes": handle.plan.offloaded_bytes}
-    return model, facts
+    reads = handle.stats().loading
+    return model, {
+        "gb_per_s": moved / seconds / 1e9 if seconds else 0.0,
+        "offloaded_bytes": handle.plan.offloaded_bytes,
+        "reads": str(reads),
+        "reads_bytes": asdict(reads),
+        "page_cache_told_by": _teller(folder),
+    }
+
+
+def _teller(folder: str) -> str | None:
+    """What tells here which pages of the files are cached."""
+    with next(Path(folder).glob("*.safetensors")).open("rb") as file:
+        return teller_for(file.fileno())
 
 
 def _pin_memory(folder: str, device: torch.device) -> tuple[Any, dict[str, Any]]:

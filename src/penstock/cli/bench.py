@@ -90,31 +90,53 @@ def plan_step(
 def load(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda",
     layers: Annotated[int, typer.Option(help="layers of Qwen3-8B's shape in the checkpoint", min=2)] = 16,
-    ways: Annotated[str, typer.Option(help="penstock, pin_memory, accelerate; comma-separated")] = "",
+    ways: Annotated[
+        str,
+        typer.Option(
+            help="penstock, penstock-direct, penstock-buffered, pin_memory, accelerate; comma-separated; default all"
+        ),
+    ] = "",
+    repeats: Annotated[int, typer.Option(help="of everything, in another order each time", min=1)] = 1,
+    plain_blocks: Annotated[str, typer.Option(help="requests of the plain direct reads, in MiB")] = "8",
+    files: Annotated[str, typer.Option(help="cached, cold; comma-separated")] = "cached,cold",
     folder: Annotated[
         Path | None, typer.Option(help="where the checkpoint is written (default: temporary files)")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="append results here, one JSON object per line")] = None,
 ) -> None:
     """From a checkpoint on disk to the first step, against torch's and accelerate's ways; files cached and not."""
-    from penstock.bench.load import WAYS, run
+    from penstock.bench.load import WAYS, run, summary
 
+    asked = _words(ways) or list(WAYS)
+    _refuse_unknown("--ways", asked, WAYS)
+    _refuse_unknown("--files", _words(files), ("cached", "cold"))
+    states = [word == "cold" for word in _words(files)]
+    blocks = [int(size) for size in _floats(plain_blocks)]
     results = []
-    for row in run(folder, layers, _words(ways) or WAYS, device):
+    for row in run(folder, layers, asked, device, repeats=repeats, block_mib=blocks, states=states):
         results.append(row)
         rate = f"{row['gb_per_s']:6.2f} GB/s" if "gb_per_s" in row else ""
         step = f"first step after {row['first_step_s']:6.2f} s" if "first_step_s" in row else ""
         beyond = (row["rss_growth_bytes"] - row["offloaded_bytes"]) / 2**20 if "offloaded_bytes" in row else None
         memory = "" if beyond is None else f"resident memory - offloaded bytes {beyond:+8.0f} MiB"
         where = "cold" if row["cold"] else "cached"
-        typer.echo(f"{where:<7} {row['case']:<20} {row['load_s']:7.2f} s  {rate:<12}  {step}  {memory}")
+        typer.echo(
+            f"{where:<7} {row['case']:<25} {row['load_s']:7.2f} s  {rate:<12}  {step}  {memory}  {row.get('reads', '')}"
+        )
         if out is not None:
             with out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
+    typer.echo("\n".join(["", *summary(results)]))
     broken = [row["case"] for row in results if not row.get("bit_equal", True)]
     typer.echo(json.dumps({"bench": "load", "cases": len(results), "not_bit_equal": broken}))
     if broken:
         raise typer.Exit(1)
+
+
+def _refuse_unknown(option: str, words: Iterable[str], known: Iterable[str]) -> None:
+    for word in words:
+        if word not in known:
+            raise OptionError(f"{option}: expected some of {', '.join(known)}, found {word!r}; separate them by commas")
 
 
 def _floats(text: str) -> list[float]:

@@ -124,7 +124,7 @@ class Attachment(NotCopyable):
         staging = self._pipeline.staging() if self._pipeline else None
         stores = {"resident": plan.resident_bytes, "slots": sum(plan.slot_bytes), **self._account}
         sizes_by_store = {name: size for name, size in stores.items() if size}
-        return Stats(units, sizes, notes_on(self._model, plan), sizes_by_store, staging)
+        return Stats(units, sizes, notes_on(self._model, plan), sizes_by_store, staging, self._reads)
 
     def rewind(self) -> None:
         """Make the slots hold what the next forward needs first."""
@@ -189,6 +189,7 @@ class Attachment(NotCopyable):
             progress=progress,
         )
         loader.run()
+        self._reads = loader.reads
         for bound in elsewhere:
             bound.point_at(places[bound.info.name])
 

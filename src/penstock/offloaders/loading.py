@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 
 import torch
 
 from penstock.errors import OptionError
 from penstock.offloaders.binding import BoundStorage
+from penstock.offloaders.making import Maker
 from penstock.process import trim_heap
 from penstock.store.adoption import MIN_BYTES
 from penstock.store.base import Segment, Store
@@ -19,14 +19,22 @@ from penstock.store.loading import Delivery, Progress, deliver
 from penstock.store.numa import cpus_near
 from penstock.store.pinned import PinnedStore, pin_threads
 from penstock.store.staging import CudaUploader
-from penstock.weights import TensorSource, WeightMap
+from penstock.store.ways import Ways
+from penstock.telemetry import ReadStats
+from penstock.weights import Recipe, TensorSource, WeightMap
 
 __all__ = ["WeightLoader", "require_weights"]
 
-# Live tensors are there twice while they are under way, so little of them is.
+# What comes from memory is there twice while it is under way, so little of it is.
 _LIVE_PIECE_BYTES = 2 << 20
 _LIVE_EXTRA_JOBS = 4
 _TRIM_BYTES = 32 << 20
+
+# A disk wants several requests at once, and a reader asks for nothing while it copies out what has come: on two cores
+# four readers bring twice what two do. From the page cache they bring the same.
+_MIN_FILE_READERS = 8
+
+Segments = Callable[[str], Sequence[Segment]]
 
 
 class WeightLoader:
@@ -63,9 +71,14 @@ class WeightLoader:
         self._rooms = rooms
         self._goals = {**rooms, **residents}
         self._device = device
-        self._disk = disk
+        self._disk = disk or DiskOptions(direct=None)
+        self._ways = Ways()
         self._progress = progress or (lambda done, total: None)
-        self._sources = {n: require_weights(weights).source(bound[n].info) for n in self._goals if bound[n].on_meta}
+        self._sources: dict[str, TensorSource] = {}
+        self._recipes: dict[str, tuple[str, Recipe]] = {}
+        for name in self._goals:
+            if bound[name].on_meta:
+                self._find(name, require_weights(weights))
         self._total_bytes = sum(bound[name].info.num_bytes for name in self._goals)
         self._done_bytes = 0
         self._freed_bytes = 0
@@ -80,46 +93,67 @@ class WeightLoader:
             return
         self._moved(0)
         self._copy_from_devices()
-        files = DiskStore(self._sources, self._disk or DiskOptions(direct=None))
-        try:
-            self._deliver(files)
-        finally:
-            files.close()
+        self._copy_live()
+        self._copy_from_files()
+        self._make()
         if isinstance(self._store, PinnedStore):
             self._store.seal()
         if self._freed_bytes:
             trim_heap()
 
-    def _deliver(self, files: DiskStore) -> None:
-        # Live tensors first, and alone: what they free is there for the rest.
+    @property
+    def reads(self) -> ReadStats:
+        """How the bytes that came from files were read."""
+        return self._ways.stats
+
+    def _find(self, name: str, weights: WeightMap) -> None:
+        recipe = weights.recipe(self._bound[name].info)
+        if recipe is not None:
+            self._recipes[name] = recipe
+        else:
+            self._sources[name] = weights.source(self._bound[name].info)
+
+    def _copy_live(self) -> None:
+        """Live tensors first, and alone: what they free is there for the rest."""
         live = [name for name in self._goals if self._bound[name].home.type == "cpu"]
-        moving = [name for name in live if name in self._rooms]
-        stored = sorted(self._sources, key=lambda name: _position(self._sources[name]))
-        threads, cpus = pin_threads(), cpus_near(self._device)
-        deliver(
-            (self._live(name) for name in moving),
-            num_threads=threads,
-            landed=self._landed,
-            moved=self._moved,
-            cpus=cpus,
-            piece_bytes=_LIVE_PIECE_BYTES,
-            max_jobs=threads + _LIVE_EXTRA_JOBS,
-        )
+        self._bring_in_small_pieces([name for name in live if name in self._rooms], self._segments_of)
         staying = [name for name in live if name not in self._rooms]
+        self._bring(staying, self._segments_of, pin_threads())
+
+    def _copy_from_files(self) -> None:
+        files = DiskStore(self._sources, self._disk, ways=self._ways)
+        stored = sorted(self._sources, key=lambda name: _position(self._sources[name]))
+        try:
+            self._bring(stored, files.segments, pin_threads(_MIN_FILE_READERS))
+        finally:
+            files.close()
+
+    def _make(self) -> None:
+        """What takes memory of its own on the way comes last."""
+        readers = pin_threads(_MIN_FILE_READERS)
+        maker = Maker(self._recipes, self._disk, self._ways, num_threads=readers, cpus=cpus_near(self._device))
+        try:
+            self._bring_in_small_pieces(maker.order, maker.segments)
+        finally:
+            maker.close()
+
+    def _bring(self, names: Sequence[str], segments: Segments, num_threads: int, **options: int) -> None:
         deliver(
-            chain(
-                (self._live(name) for name in staying),
-                (self._delivery(name, partial(files.segments, name)) for name in stored),
-            ),
-            num_threads=threads,
-            uploader=self._make_uploader([*staying, *stored]),
+            (self._delivery(name, partial(segments, name)) for name in names),
+            num_threads=num_threads,
+            uploader=self._make_uploader(names),
             landed=self._landed,
             moved=self._moved,
-            cpus=cpus,
+            cpus=cpus_near(self._device),
+            **options,
         )
 
-    def _live(self, name: str) -> Delivery:
-        return self._delivery(name, partial(_segments_of, self._bound[name]))
+    def _bring_in_small_pieces(self, names: Sequence[str], segments: Segments) -> None:
+        threads = pin_threads()
+        self._bring(names, segments, threads, piece_bytes=_LIVE_PIECE_BYTES, max_jobs=threads + _LIVE_EXTRA_JOBS)
+
+    def _segments_of(self, name: str) -> list[Segment]:
+        return [Segment(MemorySource(self._bound[name].original_bytes()), 0, self._bound[name].info.num_bytes)]
 
     def _delivery(self, name: str, segments: Callable[[], Sequence[Segment]]) -> Delivery:
         return Delivery(name, self._bound[name].info.num_bytes, segments, self._goals[name])
@@ -147,6 +181,8 @@ class WeightLoader:
         self._progress(self._done_bytes, self._total_bytes)
 
     def _landed(self, name: str) -> None:
+        if name in self._recipes:
+            self._trim_after(self._bound[name].info.num_bytes)
         if name not in self._rooms or not isinstance(self._store, PinnedStore):
             return
         bound = self._bound[name]
@@ -174,10 +210,6 @@ def require_weights(weights: WeightMap | None) -> WeightMap:
             "penstock.offload (model.save_pretrained(FOLDER) or safetensors.torch.save_model writes one)"
         )
     return weights
-
-
-def _segments_of(bound: BoundStorage) -> list[Segment]:
-    return [Segment(MemorySource(bound.original_bytes()), 0, bound.info.num_bytes)]
 
 
 def _position(source: TensorSource) -> tuple[str, int]:

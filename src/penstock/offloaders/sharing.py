@@ -15,17 +15,21 @@ from typing import Any
 
 import torch
 
+from penstock.config import reader_threads
 from penstock.errors import CheckpointError, OptionError, PeerError, PenstockWarning
+from penstock.inventory import StorageInfo
 from penstock.offloaders.binding import BoundStorage
 from penstock.offloaders.loading import require_weights
+from penstock.offloaders.making import Maker
 from penstock.peers import Peers
 from penstock.plan.model import Plan
 from penstock.rendezvous import Rendezvous
-from penstock.store.base import new_blob
+from penstock.store.base import new_blob, writable_view
 from penstock.store.disk import DiskOptions, DiskStore
 from penstock.store.memfd import SharedMemory
 from penstock.store.registration import Registrar, refuse_capture
 from penstock.store.shared import SharedStore, shared_bytes
+from penstock.store.ways import Ways
 from penstock.weights import WeightMap
 
 __all__ = ["finish_shared", "open_shared"]
@@ -118,11 +122,7 @@ def _join_memory(meeting: Rendezvous, leader: int, num_bytes: int) -> SharedMemo
 
 def _say(plan: Plan, offloaded: Mapping[str, BoundStorage], weights: WeightMap | None) -> dict[str, Any]:
     on_meta = [name for name, bound in offloaded.items() if bound.on_meta]
-    sources = {
-        name: [[part.tensor.name, part.tensor.num_bytes, part.offset] for part in source.parts]
-        for name in on_meta
-        for source in [require_weights(weights).source(offloaded[name].info)]
-    }
+    sources = {name: _origin(require_weights(weights), offloaded[name].info) for name in on_meta}
     stamps = weights.checkpoint.stamps if weights is not None and on_meta else ()
     return {
         "pid": os.getpid(),
@@ -137,6 +137,14 @@ def _say(plan: Plan, offloaded: Mapping[str, BoundStorage], weights: WeightMap |
         },
         "files": _digest([[s.path.name, s.num_bytes, s.modified_ns, s.inode] for s in stamps]),
     }
+
+
+def _origin(weights: WeightMap, storage: StorageInfo) -> list[list[str | int]]:
+    """Which tensors of the files make ``storage``, with their bytes and where they go."""
+    recipe = weights.recipe(storage)
+    if recipe is not None:
+        return [[part.name, part.num_bytes, "made"] for part in recipe[1].parts]
+    return [[part.tensor.name, part.tensor.num_bytes, part.offset] for part in weights.source(storage).parts]
 
 
 def _host() -> list[str]:
@@ -203,14 +211,18 @@ def _compare_files(
     disk: DiskOptions | None,
     store: SharedStore,
 ) -> None:
-    files = DiskStore({name: weights.source(bound[name].info) for name in names}, disk)
+    recipes = {name: recipe for name in names if (recipe := weights.recipe(bound[name].info)) is not None}
+    sources = {name: weights.source(bound[name].info) for name in names if name not in recipes}
+    files, maker = DiskStore(sources, disk), Maker(recipes, disk or DiskOptions(), Ways(), num_threads=reader_threads())
     try:
-        for name in names:
+        for name in [*sources, *maker.order]:
             blob = new_blob(bound[name].info.num_bytes)
-            files.read(name, blob)
+            for segment in files.segments(name) if name in sources else maker.segments(name):
+                segment.source.read(0, writable_view(blob[segment.slot_offset :][: segment.num_bytes]))
             _require_same(name, blob, store, store.owners[name])
     finally:
         files.close()
+        maker.close()
 
 
 def _require_same(name: str, blob: torch.Tensor, store: SharedStore, owner: int) -> None:

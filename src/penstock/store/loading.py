@@ -20,11 +20,13 @@ import torch
 
 from penstock.errors import TransferError
 from penstock.store.base import Segment, Source, writable_view
+from penstock.store.files import File, FileStretch
 
 __all__ = ["PIECE_BYTES", "Delivery", "Part", "Progress", "Uploader", "deliver"]
 
 PIECE_BYTES = 16 << 20
 JOBS_PER_THREAD = 2
+_MAX_RUN = 512
 
 Progress = Callable[[int, int], None]
 
@@ -171,8 +173,38 @@ def _run(job: _Job, uploader: Uploader | None) -> None:
         assert uploader is not None
         uploader.upload(job.parts)
         return
-    for part in job.parts:
-        part.source.read(part.start, writable_view(part.into))
+    _read(job.parts)
+
+
+def _read(parts: Sequence[Part]) -> None:
+    """Fill host memory; what lies side by side in a file is read in one go, whatever rooms it goes to."""
+    for first, views in _runs(parts):
+        if isinstance(first.source, FileStretch):
+            first.source.file.scatter(first.source.offset + first.start, views)
+        else:
+            first.source.read(first.start, views[0])
+
+
+def _runs(parts: Sequence[Part]) -> Iterator[tuple[Part, list[memoryview]]]:
+    """The first part of each run of neighbours in a file, and where they all go; other parts one by one."""
+    run: list[memoryview] = []
+    first: Part | None = None
+    end: tuple[File, int] | None = None  # the file of the run, and the offset that follows it
+    for part in parts:
+        here = _place(part)
+        if first is not None and (here is None or here != end or len(run) == _MAX_RUN):
+            yield first, run
+            run, first = [], None
+        first = first or part
+        run.append(writable_view(part.into))
+        end = None if here is None else (here[0], here[1] + part.into.numel())
+    if first is not None:
+        yield first, run
+
+
+def _place(part: Part) -> tuple[File, int] | None:
+    source = part.source
+    return (source.file, source.offset + part.start) if isinstance(source, FileStretch) else None
 
 
 def _stay_on(cpus: Collection[int] | None) -> None:

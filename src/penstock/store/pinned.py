@@ -44,9 +44,9 @@ SLAB_BYTES = 1 << 30
 MAX_TOUCH_THREADS = 16
 
 
-def pin_threads() -> int:
-    """Threads that touch or fill host memory; more than sixteen bring nothing."""
-    return min(MAX_TOUCH_THREADS, reader_threads())
+def pin_threads(at_least: int = 1) -> int:
+    """Threads that touch or fill host memory, see :func:`reader_threads`; more than sixteen bring nothing."""
+    return min(MAX_TOUCH_THREADS, reader_threads(at_least))
 
 
 def pinning_disabled() -> bool:

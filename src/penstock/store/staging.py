@@ -8,20 +8,24 @@ from collections.abc import Sequence
 import torch
 
 from penstock.store.base import writable_view
+from penstock.store.files import ALIGN_BYTES, read_around
 from penstock.store.loading import Part
 from penstock.store.pages import map_pages
 from penstock.store.registration import PinnedBytes, Registrar
 
-__all__ = ["CudaUploader"]
+__all__ = ["CudaUploader", "read_staged"]
 
 BUFFER_BYTES = 4 << 20
 NUM_BUFFERS = 12
+# Direct reads fill whole aligned pages around the bytes that are wanted.
+_ROOM_BYTES = BUFFER_BYTES + 4 * ALIGN_BYTES
 
 
 class CudaUploader:
     """Reads into a pinned buffer, copies on a stream of its own, and reuses the buffer behind the copy."""
 
-    piece_bytes = BUFFER_BYTES
+    # With the rest of its first and last page, a piece is a request of BUFFER_BYTES, which no disk need split.
+    piece_bytes = BUFFER_BYTES - ALIGN_BYTES
 
     def __init__(self, device: torch.device, registrar: Registrar | None) -> None:
         """``registrar``: what pins the buffers; ``None``, or its refusal, leaves them unpinned, which is slower."""
@@ -29,12 +33,12 @@ class CudaUploader:
         self._stream = torch.cuda.Stream(device)
         # The allocator may hand out memory that kernels given to the current stream still read.
         self._stream.wait_stream(torch.cuda.current_stream(device))
-        ring = torch.frombuffer(map_pages(NUM_BUFFERS * BUFFER_BYTES), dtype=torch.uint8)
+        ring = torch.frombuffer(map_pages(NUM_BUFFERS * _ROOM_BYTES), dtype=torch.uint8)
         self._pinned = PinnedBytes(ring)
         if registrar is not None:
             self._pinned.register(registrar)
         self._free: queue.SimpleQueue[tuple[torch.Tensor, torch.cuda.Event]] = queue.SimpleQueue()
-        for buffer in self._pinned.blob.split(BUFFER_BYTES):
+        for buffer in self._pinned.blob.split(_ROOM_BYTES):
             self._free.put((buffer, torch.cuda.Event()))  # an event not recorded yet counts as done
 
     def upload(self, parts: Sequence[Part]) -> None:
@@ -42,13 +46,11 @@ class CudaUploader:
         buffer, event = self._free.get()
         try:
             event.synchronize()
-            start = 0
+            free = buffer
             for part in parts:
-                staged = buffer[start : start + part.into.numel()]
-                part.source.read(part.start, writable_view(staged))
+                staged, free = read_staged(part, free)
                 with torch.cuda.stream(self._stream):
                     part.into.copy_(staged, non_blocking=True)
-                start += part.into.numel()
         finally:
             event.record(self._stream)
             self._free.put((buffer, event))
@@ -56,3 +58,13 @@ class CudaUploader:
     def finish(self) -> None:
         """Return when every copy is done."""
         self._stream.synchronize()
+
+
+def read_staged(part: Part, free: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes of ``part``, read to somewhere in ``free`` (uint8, 1-D, host), and what is free behind them."""
+    num_bytes = part.into.numel()
+    # At a page's start, if that leaves enough: then what comes from a disk needs no other buffer.
+    gap = -free.data_ptr() % ALIGN_BYTES
+    room = free[gap:] if gap + num_bytes <= free.numel() else free
+    start = read_around(part.source, part.start, num_bytes, writable_view(room))
+    return room[start : start + num_bytes], room[start + num_bytes :]

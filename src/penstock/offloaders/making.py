@@ -1,0 +1,95 @@
+"""Tensors that are no stretches of the files, made one recipe at a time while everything else is loaded.
+
+What is in memory for it is the parts of one recipe, what its operations make in between, and the tensors that come out,
+until they lie where they belong: a few times the largest of them, whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from penstock.store.base import Segment, new_blob
+from penstock.store.cpu import MemorySource
+from penstock.store.disk import DiskOptions, DiskStore
+from penstock.store.loading import Delivery, deliver
+from penstock.store.ways import Ways
+from penstock.weights import Recipe, TensorSource
+
+__all__ = ["Maker"]
+
+
+class Maker:
+    """Where the bytes of such storages come from.
+
+    Args:
+        recipes: by storage name, the name of the tensor that covers it, and its recipe.
+        disk: how the files are read.
+        ways: counts what is read.
+        num_threads: readers.
+        cpus: they stay on these processors.
+    """
+
+    def __init__(
+        self,
+        recipes: Mapping[str, tuple[str, Recipe]],
+        disk: DiskOptions,
+        ways: Ways,
+        *,
+        num_threads: int,
+        cpus: Collection[int] | None = None,
+    ) -> None:
+        self._recipes = recipes
+        self._num_threads = num_threads
+        self._cpus = cpus
+        parts = {part.name: part for _, recipe in recipes.values() for part in recipe.parts}
+        self._files = DiskStore({name: TensorSource.of(part) for name, part in parts.items()}, disk, ways=ways)
+        self._ready: dict[str, torch.Tensor] = {}  # made beside another, and not asked for yet
+
+    @property
+    def order(self) -> list[str]:
+        """The storages, those of one recipe side by side; ask for them in this order."""
+        first = {recipe.names: number for number, (_, recipe) in reversed([*enumerate(self._recipes.values())])}
+        return sorted(self._recipes, key=lambda storage: first[self._recipes[storage][1].names])
+
+    def segments(self, storage: str) -> Sequence[Segment]:
+        """The bytes of ``storage``, made now; they are let go of with what is returned.
+
+        Raises:
+            TransferError: parts that cannot be had.
+        """
+        if storage not in self._ready:
+            self._make(self._recipes[storage][1])
+        blob = self._ready.pop(storage)
+        return [Segment(MemorySource(blob), 0, blob.numel())]
+
+    def close(self) -> None:
+        """Give back files and memory."""
+        self._files.close()
+        self._ready.clear()
+
+    def _make(self, recipe: Recipe) -> None:
+        made = recipe.make(self._read(recipe))
+        for storage, (name, one) in self._recipes.items():
+            if one is recipe:
+                self._ready[storage] = _bytes_of(made.pop(name))
+
+    def _read(self, recipe: Recipe) -> dict[str, torch.Tensor]:
+        blobs = {part.name: new_blob(part.num_bytes) for part in recipe.parts}
+        deliver(
+            (
+                Delivery(part.name, part.num_bytes, partial(self._files.segments, part.name), blobs[part.name])
+                for part in recipe.parts
+            ),
+            num_threads=self._num_threads,
+            cpus=self._cpus,
+        )
+        return {part.name: blobs[part.name].view(part.dtype).reshape(part.shape) for part in recipe.parts}
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of ``tensor``, contiguous: uint8, 1-D."""
+    blob = torch.empty(0, dtype=torch.uint8)
+    return blob.set_(tensor.untyped_storage(), tensor.storage_offset() * tensor.itemsize, (tensor.nbytes,), (1,))

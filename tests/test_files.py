@@ -1,0 +1,264 @@
+"""The promise: bytes of files are the same whichever way they are read, and a load finds the faster way."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import TransferError
+from penstock.store import files, page_cache
+from penstock.store.base import Segment, writable_view
+from penstock.store.files import ALIGN_BYTES, DiskOptions, File, FileStretch
+from penstock.store.loading import Delivery, Part, deliver
+from penstock.store.page_cache import cached_bytes, teller_for
+from penstock.store.pages import map_pages
+from penstock.store.staging import read_staged
+from penstock.store.ways import Ways
+from penstock.telemetry import ReadStats
+
+SIZE = 1_000_007
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    path = tmp_path_factory.mktemp("files") / "weights"
+    content = os.urandom(SIZE)
+    path.write_bytes(content)
+    return path, content
+
+
+def forget(path: Path) -> None:
+    """Drop the pages of ``path`` from the page cache."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def direct_or_skip(path: Path, direct: bool | None) -> DiskOptions:
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        pytest.skip("no direct reads on this file system")
+    return DiskOptions(direct)
+
+
+class TestSameBytes:
+    @pytest.mark.parametrize("direct", [False, True, None])
+    @settings(max_examples=40, deadline=None)
+    @given(data=st.data())
+    def test_scattered(self, written: tuple[Path, bytes], direct: bool | None, data: st.DataObject) -> None:
+        path, content = written
+        options = direct_or_skip(path, direct)
+        offset = data.draw(st.integers(0, SIZE - 1))
+        ends = sorted(data.draw(st.lists(st.integers(offset, SIZE), min_size=1, max_size=6)))
+        views = [bytearray(b - a) for a, b in zip([offset, *ends], ends, strict=False)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(files, "BLOCK_BYTES", data.draw(st.sampled_from([ALIGN_BYTES, 1 << 16, 4 * MIB])))
+            patch.setattr(files, "_local", threading.local())  # buffers of that size
+            forget(path)
+            file = File(path, options, ways=Ways(trial_bytes=1 << 14, between_bytes=1 << 15))
+            file.scatter(offset, [memoryview(view) for view in views])
+            file.close()
+        assert b"".join(views) == content[offset : ends[-1]]
+        stats = file.ways.stats
+        assert stats.direct + stats.cached + stats.buffered == ends[-1] - offset
+        assert direct is not True or stats.direct == ends[-1] - offset
+
+    @pytest.mark.parametrize("direct", [False, True, None])
+    @pytest.mark.parametrize("offset", [0, 7, ALIGN_BYTES, SIZE - 300_000])
+    def test_read_with_room_around(self, written: tuple[Path, bytes], direct: bool | None, offset: int) -> None:
+        path, content = written
+        forget(path)
+        file = File(path, direct_or_skip(path, direct))
+        blob = torch.frombuffer(map_pages(4 * MIB), dtype=torch.uint8)
+        free = blob
+        for size in (300_000, 1000, 0, 1):
+            size = min(size, SIZE - offset)
+            part = Part(FileStretch(file, offset), 0, torch.empty(size, dtype=torch.uint8))
+            staged, free = read_staged(part, free)
+            assert bytes(writable_view(staged)) == content[offset : offset + size]
+        file.close()
+
+    def test_a_full_staging_buffer_is_read_without_room(self, written: tuple[Path, bytes]) -> None:
+        path, content = written
+        file = File(path, direct_or_skip(path, True))
+        free = torch.frombuffer(map_pages(ALIGN_BYTES), dtype=torch.uint8)[5:]
+        staged, free = read_staged(Part(FileStretch(file, 3), 0, torch.empty(4091, dtype=torch.uint8)), free)
+        assert (bytes(writable_view(staged)), free.numel()) == (content[3 : 3 + 4091], 0)
+        file.close()
+
+    @pytest.mark.parametrize("direct", [False, True, None])
+    def test_a_file_that_ends_too_soon(self, written: tuple[Path, bytes], direct: bool | None) -> None:
+        path, _ = written
+        file = File(path, direct_or_skip(path, direct))
+        with pytest.raises(TransferError, match=r"expected \d+ bytes at .*, the file ended after"):
+            file.read(SIZE - 10, memoryview(bytearray(11)))
+        with pytest.raises(TransferError, match="the file ended after"):
+            file.read_around(SIZE - 10, 11, memoryview(mmap.mmap(-1, 1 << 16)))
+        file.close()
+
+
+def test_neighbours_in_a_file_are_read_in_one_go(written: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 small tensors in a row, in rooms of their own: one request for every 16 KiB of them, not 200."""
+    path, content = written
+    file = File(path, DiskOptions())
+    reads: list[int] = []
+    plain = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: reads.append(offset) or plain(fd, views, offset))
+    rooms = [torch.zeros(1000, dtype=torch.uint8) for _ in range(200)]
+    deliver(
+        [
+            Delivery(str(i), 1000, lambda i=i: [Segment(FileStretch(file, 5 + 1000 * i), 0, 1000)], room)  # type: ignore[misc]
+            for i, room in enumerate(rooms)
+        ],
+        num_threads=2,
+        piece_bytes=16 << 10,
+    )
+    assert b"".join(bytes(writable_view(room)) for room in rooms) == content[5 : 5 + 200_000]
+    assert len(reads) == -(-200 // 16)
+    file.close()
+
+
+class TestPageCache:
+    @pytest.mark.parametrize("teller", ["cachestat", "mincore"])
+    def test_tells_what_is_there(self, tmp_path: Path, teller: Any) -> None:
+        path = tmp_path / "weights"
+        path.write_bytes(os.urandom(3 * MIB))
+        forget(path)
+        fd = os.open(path, os.O_RDONLY)
+        if cached_bytes(fd, 0, 4096, teller) is None:
+            pytest.skip(f"no {teller} here")
+        if cached_bytes(fd, 0, 3 * MIB, teller):
+            pytest.skip("this file system keeps its pages")
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
+        os.pread(fd, 64 << 10, MIB)
+        assert cached_bytes(fd, 0, 3 * MIB, teller) == 64 << 10
+        assert cached_bytes(fd, MIB, 64 << 10, teller) == 64 << 10
+        assert cached_bytes(fd, 2 * MIB, MIB, teller) == 0
+        os.close(fd)
+
+    def test_an_old_kernel_is_asked_the_old_way(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = tmp_path / "weights"
+        path.write_bytes(bytes(100))
+        monkeypatch.setattr(page_cache, "_CACHESTAT", 100_000)
+        with path.open("rb") as file:
+            assert teller_for(file.fileno()) == "mincore"
+
+    def test_what_is_not_in_the_cache_goes_past_it_at_first(self, tmp_path: Path) -> None:
+        """Once, for a load: pages that are there are used, and pages that are not do not push others out."""
+        path = tmp_path / "weights"
+        content = os.urandom(3 * MIB)
+        path.write_bytes(content)
+        forget(path)
+        file = File(path, direct_or_skip(path, None))
+        teller = teller_for(file.fd)
+        if teller is None or cached_bytes(file.fd, 0, len(content), teller):
+            pytest.skip("this system does not tell, or keeps its pages")
+        into = bytearray(len(content) - 10)
+        file.read(7, memoryview(into))
+        assert into == content[7:-3]
+        assert cached_bytes(file.fd, 0, len(content), teller) == 0, "it went past the cache"
+        assert (file.ways.stats.direct, file.ways.stats.cached) == (len(into), 0)
+        path.read_bytes()
+        file.read(7, memoryview(into))
+        assert into == content[7:-3]
+        assert (file.ways.stats.direct, file.ways.stats.cached) == (len(into), len(into))
+        file.close()
+
+    def test_where_nothing_is_told_both_ways_are_tried(
+        self, written: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path, content = written
+        options = direct_or_skip(path, None)
+        monkeypatch.setattr(files, "teller_for", lambda fd: None)
+        monkeypatch.setattr(files, "BLOCK_BYTES", 1 << 14)
+        monkeypatch.setattr(files, "_local", threading.local())
+        file = File(path, options, ways=Ways(trial_bytes=1 << 16))
+        into = bytearray(SIZE)
+        file.read(0, memoryview(into))
+        assert into == content
+        stats = file.ways.stats
+        assert stats.direct >= 1 << 16
+        assert stats.buffered >= 1 << 16
+        file.close()
+
+    def test_where_direct_reads_are_refused_files_are_read_all_the_same(
+        self, written: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path, content = written
+        forget(path)
+        plain = os.open
+
+        def refuse(name: Any, flags: int, *rest: Any) -> int:
+            if flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "no direct I/O")
+            return plain(name, flags, *rest)
+
+        monkeypatch.setattr(os, "open", refuse)
+        file = File(path, DiskOptions(direct=None))
+        into = bytearray(1000)
+        file.read(11, memoryview(into))
+        assert into == content[11:1011]
+        assert file.ways.stats.direct == 0
+        file.close()
+
+
+class TestWays:
+    @pytest.mark.parametrize("slow", ["direct", "buffered"])
+    def test_settles_for_the_faster_way_and_tries_the_other_now_and_then(self, slow: str) -> None:
+        ways = Ways(trial_bytes=10, between_bytes=100)
+        chosen = []
+        for _ in range(1000):
+            direct = ways.choose(1)
+            chosen.append(direct)
+            ways.took(direct, 1, 2.0 if direct is (slow == "direct") else 1.0)
+        fast = chosen.count(slow != "direct")
+        assert chosen[:20] == [True] * 10 + [False] * 10
+        assert len(set(chosen[20:120])) == 1
+        assert 0.92 <= fast / 1000 <= 0.98
+        assert (ways.stats.direct, ways.stats.buffered) == (chosen.count(True), chosen.count(False))
+        assert ways.stats.direct_s / ways.stats.direct == (2.0 if slow == "direct" else 1.0)
+
+    def test_changes_its_mind_when_the_disk_does(self) -> None:
+        ways = Ways(trial_bytes=10, between_bytes=100)
+        chosen = []
+        for step in range(2000):
+            direct = ways.choose(1)
+            chosen.append(direct)
+            ways.took(direct, 1, 2.0 if direct is (step < 1000) else 1.0)
+        assert chosen[:1000].count(False) > 900
+        assert chosen[1000:].count(True) > 200
+        assert all(chosen[-200:])
+
+    def test_a_little_faster_changes_nothing(self) -> None:
+        ways = Ways(trial_bytes=10, between_bytes=100)
+        chosen = []
+        for step in range(400):
+            direct = ways.choose(1)
+            chosen.append(direct)
+            ways.took(direct, 1, 1.05 if direct is (step < 100) else 1.0)
+        assert chosen[20:].count(False) > 350
+
+    def test_a_way_without_a_result_yet_is_not_judged(self) -> None:
+        ways = Ways(trial_bytes=10, between_bytes=100)
+        started = [ways.choose(5) for _ in range(20)]  # threads that have not come back
+        assert started[:4] == [True, True, False, False]
+        assert set(started[4:]) == {False}, "the last trial goes on"
+        for direct in started:
+            ways.took(direct, 5, 3.0 if direct else 1.0)
+        assert {ways.choose(5) for _ in range(20)} == {False}
+
+    def test_says_what_was_read(self) -> None:
+        assert str(ReadStats(14_200_000_000, 600_000_000)) == "direct 14.20 GB, page cache 0.60 GB"
+        assert str(ReadStats(buffered=10**9)) == "through the page cache 1.00 GB"
+        assert str(ReadStats()) == "nothing"
