@@ -2,9 +2,10 @@
 
     python benchmarks/vllm_offload.py OUT_FOLDER CASE...        cases: see CASES
 
-Weights are vLLM's seeded dummies, so every case has the same ones; the greedy tokens of a case have to equal those of
-the first one of its shape. ``ms`` is the time of all tokens over the number of steps, prefill included. What a
-machine lacks of vLLM's optional kernels is named in ``PENSTOCK_BENCH_WITHOUT`` (modules, comma-separated).
+Weights are vLLM's seeded dummies, so every case has the same ones. The greedy tokens of a case, and the
+log-probabilities of them, have to equal those of the first case of its shape to the last bit. ``ms`` is the time of all
+tokens over the number of steps, prefill included. What a machine lacks of vLLM's optional kernels is named in
+``PENSTOCK_BENCH_WITHOUT`` (modules, comma-separated).
 """
 
 from __future__ import annotations
@@ -221,6 +222,9 @@ def _run(engine: Any, num_sequences: int, tokens_in: int, tokens_out: int, repea
         times.append(time.perf_counter() - begin)
         tokens.append([list(output.outputs[0].token_ids) for output in outputs])
     assert all(found == tokens[0] for found in tokens), "the same prompts gave other tokens"
+    sampling.logprobs = 0  # of the chosen token alone
+    scored = engine.generate(prompts, sampling, use_tqdm=False)
+    logprobs = [[next(iter(step.values())).logprob for step in output.outputs[0].logprobs] for output in scored]
     median = statistics.median(times[1:])
     return {
         "rows": num_sequences,
@@ -230,6 +234,7 @@ def _run(engine: Any, num_sequences: int, tokens_in: int, tokens_out: int, repea
         "spread_ms": (max(times[1:]) - min(times[1:])) / tokens_out * 1e3,
         "tokens_per_s": num_sequences * (tokens_in if tokens_out == 1 else tokens_out) / median,
         "tokens": tokens[0],
+        "logprobs": logprobs,
     }
 
 
@@ -263,7 +268,7 @@ def _summary(out: Path, case: str) -> list[str]:
     facts = found["facts"]
     known = [name for name, (shape, _, _) in CASES.items() if shape == facts["shape"]]
     path = next(path for name in known if (path := out / f"vllm-{name}.json").exists())
-    wanted = [row["tokens"] for row in json.loads(path.read_text())["rows"]]
+    wanted = json.loads(path.read_text())["rows"]
     lines = [
         f"{case}: start {facts['start_s']:.1f} s, host {facts['host_bytes'] / 2**30:.2f} GiB (RSS "
         f"{facts['rss_bytes'] / 2**30:.2f}), device {facts['device_bytes'] / 2**30:.2f} GiB"
@@ -271,12 +276,27 @@ def _summary(out: Path, case: str) -> list[str]:
     offloader = {k: v for k, v in facts["offloader"].items() if k != "uva_names"}
     lines.append(f"  {offloader}")
     for index, row in enumerate(found["rows"]):
-        same = row["tokens"] == wanted[index] if path.name != f"vllm-{case}.json" else "itself"
+        same = _compared(row, wanted[index]) if path.name != f"vllm-{case}.json" else "the reference"
         lines.append(
             f"  {row['rows']:4d} x ({row['tokens_in']} in, {row['tokens_out']} out): {row['ms']:8.2f} ms/step "
-            f"+- {row['spread_ms']:.2f}, {row['tokens_per_s']:9.1f} tok/s, tokens equal {same}"
+            f"+- {row['spread_ms']:.2f}, {row['tokens_per_s']:9.1f} tok/s, {same}"
         )
     return lines
+
+
+def _compared(row: dict[str, Any], wanted: dict[str, Any]) -> str:
+    tokens = sum(a == b for a, b in zip(row["tokens"], wanted["tokens"], strict=True))
+    pairs = [
+        (a, b)
+        for mine, theirs in zip(row["logprobs"], wanted["logprobs"], strict=True)
+        for a, b in zip(mine, theirs, strict=True)
+    ]
+    same = sum(a == b for a, b in pairs)
+    worst = max(abs(a - b) for a, b in pairs)
+    return (
+        f"{tokens} of {len(row['tokens'])} sequences equal, {same} of {len(pairs)} log-probabilities "
+        f"(worst difference {worst:.1e})"
+    )
 
 
 if __name__ == "__main__":
