@@ -19,7 +19,7 @@ from penstock.errors import PenstockWarning, StateError
 from penstock.plan.model import SlabEntry, Unit
 from penstock.store.adoption import MIN_BYTES, can_adopt, is_anonymous
 from penstock.store.pages import map_pages, pieces, populate, populate_parallel
-from penstock.store.pinned import PinnedStore, pack
+from penstock.store.pinned import Held, PinnedStore, pack
 from penstock.store.registration import PinnedBytes
 
 MIB = 1 << 20
@@ -270,3 +270,73 @@ class TestAdoption:
 8000-9000 rw-p 00000000 00:00 0
 """
         assert is_anonymous(maps, start, end) is expected
+
+
+class TestHeld:
+    """What lies in pinned memory before there is a store."""
+
+    def memory(self, num_bytes: int, ledger: Ledger) -> PinnedBytes:
+        memory = PinnedBytes(torch.randint(0, 256, (num_bytes,), dtype=torch.uint8))
+        assert memory.register(ledger) == 0
+        return memory
+
+    def test_a_unit_held_side_by_side_travels_in_one_piece_and_is_registered_once(self) -> None:
+        ledger = Ledger()
+        whole = unit(0, 1000, 700)
+        memory = self.memory(256 + whole.num_bytes, ledger)
+        held = {e.storage: Held(memory, 256 + e.offset, e.num_bytes) for e in whole.entries}
+        store = PinnedStore([whole], {}, ledger, held=held)
+        load = store.load(whole)
+        assert load.slab is not None
+        assert torch.equal(load.slab, memory.blob[256:])
+        assert store.kept == {"u0.0", "u0.1"}
+        assert [what for what, _, _ in ledger.log] == ["register"]
+        assert store.account == {"host_pinned": memory.blob.numel(), "adopted": 0}
+
+    def test_a_unit_held_apart_travels_in_pieces(self) -> None:
+        ledger = Ledger()
+        whole = unit(0, 1000, 700)
+        memories = [self.memory(e.num_bytes, ledger) for e in whole.entries]
+        held = {e.storage: Held(m, 0, e.num_bytes) for e, m in zip(whole.entries, memories, strict=True)}
+        store = PinnedStore([whole], {}, ledger, held=held)
+        load = store.load(whole)
+        assert load.slab is None
+        assert [(start, piece.numel()) for start, piece in load.stretches] == [(0, 1000), (1024, 700)]
+        for (_, piece), memory in zip(load.stretches, memories, strict=True):
+            assert torch.equal(piece, memory.blob)
+        slab = torch.zeros(whole.num_bytes, dtype=torch.uint8)
+        for segment in load.segments:
+            segment.source.read(0, slab.numpy().data[segment.slot_offset : segment.slot_offset + segment.num_bytes])
+        assert torch.equal(slab[1024:1724], memories[1].blob)
+
+    def test_a_unit_held_in_part_is_made_anew(self) -> None:
+        ledger = Ledger()
+        whole = unit(0, 1000, 700)
+        held = {"u0.0": Held(self.memory(1000, ledger), 0, 1000)}
+        store = PinnedStore([whole], {}, ledger, held=held)
+        assert not store.kept
+        written = fill(store, [whole], {})
+        assert torch.equal(store.in_place("u0.0"), written["u0.0"])
+
+    def test_what_is_read_in_place_stays_where_it_is(self) -> None:
+        ledger = Ledger()
+        memory = self.memory(5000, ledger)
+        store = PinnedStore([], {"table": 5000}, ledger, held={"table": Held(memory, 0, 5000)})
+        assert store.in_place("table").data_ptr() == memory.blob.data_ptr()
+
+    def test_the_last_view_gives_it_back(self) -> None:
+        ledger = Ledger()
+        memory = self.memory(5000, ledger)
+        again = memory.weakly()
+        assert again() == memory
+        store = PinnedStore([], {"table": 5000}, ledger, held={"table": Held(memory, 0, 5000)})
+        view = store.in_place("table")
+        del memory
+        store.close()
+        gc.collect()
+        assert again() is not None
+        assert ledger.held
+        del view
+        gc.collect()
+        assert again() is None
+        assert not ledger.held

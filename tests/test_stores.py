@@ -227,7 +227,7 @@ class TestCarriedOut:
         save(resident, tmp_path)
         expected = resident(rows())
         ledger = Ledger()
-        monkeypatch.setattr(opening, "_host_store", lambda plan, bound, device: open_pinned(plan, bound, ledger))
+        monkeypatch.setattr(opening, "_host_store", lambda plan, bound, device, held: open_pinned(plan, bound, ledger))
         with torch.device("meta" if from_meta else "cpu"):
             model = QuantStack().eval()
         if not from_meta:

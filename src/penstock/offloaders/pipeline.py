@@ -339,7 +339,9 @@ class SlotPipeline:
             with suppress(TransferError):
                 self._link.wait(slot.transfer)
             slot.transfer = None
-        if not slot.marks and (mark := self._link.fork()) is not None:
+        # A replay that was not announced leaves no marks, and those made before it do not say when it has read a slot.
+        is_stale = self._has_graphs and not self._announced and not self._link.capturing
+        if (is_stale or not slot.marks) and (mark := self._link.fork()) is not None:
             slot.marks.append(mark)
         marks, slot.marks = slot.marks, []
         slot.transfer = self._link.copy(self._loads[unit], slot.memory, marks)
