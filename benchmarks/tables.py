@@ -109,7 +109,44 @@ def peer_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+ENGINE_HEADINGS = (
+    "case",
+    "runner",
+    "sequences",
+    "tokens in / out",
+    "ms / step",
+    "spread ms",
+    "floor ms",
+    "resident ms",
+    "tokens / s",
+    "GB moved",
+    "start s",
+    "host GiB",
+    "same tokens",
+)
+
+
+def engine_cells(row: dict[str, Any]) -> list[str]:
+    return [
+        row["case"],
+        row["runner"],
+        str(row["rows"]),
+        f"{row['tokens_in']} / {row['tokens_out']}",
+        f"{row['ms']:.2f}",
+        f"{row['spread_ms']:.2f}",
+        "" if row["floor_ms"] is None else f"{row['floor_ms']:.2f}",
+        f"{row['resident_ms']:.2f}",
+        f"{row['tokens_per_s']:.1f}",
+        f"{row['bytes_moved'] / 1e9:.2f}",
+        f"{row['start_s']:.1f}",
+        f"{row['rss_bytes'] / 2**30:.2f}",
+        "yes" if row["bit_equal"] else "NO",
+    ]
+
+
 def layout_of(row: dict[str, Any]) -> tuple[tuple[str, ...], Callable[[dict[str, Any]], list[str]]]:
+    if "tokens_in" in row:
+        return ENGINE_HEADINGS, engine_cells
     if "predicted_ms" in row:
         return PLAN_HEADINGS, plan_cells
     if "cold" in row:

@@ -1,6 +1,7 @@
 """vLLM with penstock as its offloader, against vLLM's own and against vLLM resident; same flags, one engine each.
 
     python benchmarks/vllm_offload.py OUT_FOLDER CASE...        cases: see CASES
+    python benchmarks/vllm_offload.py OUT_FOLDER --publish TABLE        raw results for docs/benchmarks, on stdout
 
 Weights are vLLM's seeded dummies, so every case has the same ones. The greedy tokens of a case, and the
 log-probabilities of them, have to equal those of the first case of its shape to the last bit. ``ms`` is the time of all
@@ -82,6 +83,7 @@ SHAPES = {
     "qwen-short": {**QWEN3_8B, "num_hidden_layers": 8},
 }
 WORKER = "penstock.adapters.vllm.Worker"
+LINK_BYTES_PER_S = 55.5e9  # H2D of the reference machine
 GROUP = {"offload_group_size": 4, "offload_num_in_group": 1, "offload_prefetch_step": 1}
 EXPERTS = {"cpu_offload_gb": 40, "cpu_offload_params": {"experts"}}
 
@@ -136,9 +138,13 @@ LOADS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("cases", nargs="+", choices=CASES, metavar="CASE")
+    parser.add_argument("cases", nargs="*", choices=[*CASES, []], metavar="CASE")
+    parser.add_argument("--publish", metavar="TABLE", help="print the rows of all cases in OUT_FOLDER as JSON lines")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.publish:
+        _publish(given.out, given.publish)
+        return
     if given.child:
         _measure(given.out, given.cases[0])
         return
@@ -194,12 +200,19 @@ def _measure(out: Path, case: str) -> None:
             engine.sleep(level=1)
             engine.wake_up()
         rows.append({**_run(engine, *load), "case": case, "shape": shape, "start_s": start_s})
+        _write(out, case, engine, rows, {"host_bytes": host_before, "rss_bytes": rss_before})
+
+
+def _write(out: Path, case: str, engine: Any, rows: list[dict[str, Any]], before: dict[str, int]) -> None:
+    """After each load, so that a run that is cut short has what came before."""
+    import torch
+
     facts = {
         "case": case,
-        "shape": shape,
-        "start_s": start_s,
-        "host_bytes": host_before - _available_bytes(),
-        "rss_bytes": _resident_bytes() - rss_before,
+        "shape": CASES[case][0],
+        "start_s": rows[0]["start_s"],
+        "host_bytes": before["host_bytes"] - _available_bytes(),
+        "rss_bytes": _resident_bytes() - before["rss_bytes"],
         "device_bytes": torch.cuda.memory_allocated(),
         "peak_device_bytes": torch.cuda.max_memory_allocated(),
         "offloader": _offloader_facts(engine),
@@ -261,6 +274,43 @@ def _resident_bytes() -> int:
 def _field(path: str, name: str) -> int:
     line = next(line for line in Path(path).read_text().splitlines() if line.startswith(name + ":"))
     return int(line.split()[1]) * 1024
+
+
+def _publish(out: Path, table: str) -> None:
+    """Each row with the floor of its steps: decode is bound by the link, prefill by compute."""
+    found = {name: json.loads(path.read_text()) for name in CASES if (path := out / f"vllm-{name}.json").exists()}
+    for name, result in found.items():
+        shape, runner, _ = CASES[name]
+        reference = next(r for n, r in found.items() if CASES[n][0] == shape)
+        prefill = {r["rows"]: r["ms"] for r in reference["rows"] if r["tokens_out"] == 1 and r["tokens_in"] == 128}
+        facts = result["facts"]
+        for row, wanted in zip(result["rows"], reference["rows"], strict=False):
+            moved = facts["offloader"].get("moved_bytes_per_forward", facts["offloader"].get("offloaded_bytes", 0))
+            steps = row["tokens_out"]
+            link_ms = moved / LINK_BYTES_PER_S * 1e3
+            decode_ms = (wanted["ms"] * steps - prefill.get(row["rows"], wanted["ms"])) / max(1, steps - 1)
+            first_ms = max(prefill.get(row["rows"], wanted["ms"]), link_ms)
+            floor_ms = max(wanted["ms"], (first_ms + (steps - 1) * max(decode_ms, link_ms)) / steps)
+            published = {
+                "table": table,
+                "case": name,
+                "runner": f"V{runner}",
+                "bit_equal": row["tokens"] == wanted["tokens"],
+                "floor_ms": floor_ms,
+                "resident_ms": wanted["ms"],
+                "bytes_moved": moved,
+                "link_gb_per_s": LINK_BYTES_PER_S / 1e9 if moved else None,
+                "peak_device_bytes": facts["peak_device_bytes"],
+                "planned_device_bytes": facts["offloader"].get("device_bytes"),
+                "start_s": facts["start_s"],
+                "host_bytes": facts["host_bytes"],
+                "rss_bytes": facts["rss_bytes"],
+                "uva_bytes": facts["offloader"].get("uva_bytes", 0),
+                **{key: row[key] for key in ("rows", "tokens_in", "tokens_out", "ms", "spread_ms", "tokens_per_s")},
+            }
+            if "logprobs" in row and "logprobs" in wanted:
+                published["compared"] = _compared(row, wanted)
+            print(json.dumps(published))
 
 
 def _summary(out: Path, case: str) -> list[str]:
