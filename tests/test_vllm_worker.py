@@ -196,9 +196,7 @@ def test_a_draft_model_stays_where_it_is(second: bool) -> None:
     worker = loaded(GROUP, second=second, draft_layers=4)
     plain = resident(draft_layers=4)
     assert worker.penstock_stats()["num_units"] == 2
-    assert {
-        name for name in offloaded_names(worker) if not name.startswith(("model.layers.3.", "model.layers.7."))
-    } == set()
+    assert {name.split(".")[2] for name in offloaded_names(worker)} == {"3", "7"}
     with torch.inference_mode():
         assert torch.equal(worker.model_runner.drafter(ids()), plain.model_runner.drafter(ids()))  # type: ignore[misc]
     require_same_outputs(worker, plain)

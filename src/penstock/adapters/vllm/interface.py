@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.errors import OptionError
 
-__all__ = ["NAMES", "NEWEST", "OLDEST", "Name", "differences", "require_supported"]
+__all__ = ["NAMES", "NEWEST", "OLDEST", "Name", "differences", "require_supported", "require_version"]
 
 OLDEST = (0, 20, 2)
 NEWEST = (0, 26)  # and what is fixed in it later
@@ -105,7 +105,7 @@ def require_supported(version: str) -> None:
     Raises:
         OptionError: says which versions will do, or which names differ.
     """
-    _require_version(version)
+    require_version(version)
     if found := differences():
         raise OptionError(
             f"vLLM {version} is not as penstock knows it: {'; '.join(found)}. Use an unchanged vLLM "
@@ -113,7 +113,12 @@ def require_supported(version: str) -> None:
         )
 
 
-def _require_version(version: str) -> None:
+def require_version(version: str) -> None:
+    """Refuse a vLLM that is older or newer than those penstock was tried with; imports nothing.
+
+    Raises:
+        OptionError: says which versions will do.
+    """
     match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
     if match is None:
         raise OptionError(f"vLLM calls itself {version!r}, which is no version number: expected {_range()}; {_MEND}")

@@ -18,11 +18,13 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.config import UVA, Budget, Mode, Prefetch, Rule, Workload, parse_rule, parse_size
 from penstock.errors import OptionError, OptionTypeError
-from penstock.offloaders.engine import EnginePolicy
+
+if TYPE_CHECKING:
+    from penstock.offloaders.engine import EnginePolicy
 
 __all__ = ["KEYS", "EngineOptions", "read_options"]
 
