@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
@@ -185,6 +186,14 @@ class Model(nn.Module):
         return functional.linear(x, self.lm_head.weight)
 
 
+@contextmanager
+def device_loading_context(module: nn.Module, target_device: torch.device) -> Iterator[nn.Module]:
+    """Of use on a GPU only; it is among what penstock relies on."""
+    yield module
+    for parameter in module.parameters():
+        parameter._vllm_is_uva_offloaded = True  # type: ignore[attr-defined]
+
+
 # -- runners and worker ------------------------------------------------------------------------------------------------
 
 
@@ -330,6 +339,7 @@ _MODULES: dict[str, list[Any]] = {
     "vllm.model_executor.offloader.base": [BaseOffloader, NoopOffloader, get_offloader, set_offloader],
     "vllm.model_executor.offloader.prefetch": [PrefetchOffloader],
     "vllm.model_executor.offloader.uva": [UVAOffloader],
+    "vllm.model_executor.model_loader.utils": [device_loading_context],
     "vllm.model_executor.models.utils": [make_layers, PPMissingLayer],
     "vllm.model_executor.layers.vocab_parallel_embedding": [VocabParallelEmbedding, ParallelLMHead],
     "vllm.v1.worker.gpu_worker": [Worker],

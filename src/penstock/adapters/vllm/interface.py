@@ -78,6 +78,8 @@ NAMES = (
     Name("vllm.compilation.cuda_graph", "CUDAGraphWrapper.__call__", mentions=_AROUND_CAPTURE),
     Name(_GRAPHS, "CudaGraphManager.capture", mentions=_AROUND_CAPTURE),
     Name(_GRAPHS, "CudaGraphManager.run_fullgraph", mentions=("sync_prev_onload",)),
+    # What replaces a parameter that is held off the device leaves it, too.
+    Name("vllm.model_executor.model_loader.utils", "device_loading_context", mentions=("_vllm_is_uva_offloaded",)),
     Name("vllm.distributed.parallel_state", "get_dp_group", ()),
     Name("vllm.logger", "init_logger", ("name",)),
     Name(
