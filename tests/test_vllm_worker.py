@@ -9,12 +9,15 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import vllm_stand_in as vllm
 from engines import VOCABULARY
+from ranks import outcomes
 from torch import nn
 
 from penstock.adapters.vllm.interface import differences
@@ -244,6 +247,26 @@ def test_one_copy_for_one_rank_is_refused() -> None:
     worker = make(GROUP, {"mode": "shm_cpu"})
     with pytest.raises(OptionError, match=r"keeps one copy for ranks with the same weights.* use --data-parallel-size"):
         worker.load_model()
+
+
+def data_parallel_rank(rank: int, own: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        vllm.install(patch)
+        vllm.state.data_parallel = SimpleNamespace(world_size=2, cpu_group=dist.group.WORLD)
+        worker = loaded(flags, own, second=bool(rank))
+        require_same_outputs(worker, resident())
+        return dict(worker.penstock_stats())
+
+
+@pytest.mark.parametrize(
+    ("flags", "own"), [(GROUP, {}), ({"cpu_offload_gb": 1.0}, {}), ({}, SOME)], ids=["group", "uva", "budget"]
+)
+def test_data_parallel_ranks_share_one_copy(flags: dict[str, Any], own: dict[str, Any]) -> None:
+    first, second = outcomes(2, data_parallel_rank, {**own, "mode": "shm_cpu"}, flags)
+    offloaded = first["prefetched_bytes"] + first["uva_bytes"]
+    assert first["store_bytes"]["host_shared"] >= offloaded > 500_000
+    assert first["store_bytes"] == second["store_bytes"]
+    assert "host" not in first["store_bytes"]
 
 
 # -- what vLLM is told -------------------------------------------------------------------------------------------------

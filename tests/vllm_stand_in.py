@@ -309,7 +309,7 @@ class Worker:
 
 
 def get_dp_group() -> Any:
-    return SimpleNamespace(world_size=1, cpu_group=None)
+    return state.data_parallel
 
 
 class Logger:
@@ -353,6 +353,7 @@ _RUNNERS = (FirstRunner, SecondRunner)
 def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.26.0") -> None:
     """Put the stand-in where vLLM would be, in its first state, until the test ends."""
     state.offloader, state.pipeline, state.logger = NoopOffloader(), (0, 1), Logger()
+    state.data_parallel = SimpleNamespace(world_size=1, cpu_group=None)
     for name, things in _MODULES.items():
         _put(monkeypatch, name)
         for thing in things:
