@@ -7,6 +7,7 @@ it needs when it runs. ``tests/test_cli.py`` holds us to it.
 from __future__ import annotations
 
 import os
+import sys
 
 import typer
 
@@ -16,6 +17,7 @@ from penstock.cli.generate import generate
 from penstock.cli.group import PenstockGroup
 from penstock.cli.plan import plan
 from penstock.cli.probe import probe
+from penstock.cli.serve import serve
 
 __all__ = ["app", "main"]
 
@@ -32,6 +34,8 @@ app.command()(demo)
 app.command()(plan)
 app.command()(probe)
 app.command()(generate)
+# Flags that it does not know are the engine's.
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.add_typer(bench, name="bench")
 
 
@@ -44,5 +48,7 @@ def main() -> None:
     """The ``penstock`` command. Exit codes: 0 done, 1 the demo's promise was broken, 2 an error, 130 interrupted."""
     # On a CPU, compute and readers share the cores. By default the compute threads spin for milliseconds after each
     # product, on cores that the readers need. Read once, when torch loads its OpenMP runtime, which is not yet.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # An engine that takes the place of this process inherits its environment, and has no readers.
+    if sys.argv[1:2] != ["serve"]:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     app(prog_name="penstock")

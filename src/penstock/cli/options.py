@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.plan import Plan
     from penstock.store.disk import DiskOptions
 
-__all__ = ["LIST_FLAGS", "OffloadFlags", "with_offload_flags"]
+__all__ = ["LIST_FLAGS", "OffloadFlags", "with_offload_flags", "with_some_offload_flags"]
 
 # Flags that take a list, each with a value to show.
 LIST_FLAGS = {"--cpu-offload-params": "mlp", "--offload-params": "mlp", "--offload-rule": "experts=uva"}
@@ -275,22 +275,37 @@ def _flag(name: str) -> str:
 
 def with_offload_flags(verb: Callable[..., None]) -> Callable[..., None]:
     """Add the flags of :class:`OffloadFlags` to ``verb``, which receives them as its argument ``flags``."""
+    return with_some_offload_flags(*(field.name for field in fields(OffloadFlags)))(verb)
+
+
+def with_some_offload_flags(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """As :func:`with_offload_flags`, for a verb that takes only these."""
+
+    def add(verb: Callable[..., None]) -> Callable[..., None]:
+        @wraps(verb)
+        def run(**values: Any) -> None:
+            flags = OffloadFlags(**{name: values.pop(name) for name in names})
+            verb(**values, flags=flags)
+
+        parameters = [*_own_parameters(verb), *_flag_parameters(names)]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        del run.__wrapped__
+        return run
+
+    return add
+
+
+def _own_parameters(verb: Callable[..., None]) -> list[inspect.Parameter]:
+    hints = get_type_hints(verb, include_extras=True)
+    parameters = inspect.signature(verb).parameters.values()
+    return [p.replace(annotation=hints[p.name]) for p in parameters if p.name != "flags"]
+
+
+def _flag_parameters(names: Sequence[str]) -> list[inspect.Parameter]:
     hints = get_type_hints(OffloadFlags, include_extras=True)
-    own = get_type_hints(verb, include_extras=True)
-    names = [field.name for field in fields(OffloadFlags)]
-
-    @wraps(verb)
-    def run(**values: Any) -> None:
-        flags = OffloadFlags(**{name: values.pop(name) for name in names})
-        verb(**values, flags=flags)
-
-    parameters = [p.replace(annotation=own[p.name]) for p in inspect.signature(verb).parameters.values()]
-    parameters = [p for p in parameters if p.name != "flags"]
-    parameters += [
+    return [
         inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
         for f in fields(OffloadFlags)
+        if f.name in names
     ]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
-    del run.__wrapped__
-    return run

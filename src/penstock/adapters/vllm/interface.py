@@ -1,4 +1,4 @@
-"""What of vLLM penstock relies on: which versions, which names, which parameters.
+"""What of vLLM penstock relies on: which versions, names, parameters, fields, and calls that it waits for.
 
 Checked when a worker starts, so that a vLLM that has moved on is refused by name and not by a traceback, or by weights
 that are silently not offloaded.
@@ -10,26 +10,43 @@ import importlib
 import inspect
 import re
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 from penstock.errors import OptionError
 
-__all__ = ["NAMES", "NEWEST", "OLDEST", "Name", "differences", "require_supported"]
+__all__ = ["NAMES", "NEWEST", "OLDEST", "Name", "differences", "require_supported", "require_version"]
 
 OLDEST = (0, 20, 2)
 NEWEST = (0, 26)  # and what is fixed in it later
 
+_MEND = "install one of these (pip install 'vllm==0.26.0'), or leave --worker-cls out to run vLLM without penstock"
+
 
 @dataclass(frozen=True)
 class Name:
-    """A function or class of vLLM, and the parameters that penstock gives it or is given by it, in order."""
+    """A function or class of vLLM, and what penstock takes for granted of it.
+
+    Attributes:
+        module: where it lies.
+        path: its name there, dotted.
+        parameters: what penstock gives it or is given by it, the first ones, in order; ``None``: does not matter.
+        fields: of a configuration, those that penstock reads.
+        mentions: attributes and functions that its code uses: calls that penstock waits for, attributes it changes.
+    """
 
     module: str
     path: str
     parameters: tuple[str, ...] | None = None
+    fields: tuple[str, ...] = ()
+    mentions: tuple[str, ...] = ()
 
 
 _OFFLOADER = "vllm.model_executor.offloader.base"
+_WORKER = "vllm.v1.worker.gpu_worker"
+_RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
+_GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
+_AROUND_CAPTURE = ("sync_prev_onload", "join_after_forward")
 NAMES = (
     Name(_OFFLOADER, "get_offloader", ()),
     Name(_OFFLOADER, "set_offloader", ("instance",)),
@@ -38,19 +55,49 @@ NAMES = (
     Name(_OFFLOADER, "BaseOffloader.post_init", ("self",)),
     Name(_OFFLOADER, "BaseOffloader.sync_prev_onload", ("self",)),
     Name(_OFFLOADER, "BaseOffloader.join_after_forward", ("self",)),
-    Name("vllm.model_executor.models.utils", "make_layers", ("num_hidden_layers", "layer_fn", "prefix")),
+    Name(
+        "vllm.model_executor.models.utils",
+        "make_layers",
+        ("num_hidden_layers", "layer_fn", "prefix"),
+        mentions=("get_offloader", "wrap_modules"),
+    ),
     Name("vllm.model_executor.layers.vocab_parallel_embedding", "VocabParallelEmbedding"),
     Name("vllm.model_executor.layers.vocab_parallel_embedding", "ParallelLMHead"),
-    Name("vllm.v1.worker.gpu_worker", "Worker.load_model", ("self", "load_dummy_weights")),
-    Name("vllm.v1.worker.gpu_worker", "Worker.sleep", ("self", "level")),
-    Name("vllm.v1.worker.gpu_worker", "Worker.reload_weights"),
-    Name("vllm.v1.worker.gpu_worker", "Worker.update_weights"),
-    Name("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.load_model", ("self", "load_dummy_weights")),
-    Name("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.get_model", ("self",)),
-    Name("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.load_model", ("self", "load_dummy_weights")),
-    Name("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.get_model", ("self",)),
+    Name(_WORKER, "Worker.__init__", ("self", "vllm_config")),
+    Name(_WORKER, "Worker.load_model", ("self", "load_dummy_weights"), mentions=("model_runner", "load_model")),
+    Name(_WORKER, "Worker.execute_model", ("self", "scheduler_output")),
+    Name(_WORKER, "Worker.sleep", ("self", "level")),
+    Name(_WORKER, "Worker.reload_weights"),
+    Name(_WORKER, "Worker.update_weights"),
+    *(
+        Name(runner, "GPUModelRunner.load_model", ("self", "load_dummy_weights"), mentions=("model_memory_usage",))
+        for runner in _RUNNERS
+    ),
+    *(Name(runner, "GPUModelRunner.get_model", ("self",)) for runner in _RUNNERS),
+    # Replays are announced: the pipeline relies on it.
+    Name("vllm.compilation.cuda_graph", "CUDAGraphWrapper.__call__", mentions=_AROUND_CAPTURE),
+    Name(_GRAPHS, "CudaGraphManager.capture", mentions=_AROUND_CAPTURE),
+    Name(_GRAPHS, "CudaGraphManager.run_fullgraph", mentions=("sync_prev_onload",)),
+    # What replaces a parameter that is held off the device leaves it, too.
+    Name("vllm.model_executor.model_loader.utils", "device_loading_context", mentions=("_vllm_is_uva_offloaded",)),
     Name("vllm.distributed.parallel_state", "get_dp_group", ()),
-    Name("vllm.config.offload", "OffloadConfig"),
+    Name("vllm.logger", "init_logger", ("name",)),
+    Name(
+        "vllm.config.vllm",
+        "VllmConfig",
+        fields=("additional_config", "compilation_config", "offload_config", "parallel_config"),
+    ),
+    # That it counts among the factors of the compile cache's key.
+    Name("vllm.config.vllm", "VllmConfig.compute_hash", ("self",), mentions=("additional_config",)),
+    Name("vllm.config.compilation", "CompilationConfig", fields=("splitting_ops", "use_inductor_graph_partition")),
+    Name("vllm.config.parallel", "ParallelConfig", fields=("enable_dbo", "enable_eplb", "ubatch_size")),
+    Name("vllm.config.offload", "OffloadConfig", fields=("offload_backend", "prefetch", "uva")),
+    Name("vllm.config.offload", "UVAOffloadConfig", fields=("cpu_offload_gb", "cpu_offload_params")),
+    Name(
+        "vllm.config.offload",
+        "PrefetchOffloadConfig",
+        fields=("offload_group_size", "offload_num_in_group", "offload_params", "offload_prefetch_step"),
+    ),
 )
 
 
@@ -60,7 +107,7 @@ def require_supported(version: str) -> None:
     Raises:
         OptionError: says which versions will do, or which names differ.
     """
-    _require_version(version)
+    require_version(version)
     if found := differences():
         raise OptionError(
             f"vLLM {version} is not as penstock knows it: {'; '.join(found)}. Use an unchanged vLLM "
@@ -68,15 +115,19 @@ def require_supported(version: str) -> None:
         )
 
 
-def _require_version(version: str) -> None:
+def require_version(version: str) -> None:
+    """Refuse a vLLM that is older or newer than those penstock was tried with; imports nothing.
+
+    Raises:
+        OptionError: says which versions will do.
+    """
     match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
-    number = tuple(int(part or 0) for part in match.groups()) if match else ()
+    if match is None:
+        raise OptionError(f"vLLM calls itself {version!r}, which is no version number: expected {_range()}; {_MEND}")
+    number = tuple(int(part or 0) for part in match.groups())
     if number < OLDEST or number[:2] > NEWEST:
         age = "too old" if number < OLDEST else "newer than what penstock knows"
-        raise OptionError(
-            f"vLLM {version} is {age}: expected {_range()}; install one of these (pip install 'vllm==0.26.0'), or "
-            f"leave --worker-cls out to run vLLM without penstock"
-        )
+        raise OptionError(f"vLLM {version} is {age}: expected {_range()}; {_MEND}")
 
 
 def _range() -> str:
@@ -84,7 +135,7 @@ def _range() -> str:
 
 
 def differences() -> list[str]:
-    """Names that are missing, or take other parameters than expected; empty if all is well. Imports vLLM."""
+    """What is missing, or other than expected; empty if all is well. Imports vLLM."""
     return [problem for name in NAMES if (problem := _difference(name))]
 
 
@@ -96,9 +147,31 @@ def _difference(name: Name) -> str:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         return f"{where} is missing ({error})"
-    if name.parameters is None:
-        return ""
+    if missing := [field for field in name.fields if field not in _fields(found)]:
+        return f"{where} has no field {', '.join(missing)}"
+    if missing := [word for word in name.mentions if word not in _mentioned(found)]:
+        return f"{where} no longer uses {', '.join(missing)}"
+    return "" if name.parameters is None else _other_parameters(where, found, name.parameters)
+
+
+def _other_parameters(where: str, found: Any, expected: tuple[str, ...]) -> str:
     taken = tuple(inspect.signature(found).parameters)
-    if taken[: len(name.parameters)] != name.parameters:
-        return f"{where} takes ({', '.join(taken)}), expected ({', '.join(name.parameters)}, ...)"
-    return ""
+    if taken[: len(expected)] == expected:
+        return ""
+    return f"{where} takes ({', '.join(taken)}), expected ({', '.join(expected)}, ...)"
+
+
+def _fields(config: type) -> set[str]:
+    """Annotated names: a field with a default factory is no attribute of its class."""
+    return {field for base in config.__mro__ for field in inspect.get_annotations(base)}
+
+
+def _mentioned(function: Any) -> set[str]:
+    """Attributes and global names in the code of a function, or of a function inside it; beneath decorators."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return _names_in(code) if code is not None else set()
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = (_names_in(part) for part in code.co_consts if isinstance(part, CodeType))
+    return set(code.co_names).union(code.co_varnames, *inner)

@@ -15,13 +15,16 @@ key under "penstock"  meaning
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from penstock.config import UVA, Budget, Mode, Prefetch, Workload, parse_rule
+from penstock.config import UVA, Budget, Mode, Prefetch, Rule, Workload, parse_rule, parse_size
 from penstock.errors import OptionError, OptionTypeError
-from penstock.offloaders.engine import EnginePolicy
+
+if TYPE_CHECKING:
+    from penstock.offloaders.engine import EnginePolicy
 
 __all__ = ["KEYS", "EngineOptions", "read_options"]
 
@@ -54,8 +57,8 @@ def read_options(offload_config: Any, additional_config: Any) -> EngineOptions:
         additional_config: vLLM's ``additional_config``; only its key ``penstock`` is read.
 
     Raises:
-        OptionError, OptionTypeError: flags that contradict one another, an unknown key, a value it cannot have; the
-            message says what to write.
+        OptionError, OptionTypeError: flags that contradict one another or have no effect, an unknown key, a value it
+            cannot have; the message says what to write.
     """
     given = _own(additional_config)
     mode = _choice(given.get("mode", "cpu"))
@@ -69,6 +72,12 @@ def read_options(offload_config: Any, additional_config: Any) -> EngineOptions:
             f"both penstock.device_memory = {given['device_memory']!r} and vLLM's offload flags are set, and each says "
             f"what is offloaded: leave one of them out"
         )
+    _refuse_lone_flags(offload_config, budget)
+    if flags is None and budget is None and given:
+        raise OptionError(
+            f"penstock.{next(iter(given))} has no effect while nothing is offloaded: add penstock.device_memory, "
+            f"--offload-group-size or --cpu-offload-gb; {_FORM}"
+        )
     return EngineOptions(flags or budget, mode, measure_stalls)
 
 
@@ -80,13 +89,15 @@ def _own(additional_config: Any) -> Mapping[str, Any]:
         if key not in KEYS:
             nearest = difflib.get_close_matches(str(key), KEYS, n=1, cutoff=0.4)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise OptionError(f"penstock.{key}: expected one of {', '.join(KEYS)}{hint}")
+            raise OptionError(f"penstock.{key} is unknown: expected one of {', '.join(KEYS)}{hint}")
     return given
 
 
 def _choice(mode: Any) -> Mode:
     if mode not in _MODES:
-        raise OptionError(f"penstock.mode {mode!r}: expected one of {', '.join(_MODES)} inside vLLM")
+        raise OptionError(
+            f"penstock.mode {mode!r}: expected one of {', '.join(_MODES)} inside vLLM; leave it out for cpu"
+        )
     return mode  # type: ignore[no-any-return]
 
 
@@ -111,23 +122,69 @@ def _flag_policy(config: Any, mode: Mode) -> Prefetch | UVA | None:
     return None
 
 
+def _refuse_lone_flags(config: Any, budget: Budget | None) -> None:
+    """Refuse flags of vLLM that narrow or shape an offload which no other flag asks for; vLLM ignores them."""
+    prefetch, uva = config.prefetch, config.uva
+    lone = {
+        "--offload-params": not prefetch.offload_group_size and bool(prefetch.offload_params),
+        "--offload-num-in-group": not prefetch.offload_group_size and prefetch.offload_num_in_group != 1,
+        "--offload-prefetch-step": not prefetch.offload_group_size and prefetch.offload_prefetch_step != 1,
+        "--cpu-offload-params": not uva.cpu_offload_gb and bool(uva.cpu_offload_params),
+    }
+    for flag in (flag for flag, is_lone in lone.items() if is_lone):
+        needs = "--cpu-offload-gb" if flag.startswith("--cpu") else "--offload-group-size"
+        mend = f"add {needs}, or leave {flag} out"
+        if budget is not None and flag.endswith("-params"):
+            mend = "with penstock.device_memory put the names into penstock.params"
+        raise OptionError(f"{flag} has no effect without {needs}: {mend}")
+
+
 def _budget(given: Mapping[str, Any], mode: Mode) -> Budget | None:
     if "device_memory" not in given:
         if idle := [key for key in _BUDGET_ONLY if key in given]:
-            raise OptionError(f"penstock.{idle[0]} has no effect without penstock.device_memory; {_FORM}")
+            instead = " (with flags: --offload-params, --cpu-offload-params)" if idle[0] == "params" else ""
+            raise OptionError(f"penstock.{idle[0]} has no effect without penstock.device_memory{instead}; {_FORM}")
         return None
-    batch = given.get("batch", [1])
-    rules = [parse_rule(rule) for rule in _names("rules", given.get("rules", []))]
-    return Budget(
-        given["device_memory"],
-        _names("params", given.get("params", [])),
-        mode,
-        rules,
-        Workload([batch] if isinstance(batch, int) else batch),
-    )
+    with _named("device_memory"):
+        parse_size(given["device_memory"])
+    with _named("batch"):
+        workload = _workload(given.get("batch", [1]))
+    with _named("rules"):
+        rules = _rules(_names("rules", given.get("rules", [])))
+    return Budget(given["device_memory"], _names("params", given.get("params", [])), mode, rules, workload)
+
+
+def _workload(batch: Any) -> Workload:
+    sizes = batch if isinstance(batch, list) else [batch]
+    if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+        raise OptionError(f"expected numbers of sequences, each at least 1, such as [1, 16, 256], found {batch!r}")
+    return Workload(sizes)
+
+
+def _rules(texts: Sequence[str]) -> list[Rule]:
+    """Two mechanisms for one pattern are found here; what needs the names of the model, once it is built."""
+    rules = [parse_rule(text) for text in texts]
+    first: dict[str, str] = {}
+    for text, (pattern, mechanism) in zip(texts, rules, strict=True):
+        if first.setdefault(pattern, mechanism) != mechanism:
+            raise OptionError(
+                f"{pattern}={first[pattern]} and {text} contradict each other: one pattern has one mechanism; leave "
+                f"one of them out"
+            )
+    return rules
+
+
+@contextmanager
+def _named(key: str) -> Iterator[None]:
+    """Within, an error says which key of ours it is about, and not which flag of our own command line."""
+    try:
+        yield
+    except (OptionError, OptionTypeError) as error:
+        text = str(error).removeprefix("--offload-rule ").removeprefix(f"penstock.{key}: ")
+        raise type(error)(f"penstock.{key}: {text}") from None
 
 
 def _names(key: str, value: Any) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise OptionTypeError(f"penstock.{key}: expected a list of strings, found {value!r}")
+        raise OptionTypeError(f'penstock.{key}: expected a list of strings such as ["mlp"], found {value!r}')
     return value

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import vllm
 from torch import nn
 from vllm.logger import init_logger
@@ -44,8 +45,10 @@ class Worker(gpu_worker.Worker):  # type: ignore[misc,unused-ignore]
         """
         require_supported(vllm.__version__)
         self._options = read_options(vllm_config.offload_config, vllm_config.additional_config)
-        _refuse_what_cannot_be(vllm_config, self._options)
-        self._announces = _keep_units_out_of_pieces(vllm_config.compilation_config)
+        self._announces = False
+        if self._options.policy is not None:
+            _refuse_what_cannot_be(vllm_config)
+            self._announces = _keep_units_out_of_pieces(vllm_config.compilation_config)
         super().__init__(vllm_config, *args, **kwargs)
         self._offloader: EngineOffloader | None = None
 
@@ -139,12 +142,19 @@ class Worker(gpu_worker.Worker):  # type: ignore[misc,unused-ignore]
                 f"sleep level {level} discards the weights, and those that penstock offloads cannot be loaded again "
                 f"behind its back; use level 1"
             )
+        if self._offloader is not None and torch.cuda.is_available():
+            torch.cuda.synchronize()  # the next forward's first copies run on: vLLM saves slots that they write to
         super().sleep(level)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """As vLLM's; refused while weights are offloaded."""
         self._refuse_new_weights("reload_weights")
         super().reload_weights(*args, **kwargs)
+
+    def start_weight_update(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's, where it has one; refused while weights are offloaded, before it prepares anything."""
+        self._refuse_new_weights("start_weight_update")
+        return super().start_weight_update(*args, **kwargs)
 
     def update_weights(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's; refused while weights are offloaded."""
@@ -197,17 +207,22 @@ def _peers(options: EngineOptions) -> Peers | None:
     return Peers(group.cpu_group)
 
 
-def _refuse_what_cannot_be(config: Any, options: EngineOptions) -> None:
+def _refuse_what_cannot_be(config: Any) -> None:
     """Raise ``OptionError`` for features of vLLM that move weights themselves or run a layer twice at once."""
-    if options.policy is None:
-        return
     parallel = config.parallel_config
-    for name, flag, why in (
-        ("enable_eplb", "--enable-eplb", "rearranges experts in place, which penstock keeps elsewhere"),
-        ("enable_dbo", "--enable-dbo", "runs two halves of a batch through the layers at once, which share one slot"),
+    halves = "runs parts of a batch through the layers at once, and they would share one slot"
+    for is_set, flag, why in (
+        (parallel.enable_eplb, "--enable-eplb", "rearranges experts in place, which penstock keeps elsewhere"),
+        (parallel.enable_dbo, "--enable-dbo", halves),
+        (parallel.ubatch_size > 1, f"--ubatch-size {parallel.ubatch_size}", halves),
     ):
-        if getattr(parallel, name, False):
+        if is_set:
             raise OptionError(f"{flag} {why}; leave it out, or offload nothing")
+    if not isinstance(config.additional_config, dict):
+        raise OptionError(
+            f"additional_config: expected a dict (--additional-config JSON), found "
+            f"{type(config.additional_config).__name__}; the plan has to be part of vLLM's compile cache key"
+        )
 
 
 def _refuse_strangers(offloader: Any) -> None:
@@ -234,11 +249,6 @@ def _key_compile_cache(config: Any, plan: Plan) -> None:
     """
     units = [(unit.anchor, [entry.storage for entry in unit.entries]) for unit in plan.units]
     digest = hashlib.sha256(json.dumps(units).encode()).hexdigest()
-    if not isinstance(config.additional_config, dict):
-        raise OptionError(
-            f"additional_config: expected a dict (--additional-config JSON), found "
-            f"{type(config.additional_config).__name__}; the plan has to be part of vLLM's compile cache key"
-        )
     config.additional_config["penstock_units"] = digest
 
 

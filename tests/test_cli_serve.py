@@ -1,0 +1,251 @@
+"""The promise of ``penstock serve --engine vllm``: the command that one would have to write oneself, checked before."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from penstock.cli import app
+from penstock.cli.serve import WORKER
+
+START = ["vllm", "serve", "M", "--worker-cls", "penstock.adapters.vllm.Worker"]
+FLAGS = [
+    "--engine",
+    "--offload-mode",
+    "--measure-stalls",
+    "--additional-config",
+    "--dry-run",
+    "--device-memory",
+    "--batch",
+    "--offload-backend",
+    "--cpu-offload-gb",
+    "--cpu-offload-params",
+    "--offload-group-size",
+    "--offload-num-in-group",
+    "--offload-prefetch-step",
+    "--offload-params",
+    "--offload-rule",
+]
+
+
+def run(*args: str) -> Any:
+    return CliRunner().invoke(app, ["serve", *args], prog_name="penstock")
+
+
+def command_of(*args: str) -> list[str]:
+    """The words of the printed command."""
+    result = run("--engine", "vllm", "M", "--dry-run", *args)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("\n") == 1
+    return shlex.split(result.stdout)
+
+
+def penstock_keys(command: Sequence[str]) -> Any:
+    return json.loads(command[command.index("--additional-config") + 1])["penstock"]
+
+
+def error_of(*args: str) -> str:
+    result = run(*args)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+def refusal_of(*args: str) -> str:
+    """Of a command that would be printed otherwise."""
+    return error_of("--engine", "vllm", "M", "--dry-run", *args)
+
+
+def test_the_flags_are_frozen() -> None:
+    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    flags = [opt for param in command.params for opt in (*param.opts, *param.secondary_opts) if opt.startswith("-")]
+    assert flags == FLAGS
+
+
+def test_flags_of_vllm_keep_their_names() -> None:
+    assert command_of() == START
+    words = "--offload-group-size 4 --offload-num-in-group 2 --offload-prefetch-step 2 --offload-params mlp w2_weight"
+    assert command_of(*words.split()) == [*START, *words.split()]
+    words = "--offload-backend uva --cpu-offload-gb 1.5 --cpu-offload-params experts"
+    assert command_of(*words.split()) == [*START, *words.split()]
+
+
+def test_what_vllm_has_no_flag_for_goes_into_its_additional_config() -> None:
+    words = (
+        "--device-memory 20GiB --batch 1,16 --offload-params mlp @attention --offload-rule a=uva b=resident "
+        "--offload-mode shm_cpu --measure-stalls"
+    )
+    command = command_of(*words.split())
+    assert command[:-1] == [*START, "--additional-config"]
+    assert penstock_keys(command) == {
+        "device_memory": "20GiB",
+        "batch": [1, 16],
+        "params": ["mlp", "@attention"],
+        "rules": ["a=uva", "b=resident"],
+        "mode": "shm_cpu",
+        "measure_stalls": True,
+    }
+
+
+def test_flags_of_vllm_and_keys_of_ours_go_together() -> None:
+    command = command_of("--offload-group-size", "4", "--measure-stalls")
+    assert command[:7] == [*START, "--offload-group-size", "4"]
+    assert penstock_keys(command) == {"measure_stalls": True}
+
+
+def test_an_additional_config_of_the_users_is_added_to() -> None:
+    command = command_of(
+        "--device-memory",
+        "1GiB",
+        "--additional-config",
+        '{"x": [1], "penstock": {"batch": 2, "device_memory": "1GiB"}}',
+    )
+    assert json.loads(command[-1]) == {"x": [1], "penstock": {"batch": 2, "device_memory": "1GiB"}}
+    assert json.loads(command_of("--additional-config", '{"x": 1}')[-1]) == {"x": 1}
+
+
+@pytest.mark.parametrize("separator", [[], ["--"]])
+def test_any_other_flag_is_passed_on_as_it_is(separator: list[str]) -> None:
+    rest = [
+        "-tp",
+        "2",
+        "-O3",
+        "--max-model-len=4096",
+        "--served-model-name",
+        "a b",
+        "c",
+        "--enforce-eager",
+        "--port",
+        "1",
+    ]
+    assert command_of("--offload-group-size", "4", *separator, *rest) == [*START, "--offload-group-size", "4", *rest]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device-memory", "20 GB"], "size '20 GB' has a decimal unit"),
+        (["--device-memory", "-1"], "not more than 0 bytes"),
+        (["--device-memory", "1GiB", "--offload-group-size", "4"], "--device-memory and --offload-group-size"),
+        (["--device-memory", "1GiB", "--cpu-offload-gb", "4"], "--device-memory and --cpu-offload-gb contradict"),
+        (["--device-memory", "1GiB", "--batch", "0"], "--batch '0': expected numbers of rows"),
+        (["--device-memory", "1GiB", "--offload-rule", "mlp"], "--offload-rule 'mlp': expected a name pattern"),
+        (["--device-memory", "1GiB", "--offload-rule", "a=uva", "a=prefetch"], "a=uva and a=prefetch contradict"),
+        (["--offload-rule", "a=uva"], "--offload-rule has no effect inside vLLM without --device-memory"),
+        (["--batch", "1"], "--batch has no effect without --device-memory"),
+        (["--offload-group-size", "4", "--cpu-offload-gb", "4"], "both --offload-group-size and --cpu-offload-gb"),
+        (["--offload-num-in-group", "2"], "--offload-num-in-group has no effect without --offload-group-size"),
+        (["--offload-params", "mlp"], "--offload-params has no effect without"),
+        (["--cpu-offload-params", "mlp"], "--cpu-offload-params has no effect without --cpu-offload-gb: add"),
+        (["--offload-backend", "prefetch"], "needs --offload-group-size, which is not set"),
+        (["--offload-backend", "none"], "--offload-backend 'none': expected auto, prefetch or uva, those of vLLM"),
+        (["--offload-group-size", "4", "--offload-mode", "disk"], "expected one of cpu, shm_cpu inside vLLM"),
+        (["--offload-mode", "cpu"], "--offload-mode has no effect when nothing is offloaded"),
+        (["--measure-stalls"], "penstock.measure_stalls has no effect while nothing is offloaded"),
+        (["--additional-config", "{"], "--additional-config '{': expected JSON"),
+        (["--additional-config", "[]"], "--additional-config: expected a JSON object, found '[]'; write it like"),
+        (["--additional-config", '{"penstock": 1}'], "penstock: expected an object, found int 1"),
+        (["--additional-config", '{"penstock": {"batc": 1}}'], "did you mean 'batch'?"),
+        (
+            ["--additional-config", '{"penstock": {"device_memory": "2GiB"}}', "--device-memory", "1GiB"],
+            "penstock.device_memory is given twice: '2GiB' in --additional-config and '1GiB' as a flag",
+        ),
+        (
+            ["--additional-config", '{"penstock": {"device_memory": "2GiB"}}', "--offload-group-size", "2"],
+            "both penstock.device_memory = '2GiB' and vLLM's offload flags are set",
+        ),
+        (["--worker-cls", "a.B"], f"--worker-cls is {WORKER} here; leave it out"),
+        (["--", "--offload-group-size", "4"], "--offload-group-size is read by penstock: write it as"),
+        (["--offload_group_size=4"], "--offload_group_size=4 is read by penstock: write it as --offload-group-size"),
+        (["--additional-config.a", "1"], "write it as --additional-config before `--`"),
+        (["--host-memory", "1GiB"], "--host-memory has no effect inside vLLM; leave it out"),
+    ],
+)  # fmt: skip
+def test_what_the_worker_would_refuse_is_refused_before_vllm_starts(words: list[str], message: str) -> None:
+    assert message in refusal_of(*words)
+
+
+def test_the_engine_has_to_be_named() -> None:
+    message = error_of("M", "--offload-group-size", "4")
+    assert "penstock's own engine is not there yet: write `penstock serve --engine vllm MODEL ...`" in message
+    assert "pip install 'penstock[vllm]'" in message
+    assert "--engine 'sglang': expected vllm" in error_of("--engine", "sglang", "M")
+
+
+def test_flags_of_vllm_in_front_of_the_model() -> None:
+    message = error_of("--engine", "vllm", "--enforce-eager", "M", "--dry-run")
+    assert "MODEL is expected before the flags of vLLM, found '--enforce-eager'" in message
+
+
+# -- starting it -------------------------------------------------------------------------------------------------------
+
+
+def test_without_vllm_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    message = error_of("--engine", "vllm", "M")
+    assert message == f"error: vLLM is not installed for {sys.executable}: pip install 'penstock[vllm]'"
+
+
+def test_another_version_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: "0.19.1")
+    assert "vLLM 0.19.1 is too old: expected 0.20.2 to 0.26.x" in error_of("--engine", "vllm", "M")
+
+
+def test_a_command_that_is_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: "0.26.0")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "its command 'vllm' is neither beside that nor on PATH: add its folder" in error_of("--engine", "vllm", "M")
+
+
+def test_vllm_of_the_same_python_is_preferred(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started = []
+    monkeypatch.setattr(metadata, "version", lambda name: "0.26.0")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(os, "execvp", lambda program, command: started.append((program, command)))
+    (tmp_path / "vllm").touch()
+    assert run("--engine", "vllm", "M", "--offload-group-size", "4", "-tp", "2").exit_code == 0
+    assert started == [(str(tmp_path / "vllm"), [*START, "--offload-group-size", "4", "-tp", "2"])]
+
+
+def test_the_process_becomes_vllm(tmp_path: Path) -> None:
+    """With its own environment: how penstock's compute threads wait is nothing to an engine."""
+    if Path(sys.executable).with_name("vllm").exists():
+        pytest.skip("vLLM is installed here, and would be started")
+    program = tmp_path / "vllm"
+    program.write_text('#!/bin/sh\necho "$$ ${OMP_WAIT_POLICY-unset}"\nprintf "%s\\n" "$@"\nexit 7\n')
+    program.chmod(0o755)
+    about = tmp_path / "vllm-0.26.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.26.0\n")
+    package = Path(sys.modules["penstock"].__file__ or "").parent.parent
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment["PATH"] = f"{tmp_path}{os.pathsep}{environment['PATH']}"
+    environment["PYTHONPATH"] = os.pathsep.join((str(tmp_path), str(package)))
+    words = ["serve", "--engine", "vllm", "M", "--device-memory", "1GiB", "--port", "80"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "penstock", *words], env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        out, _ = process.communicate(timeout=120)
+    assert process.returncode == 7
+    first, *received = out.splitlines()
+    assert first == f"{process.pid} unset"
+    assert received == [
+        *START[1:], "--additional-config", '{"penstock": {"device_memory": "1GiB"}}', "--port", "80"
+    ]  # fmt: skip

@@ -1,0 +1,249 @@
+"""vLLM's offload flags and penstock's own keys: what they mean, and what is refused before an engine starts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock import UVA, Budget, Prefetch
+from penstock.adapters.vllm import interface
+from penstock.adapters.vllm.interface import Name, require_supported
+from penstock.adapters.vllm.options import EngineOptions, read_options
+from penstock.config import Workload
+from penstock.errors import OptionError, OptionTypeError, SizeError
+
+
+def offload_config(backend: str = "auto", **flags: Any) -> SimpleNamespace:
+    """What vLLM makes of its flags; the defaults are vLLM's."""
+    uva = {"cpu_offload_gb": 0.0, "cpu_offload_params": set()}
+    prefetch = {
+        "offload_group_size": 0,
+        "offload_num_in_group": 1,
+        "offload_prefetch_step": 1,
+        "offload_params": set(),
+    }
+    for name, value in flags.items():
+        (uva if name in uva else prefetch)[name] = value
+    return SimpleNamespace(offload_backend=backend, uva=SimpleNamespace(**uva), prefetch=SimpleNamespace(**prefetch))
+
+
+def read(flags: dict[str, Any] | None = None, own: Any = None) -> EngineOptions:
+    return read_options(offload_config(**flags or {}), {} if own is None else {"penstock": own})
+
+
+GROUP = {"offload_group_size": 4}
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("flags", "policy"),
+    [
+        ({}, None),
+        (GROUP, Prefetch(4, 1, 1)),
+        ({"backend": "prefetch", **GROUP}, Prefetch(4, 1, 1)),
+        (
+            {**GROUP, "offload_num_in_group": 2, "offload_prefetch_step": 3, "offload_params": {"w2", "w13"}},
+            Prefetch(4, 2, 3, ["w13", "w2"]),
+        ),
+        ({"cpu_offload_gb": 1.5}, UVA(3 * GIB // 2)),
+        ({"backend": "uva", "cpu_offload_gb": 10, "cpu_offload_params": {"experts"}}, UVA(10 * GIB, ["experts"])),
+    ],
+)
+def test_flags_of_vllm_become_a_policy(flags: dict[str, Any], policy: object) -> None:
+    assert read(flags) == EngineOptions(policy)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("own", "budget"),
+    [
+        ({"device_memory": "20GiB"}, Budget("20GiB", mode="cpu")),
+        ({"device_memory": 4096, "batch": 16}, Budget(4096, mode="cpu", workload=Workload([16]))),
+        (
+            {"device_memory": "1GiB", "batch": [1, 16], "params": ["mlp"], "rules": ["a=b=uva", "c=resident"]},
+            Budget("1GiB", ["mlp"], "cpu", [("a=b", "uva"), ("c", "resident")], Workload([1, 16])),
+        ),
+    ],
+)
+def test_a_budget(own: dict[str, Any], budget: Budget) -> None:
+    assert read(own=own) == EngineOptions(budget)
+
+
+def test_the_store_and_the_stalls_go_with_flags_and_with_a_budget() -> None:
+    own = {"mode": "shm_cpu", "measure_stalls": True}
+    assert read(GROUP, own) == EngineOptions(Prefetch(4, 1, 1, mode="shm_cpu"), "shm_cpu", True)
+    assert read({"cpu_offload_gb": 1.0}, own) == EngineOptions(UVA(GIB, mode="shm_cpu"), "shm_cpu", True)
+    assert read(own={**own, "device_memory": "1GiB"}) == EngineOptions(Budget("1GiB", mode="shm_cpu"), "shm_cpu", True)
+
+
+@pytest.mark.parametrize("additional", [{}, {"other": 1}, {"penstock": {}}, SimpleNamespace(), None])
+def test_what_is_not_for_penstock_is_left_alone(additional: Any) -> None:
+    assert read_options(offload_config(), additional) == EngineOptions(None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            {**GROUP, "cpu_offload_gb": 1.5},
+            "both --offload-group-size 4 (prefetch) and --cpu-offload-gb 1.5 (zero-copy) are set, and each says what "
+            "is offloaded: leave one of them out",
+        ),
+        # A backend does not settle it: vLLM would ignore the other flags with a warning.
+        ({"backend": "uva", **GROUP, "cpu_offload_gb": 1.0}, "both --offload-group-size 4"),
+        ({"backend": "prefetch"}, "--offload-backend prefetch needs --offload-group-size, which is not set"),
+        ({"backend": "uva", **GROUP}, "--offload-backend uva needs --cpu-offload-gb, which is not set"),
+        ({"offload_group_size": 2, "offload_num_in_group": 3}, "lower --offload-num-in-group"),
+        ({**GROUP, "offload_prefetch_step": 0}, "prefetch_step = 0: expected at least 1 (--offload-prefetch-step)"),
+        (
+            {"offload_params": {"mlp"}},
+            "--offload-params has no effect without --offload-group-size: add --offload-group-size, or leave "
+            "--offload-params out",
+        ),
+        ({"offload_num_in_group": 2}, "--offload-num-in-group has no effect without --offload-group-size"),
+        ({"offload_prefetch_step": 2}, "--offload-prefetch-step has no effect without --offload-group-size"),
+        ({**GROUP, "cpu_offload_params": {"mlp"}}, "--cpu-offload-params has no effect without --cpu-offload-gb"),
+    ],
+)
+def test_flags_that_contradict_or_have_no_effect(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        read(flags)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (GROUP, "both penstock.device_memory = '1GiB' and vLLM's offload flags are set"),
+        ({"cpu_offload_gb": 2.0}, "leave one of them out"),
+        ({"offload_params": {"mlp"}}, "with penstock.device_memory put the names into penstock.params"),
+    ],
+)
+def test_a_budget_and_flags_contradict_each_other(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        read(flags, {"device_memory": "1GiB"})
+    assert message in str(caught.value)
+
+
+FORM = """write it like --additional-config '{"penstock": {"device_memory": "20GiB"}}'"""
+
+
+@pytest.mark.parametrize(
+    ("own", "kind", "message"),
+    [
+        ([], OptionTypeError, f"penstock: expected an object, found list []; {FORM}"),
+        ("20GiB", OptionTypeError, f"penstock: expected an object, found str '20GiB'; {FORM}"),
+        ({"device_mem": "1GiB"}, OptionError, "penstock.device_mem is unknown: expected one of device_memory, batch"),
+        ({"device_mem": "1GiB"}, OptionError, "did you mean 'device_memory'?"),
+        ({"zzz": 1}, OptionError, "penstock.zzz is unknown: expected one of"),
+        ({"device_memory": "20 GB"}, SizeError, "penstock.device_memory: size '20 GB' has a decimal unit: 20 GB"),
+        ({"device_memory": -1}, SizeError, "penstock.device_memory: size -1: expected more than 0 bytes; write it"),
+        ({"device_memory": "lots"}, SizeError, "penstock.device_memory: size 'lots' is not a size; write it like"),
+        ({"device_memory": 1.5}, OptionTypeError, "penstock.device_memory: size: expected str or int, found float 1.5"),
+        ({"device_memory": None}, OptionTypeError, "penstock.device_memory: size: expected str or int, found NoneType"),
+        *(
+            (
+                {"device_memory": "1GiB", "batch": wrong},
+                OptionError,
+                f"penstock.batch: expected numbers of sequences, each at least 1, such as [1, 16, 256], found {wrong}",
+            )
+            for wrong in (0, -1, 1.5, True, [], [0], [1, "16"], {"1": 2}, None)
+        ),
+        ({"device_memory": "1GiB", "batch": "1,16"}, OptionError, "such as [1, 16, 256], found '1,16'"),
+        ({"device_memory": "1GiB", "params": "mlp"}, OptionTypeError, "penstock.params: expected a list of strings"),
+        ({"device_memory": "1GiB", "params": [1]}, OptionTypeError, 'such as ["mlp"], found [1]'),
+        ({"device_memory": "1GiB", "rules": "a=uva"}, OptionTypeError, "penstock.rules: expected a list of strings"),
+        ({"device_memory": "1GiB", "rules": ["mlp"]}, OptionError, "penstock.rules: 'mlp': expected a name pattern"),
+        ({"device_memory": "1GiB", "rules": ["a=cpu"]}, OptionError, "resident, prefetch, uva, found 'cpu'"),
+        (
+            {"device_memory": "1GiB", "rules": ["a=uva", "b=uva", "a=prefetch"]},
+            OptionError,
+            "penstock.rules: a=uva and a=prefetch contradict each other: one pattern has one mechanism; leave one of",
+        ),
+        ({"mode": "disk"}, OptionError, "penstock.mode 'disk': expected one of cpu, shm_cpu inside vLLM; leave it out"),
+        ({"mode": ["cpu"]}, OptionError, "penstock.mode ['cpu']: expected one of cpu, shm_cpu"),
+        ({"measure_stalls": 1}, OptionTypeError, "penstock.measure_stalls: expected true or false, found 1"),
+        ({"batch": 1}, OptionError, "penstock.batch has no effect without penstock.device_memory; write it like"),
+        ({"rules": ["a=uva"]}, OptionError, "penstock.rules has no effect without penstock.device_memory"),
+        ({"params": ["a"]}, OptionError, "(with flags: --offload-params, --cpu-offload-params)"),
+        ({"mode": "cpu"}, OptionError, "penstock.mode has no effect while nothing is offloaded: add penstock.de"),
+        ({"measure_stalls": True}, OptionError, "penstock.measure_stalls has no effect while nothing is offloaded"),
+    ],
+)  # fmt: skip
+def test_a_wrong_key_or_value_says_what_to_write(own: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind) as caught:
+        read(own=own)
+    assert message in str(caught.value)
+
+
+# -- versions ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _as_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "differences", list)
+
+
+@pytest.mark.usefixtures("_as_expected")
+@pytest.mark.parametrize(
+    "version", ["0.20.2", "0.20.10", "0.21.0", "0.26.0", "0.26.0+cu130", "0.26.1.dev3+g123", "0.26.7rc1", "0.26"]
+)
+def test_versions_that_will_do(version: str) -> None:
+    require_supported(version)
+
+
+@pytest.mark.usefixtures("_as_expected")
+@pytest.mark.parametrize(
+    ("version", "what"),
+    [
+        ("0.20.1", "vLLM 0.20.1 is too old"),
+        ("0.9.2", "vLLM 0.9.2 is too old"),
+        ("0.20", "vLLM 0.20 is too old"),
+        ("0.27.0", "vLLM 0.27.0 is newer than what penstock knows"),
+        ("0.27.0.dev1+gabc", "vLLM 0.27.0.dev1+gabc is newer than what penstock knows"),
+        ("1.0.0", "vLLM 1.0.0 is newer than what penstock knows"),
+        ("dev", "vLLM calls itself 'dev', which is no version number"),
+        ("", "vLLM calls itself '', which is no version number"),
+    ],
+)
+def test_versions_that_will_not(version: str, what: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        require_supported(version)
+    message = str(caught.value)
+    assert message.startswith(what)
+    assert "expected 0.20.2 to 0.26.x; install one of these (pip install 'vllm==0.26.0')" in message
+    assert "leave --worker-cls out" in message
+
+
+# -- what vLLM has to have; json stands in for a module of it ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "difference"),
+    [
+        (Name("json", "loads", ("s",), mentions=("_default_decoder",)), ""),
+        (Name("json.decoder", "JSONDecoder.decode", ("self", "s")), ""),
+        (Name("json.gone", "loads"), "json.gone.loads is missing (No module named 'json.gone')"),
+        (Name("json", "JSONDecoder.gone"), "json.JSONDecoder.gone is missing"),
+        (Name("json", "loads", ("text",)), "json.loads takes (s, cls, object_hook"),
+        (Name("json", "loads", mentions=("gone",)), "json.loads no longer uses gone"),
+        (Name("json", "JSONDecoder", fields=("gone",)), "json.JSONDecoder has no field gone"),
+        (Name("penstock.config", "Budget", fields=("device_memory", "workload")), ""),
+        (Name("penstock.config", "Budget", fields=("rules", "gone")), "penstock.config.Budget has no field gone"),
+    ],
+)
+def test_differences_are_named(monkeypatch: pytest.MonkeyPatch, name: Name, difference: str) -> None:
+    monkeypatch.setattr(interface, "NAMES", (name,))
+    found = interface.differences()
+    if difference:
+        assert len(found) == 1
+        assert found[0].startswith(difference)
+    else:
+        assert found == []
+
+
+def test_a_vllm_of_the_right_version_with_other_insides_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "NAMES", (Name("json", "loads", ("text",)),))
+    with pytest.raises(OptionError, match=r"vLLM 0.26.0 is not as penstock knows it: json.loads takes .* Use an unch"):
+        require_supported("0.26.0")
