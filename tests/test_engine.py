@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from engines import VOCABULARY, EngineModel, Head, Table
@@ -158,3 +162,40 @@ def test_post_init_twice_is_once() -> None:
     plan = offloader.plan
     offloader.post_init()
     assert offloader.plan is plan
+
+
+KEPT = """
+import sys
+import torch
+from test_engine import build, ids
+from penstock import Prefetch
+
+if sys.argv[1] == "load":  # hooks are numbered by the history of the process
+    for _ in range(37):
+        torch.nn.Linear(1, 1).register_forward_hook(lambda *_: None)
+model, offloader = build(Prefetch(4, 1, 1))
+torch._dynamo.config.enable_aot_compile = True
+with torch.inference_mode():
+    expected = model(ids())
+    forward = model.model.forward
+    if sys.argv[1] == "save":
+        options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+        compiled = torch.compile(forward, fullgraph=True, dynamic=False, options=options).aot_compile(((ids(),), {}))
+        compiled.save_compiled_function(sys.argv[2])
+    else:
+        with open(sys.argv[2], "rb") as file:
+            compiled = torch.compiler.load_compiled_function(file)
+    model.model.forward = lambda given: compiled(model.model, given)
+    for _ in range(3):
+        torch.testing.assert_close(model(ids()), expected, rtol=1e-2, atol=1e-3)
+assert [unit.runs for unit in offloader.stats().units] == [4, 4]
+assert all(unit.misses == 0 for unit in offloader.stats().units)
+"""
+
+
+def test_code_kept_on_disk_is_right_in_the_next_process(tmp_path: Path) -> None:
+    """As vLLM keeps it: without guards, so what it refers to has to be found by the same path from the model."""
+    for step in ("save", "load"):
+        command = [sys.executable, "-c", KEPT, step, str(tmp_path / "code")]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+        assert done.returncode == 0, done.stderr

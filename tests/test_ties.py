@@ -26,12 +26,12 @@ def _no_grad() -> Iterator[None]:
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every tensor that hangs anywhere, attributes and inner tensors included."""
+    """Every tensor of the model that hangs anywhere, attributes and inner tensors included; not the marks of ours."""
     found: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules():
         held = {**module._parameters, **module._buffers, **vars(module)}
         for name, value in held.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and not name.startswith("_penstock_"):
                 found[f"{prefix}.{name}"] = value
                 if isinstance(value, Scaled):
                     found[f"{prefix}.{name}:data"], found[f"{prefix}.{name}:scale"] = value.data_int8, value.scale
