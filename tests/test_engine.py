@@ -199,3 +199,14 @@ def test_code_kept_on_disk_is_right_in_the_next_process(tmp_path: Path) -> None:
         command = [sys.executable, "-c", KEPT, step, str(tmp_path / "code")]
         done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
         assert done.returncode == 0, done.stderr
+
+
+@torch.inference_mode()
+def test_a_budget_beside_a_rule_that_reads_in_place() -> None:
+    """On a machine without a rate for that, too; it was taken for a lack of host memory."""
+    resident, _ = build(None)
+    model, offloader = build(Budget("7MiB", ["mlp"], "cpu", [("down_proj", "uva")]))
+    assert offloader is not None
+    assert offloader.plan.uva
+    assert all("down_proj" in name or "embed" in name for name in offloader.plan.uva)
+    assert torch.equal(model(ids()), resident(ids()))

@@ -214,7 +214,7 @@ class StorageCost:
 
     Attributes:
         resident_s: its compute when it is on the device.
-        in_place_s: the same when it is read over the link, which is then busy; infinite where that is impossible.
+        in_place_s: the same when it is read over the link, which is then busy.
         touched_bytes: what a step reads of it.
     """
 
@@ -234,7 +234,9 @@ def storage_cost(storage: StorageInfo, experts: int, rows: int, rates: Rates, tr
         resident, in_place = rates.grouped_s_per_byte, rates.in_place_grouped_s_per_byte
     # Vectors (norms, biases) belong to kernels that are counted one by one.
     resident_s = touched * resident(share_rows) if len(storage.tensors[0].shape) > 1 else 0.0
-    in_place_s = math.inf if in_place is None else max(resident_s, touched * in_place(share_rows))
+    # Without a rate of its own it is chosen only where a rule says so, and then comes as a copy would, but on demand.
+    alone_s = resident_s + rates.copy_s(touched) if in_place is None else touched * in_place(share_rows)
+    in_place_s = max(resident_s, alone_s)
     return StorageCost(resident_s, in_place_s, touched)
 
 
