@@ -104,6 +104,11 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "resident-v2": ("qwen", 2, {}),
     "penstock-v2": ("qwen", 2, {**GROUP, "worker_cls": WORKER}),
     "budget-v2": ("qwen", 2, _budget(_QWEN_SAME_MEMORY_GIB, batch=[1, 16, 256])),
+    "still": (
+        "qwen",
+        1,
+        {**GROUP, "worker_cls": WORKER, "additional_config": {"penstock": {"boundaries_only": True}}},
+    ),
     "penstock-stalls": (
         "qwen-prefill",
         1,

@@ -15,19 +15,22 @@ from penstock import UVA, Budget, Prefetch
 from penstock.errors import OptionError, SelectionError, StateError
 from penstock.offloaders.engine import EngineOffloader, EnginePolicy
 from penstock.offloaders.noop import NoopOffloader
+from penstock.testing import StillOffloader
 
 
 def is_lookup(module: nn.Module) -> bool:
     return isinstance(module, Table) and not isinstance(module, Head)
 
 
-def build(policy: EnginePolicy | None, **sizes: int) -> tuple[EngineModel, EngineOffloader | None]:
+def build(
+    policy: EnginePolicy | None, kind: type[EngineOffloader] = EngineOffloader
+) -> tuple[EngineModel, EngineOffloader | None]:
     torch.manual_seed(7)
     if policy is None:
-        return EngineModel(NoopOffloader(), **sizes), None
+        return EngineModel(NoopOffloader()), None
     models: list[EngineModel] = []
-    offloader = EngineOffloader(policy, lambda: models[0], is_lookup=is_lookup)
-    models.append(EngineModel(offloader, **sizes))
+    offloader = kind(policy, lambda: models[0], is_lookup=is_lookup)
+    models.append(EngineModel(offloader))
     offloader.post_init()
     return models[0], offloader
 
@@ -76,6 +79,23 @@ def test_compiled_as_engines_do() -> None:
             # The compiler rounds in another order than eager code; a stale slot would be wrong altogether.
             torch.testing.assert_close(model(ids()), resident(ids()), rtol=1e-2, atol=1e-3)
     assert sum(unit.runs for unit in offloader.stats().units) == 6
+
+
+@pytest.mark.parametrize("policy", [Prefetch(4, 1, 1), Prefetch(1, 1, 2), Budget(SOME)], ids=str)
+def test_compiled_bits_equal_those_of_the_same_boundaries(policy: EnginePolicy) -> None:
+    """Contract 1, as an engine compiles: the reference is traced alike and moves nothing."""
+    outputs = []
+    for kind in (EngineOffloader, StillOffloader):
+        torch._dynamo.reset()
+        model, offloader = build(policy, kind)
+        assert offloader is not None
+        model.model.forward = torch.compile(model.model.forward, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
+        with torch.inference_mode():
+            outputs.append([model(ids(rows)) for rows in (3, 3, 1)])
+        moved = sum(unit.bytes_moved for unit in offloader.stats().units)
+        assert (moved > 0) == (kind is EngineOffloader)
+        offloader.remove()
+    assert all(torch.equal(mine, reference) for mine, reference in zip(*outputs, strict=True))
 
 
 def test_a_budget_keeps_what_is_not_called_resident_and_looks_rows_up_in_place() -> None:

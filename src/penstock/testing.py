@@ -4,7 +4,8 @@ The promise worth testing is contract 1: the same bits as the resident model. Th
 each has a helper here:
 
 * nothing moved: :func:`assert_moved` proves from the counters that every unit came once per forward;
-* a compiler fused differently without the offload: :func:`boundaries` gives the resident model the same ones;
+* a compiler fused differently without the offload: :func:`boundaries` gives the resident model the same ones, and
+  :class:`StillOffloader` does so inside an engine;
 * the race never happened: :class:`SlowLink` stretches every copy by random delays, and :class:`EarlyLink` and
   :class:`TramplingLink` are links with a planted race that a test must be able to see.
 """
@@ -14,8 +15,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,11 +29,9 @@ from penstock.inventory import take_inventory
 from penstock.link.base import Link, Mark, Transfer
 from penstock.link.threads import ThreadLink, ThreadTransfer
 from penstock.offloaders.attachment import Attachment
-from penstock.offloaders.binding import bind
-from penstock.offloaders.hooks import ForwardHook, UnitHook
 from penstock.offloaders.opening import compute_device
 from penstock.offloaders.planning import planner_for
-from penstock.ops import new_token
+from penstock.offloaders.still import StillOffloader, boundaries
 from penstock.plan import Plan
 from penstock.store.base import Load, Source
 from penstock.store.disk import DiskOptions
@@ -43,46 +41,13 @@ from penstock.weights import WeightMap
 __all__ = [
     "EarlyLink",
     "SlowLink",
+    "StillOffloader",
     "TramplingLink",
     "assert_moved",
     "assert_same_bits",
     "boundaries",
     "offload_over",
 ]
-
-
-@contextmanager
-def boundaries(model: nn.Module, policy: Policy | Plan | str | int) -> Iterator[Plan]:
-    """Give a resident model the boundaries of an offload: the same ops are traced, nothing moves.
-
-    Under ``torch.compile`` this is the reference of contract 1. A compiler may fuse across what would be a boundary and
-    then round differently; such a difference is the compiler's, and comparing with this context leaves it out.
-
-    Args:
-        model: resident, on any device.
-        policy: as for :func:`penstock.offload`.
-
-    Yields:
-        the plan whose units set the boundaries.
-    """
-    inventory = take_inventory(model)
-    planner = planner_for(model, inventory, compute_device(model))
-    plan = policy if isinstance(policy, Plan) else planner.plan(as_policy(policy))
-    plan.check(inventory)
-    bound = bind(model, inventory.storages)
-    token = new_token(compute_device(model))
-    hooks: list[UnitHook | ForwardHook] = []
-    try:
-        units = []
-        for unit in plan.units:
-            storages = [bound[entry.storage] for entry in unit.entries]
-            units.append(UnitHook(model.get_submodule(unit.anchor), unit.index, storages, None, token))
-            hooks.append(units[-1])
-        hooks.append(ForwardHook(model, model, units, None, token))
-        yield plan
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def offload_over(

@@ -9,6 +9,7 @@ key under "penstock"  meaning
 ``rules``             ``["experts=uva", ...]``: mechanisms that are not the planner's to choose, with a budget
 ``mode``              the store: ``cpu``, or ``shm_cpu`` for one copy per host among data-parallel ranks
 ``measure_stalls``    time every wait for a unit; costs two events each
+``boundaries_only``   compile the model as if it were offloaded and move nothing: the reference for equal bits
 ====================  ================================================================================================
 """
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KEYS", "EngineOptions", "read_options"]
 
-KEYS = ("device_memory", "batch", "params", "rules", "mode", "measure_stalls")
+KEYS = ("device_memory", "batch", "params", "rules", "mode", "measure_stalls", "boundaries_only")
 _MODES: tuple[Mode, ...] = ("cpu", "shm_cpu")
 _BUDGET_ONLY = ("batch", "params", "rules")
 _FORM = """write it like --additional-config '{"penstock": {"device_memory": "20GiB"}}'"""
@@ -42,11 +43,13 @@ class EngineOptions:
         policy: ``None``: nothing is offloaded.
         mode: the store.
         measure_stalls: time every wait.
+        boundaries_only: trace the policy's boundaries, and offload nothing.
     """
 
     policy: EnginePolicy | None
     mode: Mode = "cpu"
     measure_stalls: bool = False
+    boundaries_only: bool = False
 
 
 def read_options(offload_config: Any, additional_config: Any) -> EngineOptions:
@@ -62,9 +65,7 @@ def read_options(offload_config: Any, additional_config: Any) -> EngineOptions:
     """
     given = _own(additional_config)
     mode = _choice(given.get("mode", "cpu"))
-    measure_stalls = given.get("measure_stalls", False)
-    if not isinstance(measure_stalls, bool):
-        raise OptionTypeError(f"penstock.measure_stalls: expected true or false, found {measure_stalls!r}; {_FORM}")
+    switches = [_switch(given, key) for key in ("measure_stalls", "boundaries_only")]
     flags = _flag_policy(offload_config, mode)
     budget = _budget(given, mode)
     if flags is not None and budget is not None:
@@ -78,7 +79,7 @@ def read_options(offload_config: Any, additional_config: Any) -> EngineOptions:
             f"penstock.{next(iter(given))} has no effect while nothing is offloaded: add penstock.device_memory, "
             f"--offload-group-size or --cpu-offload-gb; {_FORM}"
         )
-    return EngineOptions(flags or budget, mode, measure_stalls)
+    return EngineOptions(flags or budget, mode, *switches)
 
 
 def _own(additional_config: Any) -> Mapping[str, Any]:
@@ -99,6 +100,13 @@ def _choice(mode: Any) -> Mode:
             f"penstock.mode {mode!r}: expected one of {', '.join(_MODES)} inside vLLM; leave it out for cpu"
         )
     return mode  # type: ignore[no-any-return]
+
+
+def _switch(given: Mapping[str, Any], key: str) -> bool:
+    value = given.get(key, False)
+    if not isinstance(value, bool):
+        raise OptionTypeError(f"penstock.{key}: expected true or false, found {value!r}; {_FORM}")
+    return value
 
 
 def _flag_policy(config: Any, mode: Mode) -> Prefetch | UVA | None:

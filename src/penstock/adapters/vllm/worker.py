@@ -67,7 +67,7 @@ class Worker(gpu_worker.Worker):  # type: ignore[misc,unused-ignore]
             super().load_model(**kwargs)
             return
         _refuse_strangers(get_offloader())
-        self._offloader = EngineOffloader(
+        self._offloader = _kind_of(self._options)(
             self._options.policy,
             self.model_runner.get_model,
             is_lookup=_is_lookup,
@@ -184,6 +184,15 @@ def _keep_units_out_of_pieces(compilation: Any) -> bool:
             *(op for op in ops if op not in compilation.splitting_ops),
         ]
     return True
+
+
+def _kind_of(options: EngineOptions) -> type[EngineOffloader]:
+    if not options.boundaries_only:
+        return EngineOffloader
+    from penstock.offloaders.still import StillOffloader
+
+    logger.warning("penstock.boundaries_only is set: the model is traced as if it were offloaded, and nothing moves")
+    return StillOffloader
 
 
 def _is_lookup(module: nn.Module) -> bool:
