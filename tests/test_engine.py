@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from engines import VOCABULARY, EngineModel, Head, Table
+from engines import VOCABULARY, EngineModel, Head, Layer, Table
 from torch import nn
 
 from penstock import UVA, Budget, Prefetch
@@ -230,3 +232,35 @@ def test_a_budget_beside_a_rule_that_reads_in_place() -> None:
     assert offloader.plan.uva
     assert all("down_proj" in name or "embed" in name for name in offloader.plan.uva)
     assert torch.equal(model(ids()), resident(ids()))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [UVA(2**40), Budget("3MiB"), Prefetch(1, 1, 1, ["layers"]), Prefetch(1, 1, 1, ["ALL_MODEL_PARAMS"])],
+    ids=str,
+)
+def test_norms_stay_where_they_are(policy: EnginePolicy) -> None:
+    _, offloader = build(policy)
+    assert offloader is not None
+    plan = offloader.plan
+    names = [*plan.uva, *(entry.storage for unit in plan.units for entry in unit.entries)]
+    assert names
+    assert not [name for name in names if "norm" in name]
+
+
+def test_model_code_that_reads_the_data_of_a_norm_compiles() -> None:
+    """As vLLM's norms do, in inference mode; a budget for next to nothing would offload whatever it may."""
+
+    def forward(layer: Layer, positions: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None) -> Any:
+        residual = x if residual is None else x + residual
+        x = layer.self_attn(residual * layer.norm.weight.data)
+        return layer.mlp(x), residual
+
+    model, offloader = build(Budget("3MiB"))
+    assert offloader is not None
+    for layer in model.model.layers:
+        layer.__dict__["forward"] = partial(forward, layer)
+    model.model.forward = torch.compile(model.model.forward, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
+    with torch.inference_mode():
+        assert torch.equal(model(ids()), model(ids()))
+    assert all(unit.bytes_moved > 0 for unit in offloader.stats().units)

@@ -74,6 +74,6 @@ class _Named:
         self.is_exact = not any(pattern.startswith(("@", "re:")) or set("*?[") & set(pattern) for pattern in params)
 
     def __call__(self, index: int, name: str, num_bytes: int) -> bool:
-        if self._everything:
+        if self._everything or num_bytes < TINY_BYTES:
             return num_bytes >= TINY_BYTES
         return any(matches(name) or matches(f"model.layers.{index}.{name}") for matches in self._matches)

@@ -24,6 +24,7 @@ from penstock.offloaders.stacked import StackedOffloader
 from penstock.peers import Peers
 from penstock.plan.build import build_plan, plan_group_rule
 from penstock.plan.model import Plan
+from penstock.plan.units import TINY_BYTES
 
 __all__ = ["EngineOffloader", "EnginePolicy"]
 
@@ -94,13 +95,17 @@ class EngineOffloader(StackedOffloader):
         return next(parameter.device for parameter in self._stacks.parameters())
 
     def _take_inventory(self, model: nn.Module) -> Inventory:
-        """What lies on the device; what an engine keeps elsewhere it keeps there on purpose."""
+        """What lies on the device and is not tiny.
+
+        What an engine keeps elsewhere it keeps there on purpose. Norms and biases are not worth a copy, even where a
+        pattern names them; and model code that reads ``weight.data`` cannot be compiled if an op writes that weight.
+        """
         device = self._device(model)
         tensors = chain(model.named_parameters(), model.named_buffers())
         elsewhere = {name for name, tensor in tensors if tensor.device != device}
         inventory = take_inventory(model, self._is_lookup)
-        here = tuple(s for s in inventory.storages if elsewhere.isdisjoint(s.names))
-        return replace(inventory, storages=here)
+        here = [s for s in inventory.storages if elsewhere.isdisjoint(s.names)]
+        return replace(inventory, storages=tuple(s for s in here if s.num_bytes >= TINY_BYTES))
 
     def _layers(self) -> list[list[str]]:
         names = {id(module): name for name, module in self._model().named_modules()}

@@ -9,7 +9,7 @@ from torch import nn
 
 from penstock.config import Policy, as_policy
 from penstock.errors import StateError
-from penstock.inventory import take_inventory
+from penstock.inventory import Inventory, take_inventory
 from penstock.offloaders.binding import bind
 from penstock.offloaders.engine import EngineOffloader
 from penstock.offloaders.hooks import ForwardHook, UnitHook
@@ -23,7 +23,9 @@ __all__ = ["StillOffloader", "boundaries"]
 
 
 @contextmanager
-def boundaries(model: nn.Module, policy: Policy | Plan | str | int) -> Iterator[Plan]:
+def boundaries(
+    model: nn.Module, policy: Policy | Plan | str | int, inventory: Inventory | None = None
+) -> Iterator[Plan]:
     """Give a resident model the boundaries of an offload: the same ops are traced, nothing moves.
 
     Under ``torch.compile`` this is the reference of contract 1. A compiler may fuse across what would be a boundary and
@@ -32,11 +34,12 @@ def boundaries(model: nn.Module, policy: Policy | Plan | str | int) -> Iterator[
     Args:
         model: resident, on any device.
         policy: as for :func:`penstock.offload`.
+        inventory: what a plan was made from, if that is a part of the model.
 
     Yields:
         the plan whose units set the boundaries.
     """
-    inventory = take_inventory(model)
+    inventory = inventory or take_inventory(model)
     planner = planner_for(model, inventory, compute_device(model))
     plan = policy if isinstance(policy, Plan) else planner.plan(as_policy(policy))
     plan.check(inventory)
@@ -73,8 +76,9 @@ class StillOffloader(EngineOffloader):
     def post_init(self) -> None:
         if self._boundaries is None:
             model = self._model()
-            self._still_plan = self._make_plan(self._take_inventory(model))
-            self._boundaries = boundaries(model, self._still_plan)
+            inventory = self._take_inventory(model)
+            self._still_plan = self._make_plan(inventory)
+            self._boundaries = boundaries(model, self._still_plan, inventory)
             self._boundaries.__enter__()
 
     def remove(self) -> None:

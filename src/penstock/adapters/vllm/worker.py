@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
@@ -29,13 +29,17 @@ from penstock.offloaders.engine import EngineOffloader
 from penstock.peers import Peers
 from penstock.plan.model import Plan
 
-__all__ = ["Worker"]
+__all__ = ["OffloadingWorker", "Worker"]
 
 logger = init_logger("vllm.penstock")  # vLLM shows what its own loggers say, and those below them
 
 
-class Worker(gpu_worker.Worker):  # type: ignore[misc,unused-ignore]
-    """vLLM's GPU worker with penstock behind ``get_offloader()``."""
+# Before whichever worker class it is put; to a type checker, vLLM's for GPUs.
+_Base: Any = gpu_worker.Worker if TYPE_CHECKING else object
+
+
+class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
+    """What goes before a worker class of vLLM's to put penstock behind ``get_offloader()``."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         """As vLLM's.
@@ -184,6 +188,10 @@ def _keep_units_out_of_pieces(compilation: Any) -> bool:
             *(op for op in ops if op not in compilation.splitting_ops),
         ]
     return True
+
+
+class Worker(OffloadingWorker, gpu_worker.Worker):  # type: ignore[misc,unused-ignore]
+    """vLLM's GPU worker with penstock behind ``get_offloader()``."""
 
 
 def _kind_of(options: EngineOptions) -> type[EngineOffloader]:
