@@ -1,0 +1,100 @@
+"""One engine of vLLM on a CPU, run as a program: writes greedy tokens, log-probabilities, and what moved, as JSON.
+
+python vllm_cpu_engine.py FOLDER CASE eager|compiled        cases: see CASES
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 2000,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "eos_token_id": 1,
+    "torch_dtype": "float32",
+}
+GROUP = {"offload_group_size": 4}
+CASES: dict[str, dict[str, Any] | None] = {
+    "resident": None,
+    "prefetch": GROUP,
+    "still": {**GROUP, "additional_config": {"penstock": {"boundaries_only": True}}},
+    "named": {"offload_group_size": 2, "offload_params": {"mlp"}},
+    "uva": {"cpu_offload_gb": 0.01},
+    "budget": {"additional_config": {"penstock": {"device_memory": "12MiB", "batch": [1, 4]}}},
+    "lora": {**GROUP, "enable_lora": True},
+}
+
+
+def worker_class() -> type:
+    """penstock's part of a worker before vLLM's worker for CPUs, whose runner keeps no account of memory."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    from penstock.adapters.vllm import interface
+
+    interface.NEWEST = (99, 0)  # this version is not one that GPUs were tried with
+    from penstock.adapters.vllm.worker import OffloadingWorker
+
+    class CpuWorker(OffloadingWorker, CPUWorker):
+        def load_model(self, **kwargs: Any) -> None:
+            self.model_runner.model_memory_usage = 0
+            super().load_model(**kwargs)
+
+    return CpuWorker
+
+
+def __getattr__(name: str) -> Any:
+    """``vllm_cpu_engine.Worker``, as vLLM asks for it by its name."""
+    if name == "Worker":
+        return worker_class()
+    raise AttributeError(name)
+
+
+def main(folder: Path, case: str, mode: str) -> None:
+    import vllm._custom_ops as ops
+    from vllm import LLM, SamplingParams
+
+    ops._supports_onednn = False  # it would pack the weights into objects of its own, which nobody can move
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    options = CASES[case]
+    engine = LLM(
+        model=str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=8,
+        enforce_eager=mode == "eager",
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+        **({} if options is None else {**options, "worker_cls": "vllm_cpu_engine.Worker"}),
+    )
+    prompts = [{"prompt_token_ids": [(7 * row + i) % 1999 + 1 for i in range(20 + row)]} for row in range(4)]
+    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=0)
+    engine.generate(prompts, sampling, use_tqdm=False)
+    outputs = [output.outputs[0] for output in engine.generate(prompts, sampling, use_tqdm=False)]
+    found = {
+        "tokens": [list(output.token_ids) for output in outputs],
+        "logprobs": [[next(iter(step.values())).logprob for step in output.logprobs] for output in outputs],
+        "stats": {} if options is None else engine.collective_rpc("penstock_stats")[0],
+    }
+    (folder / f"{case}-{mode}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
