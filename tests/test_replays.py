@@ -36,14 +36,14 @@ class Op:
 
 
 class Device:
-    """Two streams, ``compute`` and ``copy``, whose heads run in random order as far as events allow."""
+    """Streams, ``compute``, ``copy`` and those of replays, whose heads run in any order that events allow."""
 
     def __init__(self, seed: int) -> None:
         self.streams: dict[str, list[Op]] = {"compute": [], "copy": []}
         self._random = random.Random(seed)
 
     def give(self, stream: str, op: Op) -> Op:
-        self.streams[stream].append(op)
+        self.streams.setdefault(stream, []).append(op)
         if self._random.random() < 0.5:
             self.advance()
         return op
@@ -90,7 +90,8 @@ class Graph:
         twins: dict[int, Op] = {}
         for stream, op, external in self.ops:
             after = [begin, *(twins[id(before)] for before in op.after)]
-            twins[id(op)] = device.give(stream, Op(op.run, after))
+            # A graph keeps its own order: what streams outside of it are given is ordered with its two ends alone.
+            twins[id(op)] = device.give(f"graph {id(twins)} {stream}", Op(op.run, after))
             if external is not None:
                 external.op = twins[id(op)]
         device.give("compute", Op(lambda: None, list(twins.values())))
@@ -176,6 +177,7 @@ class Engine:
         self.plan, store = plan_and_store(num_units, num_slots)
         self.pipeline = SlotPipeline(self.plan, store, self.link, Recorder(), replays_announced=announced)
         self.pipeline.prime()
+        self._random = random.Random(seed)
         self.graphs: list[Graph] = []
         self.pieces: list[list[Graph]] = []
         self.reads = 0
@@ -207,10 +209,10 @@ class Engine:
     def skip_first(self) -> None:
         self.forward([0])
 
-    def capture(self) -> None:
+    def capture(self, forward: Callable[[], None] | None = None) -> None:
         self.pipeline.join()
         self.link.graph = Graph()
-        self.forward()
+        (forward or self.forward)()
         self.pipeline.join()
         self.graphs.append(self.link.graph)
         self.link.graph = None
@@ -244,6 +246,35 @@ class Engine:
         self.pipeline.prime()
 
 
+class RoughEngine(Engine):
+    """Also stops in the middle, runs modules by hand, gives captures up, and captures forwards that skip modules."""
+
+    def cut(self, reading: bool = False) -> None:
+        """A module raises; ``reading``: inside compiled code, which does not release then."""
+        self.pipeline.begin_forward()
+        last = self._random.randrange(len(self.plan.units))
+        for unit in range(last):
+            self.run_unit(unit)
+        if reading:
+            self.pipeline.wait(last)
+            self.link.give("compute", self._reader(last, self.pipeline.slot_memory(last)))
+        self.pipeline.finish_forward(whole=False)
+
+    def cut_while_reading(self) -> None:
+        self.cut(reading=True)
+
+    def by_hand(self) -> None:
+        self.run_unit(self._random.randrange(len(self.plan.units)))
+
+    def abort(self) -> None:
+        self.capture(self.cut)
+        self.graphs.pop()
+
+    def capture_some(self) -> None:
+        units = range(len(self.plan.units))
+        self.capture(lambda: self.forward([unit for unit in units if self._random.random() < 0.4]))
+
+
 KINDS = ["forward", "capture", "replay", "replay", "prepare", "skip_last", "skip_first"]
 STEPS = st.lists(st.sampled_from(KINDS), min_size=1, max_size=14)
 
@@ -271,6 +302,84 @@ def test_every_read_finds_its_unit(
     assert engine.reads == expected
     skips = any(step.startswith("skip") for step in steps)
     assert skips or all(stats.misses == 0 for stats in engine.pipeline.stats)
+
+
+ROUGH = st.lists(
+    st.sampled_from([*KINDS[:5], "cut", "cut_while_reading", "by_hand", "abort", "capture_some"]), max_size=14
+)
+
+
+@pytest.mark.filterwarnings("ignore:.*offloaded modules did not run")
+@given(
+    steps=ROUGH,
+    num_units=st.integers(1, 6),
+    num_slots=st.integers(1, 4),
+    seed=st.integers(0, 1000),
+    announced=st.booleans(),
+)
+@settings(max_examples=400, deadline=None)
+def test_every_read_finds_its_unit_after_what_went_wrong(
+    steps: list[str], num_units: int, num_slots: int, seed: int, announced: bool
+) -> None:
+    engine = RoughEngine(num_units, num_slots, seed, announced)
+    for number, step in enumerate(steps):
+        if step != "replay":
+            getattr(engine, step)()
+        elif engine.graphs:
+            engine.replay(seed + number)
+    engine.device.finish()
+
+
+@pytest.mark.filterwarnings("ignore:.*offloaded modules did not run")
+@pytest.mark.parametrize("first", ["forward", "capture"])
+@pytest.mark.parametrize("announced", [True, False], ids=["announced", "joined"])
+def test_a_module_run_by_hand_leaves_in_its_slot_what_a_replay_expects(first: str, announced: bool) -> None:
+    for unit in range(5):
+        engine = Engine(5, 2, unit, announced)
+        getattr(engine, first)()
+        engine.run_unit(unit)
+        engine.capture()
+        engine.run_unit(unit) if first == "capture" else None
+        engine.replay(0)
+        engine.forward()
+        engine.device.finish()
+
+
+@pytest.mark.parametrize("announced", [True, False], ids=["announced", "joined"])
+def test_a_replay_after_compiled_code_that_raised(announced: bool) -> None:
+    """Between its wait and its release, so that the slot still counts as being read."""
+    for stuck in range(4):
+        engine = Engine(4, 2, stuck, announced)
+        engine.capture()
+        engine.forward()
+        engine.pipeline.begin_forward()
+        for unit in range(stuck):
+            engine.run_unit(unit)
+        engine.pipeline.wait(stuck)
+        engine.pipeline.finish_forward(whole=False)
+        engine.replay(0)
+        engine.device.finish()
+
+
+@pytest.mark.filterwarnings("ignore:.*offloaded modules did not run")
+def test_copies_wait_for_a_graph_that_leaves_no_mark() -> None:
+    """It skips the last unit of a slot; the mark of that slot is then another graph's, and long reached."""
+    for seed in range(30):
+        engine = Engine(4, 1, seed, announced=True)
+        engine.capture()
+        engine.capture(engine.skip_last)
+        for which in (0, 1, 0, 1):
+            engine.replay(which)
+            engine.prepare()
+        engine.device.finish()
+
+
+def test_a_unit_that_has_its_slot_alone_gathers_no_marks() -> None:
+    """Each is an event, and nothing waits for it."""
+    engine = Engine(3, 2, 0, announced=False)
+    for _ in range(20):
+        engine.forward()
+    assert all(len(slot.marks) <= 1 for slot in engine.pipeline._live)
 
 
 def test_copies_for_the_next_replay_wait_for_the_last_read_and_not_for_the_end() -> None:
