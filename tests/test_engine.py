@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import VOCABULARY, EngineModel, Head, Table
+from engines import VOCABULARY, EngineModel, Head, Layer, Table
 from torch import nn
 
 from penstock import UVA, Budget, Prefetch
@@ -219,6 +219,37 @@ def test_code_kept_on_disk_is_right_in_the_next_process(tmp_path: Path) -> None:
         command = [sys.executable, "-c", KEPT, step, str(tmp_path / "code")]
         done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
         assert done.returncode == 0, done.stderr
+
+
+class CountingLayer(Layer):
+    """Writes buffers in every forward, a small one and a large one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("count", torch.zeros(1))
+        self.register_buffer("counts", torch.zeros(width, width))
+
+    def forward(self, *given: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        self.count += 1
+        self.counts += 1
+        return super().forward(*given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", [Budget(SOME), UVA(2**40)], ids=str)
+@torch.inference_mode()
+def test_without_names_neither_buffers_nor_tiny_tensors_leave(
+    policy: EnginePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engines.Layer", CountingLayer)
+    model, offloader = build(policy)
+    assert offloader is not None
+    for _ in range(3):
+        model(ids())
+    assert all(layer.count == 3 and layer.counts.eq(3).all() for layer in model.model.layers)
+    plan = offloader.plan
+    assert plan.offloaded_bytes > 0
+    assert "model.layers.7.norm.weight" in plan.resident
+    assert all(f"model.layers.{index}.{name}" in plan.resident for index in range(8) for name in ("count", "counts"))
 
 
 @torch.inference_mode()

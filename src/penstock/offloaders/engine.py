@@ -24,6 +24,7 @@ from penstock.offloaders.stacked import StackedOffloader
 from penstock.peers import Peers
 from penstock.plan.build import build_plan, plan_group_rule
 from penstock.plan.model import Plan
+from penstock.plan.units import worth_moving
 
 __all__ = ["EngineOffloader", "EnginePolicy"]
 
@@ -153,13 +154,13 @@ class EngineOffloader(StackedOffloader):
             outside = (lambda s: _outside(s, everywhere)) if params else (lambda s: False)
             return plan_group_rule(inventory, policy, [layers], outside, by_part=True)
         if isinstance(self._policy, UVA):
-            return build_plan(inventory, replace(self._policy, params=params or [_pattern_of(layers)]))
+            return build_plan(inventory, replace(self._policy, params=params or [_pattern_of(inventory, layers)]))
         return self._planned(inventory, replace(self._policy, params=params or self._movable(inventory, layers)))
 
     def _movable(self, inventory: Inventory, layers: Sequence[str]) -> list[str]:
         """Layers, and tables that are only looked up; an engine may read other modules without calling them."""
         tables = [s.name for s in inventory.storages if s.is_lookup and s.num_bytes]
-        return [_pattern_of(layers), *(f"re:{re.escape(name)}" for name in tables)]
+        return [_pattern_of(inventory, layers), *(f"re:{re.escape(name)}" for name in tables)]
 
     def _planned(self, inventory: Inventory, budget: Budget) -> Plan:
         heads = semantic_groups(inventory)["lm_head"]
@@ -181,8 +182,11 @@ def _outside(storage: StorageInfo, layers: Sequence[str]) -> bool:
     return not any(is_within(module, layer) for module in storage.modules for layer in layers)
 
 
-def _pattern_of(layers: Sequence[str]) -> str:
-    return f"re:(?:{'|'.join(map(re.escape, layers))})\\..*"
+def _pattern_of(inventory: Inventory, layers: Sequence[str]) -> str:
+    """What is offloaded of ``layers`` when no names are given: neither buffers nor what is tiny."""
+    worth = {storage.name for layer in layers for storage in worth_moving(inventory.under(layer))}
+    within = {name.removeprefix(f"{layer}.") for layer in layers for name in worth if is_within(name, layer)}
+    return f"re:(?:{'|'.join(map(re.escape, layers))})\\.(?:{'|'.join(map(re.escape, sorted(within)))})"
 
 
 def _through_wrappers(inventory: Inventory, pattern: str) -> str:
