@@ -18,6 +18,7 @@ from torch import nn
 
 from penstock.config import pin_memory_disabled, uva_disabled
 from penstock.errors import BudgetError, PenstockWarning
+from penstock.inventory import take_inventory
 from penstock.offloaders.binding import BoundStorage
 from penstock.plan.model import slab_bytes
 from penstock.store.pages import populate_parallel
@@ -54,6 +55,8 @@ class Holding:
     def hold(self, module: nn.Module, wanted: Wanted, *, apart: bool) -> int:
         """Take the parameters of ``module`` that are ``wanted`` off its GPU; those of a CPU are where they should be.
 
+        What shares memory with another tensor of ``module`` stays until the plan moves the two together.
+
         Args:
             module: a layer that was just built.
             wanted: says which, by name within the layer and bytes.
@@ -67,7 +70,8 @@ class Holding:
             BudgetError: the host has no memory for them.
             StateError: a graph is being captured.
         """
-        named = [(name, p) for name, p in module.named_parameters() if _is_plain(p)]
+        shared = {name for s in take_inventory(module).storages if len(s.tensors) > 1 for name in s.names}
+        named = [(name, p) for name, p in module.named_parameters() if _is_plain(p) and name not in shared]
         chosen = [p for name, p in named if wanted(name, _bytes_of(p)) and self.find(_bytes_in(p)) is None]
         if not chosen or not _can_hold():
             return 0
@@ -123,10 +127,10 @@ def held_storages(bound: Mapping[str, BoundStorage], holding: Holding | None) ->
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
-    """On a GPU, in memory of its own without gaps, and no tensor subclass: then its bytes can be anywhere."""
+    """On a GPU, in memory of its own without gaps, and no tensor subclass: then its bytes, if any, can be anywhere."""
     data = parameter.data
     own = data.untyped_storage().nbytes() == _bytes_of(data) if type(data) is torch.Tensor else False
-    return data.is_cuda and own and data.dim() > 0 and data.is_contiguous()
+    return data.is_cuda and own and data.numel() > 0 and data.dim() > 0 and data.is_contiguous()
 
 
 def _bytes_in(parameter: nn.Parameter) -> torch.Tensor:
