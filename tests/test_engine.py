@@ -157,6 +157,18 @@ def test_patterns_find_layers_that_lora_has_wrapped() -> None:
         assert torch.equal(models[0](ids()), resident(ids()))
 
 
+@pytest.mark.parametrize("kind", [EngineOffloader, StillOffloader])
+def test_what_an_engine_keeps_elsewhere_stays_there(kind: type[EngineOffloader]) -> None:
+    torch.manual_seed(7)
+    models: list[EngineModel] = []
+    offloader = kind(Prefetch(4, 1, 1), lambda: models[0], is_lookup=is_lookup)
+    models.append(EngineModel(offloader))
+    models[0].model.register_buffer("elsewhere", torch.zeros(4, device="meta"))
+    offloader.post_init()
+    assert [unit.anchor for unit in offloader.plan.units][:1] == ["model.layers.3"]
+    assert models[0].model.elsewhere.is_meta
+
+
 def test_a_draft_model_stays_resident() -> None:
     torch.manual_seed(7)
     models: list[EngineModel] = []
@@ -169,9 +181,10 @@ def test_a_draft_model_stays_resident() -> None:
     assert torch.isfinite(before).all()
 
 
-def test_set_too_late() -> None:
+@pytest.mark.parametrize("kind", [EngineOffloader, StillOffloader])
+def test_set_too_late(kind: type[EngineOffloader]) -> None:
     model, _ = build(None)
-    offloader = EngineOffloader(Prefetch(4, 1, 1), lambda: model)
+    offloader = kind(Prefetch(4, 1, 1), lambda: model)
     with pytest.raises(StateError, match="before the model is built"):
         offloader.post_init()
 

@@ -75,8 +75,7 @@ class EngineOffloader(StackedOffloader):
         """
         if self._attachment is not None:
             return
-        if next(self._stacks.parameters(), None) is None:
-            raise StateError("no layers were wrapped: set the offloader before the model is built")
+        self._require_layers()
         device = self._device(self._model())
         before = _device_bytes(device)
         self._bring_back_strangers()
@@ -87,6 +86,10 @@ class EngineOffloader(StackedOffloader):
     def layers(self) -> list[str]:
         """Names of the layers that the group rule counts."""
         return self._main_stack(self._take_inventory(self._model()))
+
+    def _require_layers(self) -> None:
+        if next(self._stacks.parameters(), None) is None:
+            raise StateError("no layers were wrapped: set the offloader before the model is built")
 
     def _model(self) -> nn.Module:
         return self._find_model()
@@ -190,13 +193,12 @@ def _pattern_of(inventory: Inventory, layers: Sequence[str]) -> str:
 
 
 def _through_wrappers(inventory: Inventory, pattern: str) -> str:
-    """``pattern``, or if only wrapped modules have the names that it means, the pattern for those."""
+    """``pattern``, or if wrapped modules have names that it means, the pattern for those too."""
     wrapped = [name for name in inventory.by_name if _WRAPPED in name]
     plain = {name.replace(_WRAPPED, "."): name for name in wrapped}
     if not plain or pattern.startswith(("@", "re:")) or set("*?[") & set(pattern):
         return pattern
     segments = f".{pattern}."
-    if any(segments in f".{name}." for name in inventory.by_name):
-        return pattern
-    found = [real for name, real in plain.items() if segments in f".{name}."]
-    return f"re:{'|'.join(map(re.escape, found))}" if found else pattern
+    found = [name for name in inventory.by_name if segments in f".{name}."]
+    hidden = [real for name, real in plain.items() if segments in f".{name}." and segments not in f".{real}."]
+    return f"re:{'|'.join(map(re.escape, [*found, *hidden]))}" if hidden else pattern

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
+import torch
 from torch import nn
 
 from penstock.config import Policy, as_policy
 from penstock.errors import StateError
-from penstock.inventory import take_inventory
+from penstock.inventory import Inventory, take_inventory
 from penstock.offloaders.binding import bind
 from penstock.offloaders.engine import EngineOffloader
 from penstock.offloaders.hooks import ForwardHook, UnitHook
@@ -36,12 +37,21 @@ def boundaries(model: nn.Module, policy: Policy | Plan | str | int) -> Iterator[
     Yields:
         the plan whose units set the boundaries.
     """
-    inventory = take_inventory(model)
-    planner = planner_for(model, inventory, compute_device(model))
+    inventory, device = take_inventory(model), compute_device(model)
+    planner = planner_for(model, inventory, device)
     plan = policy if isinstance(policy, Plan) else planner.plan(as_policy(policy))
+    with _boundaries_of(model, plan, inventory, device, model):
+        yield plan
+
+
+@contextmanager
+def _boundaries_of(
+    model: nn.Module, plan: Plan, inventory: Inventory, device: torch.device, entry: nn.Module
+) -> Iterator[None]:
+    """``entry``: the module whose forward begins one."""
     plan.check(inventory)
     bound = bind(model, inventory.storages)
-    token = new_token(compute_device(model))
+    token = new_token(device)
     hooks: list[UnitHook | ForwardHook] = []
     try:
         units = []
@@ -49,8 +59,8 @@ def boundaries(model: nn.Module, policy: Policy | Plan | str | int) -> Iterator[
             storages = [bound[entry.storage] for entry in unit.entries]
             units.append(UnitHook(model.get_submodule(unit.anchor), unit.index, storages, None, token))
             hooks.append(units[-1])
-        hooks.append(ForwardHook(model, model, units, None, token))
-        yield plan
+        hooks.append(ForwardHook(model, entry, units, None, token))
+        yield
     finally:
         for hook in hooks:
             hook.remove()
@@ -63,7 +73,7 @@ class StillOffloader(EngineOffloader):
     with, bit for bit.
     """
 
-    _boundaries: AbstractContextManager[Plan] | None = None
+    _boundaries: AbstractContextManager[None] | None = None
 
     def wrap_modules(self, modules_generator: Iterable[nn.Module]) -> list[nn.Module]:
         layers = list(modules_generator)
@@ -72,9 +82,12 @@ class StillOffloader(EngineOffloader):
 
     def post_init(self) -> None:
         if self._boundaries is None:
+            self._require_layers()
             model = self._model()
-            self._still_plan = self._make_plan(self._take_inventory(model))
-            self._boundaries = boundaries(model, self._still_plan)
+            inventory = self._take_inventory(model)
+            self._still_plan = plan = self._make_plan(inventory)
+            entry = self._entry(model, plan) or model
+            self._boundaries = _boundaries_of(model, plan, inventory, self._device(model), entry)
             self._boundaries.__enter__()
 
     def remove(self) -> None:
