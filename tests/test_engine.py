@@ -157,6 +157,39 @@ def test_patterns_find_layers_that_lora_has_wrapped() -> None:
         assert torch.equal(models[0](ids()), resident(ids()))
 
 
+class Wrapped(nn.Module):
+    """As LoRA wraps a linear module."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x)
+
+
+def build_wrapped(policy: EnginePolicy, layers: range) -> EngineOffloader:
+    models: list[EngineModel] = []
+    offloader = EngineOffloader(policy, lambda: models[0], is_lookup=is_lookup)
+    models.append(EngineModel(offloader))
+    for index in layers:
+        mlp = models[0].model.layers[index].mlp
+        mlp.down_proj = Wrapped(mlp.down_proj)
+    offloader.post_init()
+    return offloader
+
+
+def test_patterns_find_layers_of_which_lora_has_wrapped_some() -> None:
+    offloader = build_wrapped(Prefetch(2, 1, 1, ["mlp.down_proj.weight"]), range(4))
+    assert [unit.anchor for unit in offloader.plan.units] == [f"model.layers.{index}" for index in (1, 3, 5, 7)]
+
+
+def test_rules_find_layers_that_lora_has_wrapped() -> None:
+    rules = [("down_proj.weight", "uva"), ("o_proj.weight", "resident")]
+    offloader = build_wrapped(Budget("7MiB", (), "cpu", rules), range(8))  # type: ignore[arg-type]
+    assert all(f"model.layers.{index}.mlp.down_proj.base_layer.weight" in offloader.plan.uva for index in range(8))
+
+
 @pytest.mark.parametrize("kind", [EngineOffloader, StillOffloader])
 def test_what_an_engine_keeps_elsewhere_stays_there(kind: type[EngineOffloader]) -> None:
     torch.manual_seed(7)

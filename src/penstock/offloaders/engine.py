@@ -169,7 +169,8 @@ class EngineOffloader(StackedOffloader):
         heads = semantic_groups(inventory)["lm_head"]
         forced: list[Rule] = [(f"re:{re.escape(name)}", "resident") for name in heads]
         planner = planner_for(self._model(), inventory, self._device(self._model()))
-        budget = replace(budget, rules=(*budget.rules, *forced))
+        rules = [(_through_wrappers(inventory, pattern), mechanism) for pattern, mechanism in budget.rules]
+        budget = replace(budget, rules=(*rules, *forced))
         return planner.plan(budget)
 
 
