@@ -127,9 +127,9 @@ class Attachment(NotCopyable):
         return Stats(units, sizes, notes_on(self._model, plan), sizes_by_store, staging, self._reads)
 
     def rewind(self) -> None:
-        """Make the slots hold what the next forward needs first."""
+        """No forward runs, whether one was interrupted or not: make the slots hold what the next one needs first."""
         if self._pipeline is not None:
-            self._pipeline.prime()
+            self._pipeline.finish_forward(whole=False)
 
     def join(self) -> None:
         """Order compute behind every copy under way."""
