@@ -15,6 +15,7 @@ from penstock.inventory import take_inventory
 from penstock.limits import Limits
 from penstock.offloaders import holding as module_of_holding
 from penstock.offloaders import room
+from penstock.offloaders.early import EarlyRule, early_rule
 from penstock.offloaders.holding import Holding
 from penstock.plan import build_plan
 from penstock.store.pinned import Held
@@ -94,3 +95,25 @@ def test_a_unit_held_in_part_is_made_anew_and_counted(monkeypatch: pytest.Monkey
 
 def test_the_shared_copy_is_made_beside_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     assert needed_pinned_bytes(monkeypatch, ALL, "shm_cpu") == 4 * WEIGHT
+
+
+NAMES = ["self_attn.o_proj.weight", "mlp.up_proj.weight", "norm.weight"]
+
+
+def leaving(rule: EarlyRule, index: int, names: list[str]) -> tuple[bool, list[str]]:
+    is_exact = rule.is_exact
+    return is_exact, [name for name in names if rule(index, name, 2**20 if "proj" in name else 100)]
+
+
+def test_a_word_for_a_group_leaves_early_too() -> None:
+    """No module is called ``attention``, so the plan will take the group; a model too large has to leave before."""
+    rule = early_rule(Prefetch(1, 1, 1, ["attention"]))
+    assert leaving(rule, 0, NAMES) == (True, [])
+    assert leaving(rule, 1, NAMES) == (False, NAMES[:2])
+
+
+def test_a_word_that_is_a_name_means_the_name() -> None:
+    rule = early_rule(Prefetch(1, 1, 1, ["mlp", "experts"]))
+    assert leaving(rule, 0, NAMES) == (True, NAMES[1:2])
+    assert leaving(rule, 1, ["mlp.experts.w2_proj", *NAMES]) == (False, ["mlp.experts.w2_proj", NAMES[1]])
+    assert leaving(rule, 2, NAMES) == (True, NAMES[1:2])
