@@ -10,6 +10,7 @@ import pytest
 import torch
 from engines import VOCABULARY, EngineModel, Head, Layer, Table
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from penstock import UVA, Budget, Prefetch
 from penstock.errors import OptionError, SelectionError, StateError
@@ -197,9 +198,12 @@ def test_what_an_engine_keeps_elsewhere_stays_there(kind: type[EngineOffloader])
     offloader = kind(Prefetch(4, 1, 1), lambda: models[0], is_lookup=is_lookup)
     models.append(EngineModel(offloader))
     models[0].model.register_buffer("elsewhere", torch.zeros(4, device="meta"))
+    two = TwoTensor(*(torch.zeros(4, device="meta") for _ in range(2)))
+    models[0].model.packed = nn.Parameter(two, requires_grad=False)  # type: ignore[assignment]
     offloader.post_init()
     assert [unit.anchor for unit in offloader.plan.units][:1] == ["model.layers.3"]
     assert models[0].model.elsewhere.is_meta
+    assert not any("packed" in name for name in offloader.plan.resident)
 
 
 def test_a_draft_model_stays_resident() -> None:

@@ -103,7 +103,8 @@ class EngineOffloader(StackedOffloader):
         tensors = chain(model.named_parameters(), model.named_buffers())
         elsewhere = {name for name, tensor in tensors if tensor.device != device}
         inventory = take_inventory(model, self._is_lookup)
-        here = tuple(s for s in inventory.storages if elsewhere.isdisjoint(s.names))
+        # The name of an inner tensor of a subclass goes on behind a colon.
+        here = tuple(s for s in inventory.storages if elsewhere.isdisjoint(n.partition(":")[0] for n in s.names))
         return replace(inventory, storages=here)
 
     def _layers(self) -> list[list[str]]:
