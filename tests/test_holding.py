@@ -13,10 +13,11 @@ from torch import nn
 from penstock.config import Mode, Prefetch
 from penstock.inventory import take_inventory
 from penstock.limits import Limits
+from penstock.offloaders import attachment, room
 from penstock.offloaders import holding as module_of_holding
-from penstock.offloaders import room
+from penstock.offloaders.binding import bind
 from penstock.offloaders.early import EarlyRule, early_rule
-from penstock.offloaders.holding import Holding
+from penstock.offloaders.holding import Holding, strayed_storages
 from penstock.plan import build_plan
 from penstock.store.pinned import Held
 from penstock.store.registration import PinnedBytes
@@ -117,3 +118,32 @@ def test_a_word_that_is_a_name_means_the_name() -> None:
     assert leaving(rule, 0, NAMES) == (True, NAMES[1:2])
     assert leaving(rule, 1, ["mlp.experts.w2_proj", *NAMES]) == (False, ["mlp.experts.w2_proj", NAMES[1]])
     assert leaving(rule, 2, NAMES) == (True, NAMES[1:2])
+
+
+def test_what_the_engine_has_moved_away_is_told_by_mark_and_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(4, 4)
+    bound = bind(model, take_inventory(model).storages)
+    for storage in bound.values():
+        storage.home = torch.device("cuda")
+    assert strayed_storages(bound) == frozenset()
+    model.weight._vllm_is_uva_offloaded = True  # type: ignore[attr-defined]
+    assert strayed_storages(bound) == frozenset()  # it lies on the device in spite of the mark
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    assert strayed_storages(bound) == {"weight"}
+
+
+@torch.inference_mode()
+def test_what_the_engine_has_moved_away_comes_back_if_it_is_to_be_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight that was repacked while it was held: every step would read it over the link, resident as it is called."""
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
+    given = torch.randn(2, 256)
+    expected, before = model(given), {name: p.data_ptr() for name, p in model.named_parameters()}
+    inventory = take_inventory(model)
+    plan = build_plan(inventory, Prefetch(3, 1, 1))
+    monkeypatch.setattr(attachment, "strayed_storages", lambda bound: frozenset({"0.weight"}))
+    attached = attachment.Attachment(model, plan, inventory, device=torch.device("cpu"))
+    moved = {name for name, p in model.named_parameters() if name in plan.resident and p.data_ptr() != before[name]}
+    assert moved == {"0.weight"}
+    assert torch.equal(model(given), expected)
+    attached.remove()
+    assert torch.equal(model(given), expected)

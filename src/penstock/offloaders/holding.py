@@ -13,6 +13,7 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -25,7 +26,7 @@ from penstock.store.pages import populate_parallel
 from penstock.store.pinned import Held, device_view, fresh_pages, pin_threads
 from penstock.store.registration import CudaRegistrar, PinnedBytes, Registrar
 
-__all__ = ["Holding", "Wanted", "held_storages"]
+__all__ = ["Holding", "Wanted", "held_storages", "strayed_storages"]
 
 # (name within the layer, bytes) -> whether it is held.
 Wanted = Callable[[str, int], bool]
@@ -124,6 +125,32 @@ def held_storages(bound: Mapping[str, BoundStorage], holding: Holding | None) ->
     cuda = {name: storage for name, storage in bound.items() if storage.home.type == "cuda"}
     found = {name: holding.find(storage.original_bytes()) for name, storage in cuda.items()}
     return {name: stretch for name, stretch in found.items() if stretch is not None}
+
+
+def strayed_storages(bound: Mapping[str, BoundStorage]) -> frozenset[str]:
+    """Those of a GPU that the engine has moved to pinned memory of its own: by the mark that it leaves, and by address.
+
+    It does so with what replaces a held parameter. The plan may want it on the device, and by its device it is there.
+    """
+    marked = {
+        name: storage
+        for name, storage in bound.items()
+        if storage.home.type == "cuda" and any(getattr(t.original, _ENGINE_MARK, False) for t in storage.tensors)
+    }
+    return frozenset(name for name, storage in marked.items() if _is_pinned(storage.original_bytes()))
+
+
+class _Address:
+    """Carries an address to numpy by the array interface (version 3); nobody reads there."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        data = (tensor.data_ptr(), False)
+        self.__array_interface__ = {"shape": (tensor.numel(),), "typestr": "|u1", "data": data, "version": 3}
+
+
+def _is_pinned(blob: torch.Tensor) -> bool:
+    """Whether a tensor of a GPU (uint8, 1-D) lies in pinned host memory; the driver knows by the address."""
+    return bool(torch.from_numpy(np.asarray(_Address(blob))).is_pinned())
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from penstock.inventory import Inventory
 from penstock.limits import Needs, check_limits, needs_of, read_limits
 from penstock.offloaders.binding import bind
-from penstock.offloaders.holding import Holding, held_storages
+from penstock.offloaders.holding import Holding, held_storages, strayed_storages
 from penstock.plan import Plan
 from penstock.plan.model import slab_bytes
 
@@ -39,6 +39,7 @@ def require_room(
     bound = bind(model, inventory.storages)
     held = held_storages(bound, holding)
     elsewhere = {name for name, storage in bound.items() if storage.home != device or name in held}
+    elsewhere |= strayed_storages(bound)
     on_meta = {name for name, storage in bound.items() if storage.on_meta}
 
     def needs(candidate: Plan) -> Needs:
