@@ -134,7 +134,7 @@ def test_what_the_engine_has_moved_away_is_told_by_mark_and_address(monkeypatch:
 
 @torch.inference_mode()
 def test_what_the_engine_has_moved_away_comes_back_if_it_is_to_be_resident(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A weight that was repacked while it was held: every step would read it over the link, resident as it is called."""
+    """A weight that was repacked while it was held: every step would read it over the link."""
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
     given = torch.randn(2, 256)
     expected, before = model(given), {name: p.data_ptr() for name, p in model.named_parameters()}
