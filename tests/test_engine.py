@@ -12,6 +12,7 @@ import pytest
 import torch
 from engines import VOCABULARY, EngineModel, Head, Layer, Table
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from penstock import UVA, Budget, Prefetch
 from penstock.errors import OptionError, SelectionError, StateError
@@ -159,6 +160,54 @@ def test_patterns_find_layers_that_lora_has_wrapped() -> None:
         assert torch.equal(models[0](ids()), resident(ids()))
 
 
+class Wrapped(nn.Module):
+    """As LoRA wraps a linear module."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x)
+
+
+def build_wrapped(policy: EnginePolicy, layers: range) -> EngineOffloader:
+    models: list[EngineModel] = []
+    offloader = EngineOffloader(policy, lambda: models[0], is_lookup=is_lookup)
+    models.append(EngineModel(offloader))
+    for index in layers:
+        mlp = models[0].model.layers[index].mlp
+        mlp.down_proj = Wrapped(mlp.down_proj)
+    offloader.post_init()
+    return offloader
+
+
+def test_patterns_find_layers_of_which_lora_has_wrapped_some() -> None:
+    offloader = build_wrapped(Prefetch(2, 1, 1, ["mlp.down_proj.weight"]), range(4))
+    assert [unit.anchor for unit in offloader.plan.units] == [f"model.layers.{index}" for index in (1, 3, 5, 7)]
+
+
+def test_rules_find_layers_that_lora_has_wrapped() -> None:
+    rules = [("down_proj.weight", "uva"), ("o_proj.weight", "resident")]
+    offloader = build_wrapped(Budget("7MiB", (), "cpu", rules), range(8))  # type: ignore[arg-type]
+    assert all(f"model.layers.{index}.mlp.down_proj.base_layer.weight" in offloader.plan.uva for index in range(8))
+
+
+@pytest.mark.parametrize("kind", [EngineOffloader, StillOffloader])
+def test_what_an_engine_keeps_elsewhere_stays_there(kind: type[EngineOffloader]) -> None:
+    torch.manual_seed(7)
+    models: list[EngineModel] = []
+    offloader = kind(Prefetch(4, 1, 1), lambda: models[0], is_lookup=is_lookup)
+    models.append(EngineModel(offloader))
+    models[0].model.register_buffer("elsewhere", torch.zeros(4, device="meta"))
+    two = TwoTensor(*(torch.zeros(4, device="meta") for _ in range(2)))
+    models[0].model.packed = nn.Parameter(two, requires_grad=False)  # type: ignore[assignment]
+    offloader.post_init()
+    assert [unit.anchor for unit in offloader.plan.units][:1] == ["model.layers.3"]
+    assert models[0].model.elsewhere.is_meta
+    assert not any("packed" in name for name in offloader.plan.resident)
+
+
 def test_a_draft_model_stays_resident() -> None:
     torch.manual_seed(7)
     models: list[EngineModel] = []
@@ -171,9 +220,10 @@ def test_a_draft_model_stays_resident() -> None:
     assert torch.isfinite(before).all()
 
 
-def test_set_too_late() -> None:
+@pytest.mark.parametrize("kind", [EngineOffloader, StillOffloader])
+def test_set_too_late(kind: type[EngineOffloader]) -> None:
     model, _ = build(None)
-    offloader = EngineOffloader(Prefetch(4, 1, 1), lambda: model)
+    offloader = kind(Prefetch(4, 1, 1), lambda: model)
     with pytest.raises(StateError, match="before the model is built"):
         offloader.post_init()
 
@@ -221,6 +271,38 @@ def test_code_kept_on_disk_is_right_in_the_next_process(tmp_path: Path) -> None:
         command = [sys.executable, "-c", KEPT, step, str(tmp_path / "code")]
         done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
         assert done.returncode == 0, done.stderr
+
+
+class CountingLayer(Layer):
+    """Writes buffers in every forward, a small one and a large one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("count", torch.zeros(1))
+        self.register_buffer("counts", torch.zeros(width, width))
+
+    def forward(self, *given: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        self.count += 1
+        self.counts += 1
+        return super().forward(*given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", [Budget(SOME), UVA(2**40)], ids=str)
+@torch.inference_mode()
+def test_without_names_neither_buffers_nor_tiny_tensors_leave(
+    policy: EnginePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engines.Layer", CountingLayer)
+    model, offloader = build(policy)
+    assert offloader is not None
+    for _ in range(3):
+        model(ids())
+    assert all(layer.count == 3 and layer.counts.eq(3).all() for layer in model.model.layers)
+    plan = offloader.plan
+    assert plan.offloaded_bytes > 0
+    moved = {*plan.uva, *(entry.storage for unit in plan.units for entry in unit.entries)}
+    assert "model.layers.7.norm.weight" not in moved
+    assert all(f"model.layers.{index}.{name}" in plan.resident for index in range(8) for name in ("count", "counts"))
 
 
 @torch.inference_mode()

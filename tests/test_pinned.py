@@ -309,6 +309,16 @@ class TestHeld:
             segment.source.read(0, slab.numpy().data[segment.slot_offset : segment.slot_offset + segment.num_bytes])
         assert torch.equal(slab[1024:1724], memories[1].blob)
 
+    def test_an_offload_that_fails_leaves_what_was_held_pinned(self) -> None:
+        """Tensors of a GPU look into it, and go on doing so."""
+        ledger, whole = Ledger(), unit(0, 1000)
+        memory = self.memory(1000, ledger)
+        store = PinnedStore([whole, unit(1, 500)], {}, ledger, held={"u0.0": Held(memory, 0, 1000)})
+        store.pin_now()
+        assert len(ledger.held) == 2
+        store.unpin()
+        assert list(ledger.held) == [memory.blob.data_ptr()]
+
     def test_a_unit_held_in_part_is_made_anew(self) -> None:
         ledger = Ledger()
         whole = unit(0, 1000, 700)

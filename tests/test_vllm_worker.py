@@ -149,6 +149,24 @@ def test_the_next_forward_is_prepared_behind_each_one(monkeypatch: pytest.Monkey
     assert prepared == [True]
 
 
+def test_a_replay_after_an_interrupt_finds_its_units() -> None:
+    """Hooks run after an error, but not after Ctrl-C: the forward seemed to go on, so nothing was made ready."""
+    worker = loaded(GROUP)
+    plain = worker.execute_model(ids())
+    pipeline = worker._offloader._attachment._pipeline
+
+    def interrupt(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = worker.model_runner.get_model().visual[0].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        worker.execute_model(ids())
+    hook.remove()
+    worker._offloader.sync_prev_onload()
+    assert all(slot.unit is None for slot in pipeline._live)  # given to the replay, with its first units in them
+    assert torch.equal(worker.execute_model(ids()), plain)
+
+
 def test_the_group_rule_counts_the_layers_of_the_model() -> None:
     worker = loaded({**GROUP, "offload_params": {"mlp"}})
     assert offloaded_names(worker) == {

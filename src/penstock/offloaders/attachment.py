@@ -19,7 +19,7 @@ from penstock.link.ring_streams import RingLink
 from penstock.link.streams import StreamLink
 from penstock.link.threads import ThreadLink
 from penstock.offloaders.binding import BoundStorage, bind
-from penstock.offloaders.holding import Holding, held_storages
+from penstock.offloaders.holding import Holding, held_storages, strayed_storages
 from penstock.offloaders.hooks import ForwardHook, NotCopyable, UnitHook
 from penstock.offloaders.loading import WeightLoader
 from penstock.offloaders.notes import notes_on
@@ -96,6 +96,7 @@ class Attachment(NotCopyable):
         self._removed = False
         self._replays_announced = replays_announced
         self._held = held_storages(self._bound, holding)
+        self._strayed = strayed_storages(self._bound)
         self._store, rooms = open_store(plan, self._bound, device, weights, disk, peers, self._held)
         try:
             self._load(rooms, disk, progress)
@@ -127,9 +128,9 @@ class Attachment(NotCopyable):
         return Stats(units, sizes, notes_on(self._model, plan), sizes_by_store, staging, self._reads)
 
     def rewind(self) -> None:
-        """Make the slots hold what the next forward needs first."""
+        """No forward runs, whether one was interrupted or not: make the slots hold what the next one needs first."""
         if self._pipeline is not None:
-            self._pipeline.prime()
+            self._pipeline.finish_forward(whole=False)
 
     def join(self) -> None:
         """Order compute behind every copy under way."""
@@ -245,13 +246,13 @@ class Attachment(NotCopyable):
         for name in self.plan.resident:
             if self._must_arrive(name):
                 self._bound[name].forget_original()
-        self._held = {}
+        self._held, self._strayed = {}, frozenset()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # whole blocks of the old weights would stay with the allocator otherwise
 
     def _must_arrive(self, name: str) -> bool:
         """Whether a resident is not in the memory of the device yet."""
-        return self._bound[name].home != self._device or name in self._held
+        return self._bound[name].home != self._device or name in self._held or name in self._strayed
 
     def _is_adopted(self, name: str) -> bool:
         """Whether the store uses the memory the model came with."""

@@ -11,15 +11,16 @@ from penstock.select import compile_pattern
 
 __all__ = ["EarlyRule", "early_rule"]
 
+# As plain words they mean modules of that name, and where there are none the group.
+_GROUPS_OF_LAYERS = frozenset({"attention", "mlp", "experts", "shared_experts"})
+
 
 class EarlyRule(Protocol):
-    """Asked once for each parameter, in the order in which layers are built.
+    """Asked once for each parameter, in the order in which layers are built."""
 
-    Attributes:
-        is_exact: the plan will offload just what leaves early; otherwise some of it may come back.
-    """
-
-    is_exact: bool
+    @property
+    def is_exact(self) -> bool:
+        """Whether the plan will offload just what leaves early; otherwise some of it may come back."""
 
     def __call__(self, index: int, name: str, num_bytes: int) -> bool:
         """Whether the parameter ``name`` of the layer at ``index`` of its stack leaves the device at once."""
@@ -38,7 +39,10 @@ class _GroupRule:
     def __init__(self, policy: Prefetch) -> None:
         self._policy = policy
         self._named = _Named(policy.params)
-        self.is_exact = self._named.is_exact
+
+    @property
+    def is_exact(self) -> bool:
+        return self._named.is_exact
 
     def __call__(self, index: int, name: str, num_bytes: int) -> bool:
         kept = self._policy.group_size - self._policy.num_in_group
@@ -65,15 +69,30 @@ class _Named:
     """Patterns on names, of which only the end is known yet.
 
     Whole segments match there as they will later; for globs and regular expressions the usual beginning is assumed. A
-    semantic group needs the whole model, so it stands for everything.
+    semantic group needs the whole model, so it stands for everything; a word that is the name of one does, too, after
+    the first layer, until one of them has a module of that name.
     """
 
     def __init__(self, params: Sequence[str]) -> None:
         self._matches = [compile_pattern(pattern) for pattern in params if not pattern.startswith("@")]
         self._everything = not params or len(self._matches) < len(params)
-        self.is_exact = not any(pattern.startswith(("@", "re:")) or set("*?[") & set(pattern) for pattern in params)
+        self._is_plain = not any(pattern.startswith(("@", "re:")) or set("*?[") & set(pattern) for pattern in params)
+        self._words = {word: compile_pattern(word) for word in params if word in _GROUPS_OF_LAYERS}
+        self._first_index: int | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        return self._is_plain and not (self._words and self._first_index is not None)
 
     def __call__(self, index: int, name: str, num_bytes: int) -> bool:
-        if self._everything or num_bytes < TINY_BYTES:
+        may_be_meant = self._everything or self._meets_a_group(index, name)
+        if may_be_meant or num_bytes < TINY_BYTES:
             return num_bytes >= TINY_BYTES
         return any(matches(name) or matches(f"model.layers.{index}.{name}") for matches in self._matches)
+
+    def _meets_a_group(self, index: int, name: str) -> bool:
+        """Whether ``name`` may belong to a group whose word is no name so far."""
+        self._words = {word: matches for word, matches in self._words.items() if not matches(name)}
+        if self._first_index is None:
+            self._first_index = index
+        return bool(self._words) and index != self._first_index

@@ -24,7 +24,7 @@ from penstock.offloaders.stacked import StackedOffloader
 from penstock.peers import Peers
 from penstock.plan.build import build_plan, plan_group_rule
 from penstock.plan.model import Plan
-from penstock.plan.units import TINY_BYTES
+from penstock.plan.units import TINY_BYTES, worth_moving
 
 __all__ = ["EngineOffloader", "EnginePolicy"]
 
@@ -75,8 +75,7 @@ class EngineOffloader(StackedOffloader):
         """
         if self._attachment is not None:
             return
-        if next(self._stacks.parameters(), None) is None:
-            raise StateError("no layers were wrapped: set the offloader before the model is built")
+        self._require_layers()
         device = self._device(self._model())
         before = _device_bytes(device)
         self._bring_back_strangers()
@@ -87,6 +86,10 @@ class EngineOffloader(StackedOffloader):
     def layers(self) -> list[str]:
         """Names of the layers that the group rule counts."""
         return self._main_stack(self._take_inventory(self._model()))
+
+    def _require_layers(self) -> None:
+        if next(self._stacks.parameters(), None) is None:
+            raise StateError("no layers were wrapped: set the offloader before the model is built")
 
     def _model(self) -> nn.Module:
         return self._find_model()
@@ -104,7 +107,8 @@ class EngineOffloader(StackedOffloader):
         tensors = chain(model.named_parameters(), model.named_buffers())
         elsewhere = {name for name, tensor in tensors if tensor.device != device}
         inventory = take_inventory(model, self._is_lookup)
-        here = [s for s in inventory.storages if elsewhere.isdisjoint(s.names)]
+        # The name of an inner tensor of a subclass goes on behind a colon.
+        here = [s for s in inventory.storages if elsewhere.isdisjoint(n.partition(":")[0] for n in s.names)]
         return replace(inventory, storages=tuple(s for s in here if s.num_bytes >= TINY_BYTES))
 
     def _layers(self) -> list[list[str]]:
@@ -158,19 +162,20 @@ class EngineOffloader(StackedOffloader):
             outside = (lambda s: _outside(s, everywhere)) if params else (lambda s: False)
             return plan_group_rule(inventory, policy, [layers], outside, by_part=True)
         if isinstance(self._policy, UVA):
-            return build_plan(inventory, replace(self._policy, params=params or [_pattern_of(layers)]))
+            return build_plan(inventory, replace(self._policy, params=params or [_pattern_of(inventory, layers)]))
         return self._planned(inventory, replace(self._policy, params=params or self._movable(inventory, layers)))
 
     def _movable(self, inventory: Inventory, layers: Sequence[str]) -> list[str]:
         """Layers, and tables that are only looked up; an engine may read other modules without calling them."""
         tables = [s.name for s in inventory.storages if s.is_lookup and s.num_bytes]
-        return [_pattern_of(layers), *(f"re:{re.escape(name)}" for name in tables)]
+        return [_pattern_of(inventory, layers), *(f"re:{re.escape(name)}" for name in tables)]
 
     def _planned(self, inventory: Inventory, budget: Budget) -> Plan:
         heads = semantic_groups(inventory)["lm_head"]
         forced: list[Rule] = [(f"re:{re.escape(name)}", "resident") for name in heads]
         planner = planner_for(self._model(), inventory, self._device(self._model()))
-        budget = replace(budget, rules=(*budget.rules, *forced))
+        rules = [(_through_wrappers(inventory, pattern), mechanism) for pattern, mechanism in budget.rules]
+        budget = replace(budget, rules=(*rules, *forced))
         return planner.plan(budget)
 
 
@@ -186,18 +191,20 @@ def _outside(storage: StorageInfo, layers: Sequence[str]) -> bool:
     return not any(is_within(module, layer) for module in storage.modules for layer in layers)
 
 
-def _pattern_of(layers: Sequence[str]) -> str:
-    return f"re:(?:{'|'.join(map(re.escape, layers))})\\..*"
+def _pattern_of(inventory: Inventory, layers: Sequence[str]) -> str:
+    """What is offloaded of ``layers`` when no names are given: neither buffers nor what is tiny."""
+    worth = {storage.name for layer in layers for storage in worth_moving(inventory.under(layer))}
+    within = {name.removeprefix(f"{layer}.") for layer in layers for name in worth if is_within(name, layer)}
+    return f"re:(?:{'|'.join(map(re.escape, layers))})\\.(?:{'|'.join(map(re.escape, sorted(within)))})"
 
 
 def _through_wrappers(inventory: Inventory, pattern: str) -> str:
-    """``pattern``, or if only wrapped modules have the names that it means, the pattern for those."""
+    """``pattern``, or if wrapped modules have names that it means, the pattern for those too."""
     wrapped = [name for name in inventory.by_name if _WRAPPED in name]
     plain = {name.replace(_WRAPPED, "."): name for name in wrapped}
     if not plain or pattern.startswith(("@", "re:")) or set("*?[") & set(pattern):
         return pattern
     segments = f".{pattern}."
-    if any(segments in f".{name}." for name in inventory.by_name):
-        return pattern
-    found = [real for name, real in plain.items() if segments in f".{name}."]
-    return f"re:{'|'.join(map(re.escape, found))}" if found else pattern
+    found = [name for name in inventory.by_name if segments in f".{name}."]
+    hidden = [real for name, real in plain.items() if segments in f".{name}." and segments not in f".{real}."]
+    return f"re:{'|'.join(map(re.escape, [*found, *hidden]))}" if hidden else pattern

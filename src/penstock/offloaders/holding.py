@@ -13,18 +13,20 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import nn
 
 from penstock.config import pin_memory_disabled, uva_disabled
 from penstock.errors import BudgetError, PenstockWarning
+from penstock.inventory import take_inventory
 from penstock.offloaders.binding import BoundStorage
 from penstock.plan.model import slab_bytes
 from penstock.store.pages import populate_parallel
 from penstock.store.pinned import Held, device_view, fresh_pages, pin_threads
 from penstock.store.registration import CudaRegistrar, PinnedBytes, Registrar
 
-__all__ = ["Holding", "Wanted", "held_storages"]
+__all__ = ["Holding", "Wanted", "held_storages", "strayed_storages"]
 
 # (name within the layer, bytes) -> whether it is held.
 Wanted = Callable[[str, int], bool]
@@ -54,6 +56,8 @@ class Holding:
     def hold(self, module: nn.Module, wanted: Wanted, *, apart: bool) -> int:
         """Take the parameters of ``module`` that are ``wanted`` off its GPU; those of a CPU are where they should be.
 
+        What shares memory with another tensor of ``module`` stays until the plan moves the two together.
+
         Args:
             module: a layer that was just built.
             wanted: says which, by name within the layer and bytes.
@@ -67,7 +71,8 @@ class Holding:
             BudgetError: the host has no memory for them.
             StateError: a graph is being captured.
         """
-        named = [(name, p) for name, p in module.named_parameters() if _is_plain(p)]
+        shared = {name for s in take_inventory(module).storages if len(s.tensors) > 1 for name in s.names}
+        named = [(name, p) for name, p in module.named_parameters() if _is_plain(p) and name not in shared]
         chosen = [p for name, p in named if wanted(name, _bytes_of(p)) and self.find(_bytes_in(p)) is None]
         if not chosen or not _can_hold():
             return 0
@@ -122,11 +127,37 @@ def held_storages(bound: Mapping[str, BoundStorage], holding: Holding | None) ->
     return {name: stretch for name, stretch in found.items() if stretch is not None}
 
 
+def strayed_storages(bound: Mapping[str, BoundStorage]) -> frozenset[str]:
+    """Those of a GPU that the engine has moved to pinned memory of its own: by the mark that it leaves, and by address.
+
+    It does so with what replaces a held parameter. The plan may want it on the device, and by its device it is there.
+    """
+    marked = {
+        name: storage
+        for name, storage in bound.items()
+        if storage.home.type == "cuda" and any(getattr(t.original, _ENGINE_MARK, False) for t in storage.tensors)
+    }
+    return frozenset(name for name, storage in marked.items() if _is_pinned(storage.original_bytes()))
+
+
+class _Address:
+    """Carries an address to numpy by the array interface (version 3); nobody reads there."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        data = (tensor.data_ptr(), False)
+        self.__array_interface__ = {"shape": (tensor.numel(),), "typestr": "|u1", "data": data, "version": 3}
+
+
+def _is_pinned(blob: torch.Tensor) -> bool:
+    """Whether a tensor of a GPU (uint8, 1-D) lies in pinned host memory; the driver knows by the address."""
+    return bool(torch.from_numpy(np.asarray(_Address(blob))).is_pinned())
+
+
 def _is_plain(parameter: nn.Parameter) -> bool:
-    """On a GPU, in memory of its own without gaps, and no tensor subclass: then its bytes can be anywhere."""
+    """On a GPU, in memory of its own without gaps, and no tensor subclass: then its bytes, if any, can be anywhere."""
     data = parameter.data
     own = data.untyped_storage().nbytes() == _bytes_of(data) if type(data) is torch.Tensor else False
-    return data.is_cuda and own and data.dim() > 0 and data.is_contiguous()
+    return data.is_cuda and own and data.numel() > 0 and data.dim() > 0 and data.is_contiguous()
 
 
 def _bytes_in(parameter: nn.Parameter) -> torch.Tensor:

@@ -21,26 +21,28 @@ begins with the first units in the slots, the held-back one too, and refills non
 says when each can be. Behind that the copies for the next forward run outside of any graph, beside whatever the engine
 does between two of them. What the slots hold after a replay is what nobody may rely on, so they are given up when it is
 announced and filled again when the engine says that it is under way (``prime``), or else at the next announcement.
+An event says nothing of a graph that reads the slot and leaves none there (it skips the last unit of a chain): once
+there is such a graph, copies into this slot wait for the end of the replay.
 
 [Note: loose modules] Pieces of a model may be replayed one by one with offloaded modules run by hand between them. What
 the live record says of the slots is then out of date, and no forward begins that would refill the held-back one. So a
 module that runs outside a forward once graphs exist gets its unit copied anew, behind whatever compute has been given,
-and its slot is refilled and joined at once: slow, and right.
+and its slot gets back, joined at once, what replays expect to find there: slow, and right.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-import warnings
 from contextlib import suppress
 from dataclasses import replace
 
 import torch
 
-from penstock.errors import PenstockWarning, SlotConflictError, StateError, TransferError
+from penstock.errors import SlotConflictError, StateError, TransferError
 from penstock.link.base import Link, Mark, Transfer
 from penstock.offloaders.debug import Guard
+from penstock.offloaders.notes import warn_of_idle_units
 from penstock.plan.model import Plan
 from penstock.plan.schedule import chain, first_units, next_in_chain, slot_of
 from penstock.store.base import Store
@@ -61,6 +63,7 @@ class _Slot:
             to be ordered behind it; ``None`` once that is settled for all streams.
         readers: idents of the threads that are running its unit.
         marks: where the readers that have let go already were in their streams.
+        unmarked: of a captured slot: it was read, and no mark for replays was left behind that.
     """
 
     def __init__(self, memory: torch.Tensor, unit: int | None = None) -> None:
@@ -69,6 +72,7 @@ class _Slot:
         self.transfer: Transfer | None = None
         self.readers: list[int] = []
         self.marks: list[Mark] = []
+        self.unmarked = False
 
 
 class SlotPipeline:
@@ -92,6 +96,7 @@ class SlotPipeline:
         link.prepare(plan, self._loads)
         self._live = [_Slot(link.allocate(num_bytes)) for num_bytes in plan.slot_bytes]
         self._captured: list[_Slot] | None = None
+        self._unmarked: set[int] = set()  # slots that some graph reads without leaving a mark for replays
         self._has_graphs = False
         self._in_forward: set[int] = set()  # idents of threads
         num_units, num_slots = len(plan.units), len(self._live)
@@ -125,7 +130,7 @@ class SlotPipeline:
             self._in_forward.add(threading.get_ident())
             self._link.check()
             if self._link.capturing:
-                self._captured = None  # whatever an aborted capture has left
+                self._end_capture()  # whatever an aborted one has left
             slots = self._slots()
             if self._announced and not self._link.capturing:
                 self.prime()
@@ -143,8 +148,11 @@ class SlotPipeline:
         """
         with self._lock:
             self._in_forward.discard(threading.get_ident())
-            if whole:
-                self._report_idle_units()
+            for slot in self._slots():
+                self._drop_stale_readers(slot)  # compiled code that raises does not release
+            if whole and not self._reported:
+                self._reported = True
+                warn_of_idle_units(self.stats)
             if self._announced and self._link.capturing:
                 self._join_captured()
             else:
@@ -187,7 +195,8 @@ class SlotPipeline:
         for index, slot in enumerate(self._live):
             if len(chain(index, len(self._plan.units), len(self._live))) > 1:
                 slot.unit = slot.transfer = None
-                slot.marks = [mark] if (mark := self._link.replay_mark(index)) is not None else []
+                mark = None if index in self._unmarked else self._link.replay_mark(index)
+                slot.marks = [*slot.marks, mark] if mark is not None else []
 
     def wait(self, unit: int) -> None:
         """Return when compute may read ``unit``; it stays in its slot until :meth:`release`.
@@ -208,6 +217,7 @@ class SlotPipeline:
                 slot.marks = [mark] if (mark := self._link.fork()) is not None else []
             self._bring(unit, slot)
             slot.readers.append(threading.get_ident())
+            slot.unmarked = True
             self.stats[unit].runs += 1
             self._started_ns[threading.get_ident(), unit] = time.perf_counter_ns()
 
@@ -225,9 +235,8 @@ class SlotPipeline:
             slot.readers.remove(me)
             if self._guard and not slot.readers and not self._link.capturing:
                 self._check_out(unit, slot)  # before the fork: the refill must come after the poison
-            mark = self._link.fork()
-            if mark is not None:
-                slot.marks.append(mark)
+            if self._guard or next_in_chain(unit, len(self._plan.units), len(slots)) != unit:  # or nothing comes behind
+                self._mark(slot)
             if not slot.readers and not self._closed:
                 self._refill(unit, slot)
                 if self._loose and slot.transfer is not None:
@@ -261,16 +270,20 @@ class SlotPipeline:
     def _slots(self) -> list[_Slot]:
         """The slots of the timeline that compute is on now."""
         if not self._link.capturing:
-            self._captured = None
+            self._end_capture()
             return self._live
         if self._captured is None:
-            self._captured = [_Slot(slot.memory, unit) for unit, slot in enumerate(self._live)]
-            if self._held_back is not None:
-                self._captured[self._held_back].unit = None
-                if not self._has_graphs:
-                    self._live[self._held_back].unit = None
+            # Who ran a module by hand before there were graphs has left another unit in its slot than a forward does.
+            there = [self._announced or (u == slot.unit and u != self._held_back) for u, slot in enumerate(self._live)]
+            self._captured = [_Slot(slot.memory, u if there[u] else None) for u, slot in enumerate(self._live)]
+            for slot in (slot for u, slot in enumerate(self._live) if not there[u] and not self._has_graphs):
+                slot.unit = None
             self._has_graphs = True
         return self._captured
+
+    def _end_capture(self) -> None:
+        self._unmarked.update(index for index, slot in enumerate(self._captured or ()) if slot.unmarked)
+        self._captured = None
 
     @property
     def _loose(self) -> bool:
@@ -284,36 +297,20 @@ class SlotPipeline:
             if not slot.readers:
                 slot.unit = None
 
-    def _report_idle_units(self) -> None:
-        """Once, after the first forward: a unit whose module did not run may have been read behind our back."""
-        if self._reported:
-            return
-        self._reported = True
-        idle = [stats.anchor for stats in self.stats if stats.runs == 0]
-        if idle:
-            warnings.warn(
-                f"{len(idle)} of {len(self.stats)} offloaded modules did not run in this forward ({', '.join(idle[:3])}"
-                f"{', ...' if len(idle) > 3 else ''}). If they are skipped, all is well. If the model calls their "
-                f"methods or reads their weights directly, it has read other bytes and the output is wrong: leave them "
-                f"out with params=... (--offload-params)",
-                PenstockWarning,
-                stacklevel=2,
-            )
-
     def _start_if_free(self, unit: int, slots: list[_Slot]) -> None:
         if slots[unit].unit != unit and not slots[unit].readers and not self._closed:
             self._start(unit, slots[unit])
 
     def _refill(self, unit: int, slot: _Slot) -> None:
-        last = len(self._plan.units) - 1
-        if self._has_graphs and self._held_back is not None and unit == last and not self._loose:
+        last, first = len(self._plan.units) - 1, slot_of(unit, len(self._live))
+        if self._has_graphs and first == self._held_back and (unit == last or self._loose):
             slot.unit = None
             if self._link.capturing:
                 slot.transfer, slot.marks = None, []  # events of this capture mean nothing to the next
             return
-        following = next_in_chain(unit, len(self._plan.units), len(self._live))
+        following = first if self._loose else next_in_chain(unit, len(self._plan.units), len(self._live))
         if self._announced and self._link.capturing and following < unit:
-            slot.unit, slot.transfer, slot.marks = None, None, []
+            slot.unit, slot.transfer, slot.marks, slot.unmarked = None, None, [], False
             self._link.leave_replay_mark(following)  # a first unit has the number of its slot
         elif following != unit:
             self._start(following, slot)
@@ -380,7 +377,14 @@ class SlotPipeline:
 
     def _drop_stale_readers(self, slot: _Slot) -> None:
         # Anchors are never nested, so a reader that is this very thread is left over from an interrupted forward.
-        slot.readers = [reader for reader in slot.readers if reader != threading.get_ident()]
+        if threading.get_ident() in slot.readers:
+            slot.readers = [reader for reader in slot.readers if reader != threading.get_ident()]
+            self._mark(slot)
+            self._free.notify_all()
+
+    def _mark(self, slot: _Slot) -> None:
+        if (mark := self._link.fork()) is not None:
+            slot.marks.append(mark)
 
     def _await_readers(self, unit: int, slot: _Slot) -> None:
         if not self._free.wait_for(lambda: not slot.readers, CONFLICT_TIMEOUT_S):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from penstock.inventory import Inventory
 from penstock.limits import Needs, check_limits, needs_of, read_limits
 from penstock.offloaders.binding import bind
-from penstock.offloaders.holding import Holding, held_storages
+from penstock.offloaders.holding import Holding, held_storages, strayed_storages
 from penstock.plan import Plan
 from penstock.plan.model import slab_bytes
 
@@ -31,7 +31,7 @@ def require_room(
     Args:
         inventory: of ``model`` as it is now.
         replan: the plan for a budget in bytes, for the budget that the refusal names.
-        holding: pinned memory in which weights lie already; what of it is offloaded adds nothing.
+        holding: pinned memory in which weights lie already; what the store keeps there adds nothing.
 
     Raises:
         LimitError: the limit, by how much it is exceeded, and a budget that is not.
@@ -39,11 +39,12 @@ def require_room(
     bound = bind(model, inventory.storages)
     held = held_storages(bound, holding)
     elsewhere = {name for name, storage in bound.items() if storage.home != device or name in held}
+    elsewhere |= strayed_storages(bound)
     on_meta = {name for name, storage in bound.items() if storage.on_meta}
 
     def needs(candidate: Plan) -> Needs:
         needed = needs_of(candidate, on_gpu=device.type == "cuda", elsewhere=elsewhere, on_meta=on_meta)
-        there = sum(slab_bytes([stretch.num_bytes]) for name, stretch in held.items() if name not in candidate.resident)
+        there = slab_bytes(held[name].num_bytes for name in _kept(candidate, held))
         return replace(
             needed,
             host_bytes=max(0, needed.host_bytes - there),
@@ -52,3 +53,12 @@ def require_room(
 
     limits = read_limits(device, pinned_bytes=needs(plan).pinned_bytes)
     check_limits(plan, limits, needs, replan)
+
+
+def _kept(plan: Plan, held: Collection[str]) -> list[str]:
+    """What a pinned store keeps where it is held: units that are there as a whole, and what is read in place."""
+    if plan.mode != "cpu":
+        return []
+    units = [[entry.storage for entry in unit.entries] for unit in plan.units if unit.store == "cpu"]
+    whole = [name for names in units if all(name in held for name in names) for name in names]
+    return [*whole, *(name for name in plan.uva if name in held)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
+import torch
 from torch import nn
 
 from penstock.config import Policy, as_policy
@@ -23,9 +24,7 @@ __all__ = ["StillOffloader", "boundaries"]
 
 
 @contextmanager
-def boundaries(
-    model: nn.Module, policy: Policy | Plan | str | int, inventory: Inventory | None = None
-) -> Iterator[Plan]:
+def boundaries(model: nn.Module, policy: Policy | Plan | str | int) -> Iterator[Plan]:
     """Give a resident model the boundaries of an offload: the same ops are traced, nothing moves.
 
     Under ``torch.compile`` this is the reference of contract 1. A compiler may fuse across what would be a boundary and
@@ -34,17 +33,25 @@ def boundaries(
     Args:
         model: resident, on any device.
         policy: as for :func:`penstock.offload`.
-        inventory: what a plan was made from, if that is a part of the model.
 
     Yields:
         the plan whose units set the boundaries.
     """
-    inventory = inventory or take_inventory(model)
-    planner = planner_for(model, inventory, compute_device(model))
+    inventory, device = take_inventory(model), compute_device(model)
+    planner = planner_for(model, inventory, device)
     plan = policy if isinstance(policy, Plan) else planner.plan(as_policy(policy))
+    with _boundaries_of(model, plan, inventory, device, model):
+        yield plan
+
+
+@contextmanager
+def _boundaries_of(
+    model: nn.Module, plan: Plan, inventory: Inventory, device: torch.device, entry: nn.Module
+) -> Iterator[None]:
+    """``entry``: the module whose forward begins one."""
     plan.check(inventory)
     bound = bind(model, inventory.storages)
-    token = new_token(compute_device(model))
+    token = new_token(device)
     hooks: list[UnitHook | ForwardHook] = []
     try:
         units = []
@@ -52,8 +59,8 @@ def boundaries(
             storages = [bound[entry.storage] for entry in unit.entries]
             units.append(UnitHook(model.get_submodule(unit.anchor), unit.index, storages, None, token))
             hooks.append(units[-1])
-        hooks.append(ForwardHook(model, model, units, None, token))
-        yield plan
+        hooks.append(ForwardHook(model, entry, units, None, token))
+        yield
     finally:
         for hook in hooks:
             hook.remove()
@@ -66,7 +73,7 @@ class StillOffloader(EngineOffloader):
     with, bit for bit.
     """
 
-    _boundaries: AbstractContextManager[Plan] | None = None
+    _boundaries: AbstractContextManager[None] | None = None
 
     def wrap_modules(self, modules_generator: Iterable[nn.Module]) -> list[nn.Module]:
         layers = list(modules_generator)
@@ -75,10 +82,12 @@ class StillOffloader(EngineOffloader):
 
     def post_init(self) -> None:
         if self._boundaries is None:
+            self._require_layers()
             model = self._model()
             inventory = self._take_inventory(model)
-            self._still_plan = self._make_plan(inventory)
-            self._boundaries = boundaries(model, self._still_plan, inventory)
+            self._still_plan = plan = self._make_plan(inventory)
+            entry = self._entry(model, plan) or model
+            self._boundaries = _boundaries_of(model, plan, inventory, self._device(model), entry)
             self._boundaries.__enter__()
 
     def remove(self) -> None:

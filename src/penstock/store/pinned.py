@@ -197,6 +197,7 @@ class PinnedStore(Store):
         self._sealed: set[int] = set()
         rest = [item for item in _cargo(units, in_place) if not self._keep(item, held or {})]
         self.kept = frozenset(self._storages)
+        self._num_held = len(self._slabs)
         rest = [item for item in rest if not self._adopt(item, adopt or {})]
         self.adopted = frozenset(self._storages) - self.kept
         for run in pack([item.num_bytes for item in rest], max_slab_bytes):
@@ -337,9 +338,12 @@ class PinnedStore(Store):
         return {"host" if self.registrar is None else "host_pinned": kept, "adopted": adopted}
 
     def unpin(self) -> None:
-        """Unregister now, even where somebody still looks into the memory, which stays as ordinary memory."""
+        """Unregister now, even where somebody still looks into the memory, which stays as ordinary memory.
+
+        What is held was pinned before, and tensors of a GPU look into it.
+        """
         self._pool.shutdown(cancel_futures=True)
-        for slab in self._slabs:
+        for slab in self._slabs[self._num_held :]:
             slab.unregister()
 
     def close(self) -> None:

@@ -61,6 +61,7 @@ class CudaRegistrar:
 
     def unregister(self, address: int) -> None:
         with torch.cuda.device(self._device):
+            torch.cuda.synchronize()  # a kernel may still read the memory in place, and its pages are about to go
             torch.cuda.cudart().cudaHostUnregister(address)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:

@@ -107,10 +107,11 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's; then the copies that the next forward needs first start, beside sampling and scheduling."""
-        output = super().execute_model(*args, **kwargs)
-        if self._offloader is not None:
-            self._offloader.prepare_next()
-        return output
+        try:
+            return super().execute_model(*args, **kwargs)
+        finally:  # hooks do not see an interrupt, and a replay must not find what it has left
+            if self._offloader is not None:
+                self._offloader.prepare_next()
 
     def penstock_stats(self) -> dict[str, Any]:
         """What was planned and what has moved, in plain numbers: for ``collective_rpc("penstock_stats")``."""

@@ -1,0 +1,159 @@
+"""A device of two streams that does what it was given in any order that events allow, and a link to it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from penstock.inventory import Inventory, Location, StorageInfo, TensorInfo
+from penstock.link.base import Link, Mark, Transfer
+from penstock.plan.model import Plan, UnitDraft, assemble
+from penstock.store.base import Load, Store
+from penstock.store.cpu import CpuStore
+
+BYTES = 256
+
+
+@dataclass(eq=False)
+class Op:
+    """Something a stream does; ``after``: what has to be done before, besides what stands before it in its stream."""
+
+    run: Callable[[], None]
+    after: list[Op] = field(default_factory=list)
+    done: bool = False
+
+
+class Device:
+    """Streams, ``compute``, ``copy`` and those of replays, whose heads run in any order that events allow."""
+
+    def __init__(self, seed: int) -> None:
+        self.streams: dict[str, list[Op]] = {"compute": [], "copy": []}
+        self._random = random.Random(seed)
+
+    def give(self, stream: str, op: Op) -> Op:
+        self.streams.setdefault(stream, []).append(op)
+        if self._random.random() < 0.5:
+            self.advance()
+        return op
+
+    def advance(self) -> bool:
+        ready = [ops for ops in self.streams.values() if ops and all(before.done for before in ops[0].after)]
+        if not ready:
+            return False
+        op = self._random.choice(ready).pop(0)
+        op.run()
+        op.done = True
+        return True
+
+    def finish(self) -> None:
+        while self.advance():
+            pass
+        assert not any(self.streams.values()), "deadlock"
+
+
+@dataclass
+class Event:
+    """Stands behind the op that was last when it was recorded."""
+
+    op: Op | None = None
+    in_graph: bool = False
+
+
+@dataclass
+class Copy:
+    unit: int
+    event: Event
+    done: bool = False
+
+
+class Graph:
+    """Ops by stream with dependencies among them; given to the device as a whole at each replay."""
+
+    def __init__(self) -> None:
+        self.ops: list[tuple[str, Op, Event | None]] = []
+
+    def launch(self, device: Device) -> None:
+        # Both ends of a graph are ordered with the stream it is launched into.
+        begin = device.give("compute", Op(lambda: None))
+        twins: dict[int, Op] = {}
+        for stream, op, external in self.ops:
+            after = [begin, *(twins[id(before)] for before in op.after)]
+            # A graph keeps its own order: what streams outside of it are given is ordered with its two ends alone.
+            twins[id(op)] = device.give(f"graph {id(twins)} {stream}", Op(op.run, after))
+            if external is not None:
+                external.op = twins[id(op)]
+        device.give("compute", Op(lambda: None, list(twins.values())))
+
+
+class DeviceLink(Link):
+    """Copies of the CPU store's slabs, by a :class:`Device`."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.graph: Graph | None = None
+        self.replay_marks: dict[int, Event] = {}
+        self._last: dict[str, Op | None] = {"compute": None, "copy": None}
+
+    def give(self, stream: str, run: Callable[[], None], after: Sequence[Op] = (), external: Event | None = None) -> Op:
+        op = Op(run, list(after))
+        if self.graph is None:
+            return self.device.give(stream, op)
+        previous = [o for s, o, _ in self.graph.ops if s == stream]
+        op.after += previous[-1:]
+        self.graph.ops.append((stream, op, external))
+        return op
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.full((num_bytes,), 255, dtype=torch.uint8)
+
+    @property
+    def capturing(self) -> bool:
+        return self.graph is not None
+
+    def fork(self) -> Mark:
+        return Event(self.give("compute", lambda: None), self.capturing)
+
+    def leave_replay_mark(self, slot: int) -> None:
+        event = self.replay_marks.setdefault(slot, Event())
+        self.give("compute", lambda: None, external=event)
+
+    def replay_mark(self, slot: int) -> Mark | None:
+        return self.replay_marks.get(slot)
+
+    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> Transfer:
+        marks = [mark for mark in after if isinstance(mark, Event)]
+        assert all(mark.in_graph == self.capturing for mark in marks), "an event of another capture"
+        before = [mark.op for mark in marks if mark.op is not None]
+
+        def move() -> None:
+            for segment in load.segments:
+                into = slot.numpy().data[segment.slot_offset : segment.slot_offset + segment.num_bytes]
+                segment.source.read(0, into)
+
+        # In two halves: half of another unit must never be seen.
+        self.give("copy", lambda: slot.fill_(254), before)
+        return Copy(load.unit, Event(self.give("copy", move), self.capturing))
+
+    def wait(self, transfer: Transfer, measure: bool = False) -> float:
+        assert isinstance(transfer, Copy)
+        if transfer.event.in_graph == self.capturing:
+            assert transfer.event.op is not None
+            self.give("compute", lambda: None, [transfer.event.op])
+        return 0.0
+
+    def close(self) -> None:
+        self.device.finish()
+
+
+def plan_and_store(num_units: int, num_slots: int) -> tuple[Plan, Store]:
+    def storage(unit: int) -> StorageInfo:
+        tensor = TensorInfo((Location(f"l{unit}", "w", "parameter"),), 0, (BYTES,), (1,), torch.uint8)
+        return StorageInfo((tensor,), BYTES)
+
+    storages = [storage(unit) for unit in range(num_units)]
+    inventory = Inventory(tuple(storages), (), {f"l{unit}": "Module" for unit in range(num_units)})
+    plan = assemble(inventory, [UnitDraft(f"l{u}", (s,)) for u, s in enumerate(storages)], num_slots, "cpu")
+    return plan, CpuStore({s.name: torch.full((BYTES,), u, dtype=torch.uint8) for u, s in enumerate(storages)})
