@@ -98,6 +98,25 @@ class TestSameBytes:
         file.close()
 
     @pytest.mark.parametrize("direct", [False, True, None])
+    @pytest.mark.parametrize("size", [300, 2048, 2049, 14 * 1024])
+    def test_a_job_of_small_parts_fits_its_staging_buffer(
+        self, written: tuple[Path, bytes], direct: bool | None, size: int
+    ) -> None:
+        """Each part would begin a page: together they would need more room than the buffer has."""
+        path, content = written
+        forget(path)
+        file = File(path, direct_or_skip(path, direct))
+        free = torch.frombuffer(map_pages((1 << 17) + 4 * ALIGN_BYTES), dtype=torch.uint8)
+        left = (1 << 17) - ALIGN_BYTES  # as much as a job has
+        for offset in range(3, 3 + left, size):
+            part = Part(FileStretch(file, offset), 0, torch.empty(min(size, left), dtype=torch.uint8))
+            left -= part.into.numel()
+            staged, free = read_staged(part, free, left)
+            assert bytes(writable_view(staged)) == content[offset : offset + part.into.numel()]
+        assert left == 0
+        file.close()
+
+    @pytest.mark.parametrize("direct", [False, True, None])
     def test_a_file_that_ends_too_soon(self, written: tuple[Path, bytes], direct: bool | None) -> None:
         path, _ = written
         file = File(path, direct_or_skip(path, direct))
