@@ -505,8 +505,19 @@ def test_planning_for_another_machine(model: Path, tmp_path: Path) -> None:
     assert "--machine and --device contradict" in error_of(*args, "--device", "cpu")
     file.write_text('{"schema": 1}')
     assert "run it again on that machine" in error_of(*args)
+    for key in ("devices", "cpu"):
+        rates = {"kernel_s": probe["kernel_s"]} if key == "cpu" else probe
+        file.write_text(json.dumps({"schema": 2, **rates, "machine": {}}))
+        assert f"found: no key '{key}'; run it again" in error_of(*args)
     file.unlink()
     assert "penstock probe --json" in error_of(*args)
+
+
+def test_planning_for_the_machine_of_a_published_probe(model: Path) -> None:
+    """It is from before probes said how much memory the GPU has."""
+    report = Path(__file__).resolve().parent.parent / "docs" / "benchmarks" / "2026-11-21-plan-h200-probe.json"
+    data = json.loads(run("plan", model, "--device-memory", "2MiB", "--machine", report, "--json").stdout)
+    assert data["machine"] == {"device": "NVIDIA H200", "device_bytes": None}
 
 
 @pytest.mark.parametrize("device", ["tape", "cuda:99", "mps"])

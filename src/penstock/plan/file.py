@@ -9,7 +9,7 @@ key            meaning
 =============  =======================================================================================================
 ``schema``     version of this table; another one is refused
 ``model``      ``name`` (or null), ``num_storages``, ``weight_bytes``, ``sha256`` over the sorted (storage, bytes)
-``machine``    null, or what it was made for: ``device`` (``"cpu"`` or a GPU's name), ``device_bytes`` (null on a CPU)
+``machine``    null, or what it was made for: ``device`` (``"cpu"`` or a GPU's name), ``device_bytes`` (or null)
 ``mode``       the store of what is read in place, and of the units that do not rest in ``disk`` beside it:
                ``cpu``, ``shm_cpu``, ``disk``, ``sharded_gpu`` or ``meta``
 ``num_ranks``  over how many ranks every unit is split
