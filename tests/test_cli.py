@@ -482,6 +482,11 @@ def test_a_plan_is_drawn(model: Path, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "--plot" in error_of("plan", model, "--device-memory", "2MiB", "--plot", tmp_path / "no" / "plan.png")
     assert "--plot has no effect without a plan" in error_of("plan", model, "--plot", picture)
+    for name in ("plan.foo", "plan"):  # found before anything is saved
+        saved = tmp_path / "plan.json"
+        message = error_of("plan", model, "--device-memory", "2MiB", "--save", saved, "--plot", tmp_path / name)
+        assert "ends in a format of pictures, .png" in message
+        assert not saved.exists()
 
 
 def test_planning_for_another_machine(model: Path, tmp_path: Path) -> None:
