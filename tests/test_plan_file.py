@@ -240,6 +240,11 @@ class TestDamagedFiles:
     def test_undamaged(self, plan: Plan, tmp_path: Path) -> None:
         assert Plan.load(write(tmp_path / "plan.json", plan, lambda data: None)) == plan
 
+    def test_sorted_keys(self, plan: Plan, tmp_path: Path) -> None:
+        """As tools that reformat JSON write them."""
+        (tmp_path / "plan.json").write_text(json.dumps(plan.to_json(), sort_keys=True))
+        assert Plan.load(tmp_path / "plan.json") == plan
+
     @given(st.data())
     @settings(
         deadline=None,
