@@ -140,12 +140,12 @@ def _rank(group: Costed, row: int) -> tuple[bool, float, float, int]:
 def curve(space: Space, host_bytes: int | None = None) -> list[Point]:
     """Nearly the best step times for every amount of device memory, ascending: what a little more would buy.
 
-    ``host_bytes``: host memory that the weights may take, where what is more can rest in files. Of the candidates of a
-    family only the most promising of each of ``_CURVE_BINS`` stretches of memory are timed.
+    ``host_bytes``: host memory that the weights may take. Of the candidates of a family only the most promising of each
+    of ``_CURVE_BINS`` stretches of memory are timed.
     """
     points: list[tuple[float, float, Floats]] = []
     for group in (group.within(host_bytes) for group in space.groups):
-        rows = _most_promising(group, space.question.inventory.num_bytes)
+        rows = _most_promising(group, space.question.inventory.num_bytes, host_bytes)
         times = group.step_s(rows)
         points += zip(group.device_bytes[rows], score_of(times), times.T, strict=True)
     best: list[Point] = []
@@ -157,8 +157,8 @@ def curve(space: Space, host_bytes: int | None = None) -> list[Point]:
     return best
 
 
-def _most_promising(group: Costed, total_bytes: int) -> Ints:
-    every = group.fitting(np.inf, None)
+def _most_promising(group: Costed, total_bytes: int, host_bytes: int | None) -> Ints:
+    every = group.fitting(np.inf, host_bytes)
     if not len(every):
         return every
     stretch = np.floor(group.device_bytes[every] / max(1, total_bytes) * _CURVE_BINS)
