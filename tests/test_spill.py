@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -288,6 +289,26 @@ class TestWhoMaySpill:
         size = str(caught.value).split("allow --host-memory ")[1].split("MiB")[0]
         allowed = spilling(self.INVENTORY, half, int(size) * MIB, Spill(names, ring_bytes=0), zero_copy=False)
         assert not allowed.staged_units
+
+    @pytest.mark.parametrize("spill", [None, SPILL])
+    @pytest.mark.parametrize("rules", [(), [("parta", "prefetch")], [("parta", "uva")]])
+    @pytest.mark.parametrize("device", [0.01, 0.3, 0.6, 0.9])
+    @pytest.mark.parametrize("host", [1, 300 * KIB, 900 * KIB])
+    def test_what_a_refusal_advises_is_enough(self, spill: Spill | None, rules: list, device: float, host: int) -> None:
+        inventory = layered(6, 4000 * KIB)
+        budget = Budget(int(inventory.num_bytes * device), rules=rules, host_memory=host * 10)
+        planner = Planner(inventory, DISK, Traits(), zero_copy=True, spill=spill)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PenstockWarning)
+            try:
+                planner.plan(budget)
+            except BudgetError as error:
+                found = dict(re.findall(r"--(device|host)-memory (\d+)MiB", str(error)))
+                assert found
+                sizes = {f"{side}_memory": int(size) * MIB for side, size in found.items()}
+                together = "with --host-memory" in str(error)
+                for more in [sizes] if together else [{key: size} for key, size in sizes.items()]:
+                    planner.plan(replace(budget, **more))
 
     def test_the_ring_counts(self) -> None:
         """A ring for half a GiB is no way to save less than that."""
