@@ -215,6 +215,10 @@ def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
         ({"batch": "1"}, "--batch has no effect without --device-memory"),
         ({"context": 0}, "--context has no effect without --device-memory"),
         ({"host_memory": "1GiB", "offload_group_size": 2}, "--host-memory has no effect without --device-memory"),
+        *(
+            ({"offload_rule": ["a=uva"], flag: value}, "has no effect without --device-memory")
+            for flag, value in (("batch", "4"), ("context", 8), ("host_memory", "1GiB"))
+        ),
         ({"device_memory": "1GiB", "host_memory": "0"}, "not more than 0 bytes"),
         ({"offload_backend": "fast"}, "expected one of auto, prefetch, uva, none"),
         ({"offload_backend": "prefetch"}, "needs --offload-group-size"),
