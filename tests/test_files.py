@@ -173,6 +173,17 @@ class TestPageCache:
         with path.open("rb") as file:
             assert teller_for(file.fileno()) == "mincore"
 
+    def test_who_may_not_know_is_told_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """To who neither owns a file nor may write it ``mincore`` calls every page resident."""
+        monkeypatch.setattr(page_cache, "_by_cachestat", lambda fd, offset, num_bytes: None)
+        (tmp_path / "a").write_bytes(bytes(9000))
+        with (tmp_path / "a").open("rb") as file:
+            owner = os.fstat(file.fileno()).st_uid
+            monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+            for may_write, teller in ((True, "mincore"), (False, None)):
+                monkeypatch.setattr(os, "access", lambda *args, answer=may_write, **options: answer)
+                assert teller_for(file.fileno()) == teller
+
     def test_what_is_not_in_the_cache_goes_past_it_at_first(self, tmp_path: Path) -> None:
         """Once, for a load: pages that are there are used, and pages that are not do not push others out."""
         path = tmp_path / "weights"
