@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import threading
@@ -14,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import TransferError
+from penstock.errors import CheckpointError, TransferError
 from penstock.store import files, page_cache
 from penstock.store.base import Segment, writable_view
 from penstock.store.files import ALIGN_BYTES, DiskOptions, File, FileStretch
@@ -221,6 +222,32 @@ class TestPageCache:
         assert stats.direct >= 1 << 16
         assert stats.buffered >= 1 << 16
         file.close()
+
+    def test_where_a_direct_read_fails_files_are_read_all_the_same(
+        self, written: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A device of blocks larger than ours, say: it opens, and refuses every read."""
+        path, content = written
+        options = direct_or_skip(path, None)
+        forget(path)
+        plain = os.preadv
+
+        def refuse(fd: int, *rest: Any) -> int:
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return plain(fd, *rest)
+
+        monkeypatch.setattr(os, "preadv", refuse)
+        before = len(os.listdir("/proc/self/fd"))
+        file = File(path, options)
+        into = bytearray(1000)
+        file.read(11, memoryview(into))
+        assert into == content[11:1011]
+        assert file.ways.stats.direct == 0
+        with pytest.raises(CheckpointError, match="may not support --disk-direct"):
+            File(path, DiskOptions(direct=True))
+        file.close()
+        assert len(os.listdir("/proc/self/fd")) == before
 
     def test_where_direct_reads_are_refused_files_are_read_all_the_same(
         self, written: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch
