@@ -353,6 +353,6 @@ class TestWhoMaySpill:
     def test_another_budget_may_spill_as_well(self) -> None:
         planner = Planner(self.INVENTORY, DISK, Traits(), spill=Spill(free_bytes=900 * KIB, ring_bytes=0))
         half = self.INVENTORY.num_bytes // 2
-        for policy in (Budget(half), str(half) + "B"):
+        for policy in (Budget(half), str(half) + "B", half):
             assert budget_planner(planner, policy, "cpu")(half).staged_units
         assert not budget_planner(planner, Budget(half, mode="cpu"), "cpu")(half).staged_units
