@@ -11,7 +11,7 @@ from typing import Any
 from penstock.config import Mechanism, Mode
 from penstock.errors import OptionError
 from penstock.inventory import Inventory, StorageInfo
-from penstock.plan.difference import foreign_machine, foreign_model, misplaced_storage, storages_digest
+from penstock.plan.difference import foreign_machine, foreign_model, misplaced_storage, nested_units, storages_digest
 from penstock.plan.machine import Machine
 from penstock.plan.schedule import chain, slot_of
 from penstock.plan.striping import Striping
@@ -207,6 +207,9 @@ class Plan:
         missing = [unit.anchor for unit in self.units if unit.anchor not in inventory.modules]
         if self._storages != found or missing:
             raise OptionError(foreign_model(self._storages, found, missing, self.model_name))
+        # Bits are at stake here, too: a slot is taken for as long as the module of its unit runs.
+        if problem := nested_units([unit.anchor for unit in self.units]):
+            raise OptionError(problem)
         for unit in self.units:
             if unit.store != self.mode and (unit.store, self.mode) != ("disk", "cpu"):
                 raise OptionError(
