@@ -350,6 +350,15 @@ class TestWhoMaySpill:
         assert spill is not None
         assert spill.unstreamable == {storage.name for storage in inventory.storages}
 
+    def test_a_thousand_times_the_tokens_are_written_out(self) -> None:
+        """A disk so slow that rows cost nothing."""
+        planner = Planner(self.INVENTORY, replace(DISK, file_bytes_per_s=1e6), Traits(), spill=SPILL)
+        budget = Budget(self.INVENTORY.num_bytes // 2, host_memory=500 * KIB)
+        texts = [found.text for found in planner.alternatives(budget, planner.plan(budget))]
+        assert any(
+            re.fullmatch(r"batch 1024 instead of 1: 1,0\d\dx the tokens for 0% more step time", t) for t in texts
+        )
+
     def test_another_budget_may_spill_as_well(self) -> None:
         planner = Planner(self.INVENTORY, DISK, Traits(), spill=Spill(free_bytes=900 * KIB, ring_bytes=0))
         half = self.INVENTORY.num_bytes // 2
