@@ -215,6 +215,10 @@ def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
         ({"batch": "1"}, "--batch has no effect without --device-memory"),
         ({"context": 0}, "--context has no effect without --device-memory"),
         ({"host_memory": "1GiB", "offload_group_size": 2}, "--host-memory has no effect without --device-memory"),
+        *(
+            ({"offload_rule": ["a=uva"], flag: value}, "has no effect without --device-memory")
+            for flag, value in (("batch", "4"), ("context", 8), ("host_memory", "1GiB"))
+        ),
         ({"device_memory": "1GiB", "host_memory": "0"}, "not more than 0 bytes"),
         ({"offload_backend": "fast"}, "expected one of auto, prefetch, uva, none"),
         ({"offload_backend": "prefetch"}, "needs --offload-group-size"),
@@ -482,6 +486,11 @@ def test_a_plan_is_drawn(model: Path, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "--plot" in error_of("plan", model, "--device-memory", "2MiB", "--plot", tmp_path / "no" / "plan.png")
     assert "--plot has no effect without a plan" in error_of("plan", model, "--plot", picture)
+    for name in ("plan.foo", "plan"):  # found before anything is saved
+        saved = tmp_path / "plan.json"
+        message = error_of("plan", model, "--device-memory", "2MiB", "--save", saved, "--plot", tmp_path / name)
+        assert "ends in a format of pictures, .png" in message
+        assert not saved.exists()
 
 
 def test_planning_for_another_machine(model: Path, tmp_path: Path) -> None:
@@ -505,8 +514,19 @@ def test_planning_for_another_machine(model: Path, tmp_path: Path) -> None:
     assert "--machine and --device contradict" in error_of(*args, "--device", "cpu")
     file.write_text('{"schema": 1}')
     assert "run it again on that machine" in error_of(*args)
+    for key in ("devices", "cpu"):
+        rates = {"kernel_s": probe["kernel_s"]} if key == "cpu" else probe
+        file.write_text(json.dumps({"schema": 2, **rates, "machine": {}}))
+        assert f"found: no key '{key}'; run it again" in error_of(*args)
     file.unlink()
     assert "penstock probe --json" in error_of(*args)
+
+
+def test_planning_for_the_machine_of_a_published_probe(model: Path) -> None:
+    """It is from before probes said how much memory the GPU has."""
+    report = Path(__file__).resolve().parent.parent / "docs" / "benchmarks" / "2026-11-21-plan-h200-probe.json"
+    data = json.loads(run("plan", model, "--device-memory", "2MiB", "--machine", report, "--json").stdout)
+    assert data["machine"] == {"device": "NVIDIA H200", "device_bytes": None}
 
 
 @pytest.mark.parametrize("device", ["tape", "cuda:99", "mps"])

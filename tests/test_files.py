@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import threading
@@ -14,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import TransferError
+from penstock.errors import CheckpointError, TransferError
 from penstock.store import files, page_cache
 from penstock.store.base import Segment, writable_view
 from penstock.store.files import ALIGN_BYTES, DiskOptions, File, FileStretch
@@ -98,6 +99,25 @@ class TestSameBytes:
         file.close()
 
     @pytest.mark.parametrize("direct", [False, True, None])
+    @pytest.mark.parametrize("size", [300, 2048, 2049, 14 * 1024])
+    def test_a_job_of_small_parts_fits_its_staging_buffer(
+        self, written: tuple[Path, bytes], direct: bool | None, size: int
+    ) -> None:
+        """Each part would begin a page: together they would need more room than the buffer has."""
+        path, content = written
+        forget(path)
+        file = File(path, direct_or_skip(path, direct))
+        free = torch.frombuffer(map_pages((1 << 17) + 4 * ALIGN_BYTES), dtype=torch.uint8)
+        left = (1 << 17) - ALIGN_BYTES  # as much as a job has
+        for offset in range(3, 3 + left, size):
+            part = Part(FileStretch(file, offset), 0, torch.empty(min(size, left), dtype=torch.uint8))
+            left -= part.into.numel()
+            staged, free = read_staged(part, free, left)
+            assert bytes(writable_view(staged)) == content[offset : offset + part.into.numel()]
+        assert left == 0
+        file.close()
+
+    @pytest.mark.parametrize("direct", [False, True, None])
     def test_a_file_that_ends_too_soon(self, written: tuple[Path, bytes], direct: bool | None) -> None:
         path, _ = written
         file = File(path, direct_or_skip(path, direct))
@@ -154,6 +174,17 @@ class TestPageCache:
         with path.open("rb") as file:
             assert teller_for(file.fileno()) == "mincore"
 
+    def test_who_may_not_know_is_told_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """To who neither owns a file nor may write it ``mincore`` calls every page resident."""
+        monkeypatch.setattr(page_cache, "_by_cachestat", lambda fd, offset, num_bytes: None)
+        (tmp_path / "a").write_bytes(bytes(9000))
+        with (tmp_path / "a").open("rb") as file:
+            owner = os.fstat(file.fileno()).st_uid
+            monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+            for may_write, teller in ((True, "mincore"), (False, None)):
+                monkeypatch.setattr(os, "access", lambda *args, answer=may_write, **options: answer)
+                assert teller_for(file.fileno()) == teller
+
     def test_what_is_not_in_the_cache_goes_past_it_at_first(self, tmp_path: Path) -> None:
         """Once, for a load: pages that are there are used, and pages that are not do not push others out."""
         path = tmp_path / "weights"
@@ -191,6 +222,32 @@ class TestPageCache:
         assert stats.direct >= 1 << 16
         assert stats.buffered >= 1 << 16
         file.close()
+
+    def test_where_a_direct_read_fails_files_are_read_all_the_same(
+        self, written: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A device of blocks larger than ours, say: it opens, and refuses every read."""
+        path, content = written
+        options = direct_or_skip(path, None)
+        forget(path)
+        plain = os.preadv
+
+        def refuse(fd: int, *rest: Any) -> int:
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return plain(fd, *rest)
+
+        monkeypatch.setattr(os, "preadv", refuse)
+        before = len(os.listdir("/proc/self/fd"))
+        file = File(path, options)
+        into = bytearray(1000)
+        file.read(11, memoryview(into))
+        assert into == content[11:1011]
+        assert file.ways.stats.direct == 0
+        with pytest.raises(CheckpointError, match="may not support --disk-direct"):
+            File(path, DiskOptions(direct=True))
+        file.close()
+        assert len(os.listdir("/proc/self/fd")) == before
 
     def test_where_direct_reads_are_refused_files_are_read_all_the_same(
         self, written: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch

@@ -24,6 +24,7 @@ from torch import nn
 
 import penstock
 from penstock import Prefetch
+from penstock.checkpoint import Checkpoint
 from penstock.errors import StateError, TransferError
 from penstock.offloaders import opening
 from penstock.store.base import Segment, writable_view
@@ -234,6 +235,22 @@ class TestOffload:
         assert [done for done, _ in seen] == sorted({done for done, _ in seen})
         assert (seen[0], seen[-1]) == ((0, total), (total, total))
         handle.remove()
+
+    def test_a_file_written_to_meanwhile_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        pin_by(Ledger(), monkeypatch)
+        folder = save(MoE(4), tmp_path)
+        (file,) = Checkpoint.open(folder).files
+        with torch.device("meta"):
+            model = MoE(4).eval()
+
+        def write(done: int, total: int) -> None:
+            content = bytearray(file.read_bytes())
+            content[-1] ^= 1
+            file.write_bytes(content)
+
+        with pytest.raises(TransferError, match="it was written to while in use"):
+            penstock.offload(model, all_layers(2, "cpu"), checkpoint=folder, progress=write)
+        assert all(parameter.is_meta for parameter in model.parameters())
 
     def test_capture_is_refused_before_anything_moves(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pin_by(Ledger(capturing=True), monkeypatch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -22,7 +23,7 @@ from test_transformers import HEADS, SIZE, assert_same_tensors, environment, mak
 import penstock
 from penstock.adapters.transformers import build_meta_model, load, weight_map
 from penstock.checkpoint import Checkpoint
-from penstock.errors import PenstockWarning
+from penstock.errors import PenstockWarning, TransferError
 from penstock.offloaders.making import Maker
 from penstock.store.base import Segment, writable_view
 from penstock.store.files import DiskOptions
@@ -159,6 +160,16 @@ class TestMaker:
         maker.close()
         assert ways.stats.buffered == 12 * 256, "every part once"
         assert most == 2, "the parts of one recipe"
+
+    def test_a_file_written_to_since_is_refused(self, tmp_path: Path) -> None:
+        save_file({"p": torch.ones(8, 8)}, tmp_path / "model.safetensors")
+        checkpoint = Checkpoint.open(tmp_path)
+        recipe = Recipe(("t",), (checkpoint["p"],), lambda tensors: {"t": tensors["p"].t().contiguous()})
+        maker = Maker({"t": ("t", recipe)}, DiskOptions(), Ways(), num_threads=1, stamps=checkpoint.stamps)
+        os.utime(tmp_path / "model.safetensors", ns=(1, 1))
+        with pytest.raises(TransferError, match="it was written to while in use"):
+            maker.segments("t")
+        maker.close()
 
     def test_segments_cover_the_tensor(self, transposed: Path) -> None:
         weights = weight_map(build_meta_model(transposed), Checkpoint.open(transposed))

@@ -347,6 +347,11 @@ class TestOtherPolicies:
         with pytest.raises(SelectionError, match=r"limit of 100 bytes offloads nothing: .*has \d+"):
             build_plan(take_inventory(Stack(3, dim=128)), UVA(100))
 
+    @pytest.mark.parametrize("limit", [None, "1GiB"])
+    def test_a_model_of_small_tensors_alone(self, limit: str | None) -> None:
+        with pytest.raises(SelectionError, match="no parameter of this model has 64 KiB or more; name smaller ones"):
+            build_plan(take_inventory(Stack(3, dim=8)), UVA(limit))
+
     @pytest.mark.parametrize("model", [MoE(), OddStack(), ScaledStack()], ids=lambda m: type(m).__name__)
     def test_odd_models(self, model: nn.Module) -> None:
         inventory = take_inventory(model)

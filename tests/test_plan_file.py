@@ -26,6 +26,7 @@ from penstock.errors import BudgetError, OptionError, OptionTypeError, PlanFileE
 from penstock.inventory import take_inventory
 from penstock.plan import Plan, build_plan
 from penstock.plan.machine import Machine
+from penstock.plan.model import slab_bytes
 from penstock.testing import assert_moved, assert_same_bits
 
 GIB = 2**30
@@ -240,6 +241,11 @@ class TestDamagedFiles:
     def test_undamaged(self, plan: Plan, tmp_path: Path) -> None:
         assert Plan.load(write(tmp_path / "plan.json", plan, lambda data: None)) == plan
 
+    def test_sorted_keys(self, plan: Plan, tmp_path: Path) -> None:
+        """As tools that reformat JSON write them."""
+        (tmp_path / "plan.json").write_text(json.dumps(plan.to_json(), sort_keys=True))
+        assert Plan.load(tmp_path / "plan.json") == plan
+
     @given(st.data())
     @settings(
         deadline=None,
@@ -365,6 +371,21 @@ class TestOtherModels:
 
 
 class TestOtherMachines:
+    def test_units_that_are_read_at_the_same_time(self) -> None:
+        """Two at one module, or one inside another's: with a slot for both in turn the first is overwritten."""
+        model = Stack(5)
+        plan = build_plan(take_inventory(model), all_layers(2))
+        first = plan.units[0]
+        entries = [replace(entry, offset=0) for entry in first.entries]
+        halves = [replace(first, entries=(entry,), num_bytes=slab_bytes([entry.num_bytes])) for entry in entries]
+        units = [replace(unit, index=i, slot=i % 2) for i, unit in enumerate([*halves, *plan.units[1:]])]
+        message = refusal(model, replace(plan, units=tuple(units)))
+        assert "the plan has units 0 and 1 at 'layers.0' and 'layers.0'; expected modules none of which" in message
+        for outer in ("", "layers"):
+            units = [replace(unit, anchor=outer) if unit.index == 2 else unit for unit in plan.units]
+            message = refusal(model, replace(plan, units=tuple(units)))
+            assert f"the plan has units 2 and 0 at {outer!r} and 'layers.0'; expected modules" in message
+
     def test_another_device(self) -> None:
         plan = replace(build_plan(take_inventory(Stack(5)), all_layers()), made_for=H200)
         message = refusal(Stack(5), plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from penstock.plan.build import question_of
 from penstock.plan.cost import NOMINAL_GPU, Curve, Rates
 from penstock.plan.forecast import forecast
 from penstock.plan.model import UnitDraft, assemble
+from penstock.plan.planner import Planner
 from penstock.plan.space import Space
 from penstock.plan.traits import Traits
 from penstock.plan.units import worth_moving
@@ -159,6 +161,19 @@ def test_the_curve_is_what_budgets_reach() -> None:
         assert best * (1 - 1e-9) <= point.step_s[0] <= 1.03 * best
     assert [p.device_bytes for p in points] == sorted(p.device_bytes for p in points)
     assert [p.step_s for p in points] == sorted((p.step_s for p in points), reverse=True)
+
+
+def test_the_curve_keeps_to_a_limit_of_host_memory() -> None:
+    """Without files for the rest a limit rules candidates out: what they would bring is not to be had."""
+    inventory = layered(6, 300 * KIB, 100 * KIB, head=200 * KIB)
+    budget = Budget(int(inventory.num_bytes * 0.9), mode="cpu", host_memory=int(inventory.num_bytes * 0.3))
+    planner = Planner(inventory, SMALL, Traits(), zero_copy=True)
+    points = planner.curve(budget)
+    assert len(points) > 3
+    for point in points[:-1]:  # the last one is the whole model
+        made = planner.plan(replace(budget, device_memory=point.device_bytes))
+        assert made.device_bytes <= point.device_bytes
+        assert step(made, inventory) <= point.step_s[0] * (1 + 1e-9)
 
 
 def on_meta(name: str) -> tuple[Inventory, Traits]:

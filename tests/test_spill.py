@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -289,6 +290,26 @@ class TestWhoMaySpill:
         allowed = spilling(self.INVENTORY, half, int(size) * MIB, Spill(names, ring_bytes=0), zero_copy=False)
         assert not allowed.staged_units
 
+    @pytest.mark.parametrize("spill", [None, SPILL])
+    @pytest.mark.parametrize("rules", [(), [("parta", "prefetch")], [("parta", "uva")]])
+    @pytest.mark.parametrize("device", [0.01, 0.3, 0.6, 0.9])
+    @pytest.mark.parametrize("host", [1, 300 * KIB, 900 * KIB])
+    def test_what_a_refusal_advises_is_enough(self, spill: Spill | None, rules: list, device: float, host: int) -> None:
+        inventory = layered(6, 4000 * KIB)
+        budget = Budget(int(inventory.num_bytes * device), rules=rules, host_memory=host * 10)
+        planner = Planner(inventory, DISK, Traits(), zero_copy=True, spill=spill)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PenstockWarning)
+            try:
+                planner.plan(budget)
+            except BudgetError as error:
+                found = dict(re.findall(r"--(device|host)-memory (\d+)MiB", str(error)))
+                assert found
+                sizes = {f"{side}_memory": int(size) * MIB for side, size in found.items()}
+                together = "with --host-memory" in str(error)
+                for more in [sizes] if together else [{key: size} for key, size in sizes.items()]:
+                    planner.plan(replace(budget, **more))
+
     def test_the_ring_counts(self) -> None:
         """A ring for half a GiB is no way to save less than that."""
         made = spilling(self.INVENTORY, self.INVENTORY.num_bytes // 2, RING_BYTES, Spill())
@@ -329,9 +350,18 @@ class TestWhoMaySpill:
         assert spill is not None
         assert spill.unstreamable == {storage.name for storage in inventory.storages}
 
+    def test_a_thousand_times_the_tokens_are_written_out(self) -> None:
+        """A disk so slow that rows cost nothing."""
+        planner = Planner(self.INVENTORY, replace(DISK, file_bytes_per_s=1e6), Traits(), spill=SPILL)
+        budget = Budget(self.INVENTORY.num_bytes // 2, host_memory=500 * KIB)
+        texts = [found.text for found in planner.alternatives(budget, planner.plan(budget))]
+        assert any(
+            re.fullmatch(r"batch 1024 instead of 1: 1,0\d\dx the tokens for 0% more step time", t) for t in texts
+        )
+
     def test_another_budget_may_spill_as_well(self) -> None:
         planner = Planner(self.INVENTORY, DISK, Traits(), spill=Spill(free_bytes=900 * KIB, ring_bytes=0))
         half = self.INVENTORY.num_bytes // 2
-        for policy in (Budget(half), str(half) + "B"):
+        for policy in (Budget(half), str(half) + "B", half):
             assert budget_planner(planner, policy, "cpu")(half).staged_units
         assert not budget_planner(planner, Budget(half, mode="cpu"), "cpu")(half).staged_units

@@ -84,18 +84,20 @@ class TestWhatAPlanSays:
     def test_a_report_keeps_them_apart(self) -> None:
         unit = replace(two_stores(Stack(6)).units[0], num_bytes=2 * GIB)
         big = [replace(unit.entries[0], num_bytes=2 * GIB)]
-        units = [replace(unit, index=i, slot=i, entries=(replace(big[0], storage=f"layers.{i}.w"),)) for i in range(2)]
+        units = [replace(unit, index=i, slot=0, entries=(replace(big[0], storage=f"layers.{i}.w"),)) for i in range(2)]
         made = Plan(
-            (units[0], replace(units[1], store="disk")), 2, "cpu", {"head": GIB}, {}, made_for=Machine("gpu", 1)
+            (units[0], replace(units[1], store="disk")), 1, "cpu", {"head": GIB}, {}, made_for=Machine("gpu", 1)
         )
         text = report(made)
-        assert "2.000 GiB of them read from files" in text
+        assert "4.000 GiB moved per forward, 2.000 GiB of them read from files" in text
         lines = [line.split() for line in text.splitlines()]
         assert ["prefetched", "1", "unit", "2.000"] in lines
         assert sum(line[:3] == ["prefetched", "1", "unit"] for line in lines) == 2
         assert any(line[:2] == ["staging", "ring"] for line in lines)
         assert ["role", "count", "total", "resident", "prefetched", "from", "files"] in lines
         assert "from files" not in report(replace(made, units=tuple(units)))
+        alone = tuple(replace(unit, slot=unit.index) for unit in made.units)
+        assert "0.000 GiB moved per forward\n" in report(replace(made, units=alone, num_slots=2)), "they stay"
 
     def test_host_memory_that_it_needs(self) -> None:
         made = two_stores(Stack(6))

@@ -129,6 +129,7 @@ class OffloadFlags:
             return self._saved_plan(self.plan)
         if self.device_memory is not None:
             return self._budget(self.device_memory)
+        self._refuse_workload()
         mode = self._mode(self.target().type == "cuda" if on_gpu is None else on_gpu)
         if self.offload_rule:
             return self._rules(self.offload_rule, mode)
@@ -253,10 +254,12 @@ class OffloadFlags:
         limit = int(self.cpu_offload_gb * 2**30) if self.cpu_offload_gb else None
         return UVA(limit, self.cpu_offload_params or (), mode)
 
-    def _refuse_lone_flags(self) -> None:
+    def _refuse_workload(self) -> None:
         for name in _WORKLOAD_FLAGS:
             if getattr(self, name) is not None:
                 raise OptionError(f"{_flag(name)} has no effect without --device-memory, which plans for it")
+
+    def _refuse_lone_flags(self) -> None:
         if not self._given("offload_group_size"):
             self._refuse(_PREFETCH_FLAGS[1:], "without --offload-group-size")
             self._refuse(("offload_params",), "without --device-memory or --offload-group-size")

@@ -56,12 +56,14 @@ def plan(
                 f"{flag} has no effect without a plan: nothing would be offloaded; add --device-memory, say"
             )
     from penstock.cli.model import minimum_bytes, no_collections, open_model, require_writable
-    from penstock.plan.plot import draw_plan
+    from penstock.plan.plot import draw_plan, require_picture
     from penstock.plan.report import render, render_weights
 
     for flag, file in (("--save", save), ("--plot", plot)):
         if file is not None:
             require_writable(file, flag)
+    if plot is not None:
+        require_picture(plot)
     with no_collections():
         opened = open_model(model)
         planner = opened.planner(ground.device, ground.rates)

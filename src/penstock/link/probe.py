@@ -91,7 +91,8 @@ class Probe:
         """What plans made with this probe are for: its first GPU, or else its CPU."""
         if not self.h2d_bytes_per_s:
             return Machine("cpu")
-        return Machine(self.machine["devices"].split(", ")[0], int(self.machine["device_bytes"]))
+        total = self.machine.get("device_bytes")  # the first probes did not say
+        return Machine(self.machine["devices"].split(", ")[0], None if total is None else int(total))
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Probe:
@@ -179,14 +180,17 @@ def read_probe(path: Path) -> Probe:
         OptionError: no such file, or no probe of this version in it.
     """
     try:
-        return Probe.from_json(json.loads(path.read_text()))
+        probe = Probe.from_json(json.loads(path.read_text()))
+        _ = probe.planned_machine, probe.gpu_rates() or probe.cpu_rates()  # what is missing shows here
+        return probe
     except OSError as error:
         raise OptionError(
             f"{str(path)!r}: expected a file that `penstock probe --json` printed: {error.strerror}"
         ) from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        found = f"no key {error}" if isinstance(error, KeyError) else error
         raise OptionError(
-            f"{str(path)!r}: expected what `penstock probe --json` of this version printed, found: {error}; run it "
+            f"{str(path)!r}: expected what `penstock probe --json` of this version printed, found: {found}; run it "
             f"again on that machine"
         ) from error
 

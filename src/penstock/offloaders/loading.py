@@ -72,6 +72,7 @@ class WeightLoader:
         self._goals = {**rooms, **residents}
         self._device = device
         self._disk = disk or DiskOptions(direct=None)
+        self._stamps = () if weights is None else weights.checkpoint.stamps
         self._ways = Ways()
         self._progress = progress or (lambda done, total: None)
         self._sources: dict[str, TensorSource] = {}
@@ -121,7 +122,7 @@ class WeightLoader:
         self._bring(staying, self._segments_of, pin_threads())
 
     def _copy_from_files(self) -> None:
-        files = DiskStore(self._sources, self._disk, ways=self._ways)
+        files = DiskStore(self._sources, self._disk, stamps=self._stamps, ways=self._ways)
         stored = sorted(self._sources, key=lambda name: _position(self._sources[name]))
         try:
             self._bring(stored, files.segments, pin_threads(_MIN_FILE_READERS))
@@ -131,7 +132,8 @@ class WeightLoader:
     def _make(self) -> None:
         """What takes memory of its own on the way comes last."""
         readers = pin_threads(_MIN_FILE_READERS)
-        maker = Maker(self._recipes, self._disk, self._ways, num_threads=readers, cpus=cpus_near(self._device))
+        cpus = cpus_near(self._device)
+        maker = Maker(self._recipes, self._disk, self._ways, num_threads=readers, stamps=self._stamps, cpus=cpus)
         try:
             self._bring_in_small_pieces(maker.order, maker.segments)
         finally:

@@ -6,11 +6,12 @@ until they lie where they belong: a few times the largest of them, whatever the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
 
+from penstock.checkpoint import FileStamp
 from penstock.store.base import Segment, new_blob
 from penstock.store.cpu import MemorySource
 from penstock.store.disk import DiskOptions, DiskStore
@@ -29,6 +30,7 @@ class Maker:
         disk: how the files are read.
         ways: counts what is read.
         num_threads: readers.
+        stamps: what the files have to be at every read.
         cpus: they stay on these processors.
     """
 
@@ -39,13 +41,15 @@ class Maker:
         ways: Ways,
         *,
         num_threads: int,
+        stamps: Iterable[FileStamp] = (),
         cpus: Collection[int] | None = None,
     ) -> None:
         self._recipes = recipes
         self._num_threads = num_threads
         self._cpus = cpus
         parts = {part.name: part for _, recipe in recipes.values() for part in recipe.parts}
-        self._files = DiskStore({name: TensorSource.of(part) for name, part in parts.items()}, disk, ways=ways)
+        sources = {name: TensorSource.of(part) for name, part in parts.items()}
+        self._files = DiskStore(sources, disk, stamps=stamps, ways=ways)
         self._ready: dict[str, torch.Tensor] = {}  # made beside another, and not asked for yet
 
     @property

@@ -249,7 +249,7 @@ def _fill(
     for home in {bound.home for bound in on_device.values()}:
         torch.cuda.synchronize(home)  # other ranks read next, and they are told of no event
     sources = {name: require_weights(weights).source(b.info) for name, b in offloaded.items() if b.on_meta}
-    files = DiskStore(sources, disk)
+    files = DiskStore(sources, disk, stamps=() if weights is None else weights.checkpoint.stamps)
     local = store.parts.local
     try:
         deliver(

@@ -87,7 +87,7 @@ def _streams(storage: StorageInfo, weights: WeightMap) -> bool:
 
 def budget_planner(planner: Planner, policy: object, mode: Mode) -> Callable[[int], Plan]:
     """What ``--device-memory`` in place of ``policy`` would give: a function from bytes to the plan for them."""
-    given = Budget(policy) if isinstance(policy, str) else policy
+    given = Budget(policy) if isinstance(policy, str | int) else policy
 
     def replan(num_bytes: int) -> Plan:
         # Who named no store may have got two, and gets them again.

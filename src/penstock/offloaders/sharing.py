@@ -213,7 +213,9 @@ def _compare_files(
 ) -> None:
     recipes = {name: recipe for name in names if (recipe := weights.recipe(bound[name].info)) is not None}
     sources = {name: weights.source(bound[name].info) for name in names if name not in recipes}
-    files, maker = DiskStore(sources, disk), Maker(recipes, disk or DiskOptions(), Ways(), num_threads=reader_threads())
+    stamps, options = weights.checkpoint.stamps, disk or DiskOptions()
+    files = DiskStore(sources, options, stamps=stamps)
+    maker = Maker(recipes, options, Ways(), num_threads=reader_threads(), stamps=stamps)
     try:
         for name in [*sources, *maker.order]:
             blob = new_blob(bound[name].info.num_bytes)

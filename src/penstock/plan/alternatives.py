@@ -155,12 +155,13 @@ def _larger_batch(question: Question, budget: Budget, plan: Plan, known: Forecas
         best, larger = then, 2 * larger
     if best is not None:
         longer = best.step_s / now.step_s - 1
+        more = best.rows_per_s / now.rows_per_s
+        times = f"{more:.3g}" if more < 999.5 else f"{more:,.0f}"
         yield Alternative(
-            f"batch {best.rows} instead of {batch}: {best.rows_per_s / now.rows_per_s:.3g}x the tokens for "
-            f"{max(0.0, longer):.0%} more step time",
+            f"batch {best.rows} instead of {batch}: {times}x the tokens for {max(0.0, longer):.0%} more step time",
             _bytes_with(question, budget, plan, best.rows),
             best.rows,
-            best.rows_per_s / now.rows_per_s,
+            more,
             best.step_s,
         )
 

@@ -140,12 +140,12 @@ def _rank(group: Costed, row: int) -> tuple[bool, float, float, int]:
 def curve(space: Space, host_bytes: int | None = None) -> list[Point]:
     """Nearly the best step times for every amount of device memory, ascending: what a little more would buy.
 
-    ``host_bytes``: host memory that the weights may take, where what is more can rest in files. Of the candidates of a
-    family only the most promising of each of ``_CURVE_BINS`` stretches of memory are timed.
+    ``host_bytes``: host memory that the weights may take. Of the candidates of a family only the most promising of each
+    of ``_CURVE_BINS`` stretches of memory are timed.
     """
     points: list[tuple[float, float, Floats]] = []
     for group in (group.within(host_bytes) for group in space.groups):
-        rows = _most_promising(group, space.question.inventory.num_bytes)
+        rows = _most_promising(group, space.question.inventory.num_bytes, host_bytes)
         times = group.step_s(rows)
         points += zip(group.device_bytes[rows], score_of(times), times.T, strict=True)
     best: list[Point] = []
@@ -157,8 +157,8 @@ def curve(space: Space, host_bytes: int | None = None) -> list[Point]:
     return best
 
 
-def _most_promising(group: Costed, total_bytes: int) -> Ints:
-    every = group.fitting(np.inf, None)
+def _most_promising(group: Costed, total_bytes: int, host_bytes: int | None) -> Ints:
+    every = group.fitting(np.inf, host_bytes)
     if not len(every):
         return every
     stretch = np.floor(group.device_bytes[every] / max(1, total_bytes) * _CURVE_BINS)
@@ -189,9 +189,11 @@ def _warn_nothing_to_do(inventory: Inventory, budget: Budget) -> None:
 
 def _too_small(space: Space, budget: Budget, question: Question) -> BudgetError:
     beside = reserved_bytes(question, budget)
-    minimum = beside + min(int(group.device_bytes.min()) for group in space.groups)
-    if budget.num_bytes >= minimum:
-        return _too_little_host(space, budget, beside)
+    least = beside + min(int(group.device_bytes.min()) for group in space.groups)
+    within = _least_device_bytes(space, host_limit(question, budget))
+    minimum = None if within is None else beside + within
+    if budget.num_bytes >= least:
+        return _too_little_host(space, budget, beside, minimum)
     inventory = question.inventory
     work = budget.workload
     besides = (
@@ -200,30 +202,38 @@ def _too_small(space: Space, budget: Budget, question: Question) -> BudgetError:
         if beside
         else ""
     )
+    host_bytes = None if minimum is not None else _least_host_bytes(space, least - beside)
+    too = "" if host_bytes is None else f", with --host-memory {-(-host_bytes // 2**20)}MiB or more"
+    if minimum is not None and minimum > least:
+        too = ", which leaves little enough to host memory"
+    use = least if minimum is None else minimum
     return BudgetError(
         f"a budget of {format_gib(budget.num_bytes)} ({budget.num_bytes} bytes) is too small: this model's weights are "
-        f"{format_gib(inventory.num_bytes)} and with everything offloaded penstock still needs {format_gib(minimum)} "
-        f"({minimum} bytes){besides}; use --device-memory {-(-minimum // 2**20)}MiB or more",
-        minimum,
+        f"{format_gib(inventory.num_bytes)} and with everything offloaded penstock still needs {format_gib(least)} "
+        f"({least} bytes){besides}; use --device-memory {-(-use // 2**20)}MiB or more{too}",
+        use,
     )
 
 
-def _too_little_host(space: Space, budget: Budget, beside: int) -> BudgetError:
+def _least_device_bytes(space: Space, host_bytes: int | None) -> int | None:
+    """The least for weights with which something stays within ``host_bytes``; ``None``: rules take more than that."""
+    groups = [group.within(host_bytes) for group in space.groups]
+    fitting = [(group, group.fitting(np.inf, host_bytes)) for group in groups]
+    question = space.question
+    everything = None if question.forced else question.inventory.num_bytes
+    return min((int(group.device_bytes[rows].min()) for group, rows in fitting if len(rows)), default=everything)
+
+
+def _too_little_host(space: Space, budget: Budget, beside: int, minimum: int | None) -> BudgetError:
     limit = host_limit(space.question, budget) or 0
-    groups = [group.within(limit) for group in space.groups]
-    needed = min(
-        (int(group.device_bytes[rows].min()) for group in groups if len(rows := group.fitting(np.inf, limit))),
-        default=space.question.inventory.num_bytes,
-    )
-    minimum = needed + beside
     least = _least_host_bytes(space, budget.num_bytes - beside)
     whose = "--host-memory" if budget.host_limit_bytes is not None else "the free host memory of"
+    more = "" if minimum is None else f"use --device-memory {-(-minimum // 2**20)}MiB or more, "
     return BudgetError(
         f"a budget of {format_gib(budget.num_bytes)} leaves more than {whose} {format_gib(limit)} to be offloaded: at "
         f"least {format_gib(least)}{_IN_FILES if space.question.spill else ''}, {format_gib(least - limit)} too much; "
-        f"use --device-memory {-(-minimum // 2**20)}MiB or more, allow --host-memory {-(-least // 2**20)}MiB"
-        f"{'' if space.question.spill else _WITHOUT_FILES}",
-        minimum,
+        f"{more}allow --host-memory {-(-least // 2**20)}MiB{'' if space.question.spill else _WITHOUT_FILES}",
+        budget.num_bytes if minimum is None else minimum,
     )
 
 

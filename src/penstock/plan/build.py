@@ -249,8 +249,13 @@ def _up_to(candidates: Sequence[StorageInfo], limit_bytes: int | None) -> list[S
         if storage.num_bytes <= left:
             chosen.append(storage)
             left -= storage.num_bytes
+    if not candidates:
+        raise SelectionError(
+            "nothing can be read in place: no parameter of this model has 64 KiB or more; name smaller ones with "
+            "--cpu-offload-params, or leave the model resident"
+        )
     if not chosen:
-        smallest = min((s.num_bytes for s in candidates), default=0)
+        smallest = min(s.num_bytes for s in candidates)
         raise SelectionError(
             f"a limit of {limit_bytes} bytes offloads nothing: the smallest candidate has {smallest} bytes; raise "
             f"--cpu-offload-gb or select other names"

@@ -10,7 +10,7 @@ from penstock.config import format_gib
 from penstock.inventory import StorageInfo, is_within
 from penstock.plan.machine import Machine
 
-__all__ = ["foreign_machine", "foreign_model", "misplaced_storage", "storages_digest"]
+__all__ = ["foreign_machine", "foreign_model", "misplaced_storage", "nested_units", "storages_digest"]
 
 _SHOWN = 3
 _MEND = "make it again for this one: `penstock plan MODEL ... --save FILE`, or pass a policy instead of a plan"
@@ -56,6 +56,31 @@ def misplaced_storage(storage: StorageInfo, anchor: str) -> str | None:
     return (
         f"the plan has {storage.name} in the unit of {anchor!r}, but module {outside[0]!r}, which holds it, is not in "
         f"there and would read it before it has arrived; {_MEND}"
+    )
+
+
+def nested_units(anchors: Sequence[str]) -> str | None:
+    """What is wrong with units waited for at ``anchors``, in their order; ``None`` if no two run at the same time.
+
+    While a module runs its unit must keep its slot, and those inside it would need theirs in turn.
+    """
+    unit_at: dict[str, int] = {}
+    for index, anchor in enumerate(anchors):
+        if anchor in unit_at:
+            return _at_once(unit_at[anchor], anchor, index, anchor)
+        unit_at[anchor] = index
+    for index, anchor in enumerate(anchors):
+        parts = anchor.split(".") if anchor else []
+        for outer in (".".join(parts[:count]) for count in range(len(parts))):
+            if outer in unit_at:
+                return _at_once(unit_at[outer], outer, index, anchor)
+    return None
+
+
+def _at_once(outer: int, outer_anchor: str, inner: int, inner_anchor: str) -> str:
+    return (
+        f"the plan has units {outer} and {inner} at {outer_anchor!r} and {inner_anchor!r}; expected modules none of "
+        f"which runs inside another, because one would be overwritten while it is read; {_MEND}"
     )
 
 

@@ -9,7 +9,7 @@ key            meaning
 =============  =======================================================================================================
 ``schema``     version of this table; another one is refused
 ``model``      ``name`` (or null), ``num_storages``, ``weight_bytes``, ``sha256`` over the sorted (storage, bytes)
-``machine``    null, or what it was made for: ``device`` (``"cpu"`` or a GPU's name), ``device_bytes`` (null on a CPU)
+``machine``    null, or what it was made for: ``device`` (``"cpu"`` or a GPU's name), ``device_bytes`` (or null)
 ``mode``       the store of what is read in place, and of the units that do not rest in ``disk`` beside it:
                ``cpu``, ``shm_cpu``, ``disk``, ``sharded_gpu`` or ``meta``
 ``num_ranks``  over how many ranks every unit is split
@@ -296,5 +296,10 @@ def _compare(expected: Mapping[str, Any], found: Mapping[str, Any], place: str) 
         at = f"{place}.{key}" if place else key
         if isinstance(value, dict) and isinstance(found[key], dict) and key == "model":
             _compare(value, found[key], at)
-        elif json.dumps(value) != json.dumps(found[key]):  # so that neither true nor 1.0 is 1
+        elif _text_of(value) != _text_of(found[key]):
             raise _FieldError(at, f"{_shown(value)}, which follows from the rest of the file", found[key])
+
+
+def _text_of(value: object) -> str:
+    """Equal for equal values: neither true nor 1.0 is 1, and the order of keys means nothing."""
+    return json.dumps(value, sort_keys=True)

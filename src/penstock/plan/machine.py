@@ -15,7 +15,8 @@ class Machine:
 
     Attributes:
         device: ``"cpu"``, or the name of the GPU as the driver reports it.
-        device_bytes: total memory of the GPU; ``None`` for a CPU, whose memory is that of the host.
+        device_bytes: total memory of the GPU; ``None`` for a CPU, whose memory is that of the host, and for a GPU of
+            which nobody said.
     """
 
     device: str

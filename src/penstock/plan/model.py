@@ -11,7 +11,7 @@ from typing import Any
 from penstock.config import Mechanism, Mode
 from penstock.errors import OptionError
 from penstock.inventory import Inventory, StorageInfo
-from penstock.plan.difference import foreign_machine, foreign_model, misplaced_storage, storages_digest
+from penstock.plan.difference import foreign_machine, foreign_model, misplaced_storage, nested_units, storages_digest
 from penstock.plan.machine import Machine
 from penstock.plan.schedule import chain, slot_of
 from penstock.plan.striping import Striping
@@ -116,9 +116,16 @@ class Plan:
     @property
     def moved_bytes(self) -> int:
         """Bytes moved by one forward that runs every unit once, in order; a unit that has its slot alone stays."""
-        return sum(
-            unit.payload_bytes for unit in self.units if len(chain(unit.slot, len(self.units), self.num_slots)) > 1
-        )
+        return sum(unit.payload_bytes for unit in self._moved_units)
+
+    @property
+    def read_bytes(self) -> int:
+        """The part of ``moved_bytes`` that comes from files."""
+        return sum(unit.payload_bytes for unit in self._moved_units if unit.store == "disk")
+
+    @property
+    def _moved_units(self) -> list[Unit]:
+        return [unit for unit in self.units if len(chain(unit.slot, len(self.units), self.num_slots)) > 1]
 
     @property
     def uva_bytes(self) -> int:
@@ -200,6 +207,9 @@ class Plan:
         missing = [unit.anchor for unit in self.units if unit.anchor not in inventory.modules]
         if self._storages != found or missing:
             raise OptionError(foreign_model(self._storages, found, missing, self.model_name))
+        # Bits are at stake here, too: a slot is taken for as long as the module of its unit runs.
+        if problem := nested_units([unit.anchor for unit in self.units]):
+            raise OptionError(problem)
         for unit in self.units:
             if unit.store != self.mode and (unit.store, self.mode) != ("disk", "cpu"):
                 raise OptionError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from penstock.errors import OptionError
@@ -13,7 +14,7 @@ from penstock.plan.model import Mechanism, Plan
 from penstock.plan.outlook import Outlook
 from penstock.plan.planner import Planner
 
-__all__ = ["draw_plan"]
+__all__ = ["draw_plan", "require_picture"]
 
 GIB = 2**30
 # (mechanism, whether out of files): colour and label
@@ -26,6 +27,21 @@ _COLOURS: dict[tuple[Mechanism, bool], tuple[str, str]] = {
 }
 
 
+def require_picture(path: str | os.PathLike[str]) -> None:
+    """Raise ``OptionError`` unless matplotlib is installed and draws what the suffix of ``path`` says."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise OptionError(
+            "--plot draws with matplotlib, which is not installed; pip install 'penstock[plot]'"
+        ) from error
+    if Path(path).suffix.lower().removeprefix(".") not in FigureCanvasBase.get_supported_filetypes():
+        raise OptionError(
+            f"--plot {str(path)!r}: expected a name that ends in a format of pictures, .png, .svg or .pdf say, found "
+            f"{Path(path).suffix or 'no suffix'!r}"
+        )
+
+
 def draw_plan(
     path: str | os.PathLike[str], name: str, plan: Plan, planner: Planner, outlook: Outlook, points: Sequence[Point]
 ) -> None:
@@ -36,14 +52,11 @@ def draw_plan(
         points: the memory curve of the same question (:meth:`Planner.curve`); empty leaves the second panel out.
 
     Raises:
-        OptionError: matplotlib is not installed.
+        OptionError: see :func:`require_picture`.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise OptionError(
-            "--plot draws with matplotlib, which is not installed; pip install 'penstock[plot]'"
-        ) from error
+    require_picture(path)
+    from matplotlib.figure import Figure
+
     panels = 2 if points else 1
     figure = Figure(figsize=(10, 4.2 * panels), layout="constrained")
     axes = figure.subplots(panels, 1, squeeze=False)[:, 0]

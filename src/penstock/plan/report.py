@@ -99,7 +99,7 @@ def _summary(plan: Plan, name: str) -> Text:
         f": {gib(plan.weight_bytes)} GiB of weights in ",
         (f"{gib(plan.device_bytes)} GiB of device memory ({share:.0f} %)", "bold"),
         f"; {gib(plan.moved_bytes)} GiB moved per forward",
-        f", {gib(plan.spilled_bytes)} GiB of them read from files" if plan.spilled_bytes else "",
+        f", {gib(plan.read_bytes)} GiB of them read from files" if plan.spilled_bytes and plan.read_bytes else "",
     )
 
 

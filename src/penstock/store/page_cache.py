@@ -1,7 +1,8 @@
 """How much of a file is in the page cache, asked without reading it.
 
-``cachestat`` (Linux 6.5) answers in one call. Before it there was ``mincore`` on a mapping, which knows the same but
-calls everything resident to a user who may not write the file (Linux 5.2, so that it does not tell what others read).
+``cachestat`` (Linux 6.5) answers in one call. Before it there was ``mincore`` on a mapping, which knows the same. Who
+neither owns a file nor may write it is not to learn what others read: ``mincore`` calls all of it resident to them
+(Linux 5.2), and newer kernels refuse ``cachestat``. Such files, model folders of several users say, tell nothing.
 Reading with ``RWF_NOWAIT`` would tell as much, but starts to read ahead.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from typing import Literal
 
 import numpy as np
@@ -38,13 +40,18 @@ def teller_for(fd: int) -> Teller | None:
     """What can be asked about ``fd`` here; ``None``: nothing can."""
     if _by_cachestat(fd, 0, mmap.PAGESIZE) is not None:
         return "cachestat"
-    return "mincore" if _by_mincore(fd, 0, mmap.PAGESIZE) is not None else None
+    return "mincore" if _is_told(fd) and _by_mincore(fd, 0, mmap.PAGESIZE) is not None else None
 
 
 def cached_bytes(fd: int, offset: int, num_bytes: int, teller: Teller) -> int | None:
     """Bytes of whole pages of a stretch of ``fd`` that are in the page cache; ``None`` if ``teller`` fails."""
     ask = _by_cachestat if teller == "cachestat" else _by_mincore
     return ask(fd, offset, num_bytes)
+
+
+def _is_told(fd: int) -> bool:
+    """Whether the kernel tells this user the truth about ``fd``."""
+    return os.fstat(fd).st_uid == os.geteuid() or os.access(f"/proc/self/fd/{fd}", os.W_OK, effective_ids=True)
 
 
 def _by_cachestat(fd: int, offset: int, num_bytes: int) -> int | None:

@@ -47,8 +47,10 @@ class CudaUploader:
         try:
             event.synchronize()
             free = buffer
+            left = sum(part.into.numel() for part in parts)
             for part in parts:
-                staged, free = read_staged(part, free)
+                left -= part.into.numel()
+                staged, free = read_staged(part, free, left)
                 with torch.cuda.stream(self._stream):
                     part.into.copy_(staged, non_blocking=True)
         finally:
@@ -60,11 +62,15 @@ class CudaUploader:
         self._stream.synchronize()
 
 
-def read_staged(part: Part, free: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes of ``part``, read to somewhere in ``free`` (uint8, 1-D, host), and what is free behind them."""
+def read_staged(part: Part, free: torch.Tensor, reserved_bytes: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes of ``part``, read to somewhere in ``free`` (uint8, 1-D, host), and what is free behind them.
+
+    ``reserved_bytes`` of ``free`` are left for the parts that follow, however many of them there are.
+    """
     num_bytes = part.into.numel()
     # At a page's start, if that leaves enough: then what comes from a disk needs no other buffer.
     gap = -free.data_ptr() % ALIGN_BYTES
-    room = free[gap:] if gap + num_bytes <= free.numel() else free
-    start = read_around(part.source, part.start, num_bytes, writable_view(room))
-    return room[start : start + num_bytes], room[start + num_bytes :]
+    end = free.numel() - reserved_bytes
+    begin = gap if gap + num_bytes <= end else 0
+    start = begin + read_around(part.source, part.start, num_bytes, writable_view(free[begin:end]))
+    return free[start : start + num_bytes], free[start + num_bytes :]
