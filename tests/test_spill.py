@@ -15,8 +15,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import MoE, Stack, save
+from spills import DISK, GIB, KIB, MIB, SPILL
 from test_plan import check_plan, models
-from test_planner import SMALL, layered
+from test_planner import layered
 from torch import nn
 
 from penstock.config import Budget, Workload
@@ -38,21 +39,11 @@ from penstock.plan.traits import Traits
 from penstock.plan.units import worth_moving
 from penstock.weights import WeightMap
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
-DISK = replace(SMALL, file_bytes_per_s=0.4e9)
-SPILL = Spill(ring_bytes=0)
-
 
 @pytest.fixture(autouse=True)
 def _no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
-
-
-def staged(plan: Plan, *indices: int) -> Plan:
-    """``plan`` with the units of these indices in files."""
-    units = [replace(unit, store="disk") if unit.index in indices else unit for unit in plan.units]
-    return replace(plan, units=tuple(units))
 
 
 # -- the order ---------------------------------------------------------------------------------------------------------

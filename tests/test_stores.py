@@ -14,7 +14,8 @@ from models import MoE, QuantStack, Stack, all_layers, rows, save
 from registrars import Ledger
 from rich.console import Console
 from rings import FakeRingLink
-from test_planner import SMALL, layered
+from spills import DISK, GIB, KIB, SPILL, staged
+from test_planner import layered
 from torch import nn
 
 import penstock
@@ -36,21 +37,11 @@ from penstock.plan.spill import Spill
 from penstock.plan.traits import Traits
 from penstock.testing import assert_moved, assert_same_bits, offload_over
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
-DISK = replace(SMALL, file_bytes_per_s=0.4e9)
-SPILL = Spill(ring_bytes=0)
-
 
 @pytest.fixture(autouse=True)
 def _no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
-
-
-def staged(plan: Plan, *indices: int) -> Plan:
-    """``plan`` with the units of these indices in files."""
-    units = [replace(unit, store="disk") if unit.index in indices else unit for unit in plan.units]
-    return replace(plan, units=tuple(units))
 
 
 # -- what a plan says --------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from penstock.errors import SelectionError
 from penstock.groups import GROUPS, semantic_groups
 from penstock.inventory import Inventory, StorageInfo
 
-__all__ = ["compile_pattern", "matching", "select"]
+__all__ = ["compile_pattern", "is_segments", "matching", "select"]
 
 _GLOB = re.compile(r"[*?\[]")
 
@@ -51,6 +51,11 @@ def compile_pattern(pattern: str) -> Callable[[str], bool]:
         return _matcher(re.compile(translate(pattern)))
     segments = f".{pattern}."
     return lambda name: segments in f".{name.replace(':', '.')}."
+
+
+def is_segments(pattern: str) -> bool:
+    """Whether ``pattern`` means whole dotted segments: neither a regular expression, nor a glob, nor ``@GROUP``."""
+    return not pattern.startswith(("@", "re:")) and not _GLOB.search(pattern)
 
 
 def select(inventory: Inventory, patterns: Sequence[str]) -> list[StorageInfo]:

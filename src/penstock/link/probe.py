@@ -7,7 +7,6 @@ that planning costs nothing.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import mmap
 import os
@@ -28,6 +27,7 @@ import torch.nn.functional as F
 from penstock.errors import OptionError
 from penstock.plan.cost import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates
 from penstock.plan.machine import Machine
+from penstock.store.digest import json_digest
 from penstock.store.disk import DiskOptions, File
 from penstock.store.pinned import device_view, pinned_region
 
@@ -160,8 +160,7 @@ def describe_machine() -> dict[str, str]:
 def cache_path() -> Path:
     """Where the probe of this machine is kept (``XDG_CACHE_HOME``, else ``~/.cache``)."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    digest = hashlib.sha256(json.dumps(describe_machine(), sort_keys=True).encode()).hexdigest()[:16]
-    return base / "penstock" / f"probe-{digest}.json"
+    return base / "penstock" / f"probe-{json_digest(describe_machine())[:16]}.json"
 
 
 def load() -> Probe | None:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from penstock.config import UVA, Budget, Prefetch
 from penstock.plan.units import TINY_BYTES
-from penstock.select import compile_pattern
+from penstock.select import compile_pattern, is_segments
 
 __all__ = ["EarlyRule", "early_rule"]
 
@@ -76,7 +76,7 @@ class _Named:
     def __init__(self, params: Sequence[str]) -> None:
         self._matches = [compile_pattern(pattern) for pattern in params if not pattern.startswith("@")]
         self._everything = not params or len(self._matches) < len(params)
-        self._is_plain = not any(pattern.startswith(("@", "re:")) or set("*?[") & set(pattern) for pattern in params)
+        self._is_plain = all(map(is_segments, params))
         self._words = {word: compile_pattern(word) for word in params if word in _GROUPS_OF_LAYERS}
         self._first_index: int | None = None
 

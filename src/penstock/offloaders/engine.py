@@ -7,7 +7,7 @@ and a device-memory budget is planned over all of it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -25,6 +25,7 @@ from penstock.peers import Peers
 from penstock.plan.build import build_plan, plan_group_rule
 from penstock.plan.model import Plan
 from penstock.plan.units import TINY_BYTES, worth_moving
+from penstock.select import is_segments
 
 __all__ = ["EngineOffloader", "EnginePolicy"]
 
@@ -81,11 +82,6 @@ class EngineOffloader(StackedOffloader):
         self._bring_back_strangers()
         super().post_init()
         self.added_device_bytes = _device_bytes(device) - before
-
-    @property
-    def layers(self) -> list[str]:
-        """Names of the layers that the group rule counts."""
-        return self._main_stack(self._take_inventory(self._model()))
 
     def _require_layers(self) -> None:
         if next(self._stacks.parameters(), None) is None:
@@ -167,12 +163,12 @@ class EngineOffloader(StackedOffloader):
 
     def _movable(self, inventory: Inventory, layers: Sequence[str]) -> list[str]:
         """Layers, and tables that are only looked up; an engine may read other modules without calling them."""
-        tables = [s.name for s in inventory.storages if s.is_lookup and s.num_bytes]
-        return [_pattern_of(inventory, layers), *(f"re:{re.escape(name)}" for name in tables)]
+        tables = [_exactly([s.name]) for s in inventory.storages if s.is_lookup]
+        return [_pattern_of(inventory, layers), *tables]
 
     def _planned(self, inventory: Inventory, budget: Budget) -> Plan:
         heads = semantic_groups(inventory)["lm_head"]
-        forced: list[Rule] = [(f"re:{re.escape(name)}", "resident") for name in heads]
+        forced: list[Rule] = [(_exactly([name]), "resident") for name in heads]
         planner = planner_for(self._model(), inventory, self._device(self._model()))
         rules = [(_through_wrappers(inventory, pattern), mechanism) for pattern, mechanism in budget.rules]
         budget = replace(budget, rules=(*rules, *forced))
@@ -202,9 +198,14 @@ def _through_wrappers(inventory: Inventory, pattern: str) -> str:
     """``pattern``, or if wrapped modules have names that it means, the pattern for those too."""
     wrapped = [name for name in inventory.by_name if _WRAPPED in name]
     plain = {name.replace(_WRAPPED, "."): name for name in wrapped}
-    if not plain or pattern.startswith(("@", "re:")) or set("*?[") & set(pattern):
+    if not plain or not is_segments(pattern):
         return pattern
     segments = f".{pattern}."
     found = [name for name in inventory.by_name if segments in f".{name}."]
     hidden = [real for name, real in plain.items() if segments in f".{name}." and segments not in f".{real}."]
-    return f"re:{'|'.join(map(re.escape, [*found, *hidden]))}" if hidden else pattern
+    return _exactly([*found, *hidden]) if hidden else pattern
+
+
+def _exactly(names: Iterable[str]) -> str:
+    """The pattern that means these names and no other."""
+    return f"re:{'|'.join(map(re.escape, names))}"

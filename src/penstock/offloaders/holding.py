@@ -22,8 +22,7 @@ from penstock.errors import BudgetError, PenstockWarning
 from penstock.inventory import take_inventory
 from penstock.offloaders.binding import BoundStorage
 from penstock.plan.model import slab_bytes
-from penstock.store.pages import populate_parallel
-from penstock.store.pinned import Held, device_view, fresh_pages, pin_threads
+from penstock.store.pinned import Held, device_view, new_pinned
 from penstock.store.registration import CudaRegistrar, PinnedBytes, Registrar
 
 __all__ = ["Holding", "Wanted", "held_storages", "strayed_storages"]
@@ -73,19 +72,19 @@ class Holding:
         """
         shared = {name for s in take_inventory(module).storages if len(s.tensors) > 1 for name in s.names}
         named = [(name, p) for name, p in module.named_parameters() if _is_plain(p) and name not in shared]
-        chosen = [p for name, p in named if wanted(name, _bytes_of(p)) and self.find(_bytes_in(p)) is None]
+        chosen = [p for name, p in named if wanted(name, p.nbytes) and self.find(_bytes_in(p)) is None]
         if not chosen or not _can_hold():
             return 0
         for group in [[p] for p in chosen] if apart else [chosen]:
             self._move(group)
-        return sum(map(_bytes_of, chosen))
+        return sum(p.nbytes for p in chosen)
 
     def _move(self, parameters: Sequence[nn.Parameter]) -> None:
         device = parameters[0].device
-        memory = self._allocate(slab_bytes(map(_bytes_of, parameters)), device)  # kept by the views below
+        memory = self._allocate(slab_bytes(p.nbytes for p in parameters), device)  # kept by the views below
         start = 0
         for parameter in parameters:
-            num_bytes = _bytes_of(parameter)
+            num_bytes = parameter.nbytes
             view = device_view(memory.blob[start : start + num_bytes], device)
             data = view.view(parameter.dtype).view(parameter.shape)
             data.copy_(parameter.data)  # some begin as ones
@@ -94,9 +93,7 @@ class Holding:
             start += slab_bytes([num_bytes])
 
     def _allocate(self, num_bytes: int, device: torch.device) -> PinnedBytes:
-        memory = PinnedBytes(fresh_pages(num_bytes))
-        populate_parallel(memory.blob, pin_threads())
-        code = memory.register(self._make_registrar(device))
+        memory, code = new_pinned(num_bytes, self._make_registrar(device))
         if code != 0:
             raise BudgetError(
                 f"the driver refused to pin {num_bytes} bytes of host memory for weights that leave {device} "
@@ -156,16 +153,12 @@ def _is_pinned(blob: torch.Tensor) -> bool:
 def _is_plain(parameter: nn.Parameter) -> bool:
     """On a GPU, in memory of its own without gaps, and no tensor subclass: then its bytes, if any, can be anywhere."""
     data = parameter.data
-    own = data.untyped_storage().nbytes() == _bytes_of(data) if type(data) is torch.Tensor else False
+    own = data.untyped_storage().nbytes() == data.nbytes if type(data) is torch.Tensor else False
     return data.is_cuda and own and data.numel() > 0 and data.dim() > 0 and data.is_contiguous()
 
 
 def _bytes_in(parameter: nn.Parameter) -> torch.Tensor:
     return parameter.data.view(torch.uint8).view(-1)
-
-
-def _bytes_of(parameter: torch.Tensor) -> int:
-    return parameter.numel() * parameter.element_size()
 
 
 def _can_hold() -> bool:

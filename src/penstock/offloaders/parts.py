@@ -6,8 +6,6 @@ reads its own part, from the model's tensors or from the files, and no bytes of 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -29,7 +27,7 @@ from penstock.plan.model import Plan
 from penstock.plan.striping import PartLayout
 from penstock.store.base import Segment, Source, new_blob
 from penstock.store.cpu import MemorySource
-from penstock.store.digest import checksum
+from penstock.store.digest import checksum, json_digest
 from penstock.store.disk import DiskOptions, DiskStore
 from penstock.store.loading import Delivery, deliver
 from penstock.store.numa import cpus_near
@@ -164,7 +162,7 @@ def _require_agreement(
     channel: Channel, plan: Plan, offloaded: Mapping[str, BoundStorage], weights: WeightMap | None
 ) -> None:
     mine = _Intent(
-        hashlib.sha256(json.dumps(replace(plan, made_for=None, model_name=None).to_json()).encode()).hexdigest(),
+        json_digest(replace(plan, made_for=None, model_name=None).to_json()),
         _files(weights) if any(bound.on_meta for bound in offloaded.values()) else "",
         {name: checksum(bound.original_bytes()) for name, bound in offloaded.items() if not bound.on_meta},
     )

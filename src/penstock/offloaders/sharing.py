@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import socket
 import warnings
@@ -25,6 +23,7 @@ from penstock.peers import Peers
 from penstock.plan.model import Plan
 from penstock.rendezvous import Rendezvous
 from penstock.store.base import new_blob, writable_view
+from penstock.store.digest import json_digest
 from penstock.store.disk import DiskOptions, DiskStore
 from penstock.store.memfd import SharedMemory
 from penstock.store.registration import Registrar, refuse_capture
@@ -135,7 +134,7 @@ def _say(plan: Plan, offloaded: Mapping[str, BoundStorage], weights: WeightMap |
             "resident tensors": _short(plan.resident, len(plan.resident), plan.resident_bytes),
             "tensors to be read from files": _short(sources, len(on_meta)),
         },
-        "files": _digest([[s.path.name, s.num_bytes, s.modified_ns, s.inode] for s in stamps]),
+        "files": json_digest([[s.path.name, s.num_bytes, s.modified_ns, s.inode] for s in stamps]),
     }
 
 
@@ -158,11 +157,7 @@ def _host() -> list[str]:
 
 def _short(value: object, count: int, num_bytes: int | None = None) -> str:
     size = "" if num_bytes is None else f" of {num_bytes} bytes"
-    return f"{count}{size} ({_digest(value)[:12]})"
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    return f"{count}{size} ({json_digest(value)[:12]})"
 
 
 def _require_same_plan(said: Said, rank: int) -> None:

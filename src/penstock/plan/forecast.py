@@ -13,7 +13,6 @@ from penstock.plan.cost import Rates, find_stages, stages_compute_s, storage_cos
 from penstock.plan.model import Plan
 from penstock.plan.pipeline import StageTimes, step_s
 from penstock.plan.ring import RING_BYTES
-from penstock.plan.schedule import chain
 from penstock.plan.traits import Traits
 
 __all__ = ["Bound", "Forecast", "Forecaster", "forecast"]
@@ -84,9 +83,8 @@ class Forecaster:
         ring_s = RING_BYTES * rates.file_s_per_byte if plan.staged_units else 0.0
         step = float(step_s(stages, slots, units, rates.copies_take_cores, ring_s)[0])
         in_place_s = sum(float(stage.in_place_s[0]) for stage in stages)
-        moved = [unit for unit in plan.units if len(chain(unit.slot, len(plan.units), plan.num_slots)) > 1]
-        link_s = sum(rates.copy_s(unit.payload_bytes) for unit in moved)
-        disk_s = rates.file_s_per_byte * sum(unit.payload_bytes for unit in moved if unit.store == "disk")
+        link_s = sum(rates.copy_s(unit.payload_bytes) for unit in plan.moved_units)
+        disk_s = rates.file_s_per_byte * plan.read_bytes
         resident_s = sum(self._resident)
         floor_s = max(resident_s, link_s + in_place_s, disk_s)
         link: Bound = "link" if link_s >= in_place_s else "in place"

@@ -116,15 +116,16 @@ class Plan:
     @property
     def moved_bytes(self) -> int:
         """Bytes moved by one forward that runs every unit once, in order; a unit that has its slot alone stays."""
-        return sum(unit.payload_bytes for unit in self._moved_units)
+        return sum(unit.payload_bytes for unit in self.moved_units)
 
     @property
     def read_bytes(self) -> int:
         """The part of ``moved_bytes`` that comes from files."""
-        return sum(unit.payload_bytes for unit in self._moved_units if unit.store == "disk")
+        return sum(unit.payload_bytes for unit in self.moved_units if unit.store == "disk")
 
     @property
-    def _moved_units(self) -> list[Unit]:
+    def moved_units(self) -> list[Unit]:
+        """Units that come with every forward: one that has its slot alone stays there."""
         return [unit for unit in self.units if len(chain(unit.slot, len(self.units), self.num_slots)) > 1]
 
     @property

@@ -1,15 +1,22 @@
-"""A checksum of large tensors at the rate of memory, on any device: to see whether ranks hold the same weights."""
+"""Digests: of large tensors at the rate of memory, on any device, to see whether ranks hold the same; of values."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from functools import cache
 
 import torch
 
-__all__ = ["checksum"]
+__all__ = ["checksum", "json_digest"]
 
 _WORDS = 1 << 20  # per block
 _PRIME = (1 << 61) - 1
+
+
+def json_digest(value: object) -> str:
+    """SHA-256 of ``value`` as JSON, in hexadecimal digits; the order of keys does not count."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def checksum(blob: torch.Tensor) -> int:

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,13 +102,8 @@ class File:
     def scatter(self, offset: int, views: Sequence[memoryview]) -> None:
         """Fill ``views``, one behind the other, with the bytes from ``offset`` on; raises as :meth:`read`."""
         num_bytes = sum(map(len, views))
-        try:
+        with self._reading(offset, num_bytes):
             self._scatter(offset, views, num_bytes)
-        except OSError as error:
-            raise TransferError(
-                f"{self.path}: reading {num_bytes} bytes at {offset} failed: {error.strerror}"
-            ) from error
-        self._after(offset, num_bytes)
 
     def read_around(self, offset: int, num_bytes: int, room: memoryview) -> int:
         """Read into ``room`` (at least ``num_bytes``) and return where in it the bytes begin; raises as :meth:`read`.
@@ -122,17 +117,11 @@ class File:
             self.read(offset, room[:num_bytes])
             return 0
         direct = self._direct or self.ways.choose(num_bytes)
-        try:
-            with _Timed(self.ways, direct, num_bytes):
-                if direct:
-                    self._read_fully(self._direct_fd, offset - skip, [room[:span]], skip + num_bytes)
-                else:
-                    self._read_fully(self.fd, offset, [room[:num_bytes]], num_bytes)
-        except OSError as error:
-            raise TransferError(
-                f"{self.path}: reading {num_bytes} bytes at {offset} failed: {error.strerror}"
-            ) from error
-        self._after(offset, num_bytes)
+        with self._reading(offset, num_bytes), _Timed(self.ways, direct, num_bytes):
+            if direct:
+                self._read_fully(self._direct_fd, offset - skip, [room[:span]], skip + num_bytes)
+            else:
+                self._read_fully(self.fd, offset, [room[:num_bytes]], num_bytes)
         return skip if direct else 0
 
     def _scatter(self, offset: int, views: Sequence[memoryview], num_bytes: int) -> None:
@@ -156,7 +145,15 @@ class File:
         found = cached_bytes(self.fd, offset, num_bytes, self._teller)
         return found is not None and found > num_bytes // 2
 
-    def _after(self, offset: int, num_bytes: int) -> None:
+    @contextmanager
+    def _reading(self, offset: int, num_bytes: int) -> Iterator[None]:
+        """Around a read: an error of the system names the stretch; what was read is let go of, or checked."""
+        try:
+            yield
+        except OSError as error:
+            raise TransferError(
+                f"{self.path}: reading {num_bytes} bytes at {offset} failed: {error.strerror}"
+            ) from error
         if self._drop:
             os.posix_fadvise(self.fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
         if self._stamp is not None:

@@ -31,7 +31,7 @@ __all__ = [
     "Held",
     "PinnedStore",
     "device_view",
-    "fresh_pages",
+    "new_pinned",
     "pack",
     "pin_threads",
     "pinned_region",
@@ -73,18 +73,27 @@ def pinned_region(num_bytes: int) -> torch.Tensor:
     """
     if num_bytes == 0 or pinning_disabled():
         return torch.empty(num_bytes, dtype=torch.uint8)
-    pinned = PinnedBytes(fresh_pages(num_bytes))
-    populate_parallel(pinned.blob, pin_threads())
     registrar = CudaRegistrar()
-    code = pinned.register(registrar)
+    pinned, code = new_pinned(num_bytes, registrar)
     if code == 0:
         return pinned.blob
     _warn_refused(num_bytes, code)
     return registrar.allocate(num_bytes)
 
 
-def fresh_pages(num_bytes: int) -> torch.Tensor:
-    """Untouched host memory of exactly ``num_bytes``: uint8, 1-D."""
+def new_pinned(num_bytes: int, registrar: Registrar) -> tuple[PinnedBytes, int]:
+    """Host memory of exactly ``num_bytes``, and the code with which the driver took (0) or refused to register it.
+
+    Raises:
+        BudgetError: the system has no memory for it.
+        StateError: a graph is being captured.
+    """
+    memory = PinnedBytes(_fresh(num_bytes))
+    populate_parallel(memory.blob, pin_threads())
+    return memory, memory.register(registrar)
+
+
+def _fresh(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(map_pages(num_bytes), dtype=torch.uint8)
 
 
@@ -250,7 +259,7 @@ class PinnedStore(Store):
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         """Memory of one slab, untouched: uint8, 1-D, host."""
-        return fresh_pages(num_bytes)
+        return _fresh(num_bytes)
 
     def _place(self, cargo: _Cargo, slab: PinnedBytes, start: int, num_bytes: int) -> None:
         index = len(self._slabs)

@@ -7,8 +7,6 @@ in between, and brings it to its end once the weights are final, with either run
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -28,6 +26,7 @@ from penstock.errors import OptionError, StateError
 from penstock.offloaders.engine import EngineOffloader
 from penstock.peers import Peers
 from penstock.plan.model import Plan
+from penstock.store.digest import json_digest
 
 __all__ = ["OffloadingWorker", "Worker"]
 
@@ -266,8 +265,7 @@ def _key_compile_cache(config: Any, plan: Plan) -> None:
     would read slots that nobody filled. The additional configuration counts among the factors of the cache's key.
     """
     units = [(unit.anchor, [entry.storage for entry in unit.entries]) for unit in plan.units]
-    digest = hashlib.sha256(json.dumps(units).encode()).hexdigest()
-    config.additional_config["penstock_units"] = digest
+    config.additional_config["penstock_units"] = json_digest(units)
 
 
 def _report(plan: Plan) -> None:
