@@ -100,6 +100,29 @@ def test_what_vllm_has_no_flag_for_goes_into_its_additional_config() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("rest", "replicas"),
+    [
+        ("", None),
+        ("--data-parallel-size 1", None),
+        ("--data-parallel-size 2", 2),
+        ("-dp=4", 4),
+        ("--data_parallel_size 8 -dpl 4", 4),
+        ("--data-parallel-size-local 1 -dp 2", None),
+        ("-dp many", None),
+        ("--seed 3 -dp", None),
+    ],
+)
+def test_engines_of_one_host_are_counted_for_the_store_they_share(rest: str, replicas: int | None) -> None:
+    command = command_of("--offload-group-size", "4", "--offload-mode", "shm_cpu", *rest.split())
+    expected = {"mode": "shm_cpu"} if replicas is None else {"mode": "shm_cpu", "replicas": replicas}
+    assert json.loads(command[command.index("--additional-config") + 1]) == {"penstock": expected}
+    assert "replicas" not in str(command_of("--offload-group-size", "4", *rest.split()))
+    own = '{"penstock": {"mode": "shm_cpu", "replicas": 3}}'
+    given = command_of("--offload-group-size", "4", "--additional-config", own, *rest.split())
+    assert own in given
+
+
 def test_flags_of_vllm_and_keys_of_ours_go_together() -> None:
     command = command_of("--offload-group-size", "4", "--measure-stalls")
     assert command[:7] == [*START, "--offload-group-size", "4"]

@@ -72,9 +72,10 @@ def test_a_budget(own: dict[str, Any], budget: Budget) -> None:
 
 def test_the_store_and_the_stalls_go_with_flags_and_with_a_budget() -> None:
     own = {"mode": "shm_cpu", "measure_stalls": True}
-    assert read(GROUP, own) == EngineOptions(Prefetch(4, 1, 1, mode="shm_cpu"), "shm_cpu", True)
-    assert read({"cpu_offload_gb": 1.0}, own) == EngineOptions(UVA(GIB, mode="shm_cpu"), "shm_cpu", True)
-    assert read(own={**own, "device_memory": "1GiB"}) == EngineOptions(Budget("1GiB", mode="shm_cpu"), "shm_cpu", True)
+    assert read(GROUP, own) == EngineOptions(Prefetch(4, 1, 1, mode="shm_cpu"), "shm_cpu", None, True)
+    assert read({"cpu_offload_gb": 1.0}, own) == EngineOptions(UVA(GIB, mode="shm_cpu"), "shm_cpu", None, True)
+    budget = Budget("1GiB", mode="shm_cpu")
+    assert read(own={**own, "device_memory": "1GiB", "replicas": 4}) == EngineOptions(budget, "shm_cpu", 4, True)
 
 
 @pytest.mark.parametrize("additional", [{}, {"other": 1}, {"penstock": {}}, SimpleNamespace(), None])
@@ -163,6 +164,10 @@ FORM = """write it like --additional-config '{"penstock": {"device_memory": "20G
         ),
         ({"mode": "disk"}, OptionError, "penstock.mode 'disk': expected one of cpu, shm_cpu inside vLLM; leave it out"),
         ({"mode": ["cpu"]}, OptionError, "penstock.mode ['cpu']: expected one of cpu, shm_cpu"),
+        ({"replicas": "2"}, OptionTypeError, "penstock.replicas: expected a number of engines, found '2'"),
+        ({"replicas": True}, OptionTypeError, "penstock.replicas: expected a number of engines, found True"),
+        ({"replicas": 1, "mode": "shm_cpu"}, OptionError, "penstock.replicas = 1: expected at least 2 engines"),
+        ({"replicas": 2}, OptionError, "no effect with mode 'cpu': add \"mode\": \"shm_cpu\", or leave it out"),
         ({"measure_stalls": 1}, OptionTypeError, "penstock.measure_stalls: expected true or false, found 1"),
         ({"batch": 1}, OptionError, "penstock.batch has no effect without penstock.device_memory; write it like"),
         ({"rules": ["a=uva"]}, OptionError, "penstock.rules has no effect without penstock.device_memory"),

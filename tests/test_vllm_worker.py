@@ -6,83 +6,31 @@ installed, more than no bytes, towers reached.
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import vllm_stand_in as vllm
-from engines import VOCABULARY
-from ranks import outcomes
 from torch import nn
+from vllm_workers import (
+    GROUP,
+    RUNNERS,
+    SOME,
+    ids,
+    loaded,
+    make,
+    offloaded_names,
+    require_same_outputs,
+    resident,
+    stand_in,  # noqa: F401 (a fixture for every test)
+    start,
+)
 
 from penstock.adapters.vllm.interface import differences
 from penstock.config import Prefetch
 from penstock.errors import OptionError, SelectionError, StateError
 from penstock.offloaders.engine import EngineOffloader
-
-RUNNERS = pytest.mark.parametrize("second", [False, True], ids=["first runner", "second runner"])
-GROUP = {"offload_group_size": 4}
-SOME = {"device_memory": "7MiB"}  # of 9 MiB
-
-
-@pytest.fixture(autouse=True)
-def _vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    vllm.install(monkeypatch)
-    monkeypatch.delitem(sys.modules, "penstock.adapters.vllm.worker", raising=False)
-    yield
-    sys.modules.pop("penstock.adapters.vllm.worker", None)  # it has imported the stand-in
-
-
-def make(
-    flags: dict[str, Any] | None = None, own: dict[str, Any] | None = None, *, second: bool = False, **config: Any
-) -> Any:
-    """penstock's worker as vLLM makes it, before the model is loaded."""
-    flags = flags or {}
-    uva = {name: value for name, value in flags.items() if name.startswith("cpu_")}
-    prefetch = {name: value for name, value in flags.items() if name.startswith("offload_")}
-    offload = vllm.OffloadConfig("auto", vllm.UVAOffloadConfig(**uva), vllm.PrefetchOffloadConfig(**prefetch))
-    config.setdefault("additional_config", {"penstock": own} if own else {})
-    return start(vllm.VllmConfig(offload, use_v2_model_runner=second, **config))
-
-
-def start(config: vllm.VllmConfig) -> Any:
-    worker_class = importlib.import_module("penstock.adapters.vllm").Worker
-    worker = worker_class(vllm_config=config, local_rank=0, rank=0, distributed_init_method="", is_driver_worker=True)
-    worker.init_device()
-    return worker
-
-
-def loaded(*args: Any, **kwargs: Any) -> Any:
-    worker = make(*args, **kwargs)
-    worker.load_model()
-    return worker
-
-
-def resident(**config: Any) -> vllm.Worker:
-    """vLLM alone."""
-    worker = vllm.Worker(vllm.VllmConfig(**config), 0, 0, "")
-    worker.init_device()
-    worker.load_model()
-    return worker
-
-
-def ids(rows: int = 3) -> torch.Tensor:
-    return torch.randint(0, VOCABULARY, (rows, 5), generator=torch.Generator().manual_seed(rows))
-
-
-def require_same_outputs(worker: Any, plain: vllm.Worker) -> None:
-    for rows in (1, 3, 3, 1):
-        assert torch.equal(worker.execute_model(ids(rows)), plain.execute_model(ids(rows)))
-
-
-def offloaded_names(worker: Any) -> set[str]:
-    plan = worker._offloader.plan
-    return {entry.storage for unit in plan.units for entry in unit.entries} | set(plan.uva)
 
 
 def test_the_stand_in_has_what_a_real_one_has_to_have() -> None:
@@ -221,70 +169,6 @@ def test_a_draft_model_stays_where_it_is(second: bool) -> None:
     with torch.inference_mode():
         assert torch.equal(worker.model_runner.drafter(ids()), plain.model_runner.drafter(ids()))  # type: ignore[misc]
     require_same_outputs(worker, plain)
-
-
-# -- several ranks -----------------------------------------------------------------------------------------------------
-
-
-@RUNNERS
-@pytest.mark.parametrize(("rank", "layers"), [(0, {1, 3}), (1, {5, 7})])
-def test_a_pipeline_stage_offloads_its_own_layers(rank: int, layers: set[int], second: bool) -> None:
-    vllm.state.pipeline = (rank, 2)
-    worker, plain = loaded({"offload_group_size": 2}, second=second), resident()
-    assert {int(name.split(".")[2]) for name in offloaded_names(worker)} == layers
-    require_same_outputs(worker, plain)
-
-
-def test_a_budget_is_for_the_layers_of_a_stage() -> None:
-    vllm.state.pipeline = (1, 2)
-    worker = loaded(own={"device_memory": "3MiB"})
-    assert {int(name.split(".")[2]) for name in offloaded_names(worker) if ".layers." in name} <= {4, 5, 6, 7}
-    assert worker._offloader.plan.device_bytes <= 3 * 2**20
-    require_same_outputs(worker, resident())
-
-
-def test_a_stage_without_layers_is_refused() -> None:
-    """More stages than layers: nothing could be offloaded there, and nobody would know."""
-    vllm.state.pipeline = (0, 16)
-    with pytest.raises(StateError, match="no layers were wrapped"):
-        loaded(GROUP)
-
-
-def test_each_tensor_parallel_rank_offloads_its_shard() -> None:
-    """A rank's parameters are plain tensors with shapes of their own; two ranks share nothing."""
-    sizes = []
-    for width in (160, 320):
-        vllm.set_offloader(vllm.NoopOffloader())
-        worker = loaded(GROUP, width=width)
-        require_same_outputs(worker, resident(width=width))
-        sizes.append(worker.penstock_stats()["prefetched_bytes"])
-    assert sizes[1] == 4 * sizes[0]
-
-
-def test_one_copy_for_one_rank_is_refused() -> None:
-    worker = make(GROUP, {"mode": "shm_cpu"})
-    with pytest.raises(OptionError, match=r"keeps one copy for ranks with the same weights.* use --data-parallel-size"):
-        worker.load_model()
-
-
-def data_parallel_rank(rank: int, own: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        vllm.install(patch)
-        vllm.state.data_parallel = SimpleNamespace(world_size=2, cpu_group=dist.group.WORLD)
-        worker = loaded(flags, own, second=bool(rank))
-        require_same_outputs(worker, resident())
-        return dict(worker.penstock_stats())
-
-
-@pytest.mark.parametrize(
-    ("flags", "own"), [(GROUP, {}), ({"cpu_offload_gb": 1.0}, {}), ({}, SOME)], ids=["group", "uva", "budget"]
-)
-def test_data_parallel_ranks_share_one_copy(flags: dict[str, Any], own: dict[str, Any]) -> None:
-    first, second = outcomes(2, data_parallel_rank, {**own, "mode": "shm_cpu"}, flags)
-    offloaded = first["prefetched_bytes"] + first["uva_bytes"]
-    assert first["store_bytes"]["host_shared"] >= offloaded > 500_000
-    assert first["store_bytes"] == second["store_bytes"]
-    assert "host" not in first["store_bytes"]
 
 
 # -- what vLLM is told -------------------------------------------------------------------------------------------------

@@ -109,6 +109,8 @@ class ParallelConfig:
     enable_eplb: bool = False
     enable_dbo: bool = False
     ubatch_size: int = 0
+    data_parallel_rank_local: int | None = None
+    data_parallel_master_port: int = 29500
 
 
 @dataclass
@@ -272,7 +274,13 @@ def load(config: VllmConfig) -> tuple[nn.Module, nn.Module | None, int]:
     return model, draft, sum(p.nbytes for each in models for p in each.parameters())
 
 
-class Worker:
+class WorkerBase:
+    def __init__(self, vllm_config: VllmConfig, rank: int) -> None:
+        self.vllm_config = vllm_config
+        self.rank = rank
+
+
+class Worker(WorkerBase):
     def __init__(
         self,
         vllm_config: VllmConfig,
@@ -281,7 +289,7 @@ class Worker:
         distributed_init_method: str,
         is_driver_worker: bool = False,
     ) -> None:
-        self.vllm_config = vllm_config
+        super().__init__(vllm_config, rank)
         self.calls: list[str] = []
 
     def init_device(self) -> None:
@@ -342,6 +350,7 @@ _MODULES: dict[str, list[Any]] = {
     "vllm.model_executor.model_loader.utils": [device_loading_context],
     "vllm.model_executor.models.utils": [make_layers, PPMissingLayer],
     "vllm.model_executor.layers.vocab_parallel_embedding": [VocabParallelEmbedding, ParallelLMHead],
+    "vllm.v1.worker.worker_base": [WorkerBase],
     "vllm.v1.worker.gpu_worker": [Worker],
     "vllm.v1.worker.gpu_model_runner": [FirstRunner],
     "vllm.v1.worker.gpu.model_runner": [SecondRunner],

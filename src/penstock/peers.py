@@ -38,7 +38,8 @@ class Peers:
     """Processes that share bytes at rest or a way to the device.
 
     Attributes:
-        group: ranks that hold the same weights; ``shm_cpu`` keeps one copy per host.
+        group: ranks that hold the same weights; ``shm_cpu`` keeps one copy per host, and is content with a group that
+            has a store and no backend.
         pool_links: every rank copies a part of each unit over its own link and passes it on to the others.
     """
 
@@ -48,12 +49,12 @@ class Peers:
     @property
     def rank(self) -> int:
         """Of this process in the group."""
-        return dist.get_rank(self.group)
+        return int(self.group.rank())
 
     @property
     def size(self) -> int:
         """Processes in the group."""
-        return dist.get_world_size(self.group)
+        return int(self.group.size())
 
     @property
     def timeout_s(self) -> float:

@@ -75,6 +75,7 @@ def serve(
     _require_rest(model, context.args)
     flags = replace(flags, offload_mode=offload_mode)
     config = _additional_config(additional_config, _own_keys(flags, measure_stalls))
+    _count_replicas(config, context.args)
     _require_sense(flags, config)
     command = ["vllm", "serve", model, "--worker-cls", WORKER, *_vllm_flags(flags)]
     if config:
@@ -154,6 +155,29 @@ def _additional_config(text: str | None, own: Mapping[str, Any]) -> dict[str, An
             )
     merged = {**theirs, **own}
     return {**given, "penstock": merged} if merged else given
+
+
+def _count_replicas(config: dict[str, Any], rest: Sequence[str]) -> None:
+    """Say how many engines of this host share one store, which vLLM does not tell those of a dense model."""
+    own = config.get("penstock", {})
+    if not isinstance(own, dict) or own.get("mode") != "shm_cpu" or "replicas" in own:
+        return
+    for flags in (("--data-parallel-size-local", "-dpl"), ("--data-parallel-size", "-dp")):
+        number = _number_behind(flags, rest)
+        if number is not None:
+            if number > 1:
+                own["replicas"] = number
+            return
+
+
+def _number_behind(flags: Sequence[str], rest: Sequence[str]) -> int | None:
+    """The value of the last of ``flags`` in a command line, if it is a number; what is not, vLLM refuses."""
+    found = None
+    for index, word in enumerate(rest):
+        name, _, value = word.partition("=")
+        if name.replace("_", "-") in flags:
+            found = value or next(iter(rest[index + 1 :]), "")
+    return int(found) if found and found.isdecimal() else None
 
 
 def _parsed(text: str | None) -> dict[str, Any]:

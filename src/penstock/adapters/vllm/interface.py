@@ -47,6 +47,7 @@ _WORKER = "vllm.v1.worker.gpu_worker"
 _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 _GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
 _AROUND_CAPTURE = ("sync_prev_onload", "join_after_forward")
+_PARALLEL = ("data_parallel_master_port", "data_parallel_rank_local", "enable_dbo", "enable_eplb", "ubatch_size")
 NAMES = (
     Name(_OFFLOADER, "get_offloader", ()),
     Name(_OFFLOADER, "set_offloader", ("instance",)),
@@ -64,6 +65,7 @@ NAMES = (
     Name("vllm.model_executor.layers.vocab_parallel_embedding", "VocabParallelEmbedding"),
     Name("vllm.model_executor.layers.vocab_parallel_embedding", "ParallelLMHead"),
     Name(_WORKER, "Worker.__init__", ("self", "vllm_config")),
+    Name("vllm.v1.worker.worker_base", "WorkerBase.__init__", mentions=("rank", "vllm_config")),
     Name(_WORKER, "Worker.load_model", ("self", "load_dummy_weights"), mentions=("model_runner", "load_model")),
     Name(_WORKER, "Worker.execute_model", ("self", "scheduler_output")),
     Name(_WORKER, "Worker.sleep", ("self", "level")),
@@ -90,7 +92,7 @@ NAMES = (
     # That it counts among the factors of the compile cache's key.
     Name("vllm.config.vllm", "VllmConfig.compute_hash", ("self",), mentions=("additional_config",)),
     Name("vllm.config.compilation", "CompilationConfig", fields=("splitting_ops", "use_inductor_graph_partition")),
-    Name("vllm.config.parallel", "ParallelConfig", fields=("enable_dbo", "enable_eplb", "ubatch_size")),
+    Name("vllm.config.parallel", "ParallelConfig", fields=_PARALLEL),
     Name("vllm.config.offload", "OffloadConfig", fields=("offload_backend", "prefetch", "uva")),
     Name("vllm.config.offload", "UVAOffloadConfig", fields=("cpu_offload_gb", "cpu_offload_params")),
     Name(

@@ -8,6 +8,7 @@ key under "penstock"  meaning
 ``params``            name patterns that narrow what a budget may offload (:mod:`penstock.select`)
 ``rules``             ``["experts=uva", ...]``: mechanisms that are not the planner's to choose, with a budget
 ``mode``              the store: ``cpu``, or ``shm_cpu`` for one copy per host among data-parallel ranks
+``replicas``          with ``shm_cpu`` and a dense model: engines that ``--data-parallel-size`` starts on this host
 ``measure_stalls``    time every wait for a unit; costs two events each
 ``boundaries_only``   compile the model as if it were offloaded and move nothing: the reference for equal bits
 ====================  ================================================================================================
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KEYS", "EngineOptions", "read_options"]
 
-KEYS = ("device_memory", "batch", "params", "rules", "mode", "measure_stalls", "boundaries_only")
+KEYS = ("device_memory", "batch", "params", "rules", "mode", "replicas", "measure_stalls", "boundaries_only")
 _MODES: tuple[Mode, ...] = ("cpu", "shm_cpu")
 _BUDGET_ONLY = ("batch", "params", "rules")
 _FORM = """write it like --additional-config '{"penstock": {"device_memory": "20GiB"}}'"""
@@ -42,12 +43,14 @@ class EngineOptions:
     Attributes:
         policy: ``None``: nothing is offloaded.
         mode: the store.
+        replicas: engines of this host that share one, where vLLM does not know them.
         measure_stalls: time every wait.
         boundaries_only: trace the policy's boundaries, and offload nothing.
     """
 
     policy: EnginePolicy | None
     mode: Mode = "cpu"
+    replicas: int | None = None
     measure_stalls: bool = False
     boundaries_only: bool = False
 
@@ -65,6 +68,7 @@ def read_options(offload_config: Any, additional_config: Any) -> EngineOptions:
     """
     given = _own(additional_config)
     mode = _choice(given.get("mode", "cpu"))
+    replicas = _replicas(given, mode)
     switches = [_switch(given, key) for key in ("measure_stalls", "boundaries_only")]
     flags = _flag_policy(offload_config, mode)
     budget = _budget(given, mode)
@@ -79,7 +83,7 @@ def read_options(offload_config: Any, additional_config: Any) -> EngineOptions:
             f"penstock.{next(iter(given))} has no effect while nothing is offloaded: add penstock.device_memory, "
             f"--offload-group-size or --cpu-offload-gb; {_FORM}"
         )
-    return EngineOptions(flags or budget, mode, *switches)
+    return EngineOptions(flags or budget, mode, replicas, *switches)
 
 
 def _own(additional_config: Any) -> Mapping[str, Any]:
@@ -100,6 +104,21 @@ def _choice(mode: Any) -> Mode:
             f"penstock.mode {mode!r}: expected one of {', '.join(_MODES)} inside vLLM; leave it out for cpu"
         )
     return mode  # type: ignore[no-any-return]
+
+
+def _replicas(given: Mapping[str, Any], mode: Mode) -> int | None:
+    if "replicas" not in given:
+        return None
+    value = given["replicas"]
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise OptionTypeError(f"penstock.replicas: expected a number of engines, found {value!r}; {_FORM}")
+    if value < 2:
+        raise OptionError(f"penstock.replicas = {value}: expected at least 2 engines that share one copy")
+    if mode != "shm_cpu":
+        raise OptionError(
+            f'penstock.replicas = {value} has no effect with mode {mode!r}: add "mode": "shm_cpu", or leave it out'
+        )
+    return value
 
 
 def _switch(given: Mapping[str, Any], key: str) -> bool:

@@ -21,6 +21,7 @@ from vllm.v1.worker import gpu_worker
 
 from penstock.adapters.vllm.interface import require_supported
 from penstock.adapters.vllm.options import EngineOptions, read_options
+from penstock.adapters.vllm.replicas import replica_peers
 from penstock.config import format_gib
 from penstock.errors import OptionError, StateError
 from penstock.offloaders.engine import EngineOffloader
@@ -74,7 +75,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             self._options.policy,
             self.model_runner.get_model,
             is_lookup=_is_lookup,
-            peers=_peers(self._options),
+            peers=self._peers(),
             measure_stalls=self._options.measure_stalls,
             announces_replays=self._announces,
         )
@@ -82,6 +83,11 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         with self._finishing(self._offloader):
             super().load_model(**kwargs)
         _report(self._offloader.plan)
+
+    def _peers(self) -> Peers | None:
+        if self._options.mode != "shm_cpu":
+            return None
+        return replica_peers(self._options.replicas, self.vllm_config.parallel_config, self.rank)
 
     @contextmanager
     def _finishing(self, offloader: EngineOffloader) -> Iterator[None]:
@@ -208,20 +214,6 @@ def _is_lookup(module: nn.Module) -> bool:
     if isinstance(module, nn.Embedding):
         return True
     return isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
-
-
-def _peers(options: EngineOptions) -> Peers | None:
-    if options.mode != "shm_cpu":
-        return None
-    from vllm.distributed.parallel_state import get_dp_group
-
-    group = get_dp_group()
-    if group.world_size == 1:
-        raise OptionError(
-            "penstock.mode 'shm_cpu' keeps one copy for ranks with the same weights, and this engine has one such: "
-            "use --data-parallel-size, or leave the mode out"
-        )
-    return Peers(group.cpu_group)
 
 
 def _refuse_what_cannot_be(config: Any) -> None:
