@@ -1,12 +1,12 @@
 """vLLM with penstock as its offloader, against vLLM's own and against vLLM resident; same flags, one engine each.
 
-    python benchmarks/vllm_offload.py OUT_FOLDER CASE...        cases: see CASES
+    python benchmarks/vllm_offload.py OUT_FOLDER CASE... [--profile]        cases: see vllm_cases.py
     python benchmarks/vllm_offload.py OUT_FOLDER --publish TABLE        raw results for docs/benchmarks, on stdout
 
 Weights are vLLM's seeded dummies, so every case has the same ones. The greedy tokens of a case, and the
 log-probabilities of them, have to equal those of the first case of its shape to the last bit. ``ms`` is the time of all
-tokens over the number of steps, prefill included. What a machine lacks of vLLM's optional kernels is named in
-``PENSTOCK_BENCH_WITHOUT`` (modules, comma-separated).
+tokens over the number of steps, prefill included. ``--profile`` adds what each kernel of one prefill takes. What a
+machine lacks of vLLM's optional kernels is named in ``PENSTOCK_BENCH_WITHOUT`` (modules, comma-separated).
 """
 
 from __future__ import annotations
@@ -22,122 +22,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-QWEN3_8B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "eos_token_id": 151645,
-    "torch_dtype": "bfloat16",
-}
-DEEPSEEK_V2_LITE = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "hidden_size": 2048,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 6,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "kv_lora_rank": 512,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_group": 1,
-    "topk_group": 1,
-    "topk_method": "greedy",
-    "scoring_func": "softmax",
-    "norm_topk_prob": False,
-    "routed_scaling_factor": 1.0,
-    "vocab_size": 102400,
-    "max_position_embeddings": 163840,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "eos_token_id": 100001,
-    "torch_dtype": "bfloat16",
-}
-SHAPES = {
-    "qwen": QWEN3_8B,
-    "qwen-prefill": QWEN3_8B,
-    "deepseek": DEEPSEEK_V2_LITE,
-    "qwen-short": {**QWEN3_8B, "num_hidden_layers": 8},
-}
-WORKER = "penstock.adapters.vllm.Worker"
+from vllm_cases import CASES, LOADS, QWEN3_8B, SHAPES
+
 LINK_BYTES_PER_S = 55.5e9  # H2D of the reference machine
-GROUP = {"offload_group_size": 4, "offload_num_in_group": 1, "offload_prefetch_step": 1}
-EXPERTS = {"cpu_offload_gb": 40, "cpu_offload_params": {"experts"}}
-
-
-def _budget(gib: float, **more: Any) -> dict[str, Any]:
-    size = f"{int(gib * 2**20)}KiB"
-    return {"worker_cls": WORKER, "additional_config": {"penstock": {"device_memory": size, **more}}}
-
-
-# Device memory for weights under 4/1/1: what is resident, and one slot.
-_QWEN_SAME_MEMORY_GIB = 12.405
-# name: (shape, model runner, arguments of the engine)
-CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "resident": ("qwen", 1, {}),
-    "vllm": ("qwen", 1, GROUP),
-    "penstock": ("qwen", 1, {**GROUP, "worker_cls": WORKER}),
-    "budget": ("qwen", 1, _budget(_QWEN_SAME_MEMORY_GIB, batch=[1, 16, 256])),
-    "resident-v2": ("qwen", 2, {}),
-    "penstock-v2": ("qwen", 2, {**GROUP, "worker_cls": WORKER}),
-    "budget-v2": ("qwen", 2, _budget(_QWEN_SAME_MEMORY_GIB, batch=[1, 16, 256])),
-    "still": (
-        "qwen",
-        1,
-        {**GROUP, "worker_cls": WORKER, "additional_config": {"penstock": {"boundaries_only": True}}},
-    ),
-    "penstock-stalls": (
-        "qwen-prefill",
-        1,
-        {**GROUP, "worker_cls": WORKER, "additional_config": {"penstock": {"measure_stalls": True}}},
-    ),
-    "eager": ("qwen-short", 1, {"enforce_eager": True}),
-    "penstock-eager": ("qwen-short", 1, {**GROUP, "worker_cls": WORKER, "enforce_eager": True}),
-    "short": ("qwen-short", 2, {}),
-    "penstock-short": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER}),
-    "sleep-short": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER, "enable_sleep_mode": True}),
-    "lora-short": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER, "enable_lora": True, "max_lora_rank": 16}),
-    "fp8-short": ("qwen-short", 1, {"quantization": "fp8"}),
-    "penstock-fp8-short": ("qwen-short", 1, {**GROUP, "worker_cls": WORKER, "quantization": "fp8"}),
-    "moe-resident": ("deepseek", 1, {}),
-    "moe-vllm": ("deepseek", 1, EXPERTS),
-    "moe-penstock": ("deepseek", 1, {**EXPERTS, "worker_cls": WORKER}),
-    "moe-prefetch": (
-        "deepseek",
-        1,
-        {**GROUP, "offload_params": {"w13_weight", "w2_weight"}, "worker_cls": WORKER},
-    ),
-}
-# sequences, tokens in, tokens out, repeats
-LOADS = {
-    "qwen": [(1, 128, 64, 3), (16, 128, 64, 3), (256, 128, 64, 2), (256, 128, 1, 2), (64, 2047, 1, 3)],
-    "qwen-prefill": [(64, 2047, 1, 3)],
-    "qwen-short": [(1, 128, 16, 2), (16, 300, 16, 2)],
-    "deepseek": [(1, 128, 32, 4)],
-}
 
 
 def main() -> None:
@@ -145,35 +32,41 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("cases", nargs="*", choices=[*CASES, []], metavar="CASE")
     parser.add_argument("--publish", metavar="TABLE", help="print the rows of all cases in OUT_FOLDER as JSON lines")
+    parser.add_argument("--profile", action="store_true", help="of the last load of each case, kernel by kernel")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.publish:
         _publish(given.out, given.publish)
         return
     if given.child:
-        _measure(given.out, given.cases[0])
+        _measure(given.out, given.cases[0], given.profile)
         return
     for case in given.cases:
         with (given.out / f"vllm-{case}.log").open("w") as log:
-            command = [sys.executable, __file__, "--child", str(given.out), case]
-            code = subprocess.run(command, env=_environment(case), stdout=log, stderr=subprocess.STDOUT).returncode
+            command = [sys.executable, __file__, "--child", str(given.out), case, *["--profile"] * given.profile]
+            environment = _environment(case, given.out)
+            code = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT).returncode
         print(f"{case}: exit {code}" if code else "\n".join(_summary(given.out, case)), flush=True)
 
 
-def _environment(case: str) -> dict[str, str]:
+def _environment(case: str, out: Path) -> dict[str, str]:
     runner = CASES[case][1]
+    without = filter(None, os.environ.get("PENSTOCK_BENCH_WITHOUT", "").split(","))
+    (out / "without").mkdir(parents=True, exist_ok=True)
+    # Every process of an engine begins with it, its workers too.
+    (out / "without" / "sitecustomize.py").write_text(f"import sys\nsys.modules |= dict.fromkeys({[*without]})\n")
     return {
         **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(out / "without"), os.environ.get("PYTHONPATH", "")]),
         "VLLM_USE_V2_MODEL_RUNNER": str(runner - 1),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
 
 
-def _measure(out: Path, case: str) -> None:
-    for name in filter(None, os.environ.get("PENSTOCK_BENCH_WITHOUT", "").split(",")):
-        sys.modules[name] = None  # type: ignore[assignment]
+def _measure(out: Path, case: str, profile: bool) -> None:
     import torch
     from vllm import LLM
 
@@ -206,6 +99,8 @@ def _measure(out: Path, case: str) -> None:
             engine.wake_up()
         rows.append({**_run(engine, *load), "case": case, "shape": shape, "start_s": start_s})
         _write(out, case, engine, rows, {"host_bytes": host_before, "rss_bytes": rss_before})
+    if profile:
+        (out / f"vllm-{case}-profile.json").write_text(json.dumps(_profile(engine, *load)))
 
 
 def _write(out: Path, case: str, engine: Any, rows: list[dict[str, Any]], before: dict[str, int]) -> None:
@@ -220,19 +115,47 @@ def _write(out: Path, case: str, engine: Any, rows: list[dict[str, Any]], before
         "rss_bytes": _resident_bytes() - before["rss_bytes"],
         "device_bytes": torch.cuda.memory_allocated(),
         "peak_device_bytes": torch.cuda.max_memory_allocated(),
-        "offloader": _offloader_facts(engine),
+        "offloader": _offloader_facts(engine, case),
     }
     (out / f"vllm-{case}.json").write_text(json.dumps({"facts": facts, "rows": rows}))
 
 
-def _run(engine: Any, num_sequences: int, tokens_in: int, tokens_out: int, repeats: int) -> dict[str, Any]:
-    from vllm import SamplingParams
-
+def _prompts(num_sequences: int, tokens_in: int) -> list[dict[str, list[int]]]:
     chooser = random.Random(num_sequences * 10_000 + tokens_in)
-    prompts = [
+    return [
         {"prompt_token_ids": [chooser.randrange(1000, 100_000) for _ in range(tokens_in)]} for _ in range(num_sequences)
     ]
-    sampling = SamplingParams(temperature=0.0, max_tokens=tokens_out, ignore_eos=True, detokenize=False)
+
+
+def _sampling(tokens_out: int) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=tokens_out, ignore_eos=True, detokenize=False)
+
+
+def _profile(engine: Any, num_sequences: int, tokens_in: int, tokens_out: int, repeats: int) -> list[dict[str, Any]]:
+    """Microseconds and launches of each kernel of one run, the longest first; and when none of them ran."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        engine.generate(_prompts(num_sequences, tokens_in), _sampling(tokens_out), use_tqdm=False)
+    events = [e for e in profiler.profiler.kineto_results.events() if str(e.device_type()).endswith("CUDA")]
+    events.sort(key=lambda event: event.start_ns())
+    kernels: dict[str, list[float]] = {}
+    idle_us, end_ns = 0.0, events[0].start_ns()
+    for event in events:
+        count = kernels.setdefault(event.name(), [0, 0.0])
+        count[0] += 1
+        count[1] += event.duration_ns() / 1e3
+        if not event.name().startswith("Memcpy HtoD"):
+            idle_us += max(0, event.start_ns() - end_ns) / 1e3
+            end_ns = max(end_ns, event.start_ns() + event.duration_ns())
+    rows = [{"kernel": name, "launches": count, "us": us} for name, (count, us) in kernels.items()]
+    return [{"kernel": "none", "launches": 0, "us": idle_us}, *sorted(rows, key=lambda row: -float(row["us"]))]
+
+
+def _run(engine: Any, num_sequences: int, tokens_in: int, tokens_out: int, repeats: int) -> dict[str, Any]:
+    prompts, sampling = _prompts(num_sequences, tokens_in), _sampling(tokens_out)
     times, tokens = [], []
     for _ in range(repeats + 1):  # the first run warms up
         begin = time.perf_counter()
@@ -256,16 +179,16 @@ def _run(engine: Any, num_sequences: int, tokens_in: int, tokens_out: int, repea
     }
 
 
-def _offloader_facts(engine: Any) -> dict[str, Any]:
+def _offloader_facts(engine: Any, case: str) -> dict[str, Any]:
+    if "worker_cls" in CASES[case][2]:
+        ranks = engine.collective_rpc("penstock_stats")
+        found: dict[str, Any] = ranks[0]
+        return found if len(ranks) == 1 else {**found, "moved_by_rank": [rank["bytes_moved"] for rank in ranks]}
     from vllm.model_executor.offloader.base import get_offloader
 
     offloader = get_offloader()
-    name = type(offloader).__name__
-    if name == "EngineOffloader":
-        found: dict[str, Any] = engine.collective_rpc("penstock_stats")[0]
-        return found
     moved = getattr(offloader, "total_offloaded_bytes", 0) or getattr(offloader, "cpu_offload_bytes", 0)
-    return {"offloader": name, "offloaded_bytes": moved}
+    return {"offloader": type(offloader).__name__, "offloaded_bytes": moved}
 
 
 def _available_bytes() -> int:

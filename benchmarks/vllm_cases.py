@@ -1,0 +1,129 @@
+"""What ``vllm_offload.py`` measures: shapes of models, ways to offload them, loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "eos_token_id": 151645,
+    "torch_dtype": "bfloat16",
+}
+DEEPSEEK_V2_LITE = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "vocab_size": 102400,
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "eos_token_id": 100001,
+    "torch_dtype": "bfloat16",
+}
+_SHORT = {**QWEN3_8B, "num_hidden_layers": 8}
+SHAPES = {
+    "qwen": QWEN3_8B,
+    "qwen-prefill": QWEN3_8B,
+    "deepseek": DEEPSEEK_V2_LITE,
+    "qwen-short": _SHORT,
+    "qwen-short-tp": _SHORT,
+    "qwen-short-pp": _SHORT,
+}
+WORKER = "penstock.adapters.vllm.Worker"
+GROUP = {"offload_group_size": 4, "offload_num_in_group": 1, "offload_prefetch_step": 1}
+EXPERTS = {"cpu_offload_gb": 40, "cpu_offload_params": {"experts"}}
+
+
+def _budget(gib: float, **more: Any) -> dict[str, Any]:
+    size = f"{int(gib * 2**20)}KiB"
+    return {"worker_cls": WORKER, "additional_config": {"penstock": {"device_memory": size, **more}}}
+
+
+# Device memory for weights under 4/1/1: what is resident, and one slot.
+_QWEN_SAME_MEMORY_GIB = 12.405
+# name: (shape, model runner, arguments of the engine)
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "resident": ("qwen", 1, {}),
+    "vllm": ("qwen", 1, GROUP),
+    "penstock": ("qwen", 1, {**GROUP, "worker_cls": WORKER}),
+    "budget": ("qwen", 1, _budget(_QWEN_SAME_MEMORY_GIB, batch=[1, 16, 256])),
+    "resident-v2": ("qwen", 2, {}),
+    "penstock-v2": ("qwen", 2, {**GROUP, "worker_cls": WORKER}),
+    "budget-v2": ("qwen", 2, _budget(_QWEN_SAME_MEMORY_GIB, batch=[1, 16, 256])),
+    "still": (
+        "qwen",
+        1,
+        {**GROUP, "worker_cls": WORKER, "additional_config": {"penstock": {"boundaries_only": True}}},
+    ),
+    "penstock-stalls": (
+        "qwen-prefill",
+        1,
+        {**GROUP, "worker_cls": WORKER, "additional_config": {"penstock": {"measure_stalls": True}}},
+    ),
+    "eager": ("qwen-short", 1, {"enforce_eager": True}),
+    "penstock-eager": ("qwen-short", 1, {**GROUP, "worker_cls": WORKER, "enforce_eager": True}),
+    "short": ("qwen-short", 2, {}),
+    "penstock-short": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER}),
+    "sleep-short": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER, "enable_sleep_mode": True}),
+    "lora-short": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER, "enable_lora": True, "max_lora_rank": 16}),
+    "fp8-short": ("qwen-short", 1, {"quantization": "fp8"}),
+    "penstock-fp8-short": ("qwen-short", 1, {**GROUP, "worker_cls": WORKER, "quantization": "fp8"}),
+    "tp": ("qwen-short-tp", 2, {"tensor_parallel_size": 2}),
+    "penstock-tp": ("qwen-short-tp", 2, {**GROUP, "worker_cls": WORKER, "tensor_parallel_size": 2}),
+    "budget-tp": ("qwen-short-tp", 2, {**_budget(1.4, batch=[1, 16]), "tensor_parallel_size": 2}),
+    "pp": ("qwen-short-pp", 1, {"pipeline_parallel_size": 2}),
+    "penstock-pp": ("qwen-short-pp", 1, {**GROUP, "worker_cls": WORKER, "pipeline_parallel_size": 2}),
+    "moe-resident": ("deepseek", 1, {}),
+    "moe-vllm": ("deepseek", 1, EXPERTS),
+    "moe-penstock": ("deepseek", 1, {**EXPERTS, "worker_cls": WORKER}),
+    "moe-prefetch": (
+        "deepseek",
+        1,
+        {**GROUP, "offload_params": {"w13_weight", "w2_weight"}, "worker_cls": WORKER},
+    ),
+}
+# sequences, tokens in, tokens out, repeats
+LOADS = {
+    "qwen": [(1, 128, 64, 3), (16, 128, 64, 3), (256, 128, 64, 2), (256, 128, 1, 2), (64, 2047, 1, 3)],
+    "qwen-prefill": [(64, 2047, 1, 3)],
+    **{name: [(1, 128, 16, 2), (16, 300, 16, 2)] for name in ("qwen-short", "qwen-short-tp", "qwen-short-pp")},
+    "deepseek": [(1, 128, 32, 4)],
+}
