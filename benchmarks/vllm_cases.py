@@ -101,6 +101,14 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "eager": ("qwen-short", 1, {"enforce_eager": True}),
     "penstock-eager": ("qwen-short", 1, {**GROUP, "worker_cls": WORKER, "enforce_eager": True}),
     "short": ("qwen-short", 2, {}),
+    "short-v1": ("qwen-short", 1, {}),
+    "penstock-short-v1": ("qwen-short", 1, {**GROUP, "worker_cls": WORKER}),
+    # vLLM measures itself how much memory is left for its cache.
+    "penstock-profiled": (
+        "qwen-short",
+        2,
+        {**GROUP, "worker_cls": WORKER, "kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.5},
+    ),
     "penstock-short": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER}),
     "sleep-short": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER, "enable_sleep_mode": True}),
     "lora-short": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER, "enable_lora": True, "max_lora_rank": 16}),
@@ -122,7 +130,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 # sequences, tokens in, tokens out, repeats
 LOADS = {
-    "qwen": [(1, 128, 64, 3), (16, 128, 64, 3), (256, 128, 64, 2), (256, 128, 1, 2), (64, 2047, 1, 3)],
+    "qwen": [(1, 128, 64, 2), (16, 128, 64, 2), (256, 128, 64, 2), (256, 128, 1, 1), (64, 2047, 1, 2)],
     "qwen-prefill": [(64, 2047, 1, 3)],
     **{name: [(1, 128, 16, 2), (16, 300, 16, 2)] for name in ("qwen-short", "qwen-short-tp", "qwen-short-pp")},
     "deepseek": [(1, 128, 32, 4)],

@@ -46,7 +46,10 @@ def main() -> None:
             command = [sys.executable, __file__, "--child", str(given.out), case, *["--profile"] * given.profile]
             environment = _environment(case, given.out)
             code = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT).returncode
-        print(f"{case}: exit {code}" if code else "\n".join(_summary(given.out, case)), flush=True)
+        if code:
+            print(f"{case}: exit {code}, see {log.name}")
+        if (given.out / f"vllm-{case}.json").exists():
+            print("\n".join(_summary(given.out, case)), flush=True)
 
 
 def _environment(case: str, out: Path) -> dict[str, str]:
@@ -77,19 +80,7 @@ def _measure(out: Path, case: str, profile: bool) -> None:
     torch.cuda.init()
     host_before, rss_before = _available_bytes(), _resident_bytes()
     begin = time.perf_counter()
-    engine = LLM(
-        model=str(folder),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        max_model_len=2304,
-        max_num_seqs=256,
-        max_num_batched_tokens=8192,
-        kv_cache_memory_bytes=24 << 30 if SHAPES[shape] is QWEN3_8B else 4 << 30,
-        enable_prefix_caching=False,
-        disable_log_stats=True,
-        compilation_config={"cudagraph_capture_sizes": [1, 16, 256]},
-        **arguments,
-    )
+    engine = LLM(model=str(folder), **{**_arguments(shape), **arguments})
     start_s = time.perf_counter() - begin
     rows = []
     sleeps = arguments.get("enable_sleep_mode", False)
@@ -101,6 +92,23 @@ def _measure(out: Path, case: str, profile: bool) -> None:
         _write(out, case, engine, rows, {"host_bytes": host_before, "rss_bytes": rss_before})
     if profile:
         (out / f"vllm-{case}-profile.json").write_text(json.dumps(_profile(engine, *load)))
+
+
+def _arguments(shape: str) -> dict[str, Any]:
+    """Of every engine, unless its case says otherwise."""
+    is_full = SHAPES[shape] is QWEN3_8B
+    return {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": 2304,
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 8192,
+        "kv_cache_memory_bytes": (24 if is_full else 4) << 30,
+        "gpu_memory_utilization": 0.25 if shape.startswith("qwen-short") else 0.9,
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+        "compilation_config": {"cudagraph_capture_sizes": [1, 16, 256]},
+    }
 
 
 def _write(out: Path, case: str, engine: Any, rows: list[dict[str, Any]], before: dict[str, int]) -> None:
