@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import QuantStack, Stack, all_layers, rows, save
+from registrars import Ledger
 from rings import ENTRY_BYTES, PATIENCE_S, FakeRingLink, Op, make_plan, reader_of
 from safetensors.torch import save_file
 from torch import nn
@@ -28,6 +30,7 @@ from penstock.plan.model import Plan
 from penstock.plan.ring import RingLayout, lay_out_ring
 from penstock.plan.schedule import next_in_chain, steady_order
 from penstock.store.disk import DiskOptions, DiskStore
+from penstock.store.registration import PinnedBytes
 from penstock.telemetry import Recorder
 from penstock.testing import assert_same_bits, offload_over
 from penstock.weights import FilePart, TensorSource
@@ -353,6 +356,42 @@ class TestFailure:
         with pytest.raises(TransferError, match=r"no read has ended for 0 s|hangs"):
             machine.forwards(3)
         gate.set()
+        machine.close()
+
+    @pytest.mark.parametrize("in_server", [False, True], ids=["reader", "server"])
+    def test_memory_of_another_offload_that_ends_in_its_threads_holds_nobody_up(
+        self, in_server: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Garbage is collected in any thread; to unregister it is to wait for the stream, which waits for this one."""
+        machine = Machine(6, 2, stuck_s=PATIENCE_S)
+
+        class Waiting(Ledger):
+            def unregister(self, address: int) -> None:
+                machine.link.stream.synchronize()
+                super().unregister(address)
+
+        ledger = Waiting()
+        garbage = [PinnedBytes(torch.zeros(10, dtype=torch.uint8)) for _ in range(8)]
+        for pinned in garbage:
+            pinned.register(ledger)
+        del pinned
+
+        def collect(*args: object) -> None:
+            with suppress(IndexError):
+                garbage.pop()
+
+        if in_server:
+            monkeypatch.setattr(machine.link.ring, "_note_stall", collect)
+        else:
+            machine.store.sources["l3.w"].before = collect
+        begin = time.monotonic()
+        while garbage:
+            machine.forward()
+            machine.settle()
+        assert time.monotonic() - begin < PATIENCE_S / 2
+        assert len(ledger.held) == 8
+        PinnedBytes(torch.zeros(10, dtype=torch.uint8)).register(Ledger())
+        assert ledger.held == {}
         machine.close()
 
     def test_an_idle_ring_is_not_taken_for_a_stuck_one(self) -> None:

@@ -38,6 +38,7 @@ from penstock.errors import TransferError
 from penstock.link.stream_memory import CopyStream
 from penstock.plan.ring import WORD_BYTES, RingLayout
 from penstock.store.base import Load, Source, writable_view
+from penstock.store.registration import never_wait_for_devices
 from penstock.telemetry import Recorder, StagingStats
 
 __all__ = ["StagingRing"]
@@ -186,6 +187,7 @@ class StagingRing:
     # -- the server ---------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
+        never_wait_for_devices()
         try:
             while not self._stopped:
                 with self._lock:
@@ -359,6 +361,7 @@ class StagingRing:
 
 
 def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
+    never_wait_for_devices()
     while (job := jobs.get()) is not None:
         job()
         del job  # it holds the ring's memory, which must not outlive the offload

@@ -2,11 +2,13 @@
 
 Registration pins pages that are there already: about 30 GB/s, against 3 for an allocation by the driver. It must not
 overlap the capture of a graph, which it would invalidate: registering is refused then, and what ends during a capture
-is unregistered at the next registration.
+is unregistered later. So is what ends in a thread that a device waits for: garbage is collected in any thread, to
+unregister is to wait for the device, and the two would wait for each other.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +19,7 @@ import torch
 
 from penstock.errors import StateError
 
-__all__ = ["CudaRegistrar", "PinnedBytes", "Registrar", "refuse_capture"]
+__all__ = ["CudaRegistrar", "PinnedBytes", "Registrar", "never_wait_for_devices", "refuse_capture"]
 
 # cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread (CUDA runtime API, cudaError).
 _CAPTURE_ERRORS = range(900, 909)
@@ -84,6 +86,14 @@ def refuse_capture(registrar: Registrar) -> None:
         )
 
 
+_thread = threading.local()
+
+
+def never_wait_for_devices() -> None:
+    """For a thread that a device may be waiting for: memory that ends in it is unregistered later, in another one."""
+    _thread.feeds_a_device = True
+
+
 class _Owner:
     """Carries memory to numpy by the array interface (version 3); its end unregisters, then frees."""
 
@@ -112,18 +122,20 @@ class _Owner:
         if self._registrar is None:
             return
         with suppress(Exception):  # the interpreter may be going down
-            if self._registrar.capturing:
-                _ended_in_capture.append(self)
+            if self._registrar.capturing or getattr(_thread, "feeds_a_device", False):
+                _late.append(self)
             else:
                 self.unregister()
+                _unregister_late()
 
 
-_ended_in_capture: list[_Owner] = []
+_late: list[_Owner] = []  # ended where they could not be unregistered
 
 
 def _unregister_late() -> None:
-    while _ended_in_capture:
-        _ended_in_capture.pop().unregister()
+    with suppress(IndexError):
+        while True:
+            _late.pop().unregister()
 
 
 class PinnedBytes:
@@ -177,3 +189,4 @@ class PinnedBytes:
     def unregister(self) -> None:
         """Unpin it now, for memory that lives on as ordinary memory; no effect when it is not pinned."""
         self._owner.unregister()
+        _unregister_late()

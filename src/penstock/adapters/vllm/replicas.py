@@ -11,7 +11,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore  # type: ignore[attr-defined,unused-ignore]
 
 from penstock.config import peer_timeout_s
 from penstock.errors import OptionError, PeerError
@@ -52,14 +52,14 @@ def replica_peers(replicas: int | None, parallel: Any, rank: int) -> Peers:
             f"--data-parallel-size starts here"
         )
     store = _meeting_place(parallel.data_parallel_master_port, index == rank == 0, replicas)
-    return Peers(dist.ProcessGroup(dist.PrefixStore(f"penstock/replicas/{rank}", store), index, replicas))
+    return Peers(ProcessGroup(PrefixStore(f"penstock/replicas/{rank}", store), index, replicas))
 
 
-def _meeting_place(port: int, keeps_it: bool, replicas: int) -> dist.Store:
+def _meeting_place(port: int, keeps_it: bool, replicas: int) -> Store:
     """The store of all workers of the launch, kept by one of them."""
     patience = timedelta(seconds=peer_timeout_s())
     try:
-        return dist.TCPStore(_HOST, port, is_master=keeps_it, timeout=patience, wait_for_workers=False)
+        return TCPStore(_HOST, port, is_master=keeps_it, timeout=patience, wait_for_workers=False)
     except RuntimeError as error:  # DistNetworkError and DistStoreError are ones
         raise PeerError(
             f"the {replicas} engines that share one copy (penstock.replicas) did not meet at port {port} within "
