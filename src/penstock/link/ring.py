@@ -26,9 +26,11 @@ NaN where weights are floating-point numbers; what integer weights give is garba
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -209,10 +211,20 @@ class StagingRing:
             self._answer_with_poison(wanted)
             return
         if any(self._fills) and now - self._last_arrival > self._stuck_s:
-            raise TransferError(f"no read has ended for {self._stuck_s:.0f} s: the disk, or the network to it, hangs")
+            raise TransferError(
+                f"no read has ended for {self._stuck_s:.0f} s: the disk, or the network to it, hangs (its readers: "
+                f"{self._whereabouts()})"
+            )
         if wanted and self._is_missing(wanted - 1):
             self._expect(wanted - 1)
         self._read_ahead(now)
+
+    def _whereabouts(self) -> str:
+        """The innermost functions of readers that are busy, for an error message."""
+        frames = sys._current_frames()
+        found = [frames[worker.ident] for worker in self._workers if worker.ident in frames]
+        busy = {(frame.f_code, frame.f_lineno) for frame in found if frame.f_code is not _work.__code__}
+        return ", ".join(f"{code.co_qualname} ({Path(code.co_filename).name}:{line})" for code, line in busy) or "none"
 
     def _pause(self) -> float:
         return ACTIVE_S if time.monotonic() - self._last_change < IDLE_AFTER_S else IDLE_S
