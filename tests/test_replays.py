@@ -96,7 +96,7 @@ class Engine:
         self.graphs[which % len(self.graphs)].launch(self.device)
 
     def prepare(self) -> None:
-        self.pipeline.prime()
+        self.pipeline.finish_forward(whole=False)
 
 
 class RoughEngine(Engine):
@@ -249,6 +249,49 @@ def test_copies_for_the_next_replay_wait_for_the_last_read_and_not_for_the_end()
         pass
     assert engine.pipeline.slot_memory(0).unique().tolist() == [0]
     assert engine.pipeline.slot_memory(1).unique().tolist() == [1]
+
+
+def first_units_there(engine: Engine) -> bool:
+    return all(engine.pipeline.slot_memory(unit).unique().tolist() == [unit] for unit in range(2))
+
+
+def test_copies_for_the_next_forward_stand_behind_its_inputs() -> None:
+    """Behind a large batch, which runs without a graph: a copy engine would make the inputs wait for our copies."""
+    engine = Engine(4, 2, 0, announced=True)
+    engine.capture()
+    engine.forward()
+    engine.prepare()
+    engine.device.finish()
+    assert not first_units_there(engine)
+    inputs = engine.link.give("compute", lambda: None)
+    held = Op(lambda: None, [Op(lambda: None)])
+    inputs_under_way = engine.device.give("compute", held)
+    engine.pipeline.begin_forward()
+    while engine.device.advance():
+        pass
+    assert inputs.done
+    assert not inputs_under_way.done
+    assert not first_units_there(engine)
+    held.after.clear()
+    engine.device.finish()
+    assert first_units_there(engine)
+
+
+def test_a_replay_behind_an_eager_forward_finds_its_first_units() -> None:
+    engine = Engine(4, 2, 0, announced=True)
+    engine.capture()
+    engine.forward()
+    engine.pipeline.join()
+    engine.device.finish()
+    assert first_units_there(engine)
+
+
+def test_without_graphs_a_forward_copies_ahead_for_the_next() -> None:
+    """Then small batches run like that, too, and the link is what they wait for."""
+    engine = Engine(4, 2, 0, announced=True)
+    engine.forward()
+    engine.device.finish()
+    assert first_units_there(engine)
 
 
 def test_the_test_sees_a_replay_that_was_not_announced() -> None:

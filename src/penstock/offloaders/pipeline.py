@@ -24,6 +24,11 @@ announced and filled again when the engine says that it is under way (``prime``)
 An event says nothing of a graph that reads the slot and leaves none there (it skips the last unit of a chain): once
 there is such a graph, copies into this slot wait for the end of the replay.
 
+[Note: inputs of the next forward] An engine copies them to the device between two forwards, and a copy engine takes one
+copy after the other: behind a unit of 300 MB they are 5 ms late, and compute stands still. Where the link is what a
+forward waits for, that costs nothing. Once there are announced replays, it is the large batches that run without one,
+so behind such a forward the copies for the next one are left to its beginning, which stands behind its inputs.
+
 [Note: loose modules] Pieces of a model may be replayed one by one with offloaded modules run by hand between them. What
 the live record says of the slots is then out of date, and no forward begins that would refill the held-back one. So a
 module that runs outside a forward once graphs exist gets its unit copied anew, behind whatever compute has been given,
@@ -40,9 +45,10 @@ from dataclasses import replace
 import torch
 
 from penstock.errors import SlotConflictError, StateError, TransferError
-from penstock.link.base import Link, Mark, Transfer
+from penstock.link.base import Link
 from penstock.offloaders.debug import Guard
 from penstock.offloaders.notes import warn_of_idle_units
+from penstock.offloaders.slot import Slot
 from penstock.plan.model import Plan
 from penstock.plan.schedule import chain, first_units, next_in_chain, slot_of
 from penstock.store.base import Store
@@ -52,27 +58,6 @@ __all__ = ["SlotPipeline"]
 
 # A forward that holds a slot for longer than this is taken to be stuck, not slow.
 CONFLICT_TIMEOUT_S = 600.0
-
-
-class _Slot:
-    """One device buffer on one timeline.
-
-    Attributes:
-        unit: what it holds or, until ``transfer`` is done, what is on its way into it.
-        transfer: the copy that brought ``unit``. Kept after it has landed, because each stream that reads the slot has
-            to be ordered behind it; ``None`` once that is settled for all streams.
-        readers: idents of the threads that are running its unit.
-        marks: where the readers that have let go already were in their streams.
-        unmarked: of a captured slot: it was read, and no mark for replays was left behind that.
-    """
-
-    def __init__(self, memory: torch.Tensor, unit: int | None = None) -> None:
-        self.memory = memory
-        self.unit = unit
-        self.transfer: Transfer | None = None
-        self.readers: list[int] = []
-        self.marks: list[Mark] = []
-        self.unmarked = False
 
 
 class SlotPipeline:
@@ -94,10 +79,11 @@ class SlotPipeline:
         self._recorder = recorder
         self._loads = [store.load(unit) for unit in plan.units]
         link.prepare(plan, self._loads)
-        self._live = [_Slot(link.allocate(num_bytes)) for num_bytes in plan.slot_bytes]
-        self._captured: list[_Slot] | None = None
+        self._live = [Slot(link.allocate(num_bytes)) for num_bytes in plan.slot_bytes]
+        self._captured: list[Slot] | None = None
         self._unmarked: set[int] = set()  # slots that some graph reads without leaving a mark for replays
         self._has_graphs = False
+        self._gave_up_slots = False  # to a replay, since they were last filled
         self._in_forward: set[int] = set()  # idents of threads
         num_units, num_slots = len(plan.units), len(self._live)
         holds_back = num_units > num_slots and not replays_announced
@@ -116,13 +102,17 @@ class SlotPipeline:
         """The slot of ``unit``: uint8, 1-D, fixed for the life of the pipeline."""
         return self._live[slot_of(unit, len(self._live))].memory
 
-    def prime(self) -> None:
-        """Start the units that a forward needs first, unless they are there or are held back for its beginning."""
+    def prime(self, behind_compute: bool = False) -> None:
+        """Start the units that a forward needs first, unless they are there or are held back for its beginning.
+
+        ``behind_compute``: each behind all that compute has been given, and not only behind what reads its slot.
+        """
         with self._lock:
+            self._gave_up_slots = False
             slots = self._slots()
             for unit in first_units(len(self._plan.units), len(slots)):
                 if not (self._has_graphs and unit == self._held_back):
-                    self._start_if_free(unit, slots)
+                    self._start_if_free(unit, slots, behind_compute)
 
     def begin_forward(self) -> None:
         """A forward begins: start what was held back for it."""
@@ -133,7 +123,7 @@ class SlotPipeline:
                 self._end_capture()  # whatever an aborted one has left
             slots = self._slots()
             if self._announced and not self._link.capturing:
-                self.prime()
+                self.prime(behind_compute=self._has_graphs)
             # Only an empty slot: a compiler that moved this call behind the first units must do no harm.
             if self._held_back is not None and slots[self._held_back].unit is None:
                 self._start_if_free(self._held_back, slots)
@@ -155,7 +145,7 @@ class SlotPipeline:
                 warn_of_idle_units(self.stats)
             if self._announced and self._link.capturing:
                 self._join_captured()
-            else:
+            elif self._gave_up_slots or not (self._announced and self._has_graphs):
                 self.prime()
             if self._has_graphs and not self._announced:
                 self.join()
@@ -192,6 +182,7 @@ class SlotPipeline:
 
     def _give_up_slots(self) -> None:
         """To a replay that follows; what it leaves in them can be overwritten behind its marks."""
+        self._gave_up_slots = True
         for index, slot in enumerate(self._live):
             if len(chain(index, len(self._plan.units), len(self._live))) > 1:
                 slot.unit = slot.transfer = None
@@ -267,7 +258,7 @@ class SlotPipeline:
         """Counters of the link's ring, if it has one."""
         return self._link.staging_stats()
 
-    def _slots(self) -> list[_Slot]:
+    def _slots(self) -> list[Slot]:
         """The slots of the timeline that compute is on now."""
         if not self._link.capturing:
             self._end_capture()
@@ -275,7 +266,7 @@ class SlotPipeline:
         if self._captured is None:
             # Who ran a module by hand before there were graphs has left another unit in its slot than a forward does.
             there = [self._announced or (u == slot.unit and u != self._held_back) for u, slot in enumerate(self._live)]
-            self._captured = [_Slot(slot.memory, u if there[u] else None) for u, slot in enumerate(self._live)]
+            self._captured = [Slot(slot.memory, u if there[u] else None) for u, slot in enumerate(self._live)]
             for slot in (slot for u, slot in enumerate(self._live) if not there[u] and not self._has_graphs):
                 slot.unit = None
             self._has_graphs = True
@@ -297,11 +288,13 @@ class SlotPipeline:
             if not slot.readers:
                 slot.unit = None
 
-    def _start_if_free(self, unit: int, slots: list[_Slot]) -> None:
+    def _start_if_free(self, unit: int, slots: list[Slot], behind_compute: bool = False) -> None:
         if slots[unit].unit != unit and not slots[unit].readers and not self._closed:
+            if behind_compute:
+                self._mark(slots[unit])
             self._start(unit, slots[unit])
 
-    def _refill(self, unit: int, slot: _Slot) -> None:
+    def _refill(self, unit: int, slot: Slot) -> None:
         last, first = len(self._plan.units) - 1, slot_of(unit, len(self._live))
         if self._has_graphs and first == self._held_back and (unit == last or self._loose):
             slot.unit = None
@@ -312,12 +305,14 @@ class SlotPipeline:
         if self._announced and self._link.capturing and following < unit:
             slot.unit, slot.transfer, slot.marks, slot.unmarked = None, None, [], False
             self._link.leave_replay_mark(following)  # a first unit has the number of its slot
+        elif self._announced and self._has_graphs and following < unit and not self._loose:
+            slot.unit = None  # see the note on inputs
         elif following != unit:
             self._start(following, slot)
         elif self._guard and not self._link.capturing:
             self._start(unit, slot)  # poisoned, so it has to come again
 
-    def _bring(self, unit: int, slot: _Slot) -> None:
+    def _bring(self, unit: int, slot: Slot) -> None:
         if slot.unit == unit:
             try:
                 return self._land(unit, slot)
@@ -328,7 +323,7 @@ class SlotPipeline:
         self._start(unit, slot)
         self._land(unit, slot)
 
-    def _start(self, unit: int, slot: _Slot) -> None:
+    def _start(self, unit: int, slot: Slot) -> None:
         slot.unit = None
         # One copy at a time per slot: a late piece of an abandoned unit must not land on top of this one. It stays on
         # record until it is done, since the wait may be interrupted.
@@ -349,7 +344,7 @@ class SlotPipeline:
             self.stats[unit].copies += 1
             self.stats[unit].bytes_moved += self._plan.units[unit].payload_bytes
 
-    def _land(self, unit: int, slot: _Slot) -> None:
+    def _land(self, unit: int, slot: Slot) -> None:
         transfer = slot.transfer
         if transfer is None:
             return
@@ -369,24 +364,24 @@ class SlotPipeline:
             self.stats[unit].stall_s += stalled_s
             self._recorder.stall(unit, begin)
 
-    def _check_out(self, unit: int, slot: _Slot) -> None:
+    def _check_out(self, unit: int, slot: Slot) -> None:
         assert self._guard is not None
         slot.unit = None  # if this raises, nobody may read what is there
         self._guard.leaving(unit, slot.memory)
         slot.unit = unit
 
-    def _drop_stale_readers(self, slot: _Slot) -> None:
+    def _drop_stale_readers(self, slot: Slot) -> None:
         # Anchors are never nested, so a reader that is this very thread is left over from an interrupted forward.
         if threading.get_ident() in slot.readers:
             slot.readers = [reader for reader in slot.readers if reader != threading.get_ident()]
             self._mark(slot)
             self._free.notify_all()
 
-    def _mark(self, slot: _Slot) -> None:
+    def _mark(self, slot: Slot) -> None:
         if (mark := self._link.fork()) is not None:
             slot.marks.append(mark)
 
-    def _await_readers(self, unit: int, slot: _Slot) -> None:
+    def _await_readers(self, unit: int, slot: Slot) -> None:
         if not self._free.wait_for(lambda: not slot.readers, CONFLICT_TIMEOUT_S):
             raise SlotConflictError(
                 f"unit {unit} ({self._plan.units[unit].anchor}) needs the slot of unit {slot.unit}, which another "
