@@ -144,7 +144,16 @@ def engine_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+PROFILE_HEADINGS = ("case", "no kernel runs, ms", "kernels ms", "of them products ms", "copies to the device ms")
+
+
+def profile_cells(row: dict[str, Any]) -> list[str]:
+    return [row["case"], *(f"{row[key]:.1f}" for key in ("idle_ms", "kernels_ms", "products_ms", "copies_ms"))]
+
+
 def layout_of(row: dict[str, Any]) -> tuple[tuple[str, ...], Callable[[dict[str, Any]], list[str]]]:
+    if "idle_ms" in row:
+        return PROFILE_HEADINGS, profile_cells
     if "tokens_in" in row:
         return ENGINE_HEADINGS, engine_cells
     if "predicted_ms" in row:

@@ -220,8 +220,8 @@ def _publish(out: Path, table: str) -> None:
         reference = next(r for n, r in found.items() if CASES[n][0] == shape)
         prefill = {r["rows"]: r["ms"] for r in reference["rows"] if r["tokens_out"] == 1 and r["tokens_in"] == 128}
         facts = result["facts"]
-        for row, wanted in zip(result["rows"], reference["rows"], strict=False):
-            moved = facts["offloader"].get("moved_bytes_per_forward", facts["offloader"].get("offloaded_bytes", 0))
+        for number, (row, wanted) in enumerate(zip(result["rows"], reference["rows"], strict=False)):
+            moved = _moved_bytes(facts["offloader"])
             steps = row["tokens_out"]
             link_ms = moved / LINK_BYTES_PER_S * 1e3
             decode_ms = (wanted["ms"] * steps - prefill.get(row["rows"], wanted["ms"])) / max(1, steps - 1)
@@ -246,7 +246,16 @@ def _publish(out: Path, table: str) -> None:
             }
             if "logprobs" in row and "logprobs" in wanted:
                 published["compared"] = _compared(row, wanted)
+            if "still" in found and name.startswith("penstock"):
+                published["compared_with_still"] = _compared(row, found["still"]["rows"][number])
             print(json.dumps(published))
+
+
+def _moved_bytes(offloader: dict[str, Any]) -> int:
+    """Per forward."""
+    if offloader["offloader"] == "StillOffloader":
+        return 0
+    return int(offloader.get("moved_bytes_per_forward", offloader.get("offloaded_bytes", 0)))
 
 
 def _summary(out: Path, case: str) -> list[str]:
