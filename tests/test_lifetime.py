@@ -113,6 +113,25 @@ class TestGivenBack:
             assert old() is None
             assert open_files(tmp_path) == 1
 
+    @pytest.mark.parametrize("mode", ["cpu", "disk"])
+    def test_removed_offloads_are_no_garbage(self, mode: str, tmp_path: Path) -> None:
+        """Events and slots of a GPU among them: the collector would end them in whatever thread runs, a reader too."""
+        model = Stack(5).eval()
+        checkpoint = save(model, tmp_path) if mode == "disk" else None
+        gc.collect()
+        gc.disable()
+        try:
+            handle = penstock.offload(model, all_layers(2, mode), checkpoint=checkpoint)
+            model(rows())
+            assert_moved(handle, 1)
+            attachment = handle._attachment
+            gone = [weakref.ref(thing) for thing in (attachment, attachment._pipeline, *attachment._pipeline._live)]
+            handle.remove()
+            del handle, attachment
+            assert [ref() for ref in gone] == [None] * len(gone)
+        finally:
+            gc.enable()
+
     def test_a_hundred_times(self) -> None:
         model = Stack(2).eval()
         x = rows()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import struct
 import threading
 import time
 from collections import deque
@@ -17,10 +19,14 @@ __all__ = ["ReadStats", "Recorder", "Span", "StagingStats", "Stats", "UnitStats"
 _MAX_SPANS = 1 << 16
 
 
+_Kind = Literal["copy", "compute", "stall"]
+_KINDS: tuple[_Kind, ...] = ("copy", "compute", "stall")
+
+
 class Span(NamedTuple):
     """A stretch of time on one thread; times in ns of ``time.perf_counter_ns``."""
 
-    kind: Literal["copy", "compute", "stall"]
+    kind: _Kind
     unit: int
     track: str
     start_ns: int
@@ -28,11 +34,27 @@ class Span(NamedTuple):
     num_bytes: int
 
 
+_PACKED = struct.Struct("=BIIqqq")  # number of the kind, unit, number of the track, start, duration, bytes
+
+
 class Recorder:
-    """Keeps the last 65,536 spans; appending is atomic, so any thread may record."""
+    """Keeps the last 65,536 spans; appending is atomic, so any thread may record.
+
+    Packed: as tuples they would be objects that the garbage collector counts, and it would run in the threads that feed
+    a device, which must not be kept.
+    """
 
     def __init__(self) -> None:
-        self.spans: deque[Span] = deque(maxlen=_MAX_SPANS)
+        self._packed: deque[bytes] = deque(maxlen=_MAX_SPANS)
+        self._tracks: dict[str, int] = {}  # number by name
+        self._numbers = itertools.count()
+
+    @property
+    def spans(self) -> list[Span]:
+        """What is kept, in the order in which it ended."""
+        names = {number: name for name, number in list(self._tracks.items())}
+        rows = (_PACKED.unpack(packed) for packed in list(self._packed))
+        return [Span(_KINDS[kind], unit, names[track], *rest) for kind, unit, track, *rest in rows]
 
     def copy(self, unit: int, num_bytes: int, start_ns: int) -> None:
         """A piece of ``unit`` that began at ``start_ns`` has just arrived."""
@@ -51,7 +73,7 @@ class Recorder:
 
         ``names``: the anchor of each unit, for labels.
         """
-        spans = list(self.spans)
+        spans = self.spans
         tracks = list(dict.fromkeys(span.track for span in spans))
         origin = min((span.start_ns for span in spans), default=0)
         events: list[dict[str, Any]] = [
@@ -61,9 +83,13 @@ class Recorder:
         events += [_event(span, origin, tracks.index(span.track), names) for span in spans]
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
-    def _add(self, kind: Literal["copy", "compute", "stall"], unit: int, start_ns: int, num_bytes: int) -> None:
-        track = threading.current_thread().name
-        self.spans.append(Span(kind, unit, track, start_ns, time.perf_counter_ns() - start_ns, num_bytes))
+    def _add(self, kind: _Kind, unit: int, start_ns: int, num_bytes: int) -> None:
+        name = threading.current_thread().name
+        track = self._tracks.get(name)
+        if track is None:
+            track = self._tracks.setdefault(name, next(self._numbers))
+        duration_ns = time.perf_counter_ns() - start_ns
+        self._packed.append(_PACKED.pack(_KINDS.index(kind), unit, track, start_ns, duration_ns, num_bytes))
 
 
 def _event(span: Span, origin_ns: int, tid: int, names: Sequence[str]) -> dict[str, Any]:

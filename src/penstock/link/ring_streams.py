@@ -10,6 +10,7 @@ the ring knows nothing of them, and its readers work ahead meanwhile.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Sequence
 
@@ -73,6 +74,7 @@ class RingLink(StreamLink):
                 "what rests in files comes to a GPU through pinned memory, which PENSTOCK_DISABLE_PIN_MEMORY=1 "
                 "forbids; unset it, or use mode 'cpu' (--offload-mode cpu)"
             )
+        gc.collect()  # here and not in a reader, where it would wait for a device that waits for the reader
         layout = lay_out_ring_of(plan, self._entry_bytes, self._max_entries)
         with torch.cuda.device(self._device):
             memory = pinned_region(layout.num_bytes)
