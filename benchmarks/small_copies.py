@@ -30,7 +30,7 @@ def main() -> None:
             waits.append(_copy_ms(weights, source, target, mib << 20, compute, inputs, row)[1])
             alone.append(_copy_ms(weights, source[:4096], target[:4096], mib << 20, compute, inputs, row)[1])
         print(
-            f"pieces of {mib:4d} MiB: {statistics.median(rates):6.2f} GB/s; {SMALL_COPIES} copies of {SMALL_BYTES} bytes take "
+            f"pieces of {mib:4d} MiB: {statistics.median(rates):6.2f} GB/s; {SMALL_COPIES} small copies take "
             f"{statistics.median(waits):6.3f} ms (at most {max(waits):6.3f}), alone {statistics.median(alone):6.3f} ms"
         )
 
