@@ -130,7 +130,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 # sequences, tokens in, tokens out, repeats
 LOADS = {
-    "qwen": [(1, 128, 64, 2), (16, 128, 64, 2), (256, 128, 64, 2), (256, 128, 1, 1), (64, 2047, 1, 2)],
+    "qwen": [(1, 128, 64, 2), (16, 128, 64, 2), (256, 128, 64, 2), (256, 128, 1, 3), (64, 2047, 1, 3)],
     "qwen-prefill": [(64, 2047, 1, 3)],
     **{name: [(1, 128, 16, 2), (16, 300, 16, 2)] for name in ("qwen-short", "qwen-short-tp", "qwen-short-pp")},
     "deepseek": [(1, 128, 32, 4)],
