@@ -262,11 +262,12 @@ def _key_compile_cache(config: Any, plan: Plan) -> None:
 
 def _report(plan: Plan) -> None:
     logger.info(
-        "penstock: %s resident, %s prefetched in %d units through %d slots of %s, %s read in place",
+        "penstock: %s resident, %s prefetched in %d units through %d slots of %s, %s read in place; at rest in %s",
         format_gib(plan.resident_bytes),
         format_gib(plan.prefetched_bytes),
         len(plan.units),
         plan.num_slots,
         format_gib(max(plan.slot_bytes, default=0)),
         format_gib(plan.uva_bytes),
+        plan.mode,
     )
