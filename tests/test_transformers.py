@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -41,6 +42,9 @@ from penstock.errors import (
     SelectionError,
 )
 from penstock.inventory import take_inventory
+from penstock.plan.cost import NOMINAL_GPU, Curve
+from penstock.plan.planner import Planner
+from penstock.traits import traits_of
 
 pytestmark = pytest.mark.filterwarnings("error::penstock.PenstockWarning")
 
@@ -507,6 +511,27 @@ class TestPlanning:
             with handle:
                 assert replace(handle.plan, made_for=None) == plan
                 assert_streams(loaded, handle, resident(folder))
+
+    def test_ranks_that_split_units_are_counted(
+        self, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each of four keeps a quarter, and it comes over the links of four."""
+        given: list[tuple[penstock.Plan, Planner]] = []
+
+        def offload(model: Any, plan: penstock.Plan, **options: Any) -> None:
+            given.append((plan, Planner(take_inventory(model), rates, traits_of(model), num_ranks=4)))
+
+        rates = replace(NOMINAL_GPU, peer_bytes_per_s=Curve.of({1: 1e12}))
+        monkeypatch.setattr("penstock.adapters.transformers.offload", offload)
+        monkeypatch.setattr("penstock.offloaders.planning.planning_rates", lambda device: rates)
+        folder, group = saved("qwen3"), SimpleNamespace(size=lambda: 4)
+        num_bytes = take_inventory(build_meta_model(folder)).num_bytes
+        budget = penstock.Budget(num_bytes * 3 // 4, params=["mlp"], mode="sharded_gpu")
+        for policy in (budget, replace(EVERYTHING, mode="sharded_gpu")):
+            load(folder, policy, group=group)  # type: ignore[arg-type]
+            plan, planner = given.pop()
+            assert plan.num_ranks == 4
+            assert replace(plan, made_for=None) == planner.plan(policy)
 
     def test_sizing_without_bytes(self, saved: Callable[[str], Path]) -> None:
         model, handle = load(saved("qwen3"), penstock.Prefetch(mode="meta", params=["mlp"]))

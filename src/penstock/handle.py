@@ -18,7 +18,7 @@ from penstock.limits import describe_device
 from penstock.offloaders.attachment import Attachment, Progress
 from penstock.offloaders.opening import compute_device
 from penstock.offloaders.parts import splits_units
-from penstock.offloaders.planning import budget_planner, planner_for
+from penstock.offloaders.planning import budget_planner, planner_for, split_planner
 from penstock.offloaders.room import require_room
 from penstock.offloaders.state import is_offloaded
 from penstock.peers import Peers
@@ -142,10 +142,7 @@ def offload(
     target = compute_device(model, device)
     inventory = take_inventory(model)
     peers = None if group is None else Peers(group, pool_links)
-    split = peers is not None and (pool_links or getattr(policy, "mode", None) == "sharded_gpu")
-    planner = planner_for(model, inventory, target, weights)
-    if peers is not None and split:
-        planner = replace(planner, num_ranks=peers.size, spill=None)
+    planner = split_planner(planner_for(model, inventory, target, weights), policy, peers)
     given = policy if isinstance(policy, Plan) else as_policy(policy)
     plan = given if isinstance(given, Plan) else planner.plan(given)
     plan = _settle(inventory, plan, target, peers, made_here=plan is not given)

@@ -20,6 +20,8 @@ from ranks import outcomes, run_ranks
 import penstock
 from penstock import Prefetch
 from penstock.errors import OptionError, TransferError
+from penstock.link.peer_rates import PEER_SIZES, mutual_peers, peer_rates
+from penstock.link.probe import _median_s
 from penstock.offloaders import parts as sharing
 from penstock.store.parts import PartStore
 from penstock.testing import assert_moved
@@ -200,6 +202,22 @@ def out_of_step(rank: int) -> str:
 def test_ranks_out_of_step_are_an_error() -> None:
     found = run_ranks(2, out_of_step, backend="nccl", timeout_s=10, limit_s=90)
     assert "went on" not in found
+
+
+@needs_peers
+def test_a_probe_measures_copies_among_devices() -> None:
+    """Of this process alone, and so that plans can be made with them."""
+    device = torch.device("cuda", 0)
+    count = len(mutual_peers(device))
+    found = peer_rates(device, _median_s)
+    if count < 2:
+        assert found == {}
+        return
+    assert tuple(found["peer_bytes_per_s"]) == PEER_SIZES
+    assert list(found["gather_bytes_per_s"]) == list(range(2, count + 1))
+    assert all(1e8 < rate < 1e13 for rates in found.values() for rate in rates.values())
+    # A lane of every pair at once: the sum is no less than what one pair has while the others are idle.
+    assert count * found["gather_bytes_per_s"][count] > 0.9 * found["peer_bytes_per_s"][PEER_SIZES[-1]]
 
 
 def same_device(rank: int, kind: str) -> str:

@@ -37,8 +37,9 @@ from penstock.limits import describe_device
 from penstock.offloaders.attachment import Progress
 from penstock.offloaders.binding import bind
 from penstock.offloaders.opening import compute_device
-from penstock.offloaders.planning import budget_planner, not_in_files, planner_for
+from penstock.offloaders.planning import budget_planner, not_in_files, planner_for, split_planner
 from penstock.offloaders.room import require_room
+from penstock.peers import Peers
 from penstock.plan import Plan
 from penstock.plan.planner import Planner
 from penstock.store.base import new_blob
@@ -94,6 +95,7 @@ def load(
     _report(model, found)
     inventory, target = take_inventory(model), compute_device(model, device)
     planner = _planner(model, inventory, found.weights, target)
+    planner = split_planner(planner, policy, None if group is None else Peers(group))
     plan = policy if isinstance(policy, Plan) else planner.plan(as_policy(policy))
     _refuse_early(model, plan, policy, planner, target)
     _materialise(model, found, plan)

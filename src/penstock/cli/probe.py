@@ -46,6 +46,7 @@ _NAMES = {
     "uva_gather_bytes_per_s": "host memory gathered in place, rows of {} KiB",
     "pin_bytes_per_s": "pinning host memory",
     "device_copy_bytes_per_s": "device copy (read + written)",
+    "peer_bytes_per_s": "device to device, copies of {} KiB",
     "cached_read_bytes_per_s": "file read, page cache",
     "disk_read_bytes_per_s": "file read, direct",
 }
@@ -57,6 +58,8 @@ def _rates(values: dict[str, object]) -> list[tuple[str, str]]:
         value = values[key]
         by_size: dict[int, Any] = value if isinstance(value, dict) else {0: value}
         rows += [(name.format(int(size) // 1024), f"{rate / 1e9:.1f} GB/s") for size, rate in by_size.items() if rate]
+    gathers: Any = values["gather_bytes_per_s"]
+    rows += [(f"into each of {n} devices from all others at once", f"{r / 1e9:.1f} GB/s") for n, r in gathers.items()]
     if flops := values["matmul_flops_per_s"]:
         rows.append(("bf16 matrix product", f"{float(str(flops)) / 1e12:.0f} TFLOP/s"))
     products: Any = values["product_s_per_byte"]

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.errors import OptionError
+from penstock.link.peer_rates import peer_rates
 from penstock.plan.cost import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates
 from penstock.plan.machine import Machine
 from penstock.store.digest import json_digest
@@ -65,6 +66,9 @@ class Probe:
         kernel_s: an elementwise kernel over 8 KiB, one of many in a graph.
         disk_read_bytes_per_s: reading a file past the page cache, with as many threads as cores.
         cached_read_bytes_per_s: the same out of the page cache.
+        peer_bytes_per_s: from one other GPU's memory, by bytes of one copy. Empty, as the next one, where no two GPUs
+            can address each other's memory, and in probes from before it was measured.
+        gather_bytes_per_s: into each of so many GPUs while each copies from all the others, by their number.
     """
 
     machine: dict[str, str]
@@ -81,6 +85,8 @@ class Probe:
     kernel_s: float | None = None
     disk_read_bytes_per_s: float | None = None
     cached_read_bytes_per_s: float = 0.0
+    peer_bytes_per_s: dict[int, float] = field(default_factory=dict)
+    gather_bytes_per_s: dict[int, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers and strings."""
@@ -119,6 +125,8 @@ class Probe:
             device_bytes_per_s=self.device_copy_bytes_per_s,
             # What is offloaded to files because the host has no room for it does not stay in its page cache either.
             file_bytes_per_s=self.disk_read_bytes_per_s or self.cached_read_bytes_per_s or None,
+            peer_bytes_per_s=Curve.of(self.peer_bytes_per_s) if self.peer_bytes_per_s else None,
+            gather_bytes_per_s=Curve.of(self.gather_bytes_per_s) if self.gather_bytes_per_s else None,
         )
 
     def cpu_rates(self, direct: bool = False) -> Rates:
@@ -206,7 +214,9 @@ def measure(folder: Path | None = None, num_bytes: int = 1024 * MIB) -> Probe:
     """Measure everything; about half a minute. ``folder``: on the disk to read from (default: temporary files)."""
     rates: dict[str, Any] = {"product_s_per_byte": _cpu_products(), **_disk(folder, num_bytes)}
     if torch.cuda.is_available():
-        rates |= _cuda(torch.device("cuda", torch.cuda.current_device()), num_bytes)
+        device = torch.device("cuda", torch.cuda.current_device())
+        rates |= _cuda(device, num_bytes)
+        rates |= peer_rates(device, _median_s)  # last, when what else was measured has let go of its memory
     return Probe(describe_machine(), **rates)
 
 

@@ -24,7 +24,7 @@ from penstock.offloaders.binding import BoundStorage
 from penstock.offloaders.loading import require_weights
 from penstock.peers import Channel, Peers, PeerWatch
 from penstock.plan.model import Plan
-from penstock.plan.striping import PartLayout
+from penstock.plan.striping import CHUNK_BYTES, PartLayout
 from penstock.store.base import Segment, Source, new_blob
 from penstock.store.cpu import MemorySource
 from penstock.store.digest import checksum, json_digest
@@ -40,10 +40,6 @@ from penstock.telemetry import Recorder
 from penstock.weights import WeightMap
 
 __all__ = ["CHUNK_BYTES", "FilledParts", "open_parts", "splits_units"]
-
-# Of pooled links: what a rank brings before it passes it on. The last chunk of a unit is passed on with nothing beside
-# it, so small; each costs some microseconds of launches per peer, so not too small: 8 MiB take 150 us on PCIe 5.
-CHUNK_BYTES = 8 << 20
 
 
 def splits_units(plan: Plan, peers: Peers | None) -> bool:

@@ -14,6 +14,7 @@ from penstock.errors import CheckpointError, PenstockWarning
 from penstock.inventory import Inventory, StorageInfo
 from penstock.limits import read_limits
 from penstock.link.probe import planning_rates
+from penstock.peers import Peers
 from penstock.plan import Plan
 from penstock.plan.cost import Rates
 from penstock.plan.planner import Planner
@@ -21,7 +22,7 @@ from penstock.plan.spill import Spill
 from penstock.traits import traits_of
 from penstock.weights import WeightMap
 
-__all__ = ["budget_planner", "not_in_files", "planner_for"]
+__all__ = ["budget_planner", "not_in_files", "planner_for", "split_planner"]
 
 _HEADROOM_BYTES = 1 << 30
 
@@ -56,6 +57,17 @@ def planner_for(
         unstreamable=unstreamable,
         spill=spill,
     )
+
+
+def split_planner(planner: Planner, policy: object, peers: Peers | None) -> Planner:
+    """``planner`` for the ranks that split the units of ``policy`` (a policy or a plan), if it has them split.
+
+    Every rank plans for itself, and all have to come to one plan. So nothing counts that a rank may see alone: no free
+    host memory, and of rates only what is kept of this machine, for all of its processes.
+    """
+    if peers is None or not (peers.pool_links or getattr(policy, "mode", None) == "sharded_gpu"):
+        return planner
+    return replace(planner, num_ranks=peers.size, spill=None)
 
 
 def _free_bytes(device: torch.device, inventory: Inventory) -> int | None:

@@ -16,6 +16,7 @@ from penstock.plan.model import Plan, UnitDraft, assemble
 from penstock.plan.roles import Question
 from penstock.plan.rules import settle_rules
 from penstock.plan.spill import Spill
+from penstock.plan.split import split_rates
 from penstock.plan.traits import Traits
 from penstock.plan.units import draft_units, find_stacks, group_rule, split_by_part, worth_moving
 from penstock.select import matching, select
@@ -42,7 +43,7 @@ def build_plan(
         policy: what the user asked for.
         default_mode: the store of a :class:`~penstock.config.Budget` that names none.
         unstreamable: storages that the checkpoint files do not hold as they are; mode ``disk`` keeps them resident.
-        rates: of the machine it is for, which a budget is planned with; default nominal ones.
+        rates: of the machine it is for, one rank alone, which a budget is planned with; default nominal ones.
         traits: of the model, beyond names and sizes.
         zero_copy: whether a budget may have compute read any tensor in place, and not only lookups.
         num_ranks: over how many ranks a budget's units are split; if several, no rank has whole tensors to read in
@@ -107,7 +108,7 @@ def question_of(
         inventory,
         [s for s in movable if s.name not in forced],
         forced,
-        rates or (NOMINAL_CPU if mode == "disk" else NOMINAL_GPU),
+        split_rates(rates or (NOMINAL_CPU if mode == "disk" else NOMINAL_GPU), mode, num_ranks),
         traits or Traits(),
         # Read in place on a GPU, bytes of files have to be in pinned memory: lookups at most, or nothing is saved.
         zero_copy=zero_copy and has_bytes and mode != "disk",

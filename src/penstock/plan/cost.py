@@ -17,7 +17,8 @@ touches on average
 
 which then have ``r x k / touched`` rows each; a lookup touches one row per row. Copies take bytes / copy rate(bytes),
 in the order of the schedule, and units in files bytes / file rate before that, a staging ring ahead of the link; how
-all of that overlaps with the stages is :mod:`penstock.plan.pipeline`'s business.
+all of that overlaps with the stages is :mod:`penstock.plan.pipeline`'s business. Units that are split over ranks have a
+copy rate of their own: :mod:`penstock.plan.split`.
 
 Where the form comes from: decode is bound by reading weights, prefill by arithmetic (roofline, Williams et al. 2009),
 and one curve measured over rows holds both ends and what lies between. The three numbers of kernels and passes below
@@ -108,6 +109,9 @@ class Rates:
         device_bytes_per_s: elementwise kernels, bytes read plus bytes written.
         file_bytes_per_s: reading files with all threads, where that comes before the link (to a GPU); ``None`` where
             files are what ``copy_bytes_per_s`` is about (on a CPU), or where it is not known.
+        peer_bytes_per_s: from the memory of one other device, by bytes of one copy; ``None`` where it is not known.
+        gather_bytes_per_s: into each of so many devices that copy from all the others at once, large copies, by their
+            number; ``None``: as fast as from one other device.
         copies_take_cores: a copy keeps the cores busy that compute wants (reading out of a CPU's page cache).
         is_measured: false for the nominal figures that stand in where no probe was run.
     """
@@ -123,6 +127,8 @@ class Rates:
     copies_take_cores: bool = False
     is_measured: bool = True
     file_bytes_per_s: float | None = None
+    peer_bytes_per_s: Curve | None = None
+    gather_bytes_per_s: Curve | None = None
 
     @property
     def file_s_per_byte(self) -> float:

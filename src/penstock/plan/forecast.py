@@ -55,7 +55,10 @@ class Forecast:
 
 
 def forecast(plan: Plan, inventory: Inventory, rates: Rates, traits: Traits, rows: int, context: int = 0) -> Forecast:
-    """Play ``plan`` through; a pure function of sizes and rates (:mod:`penstock.plan.cost`)."""
+    """Play ``plan`` through; a pure function of sizes and rates (:mod:`penstock.plan.cost`).
+
+    ``rates`` are those of the links that its units come over; see :func:`penstock.plan.split.split_rates`.
+    """
     return Forecaster(inventory, rates, traits, rows, context)(plan)
 
 

@@ -17,6 +17,7 @@ from penstock.plan.model import Plan
 from penstock.plan.outlook import Outlook, WorkloadBytes
 from penstock.plan.space import Space
 from penstock.plan.spill import Spill
+from penstock.plan.split import split_rates
 from penstock.plan.traits import Traits
 
 __all__ = ["Planner"]
@@ -28,12 +29,12 @@ class Planner:
 
     Attributes:
         inventory: of the model, which may be on ``meta``.
-        rates: of the machine.
+        rates: of the machine, one rank alone; what units come at that are split is reckoned from them.
         traits: of the model beyond names and sizes.
         zero_copy: whether a budget may have compute read any tensor in place, and not only lookups.
         default_mode: the store of a policy that names none.
         unstreamable: storages that the checkpoint files do not hold as they are.
-        num_ranks: over how many ranks units are split.
+        num_ranks: over how many ranks units are split: mode ``sharded_gpu`` over their devices, else for pooled links.
         spill: the files in which a budget that names no store leaves what host memory has no room for; ``None``: there
             are none.
     """
@@ -54,12 +55,14 @@ class Planner:
         if isinstance(policy, Budget):
             space = self._space(policy)
             made = solve(space.question, policy, policy.mode or self.default_mode, space)
-            return replace(made, num_ranks=self.num_ranks)
-        return build_plan(self.inventory, policy, self.default_mode, self.unstreamable, **self._ground)
+        else:
+            made = build_plan(self.inventory, policy, self.default_mode, self.unstreamable, **self._ground)
+        return replace(made, num_ranks=self.num_ranks)
 
     def forecast(self, plan: Plan, rows: int, context: int = 0) -> Forecast:
         """What a step of ``rows`` rows will take under ``plan``, with ``context`` tokens per sequence in the cache."""
-        return forecast(plan, self.inventory, self.rates, self.traits, rows, context)
+        rates = split_rates(self.rates, plan.mode, plan.num_ranks)
+        return forecast(plan, self.inventory, rates, self.traits, rows, context)
 
     def outlook(self, policy: Policy | Plan | None, plan: Plan, points: Sequence[Point] | None = None) -> Outlook:
         """What ``plan`` will cost for the workload of ``policy``; alternatives too where that is a budget."""

@@ -36,6 +36,7 @@ class Question:
         inventory: of the model.
         movable: storages that may leave the device; the others stay.
         forced: storages whose mechanism a rule has settled; not among ``movable``.
+        rates: of the machine, and of the links that units come over (:func:`penstock.plan.split.split_rates`).
         zero_copy: whether compute may read any tensor in place, and not lookups alone.
         lookups_in_place: whether rows of lookup tables may be; mode ``meta`` has no rows to read.
         batch_sizes: rows of the steps that count.
