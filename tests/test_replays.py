@@ -216,6 +216,18 @@ def test_a_module_run_by_hand_leaves_in_its_slot_what_a_replay_expects(first: st
 
 
 @pytest.mark.parametrize("announced", [True, False], ids=["announced", "joined"])
+def test_a_module_run_by_hand_on_another_stream_overtakes_no_forward(announced: bool) -> None:
+    """What has read a slot whose refill is left to the next forward still counts."""
+    for seed in range(20):
+        engine = Engine(4, 2, seed, announced)
+        engine.capture()
+        engine.forward()
+        engine.link.current = "another"
+        engine.run_unit(seed % 4)
+        engine.device.finish()
+
+
+@pytest.mark.parametrize("announced", [True, False], ids=["announced", "joined"])
 def test_a_replay_after_compiled_code_that_raised(announced: bool) -> None:
     """Between its wait and its release, so that the slot still counts as being read."""
     for stuck in range(4):

@@ -208,7 +208,7 @@ class SlotPipeline:
                 self._await_readers(unit, slot)
             if self._loose and not slot.readers:
                 slot.unit = None
-                slot.marks = [mark] if (mark := self._link.fork()) is not None else []
+                self._mark(slot)
             self._bring(unit, slot)
             slot.readers.append(threading.get_ident())
             slot.unmarked = True
