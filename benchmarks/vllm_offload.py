@@ -246,7 +246,7 @@ def _publish(out: Path, table: str) -> None:
             }
             if "logprobs" in row and "logprobs" in wanted:
                 published["compared"] = _compared(row, wanted)
-            if "still" in found and name.startswith("penstock"):
+            if "still" in found and name.startswith("penstock") and shape == CASES["still"][0]:
                 published["compared_with_still"] = _compared(row, found["still"]["rows"][number])
             print(json.dumps(published))
 

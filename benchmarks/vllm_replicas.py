@@ -1,6 +1,6 @@
 """Two engines of one server that share one pinned copy, against one resident engine: tokens, and host memory.
 
-    python benchmarks/vllm_replicas.py OUT_FOLDER [--layers 8] [--vllm PROGRAM ARGUMENT...]
+    python benchmarks/vllm_replicas.py OUT_FOLDER [--layers 8] [--servers NAME...] [FLAG OF VLLM...]
 
 Starts ``vllm serve`` of Qwen3-8B's shape (dummy weights) resident, then ``penstock serve --engine vllm`` with
 ``--data-parallel-size 2`` twice: a copy for each engine, and ``--offload-mode shm_cpu``. The same prompts go to all
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +71,16 @@ def _serving(name: str, folder: Path, out: Path, more: Sequence[str]) -> Iterato
                 time.sleep(0.5)
             yield url, psutil.Process(child.pid), time.monotonic() - begin
         finally:
-            os.killpg(child.pid, signal.SIGTERM)
-            try:
-                child.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(child.pid, signal.SIGKILL)
+            _end(child)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """The server and whatever it has started; it may have ended by itself."""
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(20)
+        os.killpg(child.pid, signal.SIGKILL)
 
 
 def _command(name: str, folder: Path, port: int, more: Sequence[str]) -> list[str]:

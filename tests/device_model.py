@@ -94,6 +94,7 @@ class DeviceLink(Link):
     def __init__(self, device: Device) -> None:
         self.device = device
         self.graph: Graph | None = None
+        self.current = "compute"  # the stream that the caller has made current
         self.replay_marks: dict[int, Event] = {}
         self._last: dict[str, Op | None] = {"compute": None, "copy": None}
 
@@ -114,11 +115,11 @@ class DeviceLink(Link):
         return self.graph is not None
 
     def fork(self) -> Mark:
-        return Event(self.give("compute", lambda: None), self.capturing)
+        return Event(self.give(self.current, lambda: None), self.capturing)
 
     def leave_replay_mark(self, slot: int) -> None:
         event = self.replay_marks.setdefault(slot, Event())
-        self.give("compute", lambda: None, external=event)
+        self.give(self.current, lambda: None, external=event)
 
     def replay_mark(self, slot: int) -> Mark | None:
         return self.replay_marks.get(slot)
@@ -141,7 +142,7 @@ class DeviceLink(Link):
         assert isinstance(transfer, Copy)
         if transfer.event.in_graph == self.capturing:
             assert transfer.event.op is not None
-            self.give("compute", lambda: None, [transfer.event.op])
+            self.give(self.current, lambda: None, [transfer.event.op])
         return 0.0
 
     def close(self) -> None:

@@ -109,6 +109,10 @@ def test_what_vllm_has_no_flag_for_goes_into_its_additional_config() -> None:
         ("-dp=4", 4),
         ("--data_parallel_size 8 -dpl 4", 4),
         ("--data-parallel-size-local 1 -dp 2", None),
+        ("-dp 2 --data-parallel-rank 0", None),  # one engine per command
+        ("-dp 4 --nnodes 2", None),
+        ("-dp 4 --nnodes 2 -dpl 2", 2),
+        ("-dp 4 --nnodes 1", 4),
         ("-dp many", None),
         ("--seed 3 -dp", None),
     ],

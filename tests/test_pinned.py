@@ -130,6 +130,31 @@ class TestPinnedBytes:
             thread.join()
         assert threads == [3, 3, 0]
 
+    def test_a_thread_that_a_device_waits_for_asks_the_driver_nothing(self) -> None:
+        """Not even whether a graph is being captured: whoever holds the driver's lock may be waiting for the device."""
+
+        class Asked(Ledger):
+            @property
+            def capturing(self) -> bool:
+                asked.append(threading.current_thread())
+                return False
+
+            @capturing.setter
+            def capturing(self, value: bool) -> None: ...
+
+        asked: list[threading.Thread] = []
+        ended = [PinnedBytes(torch.zeros(10, dtype=torch.uint8))]
+        ended[0].register(Asked())
+
+        def feed() -> None:
+            never_wait_for_devices()
+            ended.pop()
+
+        thread = threading.Thread(target=feed)
+        thread.start()
+        thread.join()
+        assert thread not in asked
+
     def test_capture_of_another_thread_is_named(self) -> None:
         pinned = PinnedBytes(torch.zeros(10, dtype=torch.uint8))
         with pytest.raises(StateError, match="another thread is capturing"):

@@ -45,7 +45,7 @@ class Engine:
     def run_unit(self, unit: int) -> None:
         self.pipeline.wait(unit)
         memory = self.pipeline.slot_memory(unit)
-        self.link.give("compute", self._reader(unit, memory))
+        self.link.give(self.link.current, self._reader(unit, memory))
         self.pipeline.release(unit)
 
     def _reader(self, unit: int, memory: torch.Tensor) -> Callable[[], None]:
@@ -84,6 +84,17 @@ class Engine:
         self.pipeline.finish_forward()
         self.pieces.append(pieces)
 
+    def capture_cuts(self) -> None:
+        """What lies between the units, in graphs of its own: a model that is cut at both ends of each unit."""
+        self.pipeline.begin_forward()
+        for unit in range(len(self.plan.units)):
+            self.pipeline.join()
+            self.link.graph = Graph()
+            self.pipeline.join()
+            self.link.graph = None
+            self.run_unit(unit)
+        self.pipeline.finish_forward()
+
     def replay_pieces(self, which: int) -> None:
         self.pipeline.begin_forward()
         for graph in self.pieces[which % len(self.pieces)]:
@@ -94,6 +105,10 @@ class Engine:
     def replay(self, which: int) -> None:
         self.pipeline.join()
         self.graphs[which % len(self.graphs)].launch(self.device)
+
+    def announce(self) -> None:
+        """Of a replay of something else, a draft model perhaps."""
+        self.pipeline.join()
 
     def prepare(self) -> None:
         self.pipeline.finish_forward(whole=False)
@@ -110,7 +125,7 @@ class RoughEngine(Engine):
             self.run_unit(unit)
         if reading:
             self.pipeline.wait(last)
-            self.link.give("compute", self._reader(last, self.pipeline.slot_memory(last)))
+            self.link.give(self.link.current, self._reader(last, self.pipeline.slot_memory(last)))
         self.pipeline.finish_forward(whole=False)
 
     def cut_while_reading(self) -> None:
@@ -128,7 +143,7 @@ class RoughEngine(Engine):
         self.capture(lambda: self.forward([unit for unit in units if self._random.random() < 0.4]))
 
 
-KINDS = ["forward", "capture", "replay", "replay", "prepare", "skip_last", "skip_first"]
+KINDS = ["forward", "capture", "replay", "replay", "prepare", "skip_last", "skip_first", "announce", "capture_cuts"]
 STEPS = st.lists(st.sampled_from(KINDS), min_size=1, max_size=14)
 
 
@@ -149,7 +164,8 @@ def test_every_read_finds_its_unit(
     for number, step in enumerate(steps):
         if step == "replay" and not engine.graphs:
             continue
-        expected += num_units * (step in ("forward", "replay")) + (num_units - 1) * step.startswith("skip")
+        whole = step in ("forward", "replay", "capture_cuts")
+        expected += num_units * whole + (num_units - 1) * step.startswith("skip")
         engine.replay(seed + number) if step == "replay" else getattr(engine, step)()
     engine.device.finish()
     assert engine.reads == expected
@@ -158,7 +174,8 @@ def test_every_read_finds_its_unit(
 
 
 ROUGH = st.lists(
-    st.sampled_from([*KINDS[:5], "cut", "cut_while_reading", "by_hand", "abort", "capture_some"]), max_size=14
+    st.sampled_from([*KINDS[:5], *KINDS[7:], "cut", "cut_while_reading", "by_hand", "abort", "capture_some"]),
+    max_size=14,
 )
 
 
@@ -195,6 +212,18 @@ def test_a_module_run_by_hand_leaves_in_its_slot_what_a_replay_expects(first: st
         engine.run_unit(unit) if first == "capture" else None
         engine.replay(0)
         engine.forward()
+        engine.device.finish()
+
+
+@pytest.mark.parametrize("announced", [True, False], ids=["announced", "joined"])
+def test_a_module_run_by_hand_on_another_stream_overtakes_no_forward(announced: bool) -> None:
+    """What has read a slot whose refill is left to the next forward still counts."""
+    for seed in range(20):
+        engine = Engine(4, 2, seed, announced)
+        engine.capture()
+        engine.forward()
+        engine.link.current = "another"
+        engine.run_unit(seed % 4)
         engine.device.finish()
 
 
@@ -290,6 +319,16 @@ def test_without_graphs_a_forward_copies_ahead_for_the_next() -> None:
     """Then small batches run like that, too, and the link is what they wait for."""
     engine = Engine(4, 2, 0, announced=True)
     engine.forward()
+    engine.device.finish()
+    assert first_units_there(engine)
+
+
+def test_where_only_pieces_are_graphs_a_forward_copies_ahead_for_the_next() -> None:
+    """Then small batches run no other way than large ones, and the link is what they wait for."""
+    engine = Engine(4, 2, 0, announced=True)
+    engine.capture_cuts()
+    engine.forward()
+    engine.prepare()
     engine.device.finish()
     assert first_units_there(engine)
 

@@ -25,9 +25,10 @@ from torch import nn
 
 from penstock.checkpoint import Checkpoint
 from penstock.errors import TransferError
+from penstock.link.ring import StagingRing
 from penstock.offloaders.pipeline import SlotPipeline
 from penstock.plan.model import Plan
-from penstock.plan.ring import RingLayout, lay_out_ring
+from penstock.plan.ring import RingLayout, lay_out_ring, lay_out_ring_of
 from penstock.plan.schedule import next_in_chain, steady_order
 from penstock.store.disk import DiskOptions, DiskStore
 from penstock.store.registration import PinnedBytes
@@ -438,6 +439,22 @@ class TestEnd:
         end = time.monotonic() + PATIENCE_S
         while threading.active_count() > before:
             assert time.monotonic() < end, "the threads of a retired ring stay"
+            time.sleep(0.01)
+
+    def test_a_retired_ring_gives_its_memory_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It ends in the ring's own thread, and perhaps nothing else of the process is ever pinned or unpinned."""
+        monkeypatch.setattr("penstock.link.ring.LINGER_S", 0.05)
+        plan, store = make_plan(3, 1)
+        layout = lay_out_ring_of(plan, ENTRY_BYTES, 4)
+        ledger = Ledger()
+        pinned = PinnedBytes(torch.zeros(layout.num_bytes, dtype=torch.uint8))
+        pinned.register(ledger)
+        ring = StagingRing(layout, [store.load(unit) for unit in plan.units], pinned.blob, num_threads=2)
+        ring.retire()
+        del pinned, ring
+        end = time.monotonic() + PATIENCE_S
+        while ledger.held:
+            assert time.monotonic() < end, "the memory of a retired ring stays pinned"
             time.sleep(0.01)
 
     def test_an_ended_ring_leaves_no_memory(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -205,3 +206,30 @@ def test_a_span_is_nothing_that_the_garbage_collector_counts() -> None:
     assert len(gc.get_objects()) - before < 50
     assert [span.unit for span in recorder.spans] == [0, *range(5000)]
     assert {span.track for span in recorder.spans} == {threading.current_thread().name}
+
+
+@pytest.fixture
+def switching() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval_s)
+
+
+@pytest.mark.parametrize("attempt", range(5))
+def test_a_thread_may_record_its_first_span_while_spans_are_read(switching: None, attempt: int) -> None:
+    recorder = Recorder()
+    done = threading.Event()
+
+    def record() -> None:
+        for number in range(3000):
+            threading.current_thread().name = f"thread {number}"
+            recorder.copy(number, 1, 0)
+        done.set()
+
+    thread = threading.Thread(target=record)
+    thread.start()
+    while not done.is_set():
+        assert all(span.track == f"thread {span.unit}" for span in recorder.spans)
+    thread.join()

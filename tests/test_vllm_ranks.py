@@ -127,6 +127,18 @@ def test_an_engine_that_nobody_joins_gives_up() -> None:
     assert f"did not meet at port {port} within 1 s" in str(seeker)
 
 
+def test_a_port_that_somebody_has_taken_is_said_to_be() -> None:
+    """And not that others did not come, who had no chance to."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        parallel = vllm.ParallelConfig(data_parallel_rank_local=0, data_parallel_master_port=port)
+        worker = make(GROUP, {"mode": "shm_cpu", "replicas": 2}, parallel_config=parallel)
+        with pytest.raises(PeerError, match=rf"cannot open port {port}.*address already in use.*start vLLM again"):
+            worker.load_model()
+
+
 @pytest.mark.parametrize(
     ("own", "index", "message"),
     [

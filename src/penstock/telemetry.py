@@ -52,8 +52,8 @@ class Recorder:
     @property
     def spans(self) -> list[Span]:
         """What is kept, in the order in which it ended."""
-        names = {number: name for name, number in list(self._tracks.items())}
-        rows = (_PACKED.unpack(packed) for packed in list(self._packed))
+        rows = map(_PACKED.unpack, list(self._packed))  # before the names: a thread may record its first span meanwhile
+        names = {number: name for name, number in self._tracks.copy().items()}
         return [Span(_KINDS[kind], unit, names[track], *rest) for kind, unit, track, *rest in rows]
 
     def copy(self, unit: int, num_bytes: int, start_ns: int) -> None:

@@ -162,12 +162,13 @@ def _count_replicas(config: dict[str, Any], rest: Sequence[str]) -> None:
     own = config.get("penstock", {})
     if not isinstance(own, dict) or own.get("mode") != "shm_cpu" or "replicas" in own:
         return
-    for flags in (("--data-parallel-size-local", "-dpl"), ("--data-parallel-size", "-dp")):
-        number = _number_behind(flags, rest)
-        if number is not None:
-            if number > 1:
-                own["replicas"] = number
-            return
+    number = _number_behind(("--data-parallel-size-local", "-dpl"), rest)
+    one_here = _number_behind(("--data-parallel-rank", "-dpn"), rest) is not None  # the others are other commands'
+    hosts = _number_behind(("--nnodes", "-n"), rest) or 1  # of several, vLLM shares the engines out
+    if number is None and not one_here and hosts == 1:
+        number = _number_behind(("--data-parallel-size", "-dp"), rest)
+    if number is not None and number > 1:
+        own["replicas"] = number
 
 
 def _number_behind(flags: Sequence[str], rest: Sequence[str]) -> int | None:

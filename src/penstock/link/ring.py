@@ -201,6 +201,8 @@ class StagingRing:
         finally:
             for _ in self._workers:
                 self._jobs.put(None)
+            # The stream is done. Of a retired ring this thread is the last owner, and nobody may come to unregister it.
+            never_wait_for_devices(False)
 
     def _turn(self, now: float) -> None:
         wanted = int(self._words[_WANTED])

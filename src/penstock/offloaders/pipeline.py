@@ -26,8 +26,9 @@ there is such a graph, copies into this slot wait for the end of the replay.
 
 [Note: inputs of the next forward] An engine copies them to the device between two forwards, and a copy engine takes one
 copy after the other: behind a unit of 300 MB they are 5 ms late, and compute stands still. Where the link is what a
-forward waits for, that costs nothing. Once there are announced replays, it is the large batches that run without one,
-so behind such a forward the copies for the next one are left to its beginning, which stands behind its inputs.
+forward waits for, that costs nothing. Once there are graphs of whole forwards, it is the large batches that run without
+one, so behind such a forward the copies for the next one are left to its beginning, which stands behind its inputs.
+Where only pieces between units are graphs, small batches run like that too, and nothing is left.
 
 [Note: loose modules] Pieces of a model may be replayed one by one with offloaded modules run by hand between them. What
 the live record says of the slots is then out of date, and no forward begins that would refill the held-back one. So a
@@ -83,6 +84,7 @@ class SlotPipeline:
         self._captured: list[Slot] | None = None
         self._unmarked: set[int] = set()  # slots that some graph reads without leaving a mark for replays
         self._has_graphs = False
+        self._inputs_first = False  # see the note on inputs
         self._gave_up_slots = False  # to a replay, since they were last filled
         self._in_forward: set[int] = set()  # idents of threads
         num_units, num_slots = len(plan.units), len(self._live)
@@ -123,7 +125,7 @@ class SlotPipeline:
                 self._end_capture()  # whatever an aborted one has left
             slots = self._slots()
             if self._announced and not self._link.capturing:
-                self.prime(behind_compute=self._has_graphs)
+                self.prime(behind_compute=self._inputs_first)
             # Only an empty slot: a compiler that moved this call behind the first units must do no harm.
             if self._held_back is not None and slots[self._held_back].unit is None:
                 self._start_if_free(self._held_back, slots)
@@ -144,8 +146,9 @@ class SlotPipeline:
                 self._reported = True
                 warn_of_idle_units(self.stats)
             if self._announced and self._link.capturing:
+                self._inputs_first = True
                 self._join_captured()
-            elif self._gave_up_slots or not (self._announced and self._has_graphs):
+            elif self._gave_up_slots or not self._inputs_first:
                 self.prime()
             if self._has_graphs and not self._announced:
                 self.join()
@@ -205,7 +208,7 @@ class SlotPipeline:
                 self._await_readers(unit, slot)
             if self._loose and not slot.readers:
                 slot.unit = None
-                slot.marks = [mark] if (mark := self._link.fork()) is not None else []
+                self._mark(slot)
             self._bring(unit, slot)
             slot.readers.append(threading.get_ident())
             slot.unmarked = True
@@ -305,7 +308,7 @@ class SlotPipeline:
         if self._announced and self._link.capturing and following < unit:
             slot.unit, slot.transfer, slot.marks, slot.unmarked = None, None, [], False
             self._link.leave_replay_mark(following)  # a first unit has the number of its slot
-        elif self._announced and self._has_graphs and following < unit and not self._loose:
+        elif self._inputs_first and following < unit and not self._loose:
             slot.unit = None  # see the note on inputs
         elif following != unit:
             self._start(following, slot)

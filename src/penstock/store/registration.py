@@ -89,9 +89,12 @@ def refuse_capture(registrar: Registrar) -> None:
 _thread = threading.local()
 
 
-def never_wait_for_devices() -> None:
-    """For a thread that a device may be waiting for: memory that ends in it is unregistered later, in another one."""
-    _thread.feeds_a_device = True
+def never_wait_for_devices(never: bool = True) -> None:
+    """For a thread that a device may be waiting for: memory that ends in it is unregistered later, in another one.
+
+    ``never``: no more from here on, if it is false.
+    """
+    _thread.feeds_a_device = never
 
 
 class _Owner:
@@ -122,7 +125,8 @@ class _Owner:
         if self._registrar is None:
             return
         with suppress(Exception):  # the interpreter may be going down
-            if self._registrar.capturing or getattr(_thread, "feeds_a_device", False):
+            # In this order: who feeds a device does not even ask the driver, whose lock may be taken by one who waits.
+            if getattr(_thread, "feeds_a_device", False) or self._registrar.capturing:
                 _late.append(self)
             else:
                 self.unregister()

@@ -61,9 +61,15 @@ def _meeting_place(port: int, keeps_it: bool, replicas: int) -> Store:
     try:
         return TCPStore(_HOST, port, is_master=keeps_it, timeout=patience, wait_for_workers=False)
     except RuntimeError as error:  # DistNetworkError and DistStoreError are ones
+        reason = str(error).splitlines()[0]
+        if keeps_it:
+            raise PeerError(
+                f"the first of {replicas} engines that share one copy (penstock.replicas) cannot open port {port}, "
+                f"where they are to meet ({reason}): start vLLM again, which looks for a free one each time"
+            ) from error
         raise PeerError(
             f"the {replicas} engines that share one copy (penstock.replicas) did not meet at port {port} within "
-            f"{patience.total_seconds():.0f} s ({str(error).splitlines()[0]}): one `vllm serve --data-parallel-size` "
+            f"{patience.total_seconds():.0f} s ({reason}): one `vllm serve --data-parallel-size` "
             f"has to start all of them. Look at the errors of the first; if it is only slow, raise "
             f"PENSTOCK_PEER_TIMEOUT"
         ) from error
