@@ -171,6 +171,23 @@ def test_a_draft_model_stays_where_it_is(second: bool) -> None:
     require_same_outputs(worker, plain)
 
 
+@RUNNERS
+def test_graphs_of_a_draft_model_are_not_taken_for_the_models(second: bool) -> None:
+    """Each would make what the next forward needs first be copied again."""
+    copies = []
+    for draft_replays in (0, 3):
+        vllm.set_offloader(vllm.NoopOffloader())
+        worker = loaded(GROUP, second=second, draft_layers=4)
+        for _ in range(5):
+            worker.execute_model(ids())
+            worker.sample_tokens(None, draft_replays=draft_replays)
+        copies.append(worker.penstock_stats()["copies"])
+    assert copies[0] == copies[1]
+    vllm.get_offloader().sync_prev_onload()  # the model's own, for one that is not replayed: the units are given up
+    worker.execute_model(ids())
+    assert worker.penstock_stats()["copies"] - copies[1] > copies[1] / 5
+
+
 # -- what vLLM is told -------------------------------------------------------------------------------------------------
 
 

@@ -303,6 +303,11 @@ class Worker(WorkerBase):
         with torch.inference_mode():
             return self.model_runner.execute(scheduler_output)
 
+    def sample_tokens(self, grammar_output: None = None, *, draft_replays: int = 0) -> None:
+        """With a draft model, pieces of which are graphs."""
+        for _ in range(draft_replays):
+            get_offloader().sync_prev_onload()
+
     def sleep(self, level: int = 1) -> None:
         self.calls.append(f"sleep {level}")
 

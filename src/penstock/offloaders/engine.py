@@ -7,7 +7,8 @@ and a device-memory budget is planned over all of it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 
@@ -66,6 +67,7 @@ class EngineOffloader(StackedOffloader):
         self._find_model = find_model
         self._is_lookup = is_lookup
         self._replays_are_announced = announces_replays
+        self._others_replay = False
         self.added_device_bytes = 0
 
     def post_init(self) -> None:
@@ -131,6 +133,23 @@ class EngineOffloader(StackedOffloader):
         """A forward has been given to the device, as a replay perhaps: copy ahead for the next one."""
         if self._attachment is not None:
             self._attachment.rewind()
+
+    @contextmanager
+    def replays_of_others(self) -> Iterator[None]:
+        """Within, what the engine announces is none of the model's replays but, say, a draft model's."""
+        self._others_replay = True
+        try:
+            yield
+        finally:
+            self._others_replay = False
+
+    def sync_prev_onload(self) -> None:
+        if not self._others_replay:
+            super().sync_prev_onload()
+
+    def join_after_forward(self) -> None:
+        if not self._others_replay:
+            super().join_after_forward()
 
     def _entry(self, model: nn.Module, plan: Plan) -> nn.Module | None:
         """A model that is compiled as a whole runs no hooks of its own; then its first unit begins a forward."""

@@ -118,6 +118,16 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             if self._offloader is not None:
                 self._offloader.prepare_next()
 
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's; graphs that are replayed meanwhile are a draft model's, whose weights stay where they are.
+
+        Taken for the model's own, each would make the first units be copied again.
+        """
+        if self._offloader is None:
+            return super().sample_tokens(*args, **kwargs)
+        with self._offloader.replays_of_others():
+            return super().sample_tokens(*args, **kwargs)
+
     def penstock_stats(self) -> dict[str, Any]:
         """What was planned and what has moved, in plain numbers: for ``collective_rpc("penstock_stats")``."""
         if self._offloader is None:
