@@ -64,7 +64,7 @@ class TestPlantedRaces:
     def test_a_copy_declared_done_too_early_is_caught(self) -> None:
         model, x, expected, handle = self.early()
         # Whichever it is: on a busy machine the first ones may have landed before anybody reads them.
-        message = r"unit (\d) \(layers\.\1\): checksum [0-9a-f]{8} in the store, [0-9a-f]{8} in its slot when it arrived"
+        message = r"unit (\d) \(layers\.\1\): checksum [0-9a-f]{8} in the store, [0-9a-f]{8} in its slot when it"
         with pytest.raises(RaceError, match=message):
             model(x)
         handle.remove()
