@@ -340,7 +340,7 @@ def watched(rank: int) -> Any:
     deadline = time.monotonic() + 10
     while not watch.lost and time.monotonic() < deadline:
         time.sleep(0.01)
-    with pytest.raises(TransferError, match=r"rank (0, )?1(, 2)? has ended"):  # a rank that has seen it may be gone, too
+    with pytest.raises(TransferError, match=r"rank (0, )?1(, 2)? has ended"):  # others may have gone since
         watch.require_alive()
     watch.close()
     return watch.lost
