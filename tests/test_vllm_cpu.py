@@ -69,3 +69,15 @@ def test_the_reference_moves_nothing(engine: Engine) -> None:
     assert still["logprobs"] == offloaded["logprobs"]
     assert still["stats"]["offloader"] == "StillOffloader"
     assert still["stats"]["bytes_moved"] == 0
+
+
+def test_engines_of_a_dense_model_share_one_copy(engine: Engine) -> None:
+    """Two engines of one launch, which vLLM tells nothing of each other."""
+    resident, shared = engine("resident", "eager"), engine("replicas", "eager")
+    first, second = shared["engines"]
+    assert first == second
+    assert first["tokens"] == resident["tokens"]
+    stats = shared["stats"][0]
+    assert stats["store_bytes"]["host_shared"] == stats["prefetched_bytes"] > 0
+    assert "host" not in stats["store_bytes"]
+    assert stats["bytes_moved"] > 0

@@ -5,6 +5,7 @@ python vllm_cpu_engine.py FOLDER CASE eager|compiled        cases: see CASES
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -38,13 +39,21 @@ CASES: dict[str, dict[str, Any] | None] = {
     "uva": {"cpu_offload_gb": 0.01},
     "budget": {"additional_config": {"penstock": {"device_memory": "12MiB", "batch": [1, 4]}}},
     "lora": {**GROUP, "enable_lora": True},
+    # Two engines, which vLLM tells nothing of each other.
+    "replicas": {
+        **GROUP,
+        "data_parallel_size": 2,
+        "additional_config": {"penstock": {"mode": "shm_cpu", "replicas": 2}},
+    },
 }
 
 
 def worker_class() -> type:
     """penstock's part of a worker before vLLM's worker for CPUs, whose runner keeps no account of memory."""
+    import vllm._custom_ops as ops
     from vllm.v1.worker.cpu_worker import CPUWorker
 
+    ops._supports_onednn = False  # it would pack the weights into objects of its own, which nobody can move
     from penstock.adapters.vllm import interface
 
     interface.NEWEST = (99, 0)  # this version is not one that GPUs were tried with
@@ -65,36 +74,77 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(name)
 
 
+def arguments(folder: Path, case: str, mode: str) -> dict[str, Any]:
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    options = CASES[case]
+    return {
+        "model": str(folder),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "enforce_eager": mode == "eager",
+        "enable_prefix_caching": False,
+        **({} if options is None else {**options, "worker_cls": "vllm_cpu_engine.Worker"}),
+    }
+
+
+def prompts() -> list[Any]:
+    return [{"prompt_token_ids": [(7 * row + i) % 1999 + 1 for i in range(20 + row)]} for row in range(4)]
+
+
+def sampling() -> dict[str, Any]:
+    return {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "detokenize": False, "logprobs": 0}
+
+
+def found_in(outputs: list[Any]) -> dict[str, Any]:
+    return {
+        "tokens": [list(output.token_ids) for output in outputs],
+        "logprobs": [[next(iter(step.values())).logprob for step in output.logprobs] for output in outputs],
+    }
+
+
 def main(folder: Path, case: str, mode: str) -> None:
     import vllm._custom_ops as ops
     from vllm import LLM, SamplingParams
 
-    ops._supports_onednn = False  # it would pack the weights into objects of its own, which nobody can move
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    options = CASES[case]
-    engine = LLM(
-        model=str(folder),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=256,
-        max_num_seqs=8,
-        enforce_eager=mode == "eager",
-        enable_prefix_caching=False,
-        disable_log_stats=True,
-        **({} if options is None else {**options, "worker_cls": "vllm_cpu_engine.Worker"}),
-    )
-    prompts = [{"prompt_token_ids": [(7 * row + i) % 1999 + 1 for i in range(20 + row)]} for row in range(4)]
-    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=0)
-    engine.generate(prompts, sampling, use_tqdm=False)
-    outputs = [output.outputs[0] for output in engine.generate(prompts, sampling, use_tqdm=False)]
-    found = {
-        "tokens": [list(output.token_ids) for output in outputs],
-        "logprobs": [[next(iter(step.values())).logprob for step in output.logprobs] for output in outputs],
-        "stats": {} if options is None else engine.collective_rpc("penstock_stats")[0],
-    }
-    (folder / f"{case}-{mode}.json").write_text(json.dumps(found))
+    ops._supports_onednn = False
+    engine = LLM(disable_log_stats=True, **arguments(folder, case, mode))
+    given = SamplingParams(**sampling())
+    engine.generate(prompts(), given, use_tqdm=False)
+    outputs = [output.outputs[0] for output in engine.generate(prompts(), given, use_tqdm=False)]
+    stats = {} if CASES[case] is None else engine.collective_rpc("penstock_stats")[0]
+    (folder / f"{case}-{mode}.json").write_text(json.dumps({**found_in(outputs), "stats": stats}))
+
+
+async def main_of_two(folder: Path, mode: str) -> None:
+    """Two engines: every prompt is given to both, one after the other, so that no batch differs."""
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments(folder, "replicas", mode)))
+    try:
+        engines = []
+        for rank in (0, 1):
+            outputs = []
+            for number, prompt in enumerate(prompts()):
+                name = f"{rank}-{number}"
+                async for output in engine.generate(
+                    prompt, SamplingParams(**sampling()), name, data_parallel_rank=rank
+                ):
+                    last = output
+                outputs.append(last.outputs[0])
+            engines.append(found_in(outputs))
+        stats = await engine.collective_rpc("penstock_stats")
+        (folder / f"replicas-{mode}.json").write_text(json.dumps({"engines": engines, "stats": stats}))
+    finally:
+        engine.shutdown()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
+    if sys.argv[2] == "replicas":
+        asyncio.run(main_of_two(Path(sys.argv[1]), sys.argv[3]))
+    else:
+        main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
