@@ -128,6 +128,26 @@ def test_a_store_that_does_not_answer() -> None:
     assert time.monotonic() - begin < 10
 
 
+class _Stopped:
+    """A store whose process is stopped: the kernel takes what it is sent, and nothing ever comes back."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args: threading.Event().wait(60)
+
+
+def test_a_store_whose_process_is_stopped_holds_nobody_up(store: dist.Store) -> None:
+    begin = time.monotonic()
+    with pytest.raises(PeerError, match=r"has not answered for 0 s: the process that holds it hangs or is stopped"):
+        meet(_Stopped(), 0, timeout_s=0.2)  # type: ignore[arg-type]
+    meeting = meet(store, 0, timeout_s=0.2)
+    meeting.post("step", 1)
+    meeting._store = _Stopped()  # type: ignore[assignment]
+    with pytest.raises(PeerError, match="hangs or is stopped"):
+        meeting.collect("step", [1])
+    meeting.fail("no answer")
+    assert time.monotonic() - begin < 10
+
+
 def test_meetings_do_not_mix_and_ranks_that_missed_one_find_each_other_again(store: dist.Store) -> None:
     early = meet(store, 0, timeout_s=0.1)
     with pytest.raises(PeerError, match="has waited") as caught:

@@ -139,6 +139,14 @@ def test_a_port_that_somebody_has_taken_is_said_to_be() -> None:
             worker.load_model()
 
 
+def test_a_port_where_somebody_else_listens_holds_nobody_up() -> None:
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        (seeker,) = run_ranks(1, lonely, stranger.getsockname()[1], limit_s=30)
+    assert isinstance(seeker, PeerError)
+
+
 @pytest.mark.parametrize(
     ("own", "index", "message"),
     [

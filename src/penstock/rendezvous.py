@@ -16,16 +16,21 @@ from __future__ import annotations
 import json
 import os
 import select
+import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
 
 from penstock.config import peer_timeout_s
 from penstock.errors import PeerError
 from penstock.peers import Peers
 
-__all__ = ["Rendezvous"]
+__all__ = ["Rendezvous", "within"]
+
+T = TypeVar("T")
 
 _POLL_S = 0.005
 _MAX_POLL_S = 0.05
@@ -58,15 +63,13 @@ class Rendezvous:
         self._timeout_s = peer_timeout_s() if timeout_s is None else timeout_s
         self._store = peers.group.get_group_store()
         self._watched: dict[int, int] = {}  # pidfd by rank
-        with self._asking():
-            number = self._store.add(f"penstock/{purpose}/{self.rank}/meetings", 1)
+        number = self._ask(lambda: self._store.add(f"penstock/{purpose}/{self.rank}/meetings", 1))
         self._prefix = f"penstock/{purpose}/{number}"
         self._posted: list[str] = []
 
     def post(self, step: str, value: object) -> None:
         """Say ``value`` (of JSON's types) to everybody who collects ``step``."""
-        with self._asking():
-            self._store.set(self._key(step, self.rank), json.dumps(value))
+        self._ask(lambda: self._store.set(self._key(step, self.rank), json.dumps(value)))
         self._posted.append(step)
 
     def collect(self, step: str, ranks: Collection[int]) -> dict[int, Any]:
@@ -89,8 +92,7 @@ class Rendezvous:
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_POLL_S)
-        with self._asking():
-            return {rank: json.loads(self._store.get(self._key(step, rank))) for rank in sorted(ranks)}
+        return self._ask(lambda: {rank: json.loads(self._store.get(self._key(step, rank))) for rank in sorted(ranks)})
 
     def exchange(self, step: str, value: object) -> dict[int, Any]:
         """:meth:`post`, and :meth:`collect` from every rank."""
@@ -120,14 +122,14 @@ class Rendezvous:
     def fail(self, reason: str) -> None:
         """Tell whoever waits, now or later, that this rank has given up."""
         with suppress(Exception):  # the store may be what has failed
-            self._store.set(self._key(_FAILED, self.rank), json.dumps(reason))
+            within(_MOMENT_S, lambda: self._store.set(self._key(_FAILED, self.rank), json.dumps(reason)))
         self._close()
 
     def leave(self) -> None:
         """The meeting is over for everybody but for its last step."""
         with suppress(Exception):
             for step in self._posted[:-1]:
-                self._store.delete_key(self._key(step, self.rank))
+                within(_MOMENT_S, partial(self._store.delete_key, self._key(step, self.rank)))
         self._close()
 
     def _close(self) -> None:
@@ -138,14 +140,12 @@ class Rendezvous:
         return f"{self._prefix}/{step}/{rank}"
 
     def _has(self, step: str, rank: int) -> bool:
-        with self._asking():
-            return bool(self._store.check([self._key(step, rank)]))
+        return self._ask(lambda: bool(self._store.check([self._key(step, rank)])))
 
     def _raise_if_failed(self) -> None:
         for rank in range(self.size):
             if rank != self.rank and self._has(_FAILED, rank):
-                with self._asking():
-                    reason = json.loads(self._store.get(self._key(_FAILED, rank)))
+                reason = json.loads(self._ask(partial(self._store.get, self._key(_FAILED, rank))))
                 raise PeerError(f"rank {rank} gave up a shared offload, so this rank does too: {reason}")
 
     def _raise_if_gone(self, missing: Collection[int], step: str) -> None:
@@ -154,10 +154,14 @@ class Rendezvous:
             if rank in self._watched and _has_ended(self._watched[rank]) and not self._has(step, rank):
                 raise PeerError(_gone(rank))
 
-    @contextmanager
-    def _asking(self) -> Iterator[None]:
+    def _ask(self, call: Callable[[], T]) -> T:
+        """What ``call`` to the store of the group returns; bounded, whatever its process does.
+
+        Raises:
+            PeerError: the store does not answer.
+        """
         try:
-            yield
+            return within(self._timeout_s, call)
         except PeerError:
             raise
         except (RuntimeError, OSError) as error:  # DistError, DistStoreError and DistNetworkError are RuntimeErrors
@@ -167,6 +171,30 @@ class Rendezvous:
             dead = [rank for rank, handle in self._watched.items() if _has_ended(handle)]
             who = _gone(dead[0]) if dead else "the process that holds it may have ended"
             raise PeerError(f"the store of the process group does not answer ({error}): {who}") from error
+
+
+def within(timeout_s: float, call: Callable[[], T]) -> T:
+    """What ``call`` returns, or raises, in a thread of its own: one to another process may never come back.
+
+    Raises:
+        PeerError: it has not after ``timeout_s``; its thread is left behind.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="penstock-ask", daemon=True).start()
+    done, _ = wait([outcome], timeout_s)
+    if not done:
+        raise PeerError(
+            f"the store of the process group has not answered for {timeout_s:.0f} s: the process that holds it hangs "
+            f"or is stopped; restart all ranks together"
+        )
+    return outcome.result()
 
 
 def _has_ended(pidfd: int, within_s: float = 0.0) -> bool:
