@@ -1,13 +1,21 @@
-"""What every test gets: no environment variable of penstock's from outside, few threads, the same random numbers."""
+"""What every test gets: nothing of penstock's from outside (variables, a probe of this machine), few threads, the same
+random numbers."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 
 import pytest
 import torch
 
 torch.set_num_threads(2)
+_caches = tempfile.TemporaryDirectory(prefix="penstock-tests-")
+os.environ["XDG_CACHE_HOME"] = _caches.name
+
+
+def pytest_unconfigure() -> None:
+    _caches.cleanup()
 
 
 @pytest.fixture(autouse=True)
