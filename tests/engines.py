@@ -31,6 +31,17 @@ class Head(Table):
         raise RuntimeError("LMHead's weights should be used by hand")
 
 
+class Wrapped(nn.Module):
+    """As LoRA wraps a linear module."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x)
+
+
 class Linear(nn.Module):
     """A weight with a loader's attributes, like an engine's parallel linear."""
 

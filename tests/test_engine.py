@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import VOCABULARY, EngineModel, Head, Layer, Table
+from engines import VOCABULARY, EngineModel, Head, Layer, Table, Wrapped
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -137,14 +137,6 @@ def test_a_pattern_that_matches_nothing() -> None:
 
 
 def test_patterns_find_layers_that_lora_has_wrapped() -> None:
-    class Wrapped(nn.Module):
-        def __init__(self, base_layer: nn.Module) -> None:
-            super().__init__()
-            self.base_layer = base_layer
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.base_layer(x)
-
     resident, _ = build(None)
     torch.manual_seed(7)
     models: list[EngineModel] = []
@@ -158,17 +150,6 @@ def test_patterns_find_layers_that_lora_has_wrapped() -> None:
     ]
     with torch.inference_mode():
         assert torch.equal(models[0](ids()), resident(ids()))
-
-
-class Wrapped(nn.Module):
-    """As LoRA wraps a linear module."""
-
-    def __init__(self, base_layer: nn.Module) -> None:
-        super().__init__()
-        self.base_layer = base_layer
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base_layer(x)
 
 
 def build_wrapped(policy: EnginePolicy, layers: range) -> EngineOffloader:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import vllm_stand_in as vllm
+from engines import Wrapped
 from torch import nn
 from vllm_workers import (
     GROUP,
@@ -138,18 +139,9 @@ def test_a_budget_looks_rows_up_in_place_and_keeps_the_head() -> None:
     assert plan.device_bytes <= 2 * 2**20
 
 
-class LoraWrapped(nn.Module):
-    def __init__(self, base_layer: nn.Module) -> None:
-        super().__init__()
-        self.base_layer = base_layer
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base_layer(x)
-
-
 def wrap_down_proj(model: vllm.Model) -> None:
     for layer in model.model.layers:
-        layer.mlp.down_proj = LoraWrapped(layer.mlp.down_proj)
+        layer.mlp.down_proj = Wrapped(layer.mlp.down_proj)
 
 
 @RUNNERS
