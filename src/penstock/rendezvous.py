@@ -28,7 +28,7 @@ from penstock.config import peer_timeout_s
 from penstock.errors import PeerError
 from penstock.peers import Peers
 
-__all__ = ["Rendezvous", "within"]
+__all__ = ["MOMENT_S", "Rendezvous", "within"]
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ _MAX_POLL_S = 0.05
 _FAILED = "failed"
 
 
-_MOMENT_S = 2.0
+MOMENT_S = 2.0
 
 
 class Rendezvous:
@@ -81,7 +81,7 @@ class Rendezvous:
         deadline = time.monotonic() + self._timeout_s
         missing = sorted(ranks)
         pause_s = _POLL_S
-        while missing := [rank for rank in missing if not self._has(step, rank)]:
+        while missing := sorted(set(missing).difference(self._who_said(step, missing))):
             self._raise_if_failed()
             self._raise_if_gone(missing, step)
             if time.monotonic() > deadline:
@@ -122,14 +122,14 @@ class Rendezvous:
     def fail(self, reason: str) -> None:
         """Tell whoever waits, now or later, that this rank has given up."""
         with suppress(Exception):  # the store may be what has failed
-            within(_MOMENT_S, lambda: self._store.set(self._key(_FAILED, self.rank), json.dumps(reason)))
+            within(MOMENT_S, lambda: self._store.set(self._key(_FAILED, self.rank), json.dumps(reason)))
         self._close()
 
     def leave(self) -> None:
         """The meeting is over for everybody but for its last step."""
         with suppress(Exception):
             for step in self._posted[:-1]:
-                within(_MOMENT_S, partial(self._store.delete_key, self._key(step, self.rank)))
+                within(MOMENT_S, partial(self._store.delete_key, self._key(step, self.rank)))
         self._close()
 
     def _close(self) -> None:
@@ -139,19 +139,18 @@ class Rendezvous:
     def _key(self, step: str, rank: int) -> str:
         return f"{self._prefix}/{step}/{rank}"
 
-    def _has(self, step: str, rank: int) -> bool:
-        return self._ask(lambda: bool(self._store.check([self._key(step, rank)])))
+    def _who_said(self, step: str, ranks: Iterable[int]) -> list[int]:
+        return self._ask(lambda: [rank for rank in ranks if self._store.check([self._key(step, rank)])])
 
     def _raise_if_failed(self) -> None:
-        for rank in range(self.size):
-            if rank != self.rank and self._has(_FAILED, rank):
-                reason = json.loads(self._ask(partial(self._store.get, self._key(_FAILED, rank))))
-                raise PeerError(f"rank {rank} gave up a shared offload, so this rank does too: {reason}")
+        for rank in self._who_said(_FAILED, (rank for rank in range(self.size) if rank != self.rank)):
+            reason = json.loads(self._ask(partial(self._store.get, self._key(_FAILED, rank))))
+            raise PeerError(f"rank {rank} gave up a shared offload, so this rank does too: {reason}")
 
     def _raise_if_gone(self, missing: Collection[int], step: str) -> None:
         """A rank that ended after it said all it had to is no loss."""
         for rank in missing:
-            if rank in self._watched and _has_ended(self._watched[rank]) and not self._has(step, rank):
+            if rank in self._watched and _has_ended(self._watched[rank]) and not self._who_said(step, [rank]):
                 raise PeerError(_gone(rank))
 
     def _ask(self, call: Callable[[], T]) -> T:
@@ -167,7 +166,7 @@ class Rendezvous:
         except (RuntimeError, OSError) as error:  # DistError, DistStoreError and DistNetworkError are RuntimeErrors
             # A killed process loses its sockets some moments before the kernel says that it has ended.
             if self._watched:
-                _any_has_ended(self._watched.values(), _MOMENT_S)
+                _any_has_ended(self._watched.values(), MOMENT_S)
             dead = [rank for rank, handle in self._watched.items() if _has_ended(handle)]
             who = _gone(dead[0]) if dead else "the process that holds it may have ended"
             raise PeerError(f"the store of the process group does not answer ({error}): {who}") from error

@@ -16,12 +16,11 @@ from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore  # type
 from penstock.config import peer_timeout_s
 from penstock.errors import OptionError, PeerError
 from penstock.peers import Peers
-from penstock.rendezvous import within
+from penstock.rendezvous import MOMENT_S, within
 
 __all__ = ["replica_peers"]
 
 _HOST = "127.0.0.1"
-_MOMENT_S = 2.0
 
 
 def replica_peers(replicas: int | None, parallel: Any, rank: int) -> Peers:
@@ -63,7 +62,7 @@ def _meeting_place(port: int, keeps_it: bool, replicas: int) -> Store:
     try:
         # Its own timeout does not hold where somebody else listens at the port and never answers.
         return within(
-            patience.total_seconds() + _MOMENT_S,
+            patience.total_seconds() + MOMENT_S,
             lambda: TCPStore(_HOST, port, is_master=keeps_it, timeout=patience, wait_for_workers=False),
         )
     except RuntimeError as error:  # DistNetworkError and DistStoreError are ones
