@@ -39,7 +39,7 @@ from penstock.store.symmetric import SymmetricMemory
 from penstock.telemetry import Recorder
 from penstock.weights import WeightMap
 
-__all__ = ["CHUNK_BYTES", "FilledParts", "open_parts", "splits_units"]
+__all__ = ["FilledParts", "open_parts", "splits_units"]
 
 
 def splits_units(plan: Plan, peers: Peers | None) -> bool:
