@@ -20,7 +20,8 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from penstock.store.pinned import device_view, pinned_region
 
 LARGE_BYTES, SMALL_BYTES, SMALL_COPIES, ROUNDS = 302 << 20, 4096, 8, 20  # eight: the inputs of a step of vLLM's
-PIECES_MIB = (302, 64, 32, 16, 8, 4, 2)
+PIECES_MIB = (302, 16, 4)
+TURNS_MIB = (64, 32, 16, 8, 4, 2)
 PROGRAMS = (2, 4, 8, 16, 32)
 BLOCK = 2048  # words of eight bytes
 
@@ -39,6 +40,8 @@ def main() -> None:
     source.random_(generator=torch.Generator().manual_seed(0))
     ways: dict[str, Callable[[], object]] = {"nothing": lambda: None}
     ways |= {f"pieces of {mib} MiB": partial(_by_engine, source, target, mib << 20) for mib in PIECES_MIB}
+    other = torch.cuda.Stream()
+    ways |= {f"in turns of {mib} MiB": partial(_in_turns, source, target, mib << 20, other) for mib in TURNS_MIB}
     view = device_view(source, device).view(torch.int64)
     for programs in PROGRAMS:
         ways[f"kernel of {programs} programs"] = partial(_by_kernel, view, target.view(torch.int64), programs)
@@ -59,6 +62,23 @@ def main() -> None:
 def _by_engine(source: torch.Tensor, target: torch.Tensor, piece_bytes: int) -> None:
     for start in range(0, source.numel(), piece_bytes):
         target[start : start + piece_bytes].copy_(source[start : start + piece_bytes], non_blocking=True)
+
+
+def _in_turns(source: torch.Tensor, target: torch.Tensor, piece_bytes: int, other: torch.cuda.Stream) -> None:
+    """Pieces on the current stream and another one alternately, each behind the one before it."""
+    first = torch.cuda.current_stream()
+    streams = (other, first)
+    for index, start in enumerate(range(0, source.numel(), piece_bytes)):
+        event = torch.cuda.Event()
+        event.record()
+        stream = streams[index % 2]
+        stream.wait_event(event)
+        torch.cuda.set_stream(stream)
+        target[start : start + piece_bytes].copy_(source[start : start + piece_bytes], non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    torch.cuda.set_stream(first)
+    first.wait_event(event)
 
 
 def _by_kernel(source: torch.Tensor, target: torch.Tensor, programs: int) -> None:

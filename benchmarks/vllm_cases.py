@@ -64,11 +64,14 @@ SHAPES = {
     "qwen-prefill": QWEN3_8B,
     "deepseek": DEEPSEEK_V2_LITE,
     "qwen-short": _SHORT,
+    "qwen-draft": {**QWEN3_8B, "num_hidden_layers": 2},
     "qwen-short-tp": _SHORT,
     "qwen-short-pp": _SHORT,
 }
 WORKER = "penstock.adapters.vllm.Worker"
 GROUP = {"offload_group_size": 4, "offload_num_in_group": 1, "offload_prefetch_step": 1}
+# The model's name is a shape above.
+DRAFT = {"speculative_config": {"method": "draft_model", "model": "qwen-draft", "num_speculative_tokens": 2}}
 EXPERTS = {"cpu_offload_gb": 40, "cpu_offload_params": {"experts"}}
 
 
@@ -112,13 +115,20 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "penstock-short": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER}),
     "sleep-short": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER, "enable_sleep_mode": True}),
     "lora-short": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER, "enable_lora": True, "max_lora_rank": 16}),
+    "draft-short": ("qwen-short", 1, DRAFT),
+    "penstock-draft-short": ("qwen-short", 1, {**GROUP, **DRAFT, "worker_cls": WORKER}),
     "fp8-short": ("qwen-short", 1, {"quantization": "fp8"}),
     "penstock-fp8-short": ("qwen-short", 1, {**GROUP, "worker_cls": WORKER, "quantization": "fp8"}),
     "tp": ("qwen-short-tp", 2, {"tensor_parallel_size": 2}),
     "penstock-tp": ("qwen-short-tp", 2, {**GROUP, "worker_cls": WORKER, "tensor_parallel_size": 2}),
     "budget-tp": ("qwen-short-tp", 2, {**_budget(1.4, batch=[1, 16]), "tensor_parallel_size": 2}),
     "pp": ("qwen-short-pp", 1, {"pipeline_parallel_size": 2}),
-    "penstock-pp": ("qwen-short-pp", 1, {**GROUP, "worker_cls": WORKER, "pipeline_parallel_size": 2}),
+    # Every second layer, so that each of the two stages has more than its slots hold.
+    "penstock-pp": (
+        "qwen-short-pp",
+        1,
+        {**GROUP, "offload_group_size": 2, "worker_cls": WORKER, "pipeline_parallel_size": 2},
+    ),
     "moe-resident": ("deepseek", 1, {}),
     "moe-vllm": ("deepseek", 1, EXPERTS),
     "moe-penstock": ("deepseek", 1, {**EXPERTS, "worker_cls": WORKER}),

@@ -74,9 +74,10 @@ def _measure(out: Path, case: str, profile: bool) -> None:
     from vllm import LLM
 
     shape, _, arguments = CASES[case]
-    folder = out / f"model-{shape}"
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+    folder = _model_folder(out, shape)
+    if speculative := arguments.get("speculative_config"):
+        drafter = str(_model_folder(out, speculative["model"]))
+        arguments = {**arguments, "speculative_config": {**speculative, "model": drafter}}
     torch.cuda.init()
     host_before, rss_before = _available_bytes(), _resident_bytes()
     begin = time.perf_counter()
@@ -92,6 +93,13 @@ def _measure(out: Path, case: str, profile: bool) -> None:
         _write(out, case, engine, rows, {"host_bytes": host_before, "rss_bytes": rss_before})
     if profile:
         (out / f"vllm-{case}-profile.json").write_text(json.dumps(_profile(engine, *load)))
+
+
+def _model_folder(out: Path, shape: str) -> Path:
+    folder = out / f"model-{shape}"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+    return folder
 
 
 def _arguments(shape: str) -> dict[str, Any]:

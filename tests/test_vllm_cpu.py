@@ -71,6 +71,18 @@ def test_the_reference_moves_nothing(engine: Engine) -> None:
     assert still["stats"]["bytes_moved"] == 0
 
 
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_beside_a_draft_model(engine: Engine, mode: str) -> None:
+    """Built through the same ``make_layers``; it runs several times per forward of the other and stays resident."""
+    resident, offloaded = engine("draft-resident", mode), engine("draft", mode)
+    assert offloaded["tokens"] == resident["tokens"]
+    assert offloaded["logprobs"] == resident["logprobs"]
+    stats, alone = offloaded["stats"], engine("prefetch", mode)["stats"]
+    assert stats["prefetched_bytes"] == alone["prefetched_bytes"] > 0
+    assert stats["bytes_moved"] > 0
+    assert stats["misses"] == 0
+
+
 def test_engines_of_a_dense_model_share_one_copy(engine: Engine) -> None:
     """Two engines of one launch, which vLLM tells nothing of each other."""
     resident, shared = engine("resident", "eager"), engine("replicas", "eager")

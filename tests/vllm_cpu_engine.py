@@ -31,8 +31,13 @@ CONFIG = {
     "torch_dtype": "float32",
 }
 GROUP = {"offload_group_size": 4}
-CASES: dict[str, dict[str, Any] | None] = {
-    "resident": None,
+# The folder of its model is filled in.
+DRAFT = {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 2}}
+RESIDENT = ("resident", "draft-resident")
+CASES: dict[str, dict[str, Any]] = {
+    "resident": {},
+    "draft-resident": DRAFT,
+    "draft": {**GROUP, **DRAFT},
     "prefetch": GROUP,
     "still": {**GROUP, "additional_config": {"penstock": {"boundaries_only": True}}},
     "named": {"offload_group_size": 2, "offload_params": {"mlp"}},
@@ -75,8 +80,11 @@ def __getattr__(name: str) -> Any:
 
 
 def arguments(folder: Path, case: str, mode: str) -> dict[str, Any]:
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    _write_config(folder, CONFIG)
     options = CASES[case]
+    if speculative := options.get("speculative_config"):
+        drafter = _write_config(folder / "draft", {**CONFIG, "num_hidden_layers": 2})
+        options = {**options, "speculative_config": {**speculative, "model": drafter}}
     return {
         "model": str(folder),
         "load_format": "dummy",
@@ -86,8 +94,15 @@ def arguments(folder: Path, case: str, mode: str) -> dict[str, Any]:
         "max_num_seqs": 8,
         "enforce_eager": mode == "eager",
         "enable_prefix_caching": False,
-        **({} if options is None else {**options, "worker_cls": "vllm_cpu_engine.Worker"}),
+        **options,
+        **({} if case in RESIDENT else {"worker_cls": "vllm_cpu_engine.Worker"}),
     }
+
+
+def _write_config(folder: Path, config: dict[str, Any]) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
 
 
 def prompts() -> list[Any]:
@@ -114,7 +129,7 @@ def main(folder: Path, case: str, mode: str) -> None:
     given = SamplingParams(**sampling())
     engine.generate(prompts(), given, use_tqdm=False)
     outputs = [output.outputs[0] for output in engine.generate(prompts(), given, use_tqdm=False)]
-    stats = {} if CASES[case] is None else engine.collective_rpc("penstock_stats")[0]
+    stats = {} if case in RESIDENT else engine.collective_rpc("penstock_stats")[0]
     (folder / f"{case}-{mode}.json").write_text(json.dumps({**found_in(outputs), "stats": stats}))
 
 
