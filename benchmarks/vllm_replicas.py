@@ -4,8 +4,8 @@
 
 Starts ``vllm serve`` of Qwen3-8B's shape (dummy weights) resident, then ``penstock serve --engine vllm`` with
 ``--data-parallel-size 2`` twice: a copy for each engine, and ``--offload-mode shm_cpu``. The same prompts go to all
-three over HTTP, to both engines in turns. Proportional set sizes (smaps_rollup, proc(5)) are of all processes of a
-server together.
+three over HTTP, to both engines in turns; the tokens of the first are kept in OUT_FOLDER, for servers of later runs.
+Proportional set sizes (smaps_rollup, proc(5)) are of all processes of a server together.
 """
 
 from __future__ import annotations
@@ -47,12 +47,14 @@ def main() -> None:
     folder = given.out / "model"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**QWEN3_8B, "num_hidden_layers": given.layers}))
-    wanted: list[list[int]] | None = None
+    kept = given.out / "tokens.json"
     for name in given.servers:
         with _serving(name, folder, given.out, more) as (url, process, start_s):
             tokens = _ask(url, 1 + bool(SERVERS[name]))
-            wanted = wanted or tokens
-            row = {"case": name, "start_s": start_s, "bit_equal": tokens == wanted, **_memory(process)}
+            if not kept.exists():
+                kept.write_text(json.dumps(tokens))
+            is_equal = tokens == json.loads(kept.read_text())
+            row = {"case": name, "start_s": start_s, "bit_equal": is_equal, **_memory(process)}
         print(json.dumps(row), flush=True)
 
 
