@@ -142,21 +142,9 @@ def offload(
     target = compute_device(model, device)
     inventory = take_inventory(model)
     peers = None if group is None else Peers(group, pool_links)
-    planner = split_planner(planner_for(model, inventory, target, weights), policy, peers)
-    given = policy if isinstance(policy, Plan) else as_policy(policy)
-    plan = given if isinstance(given, Plan) else planner.plan(given)
-    plan = _settle(inventory, plan, target, peers, made_here=plan is not given)
-    require_room(model, plan, inventory, target, budget_planner(planner, policy, plan.mode))
+    plan = _make_plan(model, policy, inventory, target, weights, disk, peers)
     _warn_about_training(model, plan, inventory)
-    if planner.spill is None or given.mode is not None:  # else the files were at hand, and were not needed
-        _warn_about_idle_options(model, plan, weights, disk)
-    if peers is not None and plan.mode not in ("shm_cpu", "sharded_gpu") and not pool_links:
-        warnings.warn(
-            f"group=... has no effect: mode {plan.mode!r} is each process's own; use mode 'shm_cpu' or 'sharded_gpu', "
-            f"or pool_links=True",
-            PenstockWarning,
-            stacklevel=2,
-        )
+    _warn_about_idle_group(plan, peers)
     attachment = Attachment(
         model,
         plan,
@@ -171,6 +159,26 @@ def offload(
     handle = Handle(model, attachment)
     model.__dict__[_MARK] = handle
     return handle
+
+
+def _make_plan(
+    model: nn.Module,
+    policy: Policy | Plan | str | int,
+    inventory: Inventory,
+    device: torch.device,
+    weights: WeightMap | None,
+    disk: DiskOptions | None,
+    peers: Peers | None,
+) -> Plan:
+    """What ``policy`` comes to on this machine, which has room for it; warns of files that it does not need."""
+    planner = split_planner(planner_for(model, inventory, device, weights), policy, peers)
+    given = policy if isinstance(policy, Plan) else as_policy(policy)
+    plan = given if isinstance(given, Plan) else planner.plan(given)
+    plan = _settle(inventory, plan, device, peers, made_here=plan is not given)
+    require_room(model, plan, inventory, device, budget_planner(planner, policy, plan.mode))
+    if planner.spill is None or given.mode is not None:  # else the files were at hand, and were not needed
+        _warn_about_idle_options(model, plan, weights, disk)
+    return plan
 
 
 def _settle(inventory: Inventory, plan: Plan, device: torch.device, peers: Peers | None, made_here: bool) -> Plan:
@@ -212,8 +220,18 @@ def _warn_about_idle_options(model: nn.Module, plan: Plan, weights: WeightMap | 
             warnings.warn(
                 f"{name}=... has no effect: mode {plan.mode!r} takes the weights from the model itself, not from files",
                 PenstockWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
+
+
+def _warn_about_idle_group(plan: Plan, peers: Peers | None) -> None:
+    if peers is not None and plan.mode not in ("shm_cpu", "sharded_gpu") and not peers.pool_links:
+        warnings.warn(
+            f"group=... has no effect: mode {plan.mode!r} is each process's own; use mode 'shm_cpu' or 'sharded_gpu', "
+            f"or pool_links=True",
+            PenstockWarning,
+            stacklevel=3,
+        )
 
 
 def _warn_about_training(model: nn.Module, plan: Plan, inventory: Inventory) -> None:
