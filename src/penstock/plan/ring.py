@@ -16,9 +16,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain as concatenate
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from penstock.plan.model import Plan
 from penstock.plan.schedule import steady_order
+
+if TYPE_CHECKING:  # the process that reads files into a ring has no torch
+    from penstock.plan.model import Plan
 
 __all__ = [
     "ENTRY_BYTES",

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.checkpoint import FileStamp
 from penstock.errors import CheckpointError, TransferError
-from penstock.store.base import Source
+from penstock.stamps import FileStamp
 from penstock.store.page_cache import Teller, cached_bytes, teller_for
+from penstock.store.source import Source
 from penstock.store.ways import Ways
 
 __all__ = ["ALIGN_BYTES", "DiskOptions", "File", "FileStretch", "read_around"]
