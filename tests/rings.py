@@ -14,7 +14,8 @@ import torch
 
 from penstock.inventory import Inventory, Location, StorageInfo, TensorInfo
 from penstock.link.base import Link, Mark, Transfer
-from penstock.link.ring import StagingRing
+from penstock.link.ring import RingServer
+from penstock.link.staging import StagingRing, parts_of
 from penstock.plan.model import Plan, UnitDraft, assemble
 from penstock.plan.ring import WORD_BYTES, RingLayout, lay_out_ring_of
 from penstock.store.base import Load, Segment, Store
@@ -123,8 +124,12 @@ class FakeRingLink(Link):
     def prepare(self, plan: Plan, loads: Sequence[Load]) -> None:
         self.layout: RingLayout = lay_out_ring_of(plan, ENTRY_BYTES, self._entries)
         memory = torch.full((self.layout.num_bytes,), 0xEE, dtype=torch.uint8)
-        self.ring = StagingRing(self.layout, loads, memory, num_threads=self._threads, stuck_s=self._stuck_s)
-        self.stream = FakeStream(memory[StagingRing.words_at(self.layout) :], self._pause_s)
+        memory[self.layout.words_at :] = 0
+        self.ring = StagingRing(self.layout, memory)
+        parts = parts_of(self.layout, loads)
+        self.server = RingServer(parts, self.ring.memory, num_threads=self._threads, stuck_s=self._stuck_s)
+        self.server.start()
+        self.stream = FakeStream(memory[self.layout.words_at : self.layout.status_at], self._pause_s)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.full((num_bytes,), 0xDD, dtype=torch.uint8)
@@ -162,7 +167,7 @@ class FakeRingLink(Link):
             self.stream.synchronize()
         finally:
             self.stream.stop()
-            self.ring.close()
+            self.server.close()
 
 
 class PatternSource:

@@ -10,7 +10,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,20 +17,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import QuantStack, Stack, all_layers, rows, save
-from registrars import Ledger
 from rings import ENTRY_BYTES, PATIENCE_S, FakeRingLink, Op, make_plan, reader_of
 from safetensors.torch import save_file
 from torch import nn
 
 from penstock.checkpoint import Checkpoint
 from penstock.errors import TransferError
-from penstock.link.ring import StagingRing
 from penstock.offloaders.pipeline import SlotPipeline
 from penstock.plan.model import Plan
-from penstock.plan.ring import RingLayout, lay_out_ring, lay_out_ring_of
+from penstock.plan.ring import RingLayout, lay_out_ring
 from penstock.plan.schedule import next_in_chain, steady_order
 from penstock.store.disk import DiskOptions, DiskStore
-from penstock.store.registration import PinnedBytes
 from penstock.telemetry import Recorder
 from penstock.testing import assert_same_bits, offload_over
 from penstock.weights import FilePart, TensorSource
@@ -130,7 +126,7 @@ class TestLayout:
 
     def test_a_small_model_takes_no_more_than_it_weighs(self) -> None:
         layout: RingLayout = lay_out_ring([4096] * 6, 2)
-        assert layout.num_bytes < 7 * 4096
+        assert layout.num_bytes < 8 * 4096, "a page is for the status"
 
 
 class TestBytes:
@@ -216,7 +212,7 @@ class TestBytes:
             length = sum(len(machine.link.layout.of_unit[unit]) for unit in steady_order(5, 2))
             full = min(machine.link.layout.num_entries, length)
             end = time.monotonic() + PATIENCE_S
-            while len(machine.link.ring._ahead) < full - 1:
+            while len(machine.link.server._ahead) < full - 1:
                 assert time.monotonic() < end, "read-ahead stopped half-way"
                 time.sleep(0.001)
         assert machine.link.ring.stats().misses == before.misses
@@ -354,47 +350,9 @@ class TestFailure:
         gate = threading.Event()
         for source in machine.store.sources.values():
             source.before = lambda: gate.wait(PATIENCE_S)
-        with pytest.raises(
-            TransferError, match=r"no read has ended for 0 s.* hangs \(its readers: Event.wait|Condition"
-        ):
+        with pytest.raises(TransferError, match=r"no read has ended for 0 s.* hangs \(under way: \d+ bytes at \d+ of"):
             machine.forwards(3)
         gate.set()
-        machine.close()
-
-    @pytest.mark.parametrize("in_server", [False, True], ids=["reader", "server"])
-    def test_memory_of_another_offload_that_ends_in_its_threads_holds_nobody_up(
-        self, in_server: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Garbage is collected in any thread; to unregister it is to wait for the stream, which waits for this one."""
-        machine = Machine(6, 2, stuck_s=PATIENCE_S)
-
-        class Waiting(Ledger):
-            def unregister(self, address: int) -> None:
-                machine.link.stream.synchronize()
-                super().unregister(address)
-
-        ledger = Waiting()
-        garbage = [PinnedBytes(torch.zeros(10, dtype=torch.uint8)) for _ in range(8)]
-        for pinned in garbage:
-            pinned.register(ledger)
-        del pinned
-
-        def collect(*args: object) -> None:
-            with suppress(IndexError):
-                garbage.pop()
-
-        if in_server:
-            monkeypatch.setattr(machine.link.ring, "_note_stall", collect)
-        else:
-            machine.store.sources["l3.w"].before = collect
-        begin = time.monotonic()
-        while garbage:
-            machine.forward()
-            machine.settle()
-        assert time.monotonic() - begin < PATIENCE_S / 2
-        assert len(ledger.held) == 8
-        PinnedBytes(torch.zeros(10, dtype=torch.uint8)).register(Ledger())
-        assert ledger.held == {}
         machine.close()
 
     def test_an_idle_ring_is_not_taken_for_a_stuck_one(self) -> None:
@@ -413,7 +371,7 @@ class TestFailure:
         def explode(*args: object) -> None:
             raise RuntimeError("a bug")
 
-        monkeypatch.setattr(machine.link.ring, "_read_ahead", explode)
+        monkeypatch.setattr(machine.link.server, "_read_ahead", explode)
         with pytest.raises(TransferError, match="a bug"):
             machine.forwards(100)
         machine.close()
@@ -425,7 +383,7 @@ class TestEnd:
         machine = Machine(6, 2)
         machine.forward()
         machine.close()
-        machine.link.ring.close()
+        machine.link.server.close()
         assert threading.active_count() == before
 
     def test_a_retired_ring_serves_what_is_under_way_and_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,7 +391,7 @@ class TestEnd:
         before = threading.active_count()
         machine = Machine(6, 2, 0.002)
         machine.forward()
-        machine.link.ring.retire()
+        machine.link.server.retire()
         machine.settle()
         machine.link.stream.stop()
         end = time.monotonic() + PATIENCE_S
@@ -441,27 +399,11 @@ class TestEnd:
             assert time.monotonic() < end, "the threads of a retired ring stay"
             time.sleep(0.01)
 
-    def test_a_retired_ring_gives_its_memory_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It ends in the ring's own thread, and perhaps nothing else of the process is ever pinned or unpinned."""
-        monkeypatch.setattr("penstock.link.ring.LINGER_S", 0.05)
-        plan, store = make_plan(3, 1)
-        layout = lay_out_ring_of(plan, ENTRY_BYTES, 4)
-        ledger = Ledger()
-        pinned = PinnedBytes(torch.zeros(layout.num_bytes, dtype=torch.uint8))
-        pinned.register(ledger)
-        ring = StagingRing(layout, [store.load(unit) for unit in plan.units], pinned.blob, num_threads=2)
-        ring.retire()
-        del pinned, ring
-        end = time.monotonic() + PATIENCE_S
-        while ledger.held:
-            assert time.monotonic() < end, "the memory of a retired ring stays pinned"
-            time.sleep(0.01)
-
     def test_an_ended_ring_leaves_no_memory(self) -> None:
         machine = Machine(6, 2)
         machine.forward()
         machine.close()
-        gone = weakref.ref(machine.link.ring)
+        gone = weakref.ref(machine.link.server)
         del machine
         gc.collect()
         assert gone() is None
