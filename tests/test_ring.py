@@ -17,67 +17,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import QuantStack, Stack, all_layers, rows, save
-from rings import ENTRY_BYTES, PATIENCE_S, FakeRingLink, Op, make_plan, reader_of
-from safetensors.torch import save_file
+from rings import ENTRY_BYTES, PATIENCE_S, FakeRingLink, Machine, Op, disk_store, make_plan, save_patterns
 from torch import nn
 
-from penstock.checkpoint import Checkpoint
 from penstock.errors import TransferError
-from penstock.offloaders.pipeline import SlotPipeline
 from penstock.plan.model import Plan
 from penstock.plan.ring import RingLayout, lay_out_ring
 from penstock.plan.schedule import next_in_chain, steady_order
-from penstock.store.disk import DiskOptions, DiskStore
-from penstock.telemetry import Recorder
+from penstock.store.disk import DiskOptions
 from penstock.testing import assert_same_bits, offload_over
-from penstock.weights import FilePart, TensorSource
 
 CASES = [(n, s) for n in range(1, 9) for s in range(1, min(n, 4) + 1)]
-
-
-class Machine:
-    """A pipeline over a ring, and a way to run units, live or in a graph."""
-
-    def __init__(self, num_units: int, num_slots: int, pause_s: float = 0.0, **options: object) -> None:
-        self.plan, self.store = make_plan(num_units, num_slots, pause_s)
-        self.link = FakeRingLink(max_pause_s=pause_s, **options)  # type: ignore[arg-type]
-        self.wrong: list[str] = []
-        self.pipeline = SlotPipeline(self.plan, self.store, self.link, Recorder())
-        self.pipeline.prime()
-
-    def run(self, unit: int) -> None:
-        self.pipeline.wait(unit)
-        expected = self.store.sources[f"l{unit}.w"].bytes
-        self.link.stream.give(reader_of(expected, self.pipeline.slot_memory(unit), self.wrong, f"unit {unit}"))
-        self.pipeline.release(unit)
-
-    def forward(self, units: list[int] | None = None) -> None:
-        self.pipeline.begin_forward()
-        for unit in range(len(self.plan.units)) if units is None else units:
-            self.run(unit)
-        self.pipeline.finish_forward(whole=units is None)
-
-    def capture(self, units: list[int] | None = None) -> list[Op]:
-        graph: list[Op] = []
-        self.link.stream.graph = graph
-        try:
-            self.forward(units)
-        finally:
-            self.link.stream.graph = None
-        return graph
-
-    def forwards(self, count: int) -> None:
-        """As many as an error lets through; the bytes are not looked at."""
-        for _ in range(count):
-            self.forward()
-            self.link.stream.synchronize()
-
-    def settle(self) -> None:
-        self.link.stream.synchronize()
-        assert self.wrong == []
-
-    def close(self) -> None:
-        self.pipeline.close()
 
 
 class TestLayout:
@@ -415,9 +365,7 @@ class TestFiles:
     @pytest.fixture
     def plan_and_path(self, tmp_path: Path) -> tuple[Plan, Path]:
         plan, patterns = make_plan(6, 2)
-        path = tmp_path / "model.safetensors"
-        save_file({name: source.bytes for name, source in patterns.sources.items()}, path)
-        return plan, path
+        return plan, save_patterns(patterns, tmp_path)
 
     @pytest.mark.parametrize("direct", [False, True], ids=["plain", "direct"])
     @pytest.mark.parametrize("harm", ["rewrite", "truncate", "remove", "replace"])
@@ -426,15 +374,9 @@ class TestFiles:
     ) -> None:
         """The open file outlives its name; only writing to the file itself changes what is read."""
         plan, path = plan_and_path
-        checkpoint = Checkpoint.open(path)
-        sources = {name: TensorSource((FilePart(t),), t.shape, t.dtype) for name, t in checkpoint.tensors.items()}
-        machine = Machine(6, 2)
-        machine.close()
-        link = FakeRingLink()
-        store = DiskStore(sources, DiskOptions(direct=direct), stamps=checkpoint.stamps)
-        machine.link, machine.wrong = link, []
-        machine.pipeline = SlotPipeline(plan, store, link, Recorder())
-        machine.pipeline.prime()
+        store = disk_store(path, DiskOptions(direct=direct))
+        machine = Machine(6, 2, link=FakeRingLink(), store=store)
+        assert machine.plan == plan
         machine.forward()
         machine.settle()
         time.sleep(0.02)  # times of files have the grain of the kernel's clock

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -25,11 +24,9 @@ __all__ = ["ReaderProcess"]
 
 # The module whose main() is the program; a test puts one of its own there, with faults in it.
 PROGRAM = "penstock.link.ring_process"
-# The paths are those of this process, so that both find the same packages wherever they were started.
-_BOOTSTRAP = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from importlib import import_module; import_module(sys.argv[2]).main()"
-)
+# The paths are those of this process, so that both find the same packages wherever they were started. They are set
+# before anything is imported, by a module that every interpreter has within it.
+_BOOTSTRAP = "import sys; sys.path[:] = {paths}; from importlib import import_module; import_module({program!r}).main()"
 _MEND = "use mode 'cpu', which needs no readers (--offload-mode cpu)"
 START_S = 30.0
 JOIN_S = 5.0
@@ -184,7 +181,8 @@ _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 def _command() -> list[str]:
     """-P, -s, -S: nothing is looked for in the current folder, and no hook of a site runs before the program."""
-    return [_python(), "-P", "-s", "-S", "-c", _BOOTSTRAP, json.dumps(_search_path()), PROGRAM]
+    code = _BOOTSTRAP.format(paths=ascii(_search_path()), program=PROGRAM)
+    return [_python(), "-P", "-s", "-S", "-c", code]
 
 
 def _python() -> str:
