@@ -1,7 +1,7 @@
 """Mode ``disk`` on a GPU beside garbage of a device, which Python collects in any thread.
 
-What ends while the device waits for a read waits for the device, or for a lock of the driver that a thread holds which waits for it. So nothing
-that the device waits for may be a thread of this process: with readers here this stood still.
+What ends while the device waits for a read waits for the device, or for a lock of the driver whose holder waits for it.
+So nothing that the device waits for may be a thread of this process: with the readers in it this stood still.
 """
 
 from __future__ import annotations

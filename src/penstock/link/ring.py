@@ -106,7 +106,7 @@ class RingServer:
         self._next: int | None = None
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._failed = self._stopped = self._retired = False
+        self._failed = self._stopped = False
         self._last_arrival = self._last_change = time.monotonic()
         self._under_way: dict[int, Part] = {}  # by worker
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -122,7 +122,7 @@ class RingServer:
         self._thread.start()
 
     def serve(self) -> None:
-        """Serve in the calling thread, until it is closed, or retired and the stream done."""
+        """Serve in the calling thread, until it is closed, or the ring is retired and the stream done for a while."""
         for worker in self._workers:
             worker.start()
         self._memory.counters[Counter.SERVING] = 1
@@ -143,10 +143,6 @@ class RingServer:
         with self._lock:
             self._fail(error)
 
-    def retire(self) -> None:
-        """Stop when the stream has been done for some seconds, for an owner that cannot wait for it."""
-        self._retired = True
-
     def close(self) -> None:
         """Stop now: the stream has to be done. Idempotent."""
         self._stopped = True
@@ -161,7 +157,7 @@ class RingServer:
     def _turn(self, now: float) -> None:
         wanted = self._memory.wanted
         self._note_stall(wanted)
-        if self._retired and (wanted or now - self._last_change > LINGER_S):
+        if self._memory.counters[Counter.RETIRED] and (wanted or now - self._last_change > LINGER_S):
             self._stopped = not wanted
         if self._failed:
             self._answer_with_poison(wanted)

@@ -33,6 +33,7 @@ class Counter(IntEnum):
     MISSES = 4
     SERVING = 5  # 1 from when on somebody looks at the words
     FAILURE_BYTES = 6  # length of the message; 0: nothing has failed
+    RETIRED = 7  # 1: the owner is gone, and whoever serves may end when the stream has been done for a while
 
 
 class RingMemory:

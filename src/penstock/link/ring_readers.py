@@ -13,10 +13,10 @@ from multiprocessing.spawn import get_executable
 from pathlib import Path
 
 import penstock.errors
-from penstock.errors import OptionError, TransferError
+from penstock.errors import OptionError
 from penstock.link.ring import RingServer
 from penstock.link.ring_memory import Counter, RingMemory
-from penstock.link.ring_process import RETIRE, SERVE, unpack_reports
+from penstock.link.ring_process import failed_server, fate, unpack_reports
 from penstock.link.ring_task import RingTask
 from penstock.telemetry import Recorder
 
@@ -30,17 +30,17 @@ _BOOTSTRAP = "import sys; sys.path[:] = {paths}; from importlib import import_mo
 _MEND = "use mode 'cpu', which needs no readers (--offload-mode cpu)"
 START_S = 30.0
 JOIN_S = 5.0
-_STDERR_BYTES = 2000
 
 
 class ReaderProcess:
     """A child that serves a ring, and a thread that listens to it.
 
-    The thread is the last owner of the ring's memory when an offload is collected that was not removed. If the child
-    ends without having been told to, the thread says so in the ring and answers every wait with poison.
+    The thread is the last owner of the ring's memory when an offload is collected that was not removed. It is also the
+    last to answer the stream, if all processes of the child are killed at once; a thread of this process may itself be
+    held up, so while one of them lives that one answers.
 
     Attributes:
-        pid: of the child.
+        pid: of the child, the leader of a process group of its own.
     """
 
     def __init__(self, task: RingTask, memory: RingMemory, memory_fd: int, recorder: Recorder | None = None) -> None:
@@ -56,7 +56,7 @@ class ReaderProcess:
         """
         self._memory = memory
         self._recorder = recorder or Recorder()
-        self._serving = self._retired = self._closing = False
+        self._closing = False
         self._ended = threading.Event()
         self._stand_in: RingServer | None = None
         self._errors = os.fdopen(os.memfd_create("penstock-readers-stderr", os.MFD_CLOEXEC), "rb")
@@ -71,25 +71,22 @@ class ReaderProcess:
         Raises:
             OptionError: it ended, or did not come so far within 30 s.
         """
-        self._serving = True
+        assert self._process.stdin is not None
         deadline = time.monotonic() + START_S
         with suppress(OSError):  # it has ended, which is seen below
-            self._tell(SERVE)
+            self._process.stdin.write(b"serve\n")
         while not self._memory.counters[Counter.SERVING]:
             if self._ended.wait(0.001) or time.monotonic() > deadline:
                 raise OptionError(
-                    f"the process that reads files for the GPU ({_python()} -c ... {PROGRAM}) does not serve: "
-                    f"{self._fate(f'it is not ready after {START_S:.0f} s')}. It needs the Python interpreter of this "
-                    f"process: call multiprocessing.set_executable with its path, or {_MEND}"
+                    f"the process that reads files for the GPU ({_python()} -c ... {PROGRAM}) does not serve after "
+                    f"{START_S:.0f} s at most: it {fate(self._process.returncode, self._errors.fileno())}. It needs "
+                    f"the Python interpreter of this process: call multiprocessing.set_executable with its path, or "
+                    f"{_MEND}"
                 )
 
     def retire(self) -> None:
         """Let it end when the stream has been done for some seconds, for an owner that cannot wait for it."""
-        self._retired = True
-        with suppress(OSError, ValueError):  # it has ended
-            self._tell(RETIRE)
-        if self._stand_in is not None:
-            self._stand_in.retire()
+        self._memory.counters[Counter.RETIRED] = 1
 
     def close(self) -> None:
         """End it now, whatever it is doing: the stream has to be done. Idempotent."""
@@ -99,12 +96,9 @@ class ReaderProcess:
         if self._stand_in is not None:
             self._stand_in.close()
         if not self._ended.wait(JOIN_S):
-            self._process.kill()
+            with suppress(OSError):  # it has ended just now
+                os.killpg(self.pid, signal.SIGKILL)
         self._thread.join(JOIN_S)
-
-    def _tell(self, command: bytes) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(command)
 
     def _listen(self) -> None:
         self._record_reads()
@@ -112,12 +106,13 @@ class ReaderProcess:
         assert self._process.stdout is not None
         self._process.stdout.close()
         self._ended.set()
-        done = self._closing or not self._serving or (self._retired and self._process.returncode == 0)
-        if not done:
+        counters = self._memory.counters
+        told = self._closing or (counters[Counter.RETIRED] and self._process.returncode == 0)
+        if counters[Counter.SERVING] and not told:
             self._answer_for_it()
 
     def _record_reads(self) -> None:
-        """Until the child has ended."""
+        """Until the server has ended."""
         assert self._process.stdout is not None
         rest = b""
         while data := self._process.stdout.read(1 << 16):
@@ -126,25 +121,10 @@ class ReaderProcess:
                 self._recorder.arrived(unit, num_bytes, start_ns, duration_ns, f"penstock-reader-{reader}")
 
     def _answer_for_it(self) -> None:
-        server = self._stand_in = RingServer((), self._memory, num_threads=0)
-        server.fail(TransferError(f"the process that reads files for the GPU (pid {self.pid}) {self._fate('ended')}"))
-        if self._retired:
-            server.retire()
+        how = fate(self._process.returncode, self._errors.fileno())
+        server = self._stand_in = failed_server(self.pid, how, self._memory)
         if not self._closing:
             server.serve()
-
-    def _fate(self, otherwise: str) -> str:
-        """How it ended, and the end of what it wrote about that."""
-        code = self._process.returncode
-        if code is None:
-            how = otherwise
-        elif code < 0:
-            how = f"was ended by signal {-code} ({signal.strsignal(-code)})"
-        else:
-            how = f"ended with exit status {code}"
-        size = os.fstat(self._errors.fileno()).st_size
-        said = os.pread(self._errors.fileno(), _STDERR_BYTES, max(0, size - _STDERR_BYTES)).decode(errors="replace")
-        return f"{how} and wrote: {said.strip()}" if said.strip() else how
 
 
 def _start(task: RingTask, memory_fd: int, errors_fd: int) -> subprocess.Popen[bytes]:
