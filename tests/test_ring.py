@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,11 +22,12 @@ from rings import ENTRY_BYTES, PATIENCE_S, FakeRingLink, Machine, Op, disk_store
 from torch import nn
 
 from penstock.errors import TransferError
-from penstock.link.ring_memory import Counter
+from penstock.link.ring_memory import Counter, RingMemory
 from penstock.plan.model import Plan
-from penstock.plan.ring import RingLayout, lay_out_ring
+from penstock.plan.ring import STATUS_BYTES, RingLayout, lay_out_ring
 from penstock.plan.schedule import next_in_chain, steady_order
 from penstock.store.disk import DiskOptions
+from penstock.telemetry import StagingStats
 from penstock.testing import assert_same_bits, offload_over
 
 CASES = [(n, s) for n in range(1, 9) for s in range(1, min(n, 4) + 1)]
@@ -326,6 +328,41 @@ class TestFailure:
         with pytest.raises(TransferError, match="a bug"):
             machine.forwards(100)
         machine.close()
+
+
+class TestStatus:
+    def memory(self) -> RingMemory:
+        layout = lay_out_ring([5000] * 3, 2, 4096, 2)
+        return RingMemory(layout, np.zeros(layout.num_bytes, np.uint8))
+
+    def test_the_first_failure_stays(self) -> None:
+        memory = self.memory()
+        assert memory.failure is None
+        memory.fail("größer")
+        memory.fail("later")
+        assert memory.failure == "größer"
+
+    def test_a_message_without_words_is_one(self) -> None:
+        memory = self.memory()
+        memory.fail("")
+        assert memory.failure
+
+    @pytest.mark.parametrize("shift", range(3))
+    def test_a_long_message_is_cut_between_letters_and_stays_in_its_place(self, shift: int) -> None:
+        memory = self.memory()
+        memory.fail("x" * shift + "€" * 5000)
+        assert memory.failure is not None
+        assert set(memory.failure[shift:]) == {"€"}
+        assert 3900 < len(memory.failure.encode()) <= STATUS_BYTES
+        assert memory.stats(0) == StagingStats()
+        assert not memory.words.any()
+
+    def test_a_stall_that_goes_on_is_counted_so_far(self) -> None:
+        memory = self.memory()
+        memory.counters[Counter.STALL_NS] = 10**9
+        memory.counters[Counter.HELD_SINCE_NS] = 5 * 10**9
+        assert memory.stats(7 * 10**9).stall_s == 3.0
+        assert memory.stats(4 * 10**9).stall_s == 1.0
 
 
 class TestEnd:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -372,6 +373,26 @@ class TestEnd:
         assert ring_failure(shared, layout) is None
         shared.close()
         store.close()
+
+    def test_the_end_of_a_forked_process_is_not_the_owners(self, make: Make, faults: Faults) -> None:
+        faults.linger(0.1)
+        machine = make()
+        assert isinstance(machine.link, ProcessRingLink)
+        readers = machine.link.readers
+        machine.forward()
+        machine.settle()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # 3.12 warns of threads, which is what this is about
+            forked = os.fork()
+        if forked == 0:
+            readers.retire()
+            readers.close()
+            os._exit(0)
+        assert os.waitpid(forked, 0)[1] == 0
+        time.sleep(0.5)
+        machine.forward()
+        machine.settle()
+        machine.link.check()
 
     def test_reports_that_nobody_reads_hold_up_nobody(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         gate = threading.Event()

@@ -57,6 +57,7 @@ class ReaderProcess:
         self._memory = memory
         self._recorder = recorder or Recorder()
         self._closing = False
+        self._owner = os.getpid()
         self._ended = threading.Event()
         self._stand_in: RingServer | None = None
         self._errors = os.fdopen(os.memfd_create("penstock-readers-stderr", os.MFD_CLOEXEC), "rb")
@@ -86,10 +87,13 @@ class ReaderProcess:
 
     def retire(self) -> None:
         """Let it end when the stream has been done for some seconds, for an owner that cannot wait for it."""
-        self._memory.counters[Counter.RETIRED] = 1
+        if self._owner == os.getpid():  # the end of a process that the owner has forked means nothing
+            self._memory.counters[Counter.RETIRED] = 1
 
     def close(self) -> None:
         """End it now, whatever it is doing: the stream has to be done. Idempotent."""
+        if self._owner != os.getpid():
+            return
         self._closing = True
         assert self._process.stdin is not None
         self._process.stdin.close()
