@@ -5,6 +5,7 @@ The real program over real files and shared memory; only the stream is a thread 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -27,15 +28,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import Stack, all_layers, rows, save
 from registrars import Ledger
-from rings import ENTRY_BYTES, PATIENCE_S, Machine, ProcessRingLink, disk_store, make_plan, save_patterns
+from rings import ENTRY_BYTES, PATIENCE_S, FakeStream, Machine, ProcessRingLink, disk_store, make_plan, save_patterns
 
-from penstock.errors import OptionError, TransferError
-from penstock.link import ring_readers
+from penstock.errors import OptionError, StateError, TransferError
+from penstock.link import ring_readers, ring_streams
 from penstock.link.ring_memory import RingMemory
 from penstock.link.ring_readers import ReaderProcess
+from penstock.link.ring_streams import RingLink
 from penstock.link.ring_task import RingTask
 from penstock.link.staging import StagingRing, parts_in_files
-from penstock.plan.ring import lay_out_ring_of
+from penstock.plan.ring import WORD_BYTES, lay_out_ring_of
 from penstock.store.base import Store
 from penstock.store.disk import DiskOptions
 from penstock.store.memfd import SharedMemory
@@ -422,6 +424,97 @@ class TestEnd:
         assert {span.track for span in spans} <= {"penstock-reader-0", "penstock-reader-1"}
         assert sum(span.num_bytes for span in spans) == machine.link.ring.stats().bytes_read
         assert all(begin < span.start_ns < span.start_ns + span.duration_ns < time.perf_counter_ns() for span in spans)
+
+
+class Copies(FakeStream):
+    """The copy stream of a link, over the words at ``address``."""
+
+    def __init__(self, stream: object, address: int) -> None:
+        words = (ctypes.c_uint8 * (4 * WORD_BYTES)).from_address(address)
+        super().__init__(torch.frombuffer(words, dtype=torch.uint8))
+
+    def try_out(self) -> None:
+        self.write(0, 1)
+        self.wait_equal(0, 1)
+        self.write(0, 0)
+        self.synchronize()
+
+
+class TestLink:
+    """The link of a GPU, with a driver and a stream of the test's."""
+
+    @pytest.fixture
+    def ledger(self, monkeypatch: pytest.MonkeyPatch) -> Ledger:
+        ledger = Ledger()
+        monkeypatch.setattr("torch.cuda.Stream", lambda device: None)
+        monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
+        monkeypatch.setattr(ring_streams, "CudaRegistrar", lambda device: ledger)
+        monkeypatch.setattr(ring_streams, "CudaCopyStream", Copies)
+        return ledger
+
+    @pytest.fixture
+    def prepare(self, tmp_path: Path) -> Iterator[Callable[[], RingLink]]:
+        plan, patterns = make_plan(6, 2)
+        store = disk_store(save_patterns(patterns, tmp_path))
+
+        def build() -> RingLink:
+            link = RingLink(torch.device("cuda", 0), entry_bytes=ENTRY_BYTES, max_entries=3, num_threads=2)
+            link.prepare(plan, [store.load(unit) for unit in plan.units])
+            return link
+
+        yield build
+        store.close()
+
+    def check(self, link: RingLink) -> None:
+        plan, patterns = make_plan(6, 2)
+        assert link._ring is not None
+        assert isinstance(link._copies, Copies)
+        for unit in (0, 1, 2, 5, 5, 3):
+            expected = patterns.sources[f"l{unit}.w"].bytes
+            slot = torch.zeros(plan.units[unit].num_bytes, dtype=torch.uint8)
+            link._ring.enqueue(unit, slot, link._copies)
+            link._copies.synchronize()
+            assert torch.equal(slot[: expected.numel()], expected)
+
+    def test_it_pins_its_ring_once_and_gives_everything_back(
+        self, ledger: Ledger, prepare: Callable[[], RingLink]
+    ) -> None:
+        before = (descriptors(), ring_mappings())
+        link = prepare()
+        assert list(ledger.held.values()) == [lay_out_ring_of(make_plan(6, 2)[0], ENTRY_BYTES, 3).num_bytes]
+        self.check(link)
+        stats = link.staging_stats()
+        assert stats is not None
+        assert stats.bytes_read > 0
+        assert isinstance(link._copies, Copies)
+        link._copies.stop()
+        link.close()
+        assert link.staging_stats() == stats
+        assert ledger.held == {}
+        assert not threads()
+        assert (descriptors(), ring_mappings()) == before
+
+    def test_one_that_nobody_closes(self, ledger: Ledger, prepare: Callable[[], RingLink], faults: Faults) -> None:
+        faults.linger(0.2)
+        link = prepare()
+        self.check(link)
+        assert isinstance(link._copies, Copies)
+        link._copies.stop()
+        del link
+        assert settle(lambda: not threads())
+        assert ledger.held == {}
+
+    def test_a_driver_that_refuses(self, ledger: Ledger, prepare: Callable[[], RingLink]) -> None:
+        ledger.refusals = [2]
+        with pytest.raises(OptionError, match=r"refused to register \d+ bytes .* error 2\); check `ulimit -l`, or use"):
+            prepare()
+        assert not threads()
+
+    def test_within_a_capture(self, ledger: Ledger, prepare: Callable[[], RingLink]) -> None:
+        ledger.capturing = True
+        with pytest.raises(StateError, match="while a CUDA graph is being captured"):
+            prepare()
+        assert not threads()
 
 
 def ring_failure(shared: SharedMemory, layout: object) -> str | None:
