@@ -33,6 +33,7 @@ from rings import ENTRY_BYTES, PATIENCE_S, FakeStream, Machine, ProcessRingLink,
 from penstock.errors import OptionError, StateError, TransferError
 from penstock.link import ring_readers, ring_streams
 from penstock.link.ring_memory import RingMemory
+from penstock.link.ring_process import failed_server
 from penstock.link.ring_readers import ReaderProcess
 from penstock.link.ring_streams import RingLink
 from penstock.link.ring_task import RingTask
@@ -339,9 +340,11 @@ class TestEnd:
         machine.link.readers.close()
         assert time.monotonic() - begin < 3
         assert not psutil.pid_exists(pid_of(machine))
-        faults.none()
-        machine.link.stream.stop = lambda: None  # type: ignore[method-assign]  # it waits for a piece that never comes
-        machine.link.stream.synchronize = lambda: None  # type: ignore[method-assign]
+        # The stream of the test still waits for a piece.
+        answers = failed_server(pid_of(machine), "was closed", machine.link.ring.memory)
+        answers.start()
+        machine.link.close()
+        answers.close()
 
     def test_a_retired_ring_serves_what_is_under_way_and_gives_its_memory_back(
         self, tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
@@ -417,12 +420,13 @@ class TestEnd:
         machine = make(recorder=recorder)
         machine.forward()
         machine.settle()
-        machine.link.close()
+        # What is read ahead may be under way, and its report too.
+        assert settle(lambda: sum(s.num_bytes for s in recorder.spans) == machine.link.ring.stats().bytes_read)
         spans = recorder.spans
         assert {span.kind for span in spans} == {"copy"}
         assert {span.unit for span in spans} == set(range(6))
         assert {span.track for span in spans} <= {"penstock-reader-0", "penstock-reader-1"}
-        assert sum(span.num_bytes for span in spans) == machine.link.ring.stats().bytes_read
+        assert sum(span.num_bytes for span in spans) >= machine.plan.moved_bytes
         assert all(begin < span.start_ns < span.start_ns + span.duration_ns < time.perf_counter_ns() for span in spans)
 
 
@@ -489,7 +493,9 @@ class TestLink:
         assert isinstance(link._copies, Copies)
         link._copies.stop()
         link.close()
-        assert link.staging_stats() == stats
+        last = link.staging_stats()
+        assert last is not None
+        assert last.bytes_read >= stats.bytes_read, "what was counted last stays"
         assert ledger.held == {}
         assert not threads()
         assert (descriptors(), ring_mappings()) == before
