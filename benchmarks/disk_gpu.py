@@ -33,7 +33,7 @@ from penstock.bench.cuda_step import LinkProbe
 from penstock.bench.measure import Timing
 from penstock.bench.shapes import QWEN3_8B, DecoderShape, Stack, build_stack
 from penstock.config import ALL_MODEL_PARAMS, reader_threads
-from penstock.link.ring import PART_BYTES
+from penstock.link.ring import READ_BYTES
 from penstock.plan.ring import ring_bytes
 from penstock.store.disk import DiskOptions, File
 
@@ -61,15 +61,15 @@ def read_rate(path: Path, options: DiskOptions) -> float:
     memory.madvise(mmap.MADV_HUGEPAGE)
     memory[:: mmap.PAGESIZE] = bytes(BUFFER_BYTES // mmap.PAGESIZE)
     into = memoryview(memory)
-    num_bytes = file.num_bytes // PART_BYTES * PART_BYTES
+    num_bytes = file.num_bytes // READ_BYTES * READ_BYTES
 
     def read(start: int) -> None:
         at = start % BUFFER_BYTES
-        file.read(start, into[at : at + PART_BYTES])
+        file.read(start, into[at : at + READ_BYTES])
 
     with ThreadPoolExecutor(reader_threads()) as pool:
         start = time.perf_counter()
-        list(pool.map(read, range(0, num_bytes, PART_BYTES)))
+        list(pool.map(read, range(0, num_bytes, READ_BYTES)))
         seconds = time.perf_counter() - start
     file.close()
     return num_bytes / seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import random
 import threading
@@ -9,16 +10,26 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
+from penstock.checkpoint import Checkpoint
 from penstock.inventory import Inventory, Location, StorageInfo, TensorInfo
 from penstock.link.base import Link, Mark, Transfer
-from penstock.link.ring import StagingRing
+from penstock.link.ring import RingServer
+from penstock.link.ring_readers import ReaderProcess
+from penstock.link.ring_task import RingTask
+from penstock.link.staging import StagingRing, parts_in_files, parts_of
+from penstock.offloaders.pipeline import SlotPipeline
 from penstock.plan.model import Plan, UnitDraft, assemble
 from penstock.plan.ring import WORD_BYTES, RingLayout, lay_out_ring_of
 from penstock.store.base import Load, Segment, Store
-from penstock.telemetry import StagingStats
+from penstock.store.disk import DiskOptions, DiskStore
+from penstock.store.memfd import SharedMemory
+from penstock.telemetry import Recorder, StagingStats
+from penstock.weights import FilePart, TensorSource
 
 PATIENCE_S = 30.0
 ENTRY_BYTES = 4096
@@ -123,8 +134,12 @@ class FakeRingLink(Link):
     def prepare(self, plan: Plan, loads: Sequence[Load]) -> None:
         self.layout: RingLayout = lay_out_ring_of(plan, ENTRY_BYTES, self._entries)
         memory = torch.full((self.layout.num_bytes,), 0xEE, dtype=torch.uint8)
-        self.ring = StagingRing(self.layout, loads, memory, num_threads=self._threads, stuck_s=self._stuck_s)
-        self.stream = FakeStream(memory[StagingRing.words_at(self.layout) :], self._pause_s)
+        memory[self.layout.words_at :] = 0
+        self.ring = StagingRing(self.layout, memory)
+        parts = parts_of(self.layout, loads)
+        self.server = RingServer(parts, self.ring.memory, num_threads=self._threads, stuck_s=self._stuck_s)
+        self.server.start()
+        self.stream = FakeStream(memory[self.layout.words_at : self.layout.status_at], self._pause_s)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.full((num_bytes,), 0xDD, dtype=torch.uint8)
@@ -162,7 +177,42 @@ class FakeRingLink(Link):
             self.stream.synchronize()
         finally:
             self.stream.stop()
-            self.ring.close()
+            self.server.close()
+
+
+class ProcessRingLink(FakeRingLink):
+    """The same with the readers in their process, over memory that it shares."""
+
+    def __init__(self, recorder: Recorder | None = None, **options: object) -> None:
+        super().__init__(**options)  # type: ignore[arg-type]
+        self._recorder = recorder
+        self._closed = False
+
+    def prepare(self, plan: Plan, loads: Sequence[Load]) -> None:
+        self.layout = lay_out_ring_of(plan, ENTRY_BYTES, self._entries)
+        parts = parts_in_files(self.layout, loads)
+        shared = SharedMemory.create(self.layout.num_bytes)
+        memory = shared.map(0, self.layout.num_bytes)
+        self.ring = StagingRing(self.layout, memory)
+        task = RingTask(self.layout, parts, self._threads, self._stuck_s, os.getpid())
+        self.readers = ReaderProcess(task, self.ring.memory, shared.fileno(), self._recorder)
+        shared.close()
+        try:
+            self.readers.serve()
+        except BaseException:
+            self.readers.close()
+            raise
+        self.stream = FakeStream(memory[self.layout.words_at : self.layout.status_at], self._pause_s)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.stream.synchronize()
+        finally:
+            self.stream.stop()
+            self.readers.close()
 
 
 class PatternSource:
@@ -238,3 +288,71 @@ def reader_of(expected: torch.Tensor, slot: torch.Tensor, found: list[str], what
             found.append(f"{what}: {'poison' if poison else bytes_.unique().tolist()}")
 
     return partial(read)
+
+
+class Machine:
+    """A pipeline over a ring, and a way to run units, live or in a graph."""
+
+    def __init__(
+        self,
+        num_units: int,
+        num_slots: int,
+        pause_s: float = 0.0,
+        link: FakeRingLink | None = None,
+        store: Store | None = None,
+        **options: object,
+    ) -> None:
+        """``link``: default a ring in this process, with these ``options``. ``store``: default patterns in memory."""
+        self.plan, self.store = make_plan(num_units, num_slots, pause_s)
+        self.link = link or FakeRingLink(max_pause_s=pause_s, **options)  # type: ignore[arg-type]
+        self.wrong: list[str] = []
+        self.pipeline = SlotPipeline(self.plan, store or self.store, self.link, Recorder())
+        self.pipeline.prime()
+
+    def run(self, unit: int) -> None:
+        self.pipeline.wait(unit)
+        expected = self.store.sources[f"l{unit}.w"].bytes
+        self.link.stream.give(reader_of(expected, self.pipeline.slot_memory(unit), self.wrong, f"unit {unit}"))
+        self.pipeline.release(unit)
+
+    def forward(self, units: list[int] | None = None) -> None:
+        self.pipeline.begin_forward()
+        for unit in range(len(self.plan.units)) if units is None else units:
+            self.run(unit)
+        self.pipeline.finish_forward(whole=units is None)
+
+    def capture(self, units: list[int] | None = None) -> list[Op]:
+        graph: list[Op] = []
+        self.link.stream.graph = graph
+        try:
+            self.forward(units)
+        finally:
+            self.link.stream.graph = None
+        return graph
+
+    def forwards(self, count: int) -> None:
+        """As many as an error lets through; the bytes are not looked at."""
+        for _ in range(count):
+            self.forward()
+            self.link.stream.synchronize()
+
+    def settle(self) -> None:
+        self.link.stream.synchronize()
+        assert self.wrong == []
+
+    def close(self) -> None:
+        self.pipeline.close()
+
+
+def save_patterns(store: PatternStore, folder: Path) -> Path:
+    """The checkpoint of a plan of :func:`make_plan`."""
+    path = folder / "model.safetensors"
+    save_file({name: source.bytes for name, source in store.sources.items()}, path)
+    return path
+
+
+def disk_store(path: Path, options: DiskOptions | None = None) -> DiskStore:
+    """Of a checkpoint, stamped as an offload stamps it."""
+    checkpoint = Checkpoint.open(path)
+    sources = {name: TensorSource((FilePart(t),), t.shape, t.dtype) for name, t in checkpoint.tensors.items()}
+    return DiskStore(sources, options, stamps=checkpoint.stamps)

@@ -19,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from penstock.checkpoint import Checkpoint, FileStamp, FileTensor
+from penstock.checkpoint import Checkpoint, FileTensor
 from penstock.errors import CheckpointError
+from penstock.stamps import FileStamp
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {

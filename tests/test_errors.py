@@ -42,6 +42,15 @@ def _no_grad() -> Iterator[None]:
         yield
 
 
+_earlier: set[threading.Thread] = set()  # of offloads that are garbage of earlier tests, and may end at any time
+
+
+@pytest.fixture(autouse=True)
+def _no_threads_of_earlier_tests() -> None:
+    _earlier.clear()
+    _earlier.update(threading.enumerate())
+
+
 def state_of(model: nn.Module) -> list[Any]:
     """Everything an offload may touch: objects, memory, hooks, attributes."""
     tensors = [
@@ -51,7 +60,8 @@ def state_of(model: nn.Module) -> list[Any]:
         {name: list(value) if "hooks" in name else id(value) for name, value in vars(module).items()}
         for module in model.modules()
     ]
-    return [tensors, attributes, sorted(t.name for t in threading.enumerate() if t.name.startswith("penstock"))]
+    threads = set(threading.enumerate()) - _earlier
+    return [tensors, attributes, sorted(t.name for t in threads if t.name.startswith("penstock"))]
 
 
 class TestTree:

@@ -33,6 +33,7 @@ ROOMS = [
     ("plan",),
     ("limits",),
     ("traits",),
+    ("stamps",),
     ("checkpoint",),
     ("weights",),
     ("store",),

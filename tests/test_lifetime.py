@@ -115,7 +115,7 @@ class TestGivenBack:
 
     @pytest.mark.parametrize("mode", ["cpu", "disk"])
     def test_removed_offloads_are_no_garbage(self, mode: str, tmp_path: Path) -> None:
-        """Events and slots of a GPU among them: the collector would end them in whatever thread runs, a reader too."""
+        """Events and slots of a GPU among them: the collector would end them in whatever thread runs."""
         model = Stack(5).eval()
         checkpoint = save(model, tmp_path) if mode == "disk" else None
         gc.collect()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import mmap
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
@@ -21,7 +20,7 @@ from penstock.plan.model import SlabEntry, Unit
 from penstock.store.adoption import MIN_BYTES, can_adopt, is_anonymous
 from penstock.store.pages import map_pages, pieces, populate, populate_parallel
 from penstock.store.pinned import Held, PinnedStore, pack
-from penstock.store.registration import PinnedBytes, never_wait_for_devices
+from penstock.store.registration import PinnedBytes
 
 MIB = 1 << 20
 
@@ -107,53 +106,6 @@ class TestPinnedBytes:
         ledger.capturing = False
         second.register(ledger)
         assert [what for what, _, _ in ledger.log] == ["register", "unregister", "register"]
-
-    def test_what_ends_in_a_thread_that_a_device_waits_for_is_unregistered_by_another(self) -> None:
-        """To unregister is to wait for the device."""
-        ledger = Ledger()
-        threads: list[int] = []
-        ended = [PinnedBytes(torch.zeros(10, dtype=torch.uint8)) for _ in range(3)]
-        for pinned in ended:
-            pinned.register(ledger)
-        del pinned
-
-        def feed(is_fed: bool) -> None:
-            if is_fed:
-                never_wait_for_devices()
-            ended.pop()
-            gc.collect()
-            threads.append(len(ledger.held))
-
-        for is_fed in (True, True, False):
-            thread = threading.Thread(target=feed, args=(is_fed,))
-            thread.start()
-            thread.join()
-        assert threads == [3, 3, 0]
-
-    def test_a_thread_that_a_device_waits_for_asks_the_driver_nothing(self) -> None:
-        """Not even whether a graph is being captured: whoever holds the driver's lock may be waiting for the device."""
-
-        class Asked(Ledger):
-            @property
-            def capturing(self) -> bool:
-                asked.append(threading.current_thread())
-                return False
-
-            @capturing.setter
-            def capturing(self, value: bool) -> None: ...
-
-        asked: list[threading.Thread] = []
-        ended = [PinnedBytes(torch.zeros(10, dtype=torch.uint8))]
-        ended[0].register(Asked())
-
-        def feed() -> None:
-            never_wait_for_devices()
-            ended.pop()
-
-        thread = threading.Thread(target=feed)
-        thread.start()
-        thread.join()
-        assert thread not in asked
 
     def test_capture_of_another_thread_is_named(self) -> None:
         pinned = PinnedBytes(torch.zeros(10, dtype=torch.uint8))

@@ -16,22 +16,20 @@ import math
 import os
 import reprlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TypeGuard
 
 import torch
 
-from penstock.errors import CheckpointError
+from penstock.stamps import FileStamp, fault, opened
 
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _FIRST_READ_BYTES = 128 * 1024  # holds the header of a shard of about 1,000 tensors
 _FOREIGN = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 _CONVERT = "Load it with the library that wrote it, then `model.save_pretrained(folder)` writes safetensors."
-_AGAIN = "Download or copy it again."
 _REWRITE = "Write the file again with safetensors.torch.save_file, or download it again."
 
 # The sub-byte F4 and F6 are left out: an element of theirs is not a whole number of bytes.
@@ -54,22 +52,6 @@ class FileTensor:
     path: Path
     offset: int
     num_bytes: int
-
-
-@dataclass(frozen=True)
-class FileStamp:
-    """A file as it was when opened: size, modification time in ns since 1970, inode (of a link's target)."""
-
-    path: Path
-    num_bytes: int
-    modified_ns: int
-    inode: int
-
-    def check(self) -> None:
-        """Raise CheckpointError if the file on disk is gone or no longer the one that was stamped."""
-        with _opened(self.path) as (_, now):
-            if now != self:
-                raise _fault(self.path, str(self), str(now), "It changed while in use: open it again.")
 
 
 @dataclass(frozen=True)
@@ -112,37 +94,18 @@ class Checkpoint:
         """The tensor of that name; CheckpointError with the nearest names when there is none."""
         if name not in self.tensors:
             found = f"{len(self.tensors)} others, the nearest are {_nearest(name, self.tensors)}"
-            raise _fault(self.root, f"a tensor {name!r}", found, "Use a name from `.tensors`.")
+            raise fault(self.root, f"a tensor {name!r}", found, "Use a name from `.tensors`.")
         return self.tensors[name]
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, byte for byte, in new CPU memory; CheckpointError if the file is short or changed."""
         tensor = self[name]
         result = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        with _opened(tensor.path) as (fd, _):
+        with opened(tensor.path) as (fd, _):
             _fill(fd, result.reshape(-1).view(torch.uint8).numpy().data, tensor.offset, tensor.path)
         # After the read, so that a change during it counts too.
         next(stamp for stamp in self.stamps if stamp.path == tensor.path).check()
         return result
-
-
-def _fault(path: Path, expected: str, found: str, mend: str = _AGAIN) -> CheckpointError:
-    return CheckpointError(f"{path}: expected {expected}; found {found}. {mend}")
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[tuple[int, FileStamp]]:
-    """A file descriptor and the stamp of what it has open. Every OSError becomes a CheckpointError."""
-    try:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            status = os.fstat(fd)
-            yield fd, FileStamp(path, status.st_size, status.st_mtime_ns, status.st_ino)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        mend = "Check the path, its permissions (`chmod u+rX` as the owner) and the disk."
-        raise _fault(path, f"files that user {os.geteuid()} can read", str(error.strerror), mend) from error
 
 
 def _fill(fd: int, target: memoryview | bytearray, offset: int, path: Path) -> None:
@@ -150,13 +113,13 @@ def _fill(fd: int, target: memoryview | bytearray, offset: int, path: Path) -> N
     view, done = memoryview(target), 0
     while done < len(view):
         if not (count := os.preadv(fd, [view[done:]], offset + done)):
-            raise _fault(path, f"{len(view)} bytes at byte {offset}", f"{done} and the end of the file")
+            raise fault(path, f"{len(view)} bytes at byte {offset}", f"{done} and the end of the file")
         done += count
 
 
 def _find_files(start: Path) -> tuple[Path, list[Path]]:
     """Folder, and its index or its safetensors files. Hidden files (macOS leaves ``._*``) do not count."""
-    with _opened(start) as (fd, _):
+    with opened(start) as (fd, _):
         names = sorted(os.listdir(fd)) if start.is_dir() else [start.name]
     foreign = [name for name in names if name.endswith(_FOREIGN)]
     if not start.is_dir() and not foreign:
@@ -166,18 +129,18 @@ def _find_files(start: Path) -> tuple[Path, list[Path]]:
     if not chosen:
         found = f"{_some(foreign)} of another format" if foreign else _some(names)
         mend = _CONVERT if foreign else "Give the folder of the weights."
-        raise _fault(start, "safetensors files", found, mend)
+        raise fault(start, "safetensors files", found, mend)
     return start, [start / name for name in chosen]
 
 
 def _index_shards(index: Path) -> dict[Path, set[str]]:
     """Shard -> names of the tensors that the index's ``weight_map`` (``{name: file}``) places in it."""
-    with _opened(index) as (fd, stamp):
+    with opened(index) as (fd, stamp):
         raw = bytearray(stamp.num_bytes)
         _fill(fd, raw, 0, index)
     files = _parse_object(index, raw).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
-        raise _fault(index, 'an index with "weight_map": {tensor: file}', reprlib.repr(files))
+        raise fault(index, 'an index with "weight_map": {tensor: file}', reprlib.repr(files))
     names_in: dict[str, set[str]] = {file: set() for file in files.values()}
     for name, file in files.items():
         names_in[file].add(name)
@@ -185,7 +148,7 @@ def _index_shards(index: Path) -> dict[Path, set[str]]:
     for file, names in names_in.items():  # several spellings may lead to one file
         shards.setdefault(_inside(index, file), set()).update(names)
     if missing := [str(shard) for shard in sorted(shards) if not shard.exists()]:
-        raise _fault(index, f"{len(shards)} shards in its folder", f"missing: {_some(missing)}")
+        raise fault(index, f"{len(shards)} shards in its folder", f"missing: {_some(missing)}")
     return shards
 
 
@@ -193,13 +156,13 @@ def _inside(index: Path, file: str) -> Path:
     """The shard's path. Judged by its text: in a Hugging Face cache every shard is a link that leads out."""
     pure = PurePosixPath(file)
     if pure.is_absolute() or ".." in pure.parts or not pure.parts:
-        raise _fault(index, "shards inside its folder", repr(file), "Do not use it, or mend its weight_map.")
+        raise fault(index, "shards inside its folder", repr(file), "Do not use it, or mend its weight_map.")
     return index.parent / pure
 
 
 def _only_named(shard: Path, found: Mapping[str, FileTensor], names: set[str]) -> dict[str, FileTensor]:
     if absent := sorted(names - found.keys()):
-        raise _fault(shard, "all tensors that the index places here", f"missing: {_some(absent)}")
+        raise fault(shard, "all tensors that the index places here", f"missing: {_some(absent)}")
     return dict(found) if len(found) == len(names) else {name: found[name] for name in found if name in names}
 
 
@@ -208,12 +171,12 @@ def _refuse_duplicates(seen: Mapping[str, FileTensor], new: Mapping[str, FileTen
         both = sorted(seen.keys() & new.keys())
         found = f"{_some(both)} also in {seen[both[0]].path}"
         mend = f"Remove one of the two files, or add a {_INDEX} that says which one counts."
-        raise _fault(new[both[0]].path, "each tensor in one file only", found, mend)
+        raise fault(new[both[0]].path, "each tensor in one file only", found, mend)
 
 
 def _read_header(path: Path) -> tuple[dict[str, FileTensor], FileStamp]:
     """The tensors of one file by offset, every rule of the format checked."""
-    with _opened(path) as (fd, stamp):
+    with opened(path) as (fd, stamp):
         raw = bytearray(min(stamp.num_bytes, _FIRST_READ_BYTES))
         _fill(fd, raw, 0, path)
         data_start = 8 + _header_bytes(path, raw, stamp.num_bytes)
@@ -229,13 +192,13 @@ def _read_header(path: Path) -> tuple[dict[str, FileTensor], FileStamp]:
 def _header_bytes(path: Path, raw: bytearray, file_bytes: int) -> int:
     length, found = int.from_bytes(raw[:8], "little"), f"a file of {file_bytes} bytes"
     if raw.startswith(b"version https://git-lfs"):
-        raise _fault(path, "a safetensors file", "a Git LFS pointer to one", "Fetch it: `git lfs pull`.")
+        raise fault(path, "a safetensors file", "a Git LFS pointer to one", "Fetch it: `git lfs pull`.")
     if file_bytes < 8:
-        raise _fault(path, "at least the 8 bytes of the header length", found)
+        raise fault(path, "at least the 8 bytes of the header length", found)
     if length > _MAX_HEADER_BYTES:
-        raise _fault(path, f"a header of at most {_MAX_HEADER_BYTES} bytes", f"a length of {length}")
+        raise fault(path, f"a header of at most {_MAX_HEADER_BYTES} bytes", f"a length of {length}")
     if 8 + length > file_bytes:
-        raise _fault(path, f"8 + {length} bytes of length and header", f"{found}, it is truncated")
+        raise fault(path, f"8 + {length} bytes of length and header", f"{found}, it is truncated")
     return length
 
 
@@ -243,9 +206,9 @@ def _parse_object(path: Path, raw: bytearray) -> dict[str, object]:
     try:
         parsed = json.loads(raw.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or a key given twice
-        raise _fault(path, "UTF-8 JSON", str(error)) from error
+        raise fault(path, "UTF-8 JSON", str(error)) from error
     if not isinstance(parsed, dict):
-        raise _fault(path, "a JSON object", reprlib.repr(parsed))
+        raise fault(path, "a JSON object", reprlib.repr(parsed))
     return parsed
 
 
@@ -264,7 +227,7 @@ def _tensor(path: Path, name: str, entry: object, data_start: int) -> FileTensor
             _check_entry(path, name, code, shape, begin, end)
             return FileTensor(name, _DTYPES[code], tuple(shape), path, data_start + begin, end - begin)
     expected = f"{name!r} as {{dtype: text, shape: [sizes >= 0], data_offsets: [begin >= 0, end >= 0]}}"
-    raise _fault(path, expected, reprlib.repr(entry), _REWRITE)
+    raise fault(path, expected, reprlib.repr(entry), _REWRITE)
 
 
 def _are_counts(numbers: object) -> TypeGuard[list[int]]:
@@ -280,11 +243,11 @@ def _check_entry(path: Path, name: str, code: str, shape: list[int], begin: int,
     if code not in _DTYPES:
         kind = "sub-byte" if code.startswith(("F4", "F6")) else "unknown"
         expected = f"{name!r} of a supported dtype ({', '.join(_DTYPES)})"
-        raise _fault(path, expected, f"the {kind} {code!r}", "Save it as one of these; packed bytes as U8.")
+        raise fault(path, expected, f"the {kind} {code!r}", "Save it as one of these; packed bytes as U8.")
     num_bytes = math.prod(shape) * _DTYPES[code].itemsize
     if end - begin != num_bytes:
         expected = f"{name!r} of {num_bytes} bytes ({code}, shape {shape})"
-        raise _fault(path, expected, f"{end - begin} bytes, data_offsets [{begin}, {end}]", _REWRITE)
+        raise fault(path, expected, f"{end - begin} bytes, data_offsets [{begin}, {end}]", _REWRITE)
 
 
 def _check_layout(path: Path, tensors: Iterable[FileTensor], data_start: int, file_bytes: int) -> None:
@@ -294,11 +257,11 @@ def _check_layout(path: Path, tensors: Iterable[FileTensor], data_start: int, fi
         if tensor.offset != position:
             kind = "an overlap" if tensor.offset < position else "a hole"
             found = f"{kind}: it begins at byte {tensor.offset - data_start}"
-            raise _fault(path, f"{tensor.name!r} at data byte {position - data_start}", found, _REWRITE)
+            raise fault(path, f"{tensor.name!r} at data byte {position - data_start}", found, _REWRITE)
         position += tensor.num_bytes
     if position != file_bytes:
         kind = "it is truncated" if file_bytes < position else "it has trailing bytes"
-        raise _fault(path, f"a file of {position} bytes", f"{file_bytes} bytes, {kind}")
+        raise fault(path, f"a file of {position} bytes", f"{file_bytes} bytes, {kind}")
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:

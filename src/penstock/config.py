@@ -7,7 +7,7 @@ written and not where it is used.
 environment variable         default  meaning
 ===========================  =======  ============================================================================
 PENSTOCK_DEBUG               0        1: poison released slots, verify a checksum whenever a unit arrives or leaves
-PENSTOCK_READERS             cores    worker threads of the CPU link and of loading (at least 1)
+PENSTOCK_READERS             cores    readers of files: of a link, and of loading (at least 1)
 PENSTOCK_DISABLE_PIN_MEMORY  0        1: host memory of a GPU's stores is ordinary memory (slow, cannot be captured)
 PENSTOCK_DISABLE_UVA         0        1: what a GPU would read in place is moved into a slot on demand instead
 PENSTOCK_PEER_TIMEOUT        600      seconds that a rank waits for another one while they share out an offload
@@ -400,7 +400,7 @@ def peer_timeout_s() -> float:
 
 
 def reader_threads(at_least: int = 1) -> int:
-    """Worker threads of the CPU link and of loading.
+    """Threads that read files: of the CPU link, of the readers' process of a GPU, and of loading.
 
     ``PENSTOCK_READERS``, or one per core this process may use, but not less than ``at_least``.
     """

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import struct
 import threading
 import time
 from collections import deque
@@ -20,7 +18,6 @@ _MAX_SPANS = 1 << 16
 
 
 _Kind = Literal["copy", "compute", "stall"]
-_KINDS: tuple[_Kind, ...] = ("copy", "compute", "stall")
 
 
 class Span(NamedTuple):
@@ -34,31 +31,24 @@ class Span(NamedTuple):
     num_bytes: int
 
 
-_PACKED = struct.Struct("=BIIqqq")  # number of the kind, unit, number of the track, start, duration, bytes
-
-
 class Recorder:
-    """Keeps the last 65,536 spans; appending is atomic, so any thread may record.
-
-    Packed: as tuples they would be objects that the garbage collector counts, and it would run in the threads that feed
-    a device, which must not be kept.
-    """
+    """Keeps the last 65,536 spans; appending is atomic, so any thread may record."""
 
     def __init__(self) -> None:
-        self._packed: deque[bytes] = deque(maxlen=_MAX_SPANS)
-        self._tracks: dict[str, int] = {}  # number by name
-        self._numbers = itertools.count()
+        self._spans: deque[Span] = deque(maxlen=_MAX_SPANS)
 
     @property
     def spans(self) -> list[Span]:
         """What is kept, in the order in which it ended."""
-        rows = map(_PACKED.unpack, list(self._packed))  # before the names: a thread may record its first span meanwhile
-        names = {number: name for name, number in self._tracks.copy().items()}
-        return [Span(_KINDS[kind], unit, names[track], *rest) for kind, unit, track, *rest in rows]
+        return list(self._spans)
 
     def copy(self, unit: int, num_bytes: int, start_ns: int) -> None:
         """A piece of ``unit`` that began at ``start_ns`` has just arrived."""
         self._add("copy", unit, start_ns, num_bytes)
+
+    def arrived(self, unit: int, num_bytes: int, start_ns: int, duration_ns: int, track: str) -> None:
+        """A piece of ``unit`` has arrived in a thread of another process, which is called ``track``."""
+        self._spans.append(Span("copy", unit, track, start_ns, duration_ns, num_bytes))
 
     def compute(self, unit: int, start_ns: int) -> None:
         """The module of ``unit`` that began at ``start_ns`` has just finished."""
@@ -84,12 +74,8 @@ class Recorder:
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def _add(self, kind: _Kind, unit: int, start_ns: int, num_bytes: int) -> None:
-        name = threading.current_thread().name
-        track = self._tracks.get(name)
-        if track is None:
-            track = self._tracks.setdefault(name, next(self._numbers))
         duration_ns = time.perf_counter_ns() - start_ns
-        self._packed.append(_PACKED.pack(_KINDS.index(kind), unit, track, start_ns, duration_ns, num_bytes))
+        self._spans.append(Span(kind, unit, threading.current_thread().name, start_ns, duration_ns, num_bytes))
 
 
 def _event(span: Span, origin_ns: int, tid: int, names: Sequence[str]) -> dict[str, Any]:

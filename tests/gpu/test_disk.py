@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
+import signal
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+from faulty_readers import Faults
 from gpu_models import Stack, build
 from safetensors.torch import save_file
 
@@ -18,6 +23,7 @@ import penstock
 from penstock import UVA, Budget, DiskOptions, Handle, Prefetch, Rules
 from penstock.errors import OptionError, StateError, TransferError
 from penstock.inventory import take_inventory
+from penstock.link import ring_readers
 from penstock.link.ring_streams import RingLink
 
 IDS = 8
@@ -51,12 +57,45 @@ def inputs(seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 1000, (IDS,), device="cuda", generator=generator)
 
 
-def captured(model: Stack, ids: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+class Graph(torch.cuda.CUDAGraph):
+    """With the input that its replays read: who has the graph has that memory."""
+
+    ids: torch.Tensor
+
+
+def captured(model: Stack, ids: torch.Tensor) -> tuple[Graph, torch.Tensor]:
     model(ids)
-    graph = torch.cuda.CUDAGraph()
+    graph = Graph()
+    graph.ids = ids
     with torch.cuda.graph(graph):
         out = model(ids)
     return graph, out
+
+
+@pytest.fixture
+def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faults:
+    """Of the disk, as the readers of every offload that begins from now on see it."""
+    monkeypatch.setattr(ring_readers, "PROGRAM", "faulty_readers")
+    return Faults(tmp_path / "faults", monkeypatch.setenv)
+
+
+def readers() -> set[int]:
+    """Process ids, of rings that this process has now; each has a thread that listens to it."""
+    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("penstock-ring-")]
+    return {int(name.rpartition("-")[2]) for name in names}
+
+
+def ring_mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:penstock-")
+
+
+def settled(condition: Callable[[], bool]) -> bool:
+    """Offloads that were not removed end some seconds after they have been collected."""
+    gc.collect()
+    end = time.monotonic() + 20
+    while not (met := condition()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return met
 
 
 class TestBits:
@@ -106,21 +145,13 @@ class TestBits:
 
     @torch.no_grad()
     @pytest.mark.usefixtures("ring")
-    def test_a_slow_disk_holds_the_device_and_not_the_bits(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_slow_disk_holds_the_device_and_not_the_bits(self, tmp_path: Path, faults: Faults) -> None:
         resident = build()
         model = copy.deepcopy(resident)
         expected = resident(inputs())
-        real = os.preadv
-
-        def slow(*args: object) -> int:
-            time.sleep(0.003)
-            return real(*args)  # type: ignore[arg-type]
-
         handle = penstock.offload(model, POLICIES["two slots"], checkpoint=save(model, tmp_path))
         graph, out = captured(model, inputs())
-        monkeypatch.setattr("os.preadv", slow)
+        faults.slow(0.003)
         for _ in range(4):
             graph.replay()
             assert torch.equal(out, expected)
@@ -205,46 +236,58 @@ class TestFailure:
         handle.remove()
 
     @torch.no_grad()
-    def test_an_error_of_the_disk_in_eager_code(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_error_of_the_disk_in_eager_code(self, tmp_path: Path, faults: Faults) -> None:
         model, handle, _ = self.offloaded(tmp_path)
         model(inputs())
-
-        def broken(*args: object) -> int:
-            raise OSError(5, "Input/output error")
-
-        with monkeypatch.context() as patch:
-            patch.setattr("os.preadv", broken)
-            with pytest.raises(TransferError, match="Input/output error"):
-                self.forwards(model)
+        faults.error(5)
+        with pytest.raises(TransferError, match="Input/output error"):
+            self.forwards(model)
         with pytest.raises(TransferError, match="Input/output error"):
             model(inputs())
-        handle.remove()  # the disk is back: nothing is lost
+        handle.remove()  # this process can read: nothing is lost
         assert model(inputs()).isfinite().all()
 
     @torch.no_grad()
-    def test_a_read_that_never_ends(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_read_that_never_ends(self, tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("penstock.offloaders.attachment.RingLink", partial(RingLink, stuck_s=1.0))
         model, handle, _ = self.offloaded(tmp_path)
         graph, _ = captured(model, inputs())
         graph.replay()
         torch.cuda.synchronize()
-        gate, real = threading.Event(), os.preadv
-
-        def stuck(*args: object) -> int:
-            gate.wait(30)
-            return real(*args)  # type: ignore[arg-type]
-
-        with monkeypatch.context() as patch:
-            patch.setattr("os.preadv", stuck)
-            start = time.monotonic()
-            for _ in range(4):
-                graph.replay()
-            torch.cuda.synchronize()
-            assert time.monotonic() - start < 10
-            with pytest.raises(TransferError, match="no read has ended"):
-                handle.stats()
-            gate.set()
+        faults.never()
+        start = time.monotonic()
+        for _ in range(4):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert time.monotonic() - start < 10
+        with pytest.raises(TransferError, match=r"no read has ended.*bytes at \d+ of .*model\.safetensors"):
+            handle.stats()
         handle.remove()
+
+    @torch.no_grad()
+    @pytest.mark.parametrize("victims", ["server", "group"])
+    def test_readers_that_are_killed(self, victims: str, tmp_path: Path) -> None:
+        before = readers()
+        model, handle, _ = self.offloaded(tmp_path)
+        (pid,) = readers() - before
+        graph, out = captured(model, inputs())
+        graph.replay()
+        torch.cuda.synchronize()
+        if victims == "group":
+            os.killpg(pid, signal.SIGKILL)
+        else:
+            psutil.Process(pid).children()[0].kill()
+        start = time.monotonic()
+        for _ in range(4):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert time.monotonic() - start < 10
+        assert out.isnan().all()
+        for call in (handle.stats, lambda: model(inputs())):
+            with pytest.raises(TransferError, match=r"ended by signal 9.*remove\(\)"):
+                call()
+        handle.remove()
+        assert model(inputs()).isfinite().all()
 
     @staticmethod
     def offloaded(tmp_path: Path, options: DiskOptions | None = None) -> tuple[Stack, Handle, Path]:
@@ -295,13 +338,34 @@ class TestLimits:
         assert error is not None
 
     def test_everything_is_given_back(self, tmp_path: Path) -> None:
-        before = threading.active_count()
+        assert settled(lambda: not readers()), "readers of an earlier test stay"
+        mapped = ring_mappings()
         model = build()
         addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
         handle = penstock.offload(model, POLICIES["two slots"], checkpoint=save(model, tmp_path))
-        assert threading.active_count() > before
+        (pid,) = readers()
+        assert psutil.pid_exists(pid)
+        assert ring_mappings() > mapped
         assert take_inventory(model).num_bytes > 0
         handle.remove()
-        assert threading.active_count() == before
+        assert not readers()
+        assert not psutil.pid_exists(pid)
+        assert ring_mappings() == mapped
         assert set(addresses) == {name for name, _ in model.named_parameters()}
         assert all(p.device.type == "cuda" for p in model.parameters())
+
+    @torch.no_grad()
+    def test_an_offload_that_nobody_removes(self, tmp_path: Path, faults: Faults) -> None:
+        """Its readers end some time after the last copy, and the thread that listened gives the memory back."""
+        assert settled(lambda: not readers()), "readers of an earlier test stay"
+        mapped = ring_mappings()
+        faults.linger(0.5)
+        model = build()
+        handle = penstock.offload(model, POLICIES["two slots"], checkpoint=save(model, tmp_path))
+        model(inputs())
+        (pid,) = readers()
+        assert ring_mappings() > mapped
+        del handle, model
+        assert settled(lambda: not readers())
+        assert not psutil.pid_exists(pid)
+        assert ring_mappings() == mapped

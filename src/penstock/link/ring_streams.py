@@ -6,11 +6,13 @@ between them differs: instead of one copy from a slab at rest, a handshake and a
 
 Units that have a slab in host memory beside those in files are copied from it, on the same stream and in their turn;
 the ring knows nothing of them, and its readers work ahead meanwhile.
+
+The ring is shared memory: its readers are a process of their own (:mod:`penstock.link.ring_process`).
 """
 
 from __future__ import annotations
 
-import gc
+import os
 import weakref
 from collections.abc import Sequence
 
@@ -19,20 +21,25 @@ import torch
 from penstock.config import pin_memory_disabled, reader_threads
 from penstock.errors import OptionError, StateError
 from penstock.link.base import Mark, Transfer
-from penstock.link.ring import STUCK_S, StagingRing
+from penstock.link.ring import STUCK_S
+from penstock.link.ring_readers import ReaderProcess
+from penstock.link.ring_task import RingTask
+from penstock.link.staging import StagingRing, parts_in_files
 from penstock.link.stream_memory import CudaCopyStream
 from penstock.link.streams import StreamLink, StreamTransfer
 from penstock.plan.model import Plan
-from penstock.plan.ring import ENTRY_BYTES, MAX_ENTRIES, lay_out_ring_of
+from penstock.plan.ring import ENTRY_BYTES, MAX_ENTRIES, RingLayout, lay_out_ring_of
 from penstock.store.base import Load
-from penstock.store.pinned import pinned_region
+from penstock.store.memfd import SharedMemory
+from penstock.store.pinned import pin_shared
+from penstock.store.registration import CudaRegistrar, PinnedBytes, refuse_capture
 from penstock.telemetry import Recorder, StagingStats
 
 __all__ = ["RingLink"]
 
 
 class RingLink(StreamLink):
-    """Fork / copy / done / wait with streams and events, over a ring that reader threads fill."""
+    """Fork / copy / done / wait with streams and events, over a ring that a process of readers fills."""
 
     def __init__(
         self,
@@ -56,17 +63,19 @@ class RingLink(StreamLink):
         self._entry_bytes, self._max_entries = entry_bytes, max_entries
         self._num_threads, self._stuck_s = num_threads or reader_threads(), stuck_s
         self._ring: StagingRing | None = None
+        self._readers: ReaderProcess | None = None
         self._copies: CudaCopyStream | None = None
         self._last_stats = StagingStats()
         self._retire: weakref.finalize[..., RingLink] | None = None
 
     def prepare(self, plan: Plan, loads: Sequence[Load]) -> None:
-        """Pin the ring and start its threads; nothing is read before the first copy asks for it.
+        """Pin the ring and start its readers; nothing is read before the first copy asks for it.
 
         At least one unit rests in files.
 
         Raises:
-            OptionError: pinned memory or stream memory operations are not to be had.
+            OptionError: pinned memory, stream memory operations or a process for the readers are not to be had, or
+                what passes through the ring is not in files.
             StateError: a graph is being captured.
         """
         if pin_memory_disabled():
@@ -74,18 +83,29 @@ class RingLink(StreamLink):
                 "what rests in files comes to a GPU through pinned memory, which PENSTOCK_DISABLE_PIN_MEMORY=1 "
                 "forbids; unset it, or use mode 'cpu' (--offload-mode cpu)"
             )
-        gc.collect()  # here and not in a reader, where it would wait for a device that waits for the reader
+        refuse_capture(CudaRegistrar(self._device))
         layout = lay_out_ring_of(plan, self._entry_bytes, self._max_entries)
-        with torch.cuda.device(self._device):
-            memory = pinned_region(layout.num_bytes)
-        words = memory[StagingRing.words_at(layout) :]
-        words.zero_()
-        self._copies = CudaCopyStream(self._stream, words.data_ptr())
-        self._copies.try_out()
-        self._ring = StagingRing(
-            layout, loads, memory, num_threads=self._num_threads, stuck_s=self._stuck_s, recorder=self._recorder
-        )
-        self._retire = weakref.finalize(self, self._ring.retire)
+        task = RingTask(layout, parts_in_files(layout, loads), self._num_threads, self._stuck_s, os.getpid())
+        shared = SharedMemory.create(layout.num_bytes)
+        try:
+            self._set_up(layout, task, shared)
+        finally:
+            shared.close()  # mappings live on without it
+
+    def _set_up(self, layout: RingLayout, task: RingTask, shared: SharedMemory) -> None:
+        pinned = PinnedBytes(shared.map(0, layout.num_bytes))
+        ring = StagingRing(layout, pinned.blob)
+        readers = ReaderProcess(task, ring.memory, shared.fileno(), self._recorder)  # starts while memory is pinned
+        try:
+            pin_shared(pinned, CudaRegistrar(self._device), "use mode 'cpu'")
+            self._copies = CudaCopyStream(self._stream, pinned.blob[layout.words_at :].data_ptr())
+            self._copies.try_out()  # before the readers look at the words
+            readers.serve()
+        except BaseException:
+            readers.close()
+            raise
+        self._ring, self._readers = ring, readers
+        self._retire = weakref.finalize(self, readers.retire)
 
     def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> StreamTransfer:
         self.check()
@@ -108,11 +128,11 @@ class RingLink(StreamLink):
         try:
             super().close()  # the readers serve what is under way
         finally:
-            if self._ring is not None and self._retire is not None:
+            if self._ring is not None and self._readers is not None and self._retire is not None:
                 self._last_stats = self._ring.stats()
-                self._ring.close()
+                self._readers.close()
                 self._retire.detach()
-                self._ring = None  # and with it the pinned memory
+                self._ring = self._readers = None  # and with them the pinned memory
 
     def _require_copyable(self, load: Load, captured: bool) -> None:
         if self._ring is None:

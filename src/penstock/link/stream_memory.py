@@ -1,4 +1,4 @@
-"""Words in host memory that a stream writes and waits for: how copies and reader threads keep time without the host.
+"""Words in host memory that a stream writes and waits for: how copies and readers keep time without the host.
 
 CUDA calls them stream memory operations (CUDA Driver API, "Stream Memory Operations"): ``cuStreamWaitValue32`` holds a
 stream until a 32-bit word has a value, ``cuStreamWriteValue32`` writes one behind everything the stream did before,

@@ -306,7 +306,7 @@ class Attachment(NotCopyable):
     def _detach(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks.clear()  # one of them holds this, and garbage is collected in whatever thread runs
+        self._hooks.clear()  # one of them holds this
         if self._pipeline is not None:
             self._pipeline.close()
 

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from penstock.checkpoint import FileStamp
+from penstock.stamps import FileStamp
 from penstock.store.base import Segment, new_blob
 from penstock.store.cpu import MemorySource
 from penstock.store.disk import DiskOptions, DiskStore

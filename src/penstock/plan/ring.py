@@ -16,14 +16,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain as concatenate
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from penstock.plan.model import Plan
 from penstock.plan.schedule import steady_order
+
+if TYPE_CHECKING:  # the process that reads files into a ring has no torch
+    from penstock.plan.model import Plan
 
 __all__ = [
     "ENTRY_BYTES",
     "MAX_ENTRIES",
     "RING_BYTES",
+    "STATUS_BYTES",
     "WORD_BYTES",
     "Piece",
     "RingLayout",
@@ -38,8 +42,10 @@ MAX_ENTRIES = 16
 # A word of the handshake has a cache line alone, so that the device's polling disturbs no other.
 WORD_BYTES = 64
 _PAGE_BYTES = 4096
+# Counters and an error message, behind the words.
+STATUS_BYTES = 4096
 # What a ring takes at most.
-RING_BYTES = MAX_ENTRIES * (ENTRY_BYTES + WORD_BYTES) + WORD_BYTES
+RING_BYTES = MAX_ENTRIES * (ENTRY_BYTES + WORD_BYTES) + WORD_BYTES + STATUS_BYTES
 
 
 @dataclass(frozen=True)
@@ -70,9 +76,19 @@ class RingLayout:
     following: tuple[int | None, ...]
 
     @property
+    def words_at(self) -> int:
+        """Where in the memory the words begin, in bytes: behind the entries."""
+        return self.num_entries * self.entry_bytes
+
+    @property
+    def status_at(self) -> int:
+        """Where the status begins, in bytes: behind a word for each entry and one more."""
+        return self.words_at + (1 + self.num_entries) * WORD_BYTES
+
+    @property
     def num_bytes(self) -> int:
-        """Host memory: the entries, a word for each, and one more word."""
-        return self.num_entries * (self.entry_bytes + WORD_BYTES) + WORD_BYTES
+        """Host memory: the entries, the words and the status."""
+        return self.status_at + STATUS_BYTES
 
 
 def lay_out_ring(

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
 from penstock.config import Mode
 from penstock.plan.model import Unit
+from penstock.store.source import Source
 
 __all__ = ["Load", "Segment", "Source", "Store", "new_blob", "writable_view"]
-
-
-class Source(Protocol):
-    """A stretch of bytes at rest that any thread may read, any part at a time."""
-
-    def read(self, start: int, into: memoryview) -> None:
-        """Fill ``into`` with the bytes from ``start`` on; raises ``TransferError`` when they cannot be had."""
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from penstock.checkpoint import FileStamp
 from penstock.errors import CheckpointError
+from penstock.stamps import FileStamp
 from penstock.store.base import Segment, Store, writable_view
 from penstock.store.files import DiskOptions, File, FileStretch
 from penstock.store.pages import pieces

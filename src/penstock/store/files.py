@@ -22,10 +22,10 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.checkpoint import FileStamp
 from penstock.errors import CheckpointError, TransferError
-from penstock.store.base import Source
+from penstock.stamps import FileStamp
 from penstock.store.page_cache import Teller, cached_bytes, teller_for
+from penstock.store.source import Source
 from penstock.store.ways import Ways
 
 __all__ = ["ALIGN_BYTES", "DiskOptions", "File", "FileStretch", "read_around"]
@@ -55,7 +55,12 @@ class File:
     """One open file; reads any stretch into any buffer."""
 
     def __init__(
-        self, path: Path, options: DiskOptions, stamp: FileStamp | None = None, ways: Ways | None = None
+        self,
+        path: Path,
+        options: DiskOptions,
+        stamp: FileStamp | None = None,
+        ways: Ways | None = None,
+        opened: tuple[int, int | None] | None = None,
     ) -> None:
         """Open it.
 
@@ -64,32 +69,31 @@ class File:
             options: how it is read.
             stamp: what it has to be, after every read too; default: it may change.
             ways: counts, and chooses where ``options`` leave it open; shared by the files of one load.
+            opened: the :attr:`descriptors` of another process, which this one has inherited and takes over: the file
+                may be gone by its name. Default: open it.
 
         Raises:
             CheckpointError: it cannot be opened that way.
         """
         self.path = path
         self.ways = ways or Ways()
-        self._stamp = stamp
+        self.stamp = stamp
+        self.options = options
         self._drop = options.drop_cache
         self._direct = options.direct
-        try:
-            self.fd = _open_direct(path) if options.direct else os.open(path, _FLAGS)
-        except OSError as error:
-            hint = "; this file system may not support --disk-direct" if options.direct else ""
-            raise CheckpointError(f"{path}: cannot be opened for reading: {error.strerror}{hint}") from error
+        self.fd, self._direct_fd = opened or _open(path, options)
         self.num_bytes = os.fstat(self.fd).st_size
-        self._direct_fd = self.fd if options.direct else None
-        self._teller: Teller | None = None
-        if options.direct is None:
-            self._teller = teller_for(self.fd)
-            # No read-ahead: requests are large and many already, and what it brings beyond them is read twice when the
-            # way changes. Eight readers of 2 MiB each brought 1.4 GB/s with it and 2.3 without.
-            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
-            with suppress(OSError):  # not on this file system
-                self._direct_fd = _open_direct(path)
+        self._teller: Teller | None = teller_for(self.fd) if options.direct is None else None
         # Descriptors outlive close() only through garbage collection of a store nobody closed.
-        self.close = weakref.finalize(self, _close_all, {fd for fd in (self.fd, self._direct_fd) if fd is not None})
+        self.close = weakref.finalize(self, _close_all, {fd for fd in self.descriptors if fd is not None})
+
+    @property
+    def descriptors(self) -> tuple[int, int | None]:
+        """What is open: for any read, and for direct reads (the same one, or none)."""
+        return self.fd, self._direct_fd
+
+    def __str__(self) -> str:
+        return str(self.path)
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fill ``into`` with the bytes from ``offset`` on.
@@ -156,8 +160,8 @@ class File:
             ) from error
         if self._drop:
             os.posix_fadvise(self.fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
-        if self._stamp is not None:
-            self._require_unchanged(self._stamp)
+        if self.stamp is not None:
+            self._require_unchanged(self.stamp)
 
     def _require_unchanged(self, stamp: FileStamp) -> None:
         """The open file, whatever its name means by now: one that was replaced or removed still has the right bytes."""
@@ -227,6 +231,23 @@ class _Timed:
     def __exit__(self, kind: object, *rest: object) -> None:
         if kind is None:
             self._ways.took(self._direct, self._num_bytes, time.perf_counter() - self._begin)
+
+
+def _open(path: Path, options: DiskOptions) -> tuple[int, int | None]:
+    """The descriptors of :attr:`File.descriptors`."""
+    try:
+        fd = _open_direct(path) if options.direct else os.open(path, _FLAGS)
+    except OSError as error:
+        hint = "; this file system may not support --disk-direct" if options.direct else ""
+        raise CheckpointError(f"{path}: cannot be opened for reading: {error.strerror}{hint}") from error
+    if options.direct is not None:
+        return fd, fd if options.direct else None
+    # No read-ahead: requests are large and many already, and what it brings beyond them is read twice when the way
+    # changes. Eight readers of 2 MiB each brought 1.4 GB/s with it and 2.3 without.
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    with suppress(OSError):  # not on this file system
+        return fd, _open_direct(path)
+    return fd, None
 
 
 def _open_direct(path: Path) -> int:

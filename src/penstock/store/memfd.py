@@ -107,6 +107,10 @@ class SharedMemory:
         if not sealed or stat.S_IMODE(status.st_mode) != 0o600 or status.st_uid != os.geteuid():
             raise PeerError(f"{path}: expected sealed memory of this user with mode 0600, found {status}")
 
+    def fileno(self) -> int:
+        """The descriptor, for a process that is to inherit it; valid until :meth:`close`."""
+        return self._fd
+
     def describe(self) -> dict[str, Any]:
         """What :meth:`open` needs in another process, as JSON's types; valid until :meth:`close`."""
         return {"pid": os.getpid(), "fd": self._fd, "num_bytes": self.num_bytes, "token": self.token}

@@ -33,6 +33,7 @@ __all__ = [
     "device_view",
     "new_pinned",
     "pack",
+    "pin_shared",
     "pin_threads",
     "pinned_region",
     "pinning_disabled",
@@ -91,6 +92,23 @@ def new_pinned(num_bytes: int, registrar: Registrar) -> tuple[PinnedBytes, int]:
     memory = PinnedBytes(_fresh(num_bytes))
     populate_parallel(memory.blob, pin_threads())
     return memory, memory.register(registrar)
+
+
+def pin_shared(memory: PinnedBytes, registrar: Registrar, mend: str) -> None:
+    """Pin memory that other processes share, which therefore cannot be replaced by memory of torch's allocator.
+
+    Raises:
+        BudgetError: the system has no memory for it.
+        OptionError: the driver refuses to register it; ``mend`` says what to do besides checking limits.
+        StateError: a graph is being captured.
+    """
+    populate_parallel(memory.blob, pin_threads())  # pages may be there, but not yet in this process's tables
+    code = memory.register(registrar)
+    if code != 0:
+        raise OptionError(
+            f"the driver refused to register {memory.blob.numel()} bytes of shared memory (cudaHostRegister: error "
+            f"{code}); check `ulimit -l`, or {mend}"
+        )
 
 
 def _fresh(num_bytes: int) -> torch.Tensor:

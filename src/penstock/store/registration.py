@@ -2,13 +2,12 @@
 
 Registration pins pages that are there already: about 30 GB/s, against 3 for an allocation by the driver. It must not
 overlap the capture of a graph, which it would invalidate: registering is refused then, and what ends during a capture
-is unregistered later. So is what ends in a thread that a device waits for: garbage is collected in any thread, to
-unregister is to wait for the device, and the two would wait for each other.
+is unregistered later. Garbage is collected in any thread, and to unregister is to wait for the device: so no device may
+wait for a thread of this process.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,7 +18,7 @@ import torch
 
 from penstock.errors import StateError
 
-__all__ = ["CudaRegistrar", "PinnedBytes", "Registrar", "never_wait_for_devices", "refuse_capture"]
+__all__ = ["CudaRegistrar", "PinnedBytes", "Registrar", "refuse_capture"]
 
 # cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread (CUDA runtime API, cudaError).
 _CAPTURE_ERRORS = range(900, 909)
@@ -86,17 +85,6 @@ def refuse_capture(registrar: Registrar) -> None:
         )
 
 
-_thread = threading.local()
-
-
-def never_wait_for_devices(never: bool = True) -> None:
-    """For a thread that a device may be waiting for: memory that ends in it is unregistered later, in another one.
-
-    ``never``: no more from here on, if it is false.
-    """
-    _thread.feeds_a_device = never
-
-
 class _Owner:
     """Carries memory to numpy by the array interface (version 3); its end unregisters, then frees."""
 
@@ -125,8 +113,7 @@ class _Owner:
         if self._registrar is None:
             return
         with suppress(Exception):  # the interpreter may be going down
-            # In this order: who feeds a device does not even ask the driver, whose lock may be taken by one who waits.
-            if getattr(_thread, "feeds_a_device", False) or self._registrar.capturing:
+            if self._registrar.capturing:
                 _late.append(self)
             else:
                 self.unregister()

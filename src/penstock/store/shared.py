@@ -21,15 +21,16 @@ from itertools import accumulate
 
 import torch
 
-from penstock.errors import OptionError
 from penstock.plan.model import Unit
 from penstock.rendezvous import Rendezvous
 from penstock.store.memfd import SharedMemory
-from penstock.store.pages import populate_parallel, whole_pages
-from penstock.store.pinned import SLAB_BYTES, PinnedStore, pin_threads, slab_sizes
+from penstock.store.pages import whole_pages
+from penstock.store.pinned import SLAB_BYTES, PinnedStore, pin_shared, slab_sizes
 from penstock.store.registration import PinnedBytes, Registrar
 
 __all__ = ["SharedStore", "share_out", "shared_bytes"]
+
+_MEND = "use mode 'cpu', or set PENSTOCK_DISABLE_PIN_MEMORY=1 to copy from memory that is not pinned"
 
 
 def shared_bytes(units: Sequence[Unit], in_place: Mapping[str, int], max_slab_bytes: int = SLAB_BYTES) -> int:
@@ -136,14 +137,7 @@ class SharedStore(PinnedStore):
 
     def _pin(self, registrar: Registrar) -> None:
         for slab in self._slabs:
-            populate_parallel(slab.blob, pin_threads())  # pages are there, but not yet in this process's tables
-            code = slab.register(registrar)
-            if code != 0:
-                raise OptionError(
-                    f"the driver refused to register {slab.blob.numel()} bytes of shared memory (cudaHostRegister: "
-                    f"error {code}); check `ulimit -l`, use mode 'cpu', or set PENSTOCK_DISABLE_PIN_MEMORY=1 to copy "
-                    f"from memory that is not pinned"
-                )
+            pin_shared(slab, registrar, _MEND)
 
     @property
     def account(self) -> dict[str, int]:

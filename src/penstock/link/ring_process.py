@@ -1,0 +1,145 @@
+"""The process that reads files into a staging ring: nothing a device waits for lives beside objects of a device.
+
+Python collects garbage in any thread, and what ends there may wait for a lock of the driver: its holder may be waiting
+for the device, and the device for a reader. So the readers are a program of their own, without torch, without a driver
+and with an interpreter lock of their own. It is told what to do once and never waits for the process that started it:
+
+* it inherits the descriptors of the ring, of its task (:mod:`penstock.link.ring_task`) and of the files;
+* on its standard input a byte lets it begin, and the end of it, or of the parent, ends it at once, whatever its readers
+  are doing;
+* on its standard output it says what was read, as far as somebody listens: what the pipe has no room for is dropped;
+* counters and failures are words in the ring itself.
+
+It is two processes: the one that was started stands by while its fork serves. If that one ends without having been told
+to (somebody kills it, or it is out of memory), the other says so and answers every wait with poison in its place.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import select
+import signal
+import struct
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+
+from penstock.errors import TransferError
+from penstock.link.ring import RingServer
+from penstock.link.ring_memory import Counter, RingMemory
+from penstock.link.ring_task import RingTask
+
+__all__ = ["ReadReport", "failed_server", "fate", "main", "unpack_reports"]
+
+_REPORT = struct.Struct("=IIQqq")
+_STDERR_BYTES = 2000
+
+
+class ReadReport(NamedTuple):
+    """A read that has ended; times in ns of CLOCK_MONOTONIC (``time.perf_counter_ns``), which all processes share."""
+
+    reader: int
+    unit: int
+    num_bytes: int
+    start_ns: int
+    duration_ns: int
+
+
+def unpack_reports(data: bytes) -> tuple[list[ReadReport], bytes]:
+    """The reports at the beginning of ``data``, and what is left of it: the beginning of another one."""
+    end = len(data) - len(data) % _REPORT.size
+    return [ReadReport(*row) for row in _REPORT.iter_unpack(data[:end])], data[end:]
+
+
+def fate(code: int | None, errors_fd: int) -> str:
+    """How a process ended (``code`` as subprocess has it), and the end of what it wrote to its error file."""
+    if code is None:
+        how = "has not ended"
+    elif code < 0:
+        how = f"was ended by signal {-code} ({signal.strsignal(-code)})"
+    else:
+        how = f"ended with exit status {code}"
+    size = os.fstat(errors_fd).st_size
+    said = os.pread(errors_fd, _STDERR_BYTES, max(0, size - _STDERR_BYTES)).decode(errors="replace").strip()
+    return f"{how} and wrote: {said}" if said else how
+
+
+def main() -> None:
+    """Serve the ring whose descriptor, and that of its task, are the last arguments of the command line."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to answer, which may need the ring for it
+    memory_fd, task_fd = map(int, sys.argv[-2:])
+    with open(task_fd, encoding="utf-8") as file:
+        task = RingTask.load(file.read())
+    memory = RingMemory(task.layout, np.frombuffer(mmap.mmap(memory_fd, task.layout.num_bytes), np.uint8))
+    os.close(memory_fd)
+    os.set_blocking(1, False)
+    # The input may stay open in a copy that the parent has forked, so the parent itself is watched too.
+    parent_fd = os.pidfd_open(task.parent)
+    if os.getppid() != task.parent:
+        return  # it has ended, and the number may be another's
+    gc.freeze()  # a large task is walked through once, and not at every collection
+    server = os.fork()  # there is one thread yet
+    if server == 0:
+        _serve(task, memory, parent_fd)
+    _stand_by(memory, parent_fd, server)
+
+
+def _serve(task: RingTask, memory: RingMemory, parent_fd: int) -> NoReturn:
+    server = RingServer(task.parts, memory, num_threads=task.num_threads, stuck_s=task.stuck_s, on_read=_report_read)
+    may_serve = threading.Event()
+    threading.Thread(target=_watch, args=(parent_fd, may_serve), daemon=True).start()
+    may_serve.wait()
+    server.serve()
+    os._exit(0)  # not held up by a reader that is stuck
+
+
+def _stand_by(memory: RingMemory, parent_fd: int, server: int) -> NoReturn:
+    os.close(1)  # its end is the server's
+    poll = select.poll()
+    poll.register(os.pidfd_open(server), select.POLLIN)
+    poll.register(0, 0)  # its end alone: what is in it is for the server
+    poll.register(parent_fd, select.POLLIN)
+    poll.poll()
+    # At the end of the parent, or of the input, the server ends too.
+    code = os.waitstatus_to_exitcode(os.waitpid(server, 0)[1])
+    if code == 0 or not memory.counters[Counter.SERVING]:
+        os._exit(0 if code == 0 else 1)
+    threading.Thread(target=_watch, args=(parent_fd, threading.Event()), daemon=True).start()
+    failed_server(server, fate(code, 2), memory).serve()
+    os._exit(0)
+
+
+def failed_server(pid: int, how: str, memory: RingMemory) -> RingServer:
+    """To serve in place of process ``pid``, which has ended: it says so, and answers every wait with poison."""
+    server = RingServer((), memory, num_threads=0)
+    server.fail(TransferError(f"the process that reads files for the GPU (pid {pid}) {how}"))
+    return server
+
+
+def _report_read(unit: int, num_bytes: int, start_ns: int) -> None:
+    reader = int(threading.current_thread().name.rpartition("-")[2])
+    report = ReadReport(reader, unit, num_bytes, start_ns, time.perf_counter_ns() - start_ns)
+    with suppress(OSError):  # no room, or nobody there: smaller than PIPE_BUF, so it goes as a whole or not at all
+        os.write(1, _REPORT.pack(*report))
+
+
+def _watch(parent_fd: int, may_serve: threading.Event) -> None:
+    """Until there is nobody to serve."""
+    try:
+        poll = select.poll()
+        poll.register(0, select.POLLIN)
+        poll.register(parent_fd, select.POLLIN)
+        while all(fd == 0 for fd, _ in poll.poll()) and os.read(0, 1):
+            may_serve.set()
+    finally:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

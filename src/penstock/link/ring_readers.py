@@ -1,0 +1,187 @@
+"""Starting and watching the process that reads files into a staging ring (:mod:`penstock.link.ring_process`)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from multiprocessing.spawn import get_executable
+from pathlib import Path
+
+import penstock.errors
+from penstock.errors import OptionError
+from penstock.link.ring import RingServer
+from penstock.link.ring_memory import Counter, RingMemory
+from penstock.link.ring_process import failed_server, fate, unpack_reports
+from penstock.link.ring_task import RingTask
+from penstock.telemetry import Recorder
+
+__all__ = ["ReaderProcess"]
+
+# The module whose main() is the program; a test puts one of its own there, with faults in it.
+PROGRAM = "penstock.link.ring_process"
+# The paths are those of this process, so that both find the same packages wherever they were started. They are set
+# before anything is imported, by a module that every interpreter has within it.
+_BOOTSTRAP = "import sys; sys.path[:] = {paths}; from importlib import import_module; import_module({program!r}).main()"
+_MEND = "use mode 'cpu', which needs no readers (--offload-mode cpu)"
+START_S = 30.0
+JOIN_S = 5.0
+
+
+class ReaderProcess:
+    """A child that serves a ring, and a thread that listens to it.
+
+    The thread is the last owner of the ring's memory when an offload is collected that was not removed. It is also the
+    last to answer the stream, if all processes of the child are killed at once; a thread of this process may itself be
+    held up, so while one of them lives that one answers.
+
+    Attributes:
+        pid: of the child, the leader of a process group of its own.
+    """
+
+    def __init__(self, task: RingTask, memory: RingMemory, memory_fd: int, recorder: Recorder | None = None) -> None:
+        """Start it; it does not look at the ring before :meth:`serve`.
+
+        Args:
+            task: what it serves.
+            memory: of the ring; ``memory_fd`` is its descriptor.
+            recorder: gets the reads.
+
+        Raises:
+            OptionError: no process can be started.
+        """
+        self._memory = memory
+        self._recorder = recorder or Recorder()
+        self._closing = False
+        self._owner = os.getpid()
+        self._ended = threading.Event()
+        self._stand_in: RingServer | None = None
+        self._errors = os.fdopen(os.memfd_create("penstock-readers-stderr", os.MFD_CLOEXEC), "rb")
+        self._process = _start(task, memory_fd, self._errors.fileno())
+        self.pid = self._process.pid
+        self._thread = threading.Thread(target=self._listen, name=f"penstock-ring-{self.pid}", daemon=True)
+        self._thread.start()
+
+    def serve(self) -> None:
+        """Let it serve, and wait until it does.
+
+        Raises:
+            OptionError: it ended, or did not come so far within 30 s.
+        """
+        assert self._process.stdin is not None
+        deadline = time.monotonic() + START_S
+        with suppress(OSError):  # it has ended, which is seen below
+            self._process.stdin.write(b"serve\n")
+        while not self._memory.counters[Counter.SERVING]:
+            if self._ended.wait(0.001) or time.monotonic() > deadline:
+                raise OptionError(
+                    f"the process that reads files for the GPU ({_python()} -c ... {PROGRAM}) does not serve after "
+                    f"{START_S:.0f} s at most: it {fate(self._process.returncode, self._errors.fileno())}. It needs "
+                    f"the Python interpreter of this process: call multiprocessing.set_executable with its path, or "
+                    f"{_MEND}"
+                )
+
+    def retire(self) -> None:
+        """Let it end when the stream has been done for some seconds, for an owner that cannot wait for it."""
+        if self._owner == os.getpid():  # the end of a process that the owner has forked means nothing
+            self._memory.counters[Counter.RETIRED] = 1
+
+    def close(self) -> None:
+        """End it now, whatever it is doing: the stream has to be done. Idempotent."""
+        if self._owner != os.getpid():
+            return
+        self._closing = True
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        if self._stand_in is not None:
+            self._stand_in.close()
+        if not self._ended.wait(JOIN_S):
+            with suppress(OSError):  # it has ended just now
+                os.killpg(self.pid, signal.SIGKILL)
+        self._thread.join(JOIN_S)
+
+    def _listen(self) -> None:
+        self._record_reads()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._ended.set()
+        counters = self._memory.counters
+        told = self._closing or (counters[Counter.RETIRED] and self._process.returncode == 0)
+        if counters[Counter.SERVING] and not told:
+            self._answer_for_it()
+
+    def _record_reads(self) -> None:
+        """Until the server has ended."""
+        assert self._process.stdout is not None
+        rest = b""
+        while data := self._process.stdout.read(1 << 16):
+            reports, rest = unpack_reports(rest + data)
+            for reader, unit, num_bytes, start_ns, duration_ns in reports:
+                self._recorder.arrived(unit, num_bytes, start_ns, duration_ns, f"penstock-reader-{reader}")
+
+    def _answer_for_it(self) -> None:
+        how = fate(self._process.returncode, self._errors.fileno())
+        server = self._stand_in = failed_server(self.pid, how, self._memory)
+        if not self._closing:
+            server.serve()
+
+
+def _start(task: RingTask, memory_fd: int, errors_fd: int) -> subprocess.Popen[bytes]:
+    # A file and not the input pipe: what does not read its task must not hold up whoever wrote it.
+    task_fd = os.memfd_create("penstock-readers-task", os.MFD_CLOEXEC)
+    try:
+        with open(task_fd, "w", encoding="utf-8", closefd=False) as file:
+            file.write(task.dump())
+        os.lseek(task_fd, 0, os.SEEK_SET)
+        return subprocess.Popen(
+            [*_command(), str(memory_fd), str(task_fd)],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors_fd,
+            pass_fds=(memory_fd, task_fd, *task.descriptors),
+            cwd="/",
+            env={**os.environ, **dict.fromkeys(_ONE_THREAD, "1")},
+            start_new_session=True,  # signals for the caller's group, Ctrl-C above all, are not for it
+        )
+    except OSError as error:
+        raise OptionError(
+            f"the process that reads files for the GPU cannot be started ({_python()}: {error.strerror}); free "
+            f"processes and memory (`ulimit -u`), call multiprocessing.set_executable with the path of this Python's "
+            f"interpreter, or {_MEND}"
+        ) from error
+    finally:
+        os.close(task_fd)
+
+
+# numpy comes with a library that would start a thread, and take memory, per core for algebra that nobody does there.
+_ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def _command() -> list[str]:
+    """-P, -s, -S: nothing is looked for in the current folder, and no hook of a site runs before the program."""
+    code = _BOOTSTRAP.format(paths=ascii(_search_path()), program=PROGRAM)
+    return [_python(), "-P", "-s", "-S", "-c", code]
+
+
+def _python() -> str:
+    """The interpreter, as multiprocessing knows it: who embeds Python tells it there."""
+    found = get_executable()
+    if not found or (getattr(sys, "frozen", False) and os.fsdecode(found) == sys.executable):
+        raise OptionError(
+            f"files come to a GPU by a process of their own, and this program ({sys.executable!r}) does not say where "
+            f"its Python interpreter is: call multiprocessing.set_executable with the path, or {_MEND}"
+        )
+    return os.fsdecode(found)
+
+
+def _search_path() -> list[str]:
+    """Where this process imports from, and penstock's own place, which an editable install leaves out."""
+    own = str(Path(penstock.errors.__file__).resolve().parents[1])
+    paths = [os.path.abspath(path) for path in sys.path if path]
+    return paths if own in paths else [*paths, own]

@@ -1,0 +1,92 @@
+"""The staging ring for whoever gives copies to the stream: nothing here takes a lock or waits for anybody."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from penstock.errors import OptionError, TransferError
+from penstock.link.ring import Part
+from penstock.link.ring_memory import WANTED, RingMemory
+from penstock.link.stream_memory import CopyStream
+from penstock.plan.ring import RingLayout
+from penstock.store.base import Load
+from penstock.store.files import FileStretch
+from penstock.telemetry import StagingStats
+
+__all__ = ["StagingRing", "parts_in_files", "parts_of"]
+
+
+class StagingRing:
+    """Gives the stream its half of the handshake (:mod:`penstock.link.ring`), and tells what the other half has said.
+
+    Attributes:
+        memory: of the ring, as the server sees it too.
+    """
+
+    def __init__(self, layout: RingLayout, memory: torch.Tensor) -> None:
+        """``memory``: uint8, 1-D, host, ``layout.num_bytes`` long."""
+        self._layout = layout
+        self._entries = memory[: layout.words_at].split(layout.entry_bytes)
+        self.memory = RingMemory(layout, memory.numpy())
+
+    def enqueue(self, unit: int, slot: torch.Tensor, stream: CopyStream) -> None:
+        """Give ``stream`` the copies of ``unit`` into ``slot`` (uint8, 1-D); in a capture they become nodes."""
+        for position in self._layout.of_unit[unit]:
+            piece = self._layout.pieces[position]
+            tag = 1 + piece.entry
+            stream.write(WANTED, position + 1)
+            stream.wait_equal(tag, position + 1)
+            target = slot[piece.start : piece.start + piece.num_bytes]
+            stream.copy(target, self._entries[piece.entry][: piece.num_bytes])
+            # In this order: a tag of zero beside the same wish would look like a piece that is missing.
+            stream.write(WANTED, 0)
+            stream.write(tag, 0)
+
+    def check(self) -> None:
+        """Raise ``TransferError`` once the ring has failed."""
+        failure = self.memory.failure
+        if failure is not None:
+            raise TransferError(
+                f"{failure}; what was computed since then is not to be used. Put the files right, then remove() and "
+                f"offload the model again"
+            )
+
+    def stats(self) -> StagingStats:
+        """Counters since the ring was made."""
+        return self.memory.stats(time.monotonic_ns())
+
+
+def parts_of(layout: RingLayout, loads: Sequence[Load]) -> list[list[Part]]:
+    """The stretches that fill each piece; ``loads``: of all units, by index."""
+    return [list(_overlaps(loads[piece.unit], piece.start, piece.num_bytes)) for piece in layout.pieces]
+
+
+def _overlaps(load: Load, start: int, num_bytes: int) -> Iterator[Part]:
+    for segment in load.segments:
+        first = max(segment.slot_offset, start)
+        end = min(segment.slot_offset + segment.num_bytes, start + num_bytes)
+        if first < end:
+            yield Part(segment.source, first - segment.slot_offset, first - start, end - first)
+
+
+def parts_in_files(layout: RingLayout, loads: Sequence[Load]) -> list[list[Part]]:
+    """:func:`parts_of` with the files themselves as sources, which another process can read.
+
+    Raises:
+        OptionError: a stretch is none of a file.
+    """
+    by_piece = zip(layout.pieces, parts_of(layout, loads), strict=True)
+    return [[_in_file(part, piece.unit) for part in parts] for piece, parts in by_piece]
+
+
+def _in_file(part: Part, unit: int) -> Part:
+    source = part.source
+    if not isinstance(source, FileStretch):
+        raise OptionError(
+            f"unit {unit}: what comes to a GPU through the staging ring has to lie in files, found {source!r}; use "
+            f"mode 'cpu' (--offload-mode cpu) for it"
+        )
+    return part._replace(source=source.file, start=source.offset + part.start)

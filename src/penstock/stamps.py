@@ -1,0 +1,51 @@
+"""Files as they were when they were opened; free of torch, for processes that only read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import CheckpointError
+
+__all__ = ["FileStamp", "fault", "opened"]
+
+_AGAIN = "Download or copy it again."
+
+
+@dataclass(frozen=True)
+class FileStamp:
+    """A file as it was when opened: size, modification time in ns since 1970, inode (of a link's target)."""
+
+    path: Path
+    num_bytes: int
+    modified_ns: int
+    inode: int
+
+    def check(self) -> None:
+        """Raise CheckpointError if the file on disk is gone or no longer the one that was stamped."""
+        with opened(self.path) as (_, now):
+            if now != self:
+                raise fault(self.path, str(self), str(now), "It changed while in use: open it again.")
+
+
+def fault(path: Path, expected: str, found: str, mend: str = _AGAIN) -> CheckpointError:
+    """The error for a file that is not as it should be."""
+    return CheckpointError(f"{path}: expected {expected}; found {found}. {mend}")
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[int, FileStamp]]:
+    """A file descriptor and the stamp of what it has open. Every OSError becomes a CheckpointError."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            status = os.fstat(fd)
+            yield fd, FileStamp(path, status.st_size, status.st_mtime_ns, status.st_ino)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        mend = "Check the path, its permissions (`chmod u+rX` as the owner) and the disk."
+        raise fault(path, f"files that user {os.geteuid()} can read", str(error.strerror), mend) from error
