@@ -17,7 +17,6 @@ to (somebody kills it, or it is out of memory), the other says so and answers ev
 from __future__ import annotations
 
 import gc
-import mmap
 import os
 import select
 import signal
@@ -25,20 +24,25 @@ import struct
 import sys
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from typing import NamedTuple, NoReturn
-
-import numpy as np
 
 from penstock.errors import TransferError
 from penstock.link.ring import RingServer
 from penstock.link.ring_memory import Counter, RingMemory
 from penstock.link.ring_task import RingTask
+from penstock.store.mapping import map_file
 
 __all__ = ["ReadReport", "failed_server", "fate", "main", "unpack_reports"]
 
 _REPORT = struct.Struct("=IIQqq")
 _STDERR_BYTES = 2000
+# So many reports at a time that a write goes into the pipe as a whole or not at all (PIPE_BUF, pipe(7)).
+_REPORTS_AT_ONCE = select.PIPE_BUF // _REPORT.size
+# Between two writes: each wakes the parent, and a reader that had to do that would come back late to its reading.
+_REPORT_EVERY_S = 0.02
+_MAX_REPORTS = 1 << 16
 
 
 class ReadReport(NamedTuple):
@@ -76,7 +80,7 @@ def main() -> None:
     memory_fd, task_fd = map(int, sys.argv[-2:])
     with open(task_fd, encoding="utf-8") as file:
         task = RingTask.load(file.read())
-    memory = RingMemory(task.layout, np.frombuffer(mmap.mmap(memory_fd, task.layout.num_bytes), np.uint8))
+    memory = RingMemory(task.layout, map_file(memory_fd, 0, task.layout.num_bytes))
     os.close(memory_fd)
     os.set_blocking(1, False)
     # The input may stay open in a copy that the parent has forked, so the parent itself is watched too.
@@ -91,11 +95,13 @@ def main() -> None:
 
 
 def _serve(task: RingTask, memory: RingMemory, parent_fd: int) -> NoReturn:
-    server = RingServer(task.parts, memory, num_threads=task.num_threads, stuck_s=task.stuck_s, on_read=_report_read)
+    reports = _Reports()
+    server = RingServer(task.parts, memory, num_threads=task.num_threads, stuck_s=task.stuck_s, on_read=reports.add)
     may_serve = threading.Event()
     threading.Thread(target=_watch, args=(parent_fd, may_serve), daemon=True).start()
     may_serve.wait()
     server.serve()
+    reports.write()
     os._exit(0)  # not held up by a reader that is stuck
 
 
@@ -122,11 +128,29 @@ def failed_server(pid: int, how: str, memory: RingMemory) -> RingServer:
     return server
 
 
-def _report_read(unit: int, num_bytes: int, start_ns: int) -> None:
-    reader = int(threading.current_thread().name.rpartition("-")[2])
-    report = ReadReport(reader, unit, num_bytes, start_ns, time.perf_counter_ns() - start_ns)
-    with suppress(OSError):  # no room, or nobody there: smaller than PIPE_BUF, so it goes as a whole or not at all
-        os.write(1, _REPORT.pack(*report))
+class _Reports:
+    """Says on standard output what was read, in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._packed: deque[bytes] = deque(maxlen=_MAX_REPORTS)
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def add(self, unit: int, num_bytes: int, start_ns: int) -> None:
+        """For a reader, of a read that has just ended."""
+        reader = int(threading.current_thread().name.rpartition("-")[2])
+        self._packed.append(_REPORT.pack(reader, unit, num_bytes, start_ns, time.perf_counter_ns() - start_ns))
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_REPORT_EVERY_S)
+            self.write()
+
+    def write(self) -> None:
+        """What has been added; without what the pipe has no room for, or all of it where nobody listens."""
+        while self._packed:
+            some = [self._packed.popleft() for _ in range(min(len(self._packed), _REPORTS_AT_ONCE))]
+            with suppress(OSError):
+                os.write(1, b"".join(some))
 
 
 def _watch(parent_fd: int, may_serve: threading.Event) -> None:

@@ -31,7 +31,8 @@ from penstock.plan.model import Plan
 from penstock.plan.ring import ENTRY_BYTES, MAX_ENTRIES, RingLayout, lay_out_ring_of
 from penstock.store.base import Load
 from penstock.store.memfd import SharedMemory
-from penstock.store.pinned import pin_shared
+from penstock.store.pages import collapse_parallel
+from penstock.store.pinned import pin_shared, pin_threads
 from penstock.store.registration import CudaRegistrar, PinnedBytes, refuse_capture
 from penstock.telemetry import Recorder, StagingStats
 
@@ -97,6 +98,7 @@ class RingLink(StreamLink):
         ring = StagingRing(layout, pinned.blob)
         readers = ReaderProcess(task, ring.memory, shared.fileno(), self._recorder)  # starts while memory is pinned
         try:
+            collapse_parallel(pinned.blob, pin_threads())
             pin_shared(pinned, CudaRegistrar(self._device), "use mode 'cpu'")
             self._copies = CudaCopyStream(self._stream, pinned.blob[layout.words_at :].data_ptr())
             self._copies.try_out()  # before the readers look at the words

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import secrets
 import stat
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 
 from penstock.errors import BudgetError, PeerError
+from penstock.store.mapping import map_file
 
 __all__ = ["SharedMemory"]
 
@@ -120,12 +120,8 @@ class SharedMemory:
 
         ``private``: a write stays in this process; pages nobody wrote to are shared all the same.
         """
-        flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
-        mapping = mmap.mmap(self._fd, num_bytes, flags=flags, offset=start)
-        if self.num_bytes >= _HUGE_FROM_BYTES:
-            with suppress(OSError):  # a kernel built without it
-                mapping.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(mapping, dtype=torch.uint8)
+        huge = self.num_bytes >= _HUGE_FROM_BYTES
+        return torch.from_numpy(map_file(self._fd, start, num_bytes, private=private, huge=huge))
 
     def forbid_writing(self) -> None:
         """From now on nobody can map it for shared writing; mappings that there are stay writable."""

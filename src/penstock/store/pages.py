@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 from penstock.errors import BudgetError
+from penstock.store.mapping import collapse
 
-__all__ = ["TOUCH_BYTES", "map_pages", "pieces", "populate", "populate_parallel", "whole_pages"]
+__all__ = ["TOUCH_BYTES", "collapse_parallel", "map_pages", "pieces", "populate", "populate_parallel", "whole_pages"]
 
 # Large enough that a call costs nothing beside the zeroing, small enough that the threads end together.
 TOUCH_BYTES = 32 << 20
@@ -88,6 +89,12 @@ def populate_parallel(blob: torch.Tensor, num_threads: int, piece_bytes: int = T
     with ThreadPoolExecutor(num_threads) as pool:
         for _ in pool.map(populate, (blob[start:end] for start, end in pieces(blob.numel(), piece_bytes))):
             pass
+
+
+def collapse_parallel(blob: torch.Tensor, num_threads: int) -> None:
+    """Touch shared memory (uint8, 1-D, host) by huge pages, where the kernel can; :func:`populate` does the rest."""
+    with ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(collapse, (blob.numpy()[start:end] for start, end in pieces(blob.numel(), TOUCH_BYTES))))
 
 
 def pieces(num_bytes: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
