@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ import torch
 from penstock.store.mapping import HUGE_PAGE_BYTES, collapse, map_file
 from penstock.store.memfd import SharedMemory
 from penstock.store.pages import collapse_parallel
+from penstock.store.shared import SharedStore, shared_bytes
 
 NAME = "penstock-test-mapping"
 SIZE = 3 * HUGE_PAGE_BYTES + 5000
@@ -100,3 +104,28 @@ def test_shared_memory_is_mapped_so() -> None:
     blob[12345] = 1
     assert torch.equal(shared.map(0, 40 << 20), blob)
     shared.close()
+
+
+def test_each_rank_touches_what_it_brings() -> None:
+    sizes = dict.fromkeys("abcd", 3 * HUGE_PAGE_BYTES)
+    shared = SharedMemory.create(shared_bytes([], sizes))
+    meeting: Any = SimpleNamespace(rank=1, fail=lambda reason: None)
+    store = SharedStore([], sizes, None, shared, meeting, [0, 1])
+    store.touch()
+    pages = 2 * 3  # of c and d; the slab begins where the file does
+    touched = [torch.count_nonzero(resident(store.room(name))).item() for name in "abcd"]
+    if touched[3] == 3 * HUGE_PAGE_BYTES // 4096:  # whole
+        assert touched == [0, 0, *[pages // 2 * 512] * 2]
+    else:  # a kernel that cannot: one page of each
+        assert touched == [0, 0, pages // 2, pages // 2]
+    store.close()
+
+
+def resident(blob: torch.Tensor) -> torch.Tensor:
+    """Whether each page of 4 KiB is there (mincore(2))."""
+    found = torch.zeros(blob.numel() // 4096, dtype=torch.uint8)
+    code = ctypes.CDLL(None).mincore(
+        ctypes.c_void_p(blob.data_ptr()), ctypes.c_size_t(blob.numel()), ctypes.c_void_p(found.data_ptr())
+    )
+    assert code == 0
+    return found & 1

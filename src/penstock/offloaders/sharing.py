@@ -66,6 +66,7 @@ def open_shared(
         meeting.watch({rank: said[rank]["pid"] for rank in here})
         memory = _join_memory(meeting, here[0], shared_bytes(plan.units, plan.uva))
         store = SharedStore(plan.units, plan.uva, registrar, memory, meeting, here)
+        store.touch()
     except BaseException as error:
         meeting.fail(str(error) or repr(error))
         raise

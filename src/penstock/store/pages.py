@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from penstock.errors import BudgetError
-from penstock.store.mapping import collapse
+from penstock.store.mapping import HUGE_PAGE_BYTES, collapse
 
 __all__ = ["TOUCH_BYTES", "collapse_parallel", "map_pages", "pieces", "populate", "populate_parallel", "whole_pages"]
 
@@ -92,9 +92,10 @@ def populate_parallel(blob: torch.Tensor, num_threads: int, piece_bytes: int = T
 
 
 def collapse_parallel(blob: torch.Tensor, num_threads: int) -> None:
-    """Touch shared memory (uint8, 1-D, host) by huge pages, where the kernel can; :func:`populate` does the rest."""
+    """Touch shared memory (uint8, 1-D, host) by huge pages, where the kernel can; whoever fills it does the rest."""
+    memory = blob.numpy()[-blob.data_ptr() % HUGE_PAGE_BYTES :]
     with ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(collapse, (blob.numpy()[start:end] for start, end in pieces(blob.numel(), TOUCH_BYTES))))
+        list(pool.map(collapse, (memory[start:end] for start, end in pieces(memory.size, TOUCH_BYTES))))
 
 
 def pieces(num_bytes: int, piece_bytes: int) -> Iterator[tuple[int, int]]:

@@ -30,6 +30,7 @@ from penstock.store.registration import CudaRegistrar, PinnedBytes, Registrar
 __all__ = [
     "Held",
     "PinnedStore",
+    "Place",
     "device_view",
     "new_pinned",
     "pack",
@@ -154,7 +155,9 @@ class Held:
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
+    """A stretch of a slab: its number, where the stretch begins in it, and how long it is."""
+
     slab: int
     start: int
     num_bytes: int
@@ -216,9 +219,9 @@ class PinnedStore(Store):
         self.registrar = registrar
         self._slabs: list[PinnedBytes] = []
         self._missing: list[set[str]] = []
-        self._storages: dict[str, _Place] = {}
-        self._units: dict[int, _Place] = {}
-        self._pieces: dict[int, list[_Place]] = {}
+        self._storages: dict[str, Place] = {}
+        self._units: dict[int, Place] = {}
+        self._pieces: dict[int, list[Place]] = {}
         self._pool = ThreadPoolExecutor(1, "penstock-pin")
         self._codes: dict[int, Future[int]] = {}
         self._sealed: set[int] = set()
@@ -235,14 +238,14 @@ class PinnedStore(Store):
         found = [(offset, held[name]) for name, offset, _ in cargo.entries if name in held]
         if len(found) < len(cargo.entries):
             return False
-        places = [_Place(self._index_of(stretch.memory), stretch.start, stretch.num_bytes) for _, stretch in found]
+        places = [Place(self._index_of(stretch.memory), stretch.start, stretch.num_bytes) for _, stretch in found]
         for (name, _, _), place in zip(cargo.entries, places, strict=True):
             self._storages[name] = place
         if cargo.unit is not None:
             origins = {(place.slab, place.start - offset) for (offset, _), place in zip(found, places, strict=True)}
             slab, start = next(iter(origins))
             if len(origins) == 1 and start + cargo.num_bytes <= self._slabs[slab].blob.numel():
-                self._units[cargo.unit] = _Place(slab, start, cargo.num_bytes)
+                self._units[cargo.unit] = Place(slab, start, cargo.num_bytes)
             else:
                 self._pieces[cargo.unit] = places
         return True
@@ -282,9 +285,9 @@ class PinnedStore(Store):
     def _place(self, cargo: _Cargo, slab: PinnedBytes, start: int, num_bytes: int) -> None:
         index = len(self._slabs)
         if cargo.unit is not None:
-            self._units[cargo.unit] = _Place(index, start, num_bytes)
+            self._units[cargo.unit] = Place(index, start, num_bytes)
         for name, offset, size in cargo.entries:
-            self._storages[name] = _Place(index, start + offset, size)
+            self._storages[name] = Place(index, start + offset, size)
 
     # -- filling ------------------------------------------------------------------------------------------------------
 
@@ -335,7 +338,7 @@ class PinnedStore(Store):
         _warn_refused(old.numel(), code)
         self._slabs[index] = PinnedBytes(self.registrar.allocate(old.numel()).copy_(old))
 
-    def _view(self, place: _Place) -> torch.Tensor:
+    def _view(self, place: Place) -> torch.Tensor:
         return self._slabs[place.slab].blob[place.start : place.start + place.num_bytes]
 
     # -- at rest ------------------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ import torch
 from penstock.plan.model import Unit
 from penstock.rendezvous import Rendezvous
 from penstock.store.memfd import SharedMemory
-from penstock.store.pages import whole_pages
-from penstock.store.pinned import SLAB_BYTES, PinnedStore, pin_shared, slab_sizes
+from penstock.store.pages import collapse_parallel, whole_pages
+from penstock.store.pinned import SLAB_BYTES, PinnedStore, Place, pin_shared, pin_threads, slab_sizes
 from penstock.store.registration import PinnedBytes, Registrar
 
 __all__ = ["SharedStore", "share_out", "shared_bytes"]
@@ -98,6 +98,16 @@ class SharedStore(PinnedStore):
         self._starts.append(self._end)
         self._end += whole_pages(num_bytes)
         return self._memory.map(self._starts[-1], num_bytes)
+
+    def touch(self) -> None:
+        """Make the memory of :attr:`mine` real, by huge pages where the kernel can: by others it is slower to fill."""
+        rooms: dict[int, list[Place]] = {}
+        for name in self.mine:
+            place = self._storages[name]
+            rooms.setdefault(place.slab, []).append(place)
+        for slab, places in rooms.items():  # in each slab they are neighbours
+            start, end = min(p.start for p in places), max(p.start + p.num_bytes for p in places)
+            collapse_parallel(self._slabs[slab].blob[start:end], pin_threads())
 
     def landed(self, storage: str) -> None:
         """Nothing to do: a slab is whole when all ranks say so."""
