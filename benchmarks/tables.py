@@ -135,13 +135,21 @@ def engine_cells(row: dict[str, Any]) -> list[str]:
         f"{row['ms']:.2f}",
         f"{row['spread_ms']:.2f}",
         "" if row["floor_ms"] is None else f"{row['floor_ms']:.2f}",
-        f"{row['resident_ms']:.2f}",
+        "" if row["resident_ms"] is None else f"{row['resident_ms']:.2f}",
         f"{row['tokens_per_s']:.1f}",
         f"{row['bytes_moved'] / 1e9:.2f}",
         f"{row['start_s']:.1f}",
-        f"{row['rss_bytes'] / 2**30:.2f}",
+        "" if row["rss_bytes"] is None else f"{row['rss_bytes'] / 2**30:.2f}",
         "yes" if row["bit_equal"] else "NO",
     ]
+
+
+COPIES_HEADINGS = ("large copy", "GB/s of it", "8 small copies beside it, ms", "at most, ms")
+
+
+def copies_cells(row: dict[str, Any]) -> list[str]:
+    rate = "" if row["gb_per_s"] is None else f"{row['gb_per_s']:.1f}"
+    return [row["case"], rate, f"{row['ms']:.3f}", f"{row['at_most_ms']:.3f}"]
 
 
 PROFILE_HEADINGS = ("case", "no kernel runs, ms", "kernels ms", "of them products ms", "copies to the device ms")
@@ -152,6 +160,8 @@ def profile_cells(row: dict[str, Any]) -> list[str]:
 
 
 def layout_of(row: dict[str, Any]) -> tuple[tuple[str, ...], Callable[[dict[str, Any]], list[str]]]:
+    if "at_most_ms" in row:
+        return COPIES_HEADINGS, copies_cells
     if "idle_ms" in row:
         return PROFILE_HEADINGS, profile_cells
     if "tokens_in" in row:
