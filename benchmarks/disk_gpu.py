@@ -32,7 +32,8 @@ import penstock
 from penstock.bench.cuda_step import LinkProbe
 from penstock.bench.measure import Timing
 from penstock.bench.shapes import QWEN3_8B, DecoderShape, Stack, build_stack
-from penstock.config import ALL_MODEL_PARAMS, reader_threads
+from penstock.config import ALL_MODEL_PARAMS
+from penstock.environment import reader_threads
 from penstock.link.ring import READ_BYTES
 from penstock.plan.ring import ring_bytes
 from penstock.store.disk import DiskOptions, File

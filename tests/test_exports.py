@@ -24,7 +24,7 @@ PUBLIC = [
 # Of the design, left to right: a room imports from rooms to its left, and from its own.
 ROOMS = [
     ("errors",),
-    ("config",),
+    ("config", "environment"),
     ("telemetry", "process", "peers"),
     ("rendezvous",),
     ("inventory",),

@@ -1,22 +1,11 @@
-"""What a user may ask for: sizes, policies, and the environment variables.
+"""What a user may ask for: sizes and policies.
 
 Everything here is a frozen dataclass that checks itself when made, so that a wrong value is refused where it was
 written and not where it is used.
-
-===========================  =======  ============================================================================
-environment variable         default  meaning
-===========================  =======  ============================================================================
-PENSTOCK_DEBUG               0        1: poison released slots, verify a checksum whenever a unit arrives or leaves
-PENSTOCK_READERS             cores    readers of files: of a link, and of loading (at least 1)
-PENSTOCK_DISABLE_PIN_MEMORY  0        1: host memory of a GPU's stores is ordinary memory (slow, cannot be captured)
-PENSTOCK_DISABLE_UVA         0        1: what a GPU would read in place is moved into a slot on demand instead
-PENSTOCK_PEER_TIMEOUT        600      seconds that a rank waits for another one while they share out an offload
-===========================  =======  ============================================================================
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -38,14 +27,9 @@ __all__ = [
     "Rules",
     "Workload",
     "as_policy",
-    "debug_enabled",
     "format_gib",
     "parse_rule",
     "parse_size",
-    "peer_timeout_s",
-    "pin_memory_disabled",
-    "reader_threads",
-    "uva_disabled",
 ]
 
 ALL_MODEL_PARAMS = "ALL_MODEL_PARAMS"
@@ -367,46 +351,3 @@ class OffloadConfig:
         if self.backend != "auto":
             return self.backend
         return "prefetch" if self.prefetch is not None else "uva" if self.uva is not None else "none"
-
-
-def debug_enabled() -> bool:
-    """Whether ``PENSTOCK_DEBUG`` asks for poisoned slots and checksums."""
-    return _switch("PENSTOCK_DEBUG")
-
-
-def pin_memory_disabled() -> bool:
-    """Whether ``PENSTOCK_DISABLE_PIN_MEMORY`` forbids page-locked host memory."""
-    return _switch("PENSTOCK_DISABLE_PIN_MEMORY")
-
-
-def uva_disabled() -> bool:
-    """Whether ``PENSTOCK_DISABLE_UVA`` forbids reading host memory in place from a GPU."""
-    return _switch("PENSTOCK_DISABLE_UVA")
-
-
-def _switch(name: str) -> bool:
-    value = os.environ.get(name, "0")
-    if value not in ("", "0", "1"):
-        raise OptionError(f"{name}={value!r}: expected 0 or 1")
-    return value == "1"
-
-
-def peer_timeout_s() -> float:
-    """Seconds that a rank waits for another one during an offload that they share: ``PENSTOCK_PEER_TIMEOUT``."""
-    value = os.environ.get("PENSTOCK_PEER_TIMEOUT", "600")
-    if not value.isdigit() or int(value) < 1:
-        raise OptionError(f"PENSTOCK_PEER_TIMEOUT={value!r}: expected a whole number of seconds, at least 1")
-    return float(value)
-
-
-def reader_threads(at_least: int = 1) -> int:
-    """Threads that read files: of the CPU link, of the readers' process of a GPU, and of loading.
-
-    ``PENSTOCK_READERS``, or one per core this process may use, but not less than ``at_least``.
-    """
-    value = os.environ.get("PENSTOCK_READERS")
-    if value is None:
-        return max(at_least, len(os.sched_getaffinity(0)))
-    if not value.isdigit() or int(value) < 1:
-        raise OptionError(f"PENSTOCK_READERS={value!r}: expected a whole number of threads, at least 1")
-    return int(value)

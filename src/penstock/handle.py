@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from penstock.config import Policy, as_policy, pin_memory_disabled, uva_disabled
+from penstock.config import Policy, as_policy
+from penstock.environment import pin_memory_disabled, uva_disabled
 from penstock.errors import OptionError, OptionTypeError, PenstockWarning, StateError
 from penstock.inventory import Inventory, take_inventory
 from penstock.limits import describe_device

@@ -24,7 +24,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from penstock.config import peer_timeout_s
+from penstock.environment import peer_timeout_s
 from penstock.errors import PeerError
 from penstock.peers import Peers
 

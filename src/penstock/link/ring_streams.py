@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock.config import pin_memory_disabled, reader_threads
+from penstock.environment import pin_memory_disabled, reader_threads
 from penstock.errors import OptionError, StateError
 from penstock.link.base import Mark, Transfer
 from penstock.link.ring import STUCK_S

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from penstock.config import reader_threads
+from penstock.environment import reader_threads
 from penstock.errors import StateError, TransferError
 from penstock.link.base import Link, Mark, Transfer
 from penstock.store.base import Load, Segment, new_blob, writable_view

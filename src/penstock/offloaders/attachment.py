@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from penstock.config import debug_enabled, format_gib
+from penstock.config import format_gib
+from penstock.environment import debug_enabled
 from penstock.errors import BudgetError
 from penstock.inventory import Inventory
 from penstock.link.base import Link

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from penstock.config import debug_enabled
+from penstock.environment import debug_enabled
 from penstock.errors import OptionError, PenstockWarning, TransferError
 from penstock.link.base import Link
 from penstock.link.pooled import PooledStreamLink, PooledThreadLink

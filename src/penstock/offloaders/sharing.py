@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from penstock.config import reader_threads
+from penstock.environment import reader_threads
 from penstock.errors import CheckpointError, OptionError, PeerError, PenstockWarning
 from penstock.inventory import StorageInfo
 from penstock.offloaders.binding import BoundStorage

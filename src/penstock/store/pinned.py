@@ -19,7 +19,8 @@ from typing import ClassVar
 
 import torch
 
-from penstock.config import Mode, format_gib, pin_memory_disabled, reader_threads
+from penstock.config import Mode, format_gib
+from penstock.environment import pin_memory_disabled, reader_threads
 from penstock.errors import OptionError, PenstockWarning
 from penstock.plan.model import Unit, slab_bytes
 from penstock.store.base import Load, Segment, Store
