@@ -5,7 +5,7 @@
 All rates are measured in the same run: the files as the readers read them (same threads, same part size, into memory
 that is there), before and after each variant; the faster of the two counts, which makes the floor lower.
 
-    python benchmarks/disk_gpu.py [--layers 10] [--rows 1] [--folder DISK] [--out FILE.jsonl]
+    python benchmarks/disk_gpu.py [--layers 10] [--rows 1] [--files cached] [--folder DISK] [--out FILE.jsonl]
 """
 
 from __future__ import annotations
@@ -178,6 +178,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=10, help="of 386 MB each")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="on the disk to read from (default: temporary files)")
+    parser.add_argument("--files", choices=("both", "direct", "cached"), default="both", help="how they are read")
     parser.add_argument("--out", type=Path, help="append results to this file, one JSON object per line")
     args = parser.parse_args()
     start = time.perf_counter()
@@ -185,14 +186,16 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         ground = prepare(Path(folder), replace(QWEN3_8B, num_layers=args.layers), args.rows, device)
-        for options in (DiskOptions(direct=True), DiskOptions()):
+        ways = {"direct": DiskOptions(direct=True), "cached": DiskOptions()}
+        for options in ways.values() if args.files == "both" else [ways[args.files]]:
             for row in measure(ground, options, device):
                 rows.append(row)
                 rates = ", ".join(f"{rate:.2f}" for rate in row["disk_gb_per_s"])
                 print(
                     f"{row['case']:28} {row['ms']:9.1f} ms ± {row['spread_ms']:.1f}, floor {row['floor_ms']:.1f} ms: "
                     f"{row['share_of_floor']:.3f} x; files {rates} GB/s, link {row['link_gb_per_s']:.1f} GB/s, "
-                    f"stalls {row['stalls']}, misses {row['misses']}, bits {'equal' if row['bit_equal'] else 'DIFFER'}",
+                    f"stalls {row['stalls']} ({row['stall_s']:.2f} s), misses {row['misses']}, "
+                    f"bits {'equal' if row['bit_equal'] else 'DIFFER'}",
                     flush=True,
                 )
     if args.out is not None:

@@ -1,0 +1,144 @@
+"""How fast files in the page cache come through a staging ring, by its memory and by the number of its readers.
+
+    python benchmarks/ring_rates.py [--gib 2] [--readers 8,16,32] [--rounds 3] [--folder DISK]
+
+Three rates, each the median of rounds in turns: ``taken``: entries are given back as soon as they are full, so that
+reading is all there is; ``copied``: a GPU copies them to a slot, as in mode ``disk``; ``copies``: the same copies of
+entries that stay as they are. Memory: shared pages of 4 KiB or of 2 MiB. Without a GPU the first rate alone, of memory
+that is not pinned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from penstock.link.ring import STUCK_S
+from penstock.link.ring_memory import WANTED
+from penstock.link.ring_readers import ReaderProcess
+from penstock.link.ring_task import RingTask
+from penstock.link.staging import StagingRing, parts_in_files
+from penstock.link.stream_memory import CudaCopyStream
+from penstock.plan.ring import ENTRY_BYTES, MAX_ENTRIES, lay_out_ring
+from penstock.store.base import Load, Segment
+from penstock.store.files import DiskOptions, File, FileStretch
+from penstock.store.memfd import SharedMemory
+from penstock.store.pages import collapse_parallel, populate_parallel
+from penstock.store.pinned import pin_shared, pin_threads
+from penstock.store.registration import CudaRegistrar, PinnedBytes
+
+NUM_UNITS = 4
+MEMORY = {"4 KiB pages": False, "2 MiB pages": True}
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One ring that is being served."""
+
+    ring: StagingRing
+    blob: torch.Tensor
+    stream: CudaCopyStream | None
+    slot: torch.Tensor | None
+
+    def taken(self) -> float:
+        """GB/s of one pass."""
+        memory, num_bytes, begin = self.ring.memory, 0, time.perf_counter()
+        for position, piece in enumerate(memory.layout.pieces):
+            memory.words[WANTED] = position + 1
+            while memory.tag(piece.entry) != position + 1:
+                time.sleep(0)
+            memory.words[WANTED] = 0
+            memory.set_tag(piece.entry, 0)
+            num_bytes += piece.num_bytes
+        return num_bytes / (time.perf_counter() - begin) / 1e9
+
+    def copied(self) -> float:
+        """GB/s of one pass, by the clock of the host."""
+        assert self.slot is not None
+        assert self.stream is not None
+        begin = time.perf_counter()
+        for unit in range(NUM_UNITS):
+            self.ring.enqueue(unit, self.slot, self.stream)
+        torch.cuda.synchronize()
+        return self._num_bytes() / (time.perf_counter() - begin) / 1e9
+
+    def copies(self) -> float:
+        """GB/s of the copies of one pass."""
+        assert self.slot is not None
+        assert self.stream is not None
+        begin = time.perf_counter()
+        for piece in self.ring.memory.layout.pieces:
+            entry = self.blob[piece.entry * ENTRY_BYTES :][: piece.num_bytes]
+            self.stream.copy(self.slot[piece.start : piece.start + piece.num_bytes], entry)
+        torch.cuda.synchronize()
+        return self._num_bytes() / (time.perf_counter() - begin) / 1e9
+
+    def _num_bytes(self) -> int:
+        return sum(piece.num_bytes for piece in self.ring.memory.layout.pieces)
+
+
+@contextmanager
+def serving(path: Path, huge: bool, readers: int) -> Iterator[Ring]:
+    unit_bytes = path.stat().st_size // NUM_UNITS
+    layout = lay_out_ring([unit_bytes] * NUM_UNITS, 1, ENTRY_BYTES, MAX_ENTRIES)
+    file = File(path, DiskOptions())
+    loads = [Load(u, (Segment(FileStretch(file, u * unit_bytes), 0, unit_bytes),)) for u in range(NUM_UNITS)]
+    shared = SharedMemory.create(layout.num_bytes)
+    pinned = PinnedBytes(shared.map(0, layout.num_bytes))
+    if huge:
+        collapse_parallel(pinned.blob, pin_threads())
+    populate_parallel(pinned.blob, pin_threads())
+    stream = slot = None
+    if torch.cuda.is_available():
+        pin_shared(pinned, CudaRegistrar(), "try again")
+        copies = torch.cuda.Stream()
+        stream = CudaCopyStream(copies, pinned.blob[layout.words_at :].data_ptr())
+        slot = torch.empty(unit_bytes, dtype=torch.uint8, device="cuda")
+    ring = StagingRing(layout, pinned.blob)
+    task = RingTask(layout, parts_in_files(layout, loads), readers, STUCK_S, os.getpid())
+    process = ReaderProcess(task, ring.memory, shared.fileno())
+    try:
+        process.serve()
+        yield Ring(ring, pinned.blob, stream, slot)
+        ring.check()
+    finally:
+        process.close()
+        file.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=2)
+    parser.add_argument("--readers", default="8,16,32")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="on the disk to read from (default: temporary files)")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        path = Path(folder) / "file"
+        with path.open("wb") as file:
+            for _ in range(int(args.gib * 16)):
+                file.write(os.urandom(64 << 20))
+        cases = [(name, int(readers)) for readers in args.readers.split(",") for name in MEMORY]
+        found: dict[tuple[str, int, str], list[float]] = {}
+        for _ in range(args.rounds):
+            for name, readers in cases:
+                with serving(path, MEMORY[name], readers) as ring:
+                    ring.taken()  # the first pass meets pages that the readers' process has not mapped yet
+                    for measure in (ring.taken, *([ring.copied, ring.copies] if ring.stream else [])):
+                        found.setdefault((name, readers, measure.__name__), []).extend(measure() for _ in range(3))
+    for (name, readers, rate), rates in found.items():
+        spread = max(rates) - min(rates)
+        print(f"{name:12s} {readers:3d} readers, {rate:7s} {statistics.median(rates):7.2f} GB/s (spread {spread:.2f})")
+
+
+if __name__ == "__main__":
+    main()
