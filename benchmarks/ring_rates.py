@@ -1,16 +1,17 @@
-"""How fast files in the page cache come through a staging ring, by its memory and by the number of its readers.
+"""How fast files in the page cache come through a staging ring, by its memory, its size and the number of its readers.
 
-    python benchmarks/ring_rates.py [--gib 2] [--readers 8,16,32] [--rounds 3] [--folder DISK]
+    python benchmarks/ring_rates.py [--gib 2] [--readers 8,16,32] [--rings 32x16,8x8] [--rounds 3] [--folder DISK]
 
 Three rates, each the median of rounds in turns: ``taken``: entries are given back as soon as they are full, so that
 reading is all there is; ``copied``: a GPU copies them to a slot, as in mode ``disk``; ``copies``: the same copies of
-entries that stay as they are. Memory: shared pages of 4 KiB or of 2 MiB. Without a GPU the first rate alone, of memory
-that is not pinned.
+entries that stay as they are. Memory: shared pages of 4 KiB or of 2 MiB. Rings: MiB of an entry x entries; a small one
+may stay in the processor's cache. Without a GPU the first rate alone, of memory that is not pinned.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import tempfile
@@ -77,7 +78,7 @@ class Ring:
         assert self.stream is not None
         begin = time.perf_counter()
         for piece in self.ring.memory.layout.pieces:
-            entry = self.blob[piece.entry * ENTRY_BYTES :][: piece.num_bytes]
+            entry = self.blob[piece.entry * self.ring.memory.layout.entry_bytes :][: piece.num_bytes]
             self.stream.copy(self.slot[piece.start : piece.start + piece.num_bytes], entry)
         torch.cuda.synchronize()
         return self._num_bytes() / (time.perf_counter() - begin) / 1e9
@@ -87,9 +88,9 @@ class Ring:
 
 
 @contextmanager
-def serving(path: Path, huge: bool, readers: int) -> Iterator[Ring]:
+def serving(path: Path, huge: bool, readers: int, size: tuple[int, int]) -> Iterator[Ring]:
     unit_bytes = path.stat().st_size // NUM_UNITS
-    layout = lay_out_ring([unit_bytes] * NUM_UNITS, 1, ENTRY_BYTES, MAX_ENTRIES)
+    layout = lay_out_ring([unit_bytes] * NUM_UNITS, 1, *size)
     file = File(path, DiskOptions())
     loads = [Load(u, (Segment(FileStretch(file, u * unit_bytes), 0, unit_bytes),)) for u in range(NUM_UNITS)]
     shared = SharedMemory.create(layout.num_bytes)
@@ -119,6 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=2)
     parser.add_argument("--readers", default="8,16,32")
+    parser.add_argument("--rings", default=f"{ENTRY_BYTES >> 20}x{MAX_ENTRIES}")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="on the disk to read from (default: temporary files)")
     args = parser.parse_args()
@@ -127,17 +129,19 @@ def main() -> None:
         with path.open("wb") as file:
             for _ in range(int(args.gib * 16)):
                 file.write(os.urandom(64 << 20))
-        cases = [(name, int(readers)) for readers in args.readers.split(",") for name in MEMORY]
-        found: dict[tuple[str, int, str], list[float]] = {}
+        cases = list(itertools.product(args.rings.split(","), map(int, args.readers.split(",")), MEMORY))
+        found: dict[tuple[str, int, str, str], list[float]] = {}
         for _ in range(args.rounds):
-            for name, readers in cases:
-                with serving(path, MEMORY[name], readers) as ring:
+            for size, readers, name in cases:
+                entry_mib, num_entries = map(int, size.split("x"))
+                with serving(path, MEMORY[name], readers, (entry_mib << 20, num_entries)) as ring:
                     ring.taken()  # the first pass meets pages that the readers' process has not mapped yet
                     for measure in (ring.taken, *([ring.copied, ring.copies] if ring.stream else [])):
-                        found.setdefault((name, readers, measure.__name__), []).extend(measure() for _ in range(3))
-    for (name, readers, rate), rates in found.items():
-        spread = max(rates) - min(rates)
-        print(f"{name:12s} {readers:3d} readers, {rate:7s} {statistics.median(rates):7.2f} GB/s (spread {spread:.2f})")
+                        case = size, readers, name, measure.__name__
+                        found.setdefault(case, []).extend(measure() for _ in range(3))
+    for (size, readers, name, rate), rates in found.items():
+        case_name = f"{size:>6s} of {name}, {readers:2d} readers"
+        print(f"{case_name}, {rate:7s} {statistics.median(rates):7.2f} GB/s (spread {max(rates) - min(rates):.2f})")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import gc
 import json
 import mmap
 import os
+import resource
 import stat
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from registrars import Ledger
 
-from penstock.errors import OptionError, PeerError
+from penstock.errors import BudgetError, OptionError, PeerError
 from penstock.peers import Peers
 from penstock.plan.model import SlabEntry, Unit
 from penstock.rendezvous import Rendezvous
@@ -41,6 +42,18 @@ def open_fds() -> list[str]:
 
 
 class TestSharedMemory:
+    def test_no_address_space_for_it(self) -> None:
+        made = SharedMemory.create(1 << 40)  # takes no room before it is touched
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 39, before[1]))
+        try:
+            with pytest.raises(BudgetError, match=r"maps no 1099511627776 bytes .* allocate memory; check `ulimit -v`"):
+                made.map(0, 1 << 40)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+        made.map(0, 1 << 40)[-1] = 1
+        made.close()
+
     def test_two_descriptors_one_memory(self) -> None:
         made = SharedMemory.create(3 * PAGE)
         opened = SharedMemory.open(made.describe())

@@ -119,9 +119,21 @@ class SharedMemory:
         """``num_bytes`` from ``start`` (a multiple of the page size) on: uint8, 1-D, host; keeps the memory alive.
 
         ``private``: a write stays in this process; pages nobody wrote to are shared all the same.
+
+        Raises:
+            BudgetError: the system has no address space for it.
         """
         huge = self.num_bytes >= _HUGE_FROM_BYTES
-        return torch.from_numpy(map_file(self._fd, start, num_bytes, private=private, huge=huge))
+        try:
+            return torch.from_numpy(map_file(self._fd, start, num_bytes, private=private, huge=huge))
+        except OSError as error:
+            if error.errno != errno.ENOMEM:
+                raise
+            raise BudgetError(
+                f"the system maps no {num_bytes} bytes of shared memory: {error.strerror}; check `ulimit -v` and "
+                f"vm.max_map_count, or use mode 'cpu' or 'disk'",
+                num_bytes,
+            ) from error
 
     def forbid_writing(self) -> None:
         """From now on nobody can map it for shared writing; mappings that there are stay writable."""
