@@ -590,6 +590,12 @@ def path(tmp_path: Path, faults: Faults) -> Path:
 
 
 class TestParents:
+    def test_readers_are_a_group_in_the_session_of_their_parent(self, make: Make) -> None:
+        """Linux shares processors out among sessions: readers in one of their own got a thirtieth of a busy one."""
+        pid = pid_of(make())
+        assert os.getsid(pid) == os.getsid(0)
+        assert os.getpgid(pid) == pid != os.getpgid(0)
+
     @pytest.mark.parametrize("fault", ["slow 0.01", "never"])
     def test_readers_end_with_a_parent_that_is_killed(self, path: Path, fault: str) -> None:
         """In the middle of their reads, and although a child that it has forked keeps its end of the pipes open."""

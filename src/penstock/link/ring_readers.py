@@ -147,7 +147,10 @@ def _start(task: RingTask, memory_fd: int, errors_fd: int) -> subprocess.Popen[b
             pass_fds=(memory_fd, task_fd, *task.descriptors),
             cwd="/",
             env={**os.environ, **dict.fromkeys(_ONE_THREAD, "1")},
-            start_new_session=True,  # signals for the caller's group, Ctrl-C above all, are not for it
+            # Signals for the caller's group, Ctrl-C above all, are not for it. It stays in the caller's session: Linux
+            # shares processors out among sessions (sched(7), autogroup), and of one on which the caller spins until the
+            # device is done, another session's readers would get a thirtieth.
+            process_group=0,
         )
     except OSError as error:
         raise OptionError(
