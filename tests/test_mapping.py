@@ -17,7 +17,7 @@ import torch
 
 from penstock.store.mapping import HUGE_PAGE_BYTES, collapse, map_file
 from penstock.store.memfd import SharedMemory
-from penstock.store.pages import collapse_parallel
+from penstock.store.pages import TOUCH_BYTES, collapse_parallel
 from penstock.store.shared import SharedStore, shared_bytes
 
 NAME = "penstock-test-mapping"
@@ -103,6 +103,20 @@ def test_shared_memory_is_mapped_so() -> None:
     assert not blob.any()
     blob[12345] = 1
     assert torch.equal(shared.map(0, 40 << 20), blob)
+    shared.close()
+
+
+def test_the_first_refusal_is_the_last_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def refuse(memory: Any) -> bool:
+        tried.append(memory.size)
+        return len(tried) < 2
+
+    monkeypatch.setattr("penstock.store.pages.collapse", refuse)
+    shared = SharedMemory.create(5 * TOUCH_BYTES)
+    collapse_parallel(shared.map(0, 5 * TOUCH_BYTES), 1)
+    assert tried == [TOUCH_BYTES, TOUCH_BYTES]
     shared.close()
 
 

@@ -591,7 +591,7 @@ def path(tmp_path: Path, faults: Faults) -> Path:
 
 class TestParents:
     def test_readers_are_a_group_in_the_session_of_their_parent(self, make: Make) -> None:
-        """Linux shares processors out among sessions: readers in one of their own got a thirtieth of a busy one."""
+        """Linux shares processors out among sessions: one of the readers' own has little of a busy one."""
         pid = pid_of(make())
         assert os.getsid(pid) == os.getsid(0)
         assert os.getpgid(pid) == pid != os.getpgid(0)

@@ -149,7 +149,7 @@ def _start(task: RingTask, memory_fd: int, errors_fd: int) -> subprocess.Popen[b
             env={**os.environ, **dict.fromkeys(_ONE_THREAD, "1")},
             # Signals for the caller's group, Ctrl-C above all, are not for it. It stays in the caller's session: Linux
             # shares processors out among sessions (sched(7), autogroup), and of one on which the caller spins until the
-            # device is done, another session's readers would get a thirtieth.
+            # device is done, another session's readers would get next to nothing.
             process_group=0,
         )
     except OSError as error:

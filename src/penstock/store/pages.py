@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -92,10 +93,19 @@ def populate_parallel(blob: torch.Tensor, num_threads: int, piece_bytes: int = T
 
 
 def collapse_parallel(blob: torch.Tensor, num_threads: int) -> None:
-    """Touch shared memory (uint8, 1-D, host) by huge pages, where the kernel can; whoever fills it does the rest."""
+    """Touch shared memory (uint8, 1-D, host) by huge pages, where the kernel can; whoever fills it does the rest.
+
+    It is given up at the first refusal: a kernel that has no huge page left looks for one a long time, every time.
+    """
     memory = blob.numpy()[-blob.data_ptr() % HUGE_PAGE_BYTES :]
+    refused = threading.Event()
+
+    def touch(start: int, end: int) -> None:
+        if not refused.is_set() and not collapse(memory[start:end]):
+            refused.set()
+
     with ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(collapse, (memory[start:end] for start, end in pieces(memory.size, TOUCH_BYTES))))
+        list(pool.map(lambda ends: touch(*ends), pieces(memory.size, TOUCH_BYTES)))
 
 
 def pieces(num_bytes: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
