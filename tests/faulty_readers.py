@@ -18,9 +18,15 @@ from penstock.link import ring, ring_process
 
 
 def main() -> None:
+    if "FAULTY_READERS_NO_PIDFD" in os.environ:
+        os.pidfd_open = unknown_to_the_system
     ring.LINGER_S = float(os.environ.get("FAULTY_READERS_LINGER_S", ring.LINGER_S))
     os.preadv = behind_faults(os.preadv, Path(os.environ["FAULTY_READERS"]))  # type: ignore[assignment]
     ring_process.main()
+
+
+def unknown_to_the_system(pid: int, flags: int = 0) -> int:
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
 
 def behind_faults(read: Callable[..., int], control: Path) -> Callable[..., int]:

@@ -590,6 +590,18 @@ def path(tmp_path: Path, faults: Faults) -> Path:
 
 
 class TestParents:
+    def test_a_system_without_pidfd(self, make: Make, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Then the end of their input is what ends the readers."""
+        monkeypatch.setenv("FAULTY_READERS_NO_PIDFD", "1")
+        machine = make()
+        machine.forward()
+        machine.settle()
+        standby = psutil.Process(pid_of(machine))
+        readers = [standby, *standby.children()]
+        assert len(readers) == 2
+        machine.link.close()
+        assert settle(lambda: not any(map(psutil.Process.is_running, readers)), 5)
+
     def test_readers_are_a_group_in_the_session_of_their_parent(self, make: Make) -> None:
         """Linux shares processors out among sessions: one of the readers' own has little of a busy one."""
         pid = pid_of(make())

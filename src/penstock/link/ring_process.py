@@ -83,8 +83,7 @@ def main() -> None:
     memory = RingMemory(task.layout, map_file(memory_fd, 0, task.layout.num_bytes))
     os.close(memory_fd)
     os.set_blocking(1, False)
-    # The input may stay open in a copy that the parent has forked, so the parent itself is watched too.
-    parent_fd = os.pidfd_open(task.parent)
+    parent_fd = _watchable(task.parent)
     if os.getppid() != task.parent:
         return  # it has ended, and the number may be another's
     gc.freeze()  # a large task is walked through once, and not at every collection
@@ -94,7 +93,15 @@ def main() -> None:
     _stand_by(memory, parent_fd, server)
 
 
-def _serve(task: RingTask, memory: RingMemory, parent_fd: int) -> NoReturn:
+def _watchable(pid: int) -> int | None:
+    """What becomes readable when a process ends (pidfd_open(2)); ``None``: the kernel or a sandbox has none."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None  # then only the end of the input tells, which a copy that the parent has forked may keep open
+
+
+def _serve(task: RingTask, memory: RingMemory, parent_fd: int | None) -> NoReturn:
     reports = _Reports()
     server = RingServer(task.parts, memory, num_threads=task.num_threads, stuck_s=task.stuck_s, on_read=reports.add)
     may_serve = threading.Event()
@@ -105,13 +112,8 @@ def _serve(task: RingTask, memory: RingMemory, parent_fd: int) -> NoReturn:
     os._exit(0)  # not held up by a reader that is stuck
 
 
-def _stand_by(memory: RingMemory, parent_fd: int, server: int) -> NoReturn:
+def _stand_by(memory: RingMemory, parent_fd: int | None, server: int) -> NoReturn:
     os.close(1)  # its end is the server's
-    poll = select.poll()
-    poll.register(os.pidfd_open(server), select.POLLIN)
-    poll.register(0, 0)  # its end alone: what is in it is for the server
-    poll.register(parent_fd, select.POLLIN)
-    poll.poll()
     # At the end of the parent, or of the input, the server ends too.
     code = os.waitstatus_to_exitcode(os.waitpid(server, 0)[1])
     if code == 0 or not memory.counters[Counter.SERVING]:
@@ -133,6 +135,7 @@ class _Reports:
 
     def __init__(self) -> None:
         self._packed: deque[bytes] = deque(maxlen=_MAX_REPORTS)
+        self._writing = threading.Lock()
         threading.Thread(target=self._run, daemon=True).start()
 
     def add(self, unit: int, num_bytes: int, start_ns: int) -> None:
@@ -147,18 +150,20 @@ class _Reports:
 
     def write(self) -> None:
         """What has been added; without what the pipe has no room for, or all of it where nobody listens."""
-        while self._packed:
-            some = [self._packed.popleft() for _ in range(min(len(self._packed), _REPORTS_AT_ONCE))]
-            with suppress(OSError):
-                os.write(1, b"".join(some))
+        with self._writing:
+            while self._packed:
+                some = [self._packed.popleft() for _ in range(min(len(self._packed), _REPORTS_AT_ONCE))]
+                with suppress(OSError):
+                    os.write(1, b"".join(some))
 
 
-def _watch(parent_fd: int, may_serve: threading.Event) -> None:
+def _watch(parent_fd: int | None, may_serve: threading.Event) -> None:
     """Until there is nobody to serve."""
     try:
         poll = select.poll()
         poll.register(0, select.POLLIN)
-        poll.register(parent_fd, select.POLLIN)
+        if parent_fd is not None:
+            poll.register(parent_fd, select.POLLIN)
         while all(fd == 0 for fd, _ in poll.poll()) and os.read(0, 1):
             may_serve.set()
     finally:
