@@ -7,11 +7,11 @@ a message, bytes and behind them the word that says they are there.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 
 from penstock.plan.ring import STATUS_BYTES, WORD_BYTES, RingLayout
+from penstock.store.mapping import Bytes
 from penstock.telemetry import StagingStats
 
 __all__ = ["POISON", "WANTED", "Counter", "RingMemory"]
@@ -46,7 +46,7 @@ class RingMemory:
         counters: int64, by :class:`Counter`.
     """
 
-    def __init__(self, layout: RingLayout, memory: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    def __init__(self, layout: RingLayout, memory: Bytes) -> None:
         """``memory``: 1-D, writable, ``layout.num_bytes`` long; zeros from its words on before anybody serves."""
         self.layout = layout
         size = layout.entry_bytes

@@ -8,12 +8,12 @@ place in the file agree modulo 2 MiB, which the mmap module of Python cannot be 
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-import os
 from typing import Any
 
 import numpy as np
+
+from penstock.store import libc
 
 __all__ = ["HUGE_PAGE_BYTES", "Bytes", "collapse", "map_file"]
 
@@ -22,40 +22,25 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 HUGE_PAGE_BYTES = 2 << 20  # of x86-64, and of arm64 with pages of 4 KiB
 _MADV_COLLAPSE = 25  # <linux/mman.h>
 _MAP_FIXED = 0x10  # <linux/mman.h>; the mmap module does not have it
-_MAP_FAILED = ctypes.c_void_p(-1).value
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class _Mapping:
     """Address space of its own, carried to numpy by the array interface (version 3) and given back at its end."""
 
     def __init__(self, num_bytes: int, fd: int, start: int, flags: int, huge: bool) -> None:
-        self._munmap = _libc.munmap  # at the end of the interpreter the module may be empty
+        self._munmap = libc.munmap  # at the end of the interpreter the module may be empty
         self._room_bytes = num_bytes + HUGE_PAGE_BYTES
         # Nothing can be in it, so it costs nothing; the file is then put over a part of it.
-        self._room = _mmap(None, self._room_bytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        self._room = libc.mmap(None, self._room_bytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
         address = self._room + (start - self._room) % HUGE_PAGE_BYTES
-        _mmap(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags | _MAP_FIXED, fd, start)
+        libc.mmap(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags | _MAP_FIXED, fd, start)
         if huge:
-            _libc.madvise(address, num_bytes, mmap.MADV_HUGEPAGE)  # a kernel built without it refuses
+            libc.madvise(address, num_bytes, mmap.MADV_HUGEPAGE)  # a kernel built without it refuses
         self.__array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
     def __del__(self) -> None:
         if (room := getattr(self, "_room", None)) is not None:
             self._munmap(room, self._room_bytes)
-
-
-def _mmap(address: int | None, num_bytes: int, protection: int, flags: int, fd: int, start: int) -> int:
-    found = _libc.mmap(address, num_bytes, protection, flags, fd, start)
-    if found == _MAP_FAILED or found is None:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
-    return int(found)
 
 
 def map_file(fd: int, start: int, num_bytes: int, *, private: bool = False, huge: bool = False) -> Bytes:
@@ -83,4 +68,4 @@ def collapse(memory: Bytes) -> bool:
     # The kernel refuses a stretch in which there is nothing at all; the rest of it may be missing.
     one_of_each = memory[first : first + num_bytes : HUGE_PAGE_BYTES]
     np.bitwise_or(one_of_each, np.uint8(0), out=one_of_each)
-    return bool(_libc.madvise(address + first, num_bytes, _MADV_COLLAPSE) == 0)
+    return libc.madvise(address + first, num_bytes, _MADV_COLLAPSE) == 0

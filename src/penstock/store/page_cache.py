@@ -15,25 +15,13 @@ from typing import Literal
 
 import numpy as np
 
+from penstock.store import libc
+
 __all__ = ["Teller", "cached_bytes", "teller_for"]
 
 Teller = Literal["cachestat", "mincore"]
 
 _CACHESTAT = 451  # the same on every architecture
-_PROT_READ, _MAP_SHARED, _MAP_FAILED = 1, 1, ctypes.c_void_p(-1).value
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int64,
-)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
 def teller_for(fd: int) -> Teller | None:
@@ -57,7 +45,7 @@ def _is_told(fd: int) -> bool:
 def _by_cachestat(fd: int, offset: int, num_bytes: int) -> int | None:
     stretch = (ctypes.c_uint64 * 2)(offset, num_bytes)
     counts = (ctypes.c_uint64 * 5)()  # the first: pages in the cache
-    if _libc.syscall(_CACHESTAT, fd, stretch, counts, 0):
+    if libc.libc.syscall(_CACHESTAT, fd, stretch, counts, 0):
         return None
     return int(counts[0]) * mmap.PAGESIZE
 
@@ -65,13 +53,14 @@ def _by_cachestat(fd: int, offset: int, num_bytes: int) -> int | None:
 def _by_mincore(fd: int, offset: int, num_bytes: int) -> int | None:
     start = offset // mmap.PAGESIZE * mmap.PAGESIZE
     length = offset + num_bytes - start
-    address = _libc.mmap(None, length, _PROT_READ, _MAP_SHARED, fd, start)
-    if address == _MAP_FAILED:
+    try:
+        address = libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, fd, start)
+    except OSError:
         return None
     try:
         pages = np.zeros(-(-length // mmap.PAGESIZE), np.uint8)
-        if _libc.mincore(address, length, pages.ctypes.data):
+        if libc.libc.mincore(address, length, pages.ctypes.data):
             return None
         return int(np.count_nonzero(pages & 1)) * mmap.PAGESIZE
     finally:
-        _libc.munmap(address, length)
+        libc.munmap(address, length)

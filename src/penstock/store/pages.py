@@ -7,7 +7,6 @@ through ctypes, holds no interpreter lock.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import threading
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 
 from penstock.errors import BudgetError
+from penstock.store import libc
 from penstock.store.mapping import HUGE_PAGE_BYTES, collapse
 
 __all__ = ["TOUCH_BYTES", "collapse_parallel", "map_pages", "pieces", "populate", "populate_parallel", "whole_pages"]
@@ -28,8 +28,6 @@ __all__ = ["TOUCH_BYTES", "collapse_parallel", "map_pages", "pieces", "populate"
 TOUCH_BYTES = 32 << 20
 
 _MADV_POPULATE_WRITE = 23  # <linux/mman.h>; the mmap module of Python 3.12 does not have it yet
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def whole_pages(num_bytes: int) -> int:
@@ -67,9 +65,10 @@ def populate(blob: torch.Tensor) -> None:
         return
     start = blob.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     end = whole_pages(blob.data_ptr() + blob.numel())
-    if _libc.madvise(start, end - start, _MADV_POPULATE_WRITE) == 0:
+    error = libc.madvise(start, end - start, _MADV_POPULATE_WRITE)
+    if error == 0:
         return
-    if ctypes.get_errno() == errno.ENOMEM:
+    if error == errno.ENOMEM:
         raise BudgetError(
             f"the system has no memory for another {blob.numel()} bytes of offloaded weights; free host memory, or "
             f"offload less",
