@@ -34,7 +34,7 @@ from penstock.store.base import Load, Segment
 from penstock.store.files import DiskOptions, File, FileStretch
 from penstock.store.memfd import SharedMemory
 from penstock.store.pages import collapse_parallel, populate_parallel
-from penstock.store.pinned import pin_shared, pin_threads
+from penstock.store.pinning import pin_shared, pin_threads
 from penstock.store.registration import CudaRegistrar, PinnedBytes
 
 NUM_UNITS = 4

@@ -15,7 +15,7 @@ import statistics
 import torch
 
 from penstock.store.pages import map_pages, populate_parallel
-from penstock.store.pinned import device_view, pin_threads
+from penstock.store.pinning import device_view, pin_threads
 from penstock.store.registration import CudaRegistrar, PinnedBytes
 
 EXPERT_ROWS, COLUMNS = 2816, 2048

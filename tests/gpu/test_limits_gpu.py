@@ -84,7 +84,7 @@ UNPRIVILEGED = """
 import os, resource, torch, warnings
 from penstock.limits import read_limits
 from penstock.process import memlock_bytes
-from penstock.store.pinned import pinned_region
+from penstock.store.pinning import pinned_region
 torch.empty(1, device="cuda")
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
 os.setgroups([]); os.setgid(65534); os.setuid(65534)

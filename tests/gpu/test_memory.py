@@ -14,7 +14,7 @@ from gpu_models import build
 import penstock
 from penstock import UVA, Prefetch
 from penstock.errors import BudgetError, OptionError
-from penstock.store import pinned
+from penstock.store import pinning
 
 MIB = 2**20
 
@@ -40,7 +40,7 @@ def test_host_memory_is_exact() -> None:
     num_bytes = 300 * MIB + 12_345
     process = psutil.Process()
     before = process.memory_info().rss
-    region = pinned.pinned_region(num_bytes)
+    region = pinning.pinned_region(num_bytes)
     assert region.numel() == num_bytes
     assert region.is_pinned()
     assert process.memory_info().rss - before <= num_bytes * 1.01 + 8 * MIB
@@ -50,7 +50,7 @@ def test_host_memory_is_exact() -> None:
 
 
 def test_a_view_keeps_the_region_alive() -> None:
-    view = pinned.pinned_region(MIB)[10:20]
+    view = pinning.pinned_region(MIB)[10:20]
     view.fill_(7)
     gc.collect()
     assert view.is_pinned()
@@ -64,7 +64,7 @@ def test_refused_registration_falls_back(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(torch.cuda, "cudart", Refusing)
     with pytest.warns(penstock.PenstockWarning, match="refused to register"):
-        region = pinned.pinned_region(MIB)
+        region = pinning.pinned_region(MIB)
     assert region.is_pinned()
 
 

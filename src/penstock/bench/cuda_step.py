@@ -24,7 +24,7 @@ from penstock.inventory import take_inventory
 from penstock.link.streams import StreamLink
 from penstock.offloaders.attachment import Attachment
 from penstock.plan import build_plan
-from penstock.store.pinned import pinned_region
+from penstock.store.pinning import pinned_region
 
 __all__ = ["LinkProbe", "VariantSpec", "parse_variant", "run"]
 

@@ -25,7 +25,7 @@ from penstock.errors import OptionError
 from penstock.inventory import Inventory, take_inventory
 from penstock.plan import Plan
 from penstock.plan.model import assemble
-from penstock.store.pinned import device_view, pinned_region
+from penstock.store.pinning import device_view, pinned_region
 from penstock.testing import boundaries
 
 __all__ = ["run"]

@@ -30,7 +30,7 @@ from penstock.plan.cost import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates
 from penstock.plan.machine import Machine
 from penstock.store.digest import json_digest
 from penstock.store.disk import DiskOptions, File
-from penstock.store.pinned import device_view, pinned_region
+from penstock.store.pinning import device_view, pinned_region
 
 __all__ = ["Probe", "cache_path", "load", "measure", "planning_rates", "read_probe", "save"]
 

@@ -32,7 +32,7 @@ from penstock.plan.ring import ENTRY_BYTES, MAX_ENTRIES, RingLayout, lay_out_rin
 from penstock.store.base import Load
 from penstock.store.memfd import SharedMemory
 from penstock.store.pages import collapse_parallel
-from penstock.store.pinned import pin_shared, pin_threads
+from penstock.store.pinning import pin_shared, pin_threads
 from penstock.store.registration import CudaRegistrar, PinnedBytes, refuse_capture
 from penstock.telemetry import Recorder, StagingStats
 

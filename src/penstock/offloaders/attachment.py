@@ -37,7 +37,8 @@ from penstock.store.cpu import CpuStore
 from penstock.store.disk import DiskOptions
 from penstock.store.loading import Progress
 from penstock.store.parts import PartStore
-from penstock.store.pinned import PinnedStore, device_view
+from penstock.store.pinned import PinnedStore
+from penstock.store.pinning import device_view
 from penstock.store.shared import SharedStore
 from penstock.store.spill import SpillStore
 from penstock.telemetry import Recorder, Stats

@@ -15,7 +15,7 @@ from torch import nn
 
 from penstock.errors import ModelChangedError, PenstockWarning, StateError
 from penstock.inventory import Location, StorageInfo, TensorInfo
-from penstock.store.pinned import device_view
+from penstock.store.pinning import device_view
 
 __all__ = ["BoundStorage", "BoundTensor", "Path", "bind", "live_tensors"]
 

@@ -17,7 +17,8 @@ from penstock.store.cpu import MemorySource
 from penstock.store.disk import DiskOptions, DiskStore
 from penstock.store.loading import Delivery, Progress, deliver
 from penstock.store.numa import cpus_near
-from penstock.store.pinned import PinnedStore, pin_threads
+from penstock.store.pinned import PinnedStore
+from penstock.store.pinning import pin_threads
 from penstock.store.staging import CudaUploader
 from penstock.store.ways import Ways
 from penstock.telemetry import ReadStats

@@ -20,7 +20,8 @@ from penstock.store.base import Store, new_blob
 from penstock.store.cpu import CpuStore
 from penstock.store.disk import DiskOptions, DiskStore
 from penstock.store.meta import MetaStore
-from penstock.store.pinned import Held, PinnedStore, pinning_disabled
+from penstock.store.pinned import Held, PinnedStore
+from penstock.store.pinning import pinning_disabled
 from penstock.store.registration import CudaRegistrar, Registrar, refuse_capture
 from penstock.store.spill import SpillStore
 from penstock.weights import WeightMap

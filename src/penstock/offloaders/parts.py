@@ -32,7 +32,7 @@ from penstock.store.disk import DiskOptions, DiskStore
 from penstock.store.loading import Delivery, deliver
 from penstock.store.numa import cpus_near
 from penstock.store.parts import HostParts, Parts, PartStore, SymmetricParts
-from penstock.store.pinned import pin_threads, pinned_region, pinning_disabled
+from penstock.store.pinning import pin_threads, pinned_region, pinning_disabled
 from penstock.store.registration import CudaRegistrar, refuse_capture
 from penstock.store.staging import CudaUploader
 from penstock.store.symmetric import SymmetricMemory

@@ -25,7 +25,8 @@ from penstock.plan.model import Unit
 from penstock.rendezvous import Rendezvous
 from penstock.store.memfd import SharedMemory
 from penstock.store.pages import collapse_parallel, whole_pages
-from penstock.store.pinned import SLAB_BYTES, PinnedStore, Place, pin_shared, pin_threads, slab_sizes
+from penstock.store.pinned import SLAB_BYTES, PinnedStore, Place, slab_sizes
+from penstock.store.pinning import pin_shared, pin_threads
 from penstock.store.registration import PinnedBytes, Registrar
 
 __all__ = ["SharedStore", "share_out", "shared_bytes"]
