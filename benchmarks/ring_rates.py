@@ -97,9 +97,10 @@ def serving(path: Path, huge: bool, readers: int, size: tuple[int, int]) -> Iter
     pinned = PinnedBytes(shared.map(0, layout.num_bytes))
     if huge:
         collapse_parallel(pinned.blob, pin_threads())
-    populate_parallel(pinned.blob, pin_threads())
     stream = slot = None
-    if torch.cuda.is_available():
+    if not torch.cuda.is_available():
+        populate_parallel(pinned.blob, pin_threads())
+    else:
         pin_shared(pinned, CudaRegistrar(), "try again")
         copies = torch.cuda.Stream()
         stream = CudaCopyStream(copies, pinned.blob[layout.words_at :].data_ptr())

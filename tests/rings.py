@@ -340,6 +340,23 @@ class Machine:
         self.link.stream.synchronize()
         assert self.wrong == []
 
+    def read_nothing_twice(self) -> None:
+        """In the steady state of replays: all that is read moves, and is read in the expected order."""
+        self.forward()
+        self.settle()
+        graph = self.capture()
+        self.link.stream.replay(graph)
+        self.link.stream.synchronize()
+        before = self.link.ring.stats()
+        for _ in range(5):
+            self.link.stream.replay(graph)
+            self.settle()
+        time.sleep(0.05)
+        after = self.link.ring.stats()
+        assert after.misses == before.misses
+        read = after.bytes_read - before.bytes_read
+        assert abs(read - 5 * self.plan.moved_bytes) <= 4 * ENTRY_BYTES  # what lies in the ring at either end
+
     def close(self) -> None:
         self.pipeline.close()
 

@@ -181,6 +181,7 @@ def _sha256(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 def main() -> None:
+    """The run of the folder on the command line."""
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     folder = Path(sys.argv[1])
     job = json.loads((folder / JOB_FILE).read_text())

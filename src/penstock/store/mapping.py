@@ -58,7 +58,7 @@ def map_file(fd: int, start: int, num_bytes: int, *, private: bool = False, huge
 def collapse(memory: Bytes) -> bool:
     """Touch the whole huge pages within ``memory`` and make them such; whether the system did.
 
-    Memory that nobody has touched yet is ready ten times as soon as by pages of 4 KiB. What lies there stays.
+    Memory that nobody has touched yet is ready several times as soon as by pages of 4 KiB. What lies there stays.
     """
     address = memory.ctypes.data
     first = -address % HUGE_PAGE_BYTES
