@@ -2,8 +2,8 @@
 
     floor = max(resident step, bytes moved / link rate, bytes moved / rate of reading the files)
 
-All rates are measured in the same run: the files as the readers read them (same threads, same part size, into memory
-that is there), before and after each variant; the faster of the two counts, which makes the floor lower.
+All rates are measured in the same run: the files as one plain thread per core reads them into memory of its own, over
+and over the same few MiB, before and after each variant; the faster of the two counts, which makes the floor lower.
 
     python benchmarks/disk_gpu.py [--layers 10] [--rows 1] [--files cached] [--folder DISK] [--out FILE.jsonl]
 """
@@ -13,13 +13,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import mmap
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -31,16 +29,15 @@ from safetensors.torch import save_file
 import penstock
 from penstock.bench.cuda_step import LinkProbe
 from penstock.bench.measure import Timing
+from penstock.bench.plain import read_plainly
 from penstock.bench.shapes import QWEN3_8B, DecoderShape, Stack, build_stack
 from penstock.config import ALL_MODEL_PARAMS
-from penstock.environment import reader_threads
-from penstock.link.ring import READ_BYTES
 from penstock.plan.ring import ring_bytes
-from penstock.store.disk import DiskOptions, File
+from penstock.store.disk import DiskOptions
 
 SECONDS_PER_VARIANT = 6.0
 MIN_STEPS, MAX_STEPS = 4, 40
-BUFFER_BYTES = 256 << 20
+READ_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -56,24 +53,8 @@ class Ground:
 
 
 def read_rate(path: Path, options: DiskOptions) -> float:
-    """Bytes per second of reading the file once, as the ring's readers do."""
-    file = File(path, options)
-    memory = mmap.mmap(-1, BUFFER_BYTES)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    memory[:: mmap.PAGESIZE] = bytes(BUFFER_BYTES // mmap.PAGESIZE)
-    into = memoryview(memory)
-    num_bytes = file.num_bytes // READ_BYTES * READ_BYTES
-
-    def read(start: int) -> None:
-        at = start % BUFFER_BYTES
-        file.read(start, into[at : at + READ_BYTES])
-
-    with ThreadPoolExecutor(reader_threads()) as pool:
-        start = time.perf_counter()
-        list(pool.map(read, range(0, num_bytes, READ_BYTES)))
-        seconds = time.perf_counter() - start
-    file.close()
-    return num_bytes / seconds
+    """Bytes per second of reading the file once."""
+    return path.stat().st_size / read_plainly([path], bool(options.direct), READ_BYTES)
 
 
 def step_times(step: Callable[[], object]) -> Timing:

@@ -1,11 +1,11 @@
-"""How fast files in the page cache come through a staging ring, by its memory, its size and the number of its readers.
+"""How fast files in the page cache come through a staging ring: by its size, its readers and the size of their reads.
 
-    python benchmarks/ring_rates.py [--gib 2] [--readers 8,16,32] [--rings 32x16,8x8] [--rounds 3] [--folder DISK]
+    python benchmarks/ring_rates.py [--gib 2] [--readers 8,12,16] [--rings 16x8,32x16] [--reads 2,4] [--rounds 3]
 
 Three rates, each the median of rounds in turns: ``taken``: entries are given back as soon as they are full, so that
 reading is all there is; ``copied``: a GPU copies them to a slot, as in mode ``disk``; ``copies``: the same copies of
-entries that stay as they are. Memory: shared pages of 4 KiB or of 2 MiB. Rings: MiB of an entry x entries; a small one
-may stay in the processor's cache. Without a GPU the first rate alone, of memory that is not pinned.
+entries that stay as they are. Rings: MiB of an entry x entries; a small one may stay in the processor's cache. Reads:
+MiB of each. Without a GPU the first rate alone, of memory that is not pinned.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.link.ring import STUCK_S
+from penstock.link.ring import READ_BYTES, STUCK_S
 from penstock.link.ring_memory import WANTED
 from penstock.link.ring_readers import ReaderProcess
 from penstock.link.ring_task import RingTask
@@ -38,7 +38,6 @@ from penstock.store.pinning import pin_shared, pin_threads
 from penstock.store.registration import CudaRegistrar, PinnedBytes
 
 NUM_UNITS = 4
-MEMORY = {"4 KiB pages": False, "2 MiB pages": True}
 
 
 @dataclass(frozen=True)
@@ -88,25 +87,24 @@ class Ring:
 
 
 @contextmanager
-def serving(path: Path, huge: bool, readers: int, size: tuple[int, int]) -> Iterator[Ring]:
+def serving(path: Path, readers: int, size: tuple[int, int], read_bytes: int) -> Iterator[Ring]:
     unit_bytes = path.stat().st_size // NUM_UNITS
     layout = lay_out_ring([unit_bytes] * NUM_UNITS, 1, *size)
     file = File(path, DiskOptions())
     loads = [Load(u, (Segment(FileStretch(file, u * unit_bytes), 0, unit_bytes),)) for u in range(NUM_UNITS)]
     shared = SharedMemory.create(layout.num_bytes)
     pinned = PinnedBytes(shared.map(0, layout.num_bytes))
-    if huge:
-        collapse_parallel(pinned.blob, pin_threads())
+    collapse_parallel(pinned.blob, pin_threads())
     stream = slot = None
-    if not torch.cuda.is_available():
-        populate_parallel(pinned.blob, pin_threads())
-    else:
+    if torch.cuda.is_available():
         pin_shared(pinned, CudaRegistrar(), "try again")
         copies = torch.cuda.Stream()
         stream = CudaCopyStream(copies, pinned.blob[layout.words_at :].data_ptr())
         slot = torch.empty(unit_bytes, dtype=torch.uint8, device="cuda")
+    else:
+        populate_parallel(pinned.blob, pin_threads())
     ring = StagingRing(layout, pinned.blob)
-    task = RingTask(layout, parts_in_files(layout, loads), readers, STUCK_S, os.getpid())
+    task = RingTask(layout, parts_in_files(layout, loads, read_bytes), readers, STUCK_S, os.getpid())
     process = ReaderProcess(task, ring.memory, shared.fileno())
     try:
         process.serve()
@@ -120,8 +118,9 @@ def serving(path: Path, huge: bool, readers: int, size: tuple[int, int]) -> Iter
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=2)
-    parser.add_argument("--readers", default="8,16,32")
+    parser.add_argument("--readers", default="8,12,16")
     parser.add_argument("--rings", default=f"{ENTRY_BYTES >> 20}x{MAX_ENTRIES}")
+    parser.add_argument("--reads", default=f"{READ_BYTES >> 20}")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="on the disk to read from (default: temporary files)")
     args = parser.parse_args()
@@ -130,18 +129,20 @@ def main() -> None:
         with path.open("wb") as file:
             for _ in range(int(args.gib * 16)):
                 file.write(os.urandom(64 << 20))
-        cases = list(itertools.product(args.rings.split(","), map(int, args.readers.split(",")), MEMORY))
-        found: dict[tuple[str, int, str, str], list[float]] = {}
+        cases = list(
+            itertools.product(args.rings.split(","), map(int, args.reads.split(",")), map(int, args.readers.split(",")))
+        )
+        found: dict[tuple[str, int, int, str], list[float]] = {}
         for _ in range(args.rounds):
-            for size, readers, name in cases:
+            for size, read_mib, readers in cases:
                 entry_mib, num_entries = map(int, size.split("x"))
-                with serving(path, MEMORY[name], readers, (entry_mib << 20, num_entries)) as ring:
+                with serving(path, readers, (entry_mib << 20, num_entries), read_mib << 20) as ring:
                     ring.taken()  # the first pass meets pages that the readers' process has not mapped yet
                     for measure in (ring.taken, *([ring.copied, ring.copies] if ring.stream else [])):
-                        case = size, readers, name, measure.__name__
+                        case = size, read_mib, readers, measure.__name__
                         found.setdefault(case, []).extend(measure() for _ in range(3))
-    for (size, readers, name, rate), rates in found.items():
-        case_name = f"{size:>6s} of {name}, {readers:2d} readers"
+    for (size, read_mib, readers, rate), rates in found.items():
+        case_name = f"{size:>6s}, {readers:2d} readers of {read_mib:2d} MiB"
         print(f"{case_name}, {rate:7s} {statistics.median(rates):7.2f} GB/s (spread {max(rates) - min(rates):.2f})")
 
 

@@ -516,7 +516,8 @@ def ring_failure(shared: SharedMemory, layout: object) -> str | None:
 
 
 PARENT = """
-import json, os, sys, time
+import json, os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job of a shell has to do without
 sys.path[:] = json.loads(sys.argv[1])
 from pathlib import Path
 from rings import Machine, ProcessRingLink, disk_store

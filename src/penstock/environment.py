@@ -4,7 +4,8 @@
 environment variable         default  meaning
 ===========================  =======  ============================================================================
 PENSTOCK_DEBUG               0        1: poison released slots, verify a checksum whenever a unit arrives or leaves
-PENSTOCK_READERS             cores    readers of files: of a link, and of loading (at least 1)
+PENSTOCK_READERS             cores    readers of files, of a link and of loading (at least 1); default before a GPU: 12
+                                      of the cores at most
 PENSTOCK_DISABLE_PIN_MEMORY  0        1: host memory of a GPU's stores is ordinary memory (slow, cannot be captured)
 PENSTOCK_DISABLE_UVA         0        1: what a GPU would read in place is moved into a slot on demand instead
 PENSTOCK_PEER_TIMEOUT        600      seconds that a rank waits for another one while they share out an offload
@@ -50,14 +51,15 @@ def peer_timeout_s() -> float:
     return float(value)
 
 
-def reader_threads(at_least: int = 1) -> int:
+def reader_threads(at_least: int = 1, at_most: int | None = None) -> int:
     """Threads that read files: of the CPU link, of the readers' process of a GPU, and of loading.
 
-    ``PENSTOCK_READERS``, or one per core this process may use, but not less than ``at_least``.
+    ``PENSTOCK_READERS``, or one per core this process may use within ``at_least`` and ``at_most``.
     """
     value = os.environ.get("PENSTOCK_READERS")
     if value is None:
-        return max(at_least, len(os.sched_getaffinity(0)))
+        cores = len(os.sched_getaffinity(0))
+        return max(at_least, cores if at_most is None else min(cores, at_most))
     if not value.isdigit() or int(value) < 1:
         raise OptionError(f"PENSTOCK_READERS={value!r}: expected a whole number of threads, at least 1")
     return int(value)

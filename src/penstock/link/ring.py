@@ -9,7 +9,8 @@ with constants that are the same at every replay, because both words are back at
 one thread, the *server*, that looks at the words and hands reads to workers:
 
 * A tag of zero means that the stream is done with the entry: the next piece of the expected order (the cycle of
-  :mod:`penstock.plan.ring`) is read into it. The tag is set when the last part of a piece has arrived.
+  :mod:`penstock.plan.ring`) is read into it. The tag is set when the last part of a piece has arrived, by the worker
+  that read it, which looks for such entries as well.
 * The order is expected, not relied on: the tag says which piece lies in an entry, and the stream waits for its own.
   Where it wants a piece that is neither there nor on its way (a unit skipped or repeated, an aborted forward, another
   graph), the server takes back what was read ahead in vain and goes on from the wanted piece: slower, counted as a
@@ -31,18 +32,22 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from penstock.errors import TransferError
 from penstock.link.ring_memory import POISON, Counter, RingMemory
 from penstock.store.source import Source
 
-__all__ = ["READ_BYTES", "STUCK_S", "Part", "RingServer"]
+__all__ = ["MAX_READERS", "READ_BYTES", "STUCK_S", "Part", "RingServer"]
 
-# One read: small enough that all workers help with the piece that is needed next.
+# One read at most: small enough that several workers help with the piece that is needed next.
 READ_BYTES = 4 << 20
-# How often the server looks at the words: entries hold some ten milliseconds of copies, so this is often enough.
+# On 16 cores of an H200's host 12 read 61 GB/s out of the page cache, 16 read 43 and 8 read 41, and on 32 cores, too,
+# more were slower, probably because they take turns with one interpreter's lock.
+MAX_READERS = 12
+# How often the server looks at the words: a full ring is some two milliseconds of copies, and a worker that has
+# finished a piece looks too.
 ACTIVE_S, IDLE_S = 0.0005, 0.004
 IDLE_AFTER_S = 0.1
 # No read of a few MiB takes this long on a disk that is alive.
@@ -53,7 +58,7 @@ JOIN_S = 5.0
 
 
 class Part(NamedTuple):
-    """A stretch of a piece: ``num_bytes`` from ``start`` of ``source``, which go to ``offset`` in the entry."""
+    """One read of a piece: ``num_bytes`` from ``start`` of ``source``, which go to ``offset`` in the entry."""
 
     source: Source
     start: int
@@ -62,17 +67,24 @@ class Part(NamedTuple):
 
 
 class _Fill:
-    """A piece on its way into its entry; ``in_vain``: nobody wants it any more."""
+    """A piece on its way into its entry.
+
+    Attributes:
+        in_vain: nobody wants it any more.
+        left: gives how many reads are left after each; one worker alone gets 0, without a lock.
+    """
+
+    __slots__ = ("in_vain", "left", "position")
 
     def __init__(self, position: int, num_reads: int) -> None:
         self.position = position
-        self.left = num_reads
         self.in_vain = False
+        self.left = iter(range(num_reads - 1, -1, -1))
 
 
-_Job = Callable[[], None]
-# Told of every read, by the worker that did it: unit, bytes, when it began in ns of ``time.perf_counter_ns``.
-OnRead = Callable[[int, int, int], None]
+_Job = tuple[_Fill, Part, memoryview]
+# Told of every read, by the worker that did it: its number, unit, bytes, when it began in ns of time.perf_counter_ns().
+OnRead = Callable[[int, int, int, int], None]
 
 
 class RingServer:
@@ -81,10 +93,12 @@ class RingServer:
     Only its own threads take the lock: whoever gives copies to the stream takes none, and may be interrupted anywhere.
 
     Args:
-        parts: of every piece, by position; gaps between them are not read.
+        parts: the reads of every piece, by position; gaps between them are not filled.
         memory: of the ring.
         num_threads: workers.
         stuck_s: how long no read may end before the disk counts as dead.
+        verify: called with a position when all of it was read and nobody has been told; raises what makes the bytes
+            worthless, a file that was written to.
         on_read: told of every read, in the worker's thread; must not block.
     """
 
@@ -95,11 +109,12 @@ class RingServer:
         *,
         num_threads: int,
         stuck_s: float = STUCK_S,
+        verify: Callable[[int], None] | None = None,
         on_read: OnRead | None = None,
     ) -> None:
         self._memory, self._layout = memory, memory.layout
         self._parts = parts
-        self._on_read = on_read
+        self._verify, self._on_read = verify, on_read
         self._stuck_s = stuck_s
         self._fills: list[_Fill | None] = [None] * self._layout.num_entries
         self._ahead: list[int] = []  # what _next has passed and the stream has not taken yet, in order
@@ -256,61 +271,61 @@ class RingServer:
             del self._ahead[: taken[-1] + 1]
 
     def _start(self, position: int, entry: int, now: float) -> None:
-        reads = list(_reads_of(self._parts[position]))
+        reads = self._parts[position]
         fill = self._fills[entry] = _Fill(position, len(reads))
         if not any(other for other in self._fills if other is not fill):
             self._last_arrival = now  # the clock of the watchdog starts with the first of several reads
         self._last_change = now
         view = self._memory.entries[entry].data
         for read in reads:
-            self._jobs.put(self._job(fill, read, view[read.offset : read.offset + read.num_bytes]))
+            self._jobs.put((fill, read, view[read.offset : read.offset + read.num_bytes]))
         if not reads:
             self._finish(fill)
 
     # -- the workers --------------------------------------------------------------------------------------------------
 
-    def _work(self, index: int) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-            self._under_way.pop(threading.get_ident(), None)
-            del job  # it holds the ring's memory
+    # Ten thousand reads a second, and with each call of the system the interpreter's lock changes hands, for which a
+    # thread has to be woken: on 16 cores that seems to be the limit. So a read calls the system once and takes no other
+    # lock; whether the file has changed is asked once for a piece.
 
-    def _job(self, fill: _Fill, read: Part, into: memoryview) -> _Job:
-        def job() -> None:
-            error: BaseException | None = None
+    def _work(self, number: int) -> None:
+        while (job := self._jobs.get()) is not None:
+            fill, read, into = job
             try:
                 if not fill.in_vain and not self._failed and not self._stopped:
-                    self._carry_out(fill, read, into)
-            except BaseException as caught:  # a worker must survive, and the host must hear of it
-                error = caught
-            self._arrived(fill, read.num_bytes, error)
+                    self._carry_out(number, fill, read, into)
+                self._last_arrival = time.monotonic()
+                if next(fill.left) == 0:
+                    self._landed(fill)
+            except BaseException as error:  # a worker must survive, and the host must hear of it
+                self.fail(error)
+            del job, fill, read, into  # they hold the ring's memory
 
-        return job
-
-    def _carry_out(self, fill: _Fill, read: Part, into: memoryview) -> None:
+    def _carry_out(self, number: int, fill: _Fill, read: Part, into: memoryview) -> None:
+        self._under_way[number] = read
         begin = time.perf_counter_ns()
-        self._under_way[threading.get_ident()] = read
-        read.source.read(read.start, into)
+        try:
+            read.source.read(read.start, into)
+        finally:
+            del self._under_way[number]
         if self._on_read is not None:
-            self._on_read(self._layout.pieces[fill.position].unit, read.num_bytes, begin)
+            self._on_read(number, self._layout.pieces[fill.position].unit, read.num_bytes, begin)
 
-    def _arrived(self, fill: _Fill, num_bytes: int, error: BaseException | None) -> None:
+    def _landed(self, fill: _Fill) -> None:
+        """All of a piece was read: hand it over, and look at once what can be read next."""
+        if self._verify is not None and not fill.in_vain:
+            self._verify(fill.position)
         with self._lock:
-            self._last_arrival = time.monotonic()
-            fill.left -= 1
-            if error is not None:
-                self._fail(error)
-            elif not fill.in_vain:
-                self._memory.counters[Counter.BYTES_READ] += num_bytes
-            if fill.left == 0:
-                self._finish(fill)
-                self._changed.notify()
+            self._finish(fill)
+            if not self._failed:
+                self._read_ahead(time.monotonic())
 
     def _finish(self, fill: _Fill) -> None:
         entry = self._layout.pieces[fill.position].entry
         self._fills[entry] = None
         self._last_change = time.monotonic()
-        if not self._failed and not fill.in_vain:
+        if not self._failed and not self._stopped and not fill.in_vain:
+            self._memory.counters[Counter.BYTES_READ] += sum(read.num_bytes for read in self._parts[fill.position])
             self._memory.set_tag(entry, fill.position + 1)
 
     # -- failure ------------------------------------------------------------------------------------------------------
@@ -329,11 +344,3 @@ class RingServer:
             self._memory.entries[entry].fill(POISON)
             self._last_change = time.monotonic()
             self._memory.set_tag(entry, wanted)
-
-
-def _reads_of(parts: Sequence[Part]) -> Iterator[Part]:
-    """``parts`` cut into reads."""
-    for part in parts:
-        for done in range(0, part.num_bytes, READ_BYTES):
-            size = min(READ_BYTES, part.num_bytes - done)
-            yield Part(part.source, part.start + done, part.offset + done, size)

@@ -103,7 +103,14 @@ def _watchable(pid: int) -> int | None:
 
 def _serve(task: RingTask, memory: RingMemory, parent_fd: int | None) -> NoReturn:
     reports = _Reports()
-    server = RingServer(task.parts, memory, num_threads=task.num_threads, stuck_s=task.stuck_s, on_read=reports.add)
+    server = RingServer(
+        task.parts,
+        memory,
+        num_threads=task.num_threads,
+        stuck_s=task.stuck_s,
+        verify=task.verify,
+        on_read=reports.add,
+    )
     may_serve = threading.Event()
     threading.Thread(target=_watch, args=(parent_fd, may_serve), daemon=True).start()
     may_serve.wait()
@@ -138,9 +145,8 @@ class _Reports:
         self._writing = threading.Lock()
         threading.Thread(target=self._run, daemon=True).start()
 
-    def add(self, unit: int, num_bytes: int, start_ns: int) -> None:
+    def add(self, reader: int, unit: int, num_bytes: int, start_ns: int) -> None:
         """For a reader, of a read that has just ended."""
-        reader = int(threading.current_thread().name.rpartition("-")[2])
         self._packed.append(_REPORT.pack(reader, unit, num_bytes, start_ns, time.perf_counter_ns() - start_ns))
 
     def _run(self) -> None:

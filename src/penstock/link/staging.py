@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from penstock.errors import OptionError, TransferError
-from penstock.link.ring import Part
+from penstock.link.ring import READ_BYTES, Part
 from penstock.link.ring_memory import WANTED, RingMemory
 from penstock.link.stream_memory import CopyStream
-from penstock.plan.ring import RingLayout
+from penstock.plan.ring import RingLayout, cut
 from penstock.store.base import Load
 from penstock.store.files import FileStretch
 from penstock.telemetry import StagingStats
@@ -59,26 +59,27 @@ class StagingRing:
         return self.memory.stats(time.monotonic_ns())
 
 
-def parts_of(layout: RingLayout, loads: Sequence[Load]) -> list[list[Part]]:
-    """The stretches that fill each piece; ``loads``: of all units, by index."""
-    return [list(_overlaps(loads[piece.unit], piece.start, piece.num_bytes)) for piece in layout.pieces]
+def parts_of(layout: RingLayout, loads: Sequence[Load], read_bytes: int = READ_BYTES) -> list[list[Part]]:
+    """The reads that fill each piece, of ``read_bytes`` at most; ``loads``: of all units, by index."""
+    return [list(_reads(loads[piece.unit], piece.start, piece.num_bytes, read_bytes)) for piece in layout.pieces]
 
 
-def _overlaps(load: Load, start: int, num_bytes: int) -> Iterator[Part]:
+def _reads(load: Load, start: int, num_bytes: int, read_bytes: int) -> Iterator[Part]:
     for segment in load.segments:
         first = max(segment.slot_offset, start)
         end = min(segment.slot_offset + segment.num_bytes, start + num_bytes)
         if first < end:
-            yield Part(segment.source, first - segment.slot_offset, first - start, end - first)
+            for at, size in cut(end - first, read_bytes):
+                yield Part(segment.source, first - segment.slot_offset + at, first - start + at, size)
 
 
-def parts_in_files(layout: RingLayout, loads: Sequence[Load]) -> list[list[Part]]:
+def parts_in_files(layout: RingLayout, loads: Sequence[Load], read_bytes: int = READ_BYTES) -> list[list[Part]]:
     """:func:`parts_of` with the files themselves as sources, which another process can read.
 
     Raises:
         OptionError: a stretch is none of a file.
     """
-    by_piece = zip(layout.pieces, parts_of(layout, loads), strict=True)
+    by_piece = zip(layout.pieces, parts_of(layout, loads, read_bytes), strict=True)
     return [[_in_file(part, piece.unit) for part in parts] for piece, parts in by_piece]
 
 

@@ -31,14 +31,18 @@ __all__ = [
     "WORD_BYTES",
     "Piece",
     "RingLayout",
+    "cut",
     "lay_out_ring",
     "lay_out_ring_of",
     "ring_bytes",
 ]
 
-# One copy each: long enough for the full rate of the link, short enough that the first one starts soon.
-ENTRY_BYTES = 32 << 20
-MAX_ENTRIES = 16
+# One copy each: long enough for 98 % of the rate of the link, short enough that the first one starts soon.
+ENTRY_BYTES = 16 << 20
+# As many as the readers of files in the page cache need so that none has to wait: one being copied, three being read
+# into, and as many again for the time between. All of them together may stay in a processor's cache; through four times
+# as much, copies for which a link has 55 GB/s came at 30, since every byte then crosses the memory bus thrice.
+MAX_ENTRIES = 8
 # A word of the handshake has a cache line alone, so that the device's polling disturbs no other.
 WORD_BYTES = 64
 _PAGE_BYTES = 4096
@@ -106,10 +110,10 @@ def lay_out_ring(
         staged: the units that pass through it, at least one; the others take part in the schedule alone. Default all.
     """
     through = set(range(len(unit_bytes)) if staged is None else staged)
-    entry_bytes = _whole_pages(min(entry_bytes, max(unit_bytes[unit] for unit in through)))
     moving = [unit for unit in dict.fromkeys(steady_order(len(unit_bytes), num_slots)) if unit in through]
     staying = sorted(through.difference(moving))
-    cuts = {unit: _cut(unit_bytes[unit], entry_bytes) for unit in through}
+    cuts = {unit: cut(unit_bytes[unit], _whole_pages(entry_bytes)) for unit in through}
+    entry_bytes = _whole_pages(max(num_bytes for pieces in cuts.values() for _, num_bytes in pieces))
     length = sum(len(cuts[unit]) for unit in moving)
     entries = _laps(length, max_entries)
     num_entries = max(entries, default=min(max_entries, sum(map(len, cuts.values()))) - 1) + 1
@@ -144,8 +148,14 @@ def _laps(length: int, max_entries: int) -> list[int]:
     return [entry for start, end in pairwise(bounds) for entry in range(end - start)]
 
 
-def _cut(num_bytes: int, entry_bytes: int) -> list[tuple[int, int]]:
-    return [(start, min(entry_bytes, num_bytes - start)) for start in range(0, num_bytes, entry_bytes)]
+def cut(num_bytes: int, most: int) -> list[tuple[int, int]]:
+    """Start and size of as few stretches as it takes, of one size in whole pages if ``most`` is in pages.
+
+    A small one at the end would keep an entry from reading ahead, or a reader from the next read.
+    """
+    count = -(-num_bytes // most)
+    size = min(most, _whole_pages(-(-num_bytes // count)))
+    return [(start, min(size, num_bytes - start)) for start in range(0, num_bytes, size)]
 
 
 def _cycle(length: int) -> list[int | None]:

@@ -67,7 +67,8 @@ class File:
         Args:
             path: of the file.
             options: how it is read.
-            stamp: what it has to be, after every read too; default: it may change.
+            stamp: what it has to be, after every read too; default: it may change, or the caller asks
+                :meth:`require_unchanged`.
             ways: counts, and chooses where ``options`` leave it open; shared by the files of one load.
             opened: the :attr:`descriptors` of another process, which this one has inherited and takes over: the file
                 may be gone by its name. Default: open it.
@@ -161,10 +162,14 @@ class File:
         if self._drop:
             os.posix_fadvise(self.fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
         if self.stamp is not None:
-            self._require_unchanged(self.stamp)
+            self.require_unchanged(self.stamp)
 
-    def _require_unchanged(self, stamp: FileStamp) -> None:
-        """The open file, whatever its name means by now: one that was replaced or removed still has the right bytes."""
+    def require_unchanged(self, stamp: FileStamp) -> None:
+        """Compare the open file, whatever its name means by now: one that was replaced still has the right bytes.
+
+        Raises:
+            TransferError: it is no longer what ``stamp`` says.
+        """
         now = os.fstat(self.fd)
         if (now.st_size, now.st_mtime_ns, now.st_ino) != (stamp.num_bytes, stamp.modified_ns, stamp.inode):
             raise TransferError(
