@@ -3,7 +3,8 @@
 python benchmarks/uva_pages.py [--gib 1]        prints GB/s of matrix-vector products, interleaved over several rounds
 
 Each product reads an expert of 11.5 MB somewhere in the memory, as a mixture of experts does: a GPU looks pages up, and
-how many of them its tables hold at once may depend on their size.
+how many of them its tables hold at once may depend on their size. ``rows``: torch's kernel, which reads on and on;
+``tiles``: in the order of fused kernels of experts, 64 rows at a time and of each only a little.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import random
 import statistics
 
 import torch
+import triton
+import triton.language as tl
 
 from penstock.store.pages import map_pages, populate_parallel
 from penstock.store.pinning import device_view, pin_threads
@@ -21,6 +24,26 @@ from penstock.store.registration import CudaRegistrar, PinnedBytes
 EXPERT_ROWS, COLUMNS = 2816, 2048
 EXPERT_BYTES = EXPERT_ROWS * COLUMNS * 2
 EXPERTS_READ, ROUNDS = 64, 10
+TILE_ROWS, TILE_COLUMNS = 64, 64
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tiled_mv(weight, row, out, columns: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr):  # type: ignore[no-untyped-def]
+    rows = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
+    total = tl.zeros((tile_rows,), dtype=tl.float32)
+    for start in range(0, columns, tile_columns):
+        at = start + tl.arange(0, tile_columns)
+        tile = tl.load(weight + rows[:, None] * columns + at[None, :]).to(tl.float32)
+        total += tl.sum(tile * tl.load(row + at).to(tl.float32)[None, :], axis=1)
+    tl.store(out + rows, total)
+
+
+def _tiles(expert: torch.Tensor, row: torch.Tensor, out: torch.Tensor) -> None:
+    _tiled_mv[(EXPERT_ROWS // TILE_ROWS,)](expert, row, out, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+
+
+def _rows(expert: torch.Tensor, row: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mv(expert, row)
 
 
 def _registered(num_bytes: int, huge: bool) -> torch.Tensor:
@@ -44,20 +67,30 @@ def main() -> None:
     }
     views = {n: device_view(b, device).view(torch.bfloat16).view(-1, EXPERT_ROWS, COLUMNS) for n, b in blobs.items()}
     row = torch.randn(COLUMNS, device=device, dtype=torch.bfloat16)
+    out = torch.empty(EXPERT_ROWS, device=device)
+    _check_tiles(next(iter(views.values()))[0], row, out)
     chooser = random.Random(0)
-    times: dict[str, list[float]] = {name: [] for name in views}
+    times: dict[tuple[str, str], list[float]] = {}
     for _ in range(ROUNDS):
         chosen = [chooser.randrange(num_experts) for _ in range(EXPERTS_READ)]
-        for name, experts in views.items():
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            for expert in chosen:
-                torch.mv(experts[expert], row)
-            end.record()
-            end.synchronize()
-            times[name].append(begin.elapsed_time(end))
-    for name, found in times.items():
-        print(f"{name:26s} {EXPERTS_READ * EXPERT_BYTES / statistics.median(found) / 1e6:7.2f} GB/s")
+        for order, product in (("rows", _rows), ("tiles", _tiles)):
+            for name, experts in views.items():
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                for expert in chosen:
+                    product(experts[expert], row, out)
+                end.record()
+                end.synchronize()
+                times.setdefault((order, name), []).append(begin.elapsed_time(end))
+    for (order, name), found in times.items():
+        rate = EXPERTS_READ * EXPERT_BYTES / statistics.median(found) / 1e6
+        print(f"{order:6s}{name:26s} {rate:7.2f} GB/s")
+
+
+def _check_tiles(expert: torch.Tensor, row: torch.Tensor, out: torch.Tensor) -> None:
+    expert.copy_(torch.randn(expert.shape, device=row.device))
+    _tiles(expert, row, out)
+    torch.testing.assert_close(out, torch.mv(expert.float(), row.float()), rtol=1e-3, atol=1e-3)
 
 
 if __name__ == "__main__":

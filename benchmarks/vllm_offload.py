@@ -252,6 +252,8 @@ def _publish(out: Path, table: str) -> None:
                 "uva_bytes": facts["offloader"].get("uva_bytes", 0),
                 **{key: row[key] for key in ("rows", "tokens_in", "tokens_out", "ms", "spread_ms", "tokens_per_s")},
             }
+            if "moved_by_rank" in facts["offloader"]:
+                published["moved_by_rank"] = facts["offloader"]["moved_by_rank"]
             if "logprobs" in row and "logprobs" in wanted:
                 published["compared"] = _compared(row, wanted)
             if "still" in found and name.startswith("penstock") and shape == CASES["still"][0]:
