@@ -164,6 +164,7 @@ class TestViews:
         model = Stack(4).eval()
         handle = penstock.offload(model, all_layers(2))
         model(rows())
+        handle.sync_prev_onload()  # between forwards the slot is being filled for the next one
         view = model.layers[0].linear.weight.detach()
         expected = view.clone()
         handle.remove()

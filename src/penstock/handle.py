@@ -55,10 +55,10 @@ class Handle:
         return self._attachment.stats()
 
     def sync_prev_onload(self) -> None:
-        """Order the current stream behind every copy under way.
+        """Order the current stream behind every copy under way; on a CPU, return when all are done.
 
-        Only for those who capture or replay parts of a model themselves: :func:`offload` does it around a forward of
-        the whole model. No effect when nothing is under way, and on a CPU.
+        Only for those who capture or replay parts of a model themselves, or read a slot: :func:`offload` does it around
+        a forward of the whole model. No effect when nothing is under way.
         """
         self._attachment.join()
 
@@ -131,7 +131,9 @@ def offload(
         StateError: the model is offloaded already.
         PeerError: another rank of ``group`` failed, ended, or did not come within ``PENSTOCK_PEER_TIMEOUT`` seconds.
 
-    The model is untouched when anything is raised.
+    The model is untouched when anything is raised. While it is offloaded, a parameter that is copied ahead of use is a
+    view of a slot: outside of its module's forward it holds whatever the slot does, or what is arriving there. Read
+    weights by ``state_dict()``, or after ``remove()``.
     """
     if not isinstance(model, nn.Module):
         raise OptionTypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
