@@ -41,9 +41,11 @@ def peak_rss_bytes() -> int:
 def pss_bytes() -> int:
     """Proportional set size: resident pages, each divided by the number of processes that map it (proc(5)).
 
-    The sum over processes is the host memory that they take together, shared pages counted once.
+    The sum over processes is the host memory that they take together, shared pages counted once. Pages of files are
+    left out: the share of a library's grows when another program that maps it ends.
     """
-    return _kib_line("Pss", _read("/proc/self/smaps_rollup"))
+    rollup = _read("/proc/self/smaps_rollup")
+    return _kib_line("Pss", rollup) - _kib_line("Pss_File", rollup)
 
 
 def cpu_seconds() -> float:
