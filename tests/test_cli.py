@@ -460,7 +460,7 @@ def test_a_plan_says_what_it_will_cost(model: Path, tmp_path: Path) -> None:
         "Predicted steps",
         "bound by",
         "KV cache",
-        "Nominal rates: run `penstock probe`",
+        "; run `penstock probe` on this machine",
         "GiB of activations",
     ):
         assert part in text.stdout
@@ -665,6 +665,24 @@ def test_generate_refuses_folders_without_a_tokenizer(tmp_path: Path) -> None:
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PENSTOCK_DEBUG", "1")
     assert isinstance(run("plan", tmp_path).exception, PenstockError)
+    monkeypatch.setenv("PENSTOCK_DEBUG", "2")
+    assert error_of("plan", tmp_path) == "error: PENSTOCK_DEBUG='2': expected 0 or 1"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("step", "--device", "tpu"), "--device 'tpu': expected cpu, cuda or cuda:N"),
+        (("step", "--device", "cuda:99"), "--device 'cuda:99': torch sees"),
+        (("load", "--device", "cuda:99"), "--device 'cuda:99': torch sees"),
+        (("load", "--plain-blocks", "0.5"), "--plain-blocks '0.5': expected sizes in MiB, each at least 1"),
+        (("plan", "--rows", "1,0"), "--rows '1,0': expected numbers of rows, each at least 1"),
+        (("plan", "--shares", "half"), "--shares 'half': expected numbers above 0"),
+        (("plan", "--shares", "0"), "--shares '0': expected numbers above 0"),
+    ],
+)
+def test_benchmarks_refuse_before_they_begin(args: tuple[str, ...], message: str) -> None:
+    assert message in error_of("bench", *args)
 
 
 def test_interrupt_ends_with_130_and_a_word(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:

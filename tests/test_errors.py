@@ -133,6 +133,10 @@ class TestOptions:
         ):
             Prefetch(**{option: value})
 
+    def test_what_to_plan_for(self) -> None:
+        with pytest.raises(OptionTypeError, match=r"workload: expected a penstock\.config\.Workload, found NoneType"):
+            Budget("1GiB", workload=None)  # type: ignore[arg-type]
+
     def test_more_in_a_group_than_it_has(self) -> None:
         with pytest.raises(
             OptionError, match=r"num_in_group = 3 is larger than group_size = 2.*--offload-num-in-group"
@@ -183,7 +187,7 @@ class TestOptions:
         with pytest.raises(OptionError, match=r"both --offload-group-size and --cpu-offload-gb are set; choose one"):
             OffloadConfig("auto", Prefetch(), UVA("1GiB"))
 
-    @pytest.mark.parametrize("value", ["0", "-1", "many", "1.5", ""])
+    @pytest.mark.parametrize("value", ["0", "-1", "many", "1.5", "", "²"])
     def test_environment(self, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
         monkeypatch.setenv("PENSTOCK_READERS", value)
         model = Stack(2).eval()

@@ -265,6 +265,9 @@ class Budget:
             _check_mode(self.mode)
         object.__setattr__(self, "params", _as_names(self.params))
         object.__setattr__(self, "rules", _as_rules(self.rules))
+        if not isinstance(self.workload, Workload):
+            found = type(self.workload).__name__
+            raise OptionTypeError(f"workload: expected a penstock.config.Workload, found {found}")
 
     @property
     def num_bytes(self) -> int:

@@ -3,9 +3,10 @@
 ===========================  =======  ============================================================================
 environment variable         default  meaning
 ===========================  =======  ============================================================================
-PENSTOCK_DEBUG               0        1: poison released slots, verify a checksum whenever a unit arrives or leaves
-PENSTOCK_READERS             cores    readers of files, of a link and of loading (at least 1); default before a GPU: 12
-                                      of the cores at most
+PENSTOCK_DEBUG               0        1: poison released slots, verify a checksum whenever a unit arrives or leaves; the
+                                      command line shows tracebacks
+PENSTOCK_READERS             cores    readers of files, at least 1. Without it at most 12 feed a GPU's ring, and loading
+                                      has at least 8. Loading has never more than 16
 PENSTOCK_DISABLE_PIN_MEMORY  0        1: host memory of a GPU's stores is ordinary memory (slow, cannot be captured)
 PENSTOCK_DISABLE_UVA         0        1: what a GPU would read in place is moved into a slot on demand instead
 PENSTOCK_PEER_TIMEOUT        600      seconds that a rank waits for another one while they share out an offload
@@ -46,7 +47,7 @@ def _switch(name: str) -> bool:
 def peer_timeout_s() -> float:
     """Seconds that a rank waits for another one during an offload that they share: ``PENSTOCK_PEER_TIMEOUT``."""
     value = os.environ.get("PENSTOCK_PEER_TIMEOUT", "600")
-    if not value.isdigit() or int(value) < 1:
+    if not value.isdecimal() or int(value) < 1:
         raise OptionError(f"PENSTOCK_PEER_TIMEOUT={value!r}: expected a whole number of seconds, at least 1")
     return float(value)
 
@@ -60,6 +61,6 @@ def reader_threads(at_least: int = 1, at_most: int | None = None) -> int:
     if value is None:
         cores = len(os.sched_getaffinity(0))
         return max(at_least, cores if at_most is None else min(cores, at_most))
-    if not value.isdigit() or int(value) < 1:
+    if not value.isdecimal() or int(value) < 1:
         raise OptionError(f"PENSTOCK_READERS={value!r}: expected a whole number of threads, at least 1")
     return int(value)

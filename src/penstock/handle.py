@@ -45,6 +45,10 @@ class Handle:
         self.model = model
         self._attachment = attachment
 
+    def __repr__(self) -> str:
+        on_device, in_all = self.plan.device_bytes / 2**30, self.plan.weight_bytes / 2**30
+        return f"<penstock.Handle: {in_all:.3f} GiB of weights, {on_device:.3f} GiB for them on the device>"
+
     @property
     def plan(self) -> Plan:
         """Where every tensor rests and how compute reaches it."""
@@ -104,9 +108,9 @@ def offload(
 
     Args:
         model: any module; tensors on ``meta`` are filled from ``checkpoint``.
-        policy: a device-memory budget for the weights such as ``"20GiB"``, or :class:`~penstock.Prefetch`,
-            :class:`~penstock.UVA`, :class:`~penstock.Budget`, or a finished :class:`~penstock.Plan`, from a file too
-            (``Plan.load(path)``).
+        policy: a device-memory budget for the weights, ``"20GiB"`` or an int of bytes, or
+            :class:`~penstock.Prefetch`, :class:`~penstock.UVA`, :class:`~penstock.Rules`, :class:`~penstock.Budget`, or
+            a finished :class:`~penstock.Plan`, from a file too (``Plan.load(path)``).
         checkpoint: folder or file of safetensors that holds the weights. Mode ``disk`` reads from it, and so does a
             budget without a mode what host memory has no room for.
         device: where compute runs; default the device the model is on (a CPU for ``meta``).

@@ -170,7 +170,7 @@ class Stats:
         loading: how the files were read when the offload began, for residents and for stores in memory.
     """
 
-    units: tuple[UnitStats, ...]
+    units: tuple[UnitStats, ...] = field(repr=False)
     mechanism_bytes: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     store_bytes: dict[str, int] = field(default_factory=dict)

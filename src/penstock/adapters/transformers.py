@@ -68,7 +68,8 @@ def load(
     Args:
         path: a folder with config.json and safetensors files, as ``save_pretrained`` or a download leaves it.
         policy: as for :func:`penstock.offload`; on a CPU a size such as ``"20GiB"`` streams from the files (mode
-            ``disk``), for a GPU it fills pinned host memory from them (mode ``cpu``).
+            ``disk``), for a GPU it fills pinned host memory from them (mode ``cpu``), and what that has no room for
+            streams from the files (mode ``disk``).
         model_class: a transformers class, ``Auto`` classes included; default the one that config.json names.
         dtype: of the weights; default the checkpoint's own. What has to be converted stays resident.
         device: where compute runs; default the CPU.
@@ -84,6 +85,9 @@ def load(
         CheckpointError: no folder, no model in it, or files for another configuration.
         OptionError, OptionTypeError: a policy, class or dtype that cannot be; a plan for another model or machine.
         LimitError: the device or the host has no room for the plan; found before anything is allocated.
+        PeerError: another rank of ``group`` failed, ended, or did not come in time.
+
+    To pool links or to measure stalls, :func:`penstock.offload` a model that is built already.
     """
     model = build_meta_model(path, model_class=model_class, dtype=dtype)
     found = match(model, Checkpoint.open(path))

@@ -11,16 +11,18 @@ import typer
 from rich.table import Table
 
 from penstock.cli.console import stdout
-from penstock.errors import OptionError
+from penstock.cli.values import counts, numbers, require_known, target_device, words
 
 __all__ = ["bench"]
 
-bench = typer.Typer(no_args_is_help=True, help="Measure link, step, load and serving; the floor is printed first.")
+bench = typer.Typer(
+    no_args_is_help=True, help="Measure a step, a plan's predictions, or loading, against what no schedule could beat."
+)
 
 
 @bench.callback()
 def _root() -> None:
-    """Measure link, step, load and serving; the floor is printed first."""
+    """Measure a step, a plan's predictions, or loading, against what no schedule could beat."""
 
 
 @bench.command()
@@ -61,13 +63,13 @@ def plan_step(
     from penstock.bench.plan_step import run
     from penstock.link.probe import load, measure, save
 
+    asked, row_counts = numbers("--shares", shares), counts("--rows", rows)
     probe = load()
     if probe is None:
         probe = measure()
         save(probe)
-    counts = [int(count) for count in rows.split(",")]
     results = []
-    for row in run(model, _floats(shares), _words(rivals), counts, rounds, repeats, probe):
+    for row in run(model, asked, words(rivals), row_counts, rounds, repeats, probe):
         results.append(row)
         typer.echo(
             f"{row['contest']:>6} {row['case']:<32} {row['rows']:>5} rows  predicted {row['predicted_ms']:9.2f}  "
@@ -88,7 +90,7 @@ def plan_step(
 
 @bench.command()
 def load(
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda (default cuda where there is one)")] = None,
     layers: Annotated[int, typer.Option(help="layers of Qwen3-8B's shape in the checkpoint", min=2)] = 16,
     ways: Annotated[
         str,
@@ -107,13 +109,14 @@ def load(
     """From a checkpoint on disk to the first step, against torch's and accelerate's ways; files cached and not."""
     from penstock.bench.load import WAYS, run, summary
 
-    asked = _words(ways) or list(WAYS)
-    _refuse_unknown("--ways", asked, WAYS)
-    _refuse_unknown("--files", _words(files), ("cached", "cold"))
-    states = [word == "cold" for word in _words(files)]
-    blocks = [int(size) for size in _floats(plain_blocks)]
+    asked = words(ways) or list(WAYS)
+    require_known("--ways", asked, WAYS)
+    require_known("--files", words(files), ("cached", "cold"))
+    states = [word == "cold" for word in words(files)]
+    blocks = counts("--plain-blocks", plain_blocks, "sizes in MiB")
+    target = str(target_device(device))
     results = []
-    for row in run(folder, layers, asked, device, repeats=repeats, block_mib=blocks, states=states):
+    for row in run(folder, layers, asked, target, repeats=repeats, block_mib=blocks, states=states):
         results.append(row)
         rate = f"{row['gb_per_s']:6.2f} GB/s" if "gb_per_s" in row else ""
         step = f"first step after {row['first_step_s']:6.2f} s" if "first_step_s" in row else ""
@@ -133,20 +136,6 @@ def load(
         raise typer.Exit(1)
 
 
-def _refuse_unknown(option: str, words: Iterable[str], known: Iterable[str]) -> None:
-    for word in words:
-        if word not in known:
-            raise OptionError(f"{option}: expected some of {', '.join(known)}, found {word!r}; separate them by commas")
-
-
-def _floats(text: str) -> list[float]:
-    return [float(part) for part in _words(text)]
-
-
-def _words(text: str) -> list[str]:
-    return [part for part in text.split(",") if part]
-
-
 def _run(
     device: str, rows: str, variants: str, layers: int, model: str | None, rounds: int, repeats: int
 ) -> Iterable[dict[str, Any]]:
@@ -154,20 +143,19 @@ def _run(
         from penstock.bench.cpu_step import run as run_cpu
 
         return run_cpu(rounds, repeats)
-    if device != "cuda":
-        raise OptionError(f"--device {device!r}: expected cpu or cuda")
-    counts = [int(count) for count in rows.split(",")]
+    target_device(device)
+    row_counts = counts("--rows", rows)
     if model is not None:
         from penstock.bench.real_step import run as run_real
 
-        return run_real(model, variants.split(","), counts, rounds, repeats)
+        return run_real(model, words(variants), row_counts, rounds, repeats)
     from dataclasses import replace
 
     from penstock.bench.cuda_step import run as run_cuda
     from penstock.bench.shapes import QWEN3_8B
 
     shape = replace(QWEN3_8B, num_layers=layers)
-    return run_cuda(shape, variants.split(","), counts, rounds, repeats)
+    return run_cuda(shape, words(variants), row_counts, rounds, repeats)
 
 
 def _shown(results: Iterable[dict[str, Any]], out: Path | None) -> Iterator[dict[str, Any]]:

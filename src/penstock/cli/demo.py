@@ -42,7 +42,10 @@ def demo(
     """
     _require_packages()
     _note_busy_machine()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"--folder {str(folder)!r}: expected a folder that can be written to: {error}") from error
     with TemporaryDirectory(dir=folder, prefix="runs-") as runs:
         broken = [*_part_a(Path(runs)), *_part_b(folder, Path(runs), keep)]
     for promise in broken:

@@ -74,7 +74,7 @@ def generate(
     _print_figures(handle, tokens, seconds, meter.growth_bytes())
     if trace is not None:
         handle.trace(trace)
-        stderr.print(f"timeline: {trace} (open it at https://ui.perfetto.dev)", highlight=False)
+        stderr.print(f"trace: {trace} (open it at https://ui.perfetto.dev)", highlight=False)
 
 
 def _read_prompt(prompt: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,7 @@ from typer.core import TyperGroup
 
 from penstock.cli.console import penstock_warnings_as_lines, print_error, stderr
 from penstock.cli.options import LIST_FLAGS
+from penstock.environment import debug_enabled
 from penstock.errors import PenstockError
 
 __all__ = ["PenstockGroup", "expand_lists"]
@@ -33,12 +33,14 @@ class PenstockGroup(TyperGroup):
 
 @contextmanager
 def _errors_as_lines() -> Iterator[None]:
+    with_traceback = False
     try:
+        with_traceback = debug_enabled()
         yield
     except BrokenPipeError:
         raise  # whoever read our output has seen enough; typer ends quietly
     except (PenstockError, OSError) as error:  # the second: folders and files that cannot be made, read or written
-        if os.environ.get("PENSTOCK_DEBUG", "0") not in ("", "0"):
+        if with_traceback:
             raise
         print_error(str(error))
         raise typer.Exit(EXIT_ERROR) from error

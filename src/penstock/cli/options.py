@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from penstock.cli.values import counts, target_device
 from penstock.config import UVA, Budget, Mode, OffloadConfig, Policy, Prefetch, Rules, Workload, parse_rule
 from penstock.errors import OptionError
 
@@ -45,7 +46,9 @@ class OffloadFlags:
     device_memory: Annotated[
         str | None,
         _option(
-            "--device-memory", "SIZE", "Memory for weights, residents and slots together, e.g. 20GiB; plans itself."
+            "--device-memory",
+            "SIZE",
+            "Device memory for weights, i.e. residents and slots, e.g. 20GiB; penstock makes the plan.",
         ),
     ] = None
     batch: Annotated[
@@ -160,18 +163,7 @@ class OffloadFlags:
         Raises:
             OptionError: ``--device`` names none that is here.
         """
-        import torch
-
-        name = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            device = torch.device(name)
-        except RuntimeError:
-            raise OptionError(f"--device {name!r}: expected cpu, cuda or cuda:N") from None
-        if device.type not in ("cpu", "cuda"):
-            raise OptionError(f"--device {name!r}: expected cpu, cuda or cuda:N")
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise OptionError(f"--device {name!r}: torch sees {torch.cuda.device_count()} CUDA device(s) here")
-        return device
+        return target_device(self.device)
 
     @property
     def _backend(self) -> str:
@@ -219,7 +211,7 @@ class OffloadFlags:
         )
 
     def _workload(self) -> Workload:
-        batch_sizes = (1,) if self.batch is None else _batch_sizes(self.batch)
+        batch_sizes = (1,) if self.batch is None else counts("--batch", self.batch)
         return Workload(batch_sizes, 0 if self.context is None else self.context)
 
     def _rules(self, texts: Sequence[str], mode: Mode) -> Rules:
@@ -263,13 +255,6 @@ class OffloadFlags:
         if not self._given("offload_group_size"):
             self._refuse(_PREFETCH_FLAGS[1:], "without --offload-group-size")
             self._refuse(("offload_params",), "without --device-memory or --offload-group-size")
-
-
-def _batch_sizes(text: str) -> list[int]:
-    sizes = [part.strip() for part in text.split(",")]
-    if not all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes):
-        raise OptionError(f"--batch {text!r}: expected numbers of rows, each at least 1, such as --batch 1,16,256")
-    return [int(size) for size in sizes]
 
 
 def _flag(name: str) -> str:

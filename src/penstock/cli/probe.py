@@ -63,7 +63,10 @@ def _rates(values: dict[str, object]) -> list[tuple[str, str]]:
     if flops := values["matmul_flops_per_s"]:
         rows.append(("bf16 matrix product", f"{float(str(flops)) / 1e12:.0f} TFLOP/s"))
     products: Any = values["product_s_per_byte"]
-    rows += [(f"matrix product, {n} rows, per GB of weight", f"{s * 1e12:.2f} ms") for n, s in products.items()]
+    rows += [
+        (f"matrix product, {n} row{'' if int(n) == 1 else 's'}, per GB of weight", f"{s * 1e12:.2f} ms")
+        for n, s in products.items()
+    ]
     if kernel_s := values["kernel_s"]:
         rows.append(("small kernel in a graph", f"{float(str(kernel_s)) * 1e6:.1f} us"))
     return rows

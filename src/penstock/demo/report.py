@@ -96,7 +96,11 @@ def _rows(part: Comparison) -> Iterable[tuple[str, str, str]]:
     planned = int(streamed.plan["device_bytes"])
     yield "weights", f"{gib(part.weight_bytes)} GiB", f"{gib(part.weight_bytes)} GiB"
     yield "planned memory for weights", f"{gib(part.weight_bytes)} GiB", _with_share(planned, part.weight_bytes)
-    yield "measured growth of the process", f"{gib(resident.growth_bytes)} GiB", f"{gib(streamed.growth_bytes)} GiB"
+    yield (
+        "measured growth (mapped pages that were touched count)",
+        f"{gib(resident.growth_bytes)} GiB",
+        f"{gib(streamed.growth_bytes)} GiB",
+    )
     yield "limit: planned + 64 MiB", "", f"{gib(part.limit_bytes)} GiB, {_kept(part.within_memory)}"
     yield f"{part.item} per second", _rate(resident), _rate(streamed)
     yield "forward, fastest", _ms(resident.fastest_step[0]), _ms(streamed.fastest_step[0])

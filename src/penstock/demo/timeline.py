@@ -11,10 +11,10 @@ from typing import Any
 
 __all__ = ["Event", "draw", "read_trace", "window"]
 
-_COLOURS = {"copy": "#4c8ed9", "compute": "#3aa655", "stall": "#d64545"}
+_COLOURS = {"copy": "#4c8ed9", "compute": "#3aa655", "stall": "#e8862b"}
 _LABELS = {
     "copy": "copy: a piece of a unit, file to slot",
-    "compute": "compute: the layer of a unit",
+    "compute": "compute: the layer of a unit, with its number; white: no layer runs",
     "stall": "stall: compute waits for a unit",
 }
 _SHOWN_FORWARDS = 2

@@ -33,7 +33,7 @@ class BaseOffloader(ABC):
         """Bring copies that this forward has started back under its end; no effect when there are none."""
 
     def remove(self) -> None:
-        """Give the modules their tensors back."""
+        """Give the modules their tensors back; no effect by default."""
 
 
 _current: BaseOffloader | None = None

@@ -181,7 +181,7 @@ def _warn_no_host_memory(mode: Mode) -> None:
 def _warn_nothing_to_do(inventory: Inventory, budget: Budget) -> None:
     warnings.warn(
         f"the weights ({format_gib(inventory.num_bytes)}) fit the budget ({format_gib(budget.num_bytes)}): nothing is "
-        f"offloaded; a smaller --device-memory would",
+        f"offloaded; give a smaller --device-memory to offload some of them",
         PenstockWarning,
         stacklevel=5,
     )

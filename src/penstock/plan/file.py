@@ -94,7 +94,9 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     source = _as_path(path)
     try:
         data = json.loads(_read(source), object_pairs_hook=_without_doubles)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+    except PlanFileError:
+        raise
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError, and so is a PlanFileError
         raise PlanFileError(f"{source}: expected a plan in JSON, found: {error}; {_MEND}") from error
     try:
         return _plan(data)

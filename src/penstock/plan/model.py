@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -78,7 +78,7 @@ class Plan:
     Attributes:
         units: in order of execution.
         num_slots: device buffers; 0 when there are no units.
-        mode: the store of what ``uva`` reads, and of all units but those that rest in ``disk`` beside it.
+        mode: the store of everything that leaves the device, except for units whose own store is ``disk``.
         resident: names of storages that stay on the device, with their bytes.
         uva: names of storages read in place, with their bytes.
         model_name: what the model is called, if anybody said; for people, compared with nothing.
@@ -86,11 +86,11 @@ class Plan:
         num_ranks: over how many ranks every unit is split; 1: each process keeps them whole.
     """
 
-    units: tuple[Unit, ...]
+    units: tuple[Unit, ...] = field(repr=False)
     num_slots: int
     mode: Mode
-    resident: dict[str, int]
-    uva: dict[str, int]
+    resident: dict[str, int] = field(repr=False)
+    uva: dict[str, int] = field(repr=False)
     model_name: str | None = None
     made_for: Machine | None = None
     num_ranks: int = 1

@@ -80,9 +80,8 @@ class Outlook:
         return Group(table, self._notes())
 
     def _notes(self) -> Text:
-        lines = [f"\nRates of {self.machine}."]
-        if not self.is_measured:
-            lines.append("Nominal rates: run `penstock probe` on this machine for predictions that hold.")
+        mend = "" if self.is_measured else "; run `penstock probe` on this machine for predictions that hold"
+        lines = [f"\nRates of {self.machine}{mend}."]
         if self.context:
             largest = max(self.memory, key=lambda use: use.batch)
             lines.append(

@@ -16,7 +16,7 @@ from penstock.plan.planner import Planner
 
 __all__ = ["draw_plan", "require_picture"]
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 # (mechanism, whether out of files): colour and label
 _COLOURS: dict[tuple[Mechanism, bool], tuple[str, str]] = {
     ("resident", False): ("#3aa655", "resident"),
@@ -71,9 +71,13 @@ def _draw_layers(axes: Any, plan: Plan, planner: Planner) -> None:
     stages = [
         stage for stage in find_stages(planner.inventory) if sum(s.num_bytes for s, _ in stage.storages) > GIB / 1e4
     ]
+    largest = max((sum(s.num_bytes for s, _ in stage.storages) for stage in stages), default=0)
+    unit, unit_name = (GIB, "GiB") if largest >= GIB / 10 else (MIB, "MiB")
     bottom = [0.0] * len(stages)
     for kind, (colour, label) in _COLOURS.items():
-        heights = [sum(s.num_bytes for s, _ in stage.storages if _kind(plan, s.name) == kind) / GIB for stage in stages]
+        heights = [
+            sum(s.num_bytes for s, _ in stage.storages if _kind(plan, s.name) == kind) / unit for stage in stages
+        ]
         if any(heights):
             axes.bar(range(len(stages)), heights, 0.85, bottom, color=colour, label=label)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
@@ -81,8 +85,12 @@ def _draw_layers(axes: Any, plan: Plan, planner: Planner) -> None:
     step = max(1, len(names) // 24)
     shown = [index for index in range(len(names)) if index % step == 0 or not names[index].isdigit()]
     # Words get a slant; where there are many layers only some numbers fit.
-    axes.set_xticks(shown, [names[index] for index in shown], rotation=30, ha="right", fontsize=7)
-    axes.set_ylabel("GiB")
+    axes.set_xticks(shown, [names[index] for index in shown], fontsize=7)
+    for label in axes.get_xticklabels():
+        if not label.get_text().isdigit():
+            label.set(rotation=30, ha="right")
+    axes.set_ylim(0, 1.05 * largest / unit or 1)
+    axes.set_ylabel(unit_name)
     axes.set_title("Weights by layer", loc="left", fontsize=10)
     axes.margins(x=0.01)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
@@ -93,14 +101,18 @@ def _kind(plan: Plan, storage: str) -> tuple[Mechanism, bool]:
 
 
 def _draw_curve(axes: Any, plan: Plan, outlook: Outlook, points: Sequence[Point]) -> None:
+    from matplotlib.ticker import LogFormatter
+
     memory = [point.device_bytes / GIB for point in points]
     for index, forecast in enumerate(outlook.forecasts):
         steps = [point.step_s[index] * 1e3 for point in points]
         (line,) = axes.step(memory, steps, where="post", label=f"batch {forecast.rows}")
         axes.axhline(forecast.resident_s * 1e3, color=line.get_color(), linestyle=":", linewidth=1)
         axes.plot(plan.device_bytes / GIB, forecast.step_s * 1e3, "o", color=line.get_color())
-    axes.axvline(plan.device_bytes / GIB, color="#888888", linewidth=0.8)
+    axes.axvline(plan.device_bytes / GIB, color="#888888", linewidth=0.8, label="this plan")
     axes.set_yscale("log")
+    for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        ticks(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
     axes.set_xlabel("device memory for weights, GiB")
     axes.set_ylabel("step, ms")
     axes.set_title("Predicted step; dots: this plan, dotted: all weights resident", loc="left", fontsize=10)

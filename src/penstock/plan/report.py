@@ -171,7 +171,7 @@ def _counted(number: int, thing: str) -> str:
 
 
 def _units(plan: Plan) -> Table:
-    table = titled_table("Units", "anchor", "rest in", "units", "layers", "tensors each", "GiB each", "slots")
+    table = titled_table("Units", "anchor", "rest in", "units", "layers", "tensors each", "GiB each", "slot numbers")
     for (anchor, tensors, store), units in _alike(plan.units).items():
         table.add_row(
             anchor or "(the model)",

@@ -41,9 +41,9 @@ class DiskOptions:
     """How files are read.
 
     Attributes:
-        direct: past the page cache (``--disk-direct``); ``None``: what is in it comes from there, and the rest in the
-            way that proves faster. That is right for reading a file once; who reads it again and again wants it to
-            enter the cache.
+        direct: ``False``: through the page cache. ``True``: past it (``--disk-direct``). ``None``: what is in it comes
+            from there, and the rest in the way that proves faster, which is right for reading a file once; who reads it
+            again and again wants it to enter the cache.
         drop_cache: give pages back to the system after reading them (``--disk-drop-cache``).
     """
 
