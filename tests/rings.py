@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from penstock.checkpoint import Checkpoint
 from penstock.inventory import Inventory, Location, StorageInfo, TensorInfo
 from penstock.link.base import Link, Mark, Transfer
-from penstock.link.ring import RingServer
+from penstock.link.ring import READ_BYTES, RingServer
 from penstock.link.ring_readers import ReaderProcess
 from penstock.link.ring_task import RingTask
 from penstock.link.staging import StagingRing, parts_in_files, parts_of
@@ -45,6 +45,7 @@ class FakeStream:
     def __init__(self, words: torch.Tensor, max_pause_s: float = 0.0) -> None:
         self._words = words.view(torch.int32)[:: WORD_BYTES // 4]
         self._max_pause_s = max_pause_s
+        self.stalls = 0
         self._ops: queue.SimpleQueue[Op | None] = queue.SimpleQueue()
         self.graph: list[Op] | None = None
         self.errors: list[BaseException] = []
@@ -67,6 +68,7 @@ class FakeStream:
     def wait_equal(self, word: int, value: int) -> None:
         def wait() -> None:
             end = time.monotonic() + PATIENCE_S
+            self.stalls += int(self._words[word]) != value
             while int(self._words[word]) != value:
                 assert time.monotonic() < end, f"word {word} never became {value}"
                 time.sleep(0)
@@ -125,9 +127,13 @@ class FakeRingLink(Link):
         num_threads: int = 2,
         stuck_s: float = PATIENCE_S,
         blocking: bool = False,
+        read_bytes: int = READ_BYTES,
     ) -> None:
-        """``blocking``: compute is the caller's own, so that waiting has to hold the caller."""
-        self._blocking = blocking
+        """``blocking``: compute is the caller's own, so that waiting has to hold the caller.
+
+        ``read_bytes``: of a read at most; by default more than a piece has, so that a piece is read at once.
+        """
+        self._blocking, self._read_bytes = blocking, read_bytes
         self._pause_s, self._entries, self._threads, self._stuck_s = max_pause_s, max_entries, num_threads, stuck_s
         self.log: list[int] = []
 
@@ -136,7 +142,7 @@ class FakeRingLink(Link):
         memory = torch.full((self.layout.num_bytes,), 0xEE, dtype=torch.uint8)
         memory[self.layout.words_at :] = 0
         self.ring = StagingRing(self.layout, memory)
-        parts = parts_of(self.layout, loads)
+        parts = parts_of(self.layout, loads, self._read_bytes)
         self.server = RingServer(parts, self.ring.memory, num_threads=self._threads, stuck_s=self._stuck_s)
         self.server.start()
         self.stream = FakeStream(memory[self.layout.words_at : self.layout.status_at], self._pause_s)
@@ -190,7 +196,7 @@ class ProcessRingLink(FakeRingLink):
 
     def prepare(self, plan: Plan, loads: Sequence[Load]) -> None:
         self.layout = lay_out_ring_of(plan, ENTRY_BYTES, self._entries)
-        parts = parts_in_files(self.layout, loads)
+        parts = parts_in_files(self.layout, loads, self._read_bytes)
         shared = SharedMemory.create(self.layout.num_bytes)
         memory = shared.map(0, self.layout.num_bytes)
         self.ring = StagingRing(self.layout, memory)

@@ -319,3 +319,42 @@ class TestWays:
         assert str(ReadStats(14_200_000_000, 600_000_000)) == "direct 14.20 GB, page cache 0.60 GB"
         assert str(ReadStats(buffered=10**9)) == "through the page cache 1.00 GB"
         assert str(ReadStats()) == "nothing"
+
+
+class TestRequests:
+    def test_a_direct_read_anywhere_is_cut_into_no_small_ones(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "weights"
+        content = os.urandom(5 * MIB)
+        path.write_bytes(content)
+        file = File(path, direct_or_skip(path, True))
+        plain, sizes = os.preadv, []
+
+        def recording(fd: int, views: Any, offset: int) -> int:
+            sizes.append(sum(map(len, views)))
+            return plain(fd, views, offset)
+
+        monkeypatch.setattr(os, "preadv", recording)
+        into = bytearray(4 * MIB)
+        file.read(1000, memoryview(into))
+        file.close()
+        assert into == content[1000 : 1000 + len(into)]
+        assert sizes == [files.BLOCK_BYTES + ALIGN_BYTES] * 2
+
+    def test_pages_are_given_back_wherever_reads_begin(self, tmp_path: Path) -> None:
+        """What read-ahead brings around a read is of nobody's range."""
+        path = tmp_path / "weights"
+        path.write_bytes(os.urandom(32 * MIB))
+        forget(path)
+        file = File(path, DiskOptions(drop_cache=True))
+        teller = teller_for(file.fd)
+        if teller is None or cached_bytes(file.fd, 0, 32 * MIB, teller):
+            pytest.skip("this system does not tell, or keeps its pages")
+        into = bytearray(MIB)
+        for start in range(1000, 31 * MIB, MIB):
+            file.read(start, memoryview(into))
+        left = cached_bytes(file.fd, 0, 32 * MIB, teller)
+        file.close()
+        assert left is not None
+        assert left <= 33 * ALIGN_BYTES  # the page that two reads share

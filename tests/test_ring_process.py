@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import warnings
@@ -661,6 +662,25 @@ class TestProgram:
         machine.forward()
         machine.settle()
         machine.close()
+
+    def test_a_parent_without_standard_streams(self, tmp_path: Path) -> None:
+        """The next files that it opens get their numbers, which in a child are its own streams."""
+        path = save_patterns(make_plan(6, 2)[1], tmp_path)
+        code = f"""
+            import os, sys
+            sys.path[:] = {[path for path in sys.path if path]!r}
+            from pathlib import Path
+            from rings import Machine, ProcessRingLink, disk_store
+            for fd in (0, 1, 2):
+                os.close(fd)
+            machine = Machine(6, 2, link=ProcessRingLink(), store=disk_store(Path({str(path)!r})))
+            machine.forward()
+            machine.settle()
+            machine.close()
+            Path({str(tmp_path / "done")!r}).write_text("the bytes were right")
+        """
+        subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False, timeout=120)
+        assert (tmp_path / "done").read_text() == "the bytes were right"
 
     @staticmethod
     def moved(tmp_path: Path, folder: Path) -> Path:

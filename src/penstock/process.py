@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import re
 import resource
@@ -13,6 +14,7 @@ from pathlib import Path
 
 __all__ = [
     "PeakMeter",
+    "above_standard_streams",
     "cgroup_available_bytes",
     "cpu_seconds",
     "host_available_bytes",
@@ -62,6 +64,19 @@ def trim_heap() -> None:
     """Give free memory inside the C heap back to the system (``malloc_trim(3)``); no effect without glibc."""
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def above_standard_streams(fd: int) -> int:
+    """``fd``, or, in place of it, a copy from 3 on: what a child inherits as 0, 1 or 2 is replaced by its own streams.
+
+    A program that was started with one of them closed gets that number for the next file it opens.
+    """
+    if fd > 2:
+        return fd
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(fd)
 
 
 class PeakMeter:

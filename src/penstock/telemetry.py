@@ -124,7 +124,7 @@ class StagingStats:
     """Counters of the ring between files and a GPU, replays included.
 
     Attributes:
-        bytes_read: read from the files.
+        bytes_read: read from the files and handed over; what was read ahead in vain is not in it.
         stalls: times the device asked for a piece that was not in its entry yet, and ``stall_s`` how long it waited in
             all, in seconds, as a thread of the host saw it (to about a millisecond).
         misses: pieces that were asked for out of the expected order, so that what had been read ahead was of no use.

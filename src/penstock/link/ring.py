@@ -16,7 +16,7 @@ one thread, the *server*, that looks at the words and hands reads to workers:
   graph), the server takes back what was read ahead in vain and goes on from the wanted piece: slower, counted as a
   miss, never wrong, in eager code and in graphs alike.
 * Taking back a full entry is safe only while the stream cannot be copying from it. It cannot: one stream carries out
-  everything in order, and while it waits for a tag that only the server can set it does nothing else.
+  everything in order, and while it waits for a tag that only the readers' side can set it does nothing else.
 
 The server runs in a process of its own (:mod:`penstock.link.ring_process`), because a device waits for it: it must not
 wait for a lock of the device's driver, nor for a thread that holds the interpreter while the driver makes it wait.
@@ -24,7 +24,9 @@ wait for a lock of the device's driver, nor for a thread that holds the interpre
 Failure: nobody may hang and no wrong bytes may pass for right ones. When a read fails, a file changes, or no part has
 arrived for a while, the link has failed for good: from then on the server answers every wait with an entry of 0xFF,
 which is NaN in every floating dtype, and every call of the host raises. A replay in flight runs to its end and gives
-NaN where weights are floating-point numbers; what integer weights give is garbage until the next call of the host.
+NaN where weights are floating-point numbers; what integer weights give is garbage until the next call of the host. An
+answer waits for reads that are still on their way into its entry; one that hangs in the system for longer than a disk
+may, and comes back after all, is the only thing that can still land on top of it.
 """
 
 from __future__ import annotations
@@ -48,12 +50,14 @@ READ_BYTES = 4 << 20
 MAX_READERS = 12
 # How often the server looks at the words: a full ring is some two milliseconds of copies, and a worker that has
 # finished a piece looks too.
-ACTIVE_S, IDLE_S = 0.0005, 0.004
+ACTIVE_S, IDLE_S = 0.0005, 0.002
 IDLE_AFTER_S = 0.1
 # No read of a few MiB takes this long on a disk that is alive.
 STUCK_S = 60.0
-# After the last copy, once the owner is gone without having said so.
-LINGER_S = 5.0
+# A server that has not looked for this long was itself held up, readers and all: stopped, or in a frozen container.
+PAUSE_S = 1.0
+# After the last copy, once the owner is gone without having said so: a replay in flight may compute long in between.
+LINGER_S = 30.0
 JOIN_S = 5.0
 
 
@@ -122,8 +126,8 @@ class RingServer:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._failed = self._stopped = False
-        self._last_arrival = self._last_change = time.monotonic()
-        self._under_way: dict[int, Part] = {}  # by worker
+        self._last_turn = self._last_arrival = self._last_change = time.monotonic()
+        self._under_way: list[tuple[_Fill, Part] | None] = [None] * num_threads  # by worker
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._workers = [
@@ -171,11 +175,14 @@ class RingServer:
 
     def _turn(self, now: float) -> None:
         wanted = self._memory.wanted
-        self._note_stall(wanted)
-        if self._memory.counters[Counter.RETIRED] and (wanted or now - self._last_change > LINGER_S):
-            self._stopped = not wanted
+        self._time_stall(wanted)
+        if now - self._last_turn > PAUSE_S:
+            self._last_arrival += now - self._last_turn
+        self._last_turn = now
+        if self._memory.counters[Counter.RETIRED] and not wanted and now - self._last_change > LINGER_S:
+            self._stopped = True
         if self._failed:
-            self._answer_with_poison(wanted)
+            self._answer_with_poison(wanted, now)
             return
         if any(self._fills) and now - self._last_arrival > self._stuck_s:
             raise TransferError(
@@ -188,20 +195,20 @@ class RingServer:
 
     def _whereabouts(self) -> str:
         """The reads under way, for an error message."""
-        found = [f"{part.num_bytes} bytes at {part.start} of {part.source}" for part in self._under_way.copy().values()]
+        reads = [read for _, read in filter(None, self._under_way)]
+        found = [f"{read.num_bytes} bytes at {read.start} of {read.source}" for read in reads]
         more = f" and {len(found) - 4} more" if len(found) > 4 else ""
         return "; ".join(found[:4]) + more or "none"
 
     def _pause(self) -> float:
         return ACTIVE_S if time.monotonic() - self._last_change < IDLE_AFTER_S else IDLE_S
 
-    def _note_stall(self, wanted: int) -> None:
+    def _time_stall(self, wanted: int) -> None:
         counters = self._memory.counters
         held = wanted != 0 and self._memory.tag(self._layout.pieces[wanted - 1].entry) != wanted
         since_ns = int(counters[Counter.HELD_SINCE_NS])
         if held and not since_ns:
             counters[Counter.HELD_SINCE_NS] = time.monotonic_ns()
-            counters[Counter.STALLS] += 1
         elif not held and since_ns:
             counters[Counter.HELD_SINCE_NS] = 0
             counters[Counter.STALL_NS] += time.monotonic_ns() - since_ns
@@ -224,13 +231,15 @@ class RingServer:
     def _expect(self, position: int) -> None:
         """The stream waits for ``position`` and does nothing else: set the order anew from there."""
         window = self._window(position)
-        if self._next is not None and position != self._next:
-            self._memory.counters[Counter.MISSES] += 1
+        is_miss = self._next is not None and position != self._next
         for entry, fill in enumerate(self._fills):
-            if self._memory.tag(entry) - 1 not in window:
+            tag = self._memory.tag(entry)
+            if tag and tag - 1 not in window:
                 self._memory.set_tag(entry, 0)
-            if fill is not None and fill.position not in window:
-                fill.in_vain = True  # for good: parts of it may be skipped from now on
+                is_miss = True
+            if fill is not None and not fill.in_vain and fill.position not in window:
+                fill.in_vain = is_miss = True  # for good: parts of it may be skipped from now on
+        self._memory.counters[Counter.MISSES] += is_miss
         self._ahead.clear()
         self._next = position
 
@@ -285,12 +294,13 @@ class RingServer:
     # -- the workers --------------------------------------------------------------------------------------------------
 
     # Ten thousand reads a second, and with each call of the system the interpreter's lock changes hands, for which a
-    # thread has to be woken: on 16 cores that seems to be the limit. So a read calls the system once and takes no other
-    # lock; whether the file has changed is asked once for a piece.
+    # thread has to be woken: on 16 cores that seems to be the limit. So a read through the page cache calls the system
+    # once and takes no other lock; whether the file has changed is asked once for a piece.
 
     def _work(self, number: int) -> None:
         while (job := self._jobs.get()) is not None:
             fill, read, into = job
+            self._under_way[number] = fill, read  # before the look at _failed: see _answer_with_poison
             try:
                 if not fill.in_vain and not self._failed and not self._stopped:
                     self._carry_out(number, fill, read, into)
@@ -299,15 +309,12 @@ class RingServer:
                     self._landed(fill)
             except BaseException as error:  # a worker must survive, and the host must hear of it
                 self.fail(error)
+            self._under_way[number] = None
             del job, fill, read, into  # they hold the ring's memory
 
     def _carry_out(self, number: int, fill: _Fill, read: Part, into: memoryview) -> None:
-        self._under_way[number] = read
         begin = time.perf_counter_ns()
-        try:
-            read.source.read(read.start, into)
-        finally:
-            del self._under_way[number]
+        read.source.read(read.start, into)
         if self._on_read is not None:
             self._on_read(number, self._layout.pieces[fill.position].unit, read.num_bytes, begin)
 
@@ -326,7 +333,11 @@ class RingServer:
         self._last_change = time.monotonic()
         if not self._failed and not self._stopped and not fill.in_vain:
             self._memory.counters[Counter.BYTES_READ] += sum(read.num_bytes for read in self._parts[fill.position])
-            self._memory.set_tag(entry, fill.position + 1)
+            self._hand_over(entry, fill.position)
+
+    def _hand_over(self, entry: int, position: int) -> None:
+        self._memory.counters[Counter.STALLS] += self._memory.wanted == position + 1
+        self._memory.set_tag(entry, position + 1)
 
     # -- failure ------------------------------------------------------------------------------------------------------
 
@@ -336,11 +347,19 @@ class RingServer:
             self._failed = True
         self._changed.notify()
 
-    def _answer_with_poison(self, wanted: int) -> None:
+    def _answer_with_poison(self, wanted: int, now: float) -> None:
         if not wanted:
             return
         entry = self._layout.pieces[wanted - 1].entry
-        if self._memory.tag(entry) != wanted:
-            self._memory.entries[entry].fill(POISON)
-            self._last_change = time.monotonic()
-            self._memory.set_tag(entry, wanted)
+        if self._memory.tag(entry) == wanted:
+            return
+        if self._is_read_into(entry) and now - self._last_arrival < self._stuck_s:
+            return
+        self._memory.entries[entry].fill(POISON)
+        self._last_change = time.monotonic()
+        self._hand_over(entry, wanted - 1)
+
+    def _is_read_into(self, entry: int) -> bool:
+        """Whether a worker may still write there; those that come later find that the ring has failed."""
+        fills = [fill for fill, _ in filter(None, self._under_way)]
+        return any(self._layout.pieces[fill.position].entry == entry for fill in fills)

@@ -18,6 +18,7 @@ from penstock.link.ring import RingServer
 from penstock.link.ring_memory import Counter, RingMemory
 from penstock.link.ring_process import failed_server, fate, unpack_reports
 from penstock.link.ring_task import RingTask
+from penstock.process import above_standard_streams
 from penstock.telemetry import Recorder
 
 __all__ = ["ReaderProcess"]
@@ -133,7 +134,7 @@ class ReaderProcess:
 
 def _start(task: RingTask, memory_fd: int, errors_fd: int) -> subprocess.Popen[bytes]:
     # A file and not the input pipe: what does not read its task must not hold up whoever wrote it.
-    task_fd = os.memfd_create("penstock-readers-task", os.MFD_CLOEXEC)
+    task_fd = above_standard_streams(os.memfd_create("penstock-readers-task", os.MFD_CLOEXEC))
     try:
         with open(task_fd, "w", encoding="utf-8", closefd=False) as file:
             file.write(task.dump())

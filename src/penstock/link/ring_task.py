@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ class RingTask:
         num_threads: readers.
         stuck_s: how long no read may end before the disk counts as dead.
         parent: process id of whom the ring is for.
-        stamps: what files have to be that do not look for themselves after every read: those of :meth:`load`.
     """
 
     layout: RingLayout
@@ -35,13 +34,12 @@ class RingTask:
     num_threads: int
     stuck_s: float
     parent: int
-    stamps: Mapping[File, FileStamp] = field(default_factory=dict)
 
     def verify(self, position: int) -> None:
-        """Raise ``TransferError`` if a file with bytes of this piece is no longer what it has to be."""
+        """Raise ``TransferError`` if a file with bytes of this piece is no longer what it was stamped as."""
         for source in {part.source for part in self.parts[position]}:
-            if isinstance(source, File) and source in self.stamps:
-                source.require_unchanged(self.stamps[source])
+            if isinstance(source, File):
+                source.require_unchanged()
 
     @property
     def files(self) -> list[File]:
@@ -74,16 +72,15 @@ class RingTask:
 
     @classmethod
     def load(cls, text: str) -> RingTask:
-        """The task, with files that this process now owns."""
+        """The task, with files that this process now owns; they are compared with their stamps by :meth:`verify`."""
         told = json.loads(text)
         ways = Ways()
         files = [_inherited(file, ways) for file in told["files"]]
-        stamps = {file: stamp for file, row in zip(files, told["files"], strict=True) if (stamp := _stamp(row))}
         pieces = tuple(Piece(*piece) for piece in told["pieces"])
         # Who gives the copies needs to know the positions of a unit, and who serves them does not.
         layout = RingLayout(told["entry_bytes"], told["num_entries"], pieces, {}, tuple(told["following"]))
         parts = [[Part(files[number], *rest) for number, *rest in row] for row in told["parts"]]
-        return cls(layout, parts, told["num_threads"], told["stuck_s"], told["parent"], stamps)
+        return cls(layout, parts, told["num_threads"], told["stuck_s"], told["parent"])
 
 
 def _describe(file: File) -> dict[str, Any]:
@@ -99,9 +96,8 @@ def _describe(file: File) -> dict[str, Any]:
 
 def _inherited(told: dict[str, Any], ways: Ways) -> File:
     fd, direct_fd = told["descriptors"]
-    options = DiskOptions(told["direct"], told["drop_cache"])
-    return File(Path(told["path"]), options, None, ways, opened=(fd, direct_fd))
-
-
-def _stamp(told: dict[str, Any]) -> FileStamp | None:
-    return None if told["stamp"] is None else FileStamp(Path(told["path"]), *told["stamp"])
+    path, options = Path(told["path"]), DiskOptions(told["direct"], told["drop_cache"])
+    stamp = None if told["stamp"] is None else FileStamp(path, *told["stamp"])
+    # Nobody asks this process what it has counted, and to count takes a lock: only a choice of the way needs it.
+    needed = ways if options.direct is None else None
+    return File(path, options, stamp, needed, opened=(fd, direct_fd), compares=False)

@@ -105,7 +105,7 @@ def lay_out_ring(
     """The ring for units of these slab sizes, at least one, in order of execution, over ``num_slots`` slots.
 
     Args:
-        entry_bytes: of an entry at most; rounded to whole pages.
+        entry_bytes: of an entry at most; rounded up to whole pages.
         max_entries: of the ring, at least 1.
         staged: the units that pass through it, at least one; the others take part in the schedule alone. Default all.
     """
@@ -153,6 +153,8 @@ def cut(num_bytes: int, most: int) -> list[tuple[int, int]]:
 
     A small one at the end would keep an entry from reading ahead, or a reader from the next read.
     """
+    if not num_bytes:
+        return []
     count = -(-num_bytes // most)
     size = min(most, _whole_pages(-(-num_bytes // count)))
     return [(start, min(size, num_bytes - start)) for start in range(0, num_bytes, size)]

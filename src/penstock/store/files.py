@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.errors import CheckpointError, TransferError
+from penstock.process import above_standard_streams
 from penstock.stamps import FileStamp
 from penstock.store.page_cache import Teller, cached_bytes, teller_for
 from penstock.store.source import Source
@@ -61,24 +62,27 @@ class File:
         stamp: FileStamp | None = None,
         ways: Ways | None = None,
         opened: tuple[int, int | None] | None = None,
+        compares: bool = True,
     ) -> None:
         """Open it.
 
         Args:
             path: of the file.
             options: how it is read.
-            stamp: what it has to be, after every read too; default: it may change, or the caller asks
-                :meth:`require_unchanged`.
-            ways: counts, and chooses where ``options`` leave it open; shared by the files of one load.
+            stamp: what it has to be; default: it may change.
+            ways: counts, and chooses where ``options`` leave it open; shared by the files of one load. Default: nothing
+                is counted.
             opened: the :attr:`descriptors` of another process, which this one has inherited and takes over: the file
                 may be gone by its name. Default: open it.
+            compares: after every read, with ``stamp``; else the caller asks :meth:`require_unchanged`.
 
         Raises:
             CheckpointError: it cannot be opened that way.
         """
         self.path = path
-        self.ways = ways or Ways()
+        self.ways = ways if ways is not None or options.direct is not None else Ways()
         self.stamp = stamp
+        self._compares = compares
         self.options = options
         self._drop = options.drop_cache
         self._direct = options.direct
@@ -121,7 +125,7 @@ class File:
         if self._direct_fd is None or not aligned or span > len(room) or self._is_cached(offset, num_bytes):
             self.read(offset, room[:num_bytes])
             return 0
-        direct = self._direct or self.ways.choose(num_bytes)
+        direct = self._is_direct(num_bytes)
         with self._reading(offset, num_bytes), _Timed(self.ways, direct, num_bytes):
             if direct:
                 self._read_fully(self._direct_fd, offset - skip, [room[:span]], skip + num_bytes)
@@ -133,15 +137,20 @@ class File:
         cached = self._is_cached(offset, num_bytes)
         if cached or self._direct_fd is None:
             self._read_fully(self.fd, offset, views, num_bytes)
-            self.ways.count("cached" if cached else "buffered", num_bytes)
+            if self.ways is not None:
+                self.ways.count("cached" if cached else "buffered", num_bytes)
             return
         for start, parts, size in _blocks(offset, views):
-            direct = self._direct or self.ways.choose(size)
+            direct = self._is_direct(size)
             with _Timed(self.ways, direct, size):
                 if direct:
                     self._read_bounced(self._direct_fd, start, parts, size)
                 else:
                     self._read_fully(self.fd, start, parts, size)
+
+    def _is_direct(self, num_bytes: int) -> bool:
+        """Whether the next ``num_bytes``, not known to be in the page cache, are read past it."""
+        return bool(self._direct) or (self.ways is not None and self.ways.choose(num_bytes))
 
     def _is_cached(self, offset: int, num_bytes: int) -> bool:
         """Whether most of a stretch is known to be in the page cache, which direct reads are never asked."""
@@ -161,15 +170,18 @@ class File:
             ) from error
         if self._drop:
             os.posix_fadvise(self.fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
-        if self.stamp is not None:
-            self.require_unchanged(self.stamp)
+        if self._compares:
+            self.require_unchanged()
 
-    def require_unchanged(self, stamp: FileStamp) -> None:
+    def require_unchanged(self) -> None:
         """Compare the open file, whatever its name means by now: one that was replaced still has the right bytes.
 
         Raises:
-            TransferError: it is no longer what ``stamp`` says.
+            TransferError: it is no longer what its stamp says, if it has one.
         """
+        stamp = self.stamp
+        if stamp is None:
+            return
         now = os.fstat(self.fd)
         if (now.st_size, now.st_mtime_ns, now.st_ino) != (stamp.num_bytes, stamp.modified_ns, stamp.inode):
             raise TransferError(
@@ -191,7 +203,7 @@ class File:
             views = _behind(views, count)
 
     def _read_bounced(self, fd: int, offset: int, views: Sequence[memoryview], num_bytes: int) -> None:
-        """``views`` within one block of the file."""
+        """``views`` of one block's size at most."""
         bounce = _bounce_buffer()
         skip = offset % ALIGN_BYTES
         # The last page of a file is shorter than the aligned request; only the wanted bytes must be there.
@@ -227,29 +239,30 @@ def read_around(source: Source, start: int, num_bytes: int, room: memoryview) ->
 class _Timed:
     """Tells ``ways`` how long a read took, unless it fails."""
 
-    def __init__(self, ways: Ways, direct: bool, num_bytes: int) -> None:
+    def __init__(self, ways: Ways | None, direct: bool, num_bytes: int) -> None:
         self._ways, self._direct, self._num_bytes = ways, direct, num_bytes
 
     def __enter__(self) -> None:
         self._begin = time.perf_counter()
 
     def __exit__(self, kind: object, *rest: object) -> None:
-        if kind is None:
+        if kind is None and self._ways is not None:
             self._ways.took(self._direct, self._num_bytes, time.perf_counter() - self._begin)
 
 
 def _open(path: Path, options: DiskOptions) -> tuple[int, int | None]:
     """The descriptors of :attr:`File.descriptors`."""
     try:
-        fd = _open_direct(path) if options.direct else os.open(path, _FLAGS)
+        fd = _open_direct(path) if options.direct else above_standard_streams(os.open(path, _FLAGS))
     except OSError as error:
         hint = "; this file system may not support --disk-direct" if options.direct else ""
         raise CheckpointError(f"{path}: cannot be opened for reading: {error.strerror}{hint}") from error
+    if options.drop_cache or options.direct is None:
+        # No read-ahead: requests are large and many already, and what it brings beyond them is not let go of with them,
+        # or is read twice when the way changes. Eight readers of 2 MiB each brought 1.4 GB/s with it and 2.3 without.
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
     if options.direct is not None:
         return fd, fd if options.direct else None
-    # No read-ahead: requests are large and many already, and what it brings beyond them is read twice when the way
-    # changes. Eight readers of 2 MiB each brought 1.4 GB/s with it and 2.3 without.
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
     with suppress(OSError):  # not on this file system
         return fd, _open_direct(path)
     return fd, None
@@ -257,7 +270,7 @@ def _open(path: Path, options: DiskOptions) -> tuple[int, int | None]:
 
 def _open_direct(path: Path) -> int:
     """A descriptor for direct reads; tried out, since some systems refuse the first read and not the opening."""
-    fd = os.open(path, _FLAGS | os.O_DIRECT)
+    fd = above_standard_streams(os.open(path, _FLAGS | os.O_DIRECT))
     try:
         os.preadv(fd, [_bounce_buffer()[:ALIGN_BYTES]], 0)
     except BaseException:
@@ -267,13 +280,12 @@ def _open_direct(path: Path) -> int:
 
 
 def _blocks(offset: int, views: Sequence[memoryview]) -> Iterator[tuple[int, list[memoryview], int]]:
-    """Offset, views and bytes of each stretch of ``views`` that lies within one block of the file."""
+    """Offset, views and bytes of each stretch of ``views``, of one block's size but the last."""
     left = list(views)
     while left:
-        limit = BLOCK_BYTES - offset % BLOCK_BYTES
         parts, size = [], 0
-        while left and size < limit:
-            parts.append(left[0][: limit - size])
+        while left and size < BLOCK_BYTES:
+            parts.append(left[0][: BLOCK_BYTES - size])
             size += len(parts[-1])
             left = _behind(left, len(parts[-1]))
         yield offset, parts, size

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from penstock.errors import BudgetError, PeerError
+from penstock.process import above_standard_streams
 from penstock.store.mapping import map_file
 
 __all__ = ["SharedMemory"]
@@ -144,8 +145,8 @@ class SharedMemory:
 def _new_file(name: str) -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
-        return os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
+        return above_standard_streams(os.memfd_create(name, flags | _MFD_NOEXEC_SEAL))
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return os.memfd_create(name, flags)  # an older kernel
+        return above_standard_streams(os.memfd_create(name, flags))  # an older kernel
