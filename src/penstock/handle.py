@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -152,20 +153,30 @@ def offload(
     plan = _make_plan(model, policy, inventory, target, weights, disk, peers)
     _warn_about_training(model, plan, inventory)
     _warn_about_idle_group(plan, peers)
-    attachment = Attachment(
-        model,
-        plan,
-        inventory,
-        device=target,
-        weights=weights,
-        disk=disk,
-        progress=progress,
-        measure_stalls=measure_stalls,
-        peers=peers,
-    )
-    handle = Handle(model, attachment)
-    model.__dict__[_MARK] = handle
+    try:
+        Attachment(
+            model,
+            plan,
+            inventory,
+            device=target,
+            weights=weights,
+            disk=disk,
+            progress=progress,
+            measure_stalls=measure_stalls,
+            peers=peers,
+            on_attached=partial(_mark, model),
+        )
+    except BaseException:  # an interrupt, at a point where only remove() undoes it
+        if (marked := _handle_of(model)) is not None:
+            marked.remove()
+        raise
+    handle = _handle_of(model)
+    assert handle is not None
     return handle
+
+
+def _mark(model: nn.Module, attachment: Attachment) -> None:
+    model.__dict__[_MARK] = Handle(model, attachment)
 
 
 def _make_plan(

@@ -50,7 +50,7 @@ class StagingRing:
         failure = self.memory.failure
         if failure is not None:
             raise TransferError(
-                f"{failure}; what was computed since then is not to be used. Put the files right, then remove() and "
+                f"{failure}; what was computed since then is not to be used. Once the files are right, remove() and "
                 f"offload the model again"
             )
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from penstock.environment import reader_threads
-from penstock.errors import StateError, TransferError
+from penstock.errors import OptionError, StateError, TransferError
 from penstock.link.base import Link, Mark, Transfer
 from penstock.store.base import Load, Segment, new_blob, writable_view
 from penstock.telemetry import Recorder
@@ -90,7 +90,11 @@ class ThreadLink(Link):
     """Fork / copy / done / wait with threads."""
 
     def __init__(self, num_threads: int | None = None, recorder: Recorder | None = None) -> None:
-        """``num_threads``: workers; default ``PENSTOCK_READERS`` or one per core."""
+        """``num_threads``: workers; default ``PENSTOCK_READERS`` or one per core.
+
+        Raises:
+            OptionError: the system starts no more threads.
+        """
         self._pid = os.getpid()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._recorder = recorder or Recorder()
@@ -99,11 +103,20 @@ class ThreadLink(Link):
             threading.Thread(target=_work, args=(self._jobs,), name=f"penstock-reader-{i}", daemon=True)
             for i in range(count)
         ]
-        for worker in self._workers:
-            worker.start()
         self._stalls_s: dict[int, float] = {}
         self._latest: dict[int, ThreadTransfer] = {}
         self._finish = weakref.finalize(self, _send_home, self._jobs, count)
+        try:
+            for worker in self._workers:
+                worker.start()
+        except BaseException as error:
+            self._finish()
+            if isinstance(error, RuntimeError):
+                raise OptionError(
+                    f"the system starts no {count} threads to read with ({error}); raise its limit (ulimit -u), or set "
+                    f"PENSTOCK_READERS to fewer"
+                ) from error
+            raise
         _open_links.add(self)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
@@ -159,6 +172,7 @@ class ThreadLink(Link):
 
     def close(self) -> None:
         self._finish()
+        _send_home(self._jobs, len(self._workers))  # once more: an interrupt may have cut the first time short
         for worker in self._workers:
             worker.join()
 

@@ -6,7 +6,7 @@ leaves the model as it was.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -65,6 +65,8 @@ class Attachment(NotCopyable):
         holding: where weights wait in pinned memory already; what of it is offloaded stays there.
         replays_announced: :meth:`join` is called before every capture and every replay of a whole forward, and
             :meth:`rewind` soon after it.
+        on_attached: called with this as soon as all is in place: from then on :meth:`remove` undoes it, also if an
+            interrupt ends the rest.
 
     Raises:
         CheckpointError, OptionError, BudgetError, TransferError: with everything undone.
@@ -86,6 +88,7 @@ class Attachment(NotCopyable):
         peers: Peers | None = None,
         holding: Holding | None = None,
         replays_announced: bool = False,
+        on_attached: Callable[[Attachment], None] | None = None,
     ) -> None:
         self.plan = plan
         self.recorder = Recorder()
@@ -110,6 +113,8 @@ class Attachment(NotCopyable):
                 self._bound[name].point_at(self._in_place(name))
             self._hooks.append(StateGuard(model, [self._bound[name] for name in self._offloaded], self._state_bytes))
             self.rewind()
+            if on_attached is not None:
+                on_attached(self)
         except BaseException:
             self._undo()
             raise
@@ -313,6 +318,7 @@ class Attachment(NotCopyable):
             self._pipeline.close()
 
     def _undo(self) -> None:
+        self._removed = True
         self._detach()
         for bound in self._bound.values():
             bound.restore()

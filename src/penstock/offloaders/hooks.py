@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -128,10 +130,19 @@ class UnitHook(NotCopyable):
             if interrupted:
                 bound.note_version(known=False)
             bound.check()
-        pipeline.wait(self._unit)
+        pipeline.wait(self._unit, self._runs)
         for bound in self._tensors:
             bound.note_version()
         self._inside.add(threading.get_ident())
+
+    def _runs(self) -> bool:
+        """Whether the calling thread is inside a call of the anchor."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is self._anchor:
+                return True
+            frame = frame.f_back
+        return False
 
     def _leave(self, pipeline: SlotPipeline) -> None:
         if threading.get_ident() not in self._inside:

@@ -157,8 +157,7 @@ def _disk_store(
 ) -> DiskStore:
     on_gpu = device.type == "cuda"
     sources = {name: weights.source(bound.info) for name, bound in offloaded.items()}
-    # On a CPU the caller that misses bytes is told so and may try again; a replay on a GPU has no caller.
-    store = DiskStore(sources, disk, stamps=weights.checkpoint.stamps if on_gpu else (), pin_in_place=on_gpu)
+    store = DiskStore(sources, disk, stamps=weights.checkpoint.stamps, pin_in_place=on_gpu)
     for name in () if on_gpu or plan.mode != "disk" else plan.uva:
         _refuse_misaligned(offloaded[name], store)
     for bound in offloaded.values():

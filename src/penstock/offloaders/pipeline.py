@@ -40,15 +40,17 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
 import torch
 
-from penstock.errors import SlotConflictError, StateError, TransferError
+from penstock.errors import StateError, TransferError
 from penstock.link.base import Link
 from penstock.offloaders.debug import Guard
 from penstock.offloaders.notes import warn_of_idle_units
+from penstock.offloaders.readers import Forwards, Reader, nested_units, stuck_thread
 from penstock.offloaders.slot import Slot
 from penstock.plan.model import Plan
 from penstock.plan.schedule import chain, first_units, next_in_chain, slot_of
@@ -86,7 +88,7 @@ class SlotPipeline:
         self._has_graphs = False
         self._inputs_first = False  # see the note on inputs
         self._gave_up_slots = False  # to a replay, since they were last filled
-        self._in_forward: set[int] = set()  # idents of threads
+        self._forwards = Forwards()
         num_units, num_slots = len(plan.units), len(self._live)
         holds_back = num_units > num_slots and not replays_announced
         self._held_back = slot_of(num_units - 1, num_slots) if holds_back else None
@@ -119,7 +121,7 @@ class SlotPipeline:
     def begin_forward(self) -> None:
         """A forward begins: start what was held back for it."""
         with self._lock:
-            self._in_forward.add(threading.get_ident())
+            self._forwards.begin()
             self._link.check()
             if self._link.capturing:
                 self._end_capture()  # whatever an aborted one has left
@@ -139,7 +141,7 @@ class SlotPipeline:
         asks nobody, so what it finds in the slots has to be ordered before it.
         """
         with self._lock:
-            self._in_forward.discard(threading.get_ident())
+            self._forwards.end()
             for slot in self._slots():
                 self._drop_stale_readers(slot)  # compiled code that raises does not release
             if whole and not self._reported:
@@ -166,7 +168,7 @@ class SlotPipeline:
                 self._join_captured()
             elif not self._announced:
                 self._join_live()
-            elif threading.get_ident() not in self._in_forward:
+            elif not self._forwards.inside:
                 self.prime()
                 self._join_live()
                 self._give_up_slots()
@@ -192,12 +194,16 @@ class SlotPipeline:
                 mark = None if index in self._unmarked else self._link.replay_mark(index)
                 slot.marks = [*slot.marks, mark] if mark is not None else []
 
-    def wait(self, unit: int) -> None:
+    def wait(self, unit: int, runs: Callable[[], bool] | None = None) -> None:
         """Return when compute may read ``unit``; it stays in its slot until :meth:`release`.
+
+        ``runs``: asked, in the same thread, whether this run of the unit goes on or was interrupted before its release;
+        by default it goes on as long as the forward that it is in.
 
         Raises:
             TransferError: its bytes did not arrive; the next call tries again.
-            SlotConflictError: another thread has held the slot for ten minutes.
+            SlotConflictError: a unit that runs further out in this thread has the slot, or another thread has held it
+                for ten minutes.
         """
         with self._lock:
             self._require_open()
@@ -210,7 +216,7 @@ class SlotPipeline:
                 slot.unit = None
                 self._mark(slot)
             self._bring(unit, slot)
-            slot.readers.append(threading.get_ident())
+            slot.readers.append(Reader(threading.get_ident(), runs or self._forwards.this_one()))
             slot.unmarked = True
             self.stats[unit].runs += 1
             self._started_ns[threading.get_ident(), unit] = time.perf_counter_ns()
@@ -222,11 +228,11 @@ class SlotPipeline:
             slot = slots[slot_of(unit, len(slots))]
             me = threading.get_ident()
             started_ns = self._started_ns.pop((me, unit), None)
-            if slot.unit != unit or me not in slot.readers:
+            if slot.unit != unit or not slot.is_mine:
                 return  # the wait before it failed
             if started_ns is not None:
                 self._recorder.compute(unit, started_ns)
-            slot.readers.remove(me)
+            slot.let_go()
             if self._guard and not slot.readers and not self._link.capturing:
                 self._check_out(unit, slot)  # before the fork: the refill must come after the poison
             if self._guard or next_in_chain(unit, len(self._plan.units), len(slots)) != unit:  # or nothing comes behind
@@ -282,7 +288,7 @@ class SlotPipeline:
     @property
     def _loose(self) -> bool:
         """Whether a module that runs now does so by itself, between replays."""
-        return self._has_graphs and not self._link.capturing and threading.get_ident() not in self._in_forward
+        return self._has_graphs and not self._link.capturing and not self._forwards.inside
 
     def _empty_held_back(self) -> None:
         """A forward that was cut short or skipped its last unit leaves something there, which a replay will replace."""
@@ -374,9 +380,7 @@ class SlotPipeline:
         slot.unit = unit
 
     def _drop_stale_readers(self, slot: Slot) -> None:
-        # Anchors are never nested, so a reader that is this very thread is left over from an interrupted forward.
-        if threading.get_ident() in slot.readers:
-            slot.readers = [reader for reader in slot.readers if reader != threading.get_ident()]
+        if slot.drop_stale():
             self._mark(slot)
             self._free.notify_all()
 
@@ -385,11 +389,10 @@ class SlotPipeline:
             slot.marks.append(mark)
 
     def _await_readers(self, unit: int, slot: Slot) -> None:
+        if slot.is_mine:
+            raise nested_units(self._plan, unit, slot.unit)
         if not self._free.wait_for(lambda: not slot.readers, CONFLICT_TIMEOUT_S):
-            raise SlotConflictError(
-                f"unit {unit} ({self._plan.units[unit].anchor}) needs the slot of unit {slot.unit}, which another "
-                f"thread has been running for {CONFLICT_TIMEOUT_S:.0f} s; use one offloaded model per thread"
-            )
+            raise stuck_thread(self._plan, unit, slot.unit, CONFLICT_TIMEOUT_S)
 
     def _require_open(self) -> None:
         if self._closed:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from penstock.link.base import Mark, Transfer
+from penstock.offloaders.readers import Reader
 
 __all__ = ["Slot"]
 
@@ -16,7 +19,7 @@ class Slot:
         unit: what it holds or, until ``transfer`` is done, what is on its way into it.
         transfer: the copy that brought ``unit``. Kept after it has landed, because each stream that reads the slot has
             to be ordered behind it; ``None`` once that is settled for all streams.
-        readers: idents of the threads that are running its unit.
+        readers: who is running its unit.
         marks: where the readers that have let go already were in their streams.
         unmarked: of a captured slot: it was read, and no mark for replays was left behind that.
     """
@@ -25,6 +28,26 @@ class Slot:
         self.memory = memory
         self.unit = unit
         self.transfer: Transfer | None = None
-        self.readers: list[int] = []
+        self.readers: list[Reader] = []
         self.marks: list[Mark] = []
         self.unmarked = False
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the calling thread is one of its readers."""
+        return any(reader.thread == threading.get_ident() for reader in self.readers)
+
+    def let_go(self) -> None:
+        """The latest reader of the calling thread ends."""
+        for index in reversed(range(len(self.readers))):
+            if self.readers[index].thread == threading.get_ident():
+                del self.readers[index]
+                return
+
+    def drop_stale(self) -> bool:
+        """Drop readers of the calling thread that were interrupted, and say whether there were any."""
+        me = threading.get_ident()
+        left = [reader for reader in self.readers if reader.thread != me or reader.runs()]
+        dropped = len(left) < len(self.readers)
+        self.readers = left
+        return dropped

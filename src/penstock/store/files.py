@@ -35,6 +35,7 @@ ALIGN_BYTES = 4096
 BLOCK_BYTES = 2 << 20
 _MAX_VIEWS = 1024  # IOV_MAX
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC
+_MEND = "copy the same file over it with its time (cp -p), or load the model again from files that nobody writes to"
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ class File:
             raise TransferError(
                 f"{self.path}: expected the file that was opened ({stamp.num_bytes} bytes, modified at "
                 f"{stamp.modified_ns} ns); found {now.st_size} bytes, modified at {now.st_mtime_ns} ns: it was written "
-                f"to while in use, restore it and offload again"
+                f"to while in use; {_MEND}"
             )
 
     def _read_fully(self, fd: int, offset: int, views: Sequence[memoryview], at_least: int) -> None:
@@ -197,7 +198,7 @@ class File:
             if count == 0:
                 raise TransferError(
                     f"{self.path}: expected {at_least} bytes at {offset}, the file ended after {done}; it was "
-                    f"truncated while in use, restore it and offload again"
+                    f"truncated while in use; {_MEND}"
                 )
             done += count
             views = _behind(views, count)
