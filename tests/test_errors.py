@@ -367,6 +367,31 @@ class TestTransfers:
             with pytest.raises(TransferError, match="it was written to while in use"):
                 call()
 
+    @pytest.mark.parametrize("harm", ["rewrite", "truncate"])
+    @pytest.mark.parametrize("during", [False, True])
+    def test_a_mapped_file_that_is_written_to(self, harm: str, during: bool, tmp_path: Path) -> None:
+        """Rows of a table are read where the file is mapped: no read could fail, and no later one be right."""
+        model = nn.Sequential(nn.Embedding(5000, DIM), nn.Linear(DIM, DIM)).eval()
+        ids = torch.tensor([3, 4])
+        path = save(model, tmp_path) / "model.safetensors"
+        expected, content = model(ids), path.read_bytes()
+        handle = penstock.offload(model, UVA(params=["0.weight"], mode="disk"), checkpoint=path)
+        assert_same_bits(model(ids), expected)
+
+        def write(*_: object) -> None:
+            if harm == "truncate":
+                os.truncate(path, len(content) - 4096)
+            else:
+                path.write_bytes(content[:1000] + bytes(len(content) - 1000))
+
+        if during:
+            model[1].register_forward_hook(write)
+        else:
+            write()
+        for call in (lambda: model(ids), lambda: model(ids), model.state_dict, handle.remove):
+            with pytest.raises(TransferError, match="it was written to while in use"):
+                call()
+
     def test_an_error_of_the_disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         model, x = Stack(5).eval(), rows()
         expected = model(x)

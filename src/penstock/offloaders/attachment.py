@@ -23,6 +23,7 @@ from penstock.offloaders.binding import BoundStorage, bind
 from penstock.offloaders.holding import Holding, held_storages, strayed_storages
 from penstock.offloaders.hooks import ForwardHook, NotCopyable, UnitHook
 from penstock.offloaders.loading import WeightLoader
+from penstock.offloaders.mapped import MappedFilesGuard
 from penstock.offloaders.notes import notes_on
 from penstock.offloaders.opening import open_store
 from penstock.offloaders.parts import FilledParts
@@ -34,7 +35,7 @@ from penstock.peers import Peers
 from penstock.plan.model import Plan, slab_bytes
 from penstock.store.base import Store, new_blob
 from penstock.store.cpu import CpuStore
-from penstock.store.disk import DiskOptions
+from penstock.store.disk import DiskOptions, DiskStore
 from penstock.store.loading import Progress
 from penstock.store.parts import PartStore
 from penstock.store.pinned import PinnedStore
@@ -96,7 +97,7 @@ class Attachment(NotCopyable):
         self._device = device
         self._weights = weights
         self._bound = bind(model, inventory.storages)
-        self._hooks: list[UnitHook | ForwardHook | StateGuard] = []
+        self._hooks: list[UnitHook | ForwardHook | StateGuard | MappedFilesGuard] = []
         self._pipeline: SlotPipeline | None = None
         self._removed = False
         self._replays_announced = replays_announced
@@ -111,6 +112,8 @@ class Attachment(NotCopyable):
             self._attach_units(link or self._make_link(measure_stalls), entry)
             for name in plan.uva:
                 self._bound[name].point_at(self._in_place(name))
+            if plan.uva and isinstance(self._store, DiskStore) and device.type == "cpu":
+                self._hooks.append(MappedFilesGuard(model, self._store))
             self._hooks.append(StateGuard(model, [self._bound[name] for name in self._offloaded], self._state_bytes))
             self.rewind()
             if on_attached is not None:

@@ -81,6 +81,11 @@ class DiskStore(Store):
         tensor = source.parts[0].tensor
         return torch.frombuffer(self._map(tensor.path), dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.offset)
 
+    def require_unchanged(self) -> None:
+        """Raise ``TransferError`` if a file that is mapped was written to."""
+        for path in self._maps:
+            self._files[path].require_unchanged()
+
     @property
     def host_bytes(self) -> int:
         return sum(blob.numel() for blob in self._pinned.values())
@@ -117,8 +122,7 @@ class DiskStore(Store):
     def _map(self, path: Path) -> mmap.mmap:
         if path not in self._maps:
             # Copy-on-write, because torch has no read-only tensors: a stray write stays in this process.
-            with path.open("rb") as file:
-                mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            mapping = mmap.mmap(self._files[path].fd, 0, access=mmap.ACCESS_COPY)
             # Rows are looked up at random: read-ahead would only fill memory.
             mapping.madvise(mmap.MADV_RANDOM)
             self._maps[path] = mapping
