@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The decode-step tables of the H200 report: real transformers models, interleaved with accelerate and diffusers.
-# Usage: benchmarks/h200_models.sh OUT_FOLDER qwen|deepseek|ablation|compile
+# Usage: benchmarks/h200_models.sh OUT_FOLDER qwen|compile|deepseek|experts|ablation...
 set -u
 out=$1
 step() { python3 -m penstock bench step --device cuda --out "$out/$name.jsonl" "$@" 2>&1 | tail -60 | cut -c1-150; }
@@ -15,5 +15,6 @@ for name in "${@:2}"; do
       --variants resident+graph,experts+graph,experts,unselected+graph ;;
     ablation) step --rows 1,2048 --rounds 3 --repeats 5 \
       --variants group:4/1/1,group:4/1/2,group:4/1/3,group:4/1/2+tensors,group:4/1/2+eager,group:4/1/2+fresh,even:0.25,even:0.25+tensors,even:0.25+eager ;;
+    *) echo "$name: expected qwen, compile, deepseek, experts or ablation" >&2; exit 1 ;;
   esac
 done
