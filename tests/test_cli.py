@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import socket
@@ -204,6 +205,14 @@ def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
         ({"device_memory": "1GiB", "cpu_offload_gb": 4.0}, "--device-memory and --cpu-offload-gb contradict"),
         ({"device_memory": "1GiB", "offload_backend": "uva"}, "--device-memory and --offload-backend contradict"),
         ({"device_memory": "20 GB"}, "20 GB"),
+        ({"device_memory": "lots"}, "device_memory: size 'lots' is not a size; write it like"),
+        ({"device_memory": "lots"}, "(--device-memory)"),
+        ({"device_memory": "3MiB", "host_memory": "lots"}, "host_memory: size 'lots' is not a size; write it like"),
+        ({"device_memory": "3MiB", "host_memory": "lots"}, "(--host-memory)"),
+        *(
+            ({"cpu_offload_gb": wrong}, f"--cpu-offload-gb {wrong:g}: expected a number of GiB, at least one byte")
+            for wrong in (-1.0, 1e-10, math.nan, math.inf, 1e308)
+        ),
         *(
             (
                 {"device_memory": "1GiB", "batch": wrong},
@@ -616,6 +625,8 @@ def test_errors_are_one_line_with_exit_code_2(model: Path, tmp_path: Path) -> No
     assert "no such folder" in error_of("plan", tmp_path / "nothing")
     assert "config.json" in error_of("plan", tmp_path)
     assert "20 GB" in error_of("plan", model, "--device-memory", "20 GB")
+    for number in ("nan", "inf", "-1", "1e-10"):
+        assert f"--cpu-offload-gb {number}: expected" in error_of("plan", model, "--cpu-offload-gb", number)
     assert "contradict" in error_of("plan", model, "--device-memory", "1MiB", "--offload-group-size", 2)
     assert "down_proj" in error_of("plan", model, "--device-memory", "1MiB", "--offload-params", "down_porj")
     generate = ("generate", model, "--prompt")

@@ -116,11 +116,27 @@ class TestSizes:
             parse_size(size)
 
     @pytest.mark.parametrize(
-        "use", [lambda s: penstock.offload(Stack(3), s), Budget, UVA], ids=["offload", "Budget", "UVA"]
-    )
-    def test_wherever_a_size_is_taken(self, use: Callable[[Any], Any]) -> None:
-        with pytest.raises(SizeError, match="'lots' is not a size"):
+        ("use", "name"),
+        [
+            (lambda size: penstock.offload(Stack(3), size), "device_memory"), (Budget, "device_memory"),
+            (UVA, "max_bytes"), (lambda size: Budget("1GiB", host_memory=size), "host_memory"),
+        ],
+        ids=["offload", "Budget", "UVA", "host_memory"],
+    )  # fmt: skip
+    def test_wherever_a_size_is_taken(self, use: Callable[[Any], Any], name: str) -> None:
+        flag = {"max_bytes": "--cpu-offload-gb"}.get(name, f"--{name.replace('_', '-')}")
+        with pytest.raises(SizeError, match=f"^{name}: size 'lots' is not a size; write it like .* \\({flag}\\)$"):
             use("lots")
+        with pytest.raises(SizeError, match=f"^{name}: size -4: expected more than 0 bytes; .* \\({flag}\\)$"):
+            use(-4)
+
+    @pytest.mark.parametrize(
+        ("use", "name"),
+        [(Budget, "device_memory"), (UVA, "max_bytes"), (lambda s: Budget(1, host_memory=s), "host_memory")],
+    )
+    def test_wherever_no_size_is_given(self, use: Callable[[Any], Any], name: str) -> None:
+        with pytest.raises(OptionTypeError, match=f"^{name}: expected str or int, found float 1.5; write it like"):
+            use(1.5)
 
 
 class TestOptions:
