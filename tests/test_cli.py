@@ -538,7 +538,7 @@ def test_planning_for_the_machine_of_a_published_probe(model: Path) -> None:
     assert data["machine"] == {"device": "NVIDIA H200", "device_bytes": None}
 
 
-@pytest.mark.parametrize("device", ["tape", "cuda:99", "mps"])
+@pytest.mark.parametrize("device", ["tape", "cuda:99", "mps", ""])
 def test_a_device_that_is_not_there(model: Path, device: str) -> None:
     assert f"--device {device!r}" in error_of("plan", model, "--device-memory", "2MiB", "--device", device)
 
@@ -690,10 +690,38 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         (("plan", "--rows", "1,0"), "--rows '1,0': expected numbers of rows, each at least 1"),
         (("plan", "--shares", "half"), "--shares 'half': expected numbers above 0"),
         (("plan", "--shares", "0"), "--shares '0': expected numbers above 0"),
+        (("step", "--device", ""), "--device '': expected cpu, cuda or cuda:N"),
+        *(
+            (("step", "--device", "cpu", flag, value), f"{flag} has no effect with --device cpu, whose step is always")
+            for flag, value in (("--rows", "77"), ("--variants", "zzz"), ("--layers", "36"), ("--model", "foo"))
+        ),
+        *(
+            ((verb, "--out", "/nonexistent/o.jsonl"), "--out '/nonexistent/o.jsonl': expected a file name in a folder")
+            for verb in ("step", "plan", "load")
+        ),
+        (("load", "--folder", "/nonexistent/x"), "--folder '/nonexistent/x': expected a folder, found no such folder"),
     ],
 )
 def test_benchmarks_refuse_before_they_begin(args: tuple[str, ...], message: str) -> None:
     assert message in error_of("bench", *args)
+
+
+def test_a_probe_refuses_its_folder_before_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for folder, found in (("/nonexistent", "found no such folder"), (file, "found something else")):
+        result = run("probe", "--folder", folder)
+        assert result.stderr.startswith(f"error: --folder '{folder}': expected a folder, {found}; make it, or leave")
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)  # and no "measuring ..."
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # nothing is closed to root
+    assert f"that user {os.geteuid()} may write to" in error_of("probe", "--folder", tmp_path)
+
+
+def test_places_that_are_closed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    for args in (("plan", model, "--device-memory", "2MiB", "--save", tmp_path / "a"), ("bench", "step", "--out", "a")):
+        assert f"{args[-2]} '{args[-1]}': expected a place that user" in error_of(*args)
+    assert f"--folder '{tmp_path}': expected a place that user" in error_of("demo", "--folder", tmp_path)
 
 
 def test_interrupt_ends_with_130_and_a_word(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:

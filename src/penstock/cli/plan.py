@@ -12,6 +12,7 @@ import typer
 
 from penstock.cli.console import stderr, stdout
 from penstock.cli.options import OffloadFlags, with_offload_flags
+from penstock.cli.values import require_writable
 from penstock.config import Budget
 from penstock.errors import OptionError
 
@@ -55,13 +56,13 @@ def plan(
             raise OptionError(
                 f"{flag} has no effect without a plan: nothing would be offloaded; add --device-memory, say"
             )
-    from penstock.cli.model import minimum_bytes, no_collections, open_model, require_writable
+    from penstock.cli.model import minimum_bytes, no_collections, open_model
     from penstock.plan.plot import draw_plan, require_picture
     from penstock.plan.report import render, render_weights
 
     for flag, file in (("--save", save), ("--plot", plot)):
         if file is not None:
-            require_writable(file, flag)
+            require_writable(flag, file)
     if plot is not None:
         require_picture(plot)
     with no_collections():
