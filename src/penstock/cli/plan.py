@@ -51,8 +51,10 @@ def plan(
     """
     ground = _ground(flags, machine)
     policy = flags.policy(ground.device.type == "cuda")
-    for flag, file in (("--save", save), ("--plot", plot)):
-        if file is not None and policy is None:
+    places = (("--save", save), ("--plot", plot))
+    reads = (("--disk-direct", flags.disk_direct), ("--disk-drop-cache", flags.disk_drop_cache))
+    for flag, given in (*places, *reads):
+        if given and policy is None:
             raise OptionError(
                 f"{flag} has no effect without a plan: nothing would be offloaded; add --device-memory, say"
             )
@@ -60,7 +62,7 @@ def plan(
     from penstock.plan.plot import draw_plan, require_picture
     from penstock.plan.report import render, render_weights
 
-    for flag, file in (("--save", save), ("--plot", plot)):
+    for flag, file in places:
         if file is not None:
             require_writable(flag, file)
     if plot is not None:
