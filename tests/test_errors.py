@@ -3,7 +3,9 @@ expected, what was found and the mend; and the model is as it was (contract 8)."
 
 from __future__ import annotations
 
+import errno
 import inspect
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +35,7 @@ from penstock.errors import (
 from penstock.link.threads import ThreadLink
 from penstock.offloaders import pipeline
 from penstock.store.cpu import CpuStore
+from penstock.store.files import File
 from penstock.testing import assert_moved, assert_same_bits
 
 
@@ -272,7 +275,32 @@ class TestCheckpoints:
         model = Stack(3).eval()
         state = {n: t for n, t in model.state_dict().items() if n != "layers.1.linear.weight"}
         save_file(state, tmp_path / "model.safetensors")
-        self.refuses(model, tmp_path, r"'layers\.1\.linear\.weight'.*nearest")
+        self.refuses(model, tmp_path, r"'layers\.1\.linear\.weight'.*nearest.* another model, or .*: pass checkpoint=")
+
+    def test_of_another_model(self, tmp_path: Path) -> None:
+        message = r"expected a tensor '.*'; found \d+ others, .* of another model, .* pass checkpoint= of this model\.$"
+        self.refuses(MoE(2).eval(), save(Stack(3), tmp_path), message)
+
+    def test_of_no_model(self, tmp_path: Path) -> None:
+        save_file({}, tmp_path / "model.safetensors")
+        self.refuses(Stack(3).eval(), tmp_path, r"found no tensors at all\. .* pass checkpoint= of this model\.$")
+
+    def test_a_pipe(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "model.safetensors")
+        message = r"model\.safetensors: expected a regular file; found a named pipe\. Write the weights to a file"
+        self.refuses(Stack(3).eval(), tmp_path, message)
+
+    def test_too_many_open_files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*args: object) -> int:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        checkpoint = Checkpoint.open(save(Stack(3), tmp_path))
+        monkeypatch.setattr(os, "open", fail)
+        mend = r"Too many open files\. Raise the limit of open files \(ulimit -n\), which is \d+"
+        self.refuses(Stack(3).eval(), tmp_path, mend)
+        for options in (DiskOptions(), DiskOptions(direct=True)):
+            with pytest.raises(CheckpointError, match=mend):
+                File(checkpoint.files[0], options)
 
     def test_another_dtype(self, tmp_path: Path) -> None:
         model = Stack(3).eval()

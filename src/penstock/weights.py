@@ -20,6 +20,8 @@ from penstock.inventory import StorageInfo, TensorInfo
 
 __all__ = ["FilePart", "Recipe", "TensorSource", "WeightMap"]
 
+_MEND = "The checkpoint is of another model, or was saved without this tensor: pass checkpoint= of this model."
+
 
 @dataclass(frozen=True)
 class FilePart:
@@ -101,7 +103,8 @@ class WeightMap:
             for place in tensor.locations:
                 if place.name in self.sources:
                     return _checked(place.name, tensor, self.sources[place.name], self.checkpoint)
-        self.checkpoint[storage.name]  # raises, naming the nearest tensors
+        if storage.name not in self.checkpoint.tensors:
+            raise self.checkpoint.lacks(storage.name, _MEND)
         raise CheckpointError(
             f"{storage.name}: {self.checkpoint.root} holds the tensor, but not in the form this model needs (it is "
             f"rearranged while loading); offload it with mode 'cpu' or keep it resident"
