@@ -198,6 +198,45 @@ class TestOptions:
         with pytest.raises(OptionError, match=f"device {found}: "):
             penstock.offload(Stack(2), all_layers(1), device=device)
 
+    @pytest.mark.parametrize(
+        ("options", "kind", "message"),
+        [
+            ({"device": "tpu"}, OptionError, "device 'tpu': expected 'cpu', 'cuda', 'cuda:N' or a torch.device"),
+            ({"device": ""}, OptionError, "device '': expected 'cpu', 'cuda', 'cuda:N' or a torch.device"),
+            ({"device": 1.5}, OptionTypeError, "device: expected 'cpu', .*, found float 1.5"),
+            ({"device": True}, OptionTypeError, "device: expected 'cpu', .*, found bool True"),
+            ({"disk": True}, OptionTypeError, "disk: expected penstock.DiskOptions, .*, found bool True"),
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("load", [False, True])
+    def test_kinds(self, load: bool, options: dict[str, Any], kind: type[PenstockError], message: str) -> None:
+        from penstock.adapters.transformers import load as load_model
+
+        model = Stack(2)
+        before = state_of(model)
+        with pytest.raises(kind, match=f"^{message}$" if kind is OptionError else f"^{message}"):
+            load_model("nowhere", "1GiB", **options) if load else penstock.offload(model, all_layers(1), **options)
+        assert state_of(model) == before
+
+    @pytest.mark.parametrize("group", [5, True, "world"])
+    def test_group(self, group: Any) -> None:
+        with pytest.raises(OptionTypeError, match=f"^group: expected a process group, .*, found .* {group!r}$"):
+            penstock.offload(Stack(2), all_layers(1, "shm_cpu"), group=group)
+
+    @pytest.mark.parametrize("checkpoint", [42, b"folder", True, []])
+    def test_checkpoint(self, checkpoint: Any) -> None:
+        with pytest.raises(OptionTypeError, match=r"^checkpoint: expected the path of a folder or file .*, found"):
+            penstock.offload(Stack(2), all_layers(1, "disk"), checkpoint=checkpoint)
+
+    def test_trace(self, tmp_path: Path) -> None:
+        with penstock.offload(Stack(2).eval(), all_layers(1)) as handle:
+            for path, found in ((tmp_path / "no" / "t.json", "No such file"), (tmp_path, "Is a directory")):
+                with pytest.raises(OptionError, match=f"{path}': expected the name of a file .*found: {found}"):
+                    handle.trace(path)
+            with pytest.raises(OptionTypeError, match=r"^path of a trace: expected .*, found int 42$"):
+                handle.trace(42)  # type: ignore[arg-type]
+
     def test_backends(self) -> None:
         with pytest.raises(OptionError, match=r"backend 'magic': expected one of auto, prefetch, uva, none"):
             OffloadConfig("magic")  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from penstock.environment import pin_memory_disabled, uva_disabled
 from penstock.errors import OptionError, OptionTypeError, PenstockWarning, StateError
 from penstock.inventory import Inventory, take_inventory
 from penstock.limits import describe_device
+from penstock.offloaders.arguments import require_kinds
 from penstock.offloaders.attachment import Attachment, Progress
 from penstock.offloaders.opening import compute_device
 from penstock.offloaders.parts import splits_units
@@ -71,7 +72,11 @@ class Handle:
         self._attachment.join()
 
     def trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the latest copies, compute and stalls as Chrome trace JSON (open it in Perfetto)."""
+        """Write the latest copies, compute and stalls as Chrome trace JSON (open it in Perfetto).
+
+        Raises:
+            OptionError, OptionTypeError: no file can be written there; no path.
+        """
         self._attachment.recorder.write(path, [unit.anchor for unit in self.plan.units])
 
     def remove(self) -> None:
@@ -143,6 +148,7 @@ def offload(
         raise OptionTypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper; the code behind it retraces by itself
     _refuse_second_offload(model)
+    require_kinds(device, disk, group)
     if pool_links and group is None:
         raise OptionError("pool_links has no effect without group=: one process has one link")
     weights = None if checkpoint is None else WeightMap.open(checkpoint)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from penstock.checkpoint import Checkpoint, FileTensor
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, OptionTypeError
 from penstock.inventory import StorageInfo, TensorInfo
 
 __all__ = ["FilePart", "Recipe", "TensorSource", "WeightMap"]
@@ -88,9 +88,19 @@ class WeightMap:
 
     @classmethod
     def open(cls, weights: WeightMap | Checkpoint | str | os.PathLike[str]) -> WeightMap:
-        """A weight map as given, or the identity map of a checkpoint or of a path to one."""
+        """A weight map as given, or the identity map of a checkpoint or of a path to one.
+
+        Raises:
+            OptionTypeError: none of these.
+            CheckpointError: see :meth:`Checkpoint.open`.
+        """
         if isinstance(weights, WeightMap):
             return weights
+        if not isinstance(weights, Checkpoint | str | os.PathLike):
+            raise OptionTypeError(
+                f"checkpoint: expected the path of a folder or file of safetensors, a Checkpoint or a WeightMap, found "
+                f"{type(weights).__name__} {weights!r}"
+            )
         return cls.identity(weights if isinstance(weights, Checkpoint) else Checkpoint.open(weights))
 
     def source(self, storage: StorageInfo) -> TensorSource:
