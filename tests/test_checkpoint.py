@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from penstock.checkpoint import Checkpoint, FileTensor
 from penstock.errors import CheckpointError
 from penstock.stamps import FileStamp
+from penstock.store.files import DiskOptions, File
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {
@@ -346,6 +348,9 @@ class TestMissing:
         assert "No such file" in refusal(tmp_path / "nope")
         assert "No such file" in refusal(tmp_path / "nope.safetensors")
 
+    def test_folder_with_nothing(self, tmp_path: Path) -> None:
+        assert "expected safetensors files; found an empty folder. Give the folder" in refusal(tmp_path)
+
     def test_folder_without_weights(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").touch()
         assert "found 1 (config.json)" in refusal(tmp_path)
@@ -390,6 +395,36 @@ class TestMissing:
         (tmp_path / "x.safetensors").mkdir()
         message = refusal(tmp_path, str(tmp_path / "x.safetensors"))
         assert "Is a directory" in message or "8 bytes" in message  # by file system
+
+
+class TestNoFile:
+    """Refused by what they are: to open a pipe is to wait until somebody writes to it."""
+
+    def test_pipe(self, sharded: Path) -> None:
+        shard, index = sharded / "model-00002-of-00002.safetensors", sharded / INDEX
+        for path, found_in in ((shard, sharded), (index, sharded), (index, index)):
+            path.unlink()
+            os.mkfifo(path)
+            assert "expected a regular file; found a named pipe. Write the" in refusal(found_in, str(path))
+        with pytest.raises(CheckpointError, match="found a named pipe"):
+            File(shard, DiskOptions())
+
+    def test_socket_and_device(self, tmp_path: Path) -> None:
+        path = tmp_path / "model.safetensors"
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+            assert "found a socket" in refusal(path)
+        path.unlink()
+        path.symlink_to("/dev/zero")
+        assert "found a device" in refusal(path)
+
+    def test_replaced_by_a_pipe_while_in_use(self, sound: Path) -> None:
+        checkpoint = Checkpoint.open(sound)
+        sound.unlink()
+        os.mkfifo(sound)
+        for use in (lambda: checkpoint.read("a"), checkpoint.stamps[0].check):
+            with pytest.raises(CheckpointError, match="found a named pipe"):
+                use()
 
 
 class TestDamagedHeader:
@@ -535,6 +570,8 @@ class TestSeveralFiles:
         assert "2 shards" in message
         assert "missing: 1 (" in message
         assert "model-00002-of-00002.safetensors" in message
+        assert "expected 2 shards in its folder; found 1, missing: 1 (" in message
+        assert message.endswith(" Download or copy what is missing.")
 
     def test_link_to_nothing_is_missing(self, sharded: Path) -> None:
         shard = sharded / "model-00002-of-00002.safetensors"
@@ -545,7 +582,8 @@ class TestSeveralFiles:
     def test_tensor_that_the_shard_lacks(self, sharded: Path) -> None:
         shard = "model-00001-of-00002.safetensors"
         write_index(sharded, {"a": shard, "ghost": shard})
-        assert "missing: 1 (ghost)" in refusal(sharded, str(sharded / shard))
+        message = refusal(sharded, str(sharded / shard))
+        assert "expected all 2 tensors that the index places here; found 1 of them, missing: 1 (ghost). One" in message
 
     @pytest.mark.parametrize("file", ["../x.safetensors", "sub/../../x.safetensors", "/x.safetensors", "", "."])
     def test_shard_outside_the_folder(self, sharded: Path, file: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import socket
@@ -26,11 +27,13 @@ from typer.testing import CliRunner
 
 from penstock.cli import app
 from penstock.cli.group import expand_lists
+from penstock.cli.model import open_model
 from penstock.cli.options import OffloadFlags
 from penstock.config import UVA, Budget, Prefetch, Rules, Workload, parse_size
 from penstock.demo.model import ModelSize, ensure_model
 from penstock.errors import OptionError, PenstockError, SizeError
 from penstock.plan.report import gib
+from penstock.store.files import DiskOptions, File
 
 TINY = ModelSize(hidden=128, intermediate=384, layers=4, heads=4, key_value_heads=2)
 
@@ -204,6 +207,14 @@ def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
         ({"device_memory": "1GiB", "cpu_offload_gb": 4.0}, "--device-memory and --cpu-offload-gb contradict"),
         ({"device_memory": "1GiB", "offload_backend": "uva"}, "--device-memory and --offload-backend contradict"),
         ({"device_memory": "20 GB"}, "20 GB"),
+        ({"device_memory": "lots"}, "device_memory: size 'lots' is not a size; write it like"),
+        ({"device_memory": "lots"}, "(--device-memory)"),
+        ({"device_memory": "3MiB", "host_memory": "lots"}, "host_memory: size 'lots' is not a size; write it like"),
+        ({"device_memory": "3MiB", "host_memory": "lots"}, "(--host-memory)"),
+        *(
+            ({"cpu_offload_gb": wrong}, f"--cpu-offload-gb {wrong:g}: expected a number of GiB, at least one byte")
+            for wrong in (-1.0, 1e-10, math.nan, math.inf, 1e308)
+        ),
         *(
             (
                 {"device_memory": "1GiB", "batch": wrong},
@@ -224,7 +235,14 @@ def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
         ({"offload_backend": "prefetch"}, "needs --offload-group-size"),
         ({"offload_backend": "uva", "offload_group_size": 2}, "needs --cpu-offload-gb"),
         ({"offload_group_size": 2, "cpu_offload_gb": 1.0}, "choose one"),
-        ({"offload_group_size": 2, "offload_mode": "tape"}, "expected one of cpu, shm_cpu, disk, sharded_gpu, meta"),
+        (
+            {"offload_group_size": 2, "offload_mode": "tape"},
+            "--offload-mode 'tape': expected one of cpu, shm_cpu, disk, meta",
+        ),
+        *(
+            ({**flags, "offload_mode": "sharded_gpu"}, "expected one of cpu, shm_cpu, disk, meta; sharded_gpu is for")
+            for flags in ({"device_memory": "1GiB"}, {"offload_group_size": 2}, {"offload_rule": ["a=uva"]}, {})
+        ),
         ({"offload_group_size": 2, "offload_num_in_group": 3}, "larger than group_size"),
         ({"offload_num_in_group": 2}, "--offload-num-in-group has no effect without --offload-group-size"),
         ({"offload_params": ["mlp"]}, "--offload-params has no effect without"),
@@ -529,7 +547,7 @@ def test_planning_for_the_machine_of_a_published_probe(model: Path) -> None:
     assert data["machine"] == {"device": "NVIDIA H200", "device_bytes": None}
 
 
-@pytest.mark.parametrize("device", ["tape", "cuda:99", "mps"])
+@pytest.mark.parametrize("device", ["tape", "cuda:99", "mps", ""])
 def test_a_device_that_is_not_there(model: Path, device: str) -> None:
     assert f"--device {device!r}" in error_of("plan", model, "--device-memory", "2MiB", "--device", device)
 
@@ -554,6 +572,8 @@ def test_what_contradicts_a_plan_and_places_for_none(model: Path, tmp_path: Path
     ):  # fmt: skip
         assert f"--plan and {flag} contradict each other" in error_of("plan", model, "--plan", file, flag, value)
     assert run("plan", model, "--plan", file, "--disk-drop-cache", "--offload-backend", "auto").exit_code == 0
+    for flag in ("--disk-direct", "--disk-drop-cache"):
+        assert f"{flag} has no effect without a plan: nothing would be offloaded" in error_of("plan", model, flag)
     assert "found: No such file" in error_of("plan", model, "--plan", tmp_path / "none.json")
     assert "--save has no effect" in error_of("plan", model, "--save", file)
     nowhere = tmp_path / "no" / "plan.json"
@@ -616,6 +636,8 @@ def test_errors_are_one_line_with_exit_code_2(model: Path, tmp_path: Path) -> No
     assert "no such folder" in error_of("plan", tmp_path / "nothing")
     assert "config.json" in error_of("plan", tmp_path)
     assert "20 GB" in error_of("plan", model, "--device-memory", "20 GB")
+    for number in ("nan", "inf", "-1", "1e-10"):
+        assert f"--cpu-offload-gb {number}: expected" in error_of("plan", model, "--cpu-offload-gb", number)
     assert "contradict" in error_of("plan", model, "--device-memory", "1MiB", "--offload-group-size", 2)
     assert "down_proj" in error_of("plan", model, "--device-memory", "1MiB", "--offload-params", "down_porj")
     generate = ("generate", model, "--prompt")
@@ -629,6 +651,44 @@ def test_generate_shares_memory_only_with_others(model: Path) -> None:
     assert "this one was started alone" in message
     assert "torchrun --nproc-per-node N -m penstock" in message
     assert run("plan", model, "--device-memory", "2MiB", "--offload-mode", "shm_cpu").exit_code == 0
+
+
+def test_a_store_that_the_command_line_cannot_open(model: Path, tmp_path: Path) -> None:
+    """Found where flags are read, so before the plan is printed; and so is a plan for it that a program saved."""
+    flags = ("--device-memory", "2MiB", "--offload-mode", "sharded_gpu")
+    for verb in (("plan", model), ("generate", model, "--prompt", "a")):
+        result = run(*verb, *flags)
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+        assert result.stderr.startswith(
+            "error: --offload-mode 'sharded_gpu': expected one of cpu, shm_cpu, disk, meta;"
+        )
+    plan = tmp_path / "plan.json"
+    opened = open_model(str(model))
+    planner = replace(opened.planner(torch.device("cpu")), num_ranks=2)
+    planner.plan(Budget(2_600_000, mode="sharded_gpu")).save(plan)
+    assert run("plan", model, "--plan", plan).exit_code == 0
+    result = run("generate", model, "--prompt", "a", "--plan", plan)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "the plan's mode is sharded_gpu, which needs a group of GPUs" in result.stderr
+
+
+@pytest.mark.parametrize("flags", [(), ("--device-memory", "2MiB"), ("--offload-group-size", "2")])
+def test_how_files_are_read_counts_while_loading_too(
+    model: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    """So these flags have an effect wherever weights are read, in any mode and with nothing offloaded."""
+    seen: list[DiskOptions] = []
+    real = File.__init__
+
+    def recording(self: File, path: Path, options: DiskOptions, *args: Any, **kwargs: Any) -> None:
+        seen.append(options)
+        real(self, path, replace(options, direct=False), *args, **kwargs)
+
+    monkeypatch.setattr(File, "__init__", recording)
+    args = ("generate", model, "--prompt", "a", "--max-new-tokens", 1, "--offload-mode", "cpu")[: None if flags else -2]
+    assert run(*args, *flags, "--disk-direct", "--disk-drop-cache").exit_code == 0
+    assert seen
+    assert set(seen) == {DiskOptions(direct=True, drop_cache=True)}
 
 
 def test_ranks_of_torchrun_generate_from_shared_memory(
@@ -679,10 +739,38 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         (("plan", "--rows", "1,0"), "--rows '1,0': expected numbers of rows, each at least 1"),
         (("plan", "--shares", "half"), "--shares 'half': expected numbers above 0"),
         (("plan", "--shares", "0"), "--shares '0': expected numbers above 0"),
+        (("step", "--device", ""), "--device '': expected cpu, cuda or cuda:N"),
+        *(
+            (("step", "--device", "cpu", flag, value), f"{flag} has no effect with --device cpu, whose step is always")
+            for flag, value in (("--rows", "77"), ("--variants", "zzz"), ("--layers", "36"), ("--model", "foo"))
+        ),
+        *(
+            ((verb, "--out", "/nonexistent/o.jsonl"), "--out '/nonexistent/o.jsonl': expected a file name in a folder")
+            for verb in ("step", "plan", "load")
+        ),
+        (("load", "--folder", "/nonexistent/x"), "--folder '/nonexistent/x': expected a folder, found no such folder"),
     ],
 )
 def test_benchmarks_refuse_before_they_begin(args: tuple[str, ...], message: str) -> None:
     assert message in error_of("bench", *args)
+
+
+def test_a_probe_refuses_its_folder_before_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for folder, found in (("/nonexistent", "found no such folder"), (file, "found something else")):
+        result = run("probe", "--folder", folder)
+        assert result.stderr.startswith(f"error: --folder '{folder}': expected a folder, {found}; make it, or leave")
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)  # and no "measuring ..."
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # nothing is closed to root
+    assert f"that user {os.geteuid()} may write to" in error_of("probe", "--folder", tmp_path)
+
+
+def test_places_that_are_closed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    for args in (("plan", model, "--device-memory", "2MiB", "--save", tmp_path / "a"), ("bench", "step", "--out", "a")):
+        assert f"{args[-2]} '{args[-1]}': expected a place that user" in error_of(*args)
+    assert f"--folder '{tmp_path}': expected a place that user" in error_of("demo", "--folder", tmp_path)
 
 
 def test_interrupt_ends_with_130_and_a_word(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:

@@ -180,6 +180,7 @@ def test_any_other_flag_is_passed_on_as_it_is(separator: list[str]) -> None:
         (["--offload-backend", "prefetch"], "needs --offload-group-size, which is not set"),
         (["--offload-backend", "none"], "--offload-backend 'none': expected auto, prefetch or uva, those of vLLM"),
         (["--offload-group-size", "4", "--offload-mode", "disk"], "expected one of cpu, shm_cpu inside vLLM"),
+        (["--device-memory", "1GiB", "--offload-mode", "sharded_gpu"], "expected one of cpu, shm_cpu inside vLLM"),
         (["--offload-mode", "cpu"], "--offload-mode has no effect when nothing is offloaded"),
         (["--measure-stalls"], "penstock.measure_stalls has no effect while nothing is offloaded"),
         (["--additional-config", "{"], "--additional-config '{': expected JSON"),

@@ -3,6 +3,7 @@ expected, what was found and the mend; and the model is as it was (contract 8)."
 
 from __future__ import annotations
 
+import errno
 import inspect
 import os
 import threading
@@ -34,6 +35,7 @@ from penstock.errors import (
 from penstock.link.threads import ThreadLink
 from penstock.offloaders import pipeline
 from penstock.store.cpu import CpuStore
+from penstock.store.files import File
 from penstock.testing import assert_moved, assert_same_bits
 
 
@@ -117,11 +119,27 @@ class TestSizes:
             parse_size(size)
 
     @pytest.mark.parametrize(
-        "use", [lambda s: penstock.offload(Stack(3), s), Budget, UVA], ids=["offload", "Budget", "UVA"]
-    )
-    def test_wherever_a_size_is_taken(self, use: Callable[[Any], Any]) -> None:
-        with pytest.raises(SizeError, match="'lots' is not a size"):
+        ("use", "name"),
+        [
+            (lambda size: penstock.offload(Stack(3), size), "device_memory"), (Budget, "device_memory"),
+            (UVA, "max_bytes"), (lambda size: Budget("1GiB", host_memory=size), "host_memory"),
+        ],
+        ids=["offload", "Budget", "UVA", "host_memory"],
+    )  # fmt: skip
+    def test_wherever_a_size_is_taken(self, use: Callable[[Any], Any], name: str) -> None:
+        flag = {"max_bytes": "--cpu-offload-gb"}.get(name, f"--{name.replace('_', '-')}")
+        with pytest.raises(SizeError, match=f"^{name}: size 'lots' is not a size; write it like .* \\({flag}\\)$"):
             use("lots")
+        with pytest.raises(SizeError, match=f"^{name}: size -4: expected more than 0 bytes; .* \\({flag}\\)$"):
+            use(-4)
+
+    @pytest.mark.parametrize(
+        ("use", "name"),
+        [(Budget, "device_memory"), (UVA, "max_bytes"), (lambda s: Budget(1, host_memory=s), "host_memory")],
+    )
+    def test_wherever_no_size_is_given(self, use: Callable[[Any], Any], name: str) -> None:
+        with pytest.raises(OptionTypeError, match=f"^{name}: expected str or int, found float 1.5; write it like"):
+            use(1.5)
 
 
 class TestOptions:
@@ -179,6 +197,45 @@ class TestOptions:
             pytest.skip("there is one")
         with pytest.raises(OptionError, match=f"device {found}: "):
             penstock.offload(Stack(2), all_layers(1), device=device)
+
+    @pytest.mark.parametrize(
+        ("options", "kind", "message"),
+        [
+            ({"device": "tpu"}, OptionError, "device 'tpu': expected 'cpu', 'cuda', 'cuda:N' or a torch.device"),
+            ({"device": ""}, OptionError, "device '': expected 'cpu', 'cuda', 'cuda:N' or a torch.device"),
+            ({"device": 1.5}, OptionTypeError, "device: expected 'cpu', .*, found float 1.5"),
+            ({"device": True}, OptionTypeError, "device: expected 'cpu', .*, found bool True"),
+            ({"disk": True}, OptionTypeError, "disk: expected penstock.DiskOptions, .*, found bool True"),
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("load", [False, True])
+    def test_kinds(self, load: bool, options: dict[str, Any], kind: type[PenstockError], message: str) -> None:
+        from penstock.adapters.transformers import load as load_model
+
+        model = Stack(2)
+        before = state_of(model)
+        with pytest.raises(kind, match=f"^{message}$" if kind is OptionError else f"^{message}"):
+            load_model("nowhere", "1GiB", **options) if load else penstock.offload(model, all_layers(1), **options)
+        assert state_of(model) == before
+
+    @pytest.mark.parametrize("group", [5, True, "world"])
+    def test_group(self, group: Any) -> None:
+        with pytest.raises(OptionTypeError, match=f"^group: expected a process group, .*, found .* {group!r}$"):
+            penstock.offload(Stack(2), all_layers(1, "shm_cpu"), group=group)
+
+    @pytest.mark.parametrize("checkpoint", [42, b"folder", True, []])
+    def test_checkpoint(self, checkpoint: Any) -> None:
+        with pytest.raises(OptionTypeError, match=r"^checkpoint: expected the path of a folder or file .*, found"):
+            penstock.offload(Stack(2), all_layers(1, "disk"), checkpoint=checkpoint)
+
+    def test_trace(self, tmp_path: Path) -> None:
+        with penstock.offload(Stack(2).eval(), all_layers(1)) as handle:
+            for path, found in ((tmp_path / "no" / "t.json", "No such file"), (tmp_path, "Is a directory")):
+                with pytest.raises(OptionError, match=f"{path}': expected the name of a file .*found: {found}"):
+                    handle.trace(path)
+            with pytest.raises(OptionTypeError, match=r"^path of a trace: expected .*, found int 42$"):
+                handle.trace(42)  # type: ignore[arg-type]
 
     def test_backends(self) -> None:
         with pytest.raises(OptionError, match=r"backend 'magic': expected one of auto, prefetch, uva, none"):
@@ -257,7 +314,32 @@ class TestCheckpoints:
         model = Stack(3).eval()
         state = {n: t for n, t in model.state_dict().items() if n != "layers.1.linear.weight"}
         save_file(state, tmp_path / "model.safetensors")
-        self.refuses(model, tmp_path, r"'layers\.1\.linear\.weight'.*nearest")
+        self.refuses(model, tmp_path, r"'layers\.1\.linear\.weight'.*nearest.* another model, or .*: pass checkpoint=")
+
+    def test_of_another_model(self, tmp_path: Path) -> None:
+        message = r"expected a tensor '.*'; found \d+ others, .* of another model, .* pass checkpoint= of this model\.$"
+        self.refuses(MoE(2).eval(), save(Stack(3), tmp_path), message)
+
+    def test_of_no_model(self, tmp_path: Path) -> None:
+        save_file({}, tmp_path / "model.safetensors")
+        self.refuses(Stack(3).eval(), tmp_path, r"found no tensors at all\. .* pass checkpoint= of this model\.$")
+
+    def test_a_pipe(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "model.safetensors")
+        message = r"model\.safetensors: expected a regular file; found a named pipe\. Write the weights to a file"
+        self.refuses(Stack(3).eval(), tmp_path, message)
+
+    def test_too_many_open_files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*args: object) -> int:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        checkpoint = Checkpoint.open(save(Stack(3), tmp_path))
+        monkeypatch.setattr(os, "open", fail)
+        mend = r"Too many open files\. Raise the limit of open files \(ulimit -n\), which is \d+"
+        self.refuses(Stack(3).eval(), tmp_path, mend)
+        for options in (DiskOptions(), DiskOptions(direct=True)):
+            with pytest.raises(CheckpointError, match=mend):
+                File(checkpoint.files[0], options)
 
     def test_another_dtype(self, tmp_path: Path) -> None:
         model = Stack(3).eval()

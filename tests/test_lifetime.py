@@ -480,6 +480,18 @@ class TestRefused:
                     penstock.offload(again, Prefetch(params=["ALL_MODEL_PARAMS"]))
             assert_same_bits(model(x), expected)
             handle.remove()
+        assert_same_bits(model(x), expected)
+        with penstock.offload(model[0], all_layers(2)):
+            its_own = r"already; call remove\(\) on the handle that penstock\.offload returned for it before you"
+            as_part = r"already, as 'layers\.1\.linear' of a Stack; call remove\(\) on the handle or offloader of that"
+            for again, message in (
+                (model[0], rf"^this module \(Stack\) is offloaded {its_own} offload it again$"),
+                (model, rf"^the submodule '0' \(Stack\) is offloaded {its_own} offload the model around it$"),
+                (model[0].layers[1].linear, rf"^this module \(Linear\) is offloaded {as_part}"),
+                (model[0].layers[1], rf"^the submodule 'norm' .* {as_part.replace('linear', 'norm')}"),
+            ):
+                with pytest.raises(StateError, match=message):
+                    penstock.offload(again, UVA(params=["weight"]))
         offloader = penstock.PrefetchOffloader(1, 1, 1, ["weight"])
         offloader.wrap_modules(model[0].layers)
         offloader.post_init()

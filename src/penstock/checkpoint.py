@@ -23,6 +23,7 @@ from typing import TypeGuard
 
 import torch
 
+from penstock.errors import CheckpointError
 from penstock.stamps import FileStamp, fault, opened
 
 _INDEX = "model.safetensors.index.json"
@@ -93,9 +94,13 @@ class Checkpoint:
     def __getitem__(self, name: str) -> FileTensor:
         """The tensor of that name; CheckpointError with the nearest names when there is none."""
         if name not in self.tensors:
-            found = f"{len(self.tensors)} others, the nearest are {_nearest(name, self.tensors)}"
-            raise fault(self.root, f"a tensor {name!r}", found, "Use a name from `.tensors`.")
+            raise self.lacks(name, "Use a name from `.tensors`.")
         return self.tensors[name]
+
+    def lacks(self, name: str, mend: str) -> CheckpointError:
+        """The error for a tensor that is not there, with the nearest names."""
+        near = f"{len(self.tensors)} others, the nearest are {_nearest(name, self.tensors)}"
+        return fault(self.root, f"a tensor {name!r}", near if self.tensors else "no tensors at all", mend)
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, byte for byte, in new CPU memory; CheckpointError if the file is short or changed."""
@@ -127,7 +132,7 @@ def _find_files(start: Path) -> tuple[Path, list[Path]]:
     every = [name for name in names if name.endswith(".safetensors") and name[0] != "."]
     chosen = [name for name in (_INDEX, "model.safetensors") if name in names][:1] or every
     if not chosen:
-        found = f"{_some(foreign)} of another format" if foreign else _some(names)
+        found = f"{_some(foreign)} of another format" if foreign else _some(names) if names else "an empty folder"
         mend = _CONVERT if foreign else "Give the folder of the weights."
         raise fault(start, "safetensors files", found, mend)
     return start, [start / name for name in chosen]
@@ -148,7 +153,8 @@ def _index_shards(index: Path) -> dict[Path, set[str]]:
     for file, names in names_in.items():  # several spellings may lead to one file
         shards.setdefault(_inside(index, file), set()).update(names)
     if missing := [str(shard) for shard in sorted(shards) if not shard.exists()]:
-        raise fault(index, f"{len(shards)} shards in its folder", f"missing: {_some(missing)}")
+        found = f"{len(shards) - len(missing)}, missing: {_some(missing)}"
+        raise fault(index, f"{len(shards)} shards in its folder", found, "Download or copy what is missing.")
     return shards
 
 
@@ -162,7 +168,9 @@ def _inside(index: Path, file: str) -> Path:
 
 def _only_named(shard: Path, found: Mapping[str, FileTensor], names: set[str]) -> dict[str, FileTensor]:
     if absent := sorted(names - found.keys()):
-        raise fault(shard, "all tensors that the index places here", f"missing: {_some(absent)}")
+        expected = f"all {len(names)} tensors that the index places here"
+        mend = "One of the two is of another checkpoint: download or copy both again."
+        raise fault(shard, expected, f"{len(names) - len(absent)} of them, missing: {_some(absent)}", mend)
     return dict(found) if len(found) == len(names) else {name: found[name] for name in found if name in names}
 
 

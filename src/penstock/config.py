@@ -65,6 +65,14 @@ def parse_size(size: str | int) -> int:
     return num_bytes
 
 
+def _size_of(name: str, size: str | int, flag: str) -> int:
+    """:func:`parse_size`, and an error says what the size is of."""
+    try:
+        return parse_size(size)
+    except (SizeError, OptionTypeError) as error:
+        raise type(error)(f"{name}: {str(error).removeprefix('size: ')} ({flag})") from None
+
+
 def _what_is_wrong(size: str) -> str:
     """Of a text that is no size, as the rest of a sentence."""
     match = _LOOSE_SIZE.fullmatch(size)
@@ -191,7 +199,7 @@ class UVA:
 
     def __post_init__(self) -> None:
         if self.max_bytes is not None:
-            object.__setattr__(self, "max_bytes", parse_size(self.max_bytes))
+            object.__setattr__(self, "max_bytes", _size_of("max_bytes", self.max_bytes, "--cpu-offload-gb"))
         _check_mode(self.mode)
         object.__setattr__(self, "params", _as_names(self.params))
 
@@ -258,9 +266,9 @@ class Budget:
     host_memory: str | int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "device_memory", parse_size(self.device_memory))
+        object.__setattr__(self, "device_memory", _size_of("device_memory", self.device_memory, "--device-memory"))
         if self.host_memory is not None:
-            object.__setattr__(self, "host_memory", parse_size(self.host_memory))
+            object.__setattr__(self, "host_memory", _size_of("host_memory", self.host_memory, "--host-memory"))
         if self.mode is not None:
             _check_mode(self.mode)
         object.__setattr__(self, "params", _as_names(self.params))

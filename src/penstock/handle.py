@@ -7,7 +7,7 @@ import warnings
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import nn
@@ -17,12 +17,13 @@ from penstock.environment import pin_memory_disabled, uva_disabled
 from penstock.errors import OptionError, OptionTypeError, PenstockWarning, StateError
 from penstock.inventory import Inventory, take_inventory
 from penstock.limits import describe_device
+from penstock.offloaders.arguments import require_kinds
 from penstock.offloaders.attachment import Attachment, Progress
 from penstock.offloaders.opening import compute_device
 from penstock.offloaders.parts import splits_units
 from penstock.offloaders.planning import budget_planner, planner_for, split_planner
 from penstock.offloaders.room import require_room
-from penstock.offloaders.state import is_offloaded
+from penstock.offloaders.state import place_of
 from penstock.peers import Peers
 from penstock.plan import Plan, move_on_demand
 from penstock.store.disk import DiskOptions
@@ -72,7 +73,11 @@ class Handle:
         self._attachment.join()
 
     def trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the latest copies, compute and stalls as Chrome trace JSON (open it in Perfetto)."""
+        """Write the latest copies, compute and stalls as Chrome trace JSON (open it in Perfetto).
+
+        Raises:
+            OptionError, OptionTypeError: no file can be written there; no path.
+        """
         self._attachment.recorder.write(path, [unit.anchor for unit in self.plan.units])
 
     def remove(self) -> None:
@@ -133,7 +138,7 @@ def offload(
             machine; ``sharded_gpu`` or ``pool_links`` on devices without peer access.
         LimitError: the device or the host has no room for the plan; found before anything is allocated.
         CheckpointError: files missing, damaged or for another model.
-        StateError: the model is offloaded already.
+        StateError: the model, a part of it or a model around it is offloaded already.
         PeerError: another rank of ``group`` failed, ended, or did not come within ``PENSTOCK_PEER_TIMEOUT`` seconds.
 
     The model is untouched when anything is raised. While it is offloaded, a parameter that is copied ahead of use is a
@@ -144,6 +149,7 @@ def offload(
         raise OptionTypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper; the code behind it retraces by itself
     _refuse_second_offload(model)
+    require_kinds(device, disk, group)
     if pool_links and group is None:
         raise OptionError("pool_links has no effect without group=: one process has one link")
     weights = None if checkpoint is None else WeightMap.open(checkpoint)
@@ -221,11 +227,18 @@ def _handle_of(module: nn.Module) -> Handle | None:
 
 def _refuse_second_offload(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if _handle_of(module) is not None or is_offloaded(module):
-            raise StateError(
-                f"{name or 'this model'} is offloaded already; call remove() on its handle or offloader before you "
-                f"offload it again"
-            )
+        if _handle_of(module) is not None:
+            _refuse_again(name, module, "", "the handle that penstock.offload returned for it")
+        if place := place_of(module):
+            _refuse_again(name, module, f", as {place}", "the handle or offloader of that model")
+
+
+def _refuse_again(name: str, module: nn.Module, place: str, owner: str) -> NoReturn:
+    what, again = (f"the submodule {name!r}", "the model around it") if name else ("this module", "it again")
+    raise StateError(
+        f"{what} ({type(module).__name__}) is offloaded already{place}; call remove() on {owner} before you offload "
+        f"{again}"
+    )
 
 
 def _warn_about_idle_options(model: nn.Module, plan: Plan, weights: WeightMap | None, disk: DiskOptions | None) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,9 +13,10 @@ from pathlib import Path
 
 from penstock.errors import CheckpointError
 
-__all__ = ["FileStamp", "fault", "opened"]
+__all__ = ["FileStamp", "fault", "opened", "require_file", "too_many_open"]
 
 _AGAIN = "Download or copy it again."
+_KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 @dataclass(frozen=True)
@@ -36,10 +40,25 @@ def fault(path: Path, expected: str, found: str, mend: str = _AGAIN) -> Checkpoi
     return CheckpointError(f"{path}: expected {expected}; found {found}. {mend}")
 
 
+def require_file(path: Path) -> None:
+    """Raise CheckpointError for what is neither a file nor a folder: to open a pipe is to wait for who writes to it."""
+    if kind := _KINDS.get(stat.S_IFMT(os.stat(path).st_mode)):
+        raise fault(path, "a regular file", kind, "Write the weights to a file, or link to one.")
+
+
+def too_many_open(error: OSError) -> str:
+    """The mend of an error that the limit of open files has caused; empty for any other."""
+    if error.errno != errno.EMFILE:
+        return ""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"Raise the limit of open files (ulimit -n), which is {limit}, or save the weights in fewer shards."
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[int, FileStamp]]:
     """A file descriptor and the stamp of what it has open. Every OSError becomes a CheckpointError."""
     try:
+        require_file(path)
         fd = os.open(path, os.O_RDONLY)
         try:
             status = os.fstat(fd)
@@ -47,5 +66,5 @@ def opened(path: Path) -> Iterator[tuple[int, FileStamp]]:
         finally:
             os.close(fd)
     except OSError as error:
-        mend = "Check the path, its permissions (`chmod u+rX` as the owner) and the disk."
+        mend = too_many_open(error) or "Check the path, its permissions (`chmod u+rX` as the owner) and the disk."
         raise fault(path, f"files that user {os.geteuid()} can read", str(error.strerror), mend) from error

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from penstock.errors import OptionError, OptionTypeError
+
 __all__ = ["ReadStats", "Recorder", "Span", "StagingStats", "Stats", "UnitStats"]
 
 _MAX_SPANS = 1 << 16
@@ -62,7 +64,13 @@ class Recorder:
         """Write the spans as Chrome trace JSON (Trace Event Format, complete events, times in µs); Perfetto reads it.
 
         ``names``: the anchor of each unit, for labels.
+
+        Raises:
+            OptionError: no file can be written there.
+            OptionTypeError: no path.
         """
+        if not isinstance(path, str | os.PathLike):
+            raise OptionTypeError(f"path of a trace: expected str or os.PathLike, found {type(path).__name__} {path!r}")
         spans = self.spans
         tracks = list(dict.fromkeys(span.track for span in spans))
         origin = min((span.start_ns for span in spans), default=0)
@@ -71,7 +79,13 @@ class Recorder:
             for tid, track in enumerate(tracks)
         ]
         events += [_event(span, origin, tracks.index(span.track), names) for span in spans]
-        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        try:
+            Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        except OSError as error:
+            raise OptionError(
+                f"{str(path)!r}: expected the name of a file to write the trace to, in a folder that exists; found: "
+                f"{error.strerror} (--trace)"
+            ) from error
 
     def _add(self, kind: _Kind, unit: int, start_ns: int, num_bytes: int) -> None:
         duration_ns = time.perf_counter_ns() - start_ns

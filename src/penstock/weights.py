@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 import torch
 
 from penstock.checkpoint import Checkpoint, FileTensor
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, OptionTypeError
 from penstock.inventory import StorageInfo, TensorInfo
 
 __all__ = ["FilePart", "Recipe", "TensorSource", "WeightMap"]
+
+_MEND = "The checkpoint is of another model, or was saved without this tensor: pass checkpoint= of this model."
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,19 @@ class WeightMap:
 
     @classmethod
     def open(cls, weights: WeightMap | Checkpoint | str | os.PathLike[str]) -> WeightMap:
-        """A weight map as given, or the identity map of a checkpoint or of a path to one."""
+        """A weight map as given, or the identity map of a checkpoint or of a path to one.
+
+        Raises:
+            OptionTypeError: none of these.
+            CheckpointError: see :meth:`Checkpoint.open`.
+        """
         if isinstance(weights, WeightMap):
             return weights
+        if not isinstance(weights, Checkpoint | str | os.PathLike):
+            raise OptionTypeError(
+                f"checkpoint: expected the path of a folder or file of safetensors, a Checkpoint or a WeightMap, found "
+                f"{type(weights).__name__} {weights!r}"
+            )
         return cls.identity(weights if isinstance(weights, Checkpoint) else Checkpoint.open(weights))
 
     def source(self, storage: StorageInfo) -> TensorSource:
@@ -101,7 +113,8 @@ class WeightMap:
             for place in tensor.locations:
                 if place.name in self.sources:
                     return _checked(place.name, tensor, self.sources[place.name], self.checkpoint)
-        self.checkpoint[storage.name]  # raises, naming the nearest tensors
+        if storage.name not in self.checkpoint.tensors:
+            raise self.checkpoint.lacks(storage.name, _MEND)
         raise CheckpointError(
             f"{storage.name}: {self.checkpoint.root} holds the tensor, but not in the form this model needs (it is "
             f"rearranged while loading); offload it with mode 'cpu' or keep it resident"

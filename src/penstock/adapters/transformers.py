@@ -30,6 +30,7 @@ from penstock.errors import PenstockWarning
 from penstock.handle import Handle, offload
 from penstock.inventory import Inventory, StorageInfo, take_inventory
 from penstock.limits import describe_device
+from penstock.offloaders.arguments import require_kinds
 from penstock.offloaders.attachment import Progress
 from penstock.offloaders.binding import bind
 from penstock.offloaders.opening import compute_device
@@ -89,6 +90,7 @@ def load(
 
     To pool links or to measure stalls, :func:`penstock.offload` a model that is built already.
     """
+    require_kinds(device, disk)
     model = build_meta_model(path, model_class=model_class, dtype=dtype)
     found = match(model, Checkpoint.open(path))
     _report(model, found)

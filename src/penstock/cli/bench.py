@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,9 +11,14 @@ import typer
 from rich.table import Table
 
 from penstock.cli.console import stdout
-from penstock.cli.values import counts, numbers, require_known, target_device, words
+from penstock.cli.values import counts, numbers, require_folder, require_known, require_writable, target_device, words
+from penstock.errors import OptionError
 
 __all__ = ["bench"]
+
+_ROWS = "1,16,256,2048,8192"
+_VARIANTS = "even:0.25,group:4/1/2,group:1/1/2"
+_LAYERS = 36
 
 bench = typer.Typer(
     no_args_is_help=True, help="Measure a step, a plan's predictions, or loading, against what no schedule could beat."
@@ -28,11 +33,19 @@ def _root() -> None:
 @bench.command()
 def step(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-    rows: Annotated[str, typer.Option(help="rows per step, comma-separated; cuda only")] = "1,16,256,2048,8192",
+    rows: Annotated[
+        str | None, typer.Option(help=f"rows per step, comma-separated; cuda only (default {_ROWS})")
+    ] = None,
     variants: Annotated[
-        str, typer.Option(help="comma-separated: even:F, memory:F, group:A/B/C, each with +eager, +tensors, +fresh")
-    ] = "even:0.25,group:4/1/2,group:1/1/2",
-    layers: Annotated[int, typer.Option(help="layers of the reference stack; cuda only", min=1)] = 36,
+        str | None,
+        typer.Option(
+            help=f"comma-separated: even:F, memory:F, group:A/B/C, each with +eager, +tensors, +fresh; cuda only "
+            f"(default {_VARIANTS})"
+        ),
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(help=f"layers of the reference stack; cuda only (default {_LAYERS})", min=1)
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(help="a decode step of a transformers model instead: qwen3-8b or deepseek-v2-lite; cuda only"),
@@ -42,6 +55,7 @@ def step(
     out: Annotated[Path | None, typer.Option(help="append results here, one JSON object per line")] = None,
 ) -> None:
     """One step, offloaded in several ways and interleaved, against the floor; bits are checked."""
+    _require_out(out)
     results = list(_shown(_run(device, rows, variants, layers, model, rounds, repeats), out))
     broken = [f"{row['case']} rows {row['rows']}" for row in results if not row["bit_equal"]]
     typer.echo(json.dumps({"bench": "step", "device": device, "cases": len(results), "not_bit_equal": broken}))
@@ -63,6 +77,7 @@ def plan_step(
     from penstock.bench.plan_step import run
     from penstock.link.probe import load, measure, save
 
+    _require_out(out)
     asked, row_counts = numbers("--shares", shares), counts("--rows", rows)
     probe = load()
     if probe is None:
@@ -115,6 +130,9 @@ def load(
     states = [word == "cold" for word in words(files)]
     blocks = counts("--plain-blocks", plain_blocks, "sizes in MiB")
     target = str(target_device(device))
+    _require_out(out)
+    if folder is not None:
+        require_folder("--folder", folder)
     results = []
     for row in run(folder, layers, asked, target, repeats=repeats, block_mib=blocks, states=states):
         results.append(row)
@@ -136,26 +154,45 @@ def load(
         raise typer.Exit(1)
 
 
+def _require_out(out: Path | None) -> None:
+    if out is not None:
+        require_writable("--out", out)
+
+
 def _run(
-    device: str, rows: str, variants: str, layers: int, model: str | None, rounds: int, repeats: int
+    device: str,
+    rows: str | None,
+    variants: str | None,
+    layers: int | None,
+    model: str | None,
+    rounds: int,
+    repeats: int,
 ) -> Iterable[dict[str, Any]]:
-    if device == "cpu":
+    if target_device(device).type == "cpu":
+        given = {"--rows": rows, "--variants": variants, "--layers": layers, "--model": model}
+        _refuse_idle(given, "with --device cpu, whose step is always the same; add --device cuda, or leave it out")
         from penstock.bench.cpu_step import run as run_cpu
 
         return run_cpu(rounds, repeats)
-    target_device(device)
-    row_counts = counts("--rows", rows)
+    row_counts, asked = counts("--rows", _ROWS if rows is None else rows), _VARIANTS if variants is None else variants
     if model is not None:
+        _refuse_idle({"--layers": layers}, "with --model, which has its own; leave one of the two out")
         from penstock.bench.real_step import run as run_real
 
-        return run_real(model, words(variants), row_counts, rounds, repeats)
+        return run_real(model, words(asked), row_counts, rounds, repeats)
     from dataclasses import replace
 
     from penstock.bench.cuda_step import run as run_cuda
     from penstock.bench.shapes import QWEN3_8B
 
-    shape = replace(QWEN3_8B, num_layers=layers)
-    return run_cuda(shape, words(variants), row_counts, rounds, repeats)
+    shape = replace(QWEN3_8B, num_layers=_LAYERS if layers is None else layers)
+    return run_cuda(shape, words(asked), row_counts, rounds, repeats)
+
+
+def _refuse_idle(flags: Mapping[str, object], why: str) -> None:
+    for flag, given in flags.items():
+        if given is not None:
+            raise OptionError(f"{flag} has no effect {why}")
 
 
 def _shown(results: Iterable[dict[str, Any]], out: Path | None) -> Iterator[dict[str, Any]]:

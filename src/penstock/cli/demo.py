@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli.console import byte_bar, stderr, stdout
+from penstock.cli.values import require_folder
 from penstock.errors import OptionError
 from penstock.process import num_cores
 
@@ -46,6 +47,7 @@ def demo(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OptionError(f"--folder {str(folder)!r}: expected a folder that can be written to: {error}") from error
+    require_folder("--folder", folder)  # that it is there does not mean that it may be written to
     with TemporaryDirectory(dir=folder, prefix="runs-") as runs:
         broken = [*_part_a(Path(runs)), *_part_b(folder, Path(runs), keep)]
     for promise in broken:

@@ -11,6 +11,7 @@ import typer
 
 from penstock.cli.console import byte_bar, stderr
 from penstock.cli.options import OffloadFlags, with_offload_flags
+from penstock.cli.values import require_writable
 from penstock.config import format_gib
 from penstock.errors import CheckpointError, OptionError
 from penstock.process import PeakMeter, peak_rss_bytes
@@ -45,10 +46,10 @@ def generate(
     policy = flags.policy()
     if seed is not None and not temperature:
         raise OptionError("--seed has no effect on greedy decoding; add --temperature 0.7, say")
-    from penstock.cli.model import open_model, require_causal_lm, require_writable
+    from penstock.cli.model import open_model, require_causal_lm
 
     if trace is not None:
-        require_writable(trace, "--trace")
+        require_writable("--trace", trace)
     text = _read_prompt(prompt)
     opened = open_model(model)
     require_causal_lm(opened.module)

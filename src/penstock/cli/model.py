@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.store.disk import DiskOptions
     from penstock.weights import WeightMap
 
-__all__ = ["OpenedModel", "minimum_bytes", "no_collections", "open_model", "require_causal_lm", "require_writable"]
+__all__ = ["OpenedModel", "minimum_bytes", "no_collections", "open_model", "require_causal_lm"]
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,3 @@ def require_causal_lm(module: PreTrainedModel) -> None:
             f'penstock generate needs a causal language model (architectures ["...ForCausalLM"] in config.json), found '
             f"{type(module).__name__}"
         )
-
-
-def require_writable(path: Path, flag: str) -> None:
-    """Refuse an output file that cannot be written, before hours of work go into it."""
-    if not path.parent.is_dir() or path.is_dir():
-        raise OptionError(f"{flag} {str(path)!r}: expected a file name in a folder that exists")

@@ -6,6 +6,7 @@ Flags that vLLM has keep their names and meanings there. Contradictions and flag
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -33,6 +34,9 @@ _PREFETCH_FLAGS = ("offload_group_size", "offload_num_in_group", "offload_prefet
 _WORKLOAD_FLAGS = ("batch", "context", "host_memory")
 _UVA_FLAGS = ("cpu_offload_gb", "cpu_offload_params")
 _DISK_FLAGS = ("disk_direct", "disk_drop_cache")
+
+# The stores that a verb can open.
+_MODES = ("cpu", "shm_cpu", "disk", "meta")
 
 
 def _option(flag: str, metavar: str, text: str) -> Any:
@@ -120,14 +124,17 @@ class OffloadFlags:
         bool, _option("--disk-drop-cache", "", "Give pages of the files back to the system after reading.")
     ] = False
 
-    def policy(self, on_gpu: bool | None = None) -> Policy | Plan | None:
+    def policy(self, on_gpu: bool | None = None, in_engine: bool = False) -> Policy | Plan | None:
         """What the flags ask for; ``None`` when they ask for nothing to be offloaded.
 
-        ``on_gpu``: whether it is for a GPU; ``None`` asks :meth:`target`.
+        ``on_gpu``: whether it is for a GPU; ``None`` asks :meth:`target`. ``in_engine``: for an engine, which has other
+        stores than our own verbs and says itself which.
 
         Raises:
             OptionError: flags that contradict one another or have no effect; a plan file that is none.
         """
+        if not in_engine:
+            self._refuse_mode()
         if self.plan is not None:
             return self._saved_plan(self.plan)
         if self.device_memory is not None:
@@ -172,6 +179,17 @@ class OffloadFlags:
     def _mode(self, on_gpu: bool) -> Mode:
         # Verbs open checkpoints, whose files are a store already: for a CPU a second copy has to be asked for.
         return self.offload_mode or ("cpu" if on_gpu else "disk")  # type: ignore[return-value]
+
+    def _refuse_mode(self) -> None:
+        if self.offload_mode is None or self.offload_mode in _MODES:
+            return
+        why = ""
+        if self.offload_mode == "sharded_gpu":
+            why = (
+                "; sharded_gpu is for programs that pass group= to penstock.offload: use shm_cpu, under torchrun, for "
+                "one copy of the weights per host, or cpu"
+            )
+        raise OptionError(f"--offload-mode {self.offload_mode!r}: expected one of {', '.join(_MODES)}{why}")
 
     def _given(self, name: str) -> bool:
         # Zero is the "off" of vLLM's numeric flags.
@@ -243,8 +261,19 @@ class OffloadFlags:
     def _uva(self, mode: Mode) -> UVA | None:
         if not any(self._given(name) for name in _UVA_FLAGS):
             return None
-        limit = int(self.cpu_offload_gb * 2**30) if self.cpu_offload_gb else None
-        return UVA(limit, self.cpu_offload_params or (), mode)
+        return UVA(self._cpu_offload_bytes(), self.cpu_offload_params or (), mode)
+
+    def _cpu_offload_bytes(self) -> int | None:
+        """``None``: no limit."""
+        if not self.cpu_offload_gb:
+            return None
+        num_bytes = self.cpu_offload_gb * 2**30
+        if not 1 <= num_bytes < math.inf:  # what is no number is neither
+            raise OptionError(
+                f"--cpu-offload-gb {self.cpu_offload_gb:g}: expected a number of GiB, at least one byte, such as 4 or "
+                f"0.5; 0 turns it off"
+            )
+        return int(num_bytes)
 
     def _refuse_workload(self) -> None:
         for name in _WORKLOAD_FLAGS:

@@ -12,6 +12,7 @@ import typer
 
 from penstock.cli.console import stderr, stdout
 from penstock.cli.options import OffloadFlags, with_offload_flags
+from penstock.cli.values import require_writable
 from penstock.config import Budget
 from penstock.errors import OptionError
 
@@ -50,18 +51,20 @@ def plan(
     """
     ground = _ground(flags, machine)
     policy = flags.policy(ground.device.type == "cuda")
-    for flag, file in (("--save", save), ("--plot", plot)):
-        if file is not None and policy is None:
+    places = (("--save", save), ("--plot", plot))
+    reads = (("--disk-direct", flags.disk_direct), ("--disk-drop-cache", flags.disk_drop_cache))
+    for flag, given in (*places, *reads):
+        if given and policy is None:
             raise OptionError(
                 f"{flag} has no effect without a plan: nothing would be offloaded; add --device-memory, say"
             )
-    from penstock.cli.model import minimum_bytes, no_collections, open_model, require_writable
+    from penstock.cli.model import minimum_bytes, no_collections, open_model
     from penstock.plan.plot import draw_plan, require_picture
     from penstock.plan.report import render, render_weights
 
-    for flag, file in (("--save", save), ("--plot", plot)):
+    for flag, file in places:
         if file is not None:
-            require_writable(file, flag)
+            require_writable(flag, file)
     if plot is not None:
         require_picture(plot)
     with no_collections():

@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from penstock.cli.console import stderr, stdout
+from penstock.cli.values import require_folder
 
 __all__ = ["probe"]
 
@@ -19,6 +20,8 @@ def probe(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON and nothing else")] = False,
 ) -> None:
     """Measure the link, the device, the CPU and the disk of this machine; takes about half a minute."""
+    if folder is not None:
+        require_folder("--folder", folder)
     from penstock.link.probe import measure, save
 
     if not as_json:

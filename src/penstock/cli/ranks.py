@@ -18,8 +18,13 @@ def process_group(mode: Mode, device: torch.device) -> ProcessGroup | None:
     """The group of all ranks where ``mode`` shares a host's memory, else ``None``; each rank gets its own GPU.
 
     Raises:
-        OptionError: this process was started alone.
+        OptionError: this process was started alone, or ``mode`` needs more than a launcher gives.
     """
+    if mode == "sharded_gpu":  # of a plan that a program saved
+        raise OptionError(
+            f"the plan's mode is {mode}, which needs a group of GPUs that a program passes to penstock.offload: carry "
+            f"it out there, or make a plan for the command line with --offload-mode shm_cpu or cpu"
+        )
     if mode != "shm_cpu":
         return None
     import torch.distributed as dist

@@ -122,7 +122,7 @@ def _own_keys(flags: OffloadFlags, measure_stalls: bool) -> dict[str, Any]:
     Raises:
         OptionError: flags that contradict one another; the message names them as they were given.
     """
-    policy = flags.policy(on_gpu=True)
+    policy = flags.policy(on_gpu=True, in_engine=True)
     keys: dict[str, Any] = {}
     if isinstance(policy, Budget):
         keys["device_memory"] = flags.device_memory

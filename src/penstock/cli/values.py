@@ -1,8 +1,10 @@
-"""What the texts behind flags mean: a device, numbers of rows, words; each error says what was expected."""
+"""What the texts behind flags mean: devices, numbers, words, places; each error says what was expected."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import OptionError
@@ -10,7 +12,7 @@ from penstock.errors import OptionError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["counts", "numbers", "require_known", "target_device", "words"]
+__all__ = ["counts", "numbers", "require_folder", "require_known", "require_writable", "target_device", "words"]
 
 
 def target_device(name: str | None) -> torch.device:
@@ -21,7 +23,8 @@ def target_device(name: str | None) -> torch.device:
     """
     import torch
 
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -72,3 +75,25 @@ def require_known(flag: str, given: Iterable[str], known: Iterable[str]) -> None
     for word in given:
         if word not in known:
             raise OptionError(f"{flag}: expected some of {', '.join(known)}, found {word!r}; separate them by commas")
+
+
+def require_folder(flag: str, path: Path) -> None:
+    """Refuse a folder that files cannot be made in, before anything is measured."""
+    if not path.is_dir():
+        found = "something else" if path.exists() else "no such folder"
+        raise OptionError(f"{flag} {str(path)!r}: expected a folder, found {found}; make it, or leave {flag} out")
+    _require_access(flag, path, path)
+
+
+def require_writable(flag: str, path: Path) -> None:
+    """Refuse an output file that cannot be written, before hours of work go into it."""
+    if not path.parent.is_dir() or path.is_dir():
+        raise OptionError(f"{flag} {str(path)!r}: expected a file name in a folder that exists")
+    _require_access(flag, path, path if path.exists() else path.parent)
+
+
+def _require_access(flag: str, path: Path, place: Path) -> None:
+    if not os.access(place, os.W_OK):
+        raise OptionError(
+            f"{flag} {str(path)!r}: expected a place that user {os.geteuid()} may write to, found none; choose another"
+        )

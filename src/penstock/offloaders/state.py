@@ -17,7 +17,7 @@ from penstock.errors import ModelChangedError
 from penstock.offloaders.binding import BoundStorage, BoundTensor
 from penstock.offloaders.hooks import NotCopyable
 
-__all__ = ["StateGuard", "is_offloaded"]
+__all__ = ["StateGuard", "place_of"]
 
 _MARK = "_penstock_offloaded"
 
@@ -52,8 +52,10 @@ class StateGuard(NotCopyable):
         for module in model.modules():
             if not self._parts.keys().isdisjoint(module.modules()):
                 self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
+        names = {module: name for name, module in model.named_modules()}
         for module in self._parts:
-            module.__dict__[_MARK] = True
+            within = f"{names[module]!r} of " if names.get(module) else ""
+            module.__dict__[_MARK] = f"{within}a {type(model).__name__}"
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -97,9 +99,9 @@ class StateGuard(NotCopyable):
         return self._blobs[name]
 
 
-def is_offloaded(module: nn.Module) -> bool:
-    """Whether ``module`` itself holds a tensor that is offloaded."""
-    return _MARK in vars(module)
+def place_of(module: nn.Module) -> str | None:
+    """What ``module`` is in which model, for people, if it holds a tensor itself that is offloaded with that model."""
+    return vars(module).get(_MARK)
 
 
 def _refuse_load(module: nn.Module, *args: object) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 
 from penstock.errors import CheckpointError, TransferError
 from penstock.process import above_standard_streams
-from penstock.stamps import FileStamp
+from penstock.stamps import FileStamp, require_file, too_many_open
 from penstock.store.page_cache import Teller, cached_bytes, teller_for
 from penstock.store.source import Source
 from penstock.store.ways import Ways
@@ -254,10 +254,12 @@ class _Timed:
 def _open(path: Path, options: DiskOptions) -> tuple[int, int | None]:
     """The descriptors of :attr:`File.descriptors`."""
     try:
+        require_file(path)
         fd = _open_direct(path) if options.direct else above_standard_streams(os.open(path, _FLAGS))
     except OSError as error:
-        hint = "; this file system may not support --disk-direct" if options.direct else ""
-        raise CheckpointError(f"{path}: cannot be opened for reading: {error.strerror}{hint}") from error
+        usual = "This file system may not support --disk-direct." if options.direct else "Check its permissions."
+        mend = too_many_open(error) or usual
+        raise CheckpointError(f"{path}: cannot be opened for reading: {error.strerror}. {mend}") from error
     if options.drop_cache or options.direct is None:
         # No read-ahead: requests are large and many already, and what it brings beyond them is not let go of with them,
         # or is read twice when the way changes. Eight readers of 2 MiB each brought 1.4 GB/s with it and 2.3 without.
