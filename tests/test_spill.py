@@ -318,7 +318,7 @@ class TestWhoMaySpill:
             return Limits(host_available_bytes=32 * GIB, cgroup_available_bytes=16 * GIB)
 
         monkeypatch.setattr(planning, "read_limits", limits)
-        monkeypatch.setattr(planning, "planning_rates", lambda device: NOMINAL_GPU)
+        monkeypatch.setattr(planning, "planning_rates", lambda *_: NOMINAL_GPU)
         gpu = torch.device("cuda", 0)
         spill = planner_for(model, inventory, gpu, weights).spill
         assert spill is not None

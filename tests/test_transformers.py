@@ -523,7 +523,7 @@ class TestPlanning:
 
         rates = replace(NOMINAL_GPU, peer_bytes_per_s=Curve.of({1: 1e12}))
         monkeypatch.setattr("penstock.adapters.transformers.offload", offload)
-        monkeypatch.setattr("penstock.offloaders.planning.planning_rates", lambda device: rates)
+        monkeypatch.setattr("penstock.offloaders.planning.planning_rates", lambda *_: rates)
         folder, group = saved("qwen3"), SimpleNamespace(size=lambda: 4)
         num_bytes = take_inventory(build_meta_model(folder)).num_bytes
         budget = penstock.Budget(num_bytes * 3 // 4, params=["mlp"], mode="sharded_gpu")

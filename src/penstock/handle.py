@@ -195,7 +195,7 @@ def _make_plan(
     peers: Peers | None,
 ) -> Plan:
     """What ``policy`` comes to on this machine, which has room for it; warns of files that it does not need."""
-    planner = split_planner(planner_for(model, inventory, device, weights), policy, peers)
+    planner = split_planner(planner_for(model, inventory, device, weights, disk=disk), policy, peers)
     given = policy if isinstance(policy, Plan) else as_policy(policy)
     plan = given if isinstance(given, Plan) else planner.plan(given)
     plan = _settle(inventory, plan, device, peers, made_here=plan is not given)

@@ -95,7 +95,7 @@ def load(
     found = match(model, Checkpoint.open(path))
     _report(model, found)
     inventory, target = take_inventory(model), compute_device(model, device)
-    planner = _planner(model, inventory, found.weights, target)
+    planner = _planner(model, inventory, found.weights, target, disk)
     planner = split_planner(planner, policy, None if group is None else Peers(group))
     plan = policy if isinstance(policy, Plan) else planner.plan(as_policy(policy))
     _refuse_early(model, plan, policy, planner, target)
@@ -108,8 +108,14 @@ def load(
     return model, handle
 
 
-def _planner(model: PreTrainedModel, inventory: Inventory, weights: WeightMap, device: torch.device) -> Planner:
-    return planner_for(model, inventory, device, weights, unstreamable=not_in_files(inventory, weights))
+def _planner(
+    model: PreTrainedModel,
+    inventory: Inventory,
+    weights: WeightMap,
+    device: torch.device,
+    disk: DiskOptions | None = None,
+) -> Planner:
+    return planner_for(model, inventory, device, weights, unstreamable=not_in_files(inventory, weights), disk=disk)
 
 
 def _refuse_early(

@@ -57,7 +57,7 @@ def generate(
     from penstock.cli.ranks import process_group
     from penstock.limits import describe_device
 
-    planner = opened.planner(device)
+    planner = opened.planner(device, disk=flags.disk())
     plan = opened.plan(planner, policy, describe_device(device))
     group = process_group(plan.mode, device)
     tokenizer, inputs = _tokenize(opened.folder, text)

@@ -41,12 +41,15 @@ class OpenedModel:
         """What the user calls it: the name of the folder."""
         return self.folder.absolute().name
 
-    def planner(self, device: torch.device, rates: Rates | None = None) -> Planner:
-        """The planner for this model on ``device``, with ``rates`` instead of those of this machine if given."""
+    def planner(self, device: torch.device, rates: Rates | None = None, disk: DiskOptions | None = None) -> Planner:
+        """The planner for this model on ``device``, with ``rates`` instead of those of this machine if given.
+
+        ``disk``: how files are read.
+        """
         from penstock.offloaders.planning import not_in_files, planner_for
 
         fixed = not_in_files(self.inventory, self.weights)
-        return planner_for(self.module, self.inventory, device, self.weights, rates, fixed)
+        return planner_for(self.module, self.inventory, device, self.weights, rates, fixed, disk)
 
     def plan(self, planner: Planner, policy: Policy | Plan | None, machine: Machine) -> Plan:
         """The plan for ``policy``; ``None`` keeps every tensor resident; a finished plan is compared with the model.

@@ -69,7 +69,7 @@ def plan(
         require_picture(plot)
     with no_collections():
         opened = open_model(model)
-        planner = opened.planner(ground.device, ground.rates)
+        planner = opened.planner(ground.device, ground.rates, flags.disk())
         made = opened.plan(planner, policy, ground.machine)
         opened.check_files(flags.disk())
         points = planner.curve(policy) if isinstance(policy, Budget) and made.offloaded_bytes else ()

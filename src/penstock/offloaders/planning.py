@@ -20,6 +20,7 @@ from penstock.plan import Plan
 from penstock.plan.cost import Rates
 from penstock.plan.planner import Planner
 from penstock.plan.spill import Spill
+from penstock.store.files import DiskOptions
 from penstock.traits import traits_of
 from penstock.weights import WeightMap
 
@@ -35,6 +36,7 @@ def planner_for(
     weights: WeightMap | None = None,
     rates: Rates | None = None,
     unstreamable: Collection[str] = (),
+    disk: DiskOptions | None = None,
 ) -> Planner:
     """The planner for ``model`` on ``device``.
 
@@ -42,7 +44,7 @@ def planner_for(
     the traits that the model's configuration tells; and with zero-copy where the device can address host memory. Given
     ``weights``, a CPU streams from its files, and for a GPU what host memory has no room for stays in them;
     ``unstreamable`` names what these do not hold as it is (:func:`not_in_files`). Free host memory counts only for the
-    machine that is here: not with ``rates`` of another.
+    machine that is here: not with ``rates`` of another. ``disk``: how a CPU reads files, at the rate of that way.
     """
     on_gpu = device.type == "cuda"
     spill = None
@@ -51,7 +53,7 @@ def planner_for(
         spill = Spill(_unstreamable(inventory, weights, unstreamable), free_bytes)
     return Planner(
         inventory,
-        rates or planning_rates(device),
+        rates or planning_rates(device, disk is not None and bool(disk.direct)),
         traits_of(model),
         zero_copy=on_gpu and not uva_disabled() and not pin_memory_disabled(),
         default_mode="cpu" if weights is None or on_gpu else "disk",
