@@ -22,7 +22,7 @@ from ranks import outcomes, run_ranks
 from torch import nn
 
 import penstock
-from penstock.errors import OptionError, PenstockWarning, TransferError
+from penstock.errors import OptionError, PeerError, PenstockWarning, TransferError
 from penstock.offloaders import parts as sharing
 from penstock.peers import Channel, Peers, PeerWatch
 from penstock.plan.striping import Striping
@@ -172,10 +172,30 @@ def disagree(rank: int, kind: str, what: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("what", ["plan", "weights"])
-def test_ranks_that_differ_are_refused(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for message in outcomes(2, disagree, "pooled", what):
-        assert f"other {what}" in message or f"another {what}" in message
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_ranks_that_differ_are_refused(kind: str) -> None:
+    first, second = outcomes(2, disagree, kind, "plan")
+    assert first.startswith("rank 0 and rank 1 have different plans and cannot share a store: slots: 1 here, 2 there;")
+    assert second.startswith("rank 1 and rank 0 have different plans and cannot share a store: slots: 2 here, 1 there;")
+    for message in outcomes(2, disagree, kind, "weights"):
+        assert "other weights" in message
+
+
+def forget_to_pool(rank: int) -> Any:
+    """A mode of its own in one rank: that one goes on, and the other is told at once."""
+    begin = time.monotonic()
+    model = Stack().eval()
+    try:
+        penstock.offload(model, all_layers(2), group=dist.group.WORLD, pool_links=not rank)
+    except OptionError as error:
+        return str(error), time.monotonic() - begin
+
+
+def test_links_that_only_some_ranks_pool_are_named() -> None:
+    (message, seconds), other = outcomes(2, forget_to_pool)
+    assert "pool_links: True here, False there. Give every rank" in message
+    assert seconds < 5
+    assert other is None
 
 
 def die(rank: int, kind: str, moment: str) -> Any:
@@ -203,8 +223,16 @@ def test_a_killed_rank_is_an_error_on_the_others(kind: str, moment: str) -> None
     begin = time.monotonic()
     found = run_ranks(2, die, kind, moment, timeout_s=8)
     assert found[1] is None
-    assert isinstance(found[0], TransferError), found[0]
-    assert "restart all ranks together" in str(found[0])
+    if moment == "opening":  # nobody has heard of it, so only the timeout of the group tells
+        assert isinstance(found[0], PeerError), found[0]
+        assert "rank 0 has waited 8 s for rank 1" in str(found[0])
+        assert "raise the timeout of the process group" in str(found[0])
+    else:
+        assert isinstance(found[0], TransferError), found[0]
+        message = str(found[0])
+        assert "rank 0 of 2: the connection to rank 1 was closed: it has ended" in message
+        assert "restart all ranks together" in message
+        assert not any(word in message for word in ("within", "gloo", "pair.cc"))
     assert time.monotonic() - begin < 45
 
 

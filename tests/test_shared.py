@@ -268,21 +268,22 @@ def test_a_rank_killed_while_loading_is_an_error_in_the_others(victim: int, tcp:
             assert kind == "PeerError"
             # Rank 0 holds the store of a TCP group: it may be gone before the others know its process.
             holder_gone = tcp and victim == 0 and "the process that holds it may have ended" in message
-            assert f"rank {victim}" in message or holder_gone
+            # And it ends itself when it has seen the victim's end: then both are named.
+            assert f"rank {victim}" in message or "ranks 0, 1 have ended" in message or holder_gone
             assert untouched
             assert left == []
 
 
 def late_rank(rank: int, talk: Connection) -> Any:
-    os.environ["PENSTOCK_PEER_TIMEOUT"] = "1"
     model = build()
-    begin = time.monotonic()
     if rank == 1:
         talk.recv()
-    try:
-        offload(model)
-    except penstock.PenstockError as error:
-        talk.send((type(error).__name__, str(error), time.monotonic() - begin))
+    else:
+        os.environ["PENSTOCK_PEER_TIMEOUT"] = "1"
+        begin = time.monotonic()
+        with pytest.raises(penstock.PenstockError) as caught:
+            offload(model)
+        talk.send((type(caught.value).__name__, str(caught.value), time.monotonic() - begin))
     os.environ["PENSTOCK_PEER_TIMEOUT"] = "20"
     with offload(model):
         return torch.equal(model(rows()), expected())
@@ -296,9 +297,6 @@ def test_a_rank_that_never_comes_is_not_waited_for_and_may_come_again(tmp_path: 
         assert "PENSTOCK_PEER_TIMEOUT" in message
         assert 1 <= seconds < 5
         second.tell("come")
-        kind, message, _ = second.hear()
-        assert kind == "PeerError"
-        assert "rank 0 gave up" in message
         assert first.hear() is True
         assert second.hear() is True
 
@@ -323,7 +321,7 @@ def test_what_fails_in_one_rank_fails_in_all_and_leaves_the_models_alone(tmp_pat
         (error, same, left), (own, own_same, own_left) = (rank.hear() for rank in group)
     assert error[0] == "PeerError"
     assert "rank 1 gave up" in error[1]
-    assert "no more coffee" in error[1]
+    assert "ValueError: no more coffee" in error[1]
     assert own == ("ValueError", "no more coffee")
     assert (same, own_same, left, own_left) == (True, True, [], [])
 

@@ -17,12 +17,14 @@ from penstock.environment import pin_memory_disabled, uva_disabled
 from penstock.errors import OptionError, OptionTypeError, PenstockWarning, StateError
 from penstock.inventory import Inventory, take_inventory
 from penstock.limits import describe_device
-from penstock.offloaders.arguments import require_kinds
+from penstock.offloaders.arguments import require_group, require_kinds
 from penstock.offloaders.attachment import Attachment, Progress
+from penstock.offloaders.binding import bind
 from penstock.offloaders.opening import compute_device
 from penstock.offloaders.parts import splits_units
 from penstock.offloaders.planning import budget_planner, planner_for, split_planner
 from penstock.offloaders.room import require_room
+from penstock.offloaders.sharing import Attempt, attempt, compare_plans
 from penstock.offloaders.state import place_of
 from penstock.peers import Peers
 from penstock.plan import Plan, move_on_demand
@@ -125,6 +127,7 @@ def offload(
         progress: called with (bytes loaded, bytes to load) while weights are read or moved.
         measure_stalls: on a GPU, time every wait, in graphs too, for ``stats()``; a CPU always does.
         group: ranks that offload the same weights, for modes ``shm_cpu`` and ``sharded_gpu`` and for ``pool_links``.
+            All of them make this call, in the same order. It succeeds in all or in none, and may be tried again.
         pool_links: each rank of ``group`` copies a part of every unit over its own link and passes it on to the others.
             Ranks run in step: they call the model for the same modules in the same order, each within the timeout of
             the group. Where the parts are host memory, ``state_dict()`` and ``remove()`` are calls that all ranks make,
@@ -139,50 +142,67 @@ def offload(
         LimitError: the device or the host has no room for the plan; found before anything is allocated.
         CheckpointError: files missing, damaged or for another model.
         StateError: the model, a part of it or a model around it is offloaded already.
-        PeerError: another rank of ``group`` failed, ended, or did not come within ``PENSTOCK_PEER_TIMEOUT`` seconds.
+        PeerError: another rank of ``group`` failed, ended, or did not come within ``PENSTOCK_PEER_TIMEOUT`` seconds
+            (where units are split over ranks, within the timeout of the group if that is shorter).
 
     The model is untouched when anything is raised. While it is offloaded, a parameter that is copied ahead of use is a
     view of a slot: outside of its module's forward it holds whatever the slot does, or what is arriving there. Read
     weights by ``state_dict()``, or after ``remove()``.
     """
-    if not isinstance(model, nn.Module):
-        raise OptionTypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
-    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper; the code behind it retraces by itself
-    _refuse_second_offload(model)
-    require_kinds(device, disk, group)
+    require_group(group)
     if pool_links and group is None:
         raise OptionError("pool_links has no effect without group=: one process has one link")
-    weights = None if checkpoint is None else WeightMap.open(checkpoint)
-    target = compute_device(model, device)
-    inventory = take_inventory(model)
-    peers = None if group is None else Peers(group, pool_links)
-    plan = _make_plan(model, policy, inventory, target, weights, disk, peers)
-    _warn_about_training(model, plan, inventory)
-    _warn_about_idle_group(plan, peers)
-    try:
-        Attachment(
-            model,
-            plan,
-            inventory,
-            device=target,
-            weights=weights,
-            disk=disk,
-            progress=progress,
-            measure_stalls=measure_stalls,
-            peers=peers,
-            on_attached=partial(_mark, model),
-        )
-    except BaseException:  # an interrupt, at a point where only remove() undoes it
-        if (marked := _handle_of(model)) is not None:
-            marked.remove()
-        raise
+    with attempt(None if group is None else Peers(group, pool_links)) as peers:
+        if not isinstance(model, nn.Module):
+            raise OptionTypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+        model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper; the code behind it retraces by itself
+        _refuse_second_offload(model)
+        require_kinds(device, disk)
+        weights = None if checkpoint is None else WeightMap.open(checkpoint)
+        target = compute_device(model, device)
+        inventory = take_inventory(model)
+        plan = _make_plan(model, policy, inventory, target, weights, disk, peers)
+        _warn_about_training(model, plan, inventory)
+        _warn_about_idle_group(plan, peers)
+        if peers is not None:
+            _compare(model, plan, inventory, weights, peers)
+        try:
+            Attachment(
+                model,
+                plan,
+                inventory,
+                device=target,
+                weights=weights,
+                disk=disk,
+                progress=progress,
+                measure_stalls=measure_stalls,
+                peers=peers,
+                on_attached=partial(_conclude, model, plan, peers),
+            )
+        except BaseException:  # an interrupt, at a point where only remove() undoes it
+            if (marked := _handle_of(model)) is not None:
+                marked.remove()
+            raise
     handle = _handle_of(model)
     assert handle is not None
     return handle
 
 
-def _mark(model: nn.Module, attachment: Attachment) -> None:
+def _conclude(model: nn.Module, plan: Plan, peers: Attempt | None, attachment: Attachment) -> None:
+    """Until here everything can be undone, so here the ranks wait for one another."""
+    if peers is not None and _spans_ranks(plan, peers):
+        peers.meeting.settle()
     model.__dict__[_MARK] = Handle(model, attachment)
+
+
+def _spans_ranks(plan: Plan, peers: Peers) -> bool:
+    return plan.mode in ("shm_cpu", "sharded_gpu") or peers.pool_links
+
+
+def _compare(model: nn.Module, plan: Plan, inventory: Inventory, weights: WeightMap | None, peers: Attempt) -> None:
+    names = [entry.storage for unit in plan.units for entry in unit.entries] + list(plan.uva)
+    offloaded = bind(model, [inventory.by_name[name] for name in names])
+    compare_plans(plan, offloaded, weights, peers)
 
 
 def _make_plan(
@@ -256,7 +276,7 @@ def _warn_about_idle_options(model: nn.Module, plan: Plan, weights: WeightMap | 
 
 
 def _warn_about_idle_group(plan: Plan, peers: Peers | None) -> None:
-    if peers is not None and plan.mode not in ("shm_cpu", "sharded_gpu") and not peers.pool_links:
+    if peers is not None and not _spans_ranks(plan, peers):
         warnings.warn(
             f"group=... has no effect: mode {plan.mode!r} is each process's own; use mode 'shm_cpu' or 'sharded_gpu', "
             f"or pool_links=True",

@@ -11,6 +11,7 @@ import os
 import pickle
 import select
 import socket
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
@@ -65,6 +66,15 @@ class Peers:
                 return min(MAX_WAIT_S, timeout.total_seconds())
         return MAX_WAIT_S
 
+    def agree_on_name(self) -> str:
+        """A name that nobody has had before, the same in all ranks. Collective."""
+        name = [uuid.uuid4().hex]
+        dist.broadcast_object_list(name, group=self.group, group_src=0)
+        return name[0]
+
+    def look_for_cause(self) -> None:
+        """A connection is lost: raise ``PeerError`` if it is known why. Nobody has asked here; a subclass has."""
+
 
 def require_peers(peers: Peers | None, what: str) -> Peers:
     """``peers``, or an error that says where to get them."""
@@ -90,16 +100,16 @@ class Channel:
 
         Raises:
             TransferError: a rank did not come within the timeout of the group.
+            PeerError: the same in the course of an offload, where more is known: why it did not.
         """
+        self._peers = peers
         self.rank = peers.rank
         self.size = peers.size
         self.timeout_s = peers.timeout_s
         self._group: Any = self._bounded(lambda: self._connect(peers), "joined the group")
 
     def _connect(self, peers: Peers) -> Any:
-        name = [uuid.uuid4().hex]
-        dist.broadcast_object_list(name, group=peers.group, group_src=0)
-        store = c10d.PrefixStore(f"penstock/{name[0]}", c10d._get_process_group_store(peers.group))
+        store = c10d.PrefixStore(f"penstock/{peers.agree_on_name()}", c10d._get_process_group_store(peers.group))
         return dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=self.timeout_s))
 
     def gather(self, value: T) -> list[T]:
@@ -141,17 +151,39 @@ class Channel:
         return self._group
 
     def _bounded(self, call: Callable[[], T], what: str) -> T:
+        begin = time.monotonic()
         try:
             return call()
         except RuntimeError as error:  # DistError is one
-            raise TransferError(
-                f"rank {self.rank} of {self.size}: not every other rank has {what} within {self.timeout_s:.0f} s "
-                f"({_first_line(error)}). A rank has ended, hangs, or makes other calls; restart all ranks together"
-            ) from error
+            waited_s = time.monotonic() - begin
+            self._peers.look_for_cause()
+            raise TransferError(f"rank {self.rank} of {self.size}: {self._reason(error, waited_s, what)}") from error
+
+    def _reason(self, error: RuntimeError, waited_s: float, what: str) -> str:
+        """Gloo's own words are for those who know its sources; they stay with the cause."""
+        text = str(error).lower()
+        if any(words in text for words in _CLOSED):
+            other = f"rank {1 - self.rank}" if self.size == 2 else "another rank"
+            return (
+                f"the connection to {other} was closed: it has ended, or failed here before; look for its error, "
+                f"and restart all ranks together"
+            )
+        if waited_s < 0.9 * self.timeout_s:
+            return f"not every other rank has {what} ({_first_line(error)}); restart all ranks together"
+        return (
+            f"not every other rank has {what} within {self.timeout_s:.0f} s: one hangs, or makes other calls; restart "
+            f"all ranks together"
+        )
+
+
+# What gloo says of a connection whose other end is no longer there.
+_CLOSED = ("connection closed", "connection reset", "broken pipe", "connection refused", "socket closed")
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    """Without where in gloo's sources it was raised."""
+    line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return line.partition("] ")[2] or line if line.startswith("[") else line
 
 
 @dataclass(frozen=True)

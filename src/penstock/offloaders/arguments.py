@@ -8,16 +8,15 @@ import torch.distributed as dist
 from penstock.errors import OptionError, OptionTypeError
 from penstock.store.files import DiskOptions
 
-__all__ = ["require_kinds"]
+__all__ = ["require_group", "require_kinds"]
 
 
-def require_kinds(device: object, disk: object, group: object = None) -> None:
+def require_kinds(device: object, disk: object) -> None:
     """Look at what was given; ``None`` means not given, and is fine.
 
     Args:
         device: where compute runs; whether it is here is asked later.
         disk: how files are read.
-        group: ranks; what ``new_group`` gives a rank that is no member is no group.
 
     Raises:
         OptionTypeError: of another Python type.
@@ -28,6 +27,10 @@ def require_kinds(device: object, disk: object, group: object = None) -> None:
         raise OptionTypeError(
             f"disk: expected penstock.DiskOptions, such as DiskOptions(direct=True), found {_shown(disk)}"
         )
+
+
+def require_group(group: object) -> None:
+    """Raise ``OptionTypeError`` for what is no process group: what ``new_group`` gives to no member is none, either."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise OptionTypeError(
             f"group: expected a process group, such as torch.distributed.group.WORLD after "

@@ -1,14 +1,18 @@
-"""How ranks come to share one store: who is on this host, whether all mean the same, and who brings what."""
+"""How ranks come to share one store: who is on this host, whether all mean the same, and who brings what.
+
+An attempt (:func:`attempt`) is one call of ``penstock.offload`` with a group, from its first line to its last: one
+meeting of all ranks, which the store, the channels and the call itself use. So whatever fails in one rank is told to
+all, and until everything is attached in all of them each can undo its own.
+"""
 
 from __future__ import annotations
 
-import os
-import socket
+import uuid
 import warnings
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -21,7 +25,7 @@ from penstock.offloaders.loading import require_weights
 from penstock.offloaders.making import Maker
 from penstock.peers import Peers
 from penstock.plan.model import Plan
-from penstock.rendezvous import Rendezvous
+from penstock.rendezvous import Rendezvous, this_host
 from penstock.store.base import new_blob, writable_view
 from penstock.store.digest import json_digest
 from penstock.store.disk import DiskOptions, DiskStore
@@ -31,11 +35,84 @@ from penstock.store.shared import SharedStore, shared_bytes
 from penstock.store.ways import Ways
 from penstock.weights import WeightMap
 
-__all__ = ["finish_shared", "open_shared"]
+__all__ = ["Attempt", "attempt", "compare_plans", "finish_shared", "open_shared"]
 
 _DYING_S = 2.0
 
+_OFFLOAD = "offload"
+
 Said = dict[int, dict[str, Any]]  # what each rank says of itself
+
+
+class _Meeting(Rendezvous):
+    """One that goes on when the store has been filled."""
+
+    def leave(self) -> None:
+        """Nothing yet; see :meth:`end`."""
+
+    def end(self) -> None:
+        """What :meth:`leave` is for others."""
+        super().leave()
+
+
+@dataclass(frozen=True)
+class Attempt(Peers):
+    """Peers in the course of one call of ``penstock.offload``.
+
+    Attributes:
+        meeting: theirs.
+    """
+
+    meeting: Rendezvous = field(kw_only=True)
+    _channels: Iterator[int] = field(kw_only=True, default_factory=count, repr=False)
+
+    def agree_on_name(self) -> str:
+        """Without a collective: a rank that fails instead of coming would leave one half done in the group."""
+        return str(self.meeting.exchange(f"channel {next(self._channels)}", uuid.uuid4().hex)[0])
+
+    def look_for_cause(self) -> None:
+        self.meeting.look_for_cause()
+
+
+@contextmanager
+def attempt(peers: Peers | None) -> Iterator[Attempt | None]:
+    """Whatever is raised within is told to the other ranks; None without a group.
+
+    Raises:
+        PeerError: the store of the group does not answer.
+    """
+    if peers is None:
+        yield None
+        return
+    meeting = _Meeting(peers, _OFFLOAD)
+    try:
+        yield Attempt(peers.group, peers.pool_links, meeting=meeting)
+    except BaseException as error:
+        meeting.fail(str(error))
+        raise
+    meeting.end()
+
+
+def compare_plans(
+    plan: Plan, offloaded: Mapping[str, BoundStorage], weights: WeightMap | None, attempt: Attempt
+) -> None:
+    """Say what this rank is about to do, and where units are split over ranks, require the same of all.
+
+    A store that ranks share asks by itself (:func:`open_shared`). Any other mode is each rank's own: it is said for
+    those that expect another one, and nobody is waited for.
+
+    Raises:
+        OptionError: ranks with different plans.
+        PeerError: another rank failed, ended or did not come in time.
+    """
+    if plan.mode == "shm_cpu":
+        return
+    if plan.mode != "sharded_gpu" and not attempt.pool_links:
+        attempt.meeting.post("plan", {"plan": _modes(plan, attempt)})
+        return
+    attempt.meeting.limit(attempt.timeout_s, "the timeout of the process group")
+    said = attempt.meeting.exchange("plan", _say(plan, offloaded, weights, attempt))
+    _require_same_plan(said, attempt.rank)
 
 
 def open_shared(
@@ -55,20 +132,19 @@ def open_shared(
         PeerError: another rank failed, ended or did not come in time; memory that cannot be opened from here.
         StateError: a graph is being captured.
     """
-    meeting = Rendezvous(peers, plan.mode)
+    meeting = peers.meeting if isinstance(peers, Attempt) else Rendezvous(peers, _OFFLOAD)
     try:
         if registrar is not None:
             refuse_capture(registrar)
-        said = meeting.exchange("plan", _say(plan, offloaded, weights))
+        said = meeting.exchange("plan", _say(plan, offloaded, weights, peers))
         _require_same_plan(said, meeting.rank)
         here = [rank for rank in said if said[rank]["host"] == said[meeting.rank]["host"]]
         _warn_of_further_copies(said, meeting.rank)
-        meeting.watch({rank: said[rank]["pid"] for rank in here})
         memory = _join_memory(meeting, here[0], shared_bytes(plan.units, plan.uva))
         store = SharedStore(plan.units, plan.uva, registrar, memory, meeting, here)
         store.touch()
     except BaseException as error:
-        meeting.fail(str(error) or repr(error))
+        meeting.fail(str(error))
         raise
     store.doubted = {r for r in here if said[r]["files"] != said[meeting.rank]["files"]}
     return store, {name: store.room(name) for name in store.mine}
@@ -120,15 +196,14 @@ def _join_memory(meeting: Rendezvous, leader: int, num_bytes: int) -> SharedMemo
 # -- what ranks compare ------------------------------------------------------------------------------------------------
 
 
-def _say(plan: Plan, offloaded: Mapping[str, BoundStorage], weights: WeightMap | None) -> dict[str, Any]:
+def _say(plan: Plan, offloaded: Mapping[str, BoundStorage], weights: WeightMap | None, peers: Peers) -> dict[str, Any]:
     on_meta = [name for name, bound in offloaded.items() if bound.on_meta]
     sources = {name: _origin(require_weights(weights), offloaded[name].info) for name in on_meta}
     stamps = weights.checkpoint.stamps if weights is not None and on_meta else ()
     return {
-        "pid": os.getpid(),
-        "host": _host(),
+        "host": this_host(),
         "plan": {
-            "mode": plan.mode,
+            **_modes(plan, peers),
             "slots": plan.num_slots,
             "units": _short([asdict(unit) for unit in plan.units], len(plan.units), plan.prefetched_bytes),
             "tensors read in place": _short(plan.uva, len(plan.uva), plan.uva_bytes),
@@ -139,21 +214,16 @@ def _say(plan: Plan, offloaded: Mapping[str, BoundStorage], weights: WeightMap |
     }
 
 
+def _modes(plan: Plan, peers: Peers) -> dict[str, Any]:
+    return {"mode": plan.mode, "pool_links": peers.pool_links}
+
+
 def _origin(weights: WeightMap, storage: StorageInfo) -> list[list[str | int]]:
     """Which tensors of the files make ``storage``, with their bytes and where they go."""
     recipe = weights.recipe(storage)
     if recipe is not None:
         return [[part.name, part.num_bytes, "made"] for part in recipe[1].parts]
     return [[part.tensor.name, part.tensor.num_bytes, part.offset] for part in weights.source(storage).parts]
-
-
-def _host() -> list[str]:
-    """Processes that agree on this can open each other's memory: same kernel, same PID namespace, same user."""
-    boot, namespace = socket.gethostname(), ""
-    with suppress(OSError):  # a sandbox without them
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.readlink("/proc/self/ns/pid")
-    return [boot, namespace, str(os.geteuid())]
 
 
 def _short(value: object, count: int, num_bytes: int | None = None) -> str:
