@@ -18,8 +18,10 @@ import torch.distributed as dist
 from models import all_layers, rows, save
 from shm_ranks import ranks
 from test_shared import SHARED, build, expected, mappings, offload, on_meta
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import penstock
+from penstock.adapters.transformers import load
 from penstock.errors import LimitError
 
 MODES: dict[str, dict[str, Any]] = {
@@ -166,3 +168,29 @@ def test_a_rank_killed_before_it_has_met_the_others_is_noticed(when: str, tmp_pa
         kind, message = first.hear(10)
         assert kind == "PeerError"
         assert "rank 1 has ended, and a shared offload needs every rank of its group" in message
+
+
+def load_another_folder(rank: int, talk: Connection, folder: str) -> Any:
+    """Before anything of penstock.offload is called."""
+    begin = time.monotonic()
+    try:
+        load(folder if rank == 0 else f"{folder}/none", SHARED, group=dist.group.WORLD)
+    except penstock.PenstockError as caught:
+        error, seconds = f"{type(caught).__name__}: {caught}", time.monotonic() - begin
+    model, handle = load(folder, SHARED, group=dist.group.WORLD)
+    with handle:
+        whole = model(torch.tensor([[1, 2, 3]])).logits
+    return error, seconds, torch.equal(whole, model(torch.tensor([[1, 2, 3]])).logits)
+
+
+def test_a_wrong_folder_in_one_rank_of_a_load(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=5, num_attention_heads=2, vocab_size=99
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with ranks(2, tmp_path, load_another_folder, str(tmp_path)) as group:
+        for rank, (error, seconds, right) in enumerate(one.hear() for one in group):
+            assert error.startswith("CheckpointError" if rank else "PeerError: rank 1 gave up a shared offload"), error
+            assert "no such folder" in error
+            assert seconds < 20
+            assert right

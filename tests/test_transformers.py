@@ -17,7 +17,7 @@ import textwrap
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -523,6 +523,8 @@ class TestPlanning:
 
         rates = replace(NOMINAL_GPU, peer_bytes_per_s=Curve.of({1: 1e12}))
         monkeypatch.setattr("penstock.adapters.transformers.offload", offload)
+        monkeypatch.setattr("penstock.adapters.transformers.require_group", lambda group: None)
+        monkeypatch.setattr("penstock.adapters.transformers.attempt", nullcontext)
         monkeypatch.setattr("penstock.offloaders.planning.planning_rates", lambda *_: rates)
         folder, group = saved("qwen3"), SimpleNamespace(size=lambda: 4)
         num_bytes = take_inventory(build_meta_model(folder)).num_bytes

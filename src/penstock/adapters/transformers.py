@@ -30,12 +30,13 @@ from penstock.errors import PenstockWarning
 from penstock.handle import Handle, offload
 from penstock.inventory import Inventory, StorageInfo, take_inventory
 from penstock.limits import describe_device
-from penstock.offloaders.arguments import require_kinds
+from penstock.offloaders.arguments import require_group, require_kinds
 from penstock.offloaders.attachment import Progress
 from penstock.offloaders.binding import bind
 from penstock.offloaders.opening import compute_device
 from penstock.offloaders.planning import budget_planner, not_in_files, planner_for, split_planner
 from penstock.offloaders.room import require_room
+from penstock.offloaders.sharing import attempt
 from penstock.peers import Peers
 from penstock.plan import Plan
 from penstock.plan.planner import Planner
@@ -90,21 +91,25 @@ def load(
 
     To pool links or to measure stalls, :func:`penstock.offload` a model that is built already.
     """
-    require_kinds(device, disk)
-    model = build_meta_model(path, model_class=model_class, dtype=dtype)
-    found = match(model, Checkpoint.open(path))
-    _report(model, found)
-    inventory, target = take_inventory(model), compute_device(model, device)
-    planner = _planner(model, inventory, found.weights, target, disk)
-    planner = split_planner(planner, policy, None if group is None else Peers(group))
-    plan = policy if isinstance(policy, Plan) else planner.plan(as_policy(policy))
-    _refuse_early(model, plan, policy, planner, target)
-    _materialise(model, found, plan)
-    _take_generation_config(model, Path(path))
-    model.train(False)
-    if plan is not policy:
-        plan = replace(plan, made_for=describe_device(target))
-    handle = offload(model, plan, checkpoint=found.weights, device=device, disk=disk, progress=progress, group=group)
+    require_group(group)
+    with attempt(None if group is None else Peers(group)) as peers:
+        require_kinds(device, disk)
+        model = build_meta_model(path, model_class=model_class, dtype=dtype)
+        found = match(model, Checkpoint.open(path))
+        _report(model, found)
+        inventory, target = take_inventory(model), compute_device(model, device)
+        planner = _planner(model, inventory, found.weights, target, disk)
+        planner = split_planner(planner, policy, peers)
+        plan = policy if isinstance(policy, Plan) else planner.plan(as_policy(policy))
+        _refuse_early(model, plan, policy, planner, target)
+        _materialise(model, found, plan)
+        _take_generation_config(model, Path(path))
+        model.train(False)
+        if plan is not policy:
+            plan = replace(plan, made_for=describe_device(target))
+        handle = offload(
+            model, plan, checkpoint=found.weights, device=device, disk=disk, progress=progress, group=group
+        )
     return model, handle
 
 

@@ -7,11 +7,12 @@ all, and until everything is attached in all of them each can undo its own.
 
 from __future__ import annotations
 
+import threading
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -42,6 +43,8 @@ _DYING_S = 2.0
 _OFFLOAD = "offload"
 
 Said = dict[int, dict[str, Any]]  # what each rank says of itself
+
+_thread = threading.local()
 
 
 class _Meeting(Rendezvous):
@@ -78,18 +81,28 @@ class Attempt(Peers):
 def attempt(peers: Peers | None) -> Iterator[Attempt | None]:
     """Whatever is raised within is told to the other ranks; None without a group.
 
+    Within another attempt of the same group in the same thread it is that one, which began before.
+
     Raises:
         PeerError: the store of the group does not answer.
     """
     if peers is None:
         yield None
         return
+    under_way: list[Attempt] = vars(_thread).setdefault("attempts", [])
+    outer = next((one for one in under_way if one.group is peers.group), None)
+    if outer is not None:
+        yield replace(outer, pool_links=peers.pool_links)
+        return
     meeting = _Meeting(peers, _OFFLOAD)
     try:
-        yield Attempt(peers.group, peers.pool_links, meeting=meeting)
+        under_way.append(Attempt(peers.group, peers.pool_links, meeting=meeting))
+        yield under_way[-1]
     except BaseException as error:
         meeting.fail(str(error))
         raise
+    finally:
+        under_way[:] = [one for one in under_way if one.meeting is not meeting]
     meeting.end()
 
 
