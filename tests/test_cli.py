@@ -235,7 +235,7 @@ def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
         ({"offload_backend": "fast"}, "expected one of auto, prefetch, uva, none"),
         ({"offload_backend": "prefetch"}, "needs --offload-group-size"),
         ({"offload_backend": "uva", "offload_group_size": 2}, "needs --cpu-offload-gb"),
-        ({"offload_group_size": 2, "cpu_offload_gb": 1.0}, "choose one"),
+        ({"offload_group_size": 2, "cpu_offload_gb": 1.0}, "leave one of them out"),
         (
             {"offload_group_size": 2, "offload_mode": "tape"},
             "--offload-mode 'tape': expected one of cpu, shm_cpu, disk, meta",

@@ -305,12 +305,6 @@ def test_vllms_own_offloader_is_replaced_unless_it_has_wrapped_layers(flags: dic
         worker.load_model()
 
 
-def test_one_engine_per_process() -> None:
-    loaded(GROUP, second=True)
-    with pytest.raises(StateError, match="penstock's offloader is set already"):
-        loaded(GROUP, second=True)
-
-
 @RUNNERS
 def test_nothing_to_do_is_said(second: bool) -> None:
     worker = loaded(second=second)

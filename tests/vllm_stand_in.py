@@ -299,6 +299,9 @@ class Worker(WorkerBase):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         self.model_runner.load_model(load_dummy_weights=load_dummy_weights)
 
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
     def execute_model(self, scheduler_output: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode():
             return self.model_runner.execute(scheduler_output)

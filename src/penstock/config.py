@@ -352,8 +352,8 @@ class OffloadConfig:
                 raise OptionError(f"backend {name!r} needs {needs}, which is not set")
         if self.backend == "auto" and self.prefetch is not None and self.uva is not None:
             raise OptionError(
-                "both --offload-group-size and --cpu-offload-gb are set; choose one with "
-                "--offload-backend prefetch or --offload-backend uva"
+                "both --offload-group-size and --cpu-offload-gb are set, and each says what is offloaded: leave one of "
+                "them out (of OffloadConfig, or say which with backend='prefetch' or backend='uva')"
             )
 
     @property

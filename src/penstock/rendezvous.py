@@ -239,8 +239,9 @@ class Rendezvous:
         self._absent = self._ask(lambda: [rank for rank in missing if self._entered(rank) < self._number])
         raise PeerError(
             f"rank {self.rank} has waited {self._timeout_s:.0f} s for {_listed(missing)} ({step!r} of a shared "
-            f"offload): every rank of the group has to call penstock.offload, in the same order. Look at the "
-            f"errors of those ranks; if they are only slow, raise {self._limit}. To try again, call it in all ranks"
+            f"offload): every rank of the group has to call penstock.offload, in the same order (in vLLM: to start). "
+            f"Look at the errors of those ranks; if they are only slow, raise {self._limit}. To try again, call it in "
+            f"all ranks"
         )
 
     # -- what is looked at while waiting ----------------------------------------------------------------------------

@@ -6,6 +6,7 @@ and a device-memory budget is planned over all of it.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from penstock.config import UVA, Budget, Prefetch, Rule
+from penstock.config import UVA, Budget, Mechanism, Prefetch, Rule
 from penstock.errors import OptionError, StateError
 from penstock.groups import semantic_groups
 from penstock.inventory import Inventory, StorageInfo, is_embedding, is_within, take_inventory
@@ -26,7 +27,7 @@ from penstock.peers import Peers
 from penstock.plan.build import build_plan, plan_group_rule
 from penstock.plan.model import Plan
 from penstock.plan.units import TINY_BYTES, worth_moving
-from penstock.select import is_segments
+from penstock.select import is_segments, matching
 
 __all__ = ["EngineOffloader", "EnginePolicy"]
 
@@ -87,7 +88,10 @@ class EngineOffloader(StackedOffloader):
 
     def _require_layers(self) -> None:
         if next(self._stacks.parameters(), None) is None:
-            raise StateError("no layers were wrapped: set the offloader before the model is built")
+            raise StateError(
+                "no layers were wrapped: set the offloader before the model is built; inside vLLM, this stage of a "
+                "pipeline has none (use fewer stages), or the model is not made of layers that are handed over"
+            )
 
     def _model(self) -> nn.Module:
         return self._find_model()
@@ -166,7 +170,19 @@ class EngineOffloader(StackedOffloader):
                 f"device_memory = {self._policy.num_bytes} bytes offloads nothing: all weights together have "
                 f"{inventory.num_bytes} bytes; leave device_memory out, or lower it"
             )
-        return self._plan_for(inventory)
+        plan = self._plan_for(inventory)
+        self._require_hooks(plan)
+        return plan
+
+    def _require_hooks(self, plan: Plan) -> None:
+        """Compilers of parts of a model replace ``__call__``, and what they put there runs no hooks."""
+        for unit in plan.units:
+            anchor = self._model().get_submodule(unit.anchor)
+            if not _runs_hooks(anchor):
+                raise OptionError(
+                    f"{unit.anchor} ({type(anchor).__name__}) replaces Module.__call__, so nothing would wait for its "
+                    f"weights: read them in place ('{unit.anchor}=uva'), or leave them out of what is offloaded"
+                )
 
     def _plan_for(self, inventory: Inventory) -> Plan:
         layers = self._main_stack(inventory)
@@ -186,20 +202,46 @@ class EngineOffloader(StackedOffloader):
         return [_pattern_of(inventory, layers), *tables]
 
     def _planned(self, inventory: Inventory, budget: Budget) -> Plan:
-        heads = semantic_groups(inventory)["lm_head"]
-        forced: list[Rule] = [(_exactly([name]), "resident") for name in heads]
         planner = planner_for(self._model(), inventory, self._device(self._model()))
         rules = [(_through_wrappers(inventory, pattern), mechanism) for pattern, mechanism in budget.rules]
-        budget = replace(budget, rules=(*rules, *forced))
-        return planner.plan(budget)
+        return planner.plan(replace(budget, rules=(*rules, *self._rules_outside(inventory, budget.params, rules))))
+
+    def _rules_outside(self, inventory: Inventory, params: Sequence[str], rules: Sequence[Rule]) -> list[Rule]:
+        """For what lies outside the layers, is no table, and has no rule of the user's.
+
+        An engine multiplies with a head without calling it, so that stays. The rest is read in place where ``params``
+        names it, as by the group rule.
+
+        Raises:
+            OptionError: a rule would have something of it copied into a slot.
+        """
+        layers = self._main_stack(inventory)
+        outside = {s.name for s in inventory.storages if not s.is_lookup and _outside(s, layers)}
+        ruled: set[str] = set()
+        for pattern, mechanism in rules:
+            matched = matching(inventory, pattern) - ruled
+            if mechanism == "prefetch" and (found := sorted(outside & matched)):
+                raise OptionError(
+                    f"rule '{pattern}=prefetch' reaches {found[0]}, outside the layers that are handed over, where an "
+                    f"engine may use weights without calling their module: say uva or resident for it, in a rule "
+                    f"before this one"
+                )
+            ruled |= matched
+        heads = outside & semantic_groups(inventory)["lm_head"]
+        named = outside.intersection(chain.from_iterable(matching(inventory, p) for p in params)) - heads
+        kinds: tuple[tuple[set[str], Mechanism], ...] = ((heads - ruled, "resident"), (named - ruled, "uva"))
+        return [(_exactly(sorted(names)), mechanism) for names, mechanism in kinds if names]
 
 
 def _device_bytes(device: torch.device) -> int:
     return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
 
 
-def _runs_hooks(model: nn.Module) -> bool:
-    return type(model).__call__ is nn.Module.__call__
+def _runs_hooks(module: nn.Module) -> bool:
+    """Whether its ``__call__`` is torch's, or a wrapper that goes on to it, as transformers' layers have one."""
+    call = type(module).__call__
+    code = getattr(inspect.unwrap(call), "__code__", None)
+    return call is nn.Module.__call__ or (code is not None and "super" in code.co_names)
 
 
 def _outside(storage: StorageInfo, layers: Sequence[str]) -> bool:

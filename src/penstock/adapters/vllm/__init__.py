@@ -16,8 +16,17 @@ __all__ = ["Worker"]
 
 
 def __getattr__(name: str) -> Any:
-    """``Worker``, made when it is asked for: importing it imports vLLM."""
+    """``Worker``, made when it is asked for: importing it imports vLLM, of a version that has what it needs.
+
+    Raises:
+        OptionError: this vLLM will not do; see the message.
+    """
     if name == "Worker":
+        import vllm
+
+        from penstock.adapters.vllm.interface import require_supported
+
+        require_supported(vllm.__version__)  # before its names are imported, of which another version may have others
         from penstock.adapters.vllm.worker import Worker
 
         return Worker

@@ -17,6 +17,7 @@ key under "penstock"  meaning
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -137,6 +138,8 @@ def _flag_policy(config: Any, mode: Mode) -> Prefetch | UVA | None:
             f"both --offload-group-size {group_size} (prefetch) and --cpu-offload-gb {gib:g} (zero-copy) are set, and "
             f"each says what is offloaded: leave one of them out"
         )
+    if not (gib == 0 or (math.isfinite(gib) and gib * 2**30 >= 1)):
+        raise OptionError(f"--cpu-offload-gb {gib:g}: expected a number of GiB, at least one byte, such as 4; 0: off")
     for name, value, flag in (("prefetch", group_size, "--offload-group-size"), ("uva", gib, "--cpu-offload-gb")):
         if backend == name and not value:
             raise OptionError(f"--offload-backend {name} needs {flag}, which is not set")

@@ -25,6 +25,7 @@ from penstock.adapters.vllm.replicas import replica_peers
 from penstock.config import format_gib
 from penstock.errors import OptionError, StateError
 from penstock.offloaders.engine import EngineOffloader
+from penstock.offloaders.sharing import attempt
 from penstock.peers import Peers
 from penstock.plan.model import Plan
 from penstock.store.digest import json_digest
@@ -53,8 +54,8 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         if self._options.policy is not None:
             _refuse_what_cannot_be(vllm_config)
             self._announces = _keep_units_out_of_pieces(vllm_config.compilation_config)
-        super().__init__(vllm_config, *args, **kwargs)
         self._offloader: EngineOffloader | None = None
+        super().__init__(vllm_config, *args, **kwargs)
 
     def load_model(self, **kwargs: Any) -> None:
         """Build and load the model with penstock's offloader in force.
@@ -71,18 +72,40 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             super().load_model(**kwargs)
             return
         _refuse_strangers(get_offloader())
-        self._offloader = _kind_of(self._options)(
-            self._options.policy,
-            self.model_runner.get_model,
-            is_lookup=_is_lookup,
-            peers=self._peers(),
-            measure_stalls=self._options.measure_stalls,
-            announces_replays=self._announces,
-        )
-        set_offloader(self._offloader)
-        with self._finishing(self._offloader):
-            super().load_model(**kwargs)
+        with attempt(self._peers()) as peers:
+            self._offloader = _kind_of(self._options)(
+                self._options.policy,
+                self.model_runner.get_model,
+                is_lookup=_is_lookup,
+                peers=peers,
+                measure_stalls=self._options.measure_stalls,
+                announces_replays=self._announces,
+            )
+            with self._put_in_force(self._offloader), self._finishing(self._offloader):
+                super().load_model(**kwargs)
         _report(self._offloader.plan)
+
+    @contextmanager
+    def _put_in_force(self, offloader: EngineOffloader) -> Iterator[None]:
+        """If what is within fails, vLLM has the offloader again that it had before: the next model may be anybody's."""
+        self._former = get_offloader()
+        set_offloader(offloader)
+        try:
+            yield
+        except BaseException:
+            self._give_up_offloader()
+            raise
+
+    def _give_up_offloader(self) -> None:
+        if self._offloader is not None and get_offloader() is self._offloader:
+            set_offloader(self._former)
+        self._offloader = None
+
+    def shutdown(self) -> None:
+        """As vLLM's; another engine of this process may then have an offloader of its own."""
+        self._give_up_offloader()
+        if shut_down := getattr(super(), "shutdown", None):
+            shut_down()
 
     def _peers(self) -> Peers | None:
         if self._options.mode != "shm_cpu":
@@ -247,7 +270,10 @@ def _refuse_what_cannot_be(config: Any) -> None:
 def _refuse_strangers(offloader: Any) -> None:
     """vLLM's own offloader, which its runner has set for the same flags, is replaced; another one means trouble."""
     if isinstance(offloader, EngineOffloader):
-        raise StateError("penstock's offloader is set already: one engine per process")
+        raise StateError(
+            "an engine of this process has penstock's offloader already, and its weights are offloaded: shut it down "
+            "first, or start this one in a process of its own"
+        )
     if not type(offloader).__module__.startswith("vllm."):
         raise StateError(
             f"{type(offloader).__module__}.{type(offloader).__name__} is set as vLLM's offloader, and penstock would "
