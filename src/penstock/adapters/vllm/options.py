@@ -79,12 +79,25 @@ def read_options(offload_config: Any, additional_config: Any) -> EngineOptions:
             f"what is offloaded: leave one of them out"
         )
     _refuse_lone_flags(offload_config, budget)
+    policy = flags or budget
+    _require_patterns(policy)
     if flags is None and budget is None and given:
         raise OptionError(
             f"penstock.{next(iter(given))} has no effect while nothing is offloaded: add penstock.device_memory, "
             f"--offload-group-size or --cpu-offload-gb; {_FORM}"
         )
-    return EngineOptions(flags or budget, mode, replicas, *switches)
+    return EngineOptions(policy, mode, replicas, *switches)
+
+
+def _require_patterns(policy: EnginePolicy | None) -> None:
+    """What they match shows once there is a model; what is no pattern at all would be found only then, too."""
+    rules = policy.rules if isinstance(policy, Budget) else ()
+    patterns = [*(policy.params if policy is not None else ()), *(pattern for pattern, _ in rules)]
+    if patterns:
+        from penstock.select import compile_pattern
+
+        for pattern in patterns:
+            compile_pattern(pattern)
 
 
 def _own(additional_config: Any) -> Mapping[str, Any]:
