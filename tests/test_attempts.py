@@ -24,6 +24,8 @@ import penstock
 from penstock.adapters.transformers import load
 from penstock.errors import LimitError
 
+# Who is not told waits ten minutes; a machine that is busy with other things takes its time for imports alone.
+AT_ONCE_S = 40.0
 MODES: dict[str, dict[str, Any]] = {
     "shm_cpu": {"policy": SHARED},
     "sharded_gpu": {"policy": all_layers(2, "sharded_gpu")},
@@ -72,6 +74,7 @@ def make_mistakes(rank: int, talk: Connection, folder: str, options: dict[str, A
             seconds, error = time.monotonic() - begin, f"{type(caught.value).__name__}: {caught.value}"
             del caught
             untouched = all(p.is_meta for p in model.parameters()) and mappings() == []
+            dist.barrier()  # else a rank that is late might find the failed attempt left behind, and join the next
             with penstock.offload(**right):
                 found.append((told, guilty, error, seconds, untouched, torch.equal(model(rows()), expected())))
     return found
@@ -87,7 +90,7 @@ def test_an_error_in_one_rank_is_one_in_all_at_once_and_the_next_attempt_works(m
             for told, guilty, error, seconds, untouched, right in found:
                 here = "" if rank == guilty else f"PeerError: rank {guilty} gave up a shared offload, so this rank "
                 assert error.startswith(f"{here}does too: {told}" if here else told), (told, error)
-                assert seconds < 5
+                assert seconds < AT_ONCE_S
                 assert untouched
                 assert right
 
@@ -123,7 +126,7 @@ def miss_one(rank: int, talk: Connection) -> Any:
     begin = time.monotonic()
     model = build()
     with offload(model):
-        return torch.equal(model(rows()), expected()) and time.monotonic() - begin < 5
+        return torch.equal(model(rows()), expected()) and time.monotonic() - begin < 15
 
 
 def test_a_rank_that_did_not_come_is_not_one_behind_for_ever(tmp_path: Path) -> None:
@@ -142,7 +145,7 @@ def other_mode(rank: int, talk: Connection) -> Any:
 
 def test_another_mode_is_named_at_once(tmp_path: Path) -> None:
     with ranks(2, tmp_path, other_mode) as (first, second):
-        assert "mode: shm_cpu here, cpu there" in first.hear(5)
+        assert "mode: shm_cpu here, cpu there" in first.hear(AT_ONCE_S)
         assert second.hear() is True
 
 
@@ -165,7 +168,7 @@ def test_a_rank_killed_before_it_has_met_the_others_is_noticed(when: str, tmp_pa
     """Also one that has taken part before, and not begun yet this time."""
     with ranks(2, tmp_path, die_while_planning, when) as (first, second):
         assert second.join() == -signal.SIGKILL
-        kind, message = first.hear(10)
+        kind, message = first.hear(AT_ONCE_S)
         assert kind == "PeerError"
         assert "rank 1 has ended, and a shared offload needs every rank of its group" in message
 
@@ -177,6 +180,7 @@ def load_another_folder(rank: int, talk: Connection, folder: str) -> Any:
         load(folder if rank == 0 else f"{folder}/none", SHARED, group=dist.group.WORLD)
     except penstock.PenstockError as caught:
         error, seconds = f"{type(caught).__name__}: {caught}", time.monotonic() - begin
+    dist.barrier()
     model, handle = load(folder, SHARED, group=dist.group.WORLD)
     with handle:
         whole = model(torch.tensor([[1, 2, 3]])).logits
@@ -192,5 +196,5 @@ def test_a_wrong_folder_in_one_rank_of_a_load(tmp_path: Path) -> None:
         for rank, (error, seconds, right) in enumerate(one.hear() for one in group):
             assert error.startswith("CheckpointError" if rank else "PeerError: rank 1 gave up a shared offload"), error
             assert "no such folder" in error
-            assert seconds < 20
+            assert seconds < AT_ONCE_S
             assert right
