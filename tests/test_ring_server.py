@@ -208,22 +208,27 @@ class TestWatchdog:
 
 
 class TestPoison:
-    def test_is_not_overwritten_by_a_read_that_comes_late(self) -> None:
-        failing, late, gate, begun = 1, 2, threading.Event(), threading.Event()
+    @staticmethod
+    def fail_beside_a_read(ring: Ring) -> tuple[int, threading.Event]:
+        """Piece 1 fails while piece 2 is being read; returns the entry of that one, and what lets it end."""
+        gate, begun = threading.Event(), threading.Event()
 
         def before(position: int, start: int) -> None:
-            if position == failing:
+            if position == 1:
                 assert begun.wait(PATIENCE_S)
                 raise TransferError("written to while in use")
-            if position == late:
+            if position == 2:
                 begun.set()
                 gate.wait(PATIENCE_S)
 
+        ring.before = before
+        assert ring.take(0) == [1]
+        assert ring.take(1) == [POISON]
+        return ring.layout.pieces[2].entry, gate
+
+    def test_is_not_overwritten_by_a_read_that_comes_late(self) -> None:
         with serving(8, 2) as ring:
-            ring.before = before
-            assert ring.take(0) == [1]
-            assert ring.take(failing) == [POISON]
-            entry = ring.layout.pieces[late].entry
+            entry, gate = self.fail_beside_a_read(ring)
             ring.want(ring.through(entry)[-1])
             time.sleep(0.05)
             assert ring.memory.tag(entry) == 0, "an answer while a read may still land on top of it"
@@ -231,21 +236,9 @@ class TestPoison:
             assert ring.take(ring.through(entry)[-1], lambda: time.sleep(0.05)) == [POISON]
 
     def test_comes_all_the_same_when_that_read_hangs(self) -> None:
-        failing, stuck, gate, begun = 1, 2, threading.Event(), threading.Event()
-
-        def before(position: int, start: int) -> None:
-            if position == failing:
-                assert begun.wait(PATIENCE_S)
-                raise TransferError("written to while in use")
-            if position == stuck:
-                begun.set()
-                gate.wait(PATIENCE_S)
-
         with serving(8, 2, stuck_s=0.3) as ring:
-            ring.before = before
-            assert ring.take(0) == [1]
-            assert ring.take(failing) == [POISON]
-            assert ring.take(ring.through(ring.layout.pieces[stuck].entry)[-1]) == [POISON]
+            entry, gate = self.fail_beside_a_read(ring)
+            assert ring.take(ring.through(entry)[-1]) == [POISON]
             gate.set()
 
 

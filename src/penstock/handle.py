@@ -7,7 +7,7 @@ import warnings
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -19,12 +19,11 @@ from penstock.inventory import Inventory, take_inventory
 from penstock.limits import describe_device
 from penstock.offloaders.arguments import require_group, require_kinds
 from penstock.offloaders.attachment import Attachment, Progress
-from penstock.offloaders.binding import bind
 from penstock.offloaders.opening import compute_device
 from penstock.offloaders.parts import splits_units
 from penstock.offloaders.planning import budget_planner, planner_for, split_planner
 from penstock.offloaders.room import require_room
-from penstock.offloaders.sharing import Attempt, attempt, compare_plans
+from penstock.offloaders.sharing import Attempt, attempt, compare_plans, spans_ranks
 from penstock.offloaders.state import place_of
 from penstock.peers import Peers
 from penstock.plan import Plan, move_on_demand
@@ -165,24 +164,28 @@ def offload(
         _warn_about_training(model, plan, inventory)
         _warn_about_idle_group(plan, peers)
         if peers is not None:
-            _compare(model, plan, inventory, weights, peers)
-        try:
-            Attachment(
-                model,
-                plan,
-                inventory,
-                device=target,
-                weights=weights,
-                disk=disk,
-                progress=progress,
-                measure_stalls=measure_stalls,
-                peers=peers,
-                on_attached=partial(_conclude, model, plan, peers),
-            )
-        except BaseException:  # an interrupt, at a point where only remove() undoes it
-            if (marked := _handle_of(model)) is not None:
-                marked.remove()
-            raise
+            compare_plans(plan, model, inventory, weights, peers)
+        return _attach(
+            model,
+            plan,
+            inventory,
+            device=target,
+            weights=weights,
+            disk=disk,
+            progress=progress,
+            measure_stalls=measure_stalls,
+            peers=peers,
+        )
+
+
+def _attach(model: nn.Module, plan: Plan, inventory: Inventory, *, peers: Attempt | None, **options: Any) -> Handle:
+    """Put ``plan`` into force; ``options``: of :class:`Attachment`."""
+    try:
+        Attachment(model, plan, inventory, peers=peers, on_attached=partial(_conclude, model, plan, peers), **options)
+    except BaseException:  # an interrupt, at a point where only remove() undoes it
+        if (marked := _handle_of(model)) is not None:
+            marked.remove()
+        raise
     handle = _handle_of(model)
     assert handle is not None
     return handle
@@ -190,19 +193,9 @@ def offload(
 
 def _conclude(model: nn.Module, plan: Plan, peers: Attempt | None, attachment: Attachment) -> None:
     """Until here everything can be undone, so here the ranks wait for one another."""
-    if peers is not None and _spans_ranks(plan, peers):
+    if peers is not None and spans_ranks(plan, peers):
         peers.meeting.settle()
     model.__dict__[_MARK] = Handle(model, attachment)
-
-
-def _spans_ranks(plan: Plan, peers: Peers) -> bool:
-    return plan.mode in ("shm_cpu", "sharded_gpu") or peers.pool_links
-
-
-def _compare(model: nn.Module, plan: Plan, inventory: Inventory, weights: WeightMap | None, peers: Attempt) -> None:
-    names = [entry.storage for unit in plan.units for entry in unit.entries] + list(plan.uva)
-    offloaded = bind(model, [inventory.by_name[name] for name in names])
-    compare_plans(plan, offloaded, weights, peers)
 
 
 def _make_plan(
@@ -276,7 +269,7 @@ def _warn_about_idle_options(model: nn.Module, plan: Plan, weights: WeightMap | 
 
 
 def _warn_about_idle_group(plan: Plan, peers: Peers | None) -> None:
-    if peers is not None and not _spans_ranks(plan, peers):
+    if peers is not None and not spans_ranks(plan, peers):
         warnings.warn(
             f"group=... has no effect: mode {plan.mode!r} is each process's own; use mode 'shm_cpu' or 'sharded_gpu', "
             f"or pool_links=True",

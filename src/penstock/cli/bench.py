@@ -92,9 +92,7 @@ def plan_step(
             f"{(row['peak_device_bytes'] - row['planned_device_bytes']) / 2**20:+6.0f} MiB  "
             f"{'same bits' if row['bit_equal'] else 'OTHER BITS'}"
         )
-        if out is not None:
-            with out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        _keep(row, out)
     broken = [f"{row['contest']} {row['case']} rows {row['rows']}" for row in results if not row["bit_equal"]]
     errors = sorted(abs(row["error"]) for row in results)
     summary = {"bench": "plan", "cases": len(results), "not_bit_equal": broken}
@@ -144,9 +142,7 @@ def load(
         typer.echo(
             f"{where:<7} {row['case']:<25} {row['load_s']:7.2f} s  {rate:<12}  {step}  {memory}  {row.get('reads', '')}"
         )
-        if out is not None:
-            with out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        _keep(row, out)
     typer.echo("\n".join(["", *summary(results)]))
     broken = [row["case"] for row in results if not row.get("bit_equal", True)]
     typer.echo(json.dumps({"bench": "load", "cases": len(results), "not_bit_equal": broken}))
@@ -157,6 +153,12 @@ def load(
 def _require_out(out: Path | None) -> None:
     if out is not None:
         require_writable("--out", out)
+
+
+def _keep(row: Mapping[str, Any], out: Path | None) -> None:
+    if out is not None:
+        with out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def _run(
@@ -202,9 +204,7 @@ def _shown(results: Iterable[dict[str, Any]], out: Path | None) -> Iterator[dict
         if table is None:
             table = _table()
         table.add_row(*_cells(row))
-        if out is not None:
-            with out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        _keep(row, out)
         yield row
     if table is not None:
         stdout.print(table)

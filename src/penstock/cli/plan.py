@@ -52,12 +52,8 @@ def plan(
     ground = _ground(flags, machine)
     policy = flags.policy(ground.device.type == "cuda")
     places = (("--save", save), ("--plot", plot))
-    reads = (("--disk-direct", flags.disk_direct), ("--disk-drop-cache", flags.disk_drop_cache))
-    for flag, given in (*places, *reads):
-        if given and policy is None:
-            raise OptionError(
-                f"{flag} has no effect without a plan: nothing would be offloaded; add --device-memory, say"
-            )
+    if policy is None:
+        _refuse_idle(*places, ("--disk-direct", flags.disk_direct), ("--disk-drop-cache", flags.disk_drop_cache))
     from penstock.cli.model import minimum_bytes, no_collections, open_model
     from penstock.plan.plot import draw_plan, require_picture
     from penstock.plan.report import render, render_weights
@@ -87,6 +83,14 @@ def plan(
         stdout.print(render_weights(made, opened.name, minimum_bytes(planner)))
     else:
         stdout.print(render(made, opened.name), outlook.render())
+
+
+def _refuse_idle(*flags: tuple[str, object]) -> None:
+    for flag, given in flags:
+        if given:
+            raise OptionError(
+                f"{flag} has no effect without a plan: nothing would be offloaded; add --device-memory, say"
+            )
 
 
 @dataclass(frozen=True)

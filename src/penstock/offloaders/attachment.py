@@ -114,7 +114,9 @@ class Attachment(NotCopyable):
                 self._bound[name].point_at(self._in_place(name))
             if plan.uva and isinstance(self._store, DiskStore) and device.type == "cpu":
                 self._hooks.append(MappedFilesGuard(model, self._store))
-            self._hooks.append(StateGuard(model, [self._bound[name] for name in self._offloaded], self._state_bytes))
+            self._hooks.append(
+                StateGuard(model, [self._bound[name] for name in self.plan.offloaded_names], self._state_bytes)
+            )
             self.rewind()
             if on_attached is not None:
                 on_attached(self)
@@ -156,10 +158,10 @@ class Attachment(NotCopyable):
         if self._removed:
             return
         # Read everything first: if a file is gone or memory is short the offload stays in force and nothing is lost.
-        names = [name for name in (*self._offloaded, *self.plan.resident) if self._must_bring_back(name)]
+        names = [name for name in (*self.plan.offloaded_names, *self.plan.resident) if self._must_bring_back(name)]
         restored = {name: self._bring_back(name) for name in names}
         self._detach()
-        for name in (*self._offloaded, *self.plan.resident):
+        for name in (*self.plan.offloaded_names, *self.plan.resident):
             if name in restored:
                 self._bound[name].point_at(restored[name])
                 self._bound[name].forget_original()  # what was read in place had it in the store
@@ -167,10 +169,6 @@ class Attachment(NotCopyable):
                 self._bound[name].restore()  # residents read from the files stay where they were put
         self._store.close()
         self._removed = True
-
-    @property
-    def _offloaded(self) -> list[str]:
-        return [entry.storage for unit in self.plan.units for entry in unit.entries] + list(self.plan.uva)
 
     # -- building ---------------------------------------------------------------------------------------------------
 
@@ -250,7 +248,7 @@ class Attachment(NotCopyable):
         return {b.info.name: part[: b.info.num_bytes] for b, part in zip(storages, parts, strict=True)}
 
     def _forget_originals(self) -> None:
-        for name in self._offloaded:
+        for name in self.plan.offloaded_names:
             if not self._is_adopted(name):
                 self._bound[name].forget_original()
         for name in self.plan.resident:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -176,8 +176,9 @@ class EngineOffloader(StackedOffloader):
 
     def _require_hooks(self, plan: Plan) -> None:
         """Compilers of parts of a model replace ``__call__``, and what they put there runs no hooks."""
+        model = self._model()
         for unit in plan.units:
-            anchor = self._model().get_submodule(unit.anchor)
+            anchor = model.get_submodule(unit.anchor)
             if not _runs_hooks(anchor):
                 raise OptionError(
                     f"{unit.anchor} ({type(anchor).__name__}) replaces Module.__call__, so nothing would wait for its "
@@ -194,43 +195,19 @@ class EngineOffloader(StackedOffloader):
             return plan_group_rule(inventory, policy, [layers], outside, by_part=True)
         if isinstance(self._policy, UVA):
             return build_plan(inventory, replace(self._policy, params=params or [_pattern_of(inventory, layers)]))
-        return self._planned(inventory, replace(self._policy, params=params or self._movable(inventory, layers)))
+        budget = replace(self._policy, params=params or self._movable(inventory, layers))
+        return self._planned(inventory, budget, layers)
 
     def _movable(self, inventory: Inventory, layers: Sequence[str]) -> list[str]:
         """Layers, and tables that are only looked up; an engine may read other modules without calling them."""
         tables = [_exactly([s.name]) for s in inventory.storages if s.is_lookup]
         return [_pattern_of(inventory, layers), *tables]
 
-    def _planned(self, inventory: Inventory, budget: Budget) -> Plan:
+    def _planned(self, inventory: Inventory, budget: Budget, layers: Sequence[str]) -> Plan:
         planner = planner_for(self._model(), inventory, self._device(self._model()))
         rules = [(_through_wrappers(inventory, pattern), mechanism) for pattern, mechanism in budget.rules]
-        return planner.plan(replace(budget, rules=(*rules, *self._rules_outside(inventory, budget.params, rules))))
-
-    def _rules_outside(self, inventory: Inventory, params: Sequence[str], rules: Sequence[Rule]) -> list[Rule]:
-        """For what lies outside the layers, is no table, and has no rule of the user's.
-
-        An engine multiplies with a head without calling it, so that stays. The rest is read in place where ``params``
-        names it, as by the group rule.
-
-        Raises:
-            OptionError: a rule would have something of it copied into a slot.
-        """
-        layers = self._main_stack(inventory)
         outside = {s.name for s in inventory.storages if not s.is_lookup and _outside(s, layers)}
-        ruled: set[str] = set()
-        for pattern, mechanism in rules:
-            matched = matching(inventory, pattern) - ruled
-            if mechanism == "prefetch" and (found := sorted(outside & matched)):
-                raise OptionError(
-                    f"rule '{pattern}=prefetch' reaches {found[0]}, outside the layers that are handed over, where an "
-                    f"engine may use weights without calling their module: say uva or resident for it, in a rule "
-                    f"before this one"
-                )
-            ruled |= matched
-        heads = outside & semantic_groups(inventory)["lm_head"]
-        named = outside.intersection(chain.from_iterable(matching(inventory, p) for p in params)) - heads
-        kinds: tuple[tuple[set[str], Mechanism], ...] = ((heads - ruled, "resident"), (named - ruled, "uva"))
-        return [(_exactly(sorted(names)), mechanism) for names, mechanism in kinds if names]
+        return planner.plan(replace(budget, rules=(*rules, *_rules_for(outside, inventory, budget.params, rules))))
 
 
 def _device_bytes(device: torch.device) -> int:
@@ -246,6 +223,34 @@ def _runs_hooks(module: nn.Module) -> bool:
 
 def _outside(storage: StorageInfo, layers: Sequence[str]) -> bool:
     return not any(is_within(module, layer) for module in storage.modules for layer in layers)
+
+
+def _rules_for(
+    outside: Collection[str], inventory: Inventory, params: Sequence[str], rules: Sequence[Rule]
+) -> list[Rule]:
+    """For storages outside the layers, no tables, that have no rule of the user's (``rules``).
+
+    An engine multiplies with a head without calling it, so that stays. The rest is read in place where ``params`` names
+    it, as by the group rule.
+
+    Raises:
+        OptionError: a rule would have something of it copied into a slot.
+    """
+    ruled: set[str] = set()
+    for pattern, mechanism in rules:
+        matched = matching(inventory, pattern) - ruled
+        if mechanism == "prefetch" and (found := sorted(matched.intersection(outside))):
+            raise OptionError(
+                f"rule '{pattern}=prefetch' reaches {found[0]}, outside the layers that are handed over, where an "
+                f"engine may use weights without calling their module: say uva or resident for it, in a rule before "
+                f"this one"
+            )
+        ruled |= matched
+    free = set(outside) - ruled
+    heads = free & semantic_groups(inventory)["lm_head"]
+    named = free.intersection(chain.from_iterable(matching(inventory, pattern) for pattern in params)) - heads
+    kinds: tuple[tuple[set[str], Mechanism], ...] = ((heads, "resident"), (named, "uva"))
+    return [(_exactly(sorted(names)), mechanism) for names, mechanism in kinds if names]
 
 
 def _pattern_of(inventory: Inventory, layers: Sequence[str]) -> str:

@@ -50,7 +50,7 @@ def open_store(
         refuse_capture(CudaRegistrar(device))
     for stamp in weights.checkpoint.stamps if weights is not None else ():
         stamp.check()  # offsets come from headers read earlier
-    names = [entry.storage for unit in plan.units for entry in unit.entries] + list(plan.uva)
+    names = plan.offloaded_names
     offloaded = {name: bound[name] for name in names}
     if plan.mode == "meta":
         return _meta_store(offloaded), {}

@@ -17,13 +17,15 @@ from itertools import count
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.environment import reader_threads
 from penstock.errors import CheckpointError, OptionError, PeerError, PenstockWarning
-from penstock.inventory import StorageInfo
-from penstock.offloaders.binding import BoundStorage
+from penstock.inventory import Inventory, StorageInfo
+from penstock.offloaders.binding import BoundStorage, bind
 from penstock.offloaders.loading import require_weights
 from penstock.offloaders.making import Maker
+from penstock.offloaders.parts import splits_units
 from penstock.peers import Peers
 from penstock.plan.model import Plan
 from penstock.rendezvous import Rendezvous, this_host
@@ -36,7 +38,7 @@ from penstock.store.shared import SharedStore, shared_bytes
 from penstock.store.ways import Ways
 from penstock.weights import WeightMap
 
-__all__ = ["Attempt", "attempt", "compare_plans", "finish_shared", "open_shared"]
+__all__ = ["Attempt", "attempt", "compare_plans", "finish_shared", "open_shared", "spans_ranks"]
 
 _DYING_S = 2.0
 
@@ -106,8 +108,13 @@ def attempt(peers: Peers | None) -> Iterator[Attempt | None]:
     meeting.end()
 
 
+def spans_ranks(plan: Plan, peers: Peers) -> bool:
+    """Whether ``plan`` needs the other ranks, and not this process alone."""
+    return plan.mode == "shm_cpu" or splits_units(plan, peers)
+
+
 def compare_plans(
-    plan: Plan, offloaded: Mapping[str, BoundStorage], weights: WeightMap | None, attempt: Attempt
+    plan: Plan, model: nn.Module, inventory: Inventory, weights: WeightMap | None, attempt: Attempt
 ) -> None:
     """Say what this rank is about to do, and where units are split over ranks, require the same of all.
 
@@ -118,11 +125,12 @@ def compare_plans(
         OptionError: ranks with different plans.
         PeerError: another rank failed, ended or did not come in time.
     """
-    if plan.mode == "shm_cpu":
-        return
-    if plan.mode != "sharded_gpu" and not attempt.pool_links:
+    if not spans_ranks(plan, attempt):
         attempt.meeting.post("plan", {"plan": _modes(plan, attempt)})
         return
+    if plan.mode == "shm_cpu":
+        return
+    offloaded = bind(model, [inventory.by_name[name] for name in plan.offloaded_names])
     attempt.meeting.limit(attempt.timeout_s, "the timeout of the process group")
     said = attempt.meeting.exchange("plan", _say(plan, offloaded, weights, attempt))
     _require_same_plan(said, attempt.rank)

@@ -104,6 +104,11 @@ class Plan:
         )
 
     @property
+    def offloaded_names(self) -> list[str]:
+        """Storages that leave the device: those of the units in order, then what is read in place."""
+        return [entry.storage for unit in self.units for entry in unit.entries] + list(self.uva)
+
+    @property
     def resident_bytes(self) -> int:
         """Bytes that never leave the device."""
         return sum(self.resident.values())

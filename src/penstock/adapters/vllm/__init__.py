@@ -24,10 +24,14 @@ def __getattr__(name: str) -> Any:
     if name == "Worker":
         import vllm
 
-        from penstock.adapters.vllm.interface import require_supported
+        from penstock.adapters.vllm.interface import require_supported, require_version
 
-        require_supported(vllm.__version__)  # before its names are imported, of which another version may have others
-        from penstock.adapters.vllm.worker import Worker
+        require_version(vllm.__version__)  # before its names are imported, of which another version may have others
+        try:
+            from penstock.adapters.vllm.worker import Worker
+        except ImportError:
+            require_supported(vllm.__version__)  # says which of them is missing
+            raise
 
         return Worker
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
