@@ -4,7 +4,8 @@ Each way of loading runs in a process of its own, imports, the CUDA context and 
 the files in the page cache and without:
 
 * ``penstock``: :func:`penstock.adapters.transformers.load` with a budget, reading as it finds best; ``penstock-direct``
-  and ``penstock-buffered``: past the page cache, and through it;
+  and ``penstock-buffered``: past the page cache, and through it; ``penstock-disk``: what is offloaded stays in the
+  files, and every step reads it from there;
 * ``pin_memory``: ``from_pretrained`` on the CPU, then torch's ``pin_memory()`` for what is offloaded and
   ``.to(device)`` for the rest; layers copy their weights to the device before they run;
 * ``accelerate``: ``load_checkpoint_and_dispatch`` with every other layer on the CPU.
@@ -35,14 +36,20 @@ import torch
 
 from penstock.bench.decoder import CONFIGS, build_model
 from penstock.bench.plain import forget, read_plainly, touch_fresh
+from penstock.config import Mode
 from penstock.process import PeakMeter, rss_bytes
 from penstock.store.files import DiskOptions
 from penstock.store.page_cache import teller_for
 
 __all__ = ["WAYS", "run", "run_child", "summary"]
 
-WAYS = ("penstock", "penstock-direct", "penstock-buffered", "pin_memory", "accelerate")
-_DIRECT = {"penstock": None, "penstock-direct": True, "penstock-buffered": False}
+_PENSTOCK: dict[str, tuple[Mode, DiskOptions | None]] = {
+    "penstock": ("cpu", None),
+    "penstock-direct": ("cpu", DiskOptions(direct=True)),
+    "penstock-buffered": ("cpu", DiskOptions(direct=False)),
+    "penstock-disk": ("disk", None),
+}
+WAYS = (*_PENSTOCK, "pin_memory", "accelerate")
 _PLAIN = "plain read"
 _FRESH = "fresh memory"
 
@@ -153,7 +160,7 @@ def run_child(way: str, folder: str, device_name: str) -> dict[str, Any]:
     tokens = torch.arange(4, device=device)[None]
     _warm_up(tokens)
     loaders: dict[str, Callable[[str, torch.device], tuple[Any, dict[str, Any]]]] = {
-        **dict.fromkeys(_DIRECT, partial(_penstock, way)),
+        **dict.fromkeys(_PENSTOCK, partial(_penstock, way)),
         "pin_memory": _pin_memory,
         "accelerate": _accelerate,
     }
@@ -163,10 +170,13 @@ def run_child(way: str, folder: str, device_name: str) -> dict[str, Any]:
     loaded = time.perf_counter()
     logits = model(tokens, use_cache=False).logits.cpu()
     stepped = time.perf_counter()
+    rss_growth_bytes = rss_bytes() - before
+    model(tokens, use_cache=False).logits.cpu()
     return {
         "load_s": loaded - begin,
         "first_step_s": stepped - begin,
-        "rss_growth_bytes": rss_bytes() - before,
+        "second_step_takes_s": time.perf_counter() - stepped,
+        "rss_growth_bytes": rss_growth_bytes,
         "peak_rss_growth_bytes": meter.growth_bytes(),
         "digest": hashlib.sha256(logits.view(torch.uint8).numpy().tobytes()).hexdigest(),
         **facts,
@@ -191,12 +201,13 @@ def _penstock(way: str, folder: str, device: torch.device) -> tuple[Any, dict[st
 
     marks: list[tuple[float, int]] = []
     share = _layers_bytes(folder) // 2
-    budget = Budget(_file_bytes(folder) - share, ["layers"], mode="cpu")
+    mode, disk = _PENSTOCK[way]
+    budget = Budget(_file_bytes(folder) - share, ["layers"], mode=mode)
     model, handle = load(
         folder,
         budget,
         device=device,
-        disk=DiskOptions(direct=_DIRECT[way]),
+        disk=disk,
         progress=lambda done, total: marks.append((time.perf_counter(), done)),
     )
     seconds, moved = marks[-1][0] - marks[0][0], marks[-1][1] - marks[0][1]

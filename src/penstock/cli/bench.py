@@ -108,7 +108,8 @@ def load(
     ways: Annotated[
         str,
         typer.Option(
-            help="penstock, penstock-direct, penstock-buffered, pin_memory, accelerate; comma-separated; default all"
+            help="penstock, penstock-direct, penstock-buffered, penstock-disk, pin_memory, accelerate; "
+            "comma-separated; default all"
         ),
     ] = "",
     repeats: Annotated[int, typer.Option(help="of everything, in another order each time", min=1)] = 1,
