@@ -52,14 +52,17 @@ def peer_timeout_s() -> float:
     return float(value)
 
 
-def reader_threads(at_least: int = 1, at_most: int | None = None) -> int:
+def reader_threads(at_least: int = 1, at_most: int | None = None, spare_one_in: int | None = None) -> int:
     """Threads that read files: of the CPU link, of the readers' process of a GPU, and of loading.
 
-    ``PENSTOCK_READERS``, or one per core this process may use within ``at_least`` and ``at_most``.
+    ``PENSTOCK_READERS``, or one per core this process may use, but for ``spare_one_in`` so many, within ``at_least``
+    and ``at_most``.
     """
     value = os.environ.get("PENSTOCK_READERS")
     if value is None:
         cores = len(os.sched_getaffinity(0))
+        if spare_one_in is not None:
+            cores -= cores // spare_one_in
         return max(at_least, cores if at_most is None else min(cores, at_most))
     if not value.isdecimal() or int(value) < 1:
         raise OptionError(f"PENSTOCK_READERS={value!r}: expected a whole number of threads, at least 1")

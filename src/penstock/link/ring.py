@@ -41,13 +41,15 @@ from penstock.errors import TransferError
 from penstock.link.ring_memory import POISON, Counter, RingMemory
 from penstock.store.source import Source
 
-__all__ = ["MAX_READERS", "READ_BYTES", "STUCK_S", "Part", "RingServer"]
+__all__ = ["MAX_READERS", "READ_BYTES", "SPARE_ONE_CORE_IN", "STUCK_S", "Part", "RingServer"]
 
 # One read at most: small enough that several workers help with the piece that is needed next.
 READ_BYTES = 4 << 20
-# On 16 cores of an H200's host 12 read 61 GB/s out of the page cache, 16 read 43 and 8 read 41, and on 32 cores, too,
-# more were slower, probably because they take turns with one interpreter's lock.
-MAX_READERS = 12
+# A reader that has to wait for a core holds up the piece that all wait for, and the caller spins on one until the device
+# is done. With one core in eight left to others a ring was fastest on 16 cores of an H200's host (14 readers, against
+# 12, 13 and 16) and on 8 of them (7, against 6 and 8). On 32 cores, too, 16 readers and more were slower than 12,
+# probably because they take turns with one interpreter's lock.
+SPARE_ONE_CORE_IN, MAX_READERS = 8, 14
 # How often the server looks at the words: a full ring is some two milliseconds of copies, and a worker that has
 # finished a piece looks too.
 ACTIVE_S, IDLE_S = 0.0005, 0.002

@@ -21,7 +21,7 @@ import torch
 from penstock.environment import pin_memory_disabled, reader_threads
 from penstock.errors import OptionError, StateError
 from penstock.link.base import Mark, Transfer
-from penstock.link.ring import MAX_READERS, STUCK_S
+from penstock.link.ring import MAX_READERS, SPARE_ONE_CORE_IN, STUCK_S
 from penstock.link.ring_readers import ReaderProcess
 from penstock.link.ring_task import RingTask
 from penstock.link.staging import StagingRing, parts_in_files
@@ -56,14 +56,14 @@ class RingLink(StreamLink):
         """``device``: a CUDA device; no memory is taken before :meth:`prepare`.
 
         ``recorder``: gets the reads. ``entry_bytes``, ``max_entries``: of the ring; other than the defaults they are
-        not what limits and reports count with. ``num_threads``: readers; default ``PENSTOCK_READERS``, or one per core
-        up to :data:`~penstock.link.ring.MAX_READERS`. ``stuck_s``: how long no read may end before the disk counts as
-        dead.
+        not what limits and reports count with. ``num_threads``: readers; default ``PENSTOCK_READERS``, or as many
+        as :mod:`~penstock.link.ring` says. ``stuck_s``: how long no read may end before the disk counts as dead.
         """
         super().__init__(device, measure_stalls=measure_stalls)
         self._recorder = recorder
         self._entry_bytes, self._max_entries = entry_bytes, max_entries
-        self._num_threads, self._stuck_s = num_threads or reader_threads(at_most=MAX_READERS), stuck_s
+        self._num_threads = num_threads or reader_threads(at_most=MAX_READERS, spare_one_in=SPARE_ONE_CORE_IN)
+        self._stuck_s = stuck_s
         self._ring: StagingRing | None = None
         self._readers: ReaderProcess | None = None
         self._copies: CudaCopyStream | None = None

@@ -123,10 +123,12 @@ class WeightLoader:
         self._bring(staying, self._segments_of, pin_threads())
 
     def _copy_from_files(self) -> None:
-        files = DiskStore(self._sources, self._disk, stamps=self._stamps, ways=self._ways)
+        # Compared once behind all reads: nothing looks at the bytes before.
+        files = DiskStore(self._sources, self._disk, stamps=self._stamps, ways=self._ways, compares=False)
         stored = sorted(self._sources, key=lambda name: _position(self._sources[name]))
         try:
             self._bring(stored, files.segments, pin_threads(_MIN_FILE_READERS))
+            files.require_unchanged()
         finally:
             files.close()
 

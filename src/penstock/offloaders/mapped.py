@@ -34,4 +34,4 @@ class MappedFilesGuard(NotCopyable):
 
     def _compare(self, *_: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._store.require_unchanged()
+            self._store.require_unchanged(mapped=True)

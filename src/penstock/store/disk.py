@@ -36,23 +36,27 @@ class DiskStore(Store):
         stamps: Iterable[FileStamp] = (),
         pin_in_place: bool = False,
         ways: Ways | None = None,
+        compares: bool = True,
     ) -> None:
         """Open the files; nothing is read.
 
         Args:
             sources: per storage name where its bytes are.
             options: how files are read.
-            stamps: what files have to be at every read; those without may change.
+            stamps: what files have to be; those without may change.
             pin_in_place: what is read in place is copied into pinned memory first, because a GPU cannot address a
                 mapped file.
             ways: counts what is read, and chooses where ``options`` leave it open; default one of its own.
+            compares: files with their stamps at every read; else the caller asks :meth:`require_unchanged`.
         """
         self._sources = dict(sources)
         options = options or DiskOptions()
         paths = {part.tensor.path for source in self._sources.values() for part in source.parts}
         expected = {stamp.path: stamp for stamp in stamps}
         self._ways = ways or Ways()
-        self._files = {path: File(path, options, expected.get(path), self._ways) for path in sorted(paths)}
+        self._files = {
+            path: File(path, options, expected.get(path), self._ways, compares=compares) for path in sorted(paths)
+        }
         self._maps: dict[Path, mmap.mmap] = {}
         self._pin_in_place = pin_in_place
         self._pinned: dict[str, torch.Tensor] = {}
@@ -81,9 +85,9 @@ class DiskStore(Store):
         tensor = source.parts[0].tensor
         return torch.frombuffer(self._map(tensor.path), dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.offset)
 
-    def require_unchanged(self) -> None:
-        """Raise ``TransferError`` if a file that is mapped was written to."""
-        for path in self._maps:
+    def require_unchanged(self, *, mapped: bool = False) -> None:
+        """Raise ``TransferError`` if a file was written to; ``mapped``: one of those that are mapped."""
+        for path in self._maps if mapped else self._files:
             self._files[path].require_unchanged()
 
     @property

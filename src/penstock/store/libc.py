@@ -1,6 +1,7 @@
 """Calls of the C library that Python has not, or not in full: mappings at an address, and advice of any number.
 
-Called through ctypes they hold no interpreter lock.
+Called through ctypes they hold no interpreter lock, but for those through ``keeping_the_lock``: of a call that comes
+back at once, the longest part is to get the lock again that many threads want.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 import ctypes
 import os
 
-__all__ = ["libc", "madvise", "mmap", "munmap"]
+__all__ = ["keeping_the_lock", "libc", "madvise", "mmap", "munmap"]
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 libc = ctypes.CDLL(None, use_errno=True)
+keeping_the_lock = ctypes.PyDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
 libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)

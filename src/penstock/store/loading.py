@@ -97,7 +97,7 @@ def deliver(
         landed: called in this thread with the name of each storage that is complete (on a device: on its way).
         moved: called in this thread with the bytes of each job that is done.
         cpus: the readers stay on these processors, whose memory the pages they touch then are.
-        piece_bytes: of one job.
+        piece_bytes: of one job; to a device, a job goes in several pieces, as large as the uploader takes them.
         max_jobs: under way or waiting to be reported; default twice the readers.
 
     Raises:
@@ -120,7 +120,7 @@ def deliver(
 
     try:
         for job in _jobs(deliveries, piece_bytes, device_bytes):
-            under_way.append((job, pool.submit(_run, job, uploader)))
+            under_way.append((job, pool.submit(_run, job, uploader, device_bytes)))
             del job
             if len(under_way) >= at_most:
                 settle()
@@ -136,13 +136,12 @@ def _jobs(deliveries: Iterable[Delivery], piece_bytes: int, device_bytes: int) -
     job = _Job(False)
     for delivery in deliveries:
         uploads = not delivery.into.is_cpu
-        limit = device_bytes if uploads else piece_bytes
         if job.uploads != uploads and job.parts:
             yield job
             job = _Job(uploads)
         job.uploads = uploads
-        for part in _parts(delivery, limit):
-            if job.parts and job.num_bytes + part.into.numel() > limit:
+        for part in _parts(delivery, device_bytes if uploads else piece_bytes):
+            if job.parts and job.num_bytes + part.into.numel() > piece_bytes:
                 yield job
                 job = _Job(uploads)
             job.parts.append(part)
@@ -168,12 +167,27 @@ def _parts(delivery: Delivery, limit: int) -> Iterator[Part]:
         )
 
 
-def _run(job: _Job, uploader: Uploader | None) -> None:
-    if job.uploads:
-        assert uploader is not None
-        uploader.upload(job.parts)
+def _run(job: _Job, uploader: Uploader | None, device_bytes: int) -> None:
+    if not job.uploads:
+        _read(job.parts)
         return
-    _read(job.parts)
+    assert uploader is not None
+    for piece in _pieces(job.parts, device_bytes):
+        uploader.upload(piece)
+
+
+def _pieces(parts: Iterable[Part], num_bytes: int) -> Iterator[list[Part]]:
+    """Neighbours together, up to ``num_bytes``."""
+    piece: list[Part] = []
+    left = num_bytes
+    for part in parts:
+        if piece and part.into.numel() > left:
+            yield piece
+            piece, left = [], num_bytes
+        piece.append(part)
+        left -= part.into.numel()
+    if piece:
+        yield piece
 
 
 def _read(parts: Sequence[Part]) -> None:

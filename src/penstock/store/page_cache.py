@@ -45,7 +45,7 @@ def _is_told(fd: int) -> bool:
 def _by_cachestat(fd: int, offset: int, num_bytes: int) -> int | None:
     stretch = (ctypes.c_uint64 * 2)(offset, num_bytes)
     counts = (ctypes.c_uint64 * 5)()  # the first: pages in the cache
-    if libc.libc.syscall(_CACHESTAT, fd, stretch, counts, 0):
+    if libc.keeping_the_lock.syscall(_CACHESTAT, fd, stretch, counts, 0):
         return None
     return int(counts[0]) * mmap.PAGESIZE
 

@@ -1,65 +1,164 @@
-"""Bytes to a device through a small ring of pinned buffers: no whole tensor is ever in host memory for it."""
+"""Bytes to a device through a small ring of pinned buffers: no whole tensor is ever in host memory for it.
+
+A dozen reader threads bring thousands of pieces a second, and what limits them is the interpreter's lock: whoever gives
+it up for a call waits behind all others to get it again. So a piece costs one call that gives it up, the read. Copies
+are started by whichever reader finds that nobody is at it, for all that are ready, by a call of the driver that keeps
+the lock and is back in microseconds.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import queue
-from collections.abc import Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import torch
 
+from penstock.errors import TransferError
 from penstock.store.base import writable_view
 from penstock.store.files import ALIGN_BYTES, read_around
 from penstock.store.loading import Part
 from penstock.store.pages import map_pages
 from penstock.store.registration import PinnedBytes, Registrar
 
-__all__ = ["CudaUploader", "read_staged"]
+__all__ = ["CudaUploader", "UploadRing", "read_staged"]
 
 BUFFER_BYTES = 4 << 20
 NUM_BUFFERS = 12
 # Direct reads fill whole aligned pages around the bytes that are wanted.
 _ROOM_BYTES = BUFFER_BYTES + 4 * ALIGN_BYTES
 
+# Where bytes go, and where they are.
+Copy = tuple[torch.Tensor, torch.Tensor]
+Wait = Callable[[], None]
+
+
+class UploadRing:
+    """Buffers that readers fill, and whose copies one of them starts.
+
+    Args:
+        buffers: uint8, 1-D, host.
+        start: starts copies and returns what waits until they are done; called by one thread at a time.
+    """
+
+    def __init__(self, buffers: Iterable[torch.Tensor], start: Callable[[Sequence[Copy]], Wait]) -> None:
+        self._start = start
+        self._free: queue.SimpleQueue[tuple[torch.Tensor, Wait]] = queue.SimpleQueue()
+        for buffer in buffers:
+            self._free.put((buffer, _nothing))
+        self._filled: deque[tuple[torch.Tensor, list[Copy]]] = deque()
+        self._starting = threading.Lock()
+
+    def upload(self, parts: Sequence[Part]) -> None:
+        """Read ``parts`` into one buffer; this thread, or another one that is in here, starts their copies."""
+        buffer, wait = self._free.get()
+        try:
+            wait()
+            self._filled.append((buffer, _read(parts, buffer)))
+        except BaseException:
+            self._free.put((buffer, wait))
+            raise
+        # Looked at again behind the lock: who came meanwhile has left it to this thread.
+        while self._filled and self._starting.acquire(blocking=False):
+            try:
+                self._start_filled()
+            finally:
+                self._starting.release()
+
+    def _start_filled(self) -> None:
+        filled: list[tuple[torch.Tensor, list[Copy]]] = []
+        with suppress(IndexError):
+            while True:
+                filled.append(self._filled.popleft())
+        wait: Wait = _nothing
+        try:
+            wait = self._start([copy for _, copies in filled for copy in copies])
+        finally:
+            for buffer, _ in filled:
+                self._free.put((buffer, wait))
+
 
 class CudaUploader:
-    """Reads into a pinned buffer, copies on a stream of its own, and reuses the buffer behind the copy."""
+    """Reads into pinned buffers and copies on a stream of its own."""
 
     # With the rest of its first and last page, a piece is a request of BUFFER_BYTES, which no disk need split.
     piece_bytes = BUFFER_BYTES - ALIGN_BYTES
 
     def __init__(self, device: torch.device, registrar: Registrar | None) -> None:
         """``registrar``: what pins the buffers; ``None``, or its refusal, leaves them unpinned, which is slower."""
-        self._device = device
         self._stream = torch.cuda.Stream(device)
         # The allocator may hand out memory that kernels given to the current stream still read.
         self._stream.wait_stream(torch.cuda.current_stream(device))
-        ring = torch.frombuffer(map_pages(NUM_BUFFERS * _ROOM_BYTES), dtype=torch.uint8)
-        self._pinned = PinnedBytes(ring)
-        if registrar is not None:
-            self._pinned.register(registrar)
-        self._free: queue.SimpleQueue[tuple[torch.Tensor, torch.cuda.Event]] = queue.SimpleQueue()
-        for buffer in self._pinned.blob.split(_ROOM_BYTES):
-            self._free.put((buffer, torch.cuda.Event()))  # an event not recorded yet counts as done
+        self._pinned = PinnedBytes(torch.frombuffer(map_pages(NUM_BUFFERS * _ROOM_BYTES), dtype=torch.uint8))
+        is_pinned = registrar is not None and self._pinned.register(registrar) == 0
+        # From memory that is not pinned a copy is work of the caller's, with which it must not hold up the others.
+        self._copy = (_driver_copy() if is_pinned else None) or _copy_by_torch
+        self._ring = UploadRing(self._pinned.blob.split(_ROOM_BYTES), self._start)
 
     def upload(self, parts: Sequence[Part]) -> None:
         """See :class:`~penstock.store.loading.Uploader`."""
-        buffer, event = self._free.get()
-        try:
-            event.synchronize()
-            free = buffer
-            left = sum(part.into.numel() for part in parts)
-            for part in parts:
-                left -= part.into.numel()
-                staged, free = read_staged(part, free, left)
-                with torch.cuda.stream(self._stream):
-                    part.into.copy_(staged, non_blocking=True)
-        finally:
-            event.record(self._stream)
-            self._free.put((buffer, event))
+        self._ring.upload(parts)
 
     def finish(self) -> None:
         """Return when every copy is done."""
         self._stream.synchronize()
+
+    def _start(self, copies: Sequence[Copy]) -> Wait:
+        with torch.cuda.stream(self._stream):
+            self._stream.query()  # the driver's calls want a context, which a new thread gets with the runtime's first
+            for into, staged in copies:
+                self._copy(into, staged, self._stream.cuda_stream)
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        return partial(_wait_for, done)
+
+
+def _driver_copy() -> Callable[[torch.Tensor, torch.Tensor, int], None] | None:
+    """Copies to the device as cuMemcpyHtoDAsync does (CUDA Driver API, "Memory Management")."""
+    try:
+        function: Any = ctypes.PyDLL("libcuda.so.1").cuMemcpyHtoDAsync_v2
+    except (OSError, AttributeError):  # a driver of another make
+        return None
+    function.argtypes = (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+
+    def copy(into: torch.Tensor, staged: torch.Tensor, stream: int) -> None:
+        code = function(into.data_ptr(), staged.data_ptr(), staged.numel(), stream)
+        if code != 0:
+            raise TransferError(
+                f"copying {staged.numel()} bytes to {into.device} failed (cuMemcpyHtoDAsync: error {code} of the CUDA "
+                f"driver, CUresult); the device is not to be used by this process any more, start it anew"
+            )
+
+    return copy
+
+
+def _copy_by_torch(into: torch.Tensor, staged: torch.Tensor, stream: int) -> None:
+    """On the current stream, which is ``stream``."""
+    into.copy_(staged, non_blocking=True)
+
+
+def _wait_for(done: torch.cuda.Event) -> None:
+    if not done.query():  # to synchronize gives up the lock even if there is nothing to wait for
+        done.synchronize()
+
+
+def _nothing() -> None:
+    """For a buffer that no copy reads."""
+
+
+def _read(parts: Sequence[Part], buffer: torch.Tensor) -> list[Copy]:
+    copies: list[Copy] = []
+    left = sum(part.into.numel() for part in parts)
+    for part in parts:
+        left -= part.into.numel()
+        staged, buffer = read_staged(part, buffer, left)
+        copies.append((part.into, staged))
+    return copies
 
 
 def read_staged(part: Part, free: torch.Tensor, reserved_bytes: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
