@@ -45,10 +45,10 @@ __all__ = ["MAX_READERS", "READ_BYTES", "SPARE_ONE_CORE_IN", "STUCK_S", "Part", 
 
 # One read at most: small enough that several workers help with the piece that is needed next.
 READ_BYTES = 4 << 20
-# A reader that has to wait for a core holds up the piece that all wait for, and the caller spins on one until the device
-# is done. With one core in eight left to others a ring was fastest on 16 cores of an H200's host (14 readers, against
-# 12, 13 and 16) and on 8 of them (7, against 6 and 8). On 32 cores, too, 16 readers and more were slower than 12,
-# probably because they take turns with one interpreter's lock.
+# A reader that has to wait for a core holds up the piece that all wait for, and the caller spins on one until the
+# device is done. With one core in eight left to others a ring was fastest on 16 cores of an H200's host (14 readers,
+# against 12, 13 and 16) and on 8 of them (7, against 6 and 8). On 32 cores, too, 16 readers and more were slower than
+# 12, probably because they take turns with one interpreter's lock.
 SPARE_ONE_CORE_IN, MAX_READERS = 8, 14
 # How often the server looks at the words: a full ring is some two milliseconds of copies, and a worker that has
 # finished a piece looks too.

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from penstock.environment import pin_memory_disabled
 from penstock.errors import OptionError
 from penstock.offloaders.binding import BoundStorage
 from penstock.offloaders.making import Maker
@@ -19,6 +20,7 @@ from penstock.store.loading import Delivery, Progress, deliver
 from penstock.store.numa import cpus_near
 from penstock.store.pinned import PinnedStore
 from penstock.store.pinning import pin_threads
+from penstock.store.registration import CudaRegistrar
 from penstock.store.staging import CudaUploader
 from penstock.store.ways import Ways
 from penstock.telemetry import ReadStats
@@ -164,10 +166,11 @@ class WeightLoader:
         return Delivery(name, self._bound[name].info.num_bytes, segments, self._goals[name])
 
     def _make_uploader(self, names: Sequence[str]) -> CudaUploader | None:
-        if any(not self._goals[name].is_cpu for name in names):
-            registrar = self._store.registrar if isinstance(self._store, PinnedStore) else None
-            return CudaUploader(self._device, registrar)
-        return None
+        if all(self._goals[name].is_cpu for name in names):
+            return None
+        if isinstance(self._store, PinnedStore):
+            return CudaUploader(self._device, self._store.registrar)
+        return CudaUploader(self._device, None if pin_memory_disabled() else CudaRegistrar(self._device))
 
     def _copy_from_devices(self) -> None:
         """What lies on a GPU goes at the rate of its link into memory that is pinned already."""

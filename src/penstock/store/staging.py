@@ -1,25 +1,21 @@
 """Bytes to a device through a small ring of pinned buffers: no whole tensor is ever in host memory for it.
 
-A dozen reader threads bring thousands of pieces a second, and what limits them is the interpreter's lock: whoever gives
-it up for a call waits behind all others to get it again. So a piece costs one call that gives it up, the read. Copies
-are started by whichever reader finds that nobody is at it, for all that are ready, by a call of the driver that keeps
-the lock and is back in microseconds.
+A dozen reader threads bring thousands of pieces a second, and whoever gives up the interpreter's lock for a call waits
+behind all others to get it again. So copies are started by whichever reader finds that nobody is at it, for all that
+are ready, with one event behind them.
 """
 
 from __future__ import annotations
 
-import ctypes
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import torch
 
-from penstock.errors import TransferError
 from penstock.store.base import writable_view
 from penstock.store.files import ALIGN_BYTES, read_around
 from penstock.store.loading import Part
@@ -95,9 +91,8 @@ class CudaUploader:
         # The allocator may hand out memory that kernels given to the current stream still read.
         self._stream.wait_stream(torch.cuda.current_stream(device))
         self._pinned = PinnedBytes(torch.frombuffer(map_pages(NUM_BUFFERS * _ROOM_BYTES), dtype=torch.uint8))
-        is_pinned = registrar is not None and self._pinned.register(registrar) == 0
-        # From memory that is not pinned a copy is work of the caller's, with which it must not hold up the others.
-        self._copy = (_driver_copy() if is_pinned else None) or _copy_by_torch
+        if registrar is not None:
+            self._pinned.register(registrar)
         self._ring = UploadRing(self._pinned.blob.split(_ROOM_BYTES), self._start)
 
     def upload(self, parts: Sequence[Part]) -> None:
@@ -109,37 +104,12 @@ class CudaUploader:
         self._stream.synchronize()
 
     def _start(self, copies: Sequence[Copy]) -> Wait:
+        done = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
-            self._stream.query()  # the driver's calls want a context, which a new thread gets with the runtime's first
             for into, staged in copies:
-                self._copy(into, staged, self._stream.cuda_stream)
-            done = torch.cuda.Event()
+                into.copy_(staged, non_blocking=True)
             done.record(self._stream)
         return partial(_wait_for, done)
-
-
-def _driver_copy() -> Callable[[torch.Tensor, torch.Tensor, int], None] | None:
-    """Copies to the device as cuMemcpyHtoDAsync does (CUDA Driver API, "Memory Management")."""
-    try:
-        function: Any = ctypes.PyDLL("libcuda.so.1").cuMemcpyHtoDAsync_v2
-    except (OSError, AttributeError):  # a driver of another make
-        return None
-    function.argtypes = (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-
-    def copy(into: torch.Tensor, staged: torch.Tensor, stream: int) -> None:
-        code = function(into.data_ptr(), staged.data_ptr(), staged.numel(), stream)
-        if code != 0:
-            raise TransferError(
-                f"copying {staged.numel()} bytes to {into.device} failed (cuMemcpyHtoDAsync: error {code} of the CUDA "
-                f"driver, CUresult); the device is not to be used by this process any more, start it anew"
-            )
-
-    return copy
-
-
-def _copy_by_torch(into: torch.Tensor, staged: torch.Tensor, stream: int) -> None:
-    """On the current stream, which is ``stream``."""
-    into.copy_(staged, non_blocking=True)
 
 
 def _wait_for(done: torch.cuda.Event) -> None:
