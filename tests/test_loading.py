@@ -9,7 +9,7 @@ import sys
 import textwrap
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,20 @@ from penstock import Prefetch
 from penstock.checkpoint import Checkpoint
 from penstock.errors import StateError, TransferError
 from penstock.inventory import take_inventory
+from penstock.link.threads import ThreadLink
 from penstock.offloaders import opening
+from penstock.offloaders.attachment import Attachment
 from penstock.offloaders.binding import bind
 from penstock.offloaders.loading import WeightLoader
-from penstock.store.base import Segment, Store, writable_view
+from penstock.plan import Plan, build_plan
+from penstock.store.base import Load, Segment, Store, writable_view
 from penstock.store.cpu import MemorySource
 from penstock.store.disk import DiskStore
 from penstock.store.loading import Delivery, Part, deliver
 from penstock.store.pinned import PinnedStore
 from penstock.store.registration import CudaRegistrar
 from penstock.testing import assert_moved, assert_same_bits
+from penstock.weights import WeightMap
 
 KIB = 1 << 10
 
@@ -302,6 +306,59 @@ class TestOffload:
         assert {name: tensor.data_ptr() for name, tensor in model.named_parameters()} == before
         gc.collect()
         assert ledger.held == {}
+
+
+class Beginning(ThreadLink):
+    """Says when it was told what."""
+
+    def __init__(self, told: list[str]) -> None:
+        super().__init__()
+        self._told = told
+
+    def start(self, plan: Plan, loads: Sequence[Load]) -> None:
+        assert [load.unit for load in loads] == [unit.index for unit in plan.units]
+        self._told.append("start")
+
+    def prepare(self, plan: Plan, loads: Sequence[Load]) -> None:
+        self._told.append("prepare")
+
+    def close(self) -> None:
+        self._told.append("close")
+        super().close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_link_begins_before_weights_are_loaded(fails: bool, tmp_path: Path) -> None:
+    folder = save(MoE(4), tmp_path)
+    with torch.device("meta"):
+        model = MoE(4).eval()
+    inventory = take_inventory(model)
+    told: list[str] = []
+
+    def progress(done: int, total: int) -> None:
+        told.append("load")
+        if fails:
+            raise InterruptedError
+
+    def attach() -> Attachment:
+        return Attachment(
+            model,
+            build_plan(inventory, all_layers(2, "disk")),
+            inventory,
+            device=torch.device("cpu"),
+            weights=WeightMap.open(folder),
+            progress=progress,
+            link=Beginning(told),
+        )
+
+    if fails:
+        with pytest.raises(InterruptedError):
+            attach()
+        assert told == ["start", "load", "close"]
+    else:
+        attach().remove()
+        assert list(dict.fromkeys(told)) == ["start", "load", "prepare", "close"]
+    assert all(parameter.is_meta for parameter in model.parameters()) is fails
 
 
 class Uploads:

@@ -446,13 +446,17 @@ class TestLink:
         return ledger
 
     @pytest.fixture
-    def prepare(self, tmp_path: Path) -> Iterator[Callable[[], RingLink]]:
+    def prepare(self, tmp_path: Path) -> Iterator[Callable[..., RingLink]]:
         plan, patterns = make_plan(6, 2)
         store = disk_store(save_patterns(patterns, tmp_path))
 
-        def build() -> RingLink:
+        def build(*, ahead: Callable[[RingLink], None] | None = None) -> RingLink:
             link = RingLink(torch.device("cuda", 0), entry_bytes=ENTRY_BYTES, max_entries=3, num_threads=2)
-            link.prepare(plan, [store.load(unit) for unit in plan.units])
+            loads = [store.load(unit) for unit in plan.units]
+            if ahead is not None:
+                link.start(plan, loads)
+                ahead(link)
+            link.prepare(plan, loads)
             return link
 
         yield build
@@ -488,6 +492,45 @@ class TestLink:
         assert ledger.held == {}
         assert not threads()
         assert (descriptors(), ring_mappings()) == before
+
+    def test_readers_that_come_up_ahead(self, ledger: Ledger, prepare: Callable[..., RingLink]) -> None:
+        """Of weights being loaded, while which nothing is pinned or read for it."""
+        before = (descriptors(), ring_mappings())
+        seen: list[object] = []
+
+        def ahead(link: RingLink) -> None:
+            stats = link.staging_stats()
+            assert stats is not None
+            seen.extend([set(threads()), dict(ledger.held), stats.bytes_read])
+
+        link = prepare(ahead=ahead)
+        assert seen == [set(threads()), {}, 0], "one process, started once"
+        assert len(threads()) == 1
+        self.check(link)
+        assert isinstance(link._copies, Copies)
+        link._copies.stop()
+        link.close()
+        assert ledger.held == {}
+        assert (descriptors(), ring_mappings()) == before
+
+    @pytest.mark.parametrize("end", ["close", "refusal"])
+    def test_readers_that_came_up_in_vain(self, ledger: Ledger, prepare: Callable[..., RingLink], end: str) -> None:
+        before = (descriptors(), ring_mappings())
+        links: list[RingLink] = []
+
+        def ahead(link: RingLink) -> None:
+            links.append(link)
+            assert threads()
+            ledger.refusals = [2]
+            if end == "close":
+                link.close()
+                raise InterruptedError
+
+        with pytest.raises(InterruptedError if end == "close" else OptionError):
+            prepare(ahead=ahead)
+        assert not threads()
+        assert (descriptors(), ring_mappings()) == before
+        links[0].close()  # whoever undoes an offload does not know
 
     def test_one_that_nobody_closes(self, ledger: Ledger, prepare: Callable[[], RingLink], faults: Faults) -> None:
         faults.linger(0.2)

@@ -47,8 +47,15 @@ class Link(ABC):
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Memory for one slot: uint8, 1-D, on the link's device, fixed address."""
 
+    def start(self, plan: Plan, loads: Sequence[Load]) -> None:
+        """Told before weights are loaded, if at all: what can begin meanwhile; arguments as of :meth:`prepare`.
+
+        Raises:
+            StateError, OptionError: this link cannot be set up here and now.
+        """
+
     def prepare(self, plan: Plan, loads: Sequence[Load]) -> None:
-        """Told once, before anything else: what will be moved, by unit; for links that read ahead.
+        """Told once, before anything is moved: what will be, by unit; for links that read ahead.
 
         Raises:
             StateError, OptionError: this link cannot be set up here and now.

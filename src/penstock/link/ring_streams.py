@@ -28,7 +28,7 @@ from penstock.link.staging import StagingRing, parts_in_files
 from penstock.link.stream_memory import CudaCopyStream
 from penstock.link.streams import StreamLink, StreamTransfer
 from penstock.plan.model import Plan
-from penstock.plan.ring import ENTRY_BYTES, MAX_ENTRIES, RingLayout, lay_out_ring_of
+from penstock.plan.ring import ENTRY_BYTES, MAX_ENTRIES, lay_out_ring_of
 from penstock.store.base import Load
 from penstock.store.memfd import SharedMemory
 from penstock.store.pages import collapse_parallel
@@ -64,20 +64,21 @@ class RingLink(StreamLink):
         self._entry_bytes, self._max_entries = entry_bytes, max_entries
         self._num_threads = num_threads or reader_threads(at_most=MAX_READERS, spare_one_in=SPARE_ONE_CORE_IN)
         self._stuck_s = stuck_s
+        self._memory: PinnedBytes | None = None
         self._ring: StagingRing | None = None
         self._readers: ReaderProcess | None = None
         self._copies: CudaCopyStream | None = None
         self._last_stats = StagingStats()
         self._retire: weakref.finalize[..., RingLink] | None = None
 
-    def prepare(self, plan: Plan, loads: Sequence[Load]) -> None:
-        """Pin the ring and start its readers; nothing is read before the first copy asks for it.
+    def start(self, plan: Plan, loads: Sequence[Load]) -> None:
+        """Start the readers, whose interpreter takes some tenths of a second to come up; they look at nothing yet.
 
         At least one unit rests in files.
 
         Raises:
-            OptionError: pinned memory, stream memory operations or a process for the readers are not to be had, or
-                what passes through the ring is not in files.
+            OptionError: a process for the readers is not to be had, pinned memory is forbidden, or what passes through
+                the ring is not in files.
             StateError: a graph is being captured.
         """
         if pin_memory_disabled():
@@ -90,25 +91,39 @@ class RingLink(StreamLink):
         task = RingTask(layout, parts_in_files(layout, loads), self._num_threads, self._stuck_s, os.getpid())
         shared = SharedMemory.create(layout.num_bytes)
         try:
-            self._set_up(layout, task, shared)
+            self._memory = PinnedBytes(shared.map(0, layout.num_bytes))
+            self._ring = StagingRing(layout, self._memory.blob)
+            self._readers = ReaderProcess(task, self._ring.memory, shared.fileno(), self._recorder)
         finally:
             shared.close()  # mappings live on without it
+        self._retire = weakref.finalize(self, self._readers.retire)
 
-    def _set_up(self, layout: RingLayout, task: RingTask, shared: SharedMemory) -> None:
-        pinned = PinnedBytes(shared.map(0, layout.num_bytes))
-        ring = StagingRing(layout, pinned.blob)
-        readers = ReaderProcess(task, ring.memory, shared.fileno(), self._recorder)  # starts while memory is pinned
+    def prepare(self, plan: Plan, loads: Sequence[Load]) -> None:
+        """Pin the ring and let its readers serve; nothing is read before the first copy asks for it.
+
+        Raises:
+            OptionError: as of :meth:`start`; memory cannot be pinned, there are no stream memory operations, or the
+                readers' process does not serve.
+            StateError: a graph is being captured.
+        """
         try:
-            collapse_parallel(pinned.blob, pin_threads())
-            pin_shared(pinned, CudaRegistrar(self._device), "use mode 'cpu'")
-            self._copies = CudaCopyStream(self._stream, pinned.blob[layout.words_at :].data_ptr())
-            self._copies.try_out()  # before the readers look at the words
-            readers.serve()
+            if self._readers is None:
+                self.start(plan, loads)
+            self._serve()
         except BaseException:
-            readers.close()
+            self._end_readers()
             raise
-        self._ring, self._readers = ring, readers
-        self._retire = weakref.finalize(self, readers.retire)
+
+    def _serve(self) -> None:
+        assert self._readers is not None
+        assert self._ring is not None
+        assert self._memory is not None
+        blob = self._memory.blob
+        collapse_parallel(blob, pin_threads())
+        pin_shared(self._memory, CudaRegistrar(self._device), "use mode 'cpu'")
+        self._copies = CudaCopyStream(self._stream, blob[self._ring.memory.layout.words_at :].data_ptr())
+        self._copies.try_out()  # before the readers look at the words
+        self._readers.serve()
 
     def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> StreamTransfer:
         self.check()
@@ -131,11 +146,15 @@ class RingLink(StreamLink):
         try:
             super().close()  # the readers serve what is under way
         finally:
-            if self._ring is not None and self._readers is not None and self._retire is not None:
-                self._last_stats = self._ring.stats()
-                self._readers.close()
-                self._retire.detach()
-                self._ring = self._readers = None  # and with them the pinned memory
+            self._end_readers()
+
+    def _end_readers(self) -> None:
+        if self._ring is not None and self._readers is not None:
+            self._last_stats = self._ring.stats()
+            self._readers.close()
+        if self._retire is not None:
+            self._retire.detach()
+        self._ring = self._readers = self._memory = None  # and with them the pinned memory
 
     def _require_copyable(self, load: Load, captured: bool) -> None:
         if self._ring is None:

@@ -103,13 +103,15 @@ class Attachment(NotCopyable):
         self._replays_announced = replays_announced
         self._held = held_storages(self._bound, holding)
         self._strayed = strayed_storages(self._bound)
+        self._link: Link | None = None  # before the pipeline has it
         self._store, rooms = open_store(plan, self._bound, device, weights, disk, peers, self._held)
         try:
+            self._start_link(link, measure_stalls)
             self._load(rooms, disk, progress)
             if isinstance(self._store, SharedStore):
                 finish_shared(self._store, self._bound, weights, disk)
             self._account = self._store.account
-            self._attach_units(link or self._make_link(measure_stalls), entry)
+            self._attach_units(self._link or self._make_link(measure_stalls), entry)
             for name in plan.uva:
                 self._bound[name].point_at(self._in_place(name))
             if plan.uva and isinstance(self._store, DiskStore) and device.type == "cpu":
@@ -172,11 +174,17 @@ class Attachment(NotCopyable):
 
     # -- building ---------------------------------------------------------------------------------------------------
 
+    def _start_link(self, link: Link | None, measure_stalls: bool) -> None:
+        """The readers of a ring come up while weights are loaded."""
+        self._link = link
+        if link is None and self._device.type == "cuda" and self.plan.staged_units:
+            self._link = RingLink(self._device, measure_stalls=measure_stalls, recorder=self.recorder)
+        if self._link is not None and self.plan.units:
+            self._link.start(self.plan, [self._store.load(unit) for unit in self.plan.units])
+
     def _make_link(self, measure_stalls: bool) -> Link:
         if isinstance(self._store, FilledParts):
             return self._store.make_link(self._device, self.recorder, measure_stalls)
-        if self._device.type == "cuda" and self.plan.staged_units:
-            return RingLink(self._device, measure_stalls=measure_stalls, recorder=self.recorder)
         if self._device.type == "cuda":
             return StreamLink(self._device, measure_stalls=measure_stalls)
         return ThreadLink(recorder=self.recorder)
@@ -203,8 +211,10 @@ class Attachment(NotCopyable):
             bound.point_at(places[bound.info.name])
 
     def _attach_units(self, link: Link, entry: nn.Module | None) -> None:
+        self._link = link
         if not self.plan.units:
-            link.close()
+            self._link.close()
+            self._link = None
             return
         debug = debug_enabled() and not isinstance(self._store, PartStore)
         try:
@@ -216,9 +226,6 @@ class Attachment(NotCopyable):
                 f"offload before the model is on the device, or use fewer or smaller units (--offload-prefetch-step)",
                 needed,
             ) from error
-        finally:
-            if self._pipeline is None:
-                link.close()
         token = new_token(self._device)
         units: list[UnitHook] = []
         for unit in self.plan.units:
@@ -317,6 +324,8 @@ class Attachment(NotCopyable):
         self._hooks.clear()  # one of them holds this
         if self._pipeline is not None:
             self._pipeline.close()
+        elif self._link is not None:
+            self._link.close()
 
     def _undo(self) -> None:
         self._removed = True
