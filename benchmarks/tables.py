@@ -80,7 +80,16 @@ def step_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-LOAD_HEADINGS = ("files", "way", "load s", "GB/s", "first step after s", "resident memory - offloaded MiB", "same bits")
+LOAD_HEADINGS = (
+    "files",
+    "way",
+    "load s",
+    "GB/s",
+    "first step after s",
+    "second step ms",
+    "resident memory - offloaded MiB",
+    "same bits",
+)
 PEER_HEADINGS = ("case", "way", "graph", "ms", "GB/s into each GPU", "host GiB per rank", "same bits")
 
 
@@ -92,6 +101,7 @@ def load_cells(row: dict[str, Any]) -> list[str]:
         f"{row['load_s']:.2f}",
         f"{row['gb_per_s']:.2f}" if "gb_per_s" in row else "",
         f"{row['first_step_s']:.2f}" if "first_step_s" in row else "",
+        f"{1e3 * row['second_step_takes_s']:.0f}" if "second_step_takes_s" in row else "",
         "" if beyond is None else f"{beyond:+.0f}",
         "yes" if row.get("bit_equal") else "" if beyond is None else "NO",
     ]

@@ -93,7 +93,8 @@ class CudaUploader:
         self._pinned = PinnedBytes(torch.frombuffer(map_pages(NUM_BUFFERS * _ROOM_BYTES), dtype=torch.uint8))
         if registrar is not None:
             self._pinned.register(registrar)
-        self._ring = UploadRing(self._pinned.blob.split(_ROOM_BYTES), self._start)
+        # Not a method of this: of a cycle the garbage collector would have to find the buffers.
+        self._ring = UploadRing(self._pinned.blob.split(_ROOM_BYTES), partial(_start_on, self._stream))
 
     def upload(self, parts: Sequence[Part]) -> None:
         """See :class:`~penstock.store.loading.Uploader`."""
@@ -103,13 +104,14 @@ class CudaUploader:
         """Return when every copy is done."""
         self._stream.synchronize()
 
-    def _start(self, copies: Sequence[Copy]) -> Wait:
-        done = torch.cuda.Event()
-        with torch.cuda.stream(self._stream):
-            for into, staged in copies:
-                into.copy_(staged, non_blocking=True)
-            done.record(self._stream)
-        return partial(_wait_for, done)
+
+def _start_on(stream: torch.cuda.Stream, copies: Sequence[Copy]) -> Wait:
+    done = torch.cuda.Event()
+    with torch.cuda.stream(stream):
+        for into, staged in copies:
+            into.copy_(staged, non_blocking=True)
+        done.record(stream)
+    return partial(_wait_for, done)
 
 
 def _wait_for(done: torch.cuda.Event) -> None:
