@@ -37,11 +37,8 @@ _VLLM_FLAGS = (
 _OWN_FLAGS = ("device_memory", "batch", "offload_rule")
 # Of penstock's other verbs; inside vLLM they mean nothing.
 _ELSEWHERE = ("--context", "--host-memory", "--plan", "--disk-direct", "--disk-drop-cache")
-# Of vLLM; the worker refuses them too, after minutes.
-_MOVE_WEIGHTS = {
-    "--enable-eplb": "rearranges experts in place, which penstock keeps elsewhere",
-    "--enable-dbo": "runs parts of a batch through the layers at once, and they would share one slot",
-}
+# The worker refuses them too, after minutes.
+_MOVE_WEIGHTS = ("--enable-eplb", "--enable-dbo")
 
 
 @with_some_offload_flags(*_VLLM_FLAGS, *_OWN_FLAGS)
@@ -105,6 +102,8 @@ def _require_engine(engine: str | None) -> None:
 
 def _require_rest(model: str, rest: Sequence[str]) -> None:
     """Refuse what would be read in another way than it is meant."""
+    from penstock.adapters.vllm.options import REFUSED
+
     if model.startswith("-"):
         raise OptionError(
             f"MODEL is expected before the flags of vLLM, found {model!r}; write `penstock serve --engine vllm MODEL "
@@ -121,7 +120,7 @@ def _require_rest(model: str, rest: Sequence[str]) -> None:
         if name in _ELSEWHERE:
             raise OptionError(f"{name} has no effect inside vLLM; leave it out")
         if name in _MOVE_WEIGHTS:
-            raise OptionError(f"{name} {_MOVE_WEIGHTS[name]}; leave it out, or offload nothing (`vllm serve`)")
+            raise OptionError(f"{name} {REFUSED[name]}; leave it out, or offload nothing (`vllm serve`)")
 
 
 def _own_keys(flags: OffloadFlags, measure_stalls: bool) -> dict[str, Any]:

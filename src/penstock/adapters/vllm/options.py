@@ -29,9 +29,16 @@ from penstock.errors import OptionError, OptionTypeError
 if TYPE_CHECKING:
     from penstock.offloaders.engine import EnginePolicy
 
-__all__ = ["KEYS", "EngineOptions", "read_options"]
+__all__ = ["KEYS", "REFUSED", "EngineOptions", "read_options"]
 
 KEYS = ("device_memory", "batch", "params", "rules", "mode", "replicas", "measure_stalls", "boundaries_only")
+_HALVES = "runs parts of a batch through the layers at once, and they would share one slot"
+# Features of vLLM, by their flags, that move weights themselves or run a layer twice at once.
+REFUSED = {
+    "--enable-eplb": "rearranges experts in place, which penstock keeps elsewhere",
+    "--enable-dbo": _HALVES,
+    "--ubatch-size": _HALVES,
+}
 _MODES: tuple[Mode, ...] = ("cpu", "shm_cpu")
 _BUDGET_ONLY = ("batch", "params", "rules")
 _FORM = """write it like --additional-config '{"penstock": {"device_memory": "20GiB"}}'"""

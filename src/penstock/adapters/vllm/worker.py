@@ -20,7 +20,7 @@ from vllm.model_executor.offloader.base import get_offloader, set_offloader
 from vllm.v1.worker import gpu_worker
 
 from penstock.adapters.vllm.interface import require_supported
-from penstock.adapters.vllm.options import EngineOptions, read_options
+from penstock.adapters.vllm.options import REFUSED, EngineOptions, read_options
 from penstock.adapters.vllm.replicas import replica_peers
 from penstock.config import format_gib
 from penstock.errors import OptionError, StateError
@@ -250,16 +250,15 @@ def _is_lookup(module: nn.Module) -> bool:
 
 
 def _refuse_what_cannot_be(config: Any) -> None:
-    """Raise ``OptionError`` for features of vLLM that move weights themselves or run a layer twice at once."""
+    """Raise ``OptionError`` for :data:`~penstock.adapters.vllm.options.REFUSED`."""
     parallel = config.parallel_config
-    halves = "runs parts of a batch through the layers at once, and they would share one slot"
-    for is_set, flag, why in (
-        (parallel.enable_eplb, "--enable-eplb", "rearranges experts in place, which penstock keeps elsewhere"),
-        (parallel.enable_dbo, "--enable-dbo", halves),
-        (parallel.ubatch_size > 1, f"--ubatch-size {parallel.ubatch_size}", halves),
+    for is_set, flag, value in (
+        (parallel.enable_eplb, "--enable-eplb", ""),
+        (parallel.enable_dbo, "--enable-dbo", ""),
+        (parallel.ubatch_size > 1, "--ubatch-size", f" {parallel.ubatch_size}"),
     ):
         if is_set:
-            raise OptionError(f"{flag} {why}; leave it out, or offload nothing")
+            raise OptionError(f"{flag}{value} {REFUSED[flag]}; leave it out, or offload nothing")
     if not isinstance(config.additional_config, dict):
         raise OptionError(
             f"additional_config: expected a dict (--additional-config JSON), found "
