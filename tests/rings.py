@@ -179,6 +179,8 @@ class FakeRingLink(Link):
         return self.ring.stats()
 
     def close(self) -> None:
+        if not hasattr(self, "stream"):  # never prepared
+            return
         try:
             self.stream.synchronize()
         finally:
@@ -211,7 +213,7 @@ class ProcessRingLink(FakeRingLink):
         self.stream = FakeStream(memory[self.layout.words_at : self.layout.status_at], self._pause_s)
 
     def close(self) -> None:
-        if self._closed:
+        if self._closed or not hasattr(self, "stream"):
             return
         self._closed = True
         try:

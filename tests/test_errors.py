@@ -32,11 +32,14 @@ from penstock.errors import (
     SizeError,
     TransferError,
 )
+from penstock.inventory import take_inventory
 from penstock.link.threads import ThreadLink
 from penstock.offloaders import pipeline
 from penstock.store.cpu import CpuStore
+from penstock.store.disk import DiskStore
 from penstock.store.files import File
 from penstock.testing import assert_moved, assert_same_bits
+from penstock.weights import WeightMap
 
 
 @pytest.fixture(autouse=True)
@@ -475,6 +478,25 @@ class TestTransfers:
         for call in (lambda: model(ids), lambda: model(ids), model.state_dict, handle.remove):
             with pytest.raises(TransferError, match="it was written to while in use"):
                 call()
+
+    def test_only_files_that_are_mapped_are_compared_at_every_forward(self, tmp_path: Path) -> None:
+        """Of a hundred shards, one has the table; the others are compared when they are read."""
+        model = nn.Sequential(nn.Embedding(5000, DIM), nn.Linear(DIM, DIM)).eval()
+        weights = WeightMap.open(save(model, tmp_path, num_shards=2))
+        named = {info.name: info for info in take_inventory(model).storages}
+        sources = {name: weights.source(info) for name, info in named.items()}
+        store = DiskStore(sources, stamps=weights.checkpoint.stamps)
+        store.in_place("0.weight")
+        (mapped,) = {part.tensor.path for part in sources["0.weight"].parts}
+        (other,) = {path for path in weights.checkpoint.files if path != mapped}
+        other.write_bytes(bytes(other.stat().st_size))
+        store.require_unchanged(mapped=True)
+        with pytest.raises(TransferError, match="it was written to while in use"):
+            store.require_unchanged()
+        mapped.write_bytes(bytes(mapped.stat().st_size))
+        with pytest.raises(TransferError, match="it was written to while in use"):
+            store.require_unchanged(mapped=True)
+        store.close()
 
     def test_an_error_of_the_disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         model, x = Stack(5).eval(), rows()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -261,6 +262,28 @@ class TestOffload:
             penstock.offload(model, all_layers(2, "cpu"), checkpoint=folder, progress=write)
         assert all(parameter.is_meta for parameter in model.parameters())
 
+    def test_so_is_one_that_is_put_back_before_the_end(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        pin_by(Ledger(), monkeypatch)
+        monkeypatch.setattr("penstock.offloaders.loading.COMPARE_EVERY_S", 0.0)
+        folder = save(nn.Sequential(*(nn.Linear(1 << 10, 1 << 10, bias=False) for _ in range(12))), tmp_path)
+        (file,) = Checkpoint.open(folder).files
+        content, at = file.read_bytes(), file.stat()
+        with torch.device("meta"):
+            model = nn.Sequential(*(nn.Linear(1 << 10, 1 << 10, bias=False) for _ in range(12))).eval()
+        calls: list[int] = []
+
+        def write(done: int, total: int) -> None:
+            calls.append(done)
+            if len(calls) == 2:
+                file.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
+            elif done == total:
+                file.write_bytes(content)
+                os.utime(file, ns=(at.st_atime_ns, at.st_mtime_ns))
+
+        with pytest.raises(TransferError, match="it was written to while in use"):
+            penstock.offload(model, Prefetch(1, 1, 2, params=["weight"]), checkpoint=folder, progress=write)
+        assert calls[-1] < len(content)
+
     def test_capture_is_refused_before_anything_moves(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pin_by(Ledger(capturing=True), monkeypatch)
         model = MoE(4).eval()
@@ -359,6 +382,33 @@ def test_a_link_begins_before_weights_are_loaded(fails: bool, tmp_path: Path) ->
         attach().remove()
         assert list(dict.fromkeys(told)) == ["start", "load", "prepare", "close"]
     assert all(parameter.is_meta for parameter in model.parameters()) is fails
+
+
+def test_what_undoes_an_offload_goes_on_behind_an_error(tmp_path: Path) -> None:
+    """A device that cannot be waited for, say: the model is the caller's all the same."""
+
+    class Broken(ThreadLink):
+        def prepare(self, plan: Plan, loads: Sequence[Load]) -> None:
+            raise StateError("planted in prepare")
+
+        def close(self) -> None:
+            super().close()
+            raise RuntimeError("planted in close")
+
+    folder = save(MoE(4), tmp_path)
+    with torch.device("meta"):
+        model = MoE(4).eval()
+    inventory = take_inventory(model)
+    with pytest.raises(RuntimeError, match="planted in close"):
+        Attachment(
+            model,
+            build_plan(inventory, all_layers(2, "disk")),
+            inventory,
+            device=torch.device("cpu"),
+            weights=WeightMap.open(folder),
+            link=Broken(),
+        )
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 class Uploads:

@@ -6,6 +6,7 @@ The real program over real files and shared memory; only the stream is a thread 
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -531,6 +532,29 @@ class TestLink:
         assert not threads()
         assert (descriptors(), ring_mappings()) == before
         links[0].close()  # whoever undoes an offload does not know
+
+    def test_readers_that_came_up_for_nobody(self, ledger: Ledger, prepare: Callable[..., RingLink]) -> None:
+        """Whoever undoes an offload may be interrupted himself."""
+        links: list[weakref.ref[RingLink]] = []
+
+        def ahead(link: RingLink) -> None:
+            links.append(weakref.ref(link))
+            assert threads()
+            raise InterruptedError
+
+        with pytest.raises(InterruptedError):
+            prepare(ahead=ahead)
+        gc.collect()
+        assert links[0]() is None
+        assert settle(lambda: not threads())
+
+    @pytest.mark.parametrize(("cores", "readers"), [(1, 1), (2, 2), (7, 7), (8, 7), (15, 14), (16, 14), (32, 14)])
+    def test_one_core_in_eight_is_left_to_others(
+        self, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, cores: int, readers: int
+    ) -> None:
+        monkeypatch.delenv("PENSTOCK_READERS")
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
+        assert RingLink(torch.device("cuda", 0))._num_threads == readers
 
     def test_one_that_nobody_closes(self, ledger: Ledger, prepare: Callable[[], RingLink], faults: Faults) -> None:
         faults.linger(0.2)

@@ -9,16 +9,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 from registrars import Ledger
 
-from penstock.errors import TransferError
+from penstock.errors import CheckpointError, TransferError
 from penstock.store.base import writable_view
 from penstock.store.cpu import MemorySource
+from penstock.store.files import DiskOptions, File, FileStretch
 from penstock.store.loading import Part
-from penstock.store.staging import BUFFER_BYTES, NUM_BUFFERS, CudaUploader, UploadRing
+from penstock.store.pages import map_pages
+from penstock.store.staging import _ROOM_BYTES, BUFFER_BYTES, NUM_BUFFERS, CudaUploader, UploadRing
 
 SIZE = 64
 PATIENCE_S = 10
@@ -155,6 +158,29 @@ def test_a_failure_leaves_no_buffer_behind(place: str) -> None:
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
     assert bytes(writable_view(target)) == content
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("size", [300, 4097])
+def test_many_parts_share_a_buffer(tmp_path: Path, direct: bool, size: int) -> None:
+    """As much as a buffer takes, each part at an odd offset: none may take room that those behind it need."""
+    path = tmp_path / "weights"
+    content = os.urandom(CudaUploader.piece_bytes + 7)
+    path.write_bytes(content)
+    try:
+        file = File(path, DiskOptions(direct=direct))
+    except CheckpointError:
+        pytest.skip("no direct reads on this file system")
+    target = torch.zeros(CudaUploader.piece_bytes, dtype=torch.uint8)
+    parts = [
+        Part(FileStretch(file, 7), start, target[start : start + size]) for start in range(0, target.numel(), size)
+    ]
+    device = Device()
+    ring = UploadRing(torch.frombuffer(map_pages(_ROOM_BYTES), dtype=torch.uint8).split(_ROOM_BYTES), device.start)
+    ring.upload(parts)
+    device.close()
+    file.close()
+    assert bytes(writable_view(target)) == content[7:]
 
 
 class Stream:

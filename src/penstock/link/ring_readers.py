@@ -88,8 +88,12 @@ class ReaderProcess:
 
     def retire(self) -> None:
         """Let it end when the stream has been done for some seconds, for an owner that cannot wait for it."""
-        if self._owner == os.getpid():  # the end of a process that the owner has forked means nothing
-            self._memory.counters[Counter.RETIRED] = 1
+        if self._owner != os.getpid():  # the end of a process that the owner has forked means nothing
+            return
+        self._memory.counters[Counter.RETIRED] = 1
+        if not self._memory.counters[Counter.SERVING]:  # then no stream waits for it
+            assert self._process.stdin is not None
+            self._process.stdin.close()
 
     def close(self) -> None:
         """End it now, whatever it is doing: the stream has to be done. Idempotent."""

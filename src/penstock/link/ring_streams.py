@@ -53,7 +53,7 @@ class RingLink(StreamLink):
         num_threads: int | None = None,
         stuck_s: float = STUCK_S,
     ) -> None:
-        """``device``: a CUDA device; no memory is taken before :meth:`prepare`.
+        """``device``: a CUDA device; nothing is taken before :meth:`start`, or pinned before :meth:`prepare`.
 
         ``recorder``: gets the reads. ``entry_bytes``, ``max_entries``: of the ring; other than the defaults they are
         not what limits and reports count with. ``num_threads``: readers; default ``PENSTOCK_READERS``, or as many

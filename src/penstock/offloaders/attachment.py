@@ -329,9 +329,11 @@ class Attachment(NotCopyable):
 
     def _undo(self) -> None:
         self._removed = True
-        self._detach()
-        for bound in self._bound.values():
-            bound.restore()
-        if isinstance(self._host_store, PinnedStore):
-            self._host_store.unpin()  # tensors moved into it stay there, in ordinary memory
-        self._store.close()
+        try:
+            self._detach()
+        finally:
+            for bound in self._bound.values():
+                bound.restore()
+            if isinstance(self._host_store, PinnedStore):
+                self._host_store.unpin()  # tensors moved into it stay there, in ordinary memory
+            self._store.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -36,6 +37,8 @@ _TRIM_BYTES = 32 << 20
 # A disk wants several requests at once, and a reader asks for nothing while it copies out what has come: on two cores
 # four readers bring twice what two do. From the page cache they bring the same.
 _MIN_FILE_READERS = 8
+
+COMPARE_EVERY_S = 0.1
 
 Segments = Callable[[str], Sequence[Segment]]
 
@@ -125,11 +128,17 @@ class WeightLoader:
         self._bring(staying, self._segments_of, pin_threads())
 
     def _copy_from_files(self) -> None:
-        # Compared once behind all reads: nothing looks at the bytes before.
+        # Compared from time to time and behind all reads, and not by the readers: nothing looks at the bytes before.
         files = DiskStore(self._sources, self._disk, stamps=self._stamps, ways=self._ways, compares=False)
         stored = sorted(self._sources, key=lambda name: _position(self._sources[name]))
+        compare = _at_most_every(COMPARE_EVERY_S, files.require_unchanged)
+
+        def moved(num_bytes: int) -> None:
+            compare()
+            self._moved(num_bytes)
+
         try:
-            self._bring(stored, files.segments, pin_threads(_MIN_FILE_READERS))
+            self._bring(stored, files.segments, pin_threads(_MIN_FILE_READERS), moved)
             files.require_unchanged()
         finally:
             files.close()
@@ -144,13 +153,20 @@ class WeightLoader:
         finally:
             maker.close()
 
-    def _bring(self, names: Sequence[str], segments: Segments, num_threads: int, **options: int) -> None:
+    def _bring(
+        self,
+        names: Sequence[str],
+        segments: Segments,
+        num_threads: int,
+        moved: Callable[[int], None] | None = None,
+        **options: int,
+    ) -> None:
         deliver(
             (self._delivery(name, partial(segments, name)) for name in names),
             num_threads=num_threads,
             uploader=self._make_uploader(names),
             landed=self._landed,
-            moved=self._moved,
+            moved=moved or self._moved,
             cpus=cpus_near(self._device),
             **options,
         )
@@ -218,6 +234,19 @@ def require_weights(weights: WeightMap | None) -> WeightMap:
             "penstock.offload (model.save_pretrained(FOLDER) or safetensors.torch.save_model writes one)"
         )
     return weights
+
+
+def _at_most_every(seconds: float, action: Callable[[], None]) -> Callable[[], None]:
+    last = time.monotonic()
+
+    def act() -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= seconds:
+            last = now
+            action()
+
+    return act
 
 
 def _position(source: TensorSource) -> tuple[str, int]:

@@ -63,10 +63,13 @@ class Uploader(Protocol):
     piece_bytes: int
 
     def upload(self, parts: Sequence[Part]) -> None:
-        """Read ``parts``, at most ``piece_bytes`` together, and start copying them; called by several threads."""
+        """Read ``parts``, at most ``piece_bytes`` together, and have them copied; called by several threads.
+
+        The copies may be started by another thread that is in here.
+        """
 
     def finish(self) -> None:
-        """Return when every copy is done."""
+        """Return when every copy is done; every :meth:`upload` has returned."""
 
 
 @dataclass

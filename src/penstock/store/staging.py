@@ -71,6 +71,8 @@ class UploadRing:
         with suppress(IndexError):
             while True:
                 filled.append(self._filled.popleft())
+        if not filled:  # another thread was faster
+            return
         wait: Wait = _nothing
         try:
             wait = self._start([copy for _, copies in filled for copy in copies])
@@ -107,7 +109,8 @@ class CudaUploader:
 
 def _start_on(stream: torch.cuda.Stream, copies: Sequence[Copy]) -> Wait:
     done = torch.cuda.Event()
-    with torch.cuda.stream(stream):
+    # A thread begins on device 0, and to return to that device's stream would make a context there.
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         for into, staged in copies:
             into.copy_(staged, non_blocking=True)
         done.record(stream)
