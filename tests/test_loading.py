@@ -350,12 +350,19 @@ class Beginning(ThreadLink):
         super().close()
 
 
+def attach(model: nn.Module, folder: Path, link: ThreadLink, **options: Any) -> Attachment:
+    """``model`` is on ``meta``, its checkpoint in ``folder``."""
+    inventory = take_inventory(model)
+    plan = build_plan(inventory, all_layers(2, "disk"))
+    device, weights = torch.device("cpu"), WeightMap.open(folder)
+    return Attachment(model, plan, inventory, device=device, weights=weights, link=link, **options)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_link_begins_before_weights_are_loaded(fails: bool, tmp_path: Path) -> None:
     folder = save(MoE(4), tmp_path)
     with torch.device("meta"):
         model = MoE(4).eval()
-    inventory = take_inventory(model)
     told: list[str] = []
 
     def progress(done: int, total: int) -> None:
@@ -363,23 +370,12 @@ def test_a_link_begins_before_weights_are_loaded(fails: bool, tmp_path: Path) ->
         if fails:
             raise InterruptedError
 
-    def attach() -> Attachment:
-        return Attachment(
-            model,
-            build_plan(inventory, all_layers(2, "disk")),
-            inventory,
-            device=torch.device("cpu"),
-            weights=WeightMap.open(folder),
-            progress=progress,
-            link=Beginning(told),
-        )
-
     if fails:
         with pytest.raises(InterruptedError):
-            attach()
+            attach(model, folder, Beginning(told), progress=progress)
         assert told == ["start", "load", "close"]
     else:
-        attach().remove()
+        attach(model, folder, Beginning(told), progress=progress).remove()
         assert list(dict.fromkeys(told)) == ["start", "load", "prepare", "close"]
     assert all(parameter.is_meta for parameter in model.parameters()) is fails
 
@@ -398,16 +394,8 @@ def test_what_undoes_an_offload_goes_on_behind_an_error(tmp_path: Path) -> None:
     folder = save(MoE(4), tmp_path)
     with torch.device("meta"):
         model = MoE(4).eval()
-    inventory = take_inventory(model)
     with pytest.raises(RuntimeError, match="planted in close"):
-        Attachment(
-            model,
-            build_plan(inventory, all_layers(2, "disk")),
-            inventory,
-            device=torch.device("cpu"),
-            weights=WeightMap.open(folder),
-            link=Broken(),
-        )
+        attach(model, folder, Broken())
     assert all(parameter.is_meta for parameter in model.parameters())
 
 

@@ -18,8 +18,8 @@ from registrars import Ledger
 from penstock.errors import PenstockWarning, StateError
 from penstock.plan.model import SlabEntry, Unit
 from penstock.store.adoption import MIN_BYTES, can_adopt, is_anonymous
-from penstock.store.pages import map_pages, pieces, populate, populate_parallel
-from penstock.store.pinned import Held, PinnedStore, pack
+from penstock.store.pages import map_pages, pack, pieces, populate, populate_parallel
+from penstock.store.pinned import Held, PinnedStore
 from penstock.store.registration import PinnedBytes
 
 MIB = 1 << 20

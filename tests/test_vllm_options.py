@@ -105,6 +105,10 @@ def test_what_is_not_for_penstock_is_left_alone(additional: Any) -> None:
         ({"offload_num_in_group": 2}, "--offload-num-in-group has no effect without --offload-group-size"),
         ({"offload_prefetch_step": 2}, "--offload-prefetch-step has no effect without --offload-group-size"),
         ({**GROUP, "cpu_offload_params": {"mlp"}}, "--cpu-offload-params has no effect without --cpu-offload-gb"),
+        *(
+            ({"cpu_offload_gb": wrong}, f"--cpu-offload-gb {wrong:g}: expected a number of GiB, at least one byte")
+            for wrong in (float("inf"), float("nan"), 1e-10, -1.0)
+        ),
     ],
 )
 def test_flags_that_contradict_or_have_no_effect(flags: dict[str, Any], message: str) -> None:

@@ -6,6 +6,7 @@ written and not where it is used.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ __all__ = [
     "Workload",
     "as_policy",
     "format_gib",
+    "gib_limit",
     "parse_rule",
     "parse_size",
 ]
@@ -63,6 +65,20 @@ def parse_size(size: str | int) -> int:
     if num_bytes <= 0:
         raise SizeError(f"size {size!r}: expected more than 0 bytes; {form}")
     return num_bytes
+
+
+def gib_limit(gib: float) -> int:
+    """Bytes of a limit that is a number of GiB and no text, as engines' ``--cpu-offload-gb`` is.
+
+    Raises:
+        OptionError: less than a byte, or no finite number.
+    """
+    num_bytes = gib * 2**30
+    if not 1 <= num_bytes < math.inf:  # what is no number is neither
+        raise OptionError(
+            f"--cpu-offload-gb {gib:g}: expected a number of GiB, at least one byte, such as 4 or 0.5; 0 turns it off"
+        )
+    return int(num_bytes)
 
 
 def _size_of(name: str, size: str | int, flag: str) -> int:

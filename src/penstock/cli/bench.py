@@ -11,8 +11,16 @@ import typer
 from rich.table import Table
 
 from penstock.cli.console import stdout
-from penstock.cli.values import counts, numbers, require_folder, require_known, require_writable, target_device, words
-from penstock.errors import OptionError
+from penstock.cli.values import (
+    counts,
+    numbers,
+    refuse_idle,
+    require_folder,
+    require_known,
+    require_writable,
+    target_device,
+    words,
+)
 
 __all__ = ["bench"]
 
@@ -173,13 +181,13 @@ def _run(
 ) -> Iterable[dict[str, Any]]:
     if target_device(device).type == "cpu":
         given = {"--rows": rows, "--variants": variants, "--layers": layers, "--model": model}
-        _refuse_idle(given, "with --device cpu, whose step is always the same; add --device cuda, or leave it out")
+        refuse_idle(given, "with --device cpu, whose step is always the same; add --device cuda, or leave it out")
         from penstock.bench.cpu_step import run as run_cpu
 
         return run_cpu(rounds, repeats)
     row_counts, asked = counts("--rows", _ROWS if rows is None else rows), _VARIANTS if variants is None else variants
     if model is not None:
-        _refuse_idle({"--layers": layers}, "with --model, which has its own; leave one of the two out")
+        refuse_idle({"--layers": layers}, "with --model, which has its own; leave one of the two out")
         from penstock.bench.real_step import run as run_real
 
         return run_real(model, words(asked), row_counts, rounds, repeats)
@@ -190,12 +198,6 @@ def _run(
 
     shape = replace(QWEN3_8B, num_layers=_LAYERS if layers is None else layers)
     return run_cuda(shape, words(asked), row_counts, rounds, repeats)
-
-
-def _refuse_idle(flags: Mapping[str, object], why: str) -> None:
-    for flag, given in flags.items():
-        if given is not None:
-            raise OptionError(f"{flag} has no effect {why}")
 
 
 def _shown(results: Iterable[dict[str, Any]], out: Path | None) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,6 @@ Flags that vLLM has keep their names and meanings there. Contradictions and flag
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from penstock.cli.values import counts, target_device
-from penstock.config import UVA, Budget, Mode, OffloadConfig, Policy, Prefetch, Rules, Workload, parse_rule
+from penstock.config import UVA, Budget, Mode, OffloadConfig, Policy, Prefetch, Rules, Workload, gib_limit, parse_rule
 from penstock.errors import OptionError
 
 if TYPE_CHECKING:
@@ -261,19 +260,8 @@ class OffloadFlags:
     def _uva(self, mode: Mode) -> UVA | None:
         if not any(self._given(name) for name in _UVA_FLAGS):
             return None
-        return UVA(self._cpu_offload_bytes(), self.cpu_offload_params or (), mode)
-
-    def _cpu_offload_bytes(self) -> int | None:
-        """``None``: no limit."""
-        if not self.cpu_offload_gb:
-            return None
-        num_bytes = self.cpu_offload_gb * 2**30
-        if not 1 <= num_bytes < math.inf:  # what is no number is neither
-            raise OptionError(
-                f"--cpu-offload-gb {self.cpu_offload_gb:g}: expected a number of GiB, at least one byte, such as 4 or "
-                f"0.5; 0 turns it off"
-            )
-        return int(num_bytes)
+        limit = gib_limit(self.cpu_offload_gb) if self.cpu_offload_gb else None
+        return UVA(limit, self.cpu_offload_params or (), mode)
 
     def _refuse_workload(self) -> None:
         for name in _WORKLOAD_FLAGS:

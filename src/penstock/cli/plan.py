@@ -12,7 +12,7 @@ import typer
 
 from penstock.cli.console import stderr, stdout
 from penstock.cli.options import OffloadFlags, with_offload_flags
-from penstock.cli.values import require_writable
+from penstock.cli.values import refuse_idle, require_writable
 from penstock.config import Budget
 from penstock.errors import OptionError
 
@@ -51,14 +51,15 @@ def plan(
     """
     ground = _ground(flags, machine)
     policy = flags.policy(ground.device.type == "cuda")
-    places = (("--save", save), ("--plot", plot))
+    places = {"--save": save, "--plot": plot}
     if policy is None:
-        _refuse_idle(*places, ("--disk-direct", flags.disk_direct), ("--disk-drop-cache", flags.disk_drop_cache))
+        reads = {"--disk-direct": flags.disk_direct, "--disk-drop-cache": flags.disk_drop_cache}
+        refuse_idle({**places, **reads}, "without a plan: nothing would be offloaded; add --device-memory, say")
     from penstock.cli.model import minimum_bytes, no_collections, open_model
     from penstock.plan.plot import draw_plan, require_picture
     from penstock.plan.report import render, render_weights
 
-    for flag, file in places:
+    for flag, file in places.items():
         if file is not None:
             require_writable(flag, file)
     if plot is not None:
@@ -83,14 +84,6 @@ def plan(
         stdout.print(render_weights(made, opened.name, minimum_bytes(planner)))
     else:
         stdout.print(render(made, opened.name), outlook.render())
-
-
-def _refuse_idle(*flags: tuple[str, object]) -> None:
-    for flag, given in flags:
-        if given:
-            raise OptionError(
-                f"{flag} has no effect without a plan: nothing would be offloaded; add --device-memory, say"
-            )
 
 
 @dataclass(frozen=True)

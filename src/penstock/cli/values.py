@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,16 @@ from penstock.errors import OptionError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["counts", "numbers", "require_folder", "require_known", "require_writable", "target_device", "words"]
+__all__ = [
+    "counts",
+    "numbers",
+    "refuse_idle",
+    "require_folder",
+    "require_known",
+    "require_writable",
+    "target_device",
+    "words",
+]
 
 
 def target_device(name: str | None) -> torch.device:
@@ -75,6 +84,13 @@ def require_known(flag: str, given: Iterable[str], known: Iterable[str]) -> None
     for word in given:
         if word not in known:
             raise OptionError(f"{flag}: expected some of {', '.join(known)}, found {word!r}; separate them by commas")
+
+
+def refuse_idle(flags: Mapping[str, object], why: str) -> None:
+    """Refuse flags that would have no effect; ``None`` and ``False`` mean not given."""
+    for flag, given in flags.items():
+        if given is not None and given is not False:
+            raise OptionError(f"{flag} has no effect {why}")
 
 
 def require_folder(flag: str, path: Path) -> None:

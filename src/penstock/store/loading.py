@@ -21,6 +21,7 @@ import torch
 from penstock.errors import TransferError
 from penstock.store.base import Segment, Source, writable_view
 from penstock.store.files import File, FileStretch
+from penstock.store.pages import pack
 
 __all__ = ["PIECE_BYTES", "Delivery", "Part", "Progress", "Uploader", "deliver"]
 
@@ -175,22 +176,8 @@ def _run(job: _Job, uploader: Uploader | None, device_bytes: int) -> None:
         _read(job.parts)
         return
     assert uploader is not None
-    for piece in _pieces(job.parts, device_bytes):
-        uploader.upload(piece)
-
-
-def _pieces(parts: Iterable[Part], num_bytes: int) -> Iterator[list[Part]]:
-    """Neighbours together, up to ``num_bytes``."""
-    piece: list[Part] = []
-    left = num_bytes
-    for part in parts:
-        if piece and part.into.numel() > left:
-            yield piece
-            piece, left = [], num_bytes
-        piece.append(part)
-        left -= part.into.numel()
-    if piece:
-        yield piece
+    for run in pack([part.into.numel() for part in job.parts], device_bytes):
+        uploader.upload(job.parts[run.start : run.stop])
 
 
 def _read(parts: Sequence[Part]) -> None:

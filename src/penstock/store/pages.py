@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import mmap
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeVar
@@ -22,7 +22,16 @@ from penstock.errors import BudgetError
 from penstock.store import libc
 from penstock.store.mapping import HUGE_PAGE_BYTES, collapse
 
-__all__ = ["TOUCH_BYTES", "collapse_parallel", "map_pages", "pieces", "populate", "populate_parallel", "whole_pages"]
+__all__ = [
+    "TOUCH_BYTES",
+    "collapse_parallel",
+    "map_pages",
+    "pack",
+    "pieces",
+    "populate",
+    "populate_parallel",
+    "whole_pages",
+]
 
 # Large enough that a call costs nothing beside the zeroing, small enough that the threads end together.
 TOUCH_BYTES = 32 << 20
@@ -111,3 +120,14 @@ def pieces(num_bytes: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
     """Start and end of consecutive pieces of at most ``piece_bytes``."""
     for start in range(0, num_bytes, piece_bytes):
         yield start, min(start + piece_bytes, num_bytes)
+
+
+def pack(sizes: Sequence[int], limit: int) -> list[range]:
+    """Cut a row of sizes into runs of at most ``limit`` together, in order; a larger one has a run of its own."""
+    runs, start, filled = [], 0, 0
+    for index, size in enumerate(sizes):
+        if index > start and filled + size > limit:
+            runs.append(range(start, index))
+            start, filled = index, 0
+        filled += size
+    return [*runs, range(start, len(sizes))] if sizes else []

@@ -22,7 +22,7 @@ from penstock.config import Mode
 from penstock.plan.model import Unit, slab_bytes
 from penstock.store.base import Load, Segment, Store
 from penstock.store.cpu import MemorySource
-from penstock.store.pages import populate_parallel
+from penstock.store.pages import pack, populate_parallel
 from penstock.store.pinning import fresh, pin_threads, warn_refused
 from penstock.store.registration import PinnedBytes, Registrar
 
@@ -30,23 +30,11 @@ __all__ = [
     "Held",
     "PinnedStore",
     "Place",
-    "pack",
     "slab_sizes",
 ]
 
 # One registration: large enough to cost nothing by itself, small enough that the last one is short.
 SLAB_BYTES = 1 << 30
-
-
-def pack(sizes: Sequence[int], limit: int) -> list[range]:
-    """Cut a row of sizes into runs of at most ``limit`` together, in order; a larger one has a run of its own."""
-    runs, start, filled = [], 0, 0
-    for index, size in enumerate(sizes):
-        if index > start and filled + size > limit:
-            runs.append(range(start, index))
-            start, filled = index, 0
-        filled += size
-    return [*runs, range(start, len(sizes))] if sizes else []
 
 
 @dataclass(frozen=True)

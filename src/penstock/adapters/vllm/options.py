@@ -17,13 +17,12 @@ key under "penstock"  meaning
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.config import UVA, Budget, Mode, Prefetch, Rule, Workload, parse_rule, parse_size
+from penstock.config import UVA, Budget, Mode, Prefetch, Rule, Workload, gib_limit, parse_rule, parse_size
 from penstock.errors import OptionError, OptionTypeError
 
 if TYPE_CHECKING:
@@ -158,8 +157,7 @@ def _flag_policy(config: Any, mode: Mode) -> Prefetch | UVA | None:
             f"both --offload-group-size {group_size} (prefetch) and --cpu-offload-gb {gib:g} (zero-copy) are set, and "
             f"each says what is offloaded: leave one of them out"
         )
-    if not (gib == 0 or (math.isfinite(gib) and gib * 2**30 >= 1)):
-        raise OptionError(f"--cpu-offload-gb {gib:g}: expected a number of GiB, at least one byte, such as 4; 0: off")
+    limit = gib_limit(gib) if gib else 0
     for name, value, flag in (("prefetch", group_size, "--offload-group-size"), ("uva", gib, "--cpu-offload-gb")):
         if backend == name and not value:
             raise OptionError(f"--offload-backend {name} needs {flag}, which is not set")
@@ -167,8 +165,8 @@ def _flag_policy(config: Any, mode: Mode) -> Prefetch | UVA | None:
         prefetch = config.prefetch
         names = sorted(prefetch.offload_params)
         return Prefetch(group_size, prefetch.offload_num_in_group, prefetch.offload_prefetch_step, names, mode)
-    if gib > 0:
-        return UVA(int(gib * 2**30), sorted(config.uva.cpu_offload_params), mode)
+    if limit:
+        return UVA(limit, sorted(config.uva.cpu_offload_params), mode)
     return None
 
 
