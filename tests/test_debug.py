@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import DIM, MoE, OddStack, Stack, all_layers, rows, save
+from models import MoE, OddStack, Stack, all_layers, rows, save
 from torch import nn
 
 import penstock
@@ -105,7 +105,6 @@ class TestNoFalseAlarms:
             assert handle.stats().bytes_moved >= 3 * handle.plan.prefetched_bytes
             handle.remove()
 
-    @pytest.mark.filterwarnings("ignore:.*did not run in this forward:penstock.PenstockWarning")
     def test_out_of_order(self) -> None:
         model = Stack(5).eval()
         x = rows()
@@ -144,7 +143,6 @@ class TestNoFalseAlarms:
         with torch.device("meta"):
             model = Stack(3).eval()
         with penstock.offload(model, all_layers(2, "meta")) as handle:
-            assert model(torch.randn(2, DIM)).shape == (2, 3)
             assert handle.stats().bytes_moved > 0
         assert all(tensor.is_meta for tensor in model.parameters())
 

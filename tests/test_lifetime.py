@@ -27,6 +27,7 @@ from torch import nn
 import penstock
 from penstock import UVA, PenstockWarning, Prefetch
 from penstock.errors import ModelChangedError, StateError
+from penstock.offloaders.trap import is_resting
 from penstock.testing import assert_moved, assert_same_bits
 
 
@@ -211,7 +212,7 @@ class TestRemove:
         model = Stack(3).eval()
         addresses = [p.data_ptr() for p in model.parameters()]
         handle = penstock.offload(model, all_layers())
-        assert [p.data_ptr() for p in model.parameters()] != addresses
+        assert is_resting(model.layers[0].linear.weight)
         with pytest.raises(ZeroDivisionError), handle:
             raise ZeroDivisionError
         assert [p.data_ptr() for p in model.parameters()] == addresses
@@ -361,14 +362,18 @@ class TestChanged:
     @pytest.mark.parametrize(
         "change", [nn.Module.half, nn.Module.double, lambda m: m.to(torch.bfloat16)], ids=["half", "double", "to"]
     )
-    def test_moved_is_noticed_at_the_next_forward(self, change: Callable[[nn.Module], Any]) -> None:
+    def test_a_cast_is_refused_at_once(self, change: Callable[[nn.Module], Any]) -> None:
         model, x = Stack(3).eval(), rows()
-        handle = penstock.offload(model, all_layers(2))
+        expected = model(x)
+        with penstock.offload(model, all_layers(2)) as handle:
+            for module in (model, model.layers, model.layers[1].linear):
+                with pytest.raises(ModelChangedError, match=r"would change offloaded weights.*handle\.remove"):
+                    change(module)
+            assert_same_bits(model(x), expected)
+            assert_moved(handle, 1)
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
         change(model)
-        with pytest.raises(ModelChangedError, match=r"layers\.0\.norm\.weight was moved .*handle\.remove\(\) first"):
-            model(x.to(model.head.weight.dtype))
-        handle.remove()
-        assert model.layers[0].linear.weight.dtype == torch.float32
+        assert model.head.weight.dtype != torch.float32
 
     def test_moved_data_of_one_tensor(self) -> None:
         model, x = Stack(3).eval(), rows()
@@ -377,17 +382,26 @@ class TestChanged:
             with pytest.raises(ModelChangedError, match=r"layers\.2\.linear\.weight was moved"):
                 model(x)
 
-    @pytest.mark.filterwarnings("error")  # one error, and no echo of it
-    @pytest.mark.parametrize("when", ["before", "between", "during"])
-    def test_written_in_place(self, when: str) -> None:
-        model, x = Stack(3).eval(), rows()
-        with penstock.offload(model, all_layers(2)):
+    @pytest.mark.parametrize("when", ["before", "between"])
+    def test_written_in_place_between_forwards_counts(self, when: str) -> None:
+        model, x, other = Stack(3).eval(), rows(), Stack(3).eval()
+        other.load_state_dict(model.state_dict())
+        other.layers[1].linear.weight.zero_()
+        with penstock.offload(model, all_layers(2)) as handle:
             if when != "before":
                 model(x)
-            if when == "during":
-                model.layers[1].linear.register_forward_pre_hook(zero_weight)
-            else:
+            with pytest.warns(PenstockWarning, match=r"layers\.1\.linear\.weight was given to aten\.zero_"):
                 model.layers[1].linear.weight.zero_()
+            assert_same_bits(model(x), other(x))
+            assert_same_bits(model.state_dict(), other.state_dict())
+            assert handle.stats().bytes_moved > 0
+        assert_same_bits(model(x), other(x))
+
+    @pytest.mark.filterwarnings("error")  # one error, and no echo of it
+    def test_written_in_place_during_a_forward(self) -> None:
+        model, x = Stack(3).eval(), rows()
+        with penstock.offload(model, all_layers(2)):
+            model.layers[1].linear.register_forward_pre_hook(zero_weight)
             with pytest.raises(ModelChangedError, match=r"layers\.1\.linear\.weight was written in place"):
                 model(x)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import signal
 import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -266,7 +265,6 @@ class TestDisk:
                 assert_moved(handle, forwards)
 
 
-@pytest.mark.filterwarnings("ignore:.*did not run in this forward:penstock.PenstockWarning")
 class TestOrder:
     """Trap 10: what runs is up to the model; a unit that is not where the schedule wants it is fetched on the spot."""
 
@@ -300,15 +298,13 @@ class TestOrder:
         assert handle.stats().bytes_moved > 7 * handle.plan.units[0].payload_bytes
         handle.remove()
 
-    def test_a_layer_that_never_runs_is_reported_once(self) -> None:
+    @pytest.mark.filterwarnings("error")
+    def test_a_layer_that_never_runs_is_no_news(self) -> None:
         model = Stack(5).eval()
         model.order = [0, 1, 3, 4]
+        expected = model(rows())
         with penstock.offload(model, all_layers()) as handle:
-            with pytest.warns(penstock.PenstockWarning, match=r"1 of 5 offloaded modules did not run .* \(layers\.2\)"):
-                model(rows())
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                model(rows())
+            assert_same_bits(model(rows()), expected)
             assert handle.stats().units[2].runs == 0
 
     def test_a_part_of_the_model_called_by_itself(self) -> None:
@@ -536,7 +532,7 @@ class TestGradients:
             output = model(x)
             assert_same_bits(output, expected)
             assert_moved(handle, 1)
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            with pytest.raises(RuntimeError, match="a backward pass needs"):
                 output.sum().backward()
             assert x.grad is None
         with torch.no_grad():

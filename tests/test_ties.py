@@ -85,8 +85,9 @@ def test_ties_and_views_hold_while_offloaded() -> None:
     layer = model.layers[1]
     assert isinstance(layer, Odd)
     objects = {name: id(tensor) for name, tensor in tensors_of(model).items()}
-    with penstock.offload(model, all_layers(2)) as handle:
-        model(rows())
+    looks = []
+
+    def look(*_: object) -> None:
         assert {name: id(tensor) for name, tensor in tensors_of(model).items()} == objects
         assert layer.same is layer.weight
         assert layer.cached_t.data_ptr() == layer.weight.data_ptr()
@@ -98,6 +99,12 @@ def test_ties_and_views_hold_while_offloaded() -> None:
             offset = tensor.data_ptr() - memory.data_ptr()
             assert offset in {entry.offset for entry in unit.entries}
             assert tensor.data_ptr() % 64 == 0
+        looks.append(unit.index)
+
+    layer.register_forward_pre_hook(look)
+    with penstock.offload(model, all_layers(2)) as handle:
+        model(rows())
+    assert looks == [1]
 
 
 def test_tensors_in_slots_share_memory_but_no_storage_object() -> None:
@@ -107,7 +114,12 @@ def test_tensors_in_slots_share_memory_but_no_storage_object() -> None:
     with penstock.offload(model, all_layers(2)):
         tensors = [t for name, t in tensors_of(model).items() if t.numel() and not name.endswith(".same")]
         assert len({t.untyped_storage()._cdata for t in tensors}) == len(tensors)
-        assert model.layers[0].weight.data_ptr() == model.layers[2].weight.data_ptr()
+        addresses: list[int] = []
+        for layer in (model.layers[0], model.layers[2]):
+            layer.register_forward_pre_hook(lambda layer, *_: addresses.append(layer.weight.data_ptr()))
+        model(rows())
+        assert len(addresses) == 2
+        assert len(set(addresses)) == 1
 
 
 @pytest.mark.parametrize(

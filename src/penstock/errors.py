@@ -12,6 +12,7 @@
     ├── CheckpointError    (ValueError) files that are missing, damaged or for another model
     └── StateError         (RuntimeError) right arguments, wrong moment
         ├── ModelChangedError           the model was altered behind an active offload
+        ├── OutsideAccessError          a weight was used outside of the forward that it is on the device for
         ├── TransferError               bytes did not arrive (short read, I/O error, closed link)
         ├── PeerError                   another rank failed, ended, or did not come to a shared offload
         ├── SlotConflictError           one slot is needed by two running units at once
@@ -95,6 +96,10 @@ class StateError(PenstockError, RuntimeError):
 
 class ModelChangedError(StateError):
     """A tensor penstock manages was moved, replaced or written while offloaded."""
+
+
+class OutsideAccessError(StateError):
+    """A weight was used outside of the forward of its module, and there was no way to bring its bytes."""
 
 
 class TransferError(StateError):

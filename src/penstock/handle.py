@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from penstock.config import Policy, as_policy
+from penstock.config import Budget, Policy, as_policy
 from penstock.environment import pin_memory_disabled, uva_disabled
 from penstock.errors import OptionError, OptionTypeError, PenstockWarning, StateError
 from penstock.inventory import Inventory, take_inventory
@@ -81,9 +81,21 @@ class Handle:
         """
         self._attachment.recorder.write(path, [unit.anchor for unit in self.plan.units])
 
-    def remove(self) -> None:
-        """Restore the model exactly, with all weights resident. A second call has no effect."""
-        self._attachment.remove()
+    def remove(self, *, graphs_released: bool = False) -> None:
+        """Restore the model exactly, with all weights resident. A second call has no effect.
+
+        Forwards of other threads may end first, within 30 seconds. If this call raises or is interrupted, no forward of
+        the model runs until it is repeated.
+
+        Args:
+            graphs_released: no CUDA graph that was captured over this offload will be replayed again; needed where
+                there were some, since a replay would read memory that is gone.
+
+        Raises:
+            StateError: called inside a forward; another thread does not end one; graphs may still be replayed.
+            BudgetError: the device the model came from has no room for it; the offload stays in force.
+        """
+        self._attachment.remove(graphs_released)
         if _handle_of(self.model) is self:
             del self.model.__dict__[_MARK]
 
@@ -175,6 +187,8 @@ def offload(
             progress=progress,
             measure_stalls=measure_stalls,
             peers=peers,
+            budget_bytes=_budget_of(policy),
+            never_promotes=None if group is None else "the ranks of a group keep to one plan",
         )
 
 
@@ -234,6 +248,12 @@ def _settle(inventory: Inventory, plan: Plan, device: torch.device, peers: Peers
     return replace(plan, made_for=made_for, num_ranks=num_ranks)
 
 
+def _budget_of(policy: Policy | Plan | str | int) -> int | None:
+    """The bytes of device memory that ``policy`` allows for weights, if it says."""
+    given = policy if isinstance(policy, Plan) else as_policy(policy)
+    return given.num_bytes if isinstance(given, Budget) else None
+
+
 def _handle_of(module: nn.Module) -> Handle | None:
     return vars(module).get(_MARK)
 
@@ -244,6 +264,17 @@ def _refuse_second_offload(model: nn.Module) -> None:
             _refuse_again(name, module, "", "the handle that penstock.offload returned for it")
         if place := place_of(module):
             _refuse_again(name, module, f", as {place}", "the handle or offloader of that model")
+        if any(base.__module__.startswith("torch.distributed.fsdp") for base in type(module).__mro__):
+            raise StateError(
+                f"{name or 'the model'} ({type(module).__name__}) is sharded by FSDP, which moves its weights itself: "
+                f"offload the model before it is wrapped, or use FSDP's own CPUOffload"
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if place := place_of(tensor):
+            raise StateError(
+                f"{name} is offloaded already, as a tensor of {place}; call remove() on the handle or offloader of "
+                f"that model first, or give this model a copy of its own (.clone())"
+            )
 
 
 def _refuse_again(name: str, module: nn.Module, place: str, owner: str) -> NoReturn:

@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock.config import format_gib
 from penstock.environment import debug_enabled
-from penstock.errors import BudgetError
+from penstock.errors import BudgetError, StateError
 from penstock.inventory import Inventory
 from penstock.link.base import Link
 from penstock.link.ring_streams import RingLink
@@ -28,6 +28,7 @@ from penstock.offloaders.notes import notes_on
 from penstock.offloaders.opening import open_store
 from penstock.offloaders.parts import FilledParts
 from penstock.offloaders.pipeline import SlotPipeline
+from penstock.offloaders.promotion import Promoter
 from penstock.offloaders.sharing import finish_shared
 from penstock.offloaders.state import StateGuard
 from penstock.ops import new_token
@@ -66,6 +67,9 @@ class Attachment(NotCopyable):
         holding: where weights wait in pinned memory already; what of it is offloaded stays there.
         replays_announced: :meth:`join` is called before every capture and every replay of a whole forward, and
             :meth:`rewind` soon after it.
+        budget_bytes: device memory that weights may take, also when a tensor is promoted; ``None``: no such limit.
+        keeps_addresses: an engine compiles or captures the model: tensors look into their slots all the time.
+        never_promotes: why a tensor that is used outside of its module's forward is an error; ``None``: it is promoted.
         on_attached: called with this as soon as all is in place: from then on :meth:`remove` undoes it, also if an
             interrupt ends the rest.
 
@@ -90,14 +94,19 @@ class Attachment(NotCopyable):
         holding: Holding | None = None,
         replays_announced: bool = False,
         on_attached: Callable[[Attachment], None] | None = None,
+        budget_bytes: int | None = None,
+        keeps_addresses: bool = False,
+        never_promotes: str | None = None,
     ) -> None:
-        self.plan = plan
         self.recorder = Recorder()
         self._model = model
         self._device = device
         self._weights = weights
         self._bound = bind(model, inventory.storages)
+        self._promoter = Promoter(plan, self._bound, device, budget_bytes, never_promotes)
+        self._rests = not keeps_addresses
         self._hooks: list[UnitHook | ForwardHook | StateGuard | MappedFilesGuard] = []
+        self._units: list[UnitHook] = []
         self._pipeline: SlotPipeline | None = None
         self._removed = False
         self._replays_announced = replays_announced
@@ -111,6 +120,7 @@ class Attachment(NotCopyable):
             if isinstance(self._store, SharedStore):
                 finish_shared(self._store, self._bound, weights, disk)
             self._account = self._store.account
+            self._promoter.serve(self._store, self._units)
             self._attach_units(self._link or self._make_link(measure_stalls), entry)
             for name in plan.uva:
                 self._bound[name].point_at(self._in_place(name))
@@ -127,6 +137,11 @@ class Attachment(NotCopyable):
             raise
         self._forget_originals()
 
+    @property
+    def plan(self) -> Plan:
+        """In force now: tensors that were promoted are resident in it."""
+        return self._promoter.plan
+
     def stats(self) -> Stats:
         """Counters since the offload began.
 
@@ -139,7 +154,9 @@ class Attachment(NotCopyable):
         staging = self._pipeline.staging() if self._pipeline else None
         stores = {"resident": plan.resident_bytes, "slots": sum(plan.slot_bytes), **self._account}
         sizes_by_store = {name: size for name, size in stores.items() if size}
-        return Stats(units, sizes, notes_on(self._model, plan), sizes_by_store, staging, self._reads)
+        return Stats(
+            units, sizes, (*notes_on(self._model, plan), *self._promotions()), sizes_by_store, staging, self._reads
+        )
 
     def rewind(self) -> None:
         """No forward runs, whether one was interrupted or not: make the slots hold what the next one needs first."""
@@ -151,26 +168,51 @@ class Attachment(NotCopyable):
         if self._pipeline is not None:
             self._pipeline.join()
 
-    def remove(self) -> None:
+    def remove(self, graphs_released: bool = False) -> None:
         """Give the model its tensors back, where they were, and everything else to the system. Idempotent.
+
+        ``graphs_released``: no graph that was captured over this offload will be replayed again.
+
+        After an error or an interrupt, call it again; until then no forward of the model runs.
 
         Raises:
             BudgetError: the model came from a GPU on which its weights no longer fit; the offload stays in force.
+            StateError: called inside a forward, or while another thread does not end one; graphs may still be replayed.
         """
         if self._removed:
             return
-        # Read everything first: if a file is gone or memory is short the offload stays in force and nothing is lost.
-        names = [name for name in (*self.plan.offloaded_names, *self.plan.resident) if self._must_bring_back(name)]
-        restored = {name: self._bring_back(name) for name in names}
-        self._detach()
+        if any(hook.runs_here for hook in self._hooks if isinstance(hook, UnitHook | ForwardHook)):
+            raise StateError("remove() was called inside a forward of the model: call it when the forward has returned")
+        if self._pipeline is not None:
+            self._pipeline.stop(graphs_released)
+        try:
+            # Read everything first: if a file is gone or memory is short the offload stays in force, nothing is lost.
+            with self._promoter.tensor_lock:
+                names = [n for n in (*self.plan.offloaded_names, *self.plan.resident) if self._must_bring_back(n)]
+                restored = {name: self._bring_back(name) for name in names}
+        except Exception:
+            if self._pipeline is not None:
+                self._pipeline.resume()
+            raise
+        # Tensors before hooks: an interrupt here leaves a model that refuses to run, not one that runs without waiting.
         for name in (*self.plan.offloaded_names, *self.plan.resident):
-            if name in restored:
-                self._bound[name].point_at(restored[name])
-                self._bound[name].forget_original()  # what was read in place had it in the store
-            elif name not in self.plan.resident or not self._bound[name].on_meta or self.plan.mode == "meta":
-                self._bound[name].restore()  # residents read from the files stay where they were put
+            self._give_back(name, restored.get(name))
+        self._detach()
         self._store.close()
         self._removed = True
+        self._promoter.close()
+        self._bound, self._units = {}, []
+
+    def _give_back(self, name: str, restored: torch.Tensor | None) -> None:
+        bound = self._bound[name]
+        if bound.is_back:
+            return  # by a call that was interrupted
+        if restored is not None:
+            bound.point_at(restored)
+            bound.forget_original()  # what was read in place had it in the store
+        elif name not in self.plan.resident or not bound.on_meta or self.plan.mode == "meta":
+            bound.restore()  # residents read from the files stay where they were put
+        bound.is_back = True
 
     # -- building ---------------------------------------------------------------------------------------------------
 
@@ -227,16 +269,17 @@ class Attachment(NotCopyable):
                 needed,
             ) from error
         token = new_token(self._device)
-        units: list[UnitHook] = []
+        session = self._promoter if self._rests else None
         for unit in self.plan.units:
             memory = self._pipeline.slot_memory(unit.index)
             storages = [self._bound[part.storage] for part in unit.entries]
             for part, bound in zip(unit.entries, storages, strict=True):
-                bound.point_at_slot(memory[part.offset : part.offset + part.num_bytes])
+                slot = memory[part.offset : part.offset + part.num_bytes]
+                bound.point_at_slot(slot, self._promoter.wake if self._rests else None)
             anchor = self._model.get_submodule(unit.anchor)
-            units.append(UnitHook(anchor, unit.index, storages, self._pipeline, token))
-            self._hooks.append(units[-1])  # one by one: an interrupt here must find them all
-        self._hooks.append(ForwardHook(self._model, entry or self._model, units, self._pipeline, token))
+            self._units.append(UnitHook(anchor, unit.index, storages, self._pipeline, token, session))
+            self._hooks.append(self._units[-1])  # one by one: an interrupt here must find them all
+        self._hooks.append(ForwardHook(self._model, entry or self._model, self._units, self._pipeline, token, session))
 
     def _in_place(self, name: str) -> torch.Tensor:
         blob = self._store.in_place(name)
@@ -285,7 +328,7 @@ class Attachment(NotCopyable):
 
     def _must_bring_back(self, name: str) -> bool:
         bound = self._bound[name]
-        if self.plan.mode == "meta":
+        if self.plan.mode == "meta" or bound.is_back:
             return False
         if name in self.plan.resident:
             return not bound.on_meta and bound.home != self._device
@@ -302,14 +345,24 @@ class Attachment(NotCopyable):
                 bound.info.num_bytes,
             ) from error
 
+    def _promotions(self) -> list[str]:
+        names = self._promoter.promoted
+        return [f"resident since they were used outside of their module's forward: {', '.join(names)}"] if names else []
+
     def _current_bytes(self, name: str) -> torch.Tensor:
         if name in self.plan.resident:
             return self._bound[name].current_bytes()
+        if name in self.plan.uva and self.plan.mode != "meta":  # may have been written to, unlike what is in slots
+            if isinstance(self._store, DiskStore):
+                self._store.require_unchanged(mapped=True)
+            return self._bound[name].current_bytes().clone()
         blob = new_blob(self._bound[name].info.num_bytes)
         self._store.read(name, blob)
         return blob
 
     def _state_bytes(self, name: str) -> torch.Tensor:
+        if self._bound[name].is_back:  # by a remove() that was interrupted
+            return self._bound[name].current_bytes()
         # Of shared memory a GPU's tensors see the very pages that other ranks read; a CPU's have pages of their own.
         store = self.plan.store_of(name)
         own = store == "cpu" or (store == "shm_cpu" and self._device.type == "cpu")

@@ -8,16 +8,20 @@ that hold them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from torch import nn
 
 from penstock.errors import ModelChangedError, PenstockWarning, StateError
 from penstock.inventory import Location, StorageInfo, TensorInfo
+from penstock.offloaders.trap import is_resting, resting_like, storage_id
 from penstock.store.pinning import device_view
 
-__all__ = ["BoundStorage", "BoundTensor", "Path", "bind", "live_tensors"]
+__all__ = ["BoundStorage", "BoundTensor", "Path", "Wake", "bind", "live_tensors"]
+
+# Called with a resting tensor and the operator that was given it; returns with the tensor over its true bytes.
+Wake = Callable[["BoundTensor", str], None]
 
 # Attributes from a module to a tensor at or below it, into a tensor subclass too.
 Path = tuple[str, ...]
@@ -38,12 +42,17 @@ class BoundTensor:
         self.original = self.tensor
         self.original_data = self.tensor.data
         self.lost = False  # the model holds another tensor, or none, in its place
+        self.in_slot: torch.Tensor | None = None  # over slot memory; None: not brought by a unit (any more)
+        self._resting: torch.Tensor | None = None  # None: the tensor looks into its slot all the time
+        self._slot_storage = self._resting_storage = self._num_own_views = 0
+        self._wake: Wake | None = None
         self._reported = False
-        self._address = self.tensor.data_ptr() if self.tensor.device.type != "meta" else 0
+        self._address = 0 if self.tensor.device.type == "meta" or is_resting(self.tensor) else self.tensor.data_ptr()
         self._version: int | None = None
 
     def point_at(self, blob: torch.Tensor) -> None:
         """Let the tensor look into ``blob`` (uint8, 1-D), with its own shape, strides and dtype."""
+        self.in_slot = None
         # Inference tensors and others cannot take each other's data.
         with torch.inference_mode(self.original.is_inference()):
             view = self.view_of(blob)
@@ -54,6 +63,54 @@ class BoundTensor:
         self._address = view.data_ptr()
         self.note_version()
 
+    def point_at_slot(self, blob: torch.Tensor, wake: Wake | None) -> None:
+        """Let the tensor look into ``blob`` while it is open, and rest otherwise if there is a ``wake``.
+
+        ``wake``: called, with this tensor and the name of an operator, when a resting tensor is accessed.
+        """
+        self.point_at(_own_storage(blob))
+        self.in_slot = self.tensor.data
+        self._slot_storage = storage_id(self.in_slot)
+        if wake is not None:
+            self._wake = wake
+            with torch.inference_mode(self.original.is_inference()):
+                self._resting = resting_like(self.in_slot, self)
+            self._resting_storage = storage_id(self._resting)
+            self.tensor.data = self._resting
+            self._num_own_views = torch._C._storage_Use_Count(self._slot_storage)  # with torch's own, by version
+
+    def open(self) -> None:
+        """The unit is in its slot: let the tensor look there."""
+        if self._resting is not None and self.in_slot is not None and not self.lost:
+            self.tensor.data = self.in_slot
+
+    def rest(self) -> None:
+        """The slot may get another unit: let the tensor rest."""
+        if self._resting is not None and self.in_slot is not None:
+            self.tensor.data = self._resting
+
+    def stay_in_slot(self) -> None:
+        """Rest no more: compiled code and graphs need one address for ever."""
+        if self._resting is not None:
+            self.open()
+            self._resting = None
+
+    def is_viewed(self, is_open: bool) -> bool:
+        """Whether other tensors look into the slot through this tensor's storage; ``is_open``: this one does, too."""
+        if self.in_slot is None or self._resting is None:
+            return False
+        return torch._C._storage_Use_Count(self._slot_storage) > self._num_own_views + is_open
+
+    def is_seen_through(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is this one in its slot, or a view of it."""
+        return self.in_slot is not None and storage_id(tensor) == self._slot_storage
+
+    def resident_data(self, operator: str) -> torch.Tensor:
+        """See :class:`penstock.offloaders.trap.Owner`."""
+        if is_resting(self.tensor) and self._wake is not None:
+            self._wake(self, operator)
+        return self.tensor.data
+
     def view_of(self, blob: torch.Tensor) -> torch.Tensor:
         """This tensor's shape, strides and dtype over the bytes of its storage."""
         view = _view(blob, self.info)
@@ -62,6 +119,7 @@ class BoundTensor:
 
     def restore(self) -> None:
         """The tensor as it was found: same object, same memory."""
+        self.in_slot = None
         if self.tensor is not self.original:
             self._put(self.original)
             self.tensor = self.original
@@ -77,18 +135,20 @@ class BoundTensor:
         """Whether ``module`` has this very tensor at ``attr`` now; ``inner``: the path inside a subclass."""
         return _find(module, attr, inner) is self.tensor
 
-    def check(self) -> None:
-        """Compare with what :meth:`point_at` left; cheap enough for every run.
+    def check(self, resting: bool = False) -> None:
+        """Compare with what :meth:`point_at`, or :meth:`rest` if ``resting``, left; cheap enough for every run.
 
         Raises:
             ModelChangedError: moved, or written in place. A replaced or deleted tensor is the caller's right: it is
                 reported once, and the new one is used as it is.
         """
+        if self.in_slot is None:
+            return  # promoted: any change of it is the caller's right
         module, place = self.places[0]
         self.lost = not self.is_held_by(module, place.attr, place.inner)
         if self.lost:
             self._report_loss(place)
-        elif self.tensor.data_ptr() != self._address:
+        elif self._is_elsewhere(resting):
             raise ModelChangedError(
                 f"{place.name} was moved (model.to(...), .half() or .data = ...) while offloaded; its bytes are in the "
                 f"store, not in the tensor: call handle.remove() first, then move, then offload again"
@@ -98,6 +158,11 @@ class BoundTensor:
                 f"{place.name} was written in place while offloaded; the write is lost with the next copy: call "
                 f"handle.remove() first, or leave this tensor out of the selection"
             )
+
+    def _is_elsewhere(self, resting: bool) -> bool:
+        if resting and self._resting is not None and self.in_slot is not None:
+            return storage_id(self.tensor) != self._resting_storage
+        return self.tensor.data_ptr() != self._address
 
     def refuse_copy(self, given: Collection[int]) -> None:
         """Raise ``StateError`` unless compiled code was given this very memory (``given``: addresses), not a copy."""
@@ -154,6 +219,7 @@ class BoundStorage:
         self.tensors = [BoundTensor(model, tensor) for tensor in info.tensors]
         self.home = self.tensors[0].original.device
         self.keeps_original = True
+        self.is_back = False  # remove() has given the tensors their bytes
 
     @property
     def on_meta(self) -> bool:
@@ -182,10 +248,10 @@ class BoundStorage:
         for tensor in self.tensors:
             tensor.point_at(blob)
 
-    def point_at_slot(self, blob: torch.Tensor) -> None:
+    def point_at_slot(self, blob: torch.Tensor, wake: Wake | None = None) -> None:
         """The same for a slot, which other units' tensors look into as well; see :mod:`penstock.ops`."""
         for tensor in self.tensors:
-            tensor.point_at(_own_storage(blob))
+            tensor.point_at_slot(blob, wake)
 
     def restore(self) -> None:
         """Every tensor as it was found."""

@@ -164,6 +164,10 @@ class EngineOffloader(StackedOffloader):
     def _announces_replays(self, model: nn.Module) -> bool:
         return self._replays_are_announced and _runs_hooks(model)  # which say where a forward ends
 
+    @property
+    def _keeps_addresses(self) -> bool:
+        return True
+
     def _make_plan(self, inventory: Inventory) -> Plan:
         if isinstance(self._policy, Budget) and self._policy.num_bytes >= inventory.num_bytes:
             raise OptionError(

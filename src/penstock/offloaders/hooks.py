@@ -1,18 +1,24 @@
-"""The two ends of a module's use of its unit, in eager and in compiled code."""
+"""The two ends of a module's use of its unit, in eager and in compiled code.
+
+[Note: windows] A unit's tensors look into its slot while its module runs, from the first pre-hook to the last hook, and
+rest otherwise (see :mod:`penstock.offloaders.trap`). The module's ``forward`` is wrapped for two cases that hooks do
+not see: a direct call of ``module.forward(x)``, which gets a window of its own, and a ``BaseException`` such as
+``KeyboardInterrupt``, for which torch runs no ``always_call`` hooks.
+"""
 
 from __future__ import annotations
 
-import sys
+import functools
+import gc
 import threading
-from collections.abc import Sequence
-from types import FrameType
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from penstock.errors import StateError
+from penstock.errors import OutsideAccessError, StateError
 from penstock.offloaders.binding import BoundStorage, BoundTensor, Path, live_tensors
 from penstock.offloaders.pipeline import SlotPipeline
 from penstock.ops import new_tag
@@ -35,11 +41,34 @@ class NotCopyable:
         return self.__reduce__()
 
 
+class _Window:
+    """One run of an anchor in one thread.
+
+    Attributes:
+        thread: its ident.
+        running: the anchor's forward is on the stack. Before and after it, between hooks, an interrupt can end the run
+            without a trace; then the slot may be taken away, and the tensors rest.
+    """
+
+    def __init__(self, hook: UnitHook) -> None:
+        self._hook = hook
+        self.thread = threading.get_ident()
+        self.running = False
+
+    def runs(self) -> bool:
+        return self.running
+
+    def drop(self) -> None:
+        """The pipeline takes the slot away from an interrupted run."""
+        self._hook.forget(self)
+
+
 class UnitHook(NotCopyable):
     """Waits before ``anchor`` runs and releases after it, on behalf of one unit.
 
     With ``pipeline=None`` it traces the same ops and moves nothing: the reference for equality under a compiler
-    (contract 1). ``token``: of :mod:`penstock.ops`, one for all hooks of an offload.
+    (contract 1). ``token``: of :mod:`penstock.ops`, one for all hooks of an offload. ``session``: what promotes
+    tensors, and ends resting when code is compiled; ``None`` where tensors do not rest.
     """
 
     def __init__(
@@ -49,15 +78,20 @@ class UnitHook(NotCopyable):
         storages: Sequence[BoundStorage],
         pipeline: SlotPipeline | None,
         token: torch.Tensor,
+        session: Session | None = None,
     ) -> None:
         self._unit = unit
         self._pipeline = pipeline
+        self._session = session
+        self._storages = storages
         self._tensors = [tensor for storage in storages for tensor in storage.tensors]
         self._paths = tuple(_path_from(anchor, tensor) for tensor in self._tensors)
         self._anchor = anchor
+        # Shared with promotion, which also decides where a tensor looks. Held for pointer swaps only, never for copies.
+        self._lock = threading.RLock() if session is None else session.tensor_lock
+        self._windows: list[_Window] = []
         anchor.__dict__[_TAG] = new_tag(self, self._tensors[0].tensor.device)
         anchor.__dict__[_TOKEN] = token
-        self._inside: set[int] = set()  # idents of the threads between the two ends, in eager code
         # The wait goes before every other hook, since those may read weights; the release after every other hook.
         self._handles = [
             anchor.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
@@ -65,17 +99,14 @@ class UnitHook(NotCopyable):
         ]
         # Code compiled before the hooks were there must not run without them. torch.compile does not guard on hooks,
         # but it does on whether a module has a forward of its own.
-        self._marked = anchor if "forward" not in vars(anchor) else None
-        if self._marked is not None:
-            self._marked.__dict__["forward"] = self._marked.forward
+        self._wrapper = wrap_forward(anchor, self._forward)
 
     def remove(self) -> None:
         """Take the hooks off. Compiled code that still holds them finds ops without effect."""
+        self._pipeline = None
         for handle in self._handles:
             handle.remove()
-        if self._marked is not None:
-            self._marked.__dict__.pop("forward", None)
-        self._marked = self._pipeline = None
+        unwrap_forward(self._anchor, self._wrapper)
         _clear(self._anchor, _TAG, _TOKEN)
 
     @property
@@ -84,9 +115,16 @@ class UnitHook(NotCopyable):
         return self._anchor
 
     @property
+    def runs_here(self) -> bool:
+        """Whether the calling thread is inside a forward of the anchor."""
+        return self._my_window(running=True) is not None
+
+    @property
     def first_path(self) -> Path:
         """From the anchor to one of the unit's tensors."""
         return self._paths[0]
+
+    # -- compiled code ----------------------------------------------------------------------------------------------
 
     def enter_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
         if self._pipeline is None:
@@ -107,55 +145,141 @@ class UnitHook(NotCopyable):
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
+            if self._session is not None:
+                self._session.stay_in_slots()
             tensors = list(live_tensors(module, self._paths))
             # Autograd would take a write to a leaf amiss, and engines that hide weights from the compiler do not train.
             inputs = [] if torch.is_grad_enabled() else _floats_in((args, kwargs))
             torch.ops.penstock.wait(module._penstock_tag, module._penstock_token, tensors, inputs)
         elif self._pipeline is not None:
-            self._enter(self._pipeline)
+            _refuse_tracers(args, kwargs)
+            self._open(self._pipeline)
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling():
             tensors = list(live_tensors(module, self._paths))
             outputs = _tensors_in(output)
             torch.ops.penstock.release(module._penstock_tag, module._penstock_token, tensors, outputs)
-        elif self._pipeline is not None:
-            self._leave(self._pipeline)
+            return None
+        window = self._my_window(running=False)
+        if self._pipeline is None or window is None:
+            return None  # called because what came before the module has raised
+        return self._close(self._pipeline, window, output)
 
-    def _enter(self, pipeline: SlotPipeline) -> None:
-        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-            raise StateError("torch.jit.trace would record what slots hold by chance; handle.remove() first")
-        interrupted = threading.get_ident() in self._inside  # in the last run, perhaps between a write and its note
-        for bound in self._tensors:
-            if interrupted:
-                bound.note_version(known=False)
-            bound.check()
-        pipeline.wait(self._unit, self._runs)
-        for bound in self._tensors:
-            bound.note_version()
-        self._inside.add(threading.get_ident())
+    # -- eager code: see the note on windows ------------------------------------------------------------------------
 
-    def _runs(self) -> bool:
-        """Whether the calling thread is inside a call of the anchor."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is self._anchor:
-                return True
-            frame = frame.f_back
-        return False
+    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        pipeline = self._pipeline
+        if pipeline is None:
+            return original(*args, **kwargs)
+        window = self._my_window(running=False)
+        called_directly = window is None
+        if window is None:  # or what a hook of the module's ran has taken the slot
+            _refuse_tracers(args, kwargs)
+            window = self._open(pipeline)
+        window.running = True
+        try:
+            output = self._run(original, args, kwargs)
+        except BaseException as error:
+            window.running = False
+            if called_directly or not isinstance(error, Exception):
+                self._close(pipeline, window, None)
+            raise
+        window.running = False
+        return self._close(pipeline, window, output) if called_directly else output
 
-    def _leave(self, pipeline: SlotPipeline) -> None:
-        if threading.get_ident() not in self._inside:
-            return  # called because what came before the module has raised
+    def _run(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+            return original(*args, **kwargs)
+
+    def _pack(self, saved: torch.Tensor) -> Any:
+        """Keep autograd from holding views of a slot: the bytes there change."""
+        seen = next((bound for bound in self._tensors if bound.is_seen_through(saved)), None)
+        return saved if seen is None else _NoBackward(seen.info.name)
+
+    def _open(self, pipeline: SlotPipeline) -> _Window:
+        window = _Window(self)
+        try:
+            with self._lock:
+                if not self._windows:
+                    for bound in self._tensors:
+                        bound.check(resting=True)
+            pipeline.wait(self._unit, window)
+            with self._lock:
+                self._windows.append(window)
+                for bound in self._tensors:
+                    bound.open()
+                    bound.note_version()
+        except BaseException:
+            self._close(pipeline, window, None)
+            raise
+        return window
+
+    def _close(self, pipeline: SlotPipeline, window: _Window, output: Any) -> Any:
+        """Let the tensors rest and the slot go.
+
+        Returns:
+            ``output``, with views of the slot replaced by the same views of promoted tensors.
+        """
+        try:
+            with self._lock:
+                was_open = window in self._windows
+                if was_open:
+                    self._windows.remove(window)
+                if was_open and not self._windows:
+                    self._rest()
+            if was_open and output is not None:
+                output = self._without_views(output)
+        finally:
+            pipeline.release(self._unit, window)
+        return output
+
+    def _rest(self) -> None:
         try:
             for bound in self._tensors:
                 bound.check()
-                # What autograd has saved during this run is about to be overwritten.
-                bound.invalidate_saved()
-                bound.note_version()
-            self._inside.discard(threading.get_ident())
         finally:
-            pipeline.release(self._unit)
+            for bound in self._tensors:
+                bound.rest()
+                bound.note_version()
+
+    def forget(self, window: _Window) -> None:
+        """An interrupted run: its slot is gone."""
+        with self._lock:
+            if window in self._windows:
+                self._windows.remove(window)
+            if not self._windows:
+                for bound in self._tensors:
+                    bound.rest()
+
+    def stay_in_slot(self) -> None:
+        """Tensors look into their slots from now on."""
+        for bound in self._tensors:
+            bound.stay_in_slot()
+
+    def _my_window(self, running: bool) -> _Window | None:
+        """The latest window of the calling thread, if its forward runs, or does not, as asked."""
+        me = threading.get_ident()
+        mine = next((window for window in reversed(self._windows) if window.thread == me), None)
+        return mine if mine is not None and mine.running == running else None
+
+    # -- what outlives a window -------------------------------------------------------------------------------------
+
+    def _without_views(self, output: Any) -> Any:
+        """Find views of the slot that outlive the run: promote what ``output`` holds, refuse what is kept elsewhere."""
+        session = self._session
+        if session is None:
+            return output
+        is_open = bool(self._windows)  # in other threads
+        for storage in self._storages:
+            if any(bound.is_viewed(is_open) for bound in storage.tensors):
+                output = session.rebase(storage, output)
+        for bound in self._tensors if not is_open else ():
+            if bound.is_viewed(is_open) and (gc.collect() or bound.is_viewed(is_open)):
+                raise _kept_view(bound, self._anchor)
+        return output
 
 
 class ForwardHook(NotCopyable):
@@ -171,24 +295,30 @@ class ForwardHook(NotCopyable):
         hooks: Sequence[UnitHook],
         pipeline: SlotPipeline | None,
         token: torch.Tensor,
+        session: Session | None = None,
     ) -> None:
         self._pipeline = pipeline
+        self._session = session
         self._units = tuple((hook.anchor, (hook.first_path,)) for hook in hooks)
+        self._running: list[int] = []  # idents of threads inside a forward, once per call
         self._ends = (entry, model)
         tag = new_tag(self, token.device)
         for module in self._ends:
             module.__dict__[_FORWARD_TAG] = tag
             module.__dict__[_TOKEN] = token
         self._handles = [
-            entry.register_forward_pre_hook(self._before, prepend=True),
+            entry.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
             model.register_forward_hook(self._after, always_call=True),
         ]
+        self._wrapper = wrap_forward(model, self._forward) if session is not None else None
 
     def remove(self) -> None:
         """Take the hooks off."""
+        self._pipeline = None
         for handle in self._handles:
             handle.remove()
-        self._pipeline = None
+        if self._wrapper is not None:
+            unwrap_forward(self._ends[1], self._wrapper)
         for module in self._ends:
             _clear(module, _FORWARD_TAG, _TOKEN)
 
@@ -200,11 +330,23 @@ class ForwardHook(NotCopyable):
         if self._pipeline is not None:
             self._pipeline.finish_forward()
 
-    def _before(self, module: nn.Module, args: Any) -> None:
+    @property
+    def runs_here(self) -> bool:
+        """Whether the calling thread is inside a forward of the model."""
+        return threading.get_ident() in self._running
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
+            if self._session is not None:
+                self._session.stay_in_slots()
             torch.ops.penstock.begin(module._penstock_forward_tag, module._penstock_token)
         elif self._pipeline is not None:
-            self._pipeline.begin_forward()
+            _refuse_tracers(args, kwargs)
+            try:
+                self._pipeline.begin_forward()
+            except BaseException:
+                self._end_interrupted(self._pipeline)
+                raise
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
@@ -213,6 +355,107 @@ class ForwardHook(NotCopyable):
             torch.ops.penstock.join(module._penstock_forward_tag, module._penstock_token, inputs)
         elif self._pipeline is not None:
             self._pipeline.finish_forward(whole=output is not None)
+
+    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        me = threading.get_ident()
+        self._running.append(me)
+        try:
+            return original(*args, **kwargs)
+        except BaseException as error:
+            # torch runs hooks with always_call for Exceptions only.
+            if self._pipeline is not None and not isinstance(error, Exception):
+                self._end_interrupted(self._pipeline)
+            raise
+        finally:
+            self._running.remove(me)
+
+    def _end_interrupted(self, pipeline: SlotPipeline) -> None:
+        """No hook will: an interrupt has ended the forward of the calling thread."""
+        pipeline.abandon()
+        pipeline.finish_forward(whole=False)
+
+
+class Session(Protocol):
+    """What hooks need of the offload that they belong to."""
+
+    tensor_lock: threading.RLock
+
+    def stay_in_slots(self) -> None:
+        """Code is being compiled: tensors keep the addresses of their slots from now on."""
+
+    def rebase(self, storage: BoundStorage, output: Any) -> Any:
+        """``output`` with views of ``storage`` in its slot replaced by views of it as a resident."""
+
+
+class _NoBackward:
+    """What autograd gets in place of a view of a slot."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def _unpack(saved: Any) -> torch.Tensor:
+    if isinstance(saved, _NoBackward):
+        raise StateError(
+            f"a backward pass needs {saved.name}, whose bytes have left the device after its module ran: penstock is "
+            f"for inference. Run the forward under torch.no_grad(), or keep the tensor resident "
+            f"(rules=[({saved.name!r}, 'resident')])"
+        )
+    tensor: torch.Tensor = saved
+    return tensor
+
+
+def wrap_forward(module: nn.Module, around: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``around(original, ...)`` stand before ``module.forward``; returns what hangs there now."""
+    original = module.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        return around(original, *args, **kwargs)
+
+    forward.__dict__["_penstock_original"] = vars(module).get("forward")
+    module.__dict__["forward"] = forward
+    return forward
+
+
+def unwrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
+    """Undo :func:`wrap_forward`, unless another library has wrapped ``forward`` since: its wrapper stays."""
+    if vars(module).get("forward") is not wrapper:
+        return
+    before = vars(wrapper)["_penstock_original"]
+    if before is None:
+        del module.__dict__["forward"]
+    else:
+        module.__dict__["forward"] = before
+
+
+def _refuse_tracers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ``StateError`` under a tracer, which would record what slots hold at this moment."""
+    tracer = None
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        tracer = "torch.jit.trace"
+    elif torch._C._functorch.peek_interpreter_stack() is not None:
+        tracer = "a transform of torch.func (vmap, grad, linearize, ...)"
+    elif torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        tracer = "make_fx"
+    elif any(isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values())):
+        tracer = "torch.fx.symbolic_trace"
+    if tracer is not None:
+        raise StateError(
+            f"{tracer} would record what slots hold at this moment: call handle.remove() first, trace, then offload "
+            f"again; torch.compile and torch.export need no removal"
+        )
+
+
+def _kept_view(bound: BoundTensor, anchor: nn.Module) -> OutsideAccessError:
+    name = bound.info.name
+    return OutsideAccessError(
+        f"a view of {name} was kept beyond the forward of its {type(anchor).__name__}, where its bytes leave the "
+        f"device: keep the tensor resident (rules=[({name!r}, 'resident')], --offload-rule {name}=resident), or let "
+        f"the module keep a copy (.clone())"
+    )
 
 
 def _tensors_in(output: Any) -> list[torch.Tensor]:

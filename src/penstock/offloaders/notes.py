@@ -1,32 +1,13 @@
-"""What a user should know about how an offload runs here: as ``stats().notes``, and as a warning."""
+"""What a user should know about how an offload runs here: ``stats().notes``."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
-
 from torch import nn
 
-from penstock.errors import PenstockWarning
 from penstock.plan.model import Plan
 from penstock.select import compile_pattern
-from penstock.telemetry import UnitStats
 
-__all__ = ["notes_on", "warn_of_idle_units"]
-
-
-def warn_of_idle_units(units: Sequence[UnitStats]) -> None:
-    """After a forward: a unit whose module did not run may have been read behind our back."""
-    idle = [stats.anchor for stats in units if stats.runs == 0]
-    if idle:
-        warnings.warn(
-            f"{len(idle)} of {len(units)} offloaded modules did not run in this forward ({', '.join(idle[:3])}"
-            f"{', ...' if len(idle) > 3 else ''}). If they are skipped, all is well. If the model calls their "
-            f"methods or reads their weights directly, it has read other bytes and the output is wrong: leave them "
-            f"out with params=... (--offload-params)",
-            PenstockWarning,
-            stacklevel=3,
-        )
+__all__ = ["notes_on"]
 
 
 def notes_on(model: nn.Module, plan: Plan) -> tuple[str, ...]:

@@ -38,9 +38,9 @@ and its slot gets back, joined at once, what replays expect to find there: slow,
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -49,7 +49,6 @@ import torch
 from penstock.errors import StateError, TransferError
 from penstock.link.base import Link
 from penstock.offloaders.debug import Guard
-from penstock.offloaders.notes import warn_of_idle_units
 from penstock.offloaders.readers import Forwards, Reader, nested_units, stuck_thread
 from penstock.offloaders.slot import Slot
 from penstock.plan.model import Plan
@@ -61,6 +60,9 @@ __all__ = ["SlotPipeline"]
 
 # A forward that holds a slot for longer than this is taken to be stuck, not slow.
 CONFLICT_TIMEOUT_S = 600.0
+
+# How long remove() waits for forwards of other threads.
+STOP_TIMEOUT_S = 30.0
 
 
 class SlotPipeline:
@@ -97,7 +99,8 @@ class SlotPipeline:
         self._free = threading.Condition(self._lock)
         self._started_ns: dict[tuple[int, int], int] = {}
         self._closed = False
-        self._reported = False
+        self._stopping = False
+        self._pid = os.getpid()
         has_bytes = plan.mode != "meta"
         self._guard = Guard(plan, [load.segments for load in self._loads]) if debug and has_bytes else None
         self.stats = [UnitStats(unit.anchor, unit.store) for unit in plan.units]
@@ -120,7 +123,9 @@ class SlotPipeline:
 
     def begin_forward(self) -> None:
         """A forward begins: start what was held back for it."""
+        self._require_own_process()
         with self._lock:
+            self._require_open(begins=True)
             self._forwards.begin()
             self._link.check()
             if self._link.capturing:
@@ -142,11 +147,11 @@ class SlotPipeline:
         """
         with self._lock:
             self._forwards.end()
+            self._free.notify_all()
+            if self._closed:
+                return
             for slot in self._slots():
                 self._drop_stale_readers(slot)  # compiled code that raises does not release
-            if whole and not self._reported:
-                self._reported = True
-                warn_of_idle_units(self.stats)
             if self._announced and self._link.capturing:
                 self._inputs_first = True
                 self._join_captured()
@@ -194,19 +199,19 @@ class SlotPipeline:
                 mark = None if index in self._unmarked else self._link.replay_mark(index)
                 slot.marks = [*slot.marks, mark] if mark is not None else []
 
-    def wait(self, unit: int, runs: Callable[[], bool] | None = None) -> None:
+    def wait(self, unit: int, reader: Reader | None = None) -> None:
         """Return when compute may read ``unit``; it stays in its slot until :meth:`release`.
 
-        ``runs``: asked, in the same thread, whether this run of the unit goes on or was interrupted before its release;
-        by default it goes on as long as the forward that it is in.
+        ``reader``: this run of the unit; by default it goes on as long as the forward that it is in.
 
         Raises:
             TransferError: its bytes did not arrive; the next call tries again.
             SlotConflictError: a unit that runs further out in this thread has the slot, or another thread has held it
                 for ten minutes.
         """
+        self._require_own_process()
         with self._lock:
-            self._require_open()
+            self._require_open(begins=not self._forwards.inside)
             slots = self._slots()
             slot = slots[slot_of(unit, len(slots))]
             self._drop_stale_readers(slot)
@@ -216,23 +221,26 @@ class SlotPipeline:
                 slot.unit = None
                 self._mark(slot)
             self._bring(unit, slot)
-            slot.readers.append(Reader(threading.get_ident(), runs or self._forwards.this_one()))
+            slot.readers.append(reader or self._forwards.this_one())
             slot.unmarked = True
             self.stats[unit].runs += 1
             self._started_ns[threading.get_ident(), unit] = time.perf_counter_ns()
 
-    def release(self, unit: int) -> None:
-        """Compute has been given everything that reads ``unit``; its slot may be refilled behind it."""
+    def release(self, unit: int, reader: Reader | None = None) -> None:
+        """Compute has been given everything that reads ``unit``; its slot may be refilled behind it.
+
+        ``reader``: as given to :meth:`wait`; by default the latest of the calling thread.
+        """
         with self._lock:
             slots = self._slots()
             slot = slots[slot_of(unit, len(slots))]
             me = threading.get_ident()
             started_ns = self._started_ns.pop((me, unit), None)
-            if slot.unit != unit or not slot.is_mine:
+            if slot.unit != unit or not slot.is_mine or (reader is not None and reader not in slot.readers):
                 return  # the wait before it failed
             if started_ns is not None:
                 self._recorder.compute(unit, started_ns)
-            slot.let_go()
+            slot.let_go(reader)
             if self._guard and not slot.readers and not self._link.capturing:
                 self._check_out(unit, slot)  # before the fork: the refill must come after the poison
             if self._guard or next_in_chain(unit, len(self._plan.units), len(slots)) != unit:  # or nothing comes behind
@@ -243,12 +251,53 @@ class SlotPipeline:
                     self._link.wait(slot.transfer)
                 self._free.notify_all()
 
+    def stop(self, graphs_released: bool) -> None:
+        """Let no more forwards begin, and wait for those of other threads to end.
+
+        Raises:
+            StateError: one has not ended after ``STOP_TIMEOUT_S`` seconds; graphs were captured, and may be replayed.
+        """
+        self._require_own_process()
+        with self._lock:
+            if self._has_graphs and not graphs_released:
+                raise StateError(
+                    "graphs were captured over this offload, and a replay after remove() would read memory that is "
+                    "gone: delete the graphs, then call remove(graphs_released=True)"
+                )
+            self._stopping = True
+            for slot in self._live:
+                self._drop_stale_readers(slot)
+            self._forwards.end()
+            if not self._free.wait_for(self._is_idle, STOP_TIMEOUT_S):
+                self._stopping = False
+                raise StateError(
+                    f"another thread has been inside a forward of the model for {STOP_TIMEOUT_S:.0f} s: let it end, "
+                    f"then call remove() again"
+                )
+
+    def resume(self) -> None:
+        """Forwards may begin again."""
+        with self._lock:
+            self._stopping = False
+
+    def _is_idle(self) -> bool:
+        alive = {thread.ident for thread in threading.enumerate()}
+        readers = {reader.thread for slot in self._live for reader in slot.readers}
+        return alive.isdisjoint((readers | self._forwards.threads) - {threading.get_ident()})
+
+    def abandon(self) -> None:
+        """An interrupt has ended what the calling thread did: hold up no other thread."""
+        while self._lock._is_owned():  # type: ignore[attr-defined]
+            self._lock.release()  # left by an interrupt at the very end of a with block
+
     def close(self) -> None:
         """Finish copies under way and let go of the store; slots are freed with the last view of them. Idempotent."""
         with self._lock:
             self._closed = True
             self._link.close()
-            self._loads.clear()  # views of the store, which a handle kept after remove() must not keep alive
+            # Views of the store and slots: a handle kept after remove() must not keep them alive.
+            self._loads.clear()
+            self._live, self._captured = [], None
             self._guard = None
 
     def snapshot(self) -> tuple[UnitStats, ...]:
@@ -394,6 +443,24 @@ class SlotPipeline:
         if not self._free.wait_for(lambda: not slot.readers, CONFLICT_TIMEOUT_S):
             raise stuck_thread(self._plan, unit, slot.unit, CONFLICT_TIMEOUT_S)
 
-    def _require_open(self) -> None:
+    def _require_open(self, begins: bool) -> None:
         if self._closed:
             raise StateError("this offload was removed while a forward was running; call the model again")
+        if self._plan.mode == "meta":
+            raise StateError(
+                "mode 'meta' keeps no weights, so no forward can be right: it is for sizes and plans; offload with "
+                "mode 'cpu' or 'disk' (--offload-mode) to run the model"
+            )
+        if self._stopping and begins:
+            raise StateError(
+                "this offload is being removed: call the model when remove() has returned; if remove() was "
+                "interrupted, call it again first"
+            )
+
+    def _require_own_process(self) -> None:
+        # Before the lock: a thread that holds it in the parent does not exist in a forked child.
+        if os.getpid() != self._pid:
+            raise StateError(
+                "this process is a fork of the one that offloaded the model, and has none of the threads and streams "
+                "that move its weights: offload in the child, or start it with the method 'spawn'"
+            )

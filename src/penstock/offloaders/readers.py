@@ -1,10 +1,9 @@
-"""Who reads a slot, and whether that still goes on: what was interrupted cannot say that it is done."""
+"""Which thread is using a slot, and detection of uses that were interrupted before they released it."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Protocol
 
 from penstock.errors import SlotConflictError
 from penstock.plan.model import Plan
@@ -12,16 +11,18 @@ from penstock.plan.model import Plan
 __all__ = ["Forwards", "Reader", "nested_units", "stuck_thread"]
 
 
-class Reader(NamedTuple):
-    """One run of a unit's module.
+class Reader(Protocol):
+    """One run of a unit's module."""
 
-    Attributes:
-        thread: its ident.
-        runs: whether it still goes on, asked in that thread; if not, it was interrupted before it let go of the slot.
-    """
+    @property
+    def thread(self) -> int:
+        """Its ident."""
 
-    thread: int
-    runs: Callable[[], bool]
+    def runs(self) -> bool:
+        """Whether it goes on, asked in its thread; if not, it may have been interrupted before it released the slot."""
+
+    def drop(self) -> None:
+        """The slot is taken away from it."""
 
 
 class Forwards:
@@ -36,6 +37,11 @@ class Forwards:
         """Whether the calling thread is."""
         return threading.get_ident() in self._inside
 
+    @property
+    def threads(self) -> frozenset[int]:
+        """The idents of all that are."""
+        return frozenset(self._inside)
+
     def begin(self) -> None:
         """The calling thread begins one; one that was interrupted did not end."""
         me = threading.get_ident()
@@ -46,10 +52,26 @@ class Forwards:
         """That of the calling thread ends."""
         self._inside.discard(threading.get_ident())
 
-    def this_one(self) -> Callable[[], bool]:
-        """To ask later, in the same thread, whether its present forward goes on; outside of one it never does."""
-        number = self._begun.get(threading.get_ident())
-        return lambda: self.inside and self._begun.get(threading.get_ident()) == number
+    def this_one(self) -> Reader:
+        """A use of a slot that goes on as long as the present forward of the calling thread; without one, never."""
+        return _InForward(self, self._begun.get(threading.get_ident()))
+
+    def goes_on(self, number: int | None) -> bool:
+        """Whether the calling thread is still in its forward of that number."""
+        return self.inside and self._begun.get(threading.get_ident()) == number
+
+
+class _InForward:
+    def __init__(self, forwards: Forwards, number: int | None) -> None:
+        self.thread = threading.get_ident()
+        self._forwards = forwards
+        self._number = number
+
+    def runs(self) -> bool:
+        return self._forwards.goes_on(self._number)
+
+    def drop(self) -> None:
+        """Compiled code looks into the slot all the time."""
 
 
 def nested_units(plan: Plan, unit: int, holder: int | None) -> SlotConflictError:

@@ -37,8 +37,11 @@ class Slot:
         """Whether the calling thread is one of its readers."""
         return any(reader.thread == threading.get_ident() for reader in self.readers)
 
-    def let_go(self) -> None:
-        """The latest reader of the calling thread ends."""
+    def let_go(self, reader: Reader | None = None) -> None:
+        """``reader`` ends, by default the latest one of the calling thread."""
+        if reader is not None:
+            self.readers.remove(reader)
+            return
         for index in reversed(range(len(self.readers))):
             if self.readers[index].thread == threading.get_ident():
                 del self.readers[index]
@@ -47,7 +50,8 @@ class Slot:
     def drop_stale(self) -> bool:
         """Drop readers of the calling thread that were interrupted, and say whether there were any."""
         me = threading.get_ident()
-        left = [reader for reader in self.readers if reader.thread != me or reader.runs()]
-        dropped = len(left) < len(self.readers)
-        self.readers = left
-        return dropped
+        stale = [reader for reader in self.readers if reader.thread == me and not reader.runs()]
+        for reader in stale:
+            self.readers.remove(reader)
+            reader.drop()
+        return bool(stale)

@@ -71,6 +71,8 @@ class StackedOffloader(BaseOffloader):
             peers=self._peers,
             measure_stalls=self._measure_stalls,
             replays_announced=self._announces_replays(model),
+            keeps_addresses=self._keeps_addresses,
+            never_promotes="an engine that has counted its memory has no room for more",
         )
 
     def sync_prev_onload(self) -> None:
@@ -121,6 +123,11 @@ class StackedOffloader(BaseOffloader):
 
     def _announces_replays(self, model: nn.Module) -> bool:
         """Whether the engine calls :meth:`sync_prev_onload` before every replay."""
+        return False
+
+    @property
+    def _keeps_addresses(self) -> bool:
+        """Whether the engine compiles or captures layers without a word, and so relies on where weights are."""
         return False
 
     @abstractmethod

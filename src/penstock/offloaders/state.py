@@ -1,7 +1,8 @@
-"""``state_dict()`` and ``load_state_dict()`` of an offloaded model.
+"""``state_dict()``, ``load_state_dict()`` and ``to()`` of an offloaded model.
 
-The first must give the weights and not what a slot happens to hold. The second would write into slots and be lost, and
-is refused before it has written anything anywhere.
+The first must give the weights and not what a slot happens to hold. The others, with ``half()``, ``cuda()`` and all
+that goes through ``Module._apply``, would change what is in slots and be lost; they are refused before they have
+changed anything anywhere.
 """
 
 from __future__ import annotations
@@ -49,13 +50,18 @@ class StateGuard(NotCopyable):
             module.register_state_dict_post_hook(partial(self._put_true_tensors)) for module in self._parts
         ]
         # On every module around the owners too: loading goes from the outside in, and must not stop half-way.
-        for module in model.modules():
-            if not self._parts.keys().isdisjoint(module.modules()):
-                self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
+        self._around = [m for m in model.modules() if not self._parts.keys().isdisjoint(m.modules())]
+        for module in self._around:
+            self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
+            module.__dict__["_apply"] = partial(self._apply_to_residents, module)
         names = {module: name for name, module in model.named_modules()}
         for module in self._parts:
             within = f"{names[module]!r} of " if names.get(module) else ""
             module.__dict__[_MARK] = f"{within}a {type(model).__name__}"
+        # One Parameter may hang in two models, of which the other knows nothing of this one.
+        self._tensors = [tensor.tensor for storage in storages for tensor in storage.tensors]
+        for tensor in self._tensors:
+            setattr(tensor, _MARK, f"a {type(model).__name__}")
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -63,6 +69,24 @@ class StateGuard(NotCopyable):
             handle.remove()
         for module in self._parts:
             module.__dict__.pop(_MARK, None)
+        for module in self._around:
+            module.__dict__.pop("_apply", None)
+        for tensor in self._tensors:
+            vars(tensor).pop(_MARK, None)
+
+    def _apply_to_residents(self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+        """``module._apply(fn)``, unless ``fn`` would change an offloaded tensor.
+
+        ``fn`` is asked with a small tensor of the same dtype, device and number of dimensions.
+        """
+        for tensor in self._tensors:
+            probe = torch.empty([min(2, size) for size in tensor.shape], dtype=tensor.dtype, device=tensor.device)
+            if fn(probe) is not probe:
+                raise ModelChangedError(
+                    "to(), half(), cuda() and the like would change offloaded weights, which rest elsewhere: call "
+                    "handle.remove() first, move or cast the model, then offload again"
+                )
+        return type(module)._apply(module, lambda tensor: tensor if place_of(tensor) else fn(tensor))
 
     def _put_true_tensors(
         self, module: nn.Module, state: dict[str, torch.Tensor], prefix: str, local_metadata: object
@@ -99,9 +123,9 @@ class StateGuard(NotCopyable):
         return self._blobs[name]
 
 
-def place_of(module: nn.Module) -> str | None:
-    """What ``module`` is in which model, for people, if it holds a tensor itself that is offloaded with that model."""
-    return vars(module).get(_MARK)
+def place_of(thing: nn.Module | torch.Tensor) -> str | None:
+    """Which model a module or tensor is offloaded with, for people; a module if it holds an offloaded tensor itself."""
+    return vars(thing).get(_MARK)
 
 
 def _refuse_load(module: nn.Module, *args: object) -> None:
