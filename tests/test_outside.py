@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import gc
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -225,7 +224,9 @@ def test_no_room_in_the_budget_is_an_error_before_the_output() -> None:
     with penstock.offload(model, "800KiB") as handle:
         (index, *_) = (int(unit.anchor) for unit in handle.plan.units)
     with penstock.offload(model, handle.plan.device_bytes):
-        with pytest.raises(OutsideAccessError, match=r"weight was given to aten\.matmul.* the budget has no room for it"):
+        with pytest.raises(
+            OutsideAccessError, match=r"weight was given to aten\.matmul.* the budget has no room for it"
+        ):
             x @ model[index].weight
         assert_same_bits(model(x), twin(x))
 

@@ -120,7 +120,7 @@ class Attachment(NotCopyable):
             if isinstance(self._store, SharedStore):
                 finish_shared(self._store, self._bound, weights, disk)
             self._account = self._store.account
-            self._promoter.serve(self._store, self._units)
+            self._promoter.serve(self._store)
             self._attach_units(self._link or self._make_link(measure_stalls), entry)
             for name in plan.uva:
                 self._bound[name].point_at(self._in_place(name))

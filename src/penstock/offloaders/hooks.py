@@ -68,7 +68,7 @@ class UnitHook(NotCopyable):
 
     With ``pipeline=None`` it traces the same ops and moves nothing: the reference for equality under a compiler
     (contract 1). ``token``: of :mod:`penstock.ops`, one for all hooks of an offload. ``session``: what promotes
-    tensors, and ends resting when code is compiled; ``None`` where tensors do not rest.
+    tensors that are used elsewhere; ``None`` where tensors do not rest.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class UnitHook(NotCopyable):
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             if self._session is not None:
-                self._session.stay_in_slots()
+                self.stay_in_slot()
             tensors = list(live_tensors(module, self._paths))
             # Autograd would take a write to a leaf amiss, and engines that hide weights from the compiler do not train.
             inputs = [] if torch.is_grad_enabled() else _floats_in((args, kwargs))
@@ -160,6 +160,8 @@ class UnitHook(NotCopyable):
             tensors = list(live_tensors(module, self._paths))
             outputs = _tensors_in(output)
             torch.ops.penstock.release(module._penstock_tag, module._penstock_token, tensors, outputs)
+            if self._session is not None:
+                self._session.check_trace()
             return None
         window = self._my_window(running=False)
         if self._pipeline is None or window is None:
@@ -254,10 +256,15 @@ class UnitHook(NotCopyable):
                 for bound in self._tensors:
                     bound.rest()
 
+    # The compiler runs this while it traces the hooks, and keeps the (absent) result as a constant. The mark is what
+    # torch.compiler.assume_constant_result sets; that function would import all of the compiler here.
     def stay_in_slot(self) -> None:
-        """Tensors look into their slots from now on."""
-        for bound in self._tensors:
-            bound.stay_in_slot()
+        """Compiled code relies on addresses: the tensors rest no more."""
+        with self._lock:
+            for bound in self._tensors:
+                bound.stay_in_slot()
+
+    stay_in_slot._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _my_window(self, running: bool) -> _Window | None:
         """The latest window of the calling thread, if its forward runs, or does not, as asked."""
@@ -337,8 +344,6 @@ class ForwardHook(NotCopyable):
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
-            if self._session is not None:
-                self._session.stay_in_slots()
             torch.ops.penstock.begin(module._penstock_forward_tag, module._penstock_token)
         elif self._pipeline is not None:
             _refuse_tracers(args, kwargs)
@@ -353,6 +358,8 @@ class ForwardHook(NotCopyable):
             inputs = [tensor for anchor, paths in self._units for tensor in live_tensors(anchor, paths)]
             inputs += _tensors_in(output)
             torch.ops.penstock.join(module._penstock_forward_tag, module._penstock_token, inputs)
+            if self._session is not None:
+                self._session.check_trace()
         elif self._pipeline is not None:
             self._pipeline.finish_forward(whole=output is not None)
 
@@ -380,8 +387,8 @@ class Session(Protocol):
 
     tensor_lock: threading.RLock
 
-    def stay_in_slots(self) -> None:
-        """Code is being compiled: tensors keep the addresses of their slots from now on."""
+    def check_trace(self) -> None:
+        """Raise ``OutsideAccessError`` if the graph that is being traced uses a slot outside of wait and release."""
 
     def rebase(self, storage: BoundStorage, output: Any) -> Any:
         """``output`` with views of ``storage`` in its slot replaced by views of it as a resident."""

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from penstock.errors import OutsideAccessError, PenstockWarning
 from penstock.offloaders.binding import BoundStorage, BoundTensor
-from penstock.offloaders.hooks import NotCopyable, UnitHook
+from penstock.offloaders.hooks import NotCopyable
+from penstock.offloaders.tracing import check_trace
 from penstock.plan.model import Plan
 from penstock.store.base import Store, new_blob
 
@@ -48,17 +49,15 @@ class Promoter(NotCopyable):
         self._refusal = refusal
         self._storage_of = {id(tensor): storage for storage in bound.values() for tensor in storage.tensors}
         self._store: Store | None = None
-        self._hooks: list[UnitHook] = []
 
-    def serve(self, store: Store, hooks: list[UnitHook]) -> None:
-        """``store``: where true bytes are read; ``hooks``: of all units."""
+    def serve(self, store: Store) -> None:
+        """``store``: where true bytes are read."""
         self._store = store
-        self._hooks = hooks
 
     def close(self) -> None:
-        """Let go of the store and the hooks."""
+        """Let go of the store and the tensors."""
         self._store = None
-        self._hooks = []
+        self._bound, self._storage_of = {}, {}
 
     def wake(self, tensor: BoundTensor, operator: str) -> None:
         """A resting ``tensor`` was given to ``operator``: promote its storage."""
@@ -83,15 +82,13 @@ class Promoter(NotCopyable):
 
         return tree_map_only(torch.Tensor, as_resident, output)
 
-    # The compiler runs this while it traces the hooks, and keeps the (absent) result as a constant: what
-    # torch.compiler.assume_constant_result says, which would import all of the compiler here.
-    def stay_in_slots(self) -> None:
-        """Code is being compiled, which relies on addresses: no tensor rests any more."""
-        with self.tensor_lock:
-            for hook in self._hooks:
-                hook.stay_in_slot()
+    def check_trace(self) -> None:
+        """Raise ``OutsideAccessError`` if the graph that is being traced uses a slot outside of wait and release."""
+        check_trace(
+            [tensor for storage in self._bound.values() for tensor in storage.tensors if tensor.in_slot is not None]
+        )
 
-    stay_in_slots._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    check_trace._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.stay_in_slot
 
     def _promote(self, storage: BoundStorage, tensor: BoundTensor, how: str) -> None:
         name = storage.info.name

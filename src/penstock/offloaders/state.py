@@ -60,8 +60,8 @@ class StateGuard(NotCopyable):
             module.__dict__[_MARK] = f"{within}a {type(model).__name__}"
         # One Parameter may hang in two models, of which the other knows nothing of this one.
         self._tensors = [tensor.tensor for storage in storages for tensor in storage.tensors]
-        for tensor in self._tensors:
-            setattr(tensor, _MARK, f"a {type(model).__name__}")
+        for offloaded in self._tensors:
+            setattr(offloaded, _MARK, f"a {type(model).__name__}")
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -86,7 +86,8 @@ class StateGuard(NotCopyable):
                     "to(), half(), cuda() and the like would change offloaded weights, which rest elsewhere: call "
                     "handle.remove() first, move or cast the model, then offload again"
                 )
-        return type(module)._apply(module, lambda tensor: tensor if place_of(tensor) else fn(tensor))
+        applied: nn.Module = type(module)._apply(module, lambda tensor: tensor if place_of(tensor) else fn(tensor))
+        return applied
 
     def _put_true_tensors(
         self, module: nn.Module, state: dict[str, torch.Tensor], prefix: str, local_metadata: object
