@@ -28,13 +28,13 @@ def compiled(model: nn.Module, backend: str) -> nn.Module:
     return torch.compile(model, backend=backend, fullgraph=True)  # type: ignore[return-value]
 
 
-def test_a_model_that_keeps_to_itself_compiles(backend: str = "eager") -> None:
+def test_a_model_that_keeps_to_itself_compiles() -> None:
     model, x = Stack(4).eval(), rows()
     with boundaries(model, all_layers(2)):
-        expected = compiled(model, backend)(x)
+        expected = compiled(model, "eager")(x)
     torch.compiler.reset()
     with penstock.offload(model, all_layers(2)) as handle:
-        step = compiled(model, backend)
+        step = compiled(model, "eager")
         for forwards in (1, 2, 3):
             assert_same_bits(step(x), expected)
             assert_moved(handle, forwards)
@@ -42,11 +42,11 @@ def test_a_model_that_keeps_to_itself_compiles(backend: str = "eager") -> None:
         assert handle.stats().notes == ()
 
 
-def test_after_eager_forwards_and_before(backend: str = "eager") -> None:
+def test_after_eager_forwards_and_before() -> None:
     model, x = Stack(4).eval(), rows()
     expected = model(x)
     with penstock.offload(model, all_layers(1)) as handle:
-        step = compiled(model, backend)
+        step = compiled(model, "eager")
         for run in (model, step, model, step):
             assert_same_bits(run(x), expected)
         assert_moved(handle, 4)
@@ -83,12 +83,12 @@ def test_a_child_that_is_never_called(backend: str) -> None:
                 assert torch.allclose(output, expected) if backend == "inductor" else torch.equal(output, expected)
 
 
-def test_layers_compiled_one_by_one(backend: str = "eager") -> None:
+def test_layers_compiled_one_by_one() -> None:
     model, x = Stack(4).eval(), rows()
     expected = model(x)
     with penstock.offload(model, all_layers(2)) as handle:
         for layer in model.layers:
-            layer.compile(backend=backend, fullgraph=True)
+            layer.compile(backend="eager", fullgraph=True)
         for forwards in (1, 2):
             assert_same_bits(model(x), expected)
             assert_moved(handle, forwards)
