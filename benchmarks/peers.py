@@ -134,6 +134,7 @@ def measure(case: str, model: nn.Module, x: torch.Tensor, way: str, rounds: int,
                 size = dist.get_world_size()
                 rows.append(Row(case, way, captured, size, ms, gb_per_s, same, moved, store.host_bytes))
                 del step  # the graph holds the slots
+            handle.remove(graphs_released=True)
     dist.barrier()
     return rows
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+import penstock
 
 WIDTH = 512
 
@@ -48,3 +54,13 @@ def build(num_layers: int = 7, device: str = "cuda", dtype: torch.dtype = torch.
     torch.manual_seed(seed)
     model = Stack(num_layers).eval().requires_grad_(False).to(dtype)
     return model.to(device)
+
+
+@contextmanager
+def offloaded(model: nn.Module, *args: Any, **options: Any) -> Iterator[penstock.Handle]:
+    """An offload whose end is the end of all graphs captured over it."""
+    handle = penstock.offload(model, *args, **options)
+    try:
+        yield handle
+    finally:
+        handle.remove(graphs_released=True)

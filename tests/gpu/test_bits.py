@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from gpu_models import build
+from gpu_models import build, offloaded
 
 import penstock
 from penstock import UVA, Budget, Handle, Plan, Prefetch
@@ -50,7 +50,7 @@ def pair(request: pytest.FixtureRequest):
         warnings.simplefilter("ignore", penstock.PenstockWarning)
         handle = penstock.offload(model, POLICIES[request.param](model))
     yield resident, handle
-    handle.remove()
+    handle.remove(graphs_released=True)
 
 
 def inputs(rows: int, seed: int = 0) -> torch.Tensor:
@@ -191,7 +191,7 @@ def test_compiled(name: str) -> None:
     resident = build(5)
     model = copy.deepcopy(resident)
     ids = inputs(16)
-    with penstock.offload(model, POLICIES[name](model)) as handle:
+    with offloaded(model, POLICIES[name](model)) as handle:
         torch._dynamo.reset()
         compiled = torch.compile(model, fullgraph=True)
         outs = [compiled(ids).clone() for _ in range(3)]
@@ -225,7 +225,7 @@ def test_two_models_in_one_process() -> None:
             assert torch.equal(handle.model(ids), resident(ids))
     for _, handle in pairs:
         assert_moved(handle)
-        handle.remove()
+        handle.remove(graphs_released=True)
 
 
 @torch.no_grad()
@@ -234,7 +234,7 @@ def test_uva_disabled_moves_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     resident = build()
     model = copy.deepcopy(resident)
     ids = inputs(16)
-    with penstock.offload(model, UVA(params=["up_proj", "head", "embed"])) as handle:
+    with offloaded(model, UVA(params=["up_proj", "head", "embed"])) as handle:
         assert handle.plan == move_on_demand(take_inventory(resident), handle.plan)
         assert handle.plan.uva_bytes == 0
         for _ in range(3):

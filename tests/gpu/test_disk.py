@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 from faulty_readers import Faults
-from gpu_models import Stack, build
+from gpu_models import Stack, build, offloaded
 from safetensors.torch import save_file
 
 import penstock
@@ -107,7 +107,7 @@ class TestBits:
         resident = build()
         model = copy.deepcopy(resident)
         expected = [resident(inputs(seed)).clone() for seed in range(4)]
-        with penstock.offload(model, POLICIES[name], checkpoint=save(model, tmp_path), disk=options) as handle:
+        with offloaded(model, POLICIES[name], checkpoint=save(model, tmp_path), disk=options) as handle:
             assert handle.plan.mode == "disk"
             for seed in range(4):
                 assert torch.equal(model(inputs(seed)), expected[seed])
@@ -141,7 +141,7 @@ class TestBits:
         for _ in range(3):
             assert torch.equal(compiled(inputs()), first)
         assert torch.equal(model(inputs()), expected)
-        handle.remove()
+        handle.remove(graphs_released=True)
 
     @torch.no_grad()
     @pytest.mark.usefixtures("ring")
@@ -160,7 +160,7 @@ class TestBits:
         assert staging is not None
         assert staging.stalls > 0
         assert staging.stall_s > 0.003
-        handle.remove()
+        handle.remove(graphs_released=True)
 
     @torch.no_grad()
     def test_a_replay_reads_the_files(self, tmp_path: Path) -> None:
@@ -181,14 +181,14 @@ class TestBits:
         read = after.bytes_read - before.bytes_read
         ring_bytes = handle.plan.moved_bytes  # the ring of a small model holds all of it
         assert abs(read - 10 * handle.plan.moved_bytes) <= ring_bytes
-        handle.remove()
+        handle.remove(graphs_released=True)
 
     @torch.no_grad()
     def test_debug_checksums(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PENSTOCK_DEBUG", "1")
         resident = build()
         model = copy.deepcopy(resident)
-        with penstock.offload(model, POLICIES["two slots"], checkpoint=save(model, tmp_path)):
+        with offloaded(model, POLICIES["two slots"], checkpoint=save(model, tmp_path)):
             for _ in range(3):
                 assert torch.equal(model(inputs()), resident(inputs()))
 
@@ -219,7 +219,7 @@ class TestFailure:
                 call()
         path.write_bytes(whole)
         os.utime(path, ns=(at.st_atime_ns, at.st_mtime_ns))  # as `cp -p` does, which the error recommends
-        handle.remove()
+        handle.remove(graphs_released=True)
         assert torch.equal(model(inputs()), expected)
 
     @torch.no_grad()
@@ -238,7 +238,7 @@ class TestFailure:
             graph.replay()
             assert torch.equal(out, expected)
             assert torch.equal(model(inputs()), expected)
-        handle.remove()
+        handle.remove(graphs_released=True)
 
     @torch.no_grad()
     def test_an_error_of_the_disk_in_eager_code(self, tmp_path: Path, faults: Faults) -> None:
@@ -267,7 +267,7 @@ class TestFailure:
         assert time.monotonic() - start < 10
         with pytest.raises(TransferError, match=r"no read has ended.*bytes at \d+ of .*model\.safetensors"):
             handle.stats()
-        handle.remove()
+        handle.remove(graphs_released=True)
 
     @torch.no_grad()
     @pytest.mark.parametrize("victims", ["server", "group"])
@@ -291,7 +291,7 @@ class TestFailure:
         for call in (handle.stats, lambda: model(inputs())):
             with pytest.raises(TransferError, match=r"ended by signal 9.*remove\(\)"):
                 call()
-        handle.remove()
+        handle.remove(graphs_released=True)
         assert model(inputs()).isfinite().all()
 
     @staticmethod
@@ -352,7 +352,7 @@ class TestLimits:
         assert psutil.pid_exists(pid)
         assert ring_mappings() > mapped
         assert take_inventory(model).num_bytes > 0
-        handle.remove()
+        handle.remove(graphs_released=True)
         assert not readers()
         assert not psutil.pid_exists(pid)
         assert ring_mappings() == mapped

@@ -95,4 +95,4 @@ def test_what_ends_while_the_device_waits_holds_nobody_up(kind: str, tmp_path: P
     staging = handle.stats().staging
     assert staging is not None
     assert staging.stalls > 0, "the device waited for no read"
-    handle.remove()
+    handle.remove(graphs_released=True)

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from gpu_models import build
+from gpu_models import build, offloaded
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -32,7 +32,7 @@ def test_copies_are_inside_the_graph() -> None:
     resident = build()
     model = copy.deepcopy(resident)
     ids = torch.arange(8, device="cuda")
-    with penstock.offload(model, Prefetch(1, 1, 2)) as handle:
+    with offloaded(model, Prefetch(1, 1, 2)) as handle:
         model(ids)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -113,7 +113,7 @@ def test_debug_switch_catches_a_planted_race(monkeypatch: pytest.MonkeyPatch) ->
     model = nn.Sequential(*(Spin(64, 1000) for _ in range(6)))
     for index, layer in enumerate(model):
         layer.weight.fill_(index + 1)
-    with penstock.offload(model, Prefetch(1, 1, 2), device="cuda") as handle:
+    with offloaded(model, Prefetch(1, 1, 2), device="cuda") as handle:
         for _ in range(3):
             assert model(x).item() == 21
         assert handle.stats().bytes_moved > 0
@@ -121,4 +121,4 @@ def test_debug_switch_catches_a_planted_race(monkeypatch: pytest.MonkeyPatch) ->
     handle = penstock.offload(model, Prefetch(1, 1, 2), device="cuda")
     with pytest.raises(RaceError):
         model(x)
-    handle.remove()
+    handle.remove(graphs_released=True)

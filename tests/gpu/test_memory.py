@@ -9,7 +9,7 @@ from contextlib import suppress
 import psutil
 import pytest
 import torch
-from gpu_models import build
+from gpu_models import build, offloaded
 
 import penstock
 from penstock import UVA, Prefetch
@@ -26,7 +26,7 @@ def test_device_peak_is_the_plan() -> None:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    with penstock.offload(model, Prefetch(4, 3, 2), device="cuda") as handle:
+    with offloaded(model, Prefetch(4, 3, 2), device="cuda") as handle:
         ids = torch.arange(8, device="cuda")
         model(ids)
         torch.cuda.synchronize()
@@ -79,7 +79,7 @@ def test_unpinned_memory_works_eagerly_and_says_so(monkeypatch: pytest.MonkeyPat
     for _ in range(3):
         assert torch.equal(model(ids), resident(ids))
     assert handle.stats().bytes_moved >= 3 * handle.plan.moved_bytes > 0
-    handle.remove()
+    handle.remove(graphs_released=True)
 
 
 @torch.no_grad()
@@ -91,7 +91,7 @@ def test_remove_restores_everything() -> None:
         handle = penstock.offload(model, Prefetch(2, 1, 2), device="cuda")
         model(torch.arange(8, device="cuda"))
         assert handle.stats().bytes_moved > 0
-        handle.remove()
+        handle.remove(graphs_released=True)
         for name, parameter in model.named_parameters():
             assert parameter is tensors[name]
             assert parameter.device.type == device
@@ -134,7 +134,7 @@ def test_no_room_for_slots_leaves_the_model_intact(monkeypatch: pytest.MonkeyPat
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert torch.equal(model(ids), resident(ids))
-    with penstock.offload(model, Prefetch(1, 1, 2)) as handle:
+    with offloaded(model, Prefetch(1, 1, 2)) as handle:
         assert torch.equal(model(ids), resident(ids))
         assert handle.stats().bytes_moved > 0
 
@@ -158,7 +158,7 @@ def test_views_of_zero_copy_tensors_keep_their_bytes() -> None:
     expected = model.layers[0].up_proj.weight[3].clone()
     handle = penstock.offload(model, UVA(params=["up_proj"]))
     row = model.layers[0].up_proj.weight[3]
-    handle.remove()
+    handle.remove(graphs_released=True)
     del handle, model
     gc.collect()
     assert torch.equal(row, expected)

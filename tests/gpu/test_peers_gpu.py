@@ -75,7 +75,7 @@ def bits(rank: int, kind: str, slots: int, rest: str) -> int:
     assert handle.plan.device_bytes >= handle.plan.resident_bytes + store.device_bytes
     dist.barrier()
     del graph
-    handle.remove()
+    handle.remove(graphs_released=True)
     assert torch.equal(model.to("cuda")(ids), expected)
     return store.host_bytes
 
@@ -101,7 +101,7 @@ def compiled(rank: int, kind: str) -> None:
     for _ in range(3):
         assert torch.equal(run(ids), expected)
     assert_moved(handle, 3)
-    handle.remove()
+    handle.remove(graphs_released=True)
 
 
 @needs_peers
@@ -125,7 +125,7 @@ def memory(rank: int) -> None:
     used = free - torch.cuda.mem_get_info()[0]
     assert used <= handle.plan.device_bytes + (64 << 20), (used, handle.plan.device_bytes)
     dist.barrier()
-    handle.remove()
+    handle.remove(graphs_released=True)
 
 
 @needs_peers

@@ -59,7 +59,7 @@ def test_bits_and_exact_bytes(tmp_path: Path, home: str, policy: penstock.Prefet
             assert store.in_place(name).is_pinned()
         for _ in range(3):
             assert torch.equal(model(ids), expected)
-        handle.remove()
+        handle.remove(graphs_released=True)
         assert torch.equal(model.to("cuda")(ids), expected)
 
 
@@ -83,7 +83,7 @@ def test_remove_unregisters_while_the_handle_lives() -> None:
         model = build(device="cpu")
         handle = penstock.offload(model, Prefetch(1, 1, 2), device="cuda")
         assert sum(Counting.held.values()) == store_of(handle).host_bytes
-        handle.remove()
+        handle.remove(graphs_released=True)
         gc.collect()
         assert Counting.held == {}
 
@@ -98,7 +98,7 @@ def test_large_live_tensors_are_adopted_in_place() -> None:
     assert store_of(handle).adopted == set(before)
     for _ in range(3):
         assert torch.equal(model(x.cuda()), resident(x.cuda()))
-    handle.remove()
+    handle.remove(graphs_released=True)
     assert {name: tensor.data_ptr() for name, tensor in model.named_parameters()} == before
     assert not any(tensor.is_pinned() for tensor in model.parameters())
     assert torch.equal(model[0].weight, resident[0].weight.cpu())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_models import Stack, build
+from gpu_models import Stack, build, offloaded
 from test_disk import captured, inputs, save
 
 import penstock
@@ -63,7 +63,7 @@ class TestBits:
                 model = Stack(7).eval().requires_grad_(False).to(torch.bfloat16)
         expected = [resident(inputs(seed)).clone() for seed in range(4)]
         plan = plan_of(name, model)
-        with penstock.offload(model, plan, checkpoint=folder, device="cuda") as handle:
+        with offloaded(model, plan, checkpoint=folder, device="cuda") as handle:
             assert handle.plan.units == plan.units
             for seed in range(4):
                 assert torch.equal(model(inputs(seed)), expected[seed])
@@ -104,7 +104,7 @@ class TestBits:
         assert abs(after.bytes_read - before.bytes_read - 10 * plan.spilled_bytes) <= plan.spilled_bytes
         moved = handle.stats().moved_by_store
         assert moved["cpu"] > moved["disk"] > 0
-        handle.remove()
+        handle.remove(graphs_released=True)
 
     @torch.no_grad()
     def test_under_a_compiler(self, tmp_path: Path) -> None:
@@ -116,14 +116,14 @@ class TestBits:
         for _ in range(3):
             assert torch.equal(compiled(inputs()), first)
         assert torch.equal(model(inputs()), resident(inputs()))
-        handle.remove()
+        handle.remove(graphs_released=True)
 
     @torch.no_grad()
     def test_debug_checksums(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PENSTOCK_DEBUG", "1")
         resident = build()
         model = copy.deepcopy(resident)
-        with penstock.offload(model, plan_of("two slots", model), checkpoint=save(model, tmp_path)):
+        with offloaded(model, plan_of("two slots", model), checkpoint=save(model, tmp_path)):
             for _ in range(3):
                 assert torch.equal(model(inputs()), resident(inputs()))
 
@@ -140,7 +140,7 @@ class TestBudget:
         model = copy.deepcopy(resident)
         total = take_inventory(model).num_bytes
         budget = Budget(total // 2, host_memory=total // 5)
-        with penstock.offload(model, budget, checkpoint=save(model, tmp_path)) as handle:
+        with offloaded(model, budget, checkpoint=save(model, tmp_path)) as handle:
             plan = handle.plan
             assert 0 < plan.store_bytes["cpu"] <= total // 5
             assert plan.spilled_bytes > 0
@@ -161,7 +161,7 @@ class TestBudget:
             with pytest.raises(BudgetError, match=r"free host memory of 0\.\d+ GiB .* with the staging ring"):
                 penstock.offload(model, "4MiB", checkpoint=folder)
             return
-        with penstock.offload(model, "4MiB", checkpoint=folder) as handle:
+        with offloaded(model, "4MiB", checkpoint=folder) as handle:
             assert handle.plan.offloaded_bytes
             assert not handle.plan.reads_files
             assert handle.stats().staging is None

@@ -85,7 +85,7 @@ class StackedOffloader(BaseOffloader):
 
     def remove(self) -> None:
         if self._attachment is not None:
-            self._attachment.remove()
+            self._attachment.remove(graphs_released=True)  # an engine ends its offload with its graphs
             self._attachment = None
 
     @property
