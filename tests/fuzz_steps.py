@@ -8,7 +8,7 @@ import io
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -397,7 +397,7 @@ class Kind:
     Attributes:
         changes: the model is another one behind it, so a refusal of it may leave the old or the new one.
         weight: how often it is drawn.
-        own_errors: texts of errors of torch that count as a refusal of this step.
+        own_errors: matches errors of torch that count as a refusal of this step.
     """
 
     run: Callable[[Env, int], Any]
@@ -407,7 +407,7 @@ class Kind:
 
 
 # torch itself refuses these of the offloaded model, by a version counter.
-_AUTOGRAD = "modified by an inplace operation"
+_AUTOGRAD = "modified by an inplace operation|has been modified inplace"
 STEPS: dict[str, Kind] = {
     "forward": Kind(forward, weight=8),
     "decode": Kind(decode, weight=3),
@@ -453,4 +453,3 @@ STEPS: dict[str, Kind] = {
 }
 OTHERS = {"other_forward", "other_offload", "other_remove"}
 THREADED = {"two_threads"}
-QUIET = nullcontext
