@@ -77,7 +77,7 @@ class Worker:
             stderr=self.errors,
             bufsize=0,
             start_new_session=True,
-            env=_environment(),
+            env=environment(),
         )
         self._rest = b""
         if not self._line(START_S):
@@ -150,7 +150,7 @@ def run_jobs(command: list[str], jobs: Iterable[Any], num_workers: int, limit_s:
             yield item
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Ours, with penstock of this tree and none of its options."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
     paths = [str(HERE.parent / "src"), *filter(None, [kept.get("PYTHONPATH")])]
