@@ -174,7 +174,7 @@ class _Case:
         self.log(f"{where} {arg}: {self.verdict.notes[-1] if refused or self.verdict.outcome in BAD else 'equal'}")
         if self.verdict.outcome in BAD:
             return False
-        if refused and (self.written or self.stateful):
+        if refused and (kind.changes or self.written or self.stateful):
             self._after_refusal(where)
             return False
         if refused and name in ("again", "remove", "remove_between", "other_offload", "other_remove"):

@@ -6,6 +6,7 @@ the first model's.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 VOCAB = 160
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -446,6 +448,47 @@ class Loops(Layer):
         return x
 
 
+class Encoder(Layer):
+    """torch's own layer: in inference its fast path reads the weights of its children without calling them."""
+
+    def build(self, dim: int) -> None:
+        self.block = nn.TransformerEncoderLayer(dim, 4, dim, dropout=0.0, batch_first=True, norm_first=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x.unsqueeze(0)).squeeze(0)
+
+
+class Recurrent(Layer):
+    """torch's GRU keeps a list of its weights beside the Parameters."""
+
+    def build(self, dim: int) -> None:
+        self.gru = nn.GRU(dim, dim, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gru(x.unsqueeze(0))[0].squeeze(0)
+
+
+class Checkpointed(Layer):
+    """Activation checkpointing runs the body again in the backward pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + checkpoint(self.body, x, use_reentrant=False)
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.lin(x)) @ self.lin.weight
+
+
+class Calls(Layer):
+    """Calls another layer's child from outside: the first layer lends its product to the second."""
+
+    def build(self, dim: int) -> None:
+        self.lender, self.lin = Plain(dim, self.flags, 0), nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lent = self.lender.lin if self.option % 2 else functools.partial(F.linear, weight=self.lender.lin.weight)
+        return self.lender(x) + torch.tanh(lent(self.lin(x)))
+
+
 SAFE = [Plain, Norm, Quant, Mixed, Buffers, Experts, Uneven, Loops]
 TRAPS = [
     InParameterList,
@@ -473,6 +516,10 @@ TRAPS = [
     Hooked,
     Counts,
     Parametrized,
+    Encoder,
+    Recurrent,
+    Checkpointed,
+    Calls,
 ]
 LAYERS: dict[str, Callable[..., nn.Module]] = {kind.__name__: kind for kind in (*SAFE, *TRAPS)}
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fuzz_models import VIEWS, VOCAB, InjectedError, Net, Other, Wrapper, matrices
+from fuzz_models import VIEWS, VOCAB, InjectedError, Net, Other, Plain, Wrapper, apply, matrices
 from torch import nn
 
 JOIN_S = 12.0  # of the threads that a step starts
@@ -90,6 +90,54 @@ def late(env: Env, arg: int) -> Any:
 def autocast(env: Env, arg: int) -> Any:
     with torch.autocast("cpu", torch.bfloat16):
         return env.model(env.input(arg))
+
+
+def by_hand(env: Env, arg: int) -> Any:
+    """The program calls the layers one by one; nobody calls the model."""
+    x = torch.ones(3, env.model.spec.dim, dtype=env.dtype)
+    for layer in env.model.layer_list():
+        x = apply(layer, x, env.model.flags)
+    return x
+
+
+def model_forward(env: Env, arg: int) -> Any:
+    return env.model.forward(env.input(arg))
+
+
+def outer(env: Env, arg: int) -> Any:
+    """The model is a part of another one that was made later."""
+    return nn.Sequential(env.model)(env.input(arg))
+
+
+def patch_forward(env: Env, arg: int) -> Any:
+    """Somebody wraps the ``forward`` of a module, as tools for tracing do; it stays wrapped after ``remove()``."""
+    modules = [module for module in env.model.modules() if isinstance(module, nn.Linear)]
+    if modules:
+        module = modules[arg % len(modules)]
+        plain = module.forward
+        module.forward = lambda x: plain(x) * 2
+    return env.model(env.input(arg))
+
+
+def add_hook(env: Env, arg: int) -> Any:
+    """A hook of the user's that comes later than the offload, and perhaps before its hooks, reads the weight."""
+    modules = [module for module in env.model.modules() if isinstance(module, nn.Linear)]
+    if modules:
+        module = modules[arg % len(modules)]
+        if arg % 2:
+            module.register_forward_pre_hook(lambda m, args: (args[0] + m.weight.mean(),), prepend=arg % 3 == 0)
+        else:
+            module.register_forward_hook(lambda m, args, output: output + m.weight.mean(), prepend=arg % 3 == 0)
+    return env.model(env.input(arg))
+
+
+def replace_layer(env: Env, arg: int) -> Any:
+    layers = env.model.layer_list()
+    index = arg % len(layers)
+    if getattr(layers[index], "style", "call") == "call":
+        torch.manual_seed(arg)
+        env.model.put_layer(index, Plain(env.model.spec.dim, env.model.flags, arg).to(env.dtype).eval())
+    return env.model(env.input(arg))
 
 
 def keep_view(env: Env, arg: int) -> Any:
@@ -413,6 +461,12 @@ STEPS: dict[str, Kind] = {
     "decode": Kind(decode, weight=3),
     "late": Kind(late, weight=2),
     "autocast": Kind(autocast),
+    "by_hand": Kind(by_hand),
+    "model_forward": Kind(model_forward, weight=0.7),
+    "outer": Kind(outer, weight=0.7),
+    "patch_forward": Kind(patch_forward, changes=True, weight=0.5),
+    "add_hook": Kind(add_hook, changes=True, weight=0.7),
+    "replace_layer": Kind(replace_layer, changes=True, weight=0.7),
     "keep_view": Kind(keep_view),
     "use_view": Kind(use_view),
     "read_weight": Kind(read_weight),

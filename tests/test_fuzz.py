@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import fuzz
+import isolated
 import pytest
 import torch
 from fuzz_judge import NoHandle, judge, no_offload
@@ -67,3 +69,16 @@ def test_finds_a_lost_write() -> None:
     with torch.no_grad():
         verdict = judge(case, offload=lambda model, policy, **options: Loses(model))
     assert (verdict.outcome, verdict.where) == ("DIFFERS", "state_dict() after remove()")
+
+
+def test_a_worker_that_hangs_or_dies_costs_one_job() -> None:
+    code = (
+        f"import sys, os, time; sys.path.insert(0, {str(isolated.HERE)!r}); import isolated\n"
+        "work = {'fine': lambda: 1, 'hangs': lambda: time.sleep(99), 'dies': lambda: os._exit(3)}\n"
+        "isolated.serve(lambda job: work[job]())"
+    )
+    jobs = ["fine", "hangs", "fine", "dies", "fine"]
+    results = [result for _, result in isolated.run_jobs([sys.executable, "-c", code], jobs, 1, limit_s=1.0)]
+    assert [results[0], results[2], results[4]] == [1, 1, 1]
+    assert "sleep" in results[1]["hung"] or "<lambda>" in results[1]["hung"]
+    assert "exit status 3" in results[3]["died"]
