@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for `python -m tests
 
 from fuzz_judge import BAD, OUTCOMES, CaseSpec, PolicySpec, Verdict, judge, no_offload
 from fuzz_models import SAFE, TRAPS, ModelSpec
-from fuzz_steps import OTHERS, STEPS, THREADED
+from fuzz_steps import NOT_STATEFUL, OTHERS, STEPS
 from isolated import run_jobs, serve
 
 LIMIT_S = 20.0  # for one case; what takes longer hangs
@@ -87,7 +87,9 @@ def _steps(rng: random.Random, model: ModelSpec) -> tuple[tuple[str, int], ...]:
     """One to seven steps; most programs begin with a forward."""
     stateful = any(kind in ("Keeps", "Counts") for kind, _ in model.layers)
     names = [
-        name for name in STEPS if not (name in OTHERS and model.other == "none") and not (name in THREADED and stateful)
+        name
+        for name in STEPS
+        if not (name in OTHERS and model.other == "none") and not (name in NOT_STATEFUL and stateful)
     ]
     weights = [STEPS[name].weight * (4 if name in OTHERS else 1) for name in names]
     drawn = rng.choices(names, weights, k=rng.randint(1, 6))

@@ -506,4 +506,5 @@ STEPS: dict[str, Kind] = {
     "remove_between": Kind(remove_between, weight=0.7),
 }
 OTHERS = {"other_forward", "other_offload", "other_remove"}
-THREADED = {"two_threads"}
+# Not for layers that change in a forward: threads would race on the twin too, and tracers leave their own values there.
+NOT_STATEFUL = {"two_threads", "fx_trace", "jit_trace", "vmap", "functional_call"}

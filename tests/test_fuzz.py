@@ -12,7 +12,7 @@ import fuzz
 import isolated
 import pytest
 import torch
-from fuzz_judge import NoHandle, judge, no_offload
+from fuzz_judge import NoHandle, judge
 from torch import nn
 
 NUM_CASES = 150
@@ -32,9 +32,8 @@ def test_fixed_seeds() -> None:
 
 
 def test_finds_nothing_where_nothing_is_offloaded() -> None:
-    for seed in range(40):
-        verdict = judge(fuzz.generate(seed), offload=no_offload)
-        assert verdict.outcome == "equal", (seed, verdict.notes)
+    for seed, result in fuzz.run_cases(list(range(60)), jobs=2, resident=True):
+        assert result["outcome"] == "equal", (seed, result["notes"])
 
 
 @pytest.mark.parametrize(("fault", "outcome"), [("wrong", "DIFFERS"), ("foreign", "CRASHED"), ("ours", "refused")])

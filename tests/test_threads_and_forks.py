@@ -21,7 +21,7 @@ def run(what: str, mode: str, rounds: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_remove_beside_forwards(mode: str) -> None:
-    found = run("remove", mode, 25)
+    found = run("remove", mode, 60)
     assert set(found["removals"]) <= {"removed", "refused"}, found
     assert set(found["forwards"]) <= {"right", "refused"}, found
     assert set(found["after"]) == {"right"}, found

@@ -33,11 +33,31 @@ CHILD_S = 5  # for a forward in a forked child
 
 
 class Pause(nn.Module):
-    """Makes a forward long enough for something to happen in it."""
+    """Makes a forward long enough for something to happen in it, or stops one until it has happened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.armed = False
+        self.inside, self.go = threading.Event(), threading.Event()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         time.sleep(0.0005)
+        if self.armed:
+            self.armed = False
+            self.inside.set()
+            self.go.wait(5)
         return x
+
+    def stop_next(self, longest_s: float) -> None:
+        """Return when a forward stands here; it goes on after ``longest_s``, for what may wait for its end."""
+        self.inside.clear()
+        self.go.clear()
+        self.armed = True
+        if not self.inside.wait(5):
+            raise RuntimeError("no forward has come")
+        timer = threading.Timer(longest_s, self.go.set)
+        timer.daemon = True
+        timer.start()
 
 
 def prepare(mode: str, folder: Path) -> Subject:
@@ -98,20 +118,26 @@ def outcome(subject: Subject, notes: set[str]) -> str:
 
 
 def remove_beside_forwards(mode: str, rounds: int) -> dict[str, Any]:
-    """Each round: offload, forwards in a thread, ``remove()`` at a random moment, and a check."""
+    """Each round: offload, forwards in a thread, ``remove()`` in the middle of one or at a random moment, a check."""
     removals: Counter[str] = Counter()
     after: Counter[str] = Counter()
     slowest_s = 0.0
     with tempfile.TemporaryDirectory() as folder:
         subject = prepare(mode, Path(folder))
+        pauses = [module for module in subject.model.modules() if isinstance(module, Pause)]
         loop = Loop(subject)
         handle = subject.offload()
         loop.start()
         for index in range(rounds):
-            time.sleep(random.Random(index).uniform(0, 0.03))
+            if index % 2:
+                time.sleep(random.Random(index).uniform(0, 0.03))
+            else:
+                pauses[index // 2 % len(pauses)].stop_next(0.1)
             start = time.monotonic()
             kind = _bounded(handle.remove)
             slowest_s = max(slowest_s, time.monotonic() - start)
+            for pause in pauses:
+                pause.go.set()
             removals[kind] += 1
             if kind == "HUNG":
                 break
@@ -197,6 +223,7 @@ def main() -> None:
     """What, which way to offload, how often."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    sys.setswitchinterval(2e-5)  # threads change places between any two lines
     what, mode, rounds = sys.argv[1], sys.argv[2], int(sys.argv[3])
     result = remove_beside_forwards(mode, rounds) if what == "remove" else fork_beside_forwards(mode, rounds)
     print(json.dumps(result), flush=True)
