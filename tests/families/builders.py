@@ -70,7 +70,9 @@ def families() -> dict[str, list[str]]:
 
 def _mappings() -> list[dict[str, Any]]:
     names = [name for name in dir(modeling_auto) if name.endswith("_MAPPING_NAMES") and name != "CONFIG_MAPPING_NAMES"]
-    names.sort(key=lambda n: _HEADS_FIRST.index(n) if n in _HEADS_FIRST else len(_HEADS_FIRST) + (n != "MODEL_MAPPING_NAMES"))
+    names.sort(
+        key=lambda n: _HEADS_FIRST.index(n) if n in _HEADS_FIRST else len(_HEADS_FIRST) + (n != "MODEL_MAPPING_NAMES")
+    )
     return [getattr(modeling_auto, name) for name in names]
 
 
@@ -102,7 +104,7 @@ def build(family: str) -> Case:
         except Exception as error:
             failures.append(f"{label}: {type(error).__name__}: {_first_line(error)}")
             continue
-        case.notes["way"] = WAYS.index(way)
+        case.notes["size"] = WAYS.index(way)
         if case.notes["movable"] >= _MIN_MOVABLE:
             return case
         if spare is None or case.notes["movable"] > spare.notes["movable"]:
@@ -209,15 +211,15 @@ def find_inputs(model: nn.Module, entry: Entry) -> tuple[Inputs, int]:
     failures: list[str] = []
     options = iter([entry.inputs(model.config)]) if entry.inputs is not None else candidates(model)
     for inputs in options:
-        given: Inputs | None = {**inputs, **entry.more}
-        for _ in range(3):
-            if given is None:
-                break
+        todo = [{**inputs, **entry.more}]
+        tries = 4
+        while todo and (tries := tries - 1) >= 0:
+            given = todo.pop(0)
             try:
                 return given, _run_once(model, given)
             except Exception as error:
                 failures.append(f"{'+'.join(given)}: {type(error).__name__}: {_first_line(error)}")
-                given = mended(model.config, given, error)
+                todo = todo or mended(model.config, given, error)
     raise CannotBuildError("; ".join(dict.fromkeys(failures)) or "no inputs known")
 
 

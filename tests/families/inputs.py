@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from .shrink import read
+
 BATCH, LENGTH = 2, 12
 _MISMATCH = re.compile(r"tokens:? ?(\d+).*?features:? ?\D{0,12}(\d+)", re.S)
 
@@ -23,7 +25,7 @@ def value_of(config: PreTrainedConfig, *names: str, default: Any = None) -> Any:
     """The first value under one of ``names`` in the config or, after it, in its parts."""
     for name in names:
         for part in parts_of(config):
-            value = getattr(part, name, None)
+            value = read(part, name)
             if value is not None and not isinstance(value, PreTrainedConfig | dict):
                 return value
     return default
@@ -46,7 +48,9 @@ def _floats(*shape: int) -> torch.Tensor:
 
 
 def _ids(config: PreTrainedConfig, length: int = LENGTH) -> torch.Tensor:
-    text = next((getattr(config, n) for n in ("text_config", "decoder") if _is_config(getattr(config, n, None))), config)
+    text = next(
+        (getattr(config, n) for n in ("text_config", "decoder") if _is_config(getattr(config, n, None))), config
+    )
     limit = min(value_of(text, "vocab_size", default=100), 400)
     return torch.randint(min(20, limit // 2), limit, (BATCH, length), generator=_generator())
 
@@ -75,11 +79,18 @@ def _images(config: PreTrainedConfig) -> list[Any]:
 
 
 def _features(config: PreTrainedConfig) -> list[Any]:
-    mel = value_of(config, "num_mel_bins", "input_feat_per_channel", "feature_size", "num_mel_filters", "mel_bins", default=80)
+    mel = value_of(
+        config, "num_mel_bins", "input_feat_per_channel", "feature_size", "num_mel_filters", "mel_bins", default=80
+    )
     size = value_of(config, "feature_projection_input_dim", "input_dim", "input_feat_size", default=mel)
     size, mel = (v if isinstance(v, int) else 80 for v in (size, mel))
     longest = 2 * min(value_of(config, "max_source_positions", default=50), 1500)
-    return [_floats(BATCH, mel, longest), _floats(BATCH, 64, size), _floats(BATCH, mel, 128), _floats(BATCH, 1, 64, mel)]
+    return [
+        _floats(BATCH, mel, longest),
+        _floats(BATCH, 64, size),
+        _floats(BATCH, mel, 128),
+        _floats(BATCH, 1, 64, mel),
+    ]
 
 
 def _waves(config: PreTrainedConfig) -> list[Any]:
@@ -109,6 +120,14 @@ MAKERS: dict[str, Callable[[PreTrainedConfig], list[Any]]] = {
     "hidden_states": lambda c: [_floats(BATCH, LENGTH, value_of(c, "hidden_size", "d_model", default=64))],
     "spectrogram": lambda c: [_floats(BATCH, 20, value_of(c, "model_in_dim", "num_mel_bins", default=80))],
     "input_points": lambda c: [torch.tensor([[[[9.0, 13.0]]]] * BATCH)],
+    "past_values": lambda c: [
+        _floats(BATCH, value_of(c, "context_length", default=32), value_of(c, "num_input_channels", default=1))
+    ],
+    "flattened_patches": lambda c: [
+        torch.cat(
+            [torch.ones(BATCH, 16, 2), _floats(BATCH, 16, value_of(c, "patch_embed_hidden_size", default=768))], 2
+        )
+    ],
     "states": lambda c: [_floats(BATCH, 5, value_of(c, "state_dim", default=17))],
 }
 
@@ -121,8 +140,12 @@ def candidates(model: nn.Module, limit: int = 24) -> Iterator[Inputs]:
     needed = [n for n, p in given.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     first = [main] if main in given else []
     with_decoder = ["decoder_input_ids"] if "decoder_input_ids" in given else []
-    every = [n for n in ("input_ids", "pixel_values", "input_features", "input_values", "audio_values") if n in given]
+    every = [
+        n for n in ("input_ids", "pixel_values", "input_features", "input_values", "audio_values", "bbox") if n in given
+    ]
     least = list(dict.fromkeys([*needed, *first]))
+    if "flattened_patches" in least or "input_ids" not in given:
+        every = [n for n in every if n != "bbox"]
     wanted = [
         [*least, *every, *with_decoder], [*least, *with_decoder], least,
         [*least, "attention_mask"] if "attention_mask" in given else least, every[:1],
@@ -150,13 +173,16 @@ def with_image_tokens(config: PreTrainedConfig, inputs: Inputs, num_tokens: int,
     return {**inputs, "input_ids": torch.cat([ids[:, :2], holders, ids[:, 2:]], 1)}
 
 
-def mended(config: PreTrainedConfig, inputs: Inputs, error: Exception) -> Inputs | None:
-    """Inputs with as many placeholders as the error says there are features, if it says that."""
+def mended(config: PreTrainedConfig, inputs: Inputs, error: Exception) -> list[Inputs]:
+    """Inputs with as many placeholders as the error says there are features, if it says that.
+
+    Some errors count features and some the numbers in them.
+    """
     found = _MISMATCH.search(str(error))
-    if found is None or not re.search("feature", str(error)):
-        return None
-    features = int(found[2])
+    if found is None or "feature" not in str(error):
+        return []
+    text = next((p for n in ("text_config", "language_config") if _is_config(p := read(config, n))), config)
+    features, hidden = int(found[2]), value_of(text, "hidden_size", default=1)
     kind = "audio" if "udio" in str(error) else "video" if "ideo" in str(error) else "image"
-    if "pixel_values" in inputs:
-        kind = kind if kind != "audio" else "image"
-    return with_image_tokens(config, inputs, features, kind)
+    counts = [features // hidden] if features % hidden == 0 else []
+    return [with_image_tokens(config, inputs, count, kind) for count in (*counts, features)]

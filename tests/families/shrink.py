@@ -18,7 +18,7 @@ _HIDDEN = (
     "projection_dim", "n_embed", "emb_dim",
 )  # fmt: skip
 _HEADS = (
-    "num_attention_heads", "n_head", "encoder_attention_heads", "num_heads", "n_heads", "attention_heads",
+    "num_attention_heads", "n_head", "num_cross_attention_heads", "encoder_attention_heads", "num_heads", "n_heads", "attention_heads",
     "decoder_attention_heads", "encoder_num_attention_heads",
 )  # fmt: skip
 _IS_HEADS = re.compile(r"(^|_)n?u?m?_?(attn_|attention_|self_attn_|kv_)?heads?$|_heads$|^n_head$|heads_list|head_kv")
@@ -51,20 +51,22 @@ class Way:
         hidden: the width that the main part shall have.
         small_images: images of a few patches instead of the config's own.
         one_factor: all parts are divided by one number, which keeps equal what is equal across parts.
+        multiple: widths are multiples of it, for norms over groups of channels.
     """
 
     hidden: int = 256
     small_images: bool = True
     one_factor: bool = True
+    multiple: int = 4
     max_layers: int = MAX_LAYERS
 
 
 WAYS = (
     Way(),
     Way(small_images=False),
-    Way(one_factor=False),
+    Way(one_factor=False, multiple=32),
     Way(one_factor=False, small_images=False),
-    Way(hidden=512, small_images=False),
+    Way(hidden=512, small_images=False, multiple=32),
 )
 
 
@@ -88,8 +90,8 @@ def _factor(config: PreTrainedConfig, target: int) -> float | None:
         if isinstance(value, list | tuple) and _is_heads_list(config, value):
             least = min(value)
             return float(least) if all(v % least == 0 for v in value) else 1.0
-    hidden = next((v for n in _HIDDEN if isinstance(v := getattr(config, n, None), int)), None)
-    heads = next((v for n in _HEADS if isinstance(v := getattr(config, n, None), int)), None)
+    hidden = next((v for n in _HIDDEN if isinstance(v := read(config, n, None), int)), None)
+    heads = next((v for n in _HEADS if isinstance(v := read(config, n, None), int)), None)
     if hidden is None:
         return None
     if heads is None or heads < 2 or hidden % heads:
@@ -133,7 +135,12 @@ def _shrink_part(config: PreTrainedConfig, way: Way, factor: float, ids: _Ids) -
     kept = _kept_layers(config, way.max_layers)
     changed: dict[str, Any] = {}
     for name, value in vars(config).items():
+        if name in ("_out_features", "_out_indices"):
+            name = name[1:]
         if name.startswith("_") or name in _IGNORED or value is None or isinstance(value, bool | str):
+            continue
+        if isinstance(value, PreTrainedConfig) and value.model_type == "timm_backbone":
+            changed[name] = _resnet_for(value)  # timm is not installed
             continue
         if isinstance(value, PreTrainedConfig):
             own = None if way.one_factor else _factor(value, way.hidden)
@@ -143,8 +150,20 @@ def _shrink_part(config: PreTrainedConfig, way: Way, factor: float, ids: _Ids) -
         new = _new_value(name, value, config, way, factor, ids, kept)
         if new is not None and new != value:
             changed[name] = new
+    if layers := read(config, "per_layer_config"):
+        own_values = config.to_dict().get("per_layer_config")
+        if isinstance(own_values, dict) and layers is not None:
+            changed["per_layer_config"] = {
+                place: own_values[old] for place, old in enumerate(kept[1]) if old in own_values
+            }
     _fit_heads(config, changed)
     return changed
+
+
+def _resnet_for(timm: PreTrainedConfig) -> dict[str, Any]:
+    indices = [min(index, 4) for index in getattr(timm, "out_indices", None) or [4]]
+    sizes = {"embedding_size": 64, "hidden_sizes": [64, 128, 256, 256], "depths": [1, 1, 1, 1]}
+    return {"model_type": "resnet", **sizes, "out_features": [f"stage{index}" for index in dict.fromkeys(indices)]}
 
 
 def _plain(config: PreTrainedConfig, kept: Any) -> dict[str, Any]:
@@ -159,7 +178,7 @@ def _plain(config: PreTrainedConfig, kept: Any) -> dict[str, Any]:
 
 def _kept_layers(config: PreTrainedConfig, max_layers: int) -> tuple[int, list[int]]:
     """How many layers there are, and which of them stay: of each kind the first, then from the front."""
-    count = next((v for n in ("num_hidden_layers", "n_layer", "num_layers") if _is_int(v := getattr(config, n, 0))), 0)
+    count = next((v for n in ("num_hidden_layers", "n_layer", "num_layers") if _is_int(v := read(config, n, 0))), 0)
     kinds = [v for v in vars(config).values() if isinstance(v, list | tuple) and len(v) == count and count > 1]
     kept: list[int] = []
     for values in kinds:
@@ -170,6 +189,14 @@ def _kept_layers(config: PreTrainedConfig, max_layers: int) -> tuple[int, list[i
         if len(kept) < min(max_layers, count) and index not in kept:
             kept.append(index)
     return count, sorted(kept)
+
+
+def read(config: PreTrainedConfig, name: str, default: Any = None) -> Any:
+    """An attribute, or the default where there is none, or another one for every layer."""
+    try:
+        return getattr(config, name, default)
+    except Exception:
+        return default
 
 
 def _is_int(value: Any) -> bool:
@@ -187,7 +214,7 @@ def _new_value(
         return min(value, VOCAB)
     if _IS_TOKEN.search(name):
         return ids.map(value) if value >= 16 else None
-    if _IS_LAYERS.search(name) and 1 < value < 200:
+    if _IS_LAYERS.search(name) and "feat_extract" not in name and 1 < value < 200:
         return len(kept[1]) if value == kept[0] else min(value, way.max_layers)
     if _IS_EXPERTS.search(name):
         return min(value, 8)
@@ -199,27 +226,34 @@ def _new_value(
         return min(value, 1)
     if _IS_HEADS.search(name):
         return _fewer(value, factor)
-    if name in ("n_positions", "n_ctx") or (name == "max_position_embeddings" and not hasattr(config, "rope_parameters")):
+    if name in ("n_positions", "n_ctx") or (
+        name == "max_position_embeddings" and not hasattr(config, "rope_parameters")
+    ):
         return min(value, MAX_POSITIONS + 2)
     if _IS_IMAGE_SIZE.search(name):
         return _image_size(config, value) if way.small_images else None
     if _LEAVE.search(name) or value < 64:
         return None
-    return _narrow(value, factor)
+    return _narrow(value, factor, way.multiple)
 
 
 def _new_list(name: str, value: Any, way: Way, factor: float, ids: _Ids, kept: tuple[int, list[int]]) -> Any:
-    if not value or len(value) > _LIST_LIMIT and len(value) != kept[0]:
+    if not value or (len(value) > _LIST_LIMIT and len(value) != kept[0]):
         return None
     if len(value) == kept[0] and kept[0] > way.max_layers:
         chosen = [value[index] for index in kept[1]]
         return _new_list(name, chosen, way, factor, ids, (0, [])) or chosen
     if _IS_IMAGE_SIZE.search(name) and way.small_images and all(_is_int(v) for v in value):
         return type(value)(min(v, SMALL_IMAGE) for v in value)
+    if all(isinstance(v, str) and re.fullmatch(r"stage\d+", v) for v in value):
+        numbers = _indices([int(v[5:]) for v in value], way.max_layers + 1)
+        return numbers and [f"stage{number}" for number in numbers]
     if not all(isinstance(v, int) and not isinstance(v, bool) for v in value):
         return None
+    if name == "out_indices":
+        return _indices(list(value), way.max_layers + 1)
     if _IS_INDICES.search(name):
-        return _indices(list(value), way)
+        return _indices(list(value), way.max_layers)
     if _IS_TOKEN.search(name):
         return type(value)(ids.map(v) for v in value)
     if re.search("depth|layers|blocks", name):
@@ -228,13 +262,14 @@ def _new_list(name: str, value: Any, way: Way, factor: float, ids: _Ids, kept: t
         return type(value)(_fewer(v, factor) for v in value)
     if _LEAVE.search(name) or max(value) < 64:
         return None
-    return type(value)(_narrow(v, factor) if v >= 16 else v for v in value)
+    return type(value)(_narrow(v, factor, way.multiple) if v >= 16 else v for v in value)
 
 
-def _indices(value: list[int], way: Way) -> list[int] | None:
-    if max(value) < way.max_layers:
+def _indices(value: list[int], count: int) -> list[int] | None:
+    """As many of the last of ``count`` layers, unless all are among them."""
+    if max(value) < count:
         return None
-    last = way.max_layers - 1
+    last = count - 1
     return [max(0, last - (len(value) - 1 - place)) for place in range(len(value))]
 
 
@@ -242,15 +277,16 @@ def _fewer(heads: int, factor: float) -> int:
     return max(1, int(heads / factor + 1e-6))
 
 
-def _narrow(value: int, factor: float) -> int:
+def _narrow(value: int, factor: float, multiple: int) -> int:
     exact = value / factor
-    if exact == int(exact) and exact >= 8 and int(exact) % 4 == 0:
+    if exact == int(exact) and exact >= 8 and int(exact) % multiple == 0:
         return int(exact)
-    return max(16, 16 * round(exact / 16))
+    step = max(16, multiple)
+    return max(step, step * round(exact / step))
 
 
 def _image_size(config: PreTrainedConfig, size: int) -> int:
-    patch = getattr(config, "patch_size", None)
+    patch = read(config, "patch_size", None)
     if isinstance(patch, list | tuple):
         patch = patch[-1]
     if not _is_int(patch) or patch < 8:
@@ -260,7 +296,10 @@ def _image_size(config: PreTrainedConfig, size: int) -> int:
 
 def _fit_heads(config: PreTrainedConfig, changed: dict[str, Any]) -> None:
     """Heads that divide the new width, where the head's size follows from it, and key-value heads that divide heads."""
-    value_of = lambda name: changed.get(name, getattr(config, name, None))  # noqa: E731
+
+    def value_of(name: str) -> Any:
+        return changed.get(name, read(config, name))
+
     hidden = next((v for n in _HIDDEN if _is_int(v := value_of(n))), None)
     for name in list(vars(config)):
         heads = value_of(name)
@@ -273,5 +312,10 @@ def _fit_heads(config: PreTrainedConfig, changed: dict[str, Any]) -> None:
         elif not value_of("head_dim"):
             while heads > 1 and (hidden % heads or hidden // heads % 2):
                 heads -= 1
-        if heads != getattr(config, name):
+        if heads != read(config, name):
             changed[name] = heads
+    heads = next((v for n in _HEADS if _is_int(v := value_of(n))), None)
+    if hidden and heads and "head_dim" in vars(config) and not value_of("head_dim"):
+        changed["head_dim"] = hidden // heads
+    if heads and "num_key_value_heads" in vars(config) and not value_of("num_key_value_heads"):
+        changed["num_key_value_heads"] = heads

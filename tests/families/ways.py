@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import penstock
-from penstock.errors import BudgetError, PenstockError
+from penstock.errors import BudgetError, CheckpointError, PenstockError
 
 from .builders import Case, quiet
 
@@ -31,7 +32,14 @@ Calls = list[tuple[str, dict[str, Any]]]
 
 @dataclass
 class Outcome:
-    """What came of a case in one way; ``what``: equal, differs, refused, crashed, moved nothing."""
+    """What came of a case in one way.
+
+    Attributes:
+        what: equal, differs, refused (an error of penstock's), crashed (another one), moved nothing, cannot build.
+        share: of the weights, the budget: the least there is where 40 % is below that; 0 without a budget.
+        warned: penstock's warnings.
+        checkpoint: why the folder that the library saved could not be the checkpoint of the live model.
+    """
 
     family: str
     way: str
@@ -41,6 +49,7 @@ class Outcome:
     moved_bytes: int = 0
     seconds: float = 0.0
     warned: str = ""
+    checkpoint: str = ""
 
 
 # -- running and comparing --------------------------------------------------------------------------------------------
@@ -143,6 +152,16 @@ class Reference:
         self.model = copy.deepcopy(case.model) if self.cannot_load else model
         self.steady = next((d for a, b in zip(again, self.outputs, strict=True) if (d := difference(a, b))), "")
 
+    def own_names(self) -> Path:
+        """A folder with the live model's tensors under the names that they have in it."""
+        folder = self.folder / "own-names"
+        if not folder.exists():
+            folder.mkdir()
+            own = {id(t): (name, t) for name, t in reversed(self.model.state_dict(keep_vars=True).items())}
+            state = {name: t.detach().contiguous().clone() for name, t in own.values()}
+            save_file(state, folder / "model.safetensors")
+        return folder
+
 
 def first_line(error: BaseException) -> str:
     """The first line of the message, shortened."""
@@ -150,28 +169,29 @@ def first_line(error: BaseException) -> str:
     return lines[0][:400] if lines else ""
 
 
-def offloaded(reference: Reference, way: str, share: float) -> tuple[nn.Module, penstock.Handle, float]:
-    """The model offloaded, its handle, and the share of the weights that the budget was in the end."""
+def offloaded(reference: Reference, outcome: Outcome, share: float = SHARE) -> tuple[nn.Module, penstock.Handle]:
+    """The model offloaded and its handle; ``outcome`` gets the share that the budget was in the end."""
     budget = int(share * reference.num_bytes)
-    folder = str(reference.folder)
-    if way == "prefetch":
-        model = copy.deepcopy(reference.model)
-        policy = penstock.Prefetch(1, 1, 1, params=[penstock.config.ALL_MODEL_PARAMS])
-        return model, penstock.offload(model, policy), 0.0
+    outcome.share = share
     try:
-        if way == "load":
+        if outcome.way == "load":
             from penstock.adapters.transformers import load
 
-            model, handle = load(folder, budget, model_class=type(reference.model))
-        else:
-            model = copy.deepcopy(reference.model)
-            handle = penstock.offload(model, budget, checkpoint=folder)
+            return load(reference.folder, budget, model_class=type(reference.model))
+        model = copy.deepcopy(reference.model)
+        if outcome.way == "prefetch":
+            outcome.share = 0.0
+            policy = penstock.Prefetch(1, 1, 1, params=[penstock.config.ALL_MODEL_PARAMS])
+            return model, penstock.offload(model, policy)
+        try:
+            return model, penstock.offload(model, budget, checkpoint=reference.folder)
+        except CheckpointError as error:
+            outcome.checkpoint = f"own names, because: {first_line(error)}"
+            return model, penstock.offload(model, budget, checkpoint=reference.own_names())
     except BudgetError as error:
-        least = error.minimum_bytes
-        if least <= budget or least >= reference.num_bytes:
+        if not budget < error.minimum_bytes < reference.num_bytes:
             raise
-        return offloaded(reference, way, (least + 1) / reference.num_bytes)
-    return model, handle, share
+        return offloaded(reference, outcome, (error.minimum_bytes + 1) / reference.num_bytes)
 
 
 def compare(reference: Reference, way: str) -> Outcome:
@@ -194,7 +214,7 @@ def compare(reference: Reference, way: str) -> Outcome:
 
 def _compare(reference: Reference, way: str, outcome: Outcome) -> None:
     with _unwarned():
-        model, handle, outcome.share = offloaded(reference, way, SHARE)
+        model, handle = offloaded(reference, outcome)
     calls, wrong = reference.case.calls, []
     try:
         for index in range(FORWARDS):
