@@ -174,7 +174,7 @@ def new_model(model_class: Any, config: PreTrainedConfig, seed: int = 3) -> nn.M
     if (dtype := next((p.dtype for p in model.parameters() if p.is_floating_point()), None)) != torch.float32:
         model = model.float() if dtype is not None else model
     scramble(model, seed)
-    return model.requires_grad_(False)
+    return model
 
 
 def scramble(model: nn.Module, seed: int) -> None:

@@ -22,7 +22,6 @@ def _case(name: str, class_name: str, config: dict[str, Any], calls: Callable[[]
     with quiet():
         model = model_class(**config).eval()
     scramble(model, 3)
-    model.requires_grad_(False)
     notes = {
         "class": class_name,
         "parameters": sum(p.numel() for p in model.parameters()),

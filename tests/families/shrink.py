@@ -18,8 +18,8 @@ _HIDDEN = (
     "projection_dim", "n_embed", "emb_dim",
 )  # fmt: skip
 _HEADS = (
-    "num_attention_heads", "n_head", "num_cross_attention_heads", "encoder_attention_heads", "num_heads", "n_heads", "attention_heads",
-    "decoder_attention_heads", "encoder_num_attention_heads",
+    "num_attention_heads", "n_head", "num_cross_attention_heads", "encoder_attention_heads", "num_heads", "n_heads",
+    "attention_heads", "decoder_attention_heads", "encoder_num_attention_heads",
 )  # fmt: skip
 _IS_HEADS = re.compile(r"(^|_)n?u?m?_?(attn_|attention_|self_attn_|kv_)?heads?$|_heads$|^n_head$|heads_list|head_kv")
 _IS_LAYERS = re.compile(
@@ -77,7 +77,22 @@ def shrink(config: PreTrainedConfig, way: Way) -> dict[str, Any]:
     factor = _factor(main, way.hidden)
     if factor is None:
         factor = _factor(config, way.hidden) or 1.0
-    return _shrink_part(config, way, factor, ids=_Ids())
+    changed = _shrink_part(config, way, factor, ids=_Ids())
+    _fit_parts(config, changed)
+    return changed
+
+
+def _fit_parts(config: PreTrainedConfig, changed: dict[str, Any]) -> None:
+    """A vision tower that says the width of its output says that of the text model; not all defaults do."""
+    parts = _parts(config)
+    if not {"vision_config", "text_config"} <= parts.keys():
+        return
+    width = changed["text_config"].get("hidden_size", read(parts["text_config"], "hidden_size"))
+    for name in ("out_hidden_size", "text_hidden_size", "output_hidden_size"):
+        if _is_int(read(parts["vision_config"], name)) and _is_int(width):
+            changed["vision_config"][name] = width
+    if parts["vision_config"].model_type == "qwen2_vl_vision":
+        changed["vision_config"]["hidden_size"] = width
 
 
 def _parts(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
@@ -150,12 +165,9 @@ def _shrink_part(config: PreTrainedConfig, way: Way, factor: float, ids: _Ids) -
         new = _new_value(name, value, config, way, factor, ids, kept)
         if new is not None and new != value:
             changed[name] = new
-    if layers := read(config, "per_layer_config"):
-        own_values = config.to_dict().get("per_layer_config")
-        if isinstance(own_values, dict) and layers is not None:
-            changed["per_layer_config"] = {
-                place: own_values[old] for place, old in enumerate(kept[1]) if old in own_values
-            }
+    if isinstance(layers := config.to_diff_dict().get("per_layer_config"), dict):
+        own = {int(index): values for index, values in layers.items()}
+        changed["per_layer_config"] = {place: own[old] for place, old in enumerate(kept[1]) if old in own}
     _fit_heads(config, changed)
     return changed
 

@@ -19,6 +19,7 @@ from torch import nn
 
 import penstock
 from penstock.errors import BudgetError, CheckpointError, PenstockError
+from penstock.inventory import take_inventory
 
 from .builders import Case, quiet
 
@@ -138,12 +139,12 @@ class Reference:
             with quiet():
                 model.save_pretrained(folder)
                 if case.from_pretrained is not None:
-                    model = case.from_pretrained(str(folder)).eval().requires_grad_(False)
+                    model = case.from_pretrained(str(folder)).eval()
         except Exception as error:
             self.cannot_load = f"{type(error).__name__}: {first_line(error)}"
             model = case.model
         self.model = model
-        self.num_bytes = sum(t.numel() * t.element_size() for t in {id(p): p for p in model.parameters()}.values())
+        self.num_bytes = take_inventory(model).num_bytes
         fresh = copy.deepcopy(model)
         with quiet():
             self.state = state_of(fresh)
