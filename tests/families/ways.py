@@ -1,0 +1,270 @@
+"""One case offloaded in one way, compared bit for bit with the resident model."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import penstock
+from penstock.errors import BudgetError, CheckpointError, PenstockError
+from penstock.inventory import take_inventory
+
+from .builders import Case, quiet
+
+SHARE = 0.4  # of the weights: the budget
+FORWARDS = 2
+WAYS = ("load", "budget", "prefetch")
+BAD = frozenset({"differs", "crashed", "timeout"})
+
+Calls = list[tuple[str, dict[str, Any]]]
+
+
+@dataclass
+class Outcome:
+    """What came of a case in one way.
+
+    Attributes:
+        what: equal, differs, refused (an error of penstock's), crashed (another one), moved nothing, cannot build.
+        share: of the weights, the budget: the least there is where 40 % is below that; 0 without a budget.
+        warned: penstock's warnings.
+        checkpoint: why the folder that the library saved could not be the checkpoint of the live model.
+    """
+
+    family: str
+    way: str
+    what: str
+    detail: str = ""
+    share: float = 0.0
+    moved_bytes: int = 0
+    seconds: float = 0.0
+    warned: str = ""
+    checkpoint: str = ""
+
+
+# -- running and comparing --------------------------------------------------------------------------------------------
+
+
+def forward(model: nn.Module, calls: Calls) -> list[Any]:
+    """What the calls return, on fresh copies of their arguments, after the random numbers are seeded."""
+    found = []
+    with torch.no_grad():
+        for name, inputs in calls:
+            torch.manual_seed(5)
+            given = copy.deepcopy(inputs)
+            found.append(model(**given) if name == "forward" else getattr(model, name)(**given))
+    return found
+
+
+def leaves_of(value: Any) -> dict[str, torch.Tensor]:
+    """Copies of all tensors in ``value`` by path: containers, dataclasses and plain objects such as caches."""
+    found: dict[str, torch.Tensor] = {}
+    _collect(value, "", found, set())
+    return found
+
+
+def _collect(value: Any, path: str, found: dict[str, torch.Tensor], seen: set[int]) -> None:
+    if isinstance(value, torch.Tensor):
+        found[path] = value.detach().clone()
+    elif value is None or isinstance(value, str | bytes | int | float | nn.Module | type) or id(value) in seen:
+        return
+    else:
+        seen.add(id(value))
+        for name, inner in _children(value):
+            _collect(inner, f"{path}.{name}" if path else str(name), found, seen)
+
+
+def _children(value: Any) -> list[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, list | tuple | set):
+        return list(enumerate(value))
+    if dataclasses.is_dataclass(value):
+        return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
+    if type(value).__module__.startswith(("transformers", "diffusers")) and "config" not in type(value).__module__:
+        return list(vars(value).items()) if hasattr(value, "__dict__") else []
+    return []
+
+
+def difference(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> str:
+    """In words, the first tensor that is not the same; empty if all are."""
+    if found.keys() != expected.keys():
+        odd = sorted(found.keys() ^ expected.keys())
+        return f"other tensors: {', '.join(odd[:3])}"
+    wrong = [name for name in expected if not same(found[name], expected[name])]
+    return f"{len(wrong)} of {len(expected)} tensors: {', '.join(wrong[:3])}" if wrong else ""
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """``torch.equal``, where NaN equals NaN."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if torch.equal(one, other):
+        return True
+    if not one.is_floating_point() or not torch.equal(one.isnan(), other.isnan()):
+        return False
+    return torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of what ``state_dict`` holds, and of the buffers that it leaves out."""
+    state = {name: t.detach().clone() for name, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
+    return state | {f"buffer {name}": t.detach().clone() for name, t in model.named_buffers()}
+
+
+# -- a case with its reference ----------------------------------------------------------------------------------------
+
+
+class Reference:
+    """A case saved, with what its resident model gives in three forwards.
+
+    The resident model is the one that the library reads back from the folder, so that all ways have the same weights.
+    """
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.case, self.folder, self.cannot_load = case, folder, ""
+        model = case.model
+        try:
+            with quiet():
+                model.save_pretrained(folder)
+                if case.from_pretrained is not None:
+                    model = case.from_pretrained(str(folder)).eval()
+        except Exception as error:
+            self.cannot_load = f"{type(error).__name__}: {first_line(error)}"
+            model = case.model
+        self.model = model
+        self.num_bytes = take_inventory(model).num_bytes
+        fresh = copy.deepcopy(model)
+        with quiet():
+            self.state = state_of(fresh)
+            self.outputs = [leaves_of(forward(fresh, case.calls)) for _ in range(FORWARDS + 1)]
+            again = [leaves_of(forward(model, case.calls)) for _ in range(FORWARDS + 1)]
+        self.model = copy.deepcopy(case.model) if self.cannot_load else model
+        self.steady = next((d for a, b in zip(again, self.outputs, strict=True) if (d := difference(a, b))), "")
+
+    def own_names(self) -> Path:
+        """A folder with the live model's tensors under the names that they have in it."""
+        folder = self.folder / "own-names"
+        if not folder.exists():
+            folder.mkdir()
+            own = {id(t): (name, t) for name, t in reversed(self.model.state_dict(keep_vars=True).items())}
+            state = {name: t.detach().contiguous().clone() for name, t in own.values()}
+            save_file(state, folder / "model.safetensors")
+        return folder
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the message, shortened."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:400] if lines else ""
+
+
+def offloaded(reference: Reference, outcome: Outcome, share: float = SHARE) -> tuple[nn.Module, penstock.Handle]:
+    """The model offloaded and its handle; ``outcome`` gets the share that the budget was in the end."""
+    budget = int(share * reference.num_bytes)
+    outcome.share = share
+    try:
+        if outcome.way == "load":
+            from penstock.adapters.transformers import load
+
+            return load(reference.folder, budget, model_class=type(reference.model))
+        model = copy.deepcopy(reference.model)
+        if outcome.way == "prefetch":
+            outcome.share = 0.0
+            policy = penstock.Prefetch(1, 1, 1, params=[penstock.config.ALL_MODEL_PARAMS])
+            return model, penstock.offload(model, policy)
+        try:
+            return model, penstock.offload(model, budget, checkpoint=reference.folder)
+        except CheckpointError as error:
+            outcome.checkpoint = f"own names, because: {first_line(error)}"
+            return model, penstock.offload(model, budget, checkpoint=reference.own_names())
+    except BudgetError as error:
+        if not budget < error.minimum_bytes < reference.num_bytes:
+            raise
+        return offloaded(reference, outcome, (error.minimum_bytes + 1) / reference.num_bytes)
+
+
+def compare(reference: Reference, way: str) -> Outcome:
+    """Offload, run, remove, run; the first thing that is wrong decides."""
+    outcome = Outcome(reference.case.family, way, "equal")
+    start = time.perf_counter()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            _compare(reference, way, outcome)
+        except PenstockError as error:
+            outcome.what, outcome.detail = "refused", f"{type(error).__name__}: {first_line(error)}"
+        except Exception as error:
+            outcome.what, outcome.detail = "crashed", f"{type(error).__name__}: {first_line(error)} {place_of(error)}"
+    said = [str(w.message) for w in caught if issubclass(w.category, penstock.PenstockWarning)]
+    outcome.warned = " | ".join(said)[:600]
+    outcome.seconds = round(time.perf_counter() - start, 2)
+    return outcome
+
+
+def _compare(reference: Reference, way: str, outcome: Outcome) -> None:
+    with _unwarned():
+        model, handle = offloaded(reference, outcome)
+    calls, wrong = reference.case.calls, []
+    try:
+        for index in range(FORWARDS):
+            if said := difference(leaves_of(forward(model, calls)), reference.outputs[index]):
+                wrong.append(f"forward {index + 1}: {said}")
+        outcome.moved_bytes = handle.stats().bytes_moved
+    finally:
+        handle.remove()
+    if said := difference(state_of(model), reference.state):
+        wrong.append(f"state after remove: {said}")
+    if said := difference(leaves_of(forward(model, calls)), reference.outputs[FORWARDS]):
+        wrong.append(f"forward after remove: {said}")
+    if wrong:
+        outcome.what, outcome.detail = "differs", "; ".join(wrong)[:600]
+    elif not outcome.moved_bytes:
+        outcome.what = "moved nothing"
+
+
+class _unwarned:  # noqa: N801 - a place holder of the same shape as a function
+    """Progress bars off while a model is read."""
+
+    def __enter__(self) -> None:
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+def place_of(error: BaseException) -> str:
+    """The innermost place outside torch, as file:line."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
+    return f"({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+
+
+def outcomes(case: Case, ways: tuple[str, ...] = WAYS) -> list[Outcome]:
+    """A case in all ways. A family whose resident model does not repeat itself has no outcome."""
+    with tempfile.TemporaryDirectory(prefix="penstock-families-") as folder:
+        reference = Reference(case, Path(folder))
+        if reference.steady:
+            return [Outcome(case.family, "all", "cannot build", f"resident runs differ: {reference.steady}")]
+        found = []
+        for way in ways:
+            if way == "load" and not case.loads:
+                continue
+            if way == "load" and reference.cannot_load:
+                found.append(Outcome(case.family, way, "cannot build", f"save or read back: {reference.cannot_load}"))
+                continue
+            found.append(compare(reference, way))
+        return found
