@@ -75,7 +75,12 @@ class TestTies:
     def test_a_module_under_two_names_is_walked_once(self) -> None:
         model = nn.Module()
         model.first = model.second = nn.Linear(4, 4)
-        assert list(take_inventory(model).by_name) == ["first.weight", "first.bias"]
+        inventory = take_inventory(model)
+        assert [s.names for s in inventory.storages] == [
+            ("first.weight", "second.weight"),
+            ("first.bias", "second.bias"),
+        ]
+        assert inventory.by_name["second.weight"].name == "first.weight"
 
     @pytest.mark.parametrize("device", ["cpu", "meta"])
     def test_two_tensors_on_one_storage(self, device: str) -> None:

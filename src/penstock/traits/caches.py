@@ -219,6 +219,6 @@ def _recurrent_elements(mixer: Any) -> int:
         return 0
     if all(hasattr(mixer, name) for name in ("num_v_heads", "head_k_dim", "head_v_dim")):
         return int(mixer.num_v_heads * mixer.head_k_dim * mixer.head_v_dim)
-    if decay.dim() == 2:
+    if decay.dim() >= 2:  # a row per channel, or a matrix per head with all its elements (Zamba)
         return int(decay.numel())
     return int(mixer.num_heads * mixer.head_dim * getattr(mixer, "ssm_state_size", mixer.head_dim))
