@@ -400,3 +400,44 @@ class TestCheckpointOfALiveModel:
                 model, Rules([(ALL_MODEL_PARAMS, "prefetch")], mode="disk"), checkpoint=save(model, tmp_path)
             )
         handle.remove()
+
+
+def xlm(kind: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}Config")(emb_dim=32, n_heads=2, n_layers=3, vocab_size=50)
+    return getattr(transformers, f"{kind}Model")(config)
+
+
+def funnel() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"block_sizes": [2, 2], "d_model": 32, "n_head": 2, "d_head": 16, "d_inner": 64, "num_decoder_layers": 2}
+    return transformers.FunnelModel(transformers.FunnelConfig(vocab_size=50, **sizes))
+
+
+def gemma() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 16}
+    config = transformers.GemmaConfig(vocab_size=50, num_hidden_layers=3, num_key_value_heads=2, **sizes)
+    return transformers.GemmaForCausalLM(config)
+
+
+class TestTransformers:
+    """Models in which units once had anchors that never ran, or that the planner could not cost."""
+
+    @pytest.mark.filterwarnings("ignore::penstock.PenstockWarning")
+    @pytest.mark.parametrize(
+        "build",
+        [lambda: xlm("XLM"), lambda: xlm("Flaubert"), funnel, gemma],
+        ids=["xlm", "flaubert", "funnel", "gemma"],
+    )
+    def test_the_same_bits(self, build: Callable[[], nn.Module]) -> None:
+        torch.manual_seed(0)
+        model = build().eval()
+        ids = torch.arange(1, 9)[None]
+        expected = model(input_ids=ids)[0]
+        budget = Budget(take_inventory(model).num_bytes * 3 // 4, [ALL_MODEL_PARAMS], mode="cpu")
+        for policy in (*POLICIES.values(), budget):
+            with penstock.offload(model, policy) as handle:
+                for _ in range(2):
+                    assert_same_bits(model(input_ids=ids)[0], expected)
+                assert handle.plan.offloaded_bytes > 0
