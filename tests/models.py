@@ -32,6 +32,18 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(self.norm(x)))
 
 
+class Reader(nn.Module):
+    """A module for trees that are planned and not run: it has a forward, unlike ``nn.Module()``."""
+
+    def forward(self) -> None: ...
+
+
+class ReaderDict(nn.ModuleDict):
+    """The same with named children."""
+
+    def forward(self) -> None: ...
+
+
 class Stack(nn.Module):
     """``num_layers`` blocks and a head; ``order`` says which blocks run, and when."""
 

@@ -459,6 +459,16 @@ class TestStructure:
         assert group_of(inventory, "head.weight") == ["lm_head"]
         assert group_of(inventory, "layers.0.y.part_a.weight") == ["mlp"]
 
+    def test_layers_with_convolutions_of_their_own_are_no_towers(self) -> None:
+        """Nystromformer's attention has one, and SAM has towers alone: no layers of text are left."""
+
+        def layer() -> nn.Module:
+            return nn.ModuleDict({"attn": blocks((WIDTH, WIDTH)), "conv": nn.Conv2d(4, 4, 3)})
+
+        groups = semantic_groups(stacked(layer, embed=nn.Embedding(50, WIDTH)))
+        assert not groups["vision"]
+        assert "layers.0.attn.part_a.weight" in groups["attention"]
+
     def test_audio_is_no_vision(self) -> None:
         audio = nn.ModuleDict({"stem": nn.Conv2d(1, 8, 3), "layers": nn.ModuleList(nn.Linear(8, 8) for _ in range(2))})
         inventory = stacked(lambda: blocks((96, WIDTH), (WIDTH, 96)), embed=nn.Embedding(50, WIDTH), audio_tower=audio)

@@ -7,6 +7,8 @@ import torch
 from models import DIM, MoE, OddStack, Scaled, ScaledStack, Stack
 from torch import nn
 
+import penstock
+from penstock.errors import OptionError, StateError
 from penstock.inventory import StorageInfo, TensorInfo, take_inventory
 
 
@@ -75,7 +77,12 @@ class TestTies:
     def test_a_module_under_two_names_is_walked_once(self) -> None:
         model = nn.Module()
         model.first = model.second = nn.Linear(4, 4)
-        assert list(take_inventory(model).by_name) == ["first.weight", "first.bias"]
+        inventory = take_inventory(model)
+        assert [s.names for s in inventory.storages] == [
+            ("first.weight", "second.weight"),
+            ("first.bias", "second.bias"),
+        ]
+        assert inventory.by_name["second.weight"].name == "first.weight"
 
     @pytest.mark.parametrize("device", ["cpu", "meta"])
     def test_two_tensors_on_one_storage(self, device: str) -> None:
@@ -171,6 +178,25 @@ class TestLayout:
         assert take_inventory(model).storages == real.storages
 
 
+class TestRefusals:
+    def test_lazy_modules(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
+        with pytest.raises(StateError, match=r"^1\.weight: .* found UninitializedParameter.*run the model once"):
+            penstock.offload(model, "1MiB")
+        model(torch.ones(4))
+        assert len(take_inventory(model).storages) == 4
+
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    def test_torchscript(self) -> None:
+        scripted = torch.jit.script(nn.Linear(4, 4))
+        traced = torch.jit.trace(nn.Linear(4, 4), torch.ones(4))
+        for inner in (scripted, traced):
+            with pytest.raises(OptionError, match=r"module '1' \(.*Module\) is TorchScript: .*torch\.jit\.script or"):
+                penstock.offload(nn.Sequential(nn.Linear(4, 4), inner), "1MiB")
+            with pytest.raises(OptionError, match="the model"):
+                penstock.offload(inner, "1MiB")
+
+
 class TestOddities:
     def test_placeholders_never_move(self) -> None:
         inventory = take_inventory(OddStack(2))
@@ -213,6 +239,24 @@ class TestOddities:
         by_name = take_inventory(model).by_name
         assert by_name["alone.weight"].is_lookup
         assert not by_name["tied.weight"].is_lookup
+
+    def test_a_scalar_in_an_embedding_is_no_table(self) -> None:
+        """As in Gemma's scaled embeddings, which no planner could divide into rows."""
+        embed = nn.Embedding(5, 4)
+        embed.register_buffer("scale", torch.tensor(2.0))
+        by_name = take_inventory(embed).by_name
+        assert by_name["weight"].is_lookup
+        assert not by_name["scale"].is_lookup
+
+    def test_buffers_that_are_not_persistent_are_not_saved(self) -> None:
+        model = nn.Module()
+        model.inner = bare(mask=torch.ones(4, dtype=torch.int64))
+        model.inner.register_buffer("table", torch.ones(4), persistent=False)
+        by_name = take_inventory(model).by_name
+        assert {name: storage.is_saved for name, storage in by_name.items()} == {
+            "inner.mask": True,
+            "inner.table": False,
+        }
 
     def test_tensors_without_plain_memory_are_named_and_left_alone(self) -> None:
         model = bare(w=torch.randn(4))

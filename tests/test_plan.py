@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from models import MoE, OddStack, ScaledStack, Stack, all_layers
+from models import MoE, OddStack, Reader, ReaderDict, ScaledStack, Stack, all_layers
 from rich.console import Console
 from torch import nn
 
@@ -34,7 +34,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.
 
 def holder(**tensors: torch.Tensor) -> nn.Module:
     """A module with these parameters."""
-    module = nn.Module()
+    module = Reader()
     for name, tensor in tensors.items():
         module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
     return module
@@ -42,7 +42,11 @@ def holder(**tensors: torch.Tensor) -> nn.Module:
 
 @st.composite
 def models(draw: st.DrawFn) -> nn.Module:
-    """Layers alike or not, ties within and across them, things before, after and around them, all on ``meta``."""
+    """Layers alike or not, ties within and across them, things before, after and around them, all on ``meta``.
+
+    Some modules have no forward, some hang in two places.
+    """
+    kinds = st.sampled_from([Reader, Reader, nn.Module])
     sizes = st.integers(1, 300 * KIB)
     tensors = st.builds(lambda n, d: torch.empty(n, dtype=d, device="meta"), sizes, st.sampled_from(DTYPES))
     model = nn.Module()
@@ -54,18 +58,21 @@ def models(draw: st.DrawFn) -> nn.Module:
     alike = draw(st.booleans())
     layers = []
     for _ in range(draw(st.integers(0, 7))):
-        layer = nn.Module()
+        layer = draw(kinds)()
         mine = [t.clone() for t in roles] if alike else draw(st.lists(tensors, max_size=3))
         for index, tensor in enumerate(mine):
             layer.add_module(f"part{chr(97 + index)}", holder(weight=tensor))
         layers.append(layer)
     if layers:
-        model.layers = nn.ModuleList(layers)
+        model.layers = nn.ModuleList([*layers, layers[0]] if draw(st.booleans()) else layers)
+        if len(layers) > 1 and draw(st.booleans()):
+            layers[1].add_module("shared", layers[-1]._modules.get("partb", holder(weight=draw(tensors))))
         if len(layers) > 2 and layers[0]._modules and layers[2]._modules and draw(st.booleans()):
             layers[2].parta.weight = layers[0].parta.weight
     if draw(st.booleans()):
-        model.head = holder(weight=draw(tensors))
-        model.head.inner = holder(weight=draw(tensors))
+        model.head = holder(weight=draw(tensors)) if draw(st.booleans()) else Reader()
+        model.head.inner = draw(kinds)()
+        model.head.inner.weight = nn.Parameter(draw(tensors), requires_grad=False)
     if hasattr(model, "embed") and draw(st.booleans()):
         model.out = nn.Linear(64, model.embed.num_embeddings, bias=False, device="meta")
         model.out.weight = model.embed.weight
@@ -105,12 +112,15 @@ def check_plan(plan: Plan, inventory: Inventory) -> None:
             end = entry.offset + entry.num_bytes
             for owner in by_name[entry.storage].modules:  # so ties travel together, or not at all
                 assert is_within(owner, unit.anchor), "read outside its anchor"
+                assert unit.anchor in inventory.dominators(owner), "read on another path"
         assert 0 <= unit.num_bytes - end < SLAB_ALIGNMENT_BYTES
         assert unit.num_bytes == slab_bytes(entry.num_bytes for entry in unit.entries)
         assert unit.num_bytes <= plan.slot_bytes[unit.slot]
     anchors = [unit.anchor for unit in plan.units]
     assert anchors == sorted(anchors, key=order.__getitem__), "in the order of the model"
+    assert inventory.containers.isdisjoint(anchors), "never waited for"
     for one in anchors:
+        assert inventory.ancestors(one).isdisjoint(anchors), "nested on some path"
         assert not any(one != other and is_within(one, other) for other in anchors), "nested anchors"
     assert plan.num_slots <= max(len(plan.units), 0)
     assert plan.device_bytes == plan.resident_bytes + sum(plan.slot_bytes)
@@ -174,8 +184,7 @@ class TestBudget:
         """A sixth of every layer, not every sixth layer."""
         model = nn.Module()
         model.layers = nn.ModuleList(
-            nn.ModuleDict({f"p{i}": holder(w=torch.empty(100 * KIB, device="meta")) for i in "abcdef"})
-            for _ in range(12)
+            ReaderDict({f"p{i}": holder(w=torch.empty(100 * KIB, device="meta")) for i in "abcdef"}) for _ in range(12)
         )
         inventory = take_inventory(model)
         plan = build_plan(inventory, Budget(int(inventory.num_bytes * 0.87)))
@@ -215,7 +224,7 @@ class TestBudget:
 
     def test_a_module_around_the_layers_keeps_its_weights(self) -> None:
         """Its slot would be taken while the layers run (a position table on the model itself, say)."""
-        model = nn.Module()
+        model = Reader()
         model.register_parameter("pos", nn.Parameter(torch.empty(100 * KIB, device="meta")))
         model.layers = nn.ModuleList(holder(w=torch.empty(100 * KIB, device="meta")) for _ in range(4))
         inventory = take_inventory(model)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from models import Reader
 from test_plan import check_plan, holder, models
 from torch import nn
 
@@ -77,7 +78,7 @@ def layered(num_layers: int, *sizes: int, head: int = 0) -> Inventory:
     model = nn.Module()
     layers = []
     for _ in range(num_layers):
-        layer = nn.Module()
+        layer = Reader()
         for index, size in enumerate(sizes):
             layer.add_module(f"part{chr(97 + index)}", holder(weight=torch.empty(size // 256, 64, device="meta")))
         layers.append(layer)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models import MoE, Stack, rows, save
+from models import MoE, ReaderDict, Stack, rows, save
 from torch import nn
 
 import penstock
@@ -158,7 +158,7 @@ class TestPlans:
     def test_one_unit_per_layer_and_per_module_outside(self) -> None:
         model = nn.Module()
         model.tower = nn.Linear(8, 8)
-        model.layers = nn.ModuleList(nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}) for _ in range(3))
+        model.layers = nn.ModuleList(ReaderDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}) for _ in range(3))
         model.head = nn.Linear(8, 8)
         plan = build_plan(
             take_inventory(model), Rules([("bias", "resident"), ("b", "uva"), ("ALL_MODEL_PARAMS", "prefetch")])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import MoE, Stack, save
+from models import MoE, Reader, Stack, save
 from spills import DISK, GIB, KIB, MIB, SPILL
 from test_plan import check_plan, models
 from test_planner import layered
@@ -236,7 +236,7 @@ def wide_moe(num_layers: int = 10) -> nn.Module:
     model = nn.Module()
     model.layers = nn.ModuleList()
     for _ in range(num_layers):
-        layer = nn.Module()
+        layer = Reader()
         layer.proj = nn.Linear(128, 128, bias=False, device="meta")
         layer.experts = nn.Module()
         layer.experts.up_proj = nn.Parameter(torch.empty(16, 128, 64, device="meta"))

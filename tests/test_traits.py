@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import penstock
+from penstock.config import Workload
 from penstock.errors import OptionError
 from penstock.inventory import take_inventory
 from penstock.plan.traits import Traits
@@ -80,6 +81,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": (
         "Mamba2ForCausalLM",
         {**SIZE, "state_size": 8, "expand": 2, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 8},
+    ),
+    "zamba": (
+        "ZambaForCausalLM",
+        {
+            **SIZE,
+            "num_key_value_heads": 4,
+            "n_mamba_heads": 2,
+            "mamba_dt_rank": 4,
+            "layers_block_type": ["mamba", "hybrid"] * 2,
+        },
     ),
     "lfm2": ("Lfm2ForCausalLM", {**SIZE, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"] * 2}),
 }  # fmt: skip
@@ -171,7 +182,7 @@ def peak_of_step(model: Any, batch: int, context: int) -> int:
 
 # Where the MLP is what counts, and where the logits are.
 WIDE = {"inner": {"intermediate_size": 512}, "vocabulary": {"vocab_size": 4096}}
-WITH_PROMPT = [name for name in MODELS if name not in ("qwen3_next", "mamba", "mamba2", "lfm2")]
+WITH_PROMPT = [name for name in MODELS if name not in ("qwen3_next", "mamba", "mamba2", "zamba", "lfm2")]
 
 
 def planned_and_measured(model: Any, batch: int, context: int) -> tuple[int, int]:
@@ -222,6 +233,15 @@ class TestReading:
     def test_other_modules_claim_nothing(self) -> None:
         assert traits_of(nn.Linear(4, 4)) == Traits()
 
+    def test_several_models_in_one(self) -> None:
+        """The configuration of all states no sizes; each part has its own."""
+        part = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "block_size": 32, "input_vocab_size": 50}
+        parts = ("semantic", "coarse_acoustics", "fine_acoustics")
+        config = transformers.BarkConfig(**{f"{name}_config": {**part, "output_vocab_size": 50} for name in parts})
+        with torch.device("meta"):
+            model = transformers.BarkModel(config)
+        assert traits_of(model).kv_bytes_per_token == 2 * 2 * (64 + 64) * 4, "of two models that are causal"
+
     def test_encoders_keep_nothing(self) -> None:
         config = transformers.BertConfig(**SIZE)
         traits = traits_of(transformers.BertModel(config))
@@ -256,9 +276,9 @@ class TestReading:
     def test_offload_plans_for_a_live_model(self) -> None:
         model = make("qwen3", intermediate_size=4096)
         weights = take_inventory(model).num_bytes
-        work = penstock.config.Workload([4], 256)
+        work = Workload([4], 256)
         beside = traits_of(model).workload_bytes(4, 256)
         with penstock.offload(model, penstock.Budget(weights + beside // 2, workload=work)) as handle:
             assert handle.plan.device_bytes <= weights - beside // 2
         with pytest.raises(OptionError, match="context of 513 tokens is longer than the 512"):
-            penstock.offload(model, penstock.Budget("1GiB", workload=penstock.config.Workload([1], 513)))
+            penstock.offload(model, penstock.Budget("1GiB", workload=Workload([1], 513)))

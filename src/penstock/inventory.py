@@ -2,6 +2,9 @@
 
 Everything that enumerates tensors uses :func:`take_inventory`; nothing else walks ``_parameters`` or ``_buffers``.
 
+A module object that hangs in several places goes by its first name, as in ``named_modules``; the other places are in
+``Inventory.shared``, and the names that they give to tensors in ``TensorInfo.aliases``.
+
 The unit of bookkeeping is the *storage*, not the tensor: tied weights, views and cached ``.view()`` attributes share
 one storage, so they have to travel together and come back as views of one another. A :class:`StorageInfo` therefore
 lists the tensors that look into it, each with its own offset, shape and strides.
@@ -9,17 +12,29 @@ lists the tensors that look into it, each with its own offset, shape and strides
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 from typing import Literal
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-__all__ = ["Inventory", "Location", "StorageInfo", "TensorInfo", "take_inventory"]
+from penstock.errors import OptionError, StateError
+
+__all__ = ["Inventory", "Location", "Place", "StorageInfo", "TensorInfo", "common_prefix", "take_inventory"]
 
 Kind = Literal["parameter", "buffer", "attribute"]
+
+# These hand a child's weight to a kernel without calling the child, whose hooks would never run.
+_READS_CHILDREN = frozenset({"MultiheadAttention"})
+
+# Shared modules inside shared modules have exponentially many names; beyond so many per module only the shortest count.
+_NAMES_PER_MODULE = 4
+_MIN_NAMES = 10_000
 
 
 @dataclass(frozen=True)
@@ -47,6 +62,7 @@ class TensorInfo:
         byte_offset: from the first byte of its :class:`StorageInfo`.
         shape, stride: in elements, as torch reports them.
         dtype: element type; ``num_bytes`` follows from it for packed and integer types alike.
+        aliases: further names, by which it is found where a module around it hangs in several places.
     """
 
     locations: tuple[Location, ...]
@@ -54,11 +70,17 @@ class TensorInfo:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    aliases: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """The first name."""
         return self.locations[0].name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name."""
+        return (*(place.name for place in self.locations), *self.aliases)
 
     @property
     def kind(self) -> Kind:
@@ -92,11 +114,13 @@ class StorageInfo:
         tensors: at least one; the first parameter or buffer names the storage.
         num_bytes: the stretch all its tensors cover together.
         is_lookup: only embedding modules hold it, so a forward reads a few of its rows.
+        is_saved: a ``state_dict`` has it; false for buffers that are not persistent, which no checkpoint file holds.
     """
 
     tensors: tuple[TensorInfo, ...]
     num_bytes: int
     is_lookup: bool = False
+    is_saved: bool = True
 
     @cached_property
     def name(self) -> str:
@@ -106,7 +130,7 @@ class StorageInfo:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Every name of every tensor in it."""
-        return tuple(place.name for tensor in self.tensors for place in tensor.locations)
+        return tuple(name for tensor in self.tensors for name in tensor.names)
 
     @cached_property
     def modules(self) -> frozenset[str]:
@@ -120,6 +144,15 @@ class StorageInfo:
 
 
 @dataclass(frozen=True)
+class Place:
+    """A further place of a module that has its name from another one: child ``attr`` of ``parent``."""
+
+    parent: str
+    attr: str
+    module: str
+
+
+@dataclass(frozen=True)
 class Inventory:
     """All storages of a model, in the order of ``named_modules``.
 
@@ -130,6 +163,8 @@ class Inventory:
         opaque: names of tensors whose bytes are not plain memory (sparse, quantised by torch's own types); they never
             move, and no figure counts them.
         lookups: names of the embedding modules; unlike ``StorageInfo.is_lookup`` this tells them for tied tables too.
+        containers: names of the modules without a ``forward`` (``ModuleList``, ``ParameterList``, a bare ``Module``).
+        shared: the further places of modules that hang in several.
     """
 
     storages: tuple[StorageInfo, ...]
@@ -137,6 +172,8 @@ class Inventory:
     modules: dict[str, str]
     opaque: tuple[str, ...] = ()
     lookups: frozenset[str] = frozenset()
+    containers: frozenset[str] = frozenset()
+    shared: tuple[Place, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -160,8 +197,52 @@ class Inventory:
                 children.setdefault(name.rpartition(".")[0], []).append(name)
         return children
 
+    def dominators(self, module: str) -> tuple[str, ...]:
+        """The modules on every path from the root to ``module``, outermost first, ``module`` itself last."""
+        return self._dominators[module] if self.shared else _prefixes(module)
+
+    def ancestors(self, module: str) -> frozenset[str]:
+        """The modules on any path from the root to ``module``, itself left out: it may run inside each of them."""
+        if not self.shared:
+            return frozenset(_prefixes(module)[:-1])
+        found: set[str] = set()
+        left = list(self._parents[module])
+        while left:
+            if (name := left.pop()) not in found:
+                found.add(name)
+                left += self._parents[name]
+        return frozenset(found - {module})
+
+    @cached_property
+    def _parents(self) -> dict[str, list[str]]:
+        parents = {name: [name.rpartition(".")[0]] if name else [] for name in self.modules}
+        for place in self.shared:
+            parents[place.module].append(place.parent)
+        return parents
+
+    @cached_property
+    def _dominators(self) -> dict[str, tuple[str, ...]]:
+        """By iteration to a fixed point (Allen and Cocke 1972); modules come behind the parent in their first name."""
+        found: dict[str, tuple[str, ...]] = {"": ("",)}
+        changed = True
+        while changed:
+            changed = False
+            for name in self.modules:
+                known = [found[parent] for parent in self._parents[name] if parent in found]
+                chain = (*common_prefix(known), name) if name else ("",)
+                changed |= found.get(name) != chain
+                found[name] = chain
+        return found
+
+    @cached_property
+    def uncalled(self) -> frozenset[str]:
+        """Modules whose hooks never run: they have no forward, or a module around them reads their tensors itself."""
+        readers = {name for name, kind in self.modules.items() if kind in _READS_CHILDREN}
+        inside = {name for name in self.modules if readers and not readers.isdisjoint(self.ancestors(name))}
+        return self.containers | inside
+
     def under(self, module: str) -> list[StorageInfo]:
-        """Storages all of whose tensors hang at or below ``module``: what its forward alone reads; in model order."""
+        """Storages that are reached through ``module`` alone: what its forward alone reads; in model order."""
         return list(self._under.get(module, ()))
 
     @cached_property
@@ -169,9 +250,8 @@ class Inventory:
         """By every module that has any: a storage under the module that holds all its owners, and those around."""
         found: dict[str, list[StorageInfo]] = {}
         for storage in self.storages:
-            parts = _common_ancestor(storage.modules)
-            for count in range(len(parts) + 1):
-                found.setdefault(".".join(parts[:count]), []).append(storage)
+            for name in common_prefix([self.dominators(module) for module in storage.modules]):
+                found.setdefault(name, []).append(storage)
         return found
 
 
@@ -180,17 +260,26 @@ def is_within(module: str, ancestor: str) -> bool:
     return not ancestor or module == ancestor or module.startswith(ancestor + ".")
 
 
-def _common_ancestor(modules: Iterable[str]) -> list[str]:
-    """The segments that all of ``modules`` begin with."""
-    parts = [module.split(".") if module else [] for module in modules]
-    first, last = min(parts), max(parts)
-    shared = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
-    return first[:shared]
+def common_prefix(chains: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """What all of ``chains``, at least one, begin with."""
+    every = list(chains)
+    return tuple(names[0] for names in takewhile(lambda names: len(set(names)) == 1, zip(*every, strict=False)))
+
+
+def _prefixes(module: str) -> tuple[str, ...]:
+    """``""``, ``a`` and ``a.b`` for ``a.b``."""
+    parts = module.split(".") if module else []
+    return tuple(".".join(parts[:count]) for count in range(len(parts) + 1))
 
 
 def is_embedding(module: nn.Module) -> bool:
     """Whether ``module`` is one of torch's lookup tables."""
     return isinstance(module, nn.Embedding | nn.EmbeddingBag)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether calling ``module`` runs code of its own; the forward that ``nn.Module`` itself has only raises."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def take_inventory(model: nn.Module, is_lookup: Callable[[nn.Module], bool] = is_embedding) -> Inventory:
@@ -202,16 +291,69 @@ def take_inventory(model: nn.Module, is_lookup: Callable[[nn.Module], bool] = is
     Args:
         model: the root.
         is_lookup: whether a forward of a module reads only a few rows of what it holds; engines have own classes.
+
+    Raises:
+        OptionError: a module is TorchScript, whose code reads weights without running hooks.
+        StateError: a tensor has no shape yet (lazy modules).
     """
-    walk = _Walk(is_lookup)
-    modules = {name: type(module).__name__ for name, module in model.named_modules()}
-    for name, module in model.named_modules():
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        _refuse_torchscript(name, module)
+    shared = tuple(_further_places(modules))
+    walk = _Walk(is_lookup, _aliases(modules) if shared else {})
+    for name, module in modules.items():
         walk.add_module(name, module)
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         walk.add_attributes(name, module)
     order = {name: index for index, name in enumerate(modules)}
     storages = sorted(walk.storages(), key=lambda storage: order[storage.tensors[0].locations[0].module])
-    return Inventory(tuple(storages), tuple(walk.empty), modules, tuple(walk.opaque), frozenset(walk.lookups))
+    return Inventory(
+        tuple(storages),
+        tuple(walk.empty),
+        {name: type(module).__name__ for name, module in modules.items()},
+        tuple(walk.opaque),
+        frozenset(walk.lookups),
+        frozenset(name for name, module in modules.items() if not has_forward(module)),
+        shared,
+    )
+
+
+def _refuse_torchscript(name: str, module: nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise OptionError(
+            f"{f'module {name!r}' if name else 'the model'} ({type(module).__name__}) is TorchScript: expected a "
+            f"module in Python, because TorchScript reads its weights without running hooks; offload the module from "
+            f"which torch.jit.script or torch.jit.trace made it"
+        )
+
+
+def _join(parent: str, attr: str) -> str:
+    return f"{parent}.{attr}" if parent else attr
+
+
+def _further_places(modules: Mapping[str, nn.Module]) -> Iterator[Place]:
+    names = {id(module): name for name, module in modules.items()}
+    for parent, module in modules.items():
+        for attr, child in module._modules.items():
+            if child is not None and names[id(child)] != _join(parent, attr):
+                yield Place(parent, attr, names[id(child)])
+
+
+def _aliases(modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
+    """The further names of modules by their first; of very many the shortest."""
+    names = {id(module): name for name, module in modules.items()}
+    found: dict[str, list[str]] = {}
+    left: deque[tuple[str, tuple[nn.Module, ...]]] = deque([("", (modules[""],))])
+    for _ in range(max(_MIN_NAMES, _NAMES_PER_MODULE * len(modules))):
+        if not left:
+            break
+        name, path = left.popleft()
+        if name != (first := names[id(path[-1])]):
+            found.setdefault(first, []).append(name)
+        for attr, child in path[-1]._modules.items():
+            if child is not None and not any(child is outer for outer in path):  # a module may be inside itself
+                left.append((_join(name, attr), (*path, child)))
+    return found
 
 
 def inner_tensors(tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
@@ -231,8 +373,10 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], torch
 class _Walk:
     """Collects tensors by storage identity, then turns each group into a :class:`StorageInfo`."""
 
-    def __init__(self, is_lookup: Callable[[nn.Module], bool]) -> None:
+    def __init__(self, is_lookup: Callable[[nn.Module], bool], aliases: Mapping[str, list[str]]) -> None:
         self._is_lookup = is_lookup
+        self._aliases = aliases
+        self._unsaved: set[tuple[str, str]] = set()
         self.empty: list[str] = []
         self.opaque: list[str] = []
         self._tensors: dict[int, tuple[torch.Tensor, list[Location]]] = {}
@@ -246,6 +390,7 @@ class _Walk:
             self._add(name, attr, "parameter", parameter)
         for attr, buffer in module._buffers.items():
             self._add(name, attr, "buffer", buffer)
+        self._unsaved.update((name, attr) for attr in module._non_persistent_buffers_set)
 
     def add_attributes(self, name: str, module: nn.Module) -> None:
         # A cached `.view()` or `.t()` keeps the old bytes alive and would go stale unless it moves along.
@@ -256,6 +401,11 @@ class _Walk:
     def _add(self, module: str, attr: str, kind: Kind, tensor: torch.Tensor | None) -> None:
         if tensor is None:
             return
+        if is_lazy(tensor):
+            raise StateError(
+                f"{_join(module, attr)}: expected a tensor with a shape, found {type(tensor).__name__}, to which the "
+                f"first forward of its lazy module gives one; run the model once on an example, then offload it"
+            )
         for path, inner in inner_tensors(tensor):
             place = Location(module, attr, kind, path)
             if inner.layout is not torch.strided or inner.is_quantized:
@@ -270,7 +420,7 @@ class _Walk:
 
     def storages(self) -> Iterator[StorageInfo]:
         for members in self._groups.values():
-            infos = [_describe(*self._tensors[member]) for member in members]
+            infos = [self._describe(*self._tensors[member]) for member in members]
             for cluster in _overlapping(infos):
                 # Not simply where the first begins: a view of another dtype must keep its alignment.
                 start = cluster[0].byte_offset // (align := max(info.dtype.itemsize for info in cluster)) * align
@@ -278,8 +428,24 @@ class _Walk:
                 tensors = [replace(info, byte_offset=info.byte_offset - start) for info in cluster]
                 # Attributes only ever follow: the first tensor gives the storage its name.
                 tensors.sort(key=lambda info: info.kind == "attribute")
-                holders = {place.module for info in tensors for place in info.locations}
-                yield StorageInfo(tuple(tensors), end - start, holders <= self.lookups)
+                yield StorageInfo(tuple(tensors), end - start, self._is_table(tensors), self._is_saved(tensors))
+
+    def _is_table(self, tensors: list[TensorInfo]) -> bool:
+        """Whether rows are looked up in it; a scalar, such as the scale of scaled embeddings, has none."""
+        holders = {place.module for info in tensors for place in info.locations}
+        return holders <= self.lookups and bool(tensors[0].shape)
+
+    def _is_saved(self, tensors: list[TensorInfo]) -> bool:
+        held = [place for info in tensors for place in info.locations if place.kind != "attribute"]
+        return any((place.module, place.attr) not in self._unsaved for place in held)
+
+    def _describe(self, tensor: torch.Tensor, places: list[Location]) -> TensorInfo:
+        offset = int(tensor.storage_offset()) * tensor.dtype.itemsize
+        shape, stride = tuple(tensor.shape), tuple(map(int, tensor.stride()))
+        aliases = tuple(
+            replace(place, module=module).name for place in places for module in self._aliases.get(place.module, ())
+        )
+        return TensorInfo(tuple(places), offset, shape, stride, tensor.dtype, aliases)
 
 
 def _overlapping(infos: list[TensorInfo]) -> Iterator[list[TensorInfo]]:
@@ -298,11 +464,6 @@ def _overlapping(infos: list[TensorInfo]) -> Iterator[list[TensorInfo]]:
         end = max(end, info.byte_offset + info.extent_bytes)
     if cluster:
         yield cluster
-
-
-def _describe(tensor: torch.Tensor, places: list[Location]) -> TensorInfo:
-    offset = int(tensor.storage_offset()) * tensor.dtype.itemsize
-    return TensorInfo(tuple(places), offset, tuple(tensor.shape), tuple(map(int, tensor.stride())), tensor.dtype)
 
 
 def _storage_key(tensor: torch.Tensor) -> int:

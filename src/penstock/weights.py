@@ -20,7 +20,11 @@ from penstock.inventory import StorageInfo, TensorInfo
 
 __all__ = ["FilePart", "Recipe", "TensorSource", "WeightMap"]
 
-_MEND = "The checkpoint is of another model, or was saved without this tensor: pass checkpoint= of this model."
+_MEND = (
+    "The checkpoint is of another model, or was saved without this tensor: pass checkpoint= of this model. Files whose "
+    "names or shapes transformers changes while it loads (older names, unfused experts) are for "
+    "penstock.adapters.transformers.load, which builds the model, too."
+)
 
 
 @dataclass(frozen=True)
@@ -110,9 +114,9 @@ class WeightMap:
             CheckpointError: no such tensor, or its dtype, shape or layout disagrees with the model's.
         """
         for tensor in _covering(storage):
-            for place in tensor.locations:
-                if place.name in self.sources:
-                    return _checked(place.name, tensor, self.sources[place.name], self.checkpoint)
+            for name in tensor.names:
+                if name in self.sources:
+                    return _checked(name, tensor, self.sources[name], self.checkpoint)
         if storage.name not in self.checkpoint.tensors:
             raise self.checkpoint.lacks(storage.name, _MEND)
         raise CheckpointError(
@@ -123,9 +127,9 @@ class WeightMap:
     def recipe(self, storage: StorageInfo) -> tuple[str, Recipe] | None:
         """The name of the tensor that covers ``storage`` and its recipe, if it has one."""
         for tensor in _covering(storage):
-            for place in tensor.locations:
-                if place.name in self.recipes and tensor.is_contiguous:
-                    return place.name, self.recipes[place.name]
+            for name in tensor.names:
+                if name in self.recipes and tensor.is_contiguous:
+                    return name, self.recipes[name]
         return None
 
 
@@ -143,7 +147,8 @@ def _checked(name: str, tensor: TensorInfo, source: TensorSource, checkpoint: Ch
     if tuple(source.shape) != tensor.shape:
         raise CheckpointError(
             f"{name}: the model expects shape {list(tensor.shape)}, {checkpoint.root} holds {list(source.shape)}; the "
-            f"checkpoint belongs to another configuration"
+            f"checkpoint belongs to another configuration, or transformers rearranges it while it loads: then use "
+            f"penstock.adapters.transformers.load"
         )
     if not tensor.is_contiguous:
         raise CheckpointError(

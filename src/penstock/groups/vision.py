@@ -17,7 +17,8 @@ def find_towers(tree: ModuleTree) -> dict[str, int]:
     """The outermost modules that see images and no text, each with the width of its patch embedding, in elements.
 
     A tower is found from its patch embedding (a convolution over images or frames, or a matrix in a module called so):
-    the smallest module around it that also has layers, with text left outside. A model that reads no text has none.
+    the smallest module around it that also has layers, with text left outside. A model that reads no text has none: one
+    of which all layers are inside of what would be towers, too.
     """
     towers: dict[str, int] = {}
     for seed in tree.matrices(""):
@@ -26,7 +27,7 @@ def find_towers(tree: ModuleTree) -> dict[str, int]:
         if found := _tower(tree, seed.module):
             towers = {name: width for name, width in towers.items() if not is_within(name, found)}
             towers[found] = seed.shape[0]
-    return towers
+    return towers if any(not any(is_within(layer, tower) for tower in towers) for layer in tree.layers) else {}
 
 
 def find_projectors(tree: ModuleTree, towers: Mapping[str, int], heads: Collection[str]) -> list[str]:

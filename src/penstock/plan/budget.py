@@ -24,6 +24,7 @@ from penstock.errors import BudgetError, PenstockWarning
 from penstock.inventory import Inventory
 from penstock.plan.model import Plan, assemble
 from penstock.plan.roles import Question
+from penstock.plan.rules import warn_of_stranded
 from penstock.plan.space import Choice, Costed, Floats, Ints, Space
 
 __all__ = ["Point", "curve", "solve"]
@@ -64,6 +65,7 @@ def solve(question: Question, budget: Budget, mode: Mode, space: Space | None = 
         _warn_nothing_to_do(inventory, budget)
         return assemble(inventory, [], 0, mode)
     space = space or Space(question)
+    warn_of_stranded(inventory, space.parts.stranded)
     best = _best(space, weights_budget, host_limit(question, budget))
     if best is None:
         raise _too_small(space, budget, question)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from penstock.config import Budget, Mode, Policy, Prefetch, Rules
@@ -14,11 +14,19 @@ from penstock.plan.budget import solve
 from penstock.plan.cost import NOMINAL_CPU, NOMINAL_GPU, Rates
 from penstock.plan.model import Plan, UnitDraft, assemble
 from penstock.plan.roles import Question
-from penstock.plan.rules import settle_rules
+from penstock.plan.rules import settle_rules, some_names, warn_of_stranded
 from penstock.plan.spill import Spill
 from penstock.plan.split import split_rates
 from penstock.plan.traits import Traits
-from penstock.plan.units import draft_units, find_stacks, group_rule, split_by_part, worth_moving
+from penstock.plan.units import (
+    called_within,
+    draft_units,
+    find_stacks,
+    group_rule,
+    split_by_part,
+    stranded,
+    worth_moving,
+)
 from penstock.select import matching, select
 
 __all__ = ["build_plan", "move_on_demand", "plan_group_rule", "question_of"]
@@ -57,7 +65,7 @@ def build_plan(
         OptionError: the workload's context is longer than the model allows.
     """
     mode = policy.mode or default_mode
-    fixed = unstreamable if mode == "disk" else ()
+    fixed = _fixed(inventory, mode, unstreamable)
     if isinstance(policy, Rules):
         return _plan_rules(inventory, policy, fixed)
     if isinstance(policy, Budget):
@@ -75,10 +83,12 @@ def build_plan(
         return replace(solve(question, policy, mode), num_ranks=num_ranks)
     candidates = _candidates(inventory, policy.params)
     movable = [s for s in candidates if s.name not in fixed]
+    _warn_of_unsaved(s for s in candidates if s.name in fixed and s.name not in unstreamable)
     if candidates and not movable:
         raise SelectionError(
-            f"all {len(candidates)} selected tensors ({candidates[0].name}, ...) are made or rearranged while loading "
-            f"and cannot be streamed from the files; use mode 'cpu' (--offload-mode cpu) or select other names"
+            f"all {len(candidates)} selected tensors ({candidates[0].name}, ...) are made or rearranged while loading, "
+            f"or in no state dict, and cannot be streamed from the files; use mode 'cpu' (--offload-mode cpu) or "
+            f"select other names"
         )
     if isinstance(policy, Prefetch):
         return _plan_group_rule(inventory, policy, [stack.layers for stack in find_stacks(inventory)], movable)
@@ -100,8 +110,10 @@ def question_of(
     """The question that a budget puts to the solver; arguments as for :func:`build_plan`."""
     (traits or Traits()).check_context(budget.workload.context)
     mode = budget.mode or default_mode
-    fixed = unstreamable if mode == "disk" else ()
-    movable = [s for s in _candidates(inventory, budget.params) if s.name not in fixed]
+    fixed = _fixed(inventory, mode, unstreamable)
+    candidates = _candidates(inventory, budget.params)
+    movable = [s for s in candidates if s.name not in fixed]
+    _warn_of_unsaved(s for s in candidates if s.name in fixed and s.name not in unstreamable)
     forced = settle_rules(inventory, budget.rules, fixed)
     has_bytes = mode != "meta" and mode != "sharded_gpu" and num_ranks == 1
     return Question(
@@ -184,9 +196,12 @@ def _draft_group_rule(
     drafts: list[UnitDraft] = []
     for layers in stacks:
         for index in group_rule(len(layers), policy.group_size, policy.num_in_group):
-            storages = tuple(s for s in inventory.under(layers[index]) if s.name in chosen)
-            if storages:
-                drafts.append(UnitDraft(layers[index], storages))
+            for anchor in called_within(inventory, layers[index]):
+                storages = tuple(s for s in inventory.under(anchor) if s.name in chosen)
+                if storages:
+                    drafts.append(UnitDraft(anchor, storages))
+    within = {s.name for layers in stacks for layer in layers for s in _brought_with(inventory, layer)}
+    warn_of_stranded(inventory, stranded(inventory, (s for s in candidates if s.name in chosen), within))
     if not drafts and not uva:
         raise SelectionError(
             f"group rule {policy.group_size}/{policy.num_in_group} selects none of the {sum(map(len, stacks))} layers' "
@@ -195,6 +210,10 @@ def _draft_group_rule(
     reached = {storage.name for draft in drafts for storage in draft.storages} | {storage.name for storage in uva}
     _warn_of_unreached(inventory, policy.params, reached)
     return drafts
+
+
+def _brought_with(inventory: Inventory, layer: str) -> list[StorageInfo]:
+    return [storage for anchor in called_within(inventory, layer) for storage in inventory.under(anchor)]
 
 
 def _warn_of_unreached(inventory: Inventory, params: Sequence[str], names: Collection[str]) -> None:
@@ -220,6 +239,23 @@ def move_on_demand(inventory: Inventory, plan: Plan) -> Plan:
     staged = {unit.anchor for unit in plan.staged_units}  # what joins them comes from the files as well
     stores = [replace(draft, store="disk") if draft.anchor in staged else draft for draft in drafts]
     return assemble(inventory, stores, max(plan.num_slots, 1), plan.mode)
+
+
+def _fixed(inventory: Inventory, mode: Mode, unstreamable: Collection[str]) -> frozenset[str]:
+    """What mode ``disk`` keeps resident: the files do not hold it as it is, or no state dict has it."""
+    if mode != "disk":
+        return frozenset()
+    return frozenset(unstreamable).union(s.name for s in inventory.storages if not s.is_saved)
+
+
+def _warn_of_unsaved(storages: Iterable[StorageInfo]) -> None:
+    if names := [storage.name for storage in storages]:
+        warnings.warn(
+            f"{some_names(names)}: buffers that are not persistent are in no state dict, so no checkpoint file holds "
+            f"them, and mode 'disk' cannot stream them: they stay resident",
+            PenstockWarning,
+            stacklevel=5,
+        )
 
 
 def _candidates(inventory: Inventory, params: Sequence[str]) -> list[StorageInfo]:

@@ -28,13 +28,14 @@ are not measured by the probe: they were fitted once, to the resident steps of t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.inventory import Inventory, StorageInfo
+from penstock.plan.model import UnitDraft
 from penstock.plan.traits import Traits
 from penstock.plan.units import find_stacks, reader_of
 
@@ -189,13 +190,18 @@ class Stage:
     is_layer: bool = False
 
 
-def find_stages(inventory: Inventory) -> list[Stage]:
-    """The layers, and around them every other module that owns tensors, in the order of the model."""
+def find_stages(inventory: Inventory, outside: Iterable[UnitDraft] = ()) -> list[Stage]:
+    """The layers, and around them every other module that owns tensors, in the order of the model.
+
+    ``outside``: units that may be anchored on other modules than the first that holds their tensors.
+    """
     layers = {layer for stack in find_stacks(inventory) for layer in stack.layers}
+    anchors = {storage.name: draft.anchor for draft in outside for storage in draft.storages}
     members: dict[str, list[StorageInfo]] = {}
     for storage in inventory.storages:
         owner = storage.tensors[0].locations[0].module
-        members.setdefault(_layer_of(owner, layers) or reader_of(inventory, owner), []).append(storage)
+        anchor = anchors.get(storage.name) or _layer_of(owner, layers) or reader_of(inventory, owner)
+        members.setdefault(anchor, []).append(storage)
     order = {name: index for index, name in enumerate(inventory.modules)}
     return [
         Stage(anchor, tuple((s, experts_in(s, anchor in layers)) for s in members[anchor]), anchor in layers)

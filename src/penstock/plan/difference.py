@@ -7,10 +7,17 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 
 from penstock.config import format_gib
-from penstock.inventory import StorageInfo, is_within
+from penstock.inventory import Inventory, StorageInfo
 from penstock.plan.machine import Machine
 
-__all__ = ["foreign_machine", "foreign_model", "misplaced_storage", "nested_units", "storages_digest"]
+__all__ = [
+    "foreign_machine",
+    "foreign_model",
+    "misplaced_storage",
+    "nested_units",
+    "storages_digest",
+    "uncalled_anchor",
+]
 
 _SHOWN = 3
 _MEND = "make it again for this one: `penstock plan MODEL ... --save FILE`, or pass a policy instead of a plan"
@@ -48,18 +55,30 @@ def foreign_machine(made_for: Machine, here: Machine) -> str:
     return f"the plan was made for another machine: for {made_for}, and this is {here}; {_MEND}"
 
 
-def misplaced_storage(storage: StorageInfo, anchor: str) -> str | None:
-    """Why ``storage`` cannot travel in a unit that is waited for at ``anchor``; ``None`` if it can."""
-    outside = sorted(module for module in storage.modules if not is_within(module, anchor))
-    if not outside:
+def uncalled_anchor(inventory: Inventory, anchor: str) -> str | None:
+    """Why no unit can be waited for at ``anchor``; ``None`` if one can."""
+    if anchor not in inventory.uncalled:
         return None
+    why = "has no forward" if anchor in inventory.containers else "is not called by the module around it"
     return (
-        f"the plan has {storage.name} in the unit of {anchor!r}, but module {outside[0]!r}, which holds it, is not in "
-        f"there and would read it before it has arrived; {_MEND}"
+        f"the plan has a unit at {anchor!r} ({inventory.modules[anchor]}), which {why}, so that nothing would wait for "
+        f"its tensors; expected a module that is called; {_MEND}"
     )
 
 
-def nested_units(anchors: Sequence[str]) -> str | None:
+def misplaced_storage(inventory: Inventory, storage: StorageInfo, anchor: str) -> str | None:
+    """Why ``storage`` cannot travel in a unit that is waited for at ``anchor``; ``None`` if it can."""
+    outside = sorted(module for module in storage.modules if anchor not in inventory.dominators(module))
+    if not outside:
+        return None
+    where = "hangs in another place, too," if anchor in inventory.ancestors(outside[0]) else "is not in there"
+    return (
+        f"the plan has {storage.name} in the unit of {anchor!r}, but module {outside[0]!r}, which holds it, {where} "
+        f"and would read it before it has arrived; {_MEND}"
+    )
+
+
+def nested_units(inventory: Inventory, anchors: Sequence[str]) -> str | None:
     """What is wrong with units waited for at ``anchors``, in their order; ``None`` if no two run at the same time.
 
     While a module runs its unit must keep its slot, and those inside it would need theirs in turn.
@@ -70,10 +89,8 @@ def nested_units(anchors: Sequence[str]) -> str | None:
             return _at_once(unit_at[anchor], anchor, index, anchor)
         unit_at[anchor] = index
     for index, anchor in enumerate(anchors):
-        parts = anchor.split(".") if anchor else []
-        for outer in (".".join(parts[:count]) for count in range(len(parts))):
-            if outer in unit_at:
-                return _at_once(unit_at[outer], outer, index, anchor)
+        if outer := sorted(unit_at.keys() & inventory.ancestors(anchor)):
+            return _at_once(unit_at[outer[0]], outer[0], index, anchor)
     return None
 
 

@@ -68,6 +68,7 @@ class Forecaster:
     def __init__(self, inventory: Inventory, rates: Rates, traits: Traits, rows: int, context: int = 0) -> None:
         self._rates, self._rows = rates, rows
         self._stages = find_stages(inventory)
+        self._anchors = {s.name: stage.anchor for stage in self._stages for s, _ in stage.storages}
         self._beside = stages_compute_s(self._stages, rows, rates, traits, context)
         self._costs = [
             {s.name: storage_cost(s, experts, rows, rates, traits) for s, experts in stage.storages}
@@ -95,7 +96,8 @@ class Forecaster:
         return Forecast(self._rows, step, resident_s, link_s, disk_s, in_place_s, floor_s, bound)
 
     def _stage_times(self, plan: Plan) -> Iterator[StageTimes]:
-        units = {unit.anchor: unit for unit in plan.units}
+        # A unit of tied tensors may be anchored around the module that is the stage of the first of them.
+        units = {self._anchors[unit.entries[0].storage]: unit for unit in plan.units}
         for stage, resident_s, costs in zip(self._stages, self._resident, self._costs, strict=True):
             linked = [cost for name, cost in costs.items() if name in plan.uva]
             in_place_s = sum(cost.in_place_s for cost in linked)

@@ -11,7 +11,14 @@ from typing import Any
 from penstock.config import Mechanism, Mode
 from penstock.errors import OptionError
 from penstock.inventory import Inventory, StorageInfo
-from penstock.plan.difference import foreign_machine, foreign_model, misplaced_storage, nested_units, storages_digest
+from penstock.plan.difference import (
+    foreign_machine,
+    foreign_model,
+    misplaced_storage,
+    nested_units,
+    storages_digest,
+    uncalled_anchor,
+)
 from penstock.plan.machine import Machine
 from penstock.plan.schedule import chain, slot_of
 from penstock.plan.striping import Striping
@@ -208,23 +215,26 @@ class Plan:
         raise OptionError(f"{storage!r}: no storage of this plan has this name; tied tensors go by the first of theirs")
 
     def check(self, inventory: Inventory) -> None:
-        """Raise ``OptionError`` unless this plan places every storage of ``inventory`` at its size, and no other."""
+        """Raise ``OptionError`` unless this plan places every storage of ``inventory`` at its size, and no other.
+
+        Also where bits are at stake: each unit has to be waited for before anything reads it, and to keep its slot.
+        """
         found = {storage.name: storage.num_bytes for storage in inventory.storages}
         missing = [unit.anchor for unit in self.units if unit.anchor not in inventory.modules]
         if self._storages != found or missing:
             raise OptionError(foreign_model(self._storages, found, missing, self.model_name))
-        # Bits are at stake here, too: a slot is taken for as long as the module of its unit runs.
-        if problem := nested_units([unit.anchor for unit in self.units]):
+        if problem := nested_units(inventory, [unit.anchor for unit in self.units]):
             raise OptionError(problem)
         for unit in self.units:
+            if problem := uncalled_anchor(inventory, unit.anchor):
+                raise OptionError(problem)
             if unit.store != self.mode and (unit.store, self.mode) != ("disk", "cpu"):
                 raise OptionError(
                     f"unit {unit.index} ({unit.anchor}) rests in {unit.store!r} and the plan in {self.mode!r}; a unit "
                     f"rests where the plan does, or in 'disk' beside 'cpu'"
                 )
             for entry in unit.entries:
-                # Bits are at stake: the wait for the unit stands before the anchor and nowhere else.
-                if problem := misplaced_storage(inventory.by_name[entry.storage], unit.anchor):
+                if problem := misplaced_storage(inventory, inventory.by_name[entry.storage], unit.anchor):
                     raise OptionError(problem)
 
     def check_machine(self, here: Machine) -> None:

@@ -18,7 +18,7 @@ from penstock.plan.cost import Rates, Stage, find_stages
 from penstock.plan.model import UnitDraft
 from penstock.plan.spill import Spill
 from penstock.plan.traits import Traits
-from penstock.plan.units import find_stacks, outside_units
+from penstock.plan.units import find_stacks, outside_units, stranded
 
 __all__ = ["Parts", "Question", "RoleSets", "sort_out"]
 
@@ -70,13 +70,13 @@ class Parts:
     outside: tuple[UnitDraft, ...]
     always_prefetched: Mapping[str, tuple[StorageInfo, ...]]  # by anchor
     always_in_place: tuple[StorageInfo, ...]
+    stranded: tuple[StorageInfo, ...]  # movable, but no module whose forward runs could wait for them
 
 
 def sort_out(question: Question) -> Parts:
     """Layers and roles, what lies outside, and what has no choice."""
     inventory = question.inventory
-    stacks = find_stacks(inventory)
-    layers = [layer for stack in stacks for layer in stack.layers]
+    layers = [layer for stack in find_stacks(inventory) for layer in stack.layers]
     forced = {s.name: s for s in inventory.storages if s.name in question.forced}
     must_move = [s for name, s in forced.items() if question.forced[name] == "prefetch"]
     # Rows of a lookup table are read in place: that costs neither memory nor a copy, and stays right when a model reads
@@ -87,18 +87,24 @@ def sort_out(question: Question) -> Parts:
     inside = {layer: inventory.under(layer) for layer in layers}
     names, must = {s.name for s in free}, {s.name for s in must_move}
     always = {layer: tuple(s for s in inside[layer] if s.name in must) for layer in layers}
+    roles = {layer: {s.name.removeprefix(layer + "."): s for s in inside[layer] if s.name in names} for layer in layers}
     # Asked for together, so that no unit ends up inside another.
-    beside = outside_units(inventory, [*free, *must_move], stacks)
+    beside = outside_units(inventory, [*free, *must_move], [layer for layer in layers if roles[layer] or always[layer]])
     always |= {draft.anchor: tuple(s for s in draft.storages if s.name in must) for draft in beside}
     outside = [UnitDraft(d.anchor, tuple(s for s in d.storages if s.name in names)) for d in beside]
     return Parts(
-        tuple(find_stages(inventory)),
+        tuple(find_stages(inventory, beside)),
         tuple(layers),
-        {layer: {s.name.removeprefix(layer + "."): s for s in inside[layer] if s.name in names} for layer in layers},
+        roles,
         tuple(draft for draft in outside if draft.storages),
         {anchor: storages for anchor, storages in always.items() if storages},
         (*lookups, *in_place),
+        tuple(stranded(inventory, free, _names_in(inside, beside))),
     )
+
+
+def _names_in(inside: Mapping[str, Sequence[StorageInfo]], beside: Sequence[UnitDraft]) -> set[str]:
+    return {s.name for group in (*inside.values(), *(draft.storages for draft in beside)) for s in group}
 
 
 class RoleSets:

@@ -11,11 +11,11 @@ from collections.abc import Collection, Mapping, Sequence
 
 from penstock.config import Mechanism, Rule
 from penstock.errors import PenstockWarning, RuleError
-from penstock.inventory import Inventory
-from penstock.plan.units import draft_units
+from penstock.inventory import Inventory, StorageInfo
+from penstock.plan.units import draft_units, stranded, why_stranded
 from penstock.select import matching
 
-__all__ = ["resolve_rules", "settle_rules"]
+__all__ = ["resolve_rules", "settle_rules", "some_names", "warn_of_stranded"]
 
 _NAMES_SHOWN = 3
 
@@ -38,7 +38,7 @@ def settle_rules(
     Args:
         inventory: of the model.
         rules: pairs of pattern and mechanism, the first match counts.
-        unstreamable: storages that the files which are to be read from do not hold as they are.
+        unstreamable: storages that the files which are to be read from do not hold as they are, or not at all.
 
     Raises:
         SelectionError: a pattern matches nothing.
@@ -92,26 +92,49 @@ def _reasons_to_stay(
         for storage in moving
         if storage.name not in placed
     }
+    for storage in stranded(inventory, moving, placed):
+        reasons[storage.name] = f"no unit can hold it, because {why_stranded(inventory, storage)} (uva would do)"
     for name, mechanism in wanted.items():
         if mechanism != "resident" and name in unstreamable:
-            reasons[name] = (
-                "it is made or rearranged while loading and cannot be streamed from the files; use mode 'cpu'"
+            is_saved = inventory.by_name[name].is_saved
+            why = (
+                "made or rearranged while loading" if is_saved else "a buffer that is not persistent, in no state dict,"
             )
-            reasons[name] += " (--offload-mode cpu)"
+            reasons[name] = f"it is {why} and cannot be streamed from the files; use mode 'cpu' (--offload-mode cpu)"
     return reasons
 
 
 def _report(rule: Rule, num_settled: int, reasons: Mapping[str, str]) -> None:
     if not reasons:
         return
-    names = ", ".join(list(reasons)[:_NAMES_SHOWN]) + (", ..." if len(reasons) > _NAMES_SHOWN else "")
     message = (
-        f"rule {_shown(rule)}: {len(reasons)} of the {num_settled} tensors that it settles ({names}) cannot leave the "
-        f"device: {'; '.join(dict.fromkeys(reasons.values()))}"
+        f"rule {_shown(rule)}: {len(reasons)} of the {num_settled} tensors that it settles ({_listed(list(reasons))}) "
+        f"cannot leave the device: {'; '.join(dict.fromkeys(reasons.values()))}"
     )
     if len(reasons) == num_settled:
         raise RuleError(message)
     warnings.warn(f"{message}. They stay resident", PenstockWarning, stacklevel=6)
+
+
+def warn_of_stranded(inventory: Inventory, storages: Sequence[StorageInfo]) -> None:
+    """Say that ``storages``, of :func:`penstock.plan.units.stranded`, stay resident, and why, if there are any."""
+    if storages:
+        warnings.warn(
+            f"{some_names([s.name for s in storages])}: cannot be prefetched, because "
+            f"{why_stranded(inventory, storages[0])}. They stay resident; read them in place "
+            f"(--offload-rule '{storages[0].name}=uva'), or hold them in a module whose forward reads them",
+            PenstockWarning,
+            stacklevel=6,
+        )
+
+
+def some_names(names: Sequence[str]) -> str:
+    """How many tensors, and the first of their names."""
+    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({_listed(names)})"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
 
 
 def _shown(rule: Rule) -> str:

@@ -1,23 +1,30 @@
-"""Layers of a model, found by structure, and the group rule over them."""
+"""Layers of a model, found by structure, the group rule over them, and the modules that units are anchored on.
+
+A unit is waited for and released by hooks of its anchor, so an anchor is called (it has a forward of its own), every
+path to the tensors of its unit leads through it, and no anchor runs inside another.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.inventory import Inventory, StorageInfo, is_within
+from penstock.inventory import Inventory, StorageInfo, common_prefix
 from penstock.plan.model import UnitDraft
 
 __all__ = [
     "TINY_BYTES",
     "Stack",
+    "called_within",
     "draft_units",
     "find_stacks",
     "group_rule",
     "outside_units",
     "reader_of",
     "split_by_part",
+    "stranded",
+    "why_stranded",
     "worth_moving",
 ]
 
@@ -26,9 +33,6 @@ TINY_BYTES = 64 * 2**10
 
 # A copy of this size takes the link at nine tenths of its rate (H200).
 MIN_PART_BYTES = 2**20
-
-# These hand a child's weight to a kernel without calling the child, whose hooks would never run.
-_READS_CHILDREN = frozenset({"MultiheadAttention"})
 
 _NUMBERED = re.compile(r"(.*?)\.?(\d+)")
 
@@ -49,24 +53,69 @@ class Stack:
 def find_stacks(inventory: Inventory) -> list[Stack]:
     """The outermost containers of at least two numbered children that own bytes, in model order.
 
+    Layers are children that have a forward. One of a list that has none (a list of lists, say) is replaced by the
+    outermost modules inside it that have. A child that hangs at several places of a container is one layer.
+
     A model without such a container is treated as one stack of its leaf modules, so that any ``nn.Module`` has layers.
     """
-    stacks: list[Stack] = []
     owners = {owner for storage in inventory.storages for owner in storage.modules}
-    holders = _ancestors(owners) | owners
-    inside: set[str] = set()  # of a layer, or a layer itself; parents come before their children
-    for name in inventory.modules:
-        if name in inside or (name and name.rpartition(".")[0] in inside):
-            inside.add(name)
-            continue
-        layers = tuple(child for child in inventory.children(name) if child in holders and _NUMBERED.fullmatch(child))
-        if len(layers) >= 2:
-            stacks.append(Stack(name, layers))
-            inside.update(layers)
+    holders = {outer for owner in owners for outer in inventory.dominators(owner)}
+    numbered = {name: _numbered_children(inventory, name, holders) for name in inventory.modules}
+    lists = {name: children for name, children in numbered.items() if len(children) >= 2}
+    every = {child for children in lists.values() for child in children}
+    outermost = [name for name in lists if name not in every and every.isdisjoint(inventory.ancestors(name))]
+    stacks = list(_stacks_of(inventory, {name: lists[name] for name in outermost}, holders))
     if stacks:
         return stacks
     leaves = tuple(_leaves(inventory, owners))
     return [Stack("", leaves)] if leaves else []
+
+
+def _numbered_children(inventory: Inventory, container: str, holders: Collection[str]) -> list[str]:
+    """By place: what hangs at several places of ``container`` is listed as often."""
+    places = [(child, child) for child in inventory.children(container)]
+    places += [(place.attr, place.module) for place in inventory.shared if place.parent == container]
+    return [
+        child
+        for name, child in places
+        if child in holders
+        and _NUMBERED.fullmatch(name)
+        # `norm1` and `norm2` that are lists stand beside each other; items of a list that are lists, behind each other.
+        and (child not in inventory.uncalled or name.rpartition(".")[2].isdigit())
+    ]
+
+
+def _stacks_of(inventory: Inventory, lists: dict[str, list[str]], holders: Collection[str]) -> Iterator[Stack]:
+    """``lists`` (numbered children by container) as layers that have a forward, each in one stack, none nested."""
+    order = {name: index for index, name in enumerate(inventory.modules)}
+    called = {
+        name: [layer for child in children for layer in called_within(inventory, child) if layer in holders]
+        for name, children in lists.items()
+    }
+    every = {layer for layers in called.values() for layer in layers}
+    seen: set[str] = set()
+    for name, layers in called.items():
+        # Only modules that hang in several places can be in two lists, or inside a layer of another list.
+        mine = {layer for layer in layers if layer not in seen and every.isdisjoint(inventory.ancestors(layer))}
+        seen |= mine
+        if mine:
+            yield Stack(name, tuple(sorted(mine, key=order.__getitem__)))
+
+
+def called_within(inventory: Inventory, module: str) -> list[str]:
+    """``module`` itself, or if it has no forward, the outermost modules inside it that have."""
+    found: dict[str, None] = {}
+    left, seen = [module], {module}
+    while left:
+        name = left.pop()
+        if name not in inventory.uncalled:
+            found[name] = None
+            continue
+        shared = [place.module for place in inventory.shared if place.parent == name]
+        inner = [child for child in (*inventory.children(name), *shared) if child not in seen]
+        seen.update(inner)
+        left += reversed(inner)
+    return list(found)
 
 
 def group_rule(num_layers: int, group_size: int, num_in_group: int) -> list[int]:
@@ -82,21 +131,30 @@ def worth_moving(storages: Iterable[StorageInfo]) -> list[StorageInfo]:
     return [s for s in storages if s.has_parameter and s.num_bytes >= TINY_BYTES]
 
 
-def outside_units(inventory: Inventory, candidates: Sequence[StorageInfo], stacks: Sequence[Stack]) -> list[UnitDraft]:
-    """Units for candidates outside the stacks that one module alone reads (an untied lm_head, say).
+def outside_units(inventory: Inventory, candidates: Sequence[StorageInfo], layers: Collection[str]) -> list[UnitDraft]:
+    """Units for candidates outside ``layers`` (those that have units themselves): an untied lm_head, say.
 
-    Left out, hence resident: what several modules share, and what a module holds that runs while another unit's module
-    runs inside it, since its slot would not be free for that one's.
+    Each is anchored on the innermost module that every path to it leads through and that is called. Left out, hence
+    resident: what no module but the root is called around, and what would be anchored inside or around another unit's
+    module, since one would be overwritten while it is read.
     """
-    layers = {layer for stack in stacks for layer in stack.layers}
+    inside = {storage.name for layer in layers for storage in inventory.under(layer)}
     drafts: dict[str, list[StorageInfo]] = {}
     for storage in candidates:
-        readers = {reader_of(inventory, module) for module in storage.modules}
-        reader = next(iter(readers))
-        if len(readers) == 1 and not any(is_within(reader, layer) for layer in layers):
-            drafts.setdefault(reader, []).append(storage)
-    around = _ancestors(layers | drafts.keys())
-    return [UnitDraft(anchor, tuple(storages)) for anchor, storages in drafts.items() if anchor not in around]
+        anchor = _anchor_of(inventory, storage)
+        if anchor and storage.name not in inside:
+            drafts.setdefault(anchor, []).append(storage)
+    around = {outer for anchor in (*layers, *drafts) for outer in inventory.ancestors(anchor)}
+    return [
+        UnitDraft(anchor, tuple(storages))
+        for anchor, storages in drafts.items()
+        if anchor not in around and inventory.ancestors(anchor).isdisjoint(layers)
+    ]
+
+
+def _anchor_of(inventory: Inventory, storage: StorageInfo) -> str | None:
+    around = common_prefix([inventory.dominators(module) for module in storage.modules])
+    return next((name for name in reversed(around) if name not in inventory.uncalled), None)
 
 
 def draft_units(inventory: Inventory, storages: Sequence[StorageInfo]) -> list[UnitDraft]:
@@ -104,22 +162,34 @@ def draft_units(inventory: Inventory, storages: Sequence[StorageInfo]) -> list[U
 
     Left out: what several layers share, and what :func:`outside_units` leaves out.
     """
-    stacks = find_stacks(inventory)
     wanted = {storage.name for storage in storages}
-    layers = [layer for stack in stacks for layer in stack.layers]
+    layers = [layer for stack in find_stacks(inventory) for layer in stack.layers]
     drafts = [UnitDraft(layer, tuple(s for s in inventory.under(layer) if s.name in wanted)) for layer in layers]
-    inside = {storage.name for draft in drafts for storage in draft.storages}
-    rest = [storage for storage in storages if storage.name not in inside]
+    drafts = [draft for draft in drafts if draft.storages]
+    drafts += outside_units(inventory, storages, [draft.anchor for draft in drafts])
     order = {name: index for index, name in enumerate(inventory.modules)}
-    every = [*(draft for draft in drafts if draft.storages), *outside_units(inventory, rest, stacks)]
-    return sorted(every, key=lambda draft: order[draft.anchor])
+    return sorted(drafts, key=lambda draft: order[draft.anchor])
+
+
+def stranded(inventory: Inventory, candidates: Iterable[StorageInfo], placed: Collection[str]) -> list[StorageInfo]:
+    """Of ``candidates`` that are not ``placed`` in units (by name), those that modules without a forward hold."""
+    return [s for s in candidates if s.name not in placed and not inventory.containers.isdisjoint(s.modules)]
+
+
+def why_stranded(inventory: Inventory, storage: StorageInfo) -> str:
+    """Why no unit can hold a tensor of :func:`stranded`; goes on after "because"."""
+    holder = min(inventory.containers & storage.modules)
+    return (
+        f"{holder or 'the model'} ({inventory.modules[holder]}), which holds it, has no forward before which it could "
+        f"be waited for, and what has one around it is the model itself or runs around other units"
+    )
 
 
 def split_by_part(inventory: Inventory, layers: Sequence[UnitDraft]) -> list[UnitDraft]:
     """Each of ``layers`` as one unit per child that holds any of its storages, in the order of the children.
 
-    Part i of a layer then shares its slots with part i of the others. So all of them have to have as many parts,
-    none of these tiny, and nothing that belongs to two; otherwise the layers stay whole.
+    Part i of a layer then shares its slots with part i of the others. So all of them have to have as many parts, each
+    with a forward, none of these tiny, and nothing that belongs to two; otherwise the layers stay whole.
     """
     split = [_parts_of(inventory, layer) for layer in layers]
     same = len({len(parts) for parts in split}) == 1
@@ -127,9 +197,12 @@ def split_by_part(inventory: Inventory, layers: Sequence[UnitDraft]) -> list[Uni
         sum(len(part.storages) for part in parts) == len(layer.storages)
         for parts, layer in zip(split, layers, strict=True)
     ]
-    if not same or not all(whole) or any(part.num_bytes < MIN_PART_BYTES for parts in split for part in parts):
+    every = [part for parts in split for part in parts]
+    anchors = {part.anchor for part in every}
+    apart = all(anchors.isdisjoint(inventory.ancestors(anchor)) for anchor in anchors - inventory.uncalled)
+    if not same or not all(whole) or not apart or anchors & inventory.uncalled:
         return list(layers)
-    return [part for parts in split for part in parts]
+    return list(layers) if any(part.num_bytes < MIN_PART_BYTES for part in every) else every
 
 
 def _parts_of(inventory: Inventory, layer: UnitDraft) -> list[UnitDraft]:
@@ -141,21 +214,14 @@ def _parts_of(inventory: Inventory, layer: UnitDraft) -> list[UnitDraft]:
     return [child for child in children if child.storages]
 
 
-def _leaves(inventory: Inventory, owners: set[str]) -> Iterator[str]:
-    """The innermost modules that read tensors of their own; never one inside another."""
+def _leaves(inventory: Inventory, owners: Collection[str]) -> Iterator[str]:
+    """The innermost modules that read tensors of their own; never one inside another, nor the root for another."""
     readers = dict.fromkeys(reader_of(inventory, name) for name in inventory.modules if name in owners)
-    around = _ancestors(readers)
-    return (name for name in readers if name not in around)
+    around = {outer for name in readers for outer in inventory.ancestors(name)}
+    return (name for name in readers if name not in around | inventory.uncalled and (name or name in owners))
 
 
 def reader_of(inventory: Inventory, module: str) -> str:
-    """The module whose forward reads the tensors of ``module``: itself, unless one around it takes them by hand."""
-    parts = module.split(".")
-    outer = (".".join(parts[:count]) for count in range(len(parts)))
-    return next((name for name in outer if inventory.modules[name] in _READS_CHILDREN), module)
-
-
-def _ancestors(names: Iterable[str]) -> set[str]:
-    """Every module that has one of ``names`` inside it."""
-    parts = [name.split(".") for name in names if name]
-    return {".".join(part[:count]) for part in parts for count in range(len(part))}
+    """The module whose forward reads the tensors of ``module``: itself, unless it is not called; then one around it."""
+    around = inventory.dominators(module)
+    return next((name for name in reversed(around) if name not in inventory.uncalled), module)

@@ -101,7 +101,9 @@ def caching_attentions(model: nn.Module, config: Any) -> Iterator[tuple[str, nn.
             index is not None and sharing[index:][:1] == ["reuse"]
         )
         decodes = getattr(module, "is_decoder", True) and getattr(module, "is_causal", True) is not False
-        if index is not None and not shared and (decodes or _is_cross(name)):
+        # Layers that share their weights (Zamba) say in each call which of them it is.
+        is_cached = index is not None or "layer_idx" in _arguments(type(module).forward)
+        if is_cached and not shared and (decodes or _is_cross(name)):
             yield name, module
 
 
@@ -131,6 +133,8 @@ def _widths(module: nn.Module, config: Any) -> tuple[int, int]:
     for keys, values in _SEPARATE:
         if width := width_out(getattr(module, keys, None)):
             return width, width_out(getattr(module, values, None)) or width  # without a projection the keys serve
+    if not hasattr(config, "hidden_size"):  # of several models in one (Bark), each with a configuration of its own
+        config = getattr(module, "config", config)
     heads: Any = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 1)
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         heads = 1
@@ -161,7 +165,7 @@ def _head_dim(config: Any) -> int:
 def _layer_type(module: nn.Module, config: Any) -> str:
     index: Any = getattr(module, "layer_idx", None)
     types = getattr(config, "layer_types", None)
-    if types is not None:
+    if types is not None and index is not None:
         return str(types[index]) if index < len(types) else "full_attention"
     # The library's own rule for configurations that name no types.
     if getattr(config, "sliding_window", None) is not None:
@@ -219,6 +223,6 @@ def _recurrent_elements(mixer: Any) -> int:
         return 0
     if all(hasattr(mixer, name) for name in ("num_v_heads", "head_k_dim", "head_v_dim")):
         return int(mixer.num_v_heads * mixer.head_k_dim * mixer.head_v_dim)
-    if decay.dim() == 2:
+    if decay.dim() >= 2:  # a row per channel, or a matrix per head with all its elements (Zamba)
         return int(decay.numel())
     return int(mixer.num_heads * mixer.head_dim * getattr(mixer, "ssm_state_size", mixer.head_dim))
