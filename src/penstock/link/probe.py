@@ -10,13 +10,18 @@ from __future__ import annotations
 import json
 import os
 import platform
-from dataclasses import asdict, dataclass, field, replace
+import stat
+import warnings
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 
-from penstock.errors import OptionError
+from penstock.errors import OptionError, PenstockWarning
 from penstock.link.measuring import measured_rates
 from penstock.plan.cost import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates
 from penstock.plan.machine import Machine
@@ -26,6 +31,9 @@ __all__ = ["Probe", "cache_path", "load", "measure", "planning_rates", "read_pro
 
 MIB = 1 << 20
 SCHEMA_VERSION = 2
+_MAX_FILE_BYTES = MIB  # a probe has some kilobytes
+_MAX_DIGITS = 18
+_LEAST, _MOST = 1e-30, 1e30
 
 
 @dataclass(frozen=True)
@@ -82,14 +90,40 @@ class Probe:
         return Machine(self.machine["devices"].split(", ")[0], None if total is None else int(total))
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Probe:
-        """The inverse of :meth:`to_json`; raises ``ValueError`` on another schema."""
-        values = dict(data)
-        if values.pop("schema", None) != SCHEMA_VERSION:
-            raise ValueError(f"probe schema {data.get('schema')!r}, expected {SCHEMA_VERSION}")
-        for name in (name for name, value in values.items() if isinstance(value, dict) and name != "machine"):
-            values[name] = {int(size): rate for size, rate in values[name].items()}
-        return cls(**values)
+    def from_json(cls, data: object) -> Probe:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError: another schema, an unknown key, a value that no measurement gives, or too few to plan with.
+        """
+        schema = data.get("schema") if isinstance(data, dict) else data
+        if not isinstance(data, dict) or schema != SCHEMA_VERSION:
+            raise ValueError(f"schema {schema!r:.60}, expected {SCHEMA_VERSION}")
+        curves = {each.name: each.default_factory is dict for each in fields(cls)}
+        values: dict[str, Any] = {}
+        for name, value in data.items():
+            if name == "machine":
+                values[name] = _facts(value)
+            elif name in curves:
+                values[name] = _curve(name, value) if curves[name] else _measured(name, value)
+            elif name != "schema":
+                raise ValueError(f"the unknown key {name!r:.60}")
+        probe = cls(**{"machine": {}, **values})
+        probe._require_enough()
+        return probe
+
+    def _require_enough(self) -> None:
+        """Raise ``ValueError`` for a probe that lacks what plans for its device need."""
+        on_gpu = bool(self.h2d_bytes_per_s)
+        if (key := "devices" if on_gpu else "cpu") not in self.machine:
+            raise ValueError(f"no key {key!r}")
+        needed = ["product_s_per_byte", "cached_read_bytes_per_s"]
+        if on_gpu:
+            needed = ["product_s_per_byte", "grouped_s_per_byte", "in_place_s_per_byte", "in_place_grouped_s_per_byte"]
+            needed += ["kernel_s", "device_copy_bytes_per_s"]
+        for name in needed:
+            if not getattr(self, name):
+                raise ValueError(f"no value for {name!r}")
 
     def gpu_rates(self) -> Rates | None:
         """For planning on this machine's GPU, weights in pinned host memory or in files; ``None`` if it has none."""
@@ -146,19 +180,51 @@ def describe_machine() -> dict[str, str]:
     }
 
 
-def cache_path() -> Path:
-    """Where the probe of this machine is kept (``XDG_CACHE_HOME``, else ``~/.cache``)."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "penstock" / f"probe-{json_digest(describe_machine())[:16]}.json"
+def cache_path() -> Path | None:
+    """Where the probe of this machine is kept (``XDG_CACHE_HOME``, else ``~/.cache``); ``None`` without a home."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        folder = Path(base) if base else Path.home() / ".cache"
+    except RuntimeError:  # neither HOME nor an entry in passwd, as a container with a bare user id has it
+        return None
+    return folder / "penstock" / f"probe-{json_digest(describe_machine())[:16]}.json"
 
 
 def load() -> Probe | None:
-    """The kept probe of this machine, or ``None`` if there is none that can be read."""
-    try:
-        probe = Probe.from_json(json.loads(cache_path().read_text()))
-    except (OSError, ValueError, TypeError, KeyError):
+    """The kept probe of this machine; ``None`` without one, and with a warning for a file that is none."""
+    path = cache_path()
+    if path is None:
         return None
-    return probe if probe.machine == describe_machine() else None
+    try:
+        probe = Probe.from_json(json.loads(_content(path)))
+        if probe.machine == describe_machine():
+            return probe
+        found: object = "the probe of another machine"
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        found = getattr(error, "strerror", None) or error
+    _warn_once(
+        f"{path}: expected the kept probe of this machine, found: {found}; plans use nominal rates until `penstock "
+        f"probe` has measured again, or the file is deleted"
+    )
+    return None
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, PenstockWarning, stacklevel=4)
+
+
+def _content(path: Path) -> bytes:
+    """What a regular file holds; opening anything else may wait for ever."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("no regular file")
+        content = file.read(_MAX_FILE_BYTES + 1)
+    if len(content) > _MAX_FILE_BYTES:
+        raise ValueError(f"more than {_MAX_FILE_BYTES} bytes")
+    return content
 
 
 def read_probe(path: Path) -> Probe:
@@ -168,29 +234,78 @@ def read_probe(path: Path) -> Probe:
         OptionError: no such file, or no probe of this version in it.
     """
     try:
-        probe = Probe.from_json(json.loads(path.read_text()))
-        _ = probe.planned_machine, probe.gpu_rates() or probe.cpu_rates()  # what is missing shows here
-        return probe
+        return Probe.from_json(json.loads(path.read_bytes()))
     except OSError as error:
         raise OptionError(
             f"{str(path)!r}: expected a file that `penstock probe --json` printed: {error.strerror}"
         ) from error
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-        found = f"no key {error}" if isinstance(error, KeyError) else error
+    except (ValueError, RecursionError) as error:
         raise OptionError(
-            f"{str(path)!r}: expected what `penstock probe --json` of this version printed, found: {found}; run it "
+            f"{str(path)!r}: expected what `penstock probe --json` of this version printed, found: {error}; run it "
             f"again on that machine"
         ) from error
 
 
 def save(probe: Probe) -> Path:
-    """Keep ``probe``; returns where."""
+    """Keep ``probe``; returns where. A reader finds the file that was there before, or the whole new one.
+
+    Raises:
+        OptionError: there is no place for it.
+    """
     path = cache_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(probe.to_json(), indent=1))
+    if path is None:
+        raise OptionError(
+            f"the probe cannot be kept: user {os.geteuid()} has no home folder (neither HOME nor an entry in passwd); "
+            f"set XDG_CACHE_HOME to a folder for it"
+        )
+    draft = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps(probe.to_json(), indent=1))
+        draft.replace(path)
+    except OSError as error:
+        raise OptionError(
+            f"{path}: the probe cannot be kept there: {error.strerror}; make room for it, or set XDG_CACHE_HOME to "
+            f"another folder"
+        ) from error
+    finally:
+        with suppress(OSError):
+            draft.unlink()
     return path
 
 
 def measure(folder: Path | None = None, num_bytes: int = 1024 * MIB) -> Probe:
     """Measure everything; about half a minute. ``folder``: on the disk to read from (default: temporary files)."""
     return Probe(describe_machine(), **measured_rates(folder, num_bytes))
+
+
+# -- what a probe's file may hold --------------------------------------------------------------------------------------
+
+
+def _facts(value: object) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(fact, str) for fact in value.values()):
+        raise ValueError(f"machine: {value!r:.60}, expected texts by name")
+    if not value.get("device_bytes", "0").isdecimal():
+        raise ValueError(f"machine.device_bytes: {value['device_bytes']!r:.60}, expected a whole number")
+    return value
+
+
+def _curve(name: str, value: object) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}: {value!r:.60}, expected numbers by size")
+    for size in value:
+        if not (size.isascii() and size.isdecimal() and len(size) <= _MAX_DIGITS and int(size) > 0):
+            raise ValueError(f"{name}: the size {size!r:.60}, expected a whole number above 0")
+    return {int(size): _positive(f"{name}[{size}]", rate) for size, rate in value.items()}
+
+
+def _measured(name: str, value: object) -> float | None:
+    """``None``: the machine has no such thing, or does not tell."""
+    return None if value is None else _positive(name, value)
+
+
+def _positive(name: str, value: object) -> float:
+    # Within these bounds no sum or quotient of rates overflows; NaN is not.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _LEAST <= value <= _MOST:
+        raise ValueError(f"{name}: {value!r:.60}, expected a finite number above 0")
+    return value
