@@ -832,6 +832,24 @@ def copied(model: Path, folder: Path, **config: object) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("place", ["", "text_config"])
+def test_more_layers_than_files_can_hold(model: Path, tmp_path: Path, place: str) -> None:
+    """transformers would build them first, for minutes."""
+    for count in (200_000, 10**30):
+        depth = {"num_hidden_layers": count}
+        folder = copied(model, tmp_path / str(count), **({place: depth} if place else depth))
+        message = error_of("plan", folder, "--device-memory", "2MiB")
+        assert f"found num_hidden_layers = {str(count)[:20]}; mend config.json" in message
+        assert "than its safetensors files have tensors (47), or 1000" in message
+        assert error_of("generate", folder, "--prompt", "a", "--device-memory", "2MiB") == message
+
+
+def test_a_config_that_is_nested_too_deeply(model: Path, tmp_path: Path) -> None:
+    folder = copied(model, tmp_path / "deep")
+    (folder / "config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    assert "config.json: expected a JSON object, found: maximum recursion depth" in error_of("plan", folder)
+
+
 @pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 5000, "\x1b[31mred", "a\nb", ".", "/", "..", "", "sub/"])
 def test_odd_names_of_shards(model: Path, tmp_path: Path, name: str) -> None:
     folder = copied(model, tmp_path / "odd")
