@@ -874,6 +874,16 @@ def test_memory_that_is_limited(model: Path) -> None:
         assert done.stderr.splitlines()[-1].startswith("error: ")
 
 
+def test_generate_refuses_the_mode_that_keeps_nothing(model: Path, tmp_path: Path) -> None:
+    flags = ("--device-memory", "2MiB", "--offload-mode", "meta")
+    plan = tmp_path / "plan.json"
+    assert run("plan", model, *flags, "--save", plan).exit_code == 0
+    for asked in (flags, ("--offload-group-size", 2, "--offload-mode", "meta"), ("--plan", plan)):
+        assert "mode meta (of --offload-mode, or of the plan in --plan) keeps none" in error_of(
+            "generate", model, "--prompt", "Water", *asked
+        )
+
+
 def test_interrupt_ends_with_130_and_a_word(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
