@@ -784,6 +784,106 @@ def test_places_that_are_closed(model: Path, tmp_path: Path, monkeypatch: pytest
     assert f"--folder '{tmp_path}': expected a place that user" in error_of("demo", "--folder", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("raised", "line"),
+    [
+        (RecursionError("maximum recursion depth exceeded"), "error: RecursionError: maximum recursion depth exceeded"),
+        (MemoryError(), "error: no memory is left (MemoryError): free some, or raise this process's limit (ulimit -v)"),
+        (KeyError("x"), "error: KeyError: 'x'; PENSTOCK_DEBUG=1 shows where it comes from"),
+        (RuntimeError("a\nb \x1b[2Jc"), "error: RuntimeError: a b \\x1b[2Jc; PENSTOCK_DEBUG=1 shows where"),
+        (OSError(36, "File name too long", "x"), "error: [Errno 36] File name too long: 'x'"),
+        (OSError("odd"), "error: OSError: odd; PENSTOCK_DEBUG=1"),
+        (UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed"), "error: UnicodeEncodeError: 'utf-8'"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_whatever_is_raised_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, model: Path, raised: Exception, line: str
+) -> None:
+    def fail(*args: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("penstock.cli.model.open_model", fail)
+    assert error_of("plan", model).startswith(line)
+    assert run("plan", model).stderr.count("\n") == 1
+    monkeypatch.setenv("PENSTOCK_DEBUG", "1")
+    assert run("plan", model).exception is raised
+
+
+def test_an_error_that_leaves_no_memory_to_say_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(message: str) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("penstock.cli.group.print_error", fail)
+    assert run("plan", tmp_path).exit_code == 2
+    assert capfd.readouterr().err == "error: no memory is left\n"
+
+
+def copied(model: Path, folder: Path, **config: object) -> Path:
+    """``model`` with other values in its config.json; the files of its weights are links."""
+    folder.mkdir()
+    for file in model.iterdir():
+        (folder / file.name).symlink_to(file)
+    changed = {**json.loads((model / "config.json").read_text()), **config}
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(changed))
+    return folder
+
+
+@pytest.mark.parametrize("place", ["", "text_config"])
+def test_more_layers_than_files_can_hold(model: Path, tmp_path: Path, place: str) -> None:
+    """transformers would build them first, for minutes."""
+    for count in (200_000, 10**30):
+        depth = {"num_hidden_layers": count}
+        folder = copied(model, tmp_path / str(count), **({place: depth} if place else depth))
+        message = error_of("plan", folder, "--device-memory", "2MiB")
+        assert f"found num_hidden_layers = {str(count)[:20]}; mend config.json" in message
+        assert "than its safetensors files have tensors (47), or 1000" in message
+        assert error_of("generate", folder, "--prompt", "a", "--device-memory", "2MiB") == message
+
+
+def test_a_config_that_is_nested_too_deeply(model: Path, tmp_path: Path) -> None:
+    folder = copied(model, tmp_path / "deep")
+    (folder / "config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    assert "config.json: expected a JSON object, found: maximum recursion depth" in error_of("plan", folder)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 5000, "\x1b[31mred", "a\nb", ".", "/", "..", "", "sub/"])
+def test_odd_names_of_shards(model: Path, tmp_path: Path, name: str) -> None:
+    folder = copied(model, tmp_path / "odd")
+    (folder / "sub").mkdir()
+    index = folder / "model.safetensors.index.json"
+    index.unlink()
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    result = run("plan", folder)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.rstrip("\n").isprintable()
+
+
+def test_memory_that_is_limited(model: Path) -> None:
+    """Whichever allocation it is that fails, in Python or in torch."""
+    for limit_mib in (300, 600):
+        code = f"import resource as r; r.setrlimit(r.RLIMIT_AS, ({limit_mib} << 20,) * 2); import runpy, sys; "
+        code += f"sys.argv = ['penstock', 'plan', {str(model)!r}]; runpy.run_module('penstock', run_name='__main__')"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert "Traceback" not in done.stderr
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.splitlines()[-1].startswith("error: ")
+
+
+def test_generate_refuses_the_mode_that_keeps_nothing(model: Path, tmp_path: Path) -> None:
+    flags = ("--device-memory", "2MiB", "--offload-mode", "meta")
+    plan = tmp_path / "plan.json"
+    assert run("plan", model, *flags, "--save", plan).exit_code == 0
+    for asked in (flags, ("--offload-group-size", 2, "--offload-mode", "meta"), ("--plan", plan)):
+        assert "mode meta (of --offload-mode, or of the plan in --plan) keeps none" in error_of(
+            "generate", model, "--prompt", "Water", *asked
+        )
+
+
 def test_interrupt_ends_with_130_and_a_word(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt

@@ -250,12 +250,12 @@ class TestOptions:
         ):
             OffloadConfig("auto", Prefetch(), UVA("1GiB"))
 
-    @pytest.mark.parametrize("value", ["0", "-1", "many", "1.5", "", "²"])
+    @pytest.mark.parametrize("value", ["0", "-1", "many", "1.5", "", "²", "1025", "100000000000", "9" * 5000])
     def test_environment(self, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
         monkeypatch.setenv("PENSTOCK_READERS", value)
         model = Stack(2).eval()
         before = state_of(model)
-        with pytest.raises(OptionError, match=f"PENSTOCK_READERS='{value}': expected a whole number of threads"):
+        with pytest.raises(OptionError, match=f"PENSTOCK_READERS='{value[:40]}': expected a whole number of threads"):
             penstock.offload(model, all_layers(1))
         assert state_of(model) == before
 

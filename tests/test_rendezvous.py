@@ -299,7 +299,7 @@ def test_whatever_went_wrong_the_next_attempt_works(rounds: list[tuple[str, ...]
         assert (found == ["right"] * 3) == (set(behaviours) == {"right"}), (behaviours, found)
 
 
-@pytest.mark.parametrize("value", ["0", "soon", "-1", "1.5"])
+@pytest.mark.parametrize("value", ["0", "soon", "-1", "1.5", "1" + "0" * 400])
 def test_the_timeout_is_a_whole_number_of_seconds(
     value: str, store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

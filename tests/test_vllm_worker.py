@@ -180,6 +180,59 @@ def test_graphs_of_a_draft_model_are_not_taken_for_the_models(second: bool) -> N
     assert worker.penstock_stats()["copies"] - copies[1] > copies[1] / 5
 
 
+# -- layers that do not run --------------------------------------------------------------------------------------------
+
+
+def serve(worker: Any) -> float:
+    """What vLLM has a loaded worker do before it serves."""
+    assert worker.determine_available_memory() == 10**9
+    return float(worker.compile_or_warm_up_model())
+
+
+def go_around_hooks(model: vllm.Model) -> None:
+    """Layers 3 and 7 are run by another module, which does not call them."""
+    model.model.__class__ = Inlining
+
+
+class Inlining(vllm.Decoder):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, residual = self.embed_tokens(ids), None
+        for index, layer in enumerate(self.layers):
+            run = layer.forward if index in (3, 7) else layer
+            x, residual = run(torch.arange(ids.shape[-1]), x, residual)
+        return x + residual
+
+
+@RUNNERS
+@pytest.mark.parametrize("profiles", [True, False])
+@pytest.mark.parametrize(("flags", "own"), [(GROUP, None), ({}, SOME), ({"cpu_offload_gb": 1.0}, None)])
+def test_a_model_that_runs_all_its_units_serves(
+    flags: dict[str, Any], own: dict[str, Any] | None, profiles: bool, second: bool
+) -> None:
+    worker = loaded(flags, own, second=second, profiles=profiles)
+    assert serve(worker) == 0.5
+    require_same_outputs(worker, resident())
+
+
+@RUNNERS
+@pytest.mark.parametrize("profiles", [True, False])
+@pytest.mark.filterwarnings("ignore:.*offloaded modules did not run in this forward")
+def test_a_layer_whose_hook_never_runs_ends_the_start(profiles: bool, second: bool) -> None:
+    """What it reads is whatever its slot holds: other tokens, and no error."""
+    worker = loaded(GROUP, second=second, profiles=profiles, change_model=go_around_hooks)
+    with pytest.raises(StateError, match=r"2 of 2 offloaded modules did not run .*\(model.layers.3, model.layers.7\)"):
+        serve(worker)
+    assert not isinstance(vllm.get_offloader(), EngineOffloader)
+    left_out = {"device_memory": "7MiB", "rules": ["re:.*\\.[37]\\..*=resident"]}
+    assert serve(loaded(own=left_out, second=second, change_model=go_around_hooks)) == 0.5
+
+
+def test_a_worker_that_moves_nothing_has_no_units_to_run() -> None:
+    for flags, own in (({}, None), (GROUP, {"boundaries_only": True})):
+        vllm.set_offloader(vllm.NoopOffloader())
+        assert serve(loaded(flags, own, change_model=go_around_hooks)) == 0.5
+
+
 # -- what vLLM is told -------------------------------------------------------------------------------------------------
 
 

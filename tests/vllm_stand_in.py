@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 NUM_LAYERS = 8
+PROFILED = torch.zeros(2, 3, dtype=torch.long)
 
 # What of a real process is global: set by `install`.
 state = SimpleNamespace()
@@ -115,7 +116,7 @@ class ParallelConfig:
 
 @dataclass
 class VllmConfig:
-    """``use_v2_model_runner`` and below: what vLLM reads from elsewhere."""
+    """``use_v2_model_runner`` and below: what vLLM reads from elsewhere. ``profiles``: before it warms up."""
 
     offload_config: OffloadConfig = field(default_factory=OffloadConfig)
     compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
@@ -125,6 +126,7 @@ class VllmConfig:
     width: int = WIDTH
     change_model: Callable[[Model], Any] = lambda model: None
     draft_layers: int = 0
+    profiles: bool = True
 
     def compute_hash(self) -> str:
         return str(sorted(self.additional_config.items(), key=str))
@@ -298,6 +300,17 @@ class Worker(WorkerBase):
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         self.model_runner.load_model(load_dummy_weights=load_dummy_weights)
+
+    def determine_available_memory(self) -> int:
+        """Profiles the model, unless what the cache gets was said (as vLLM's worker for CPUs has it)."""
+        if self.vllm_config.profiles:
+            self.execute_model(PROFILED)
+        return 10**9
+
+    def compile_or_warm_up_model(self) -> float:
+        if not self.vllm_config.profiles:
+            self.execute_model(PROFILED)
+        return 0.5  # seconds of compilation
 
     def shutdown(self) -> None:
         self.calls.append("shutdown")

@@ -20,8 +20,8 @@ from ranks import outcomes, run_ranks
 import penstock
 from penstock import Prefetch
 from penstock.errors import OptionError, TransferError
+from penstock.link.measuring import median_s
 from penstock.link.peer_rates import PEER_SIZES, mutual_peers, peer_rates
-from penstock.link.probe import _median_s
 from penstock.offloaders import parts as sharing
 from penstock.store.parts import PartStore
 from penstock.testing import assert_moved
@@ -209,7 +209,7 @@ def test_a_probe_measures_copies_among_devices() -> None:
     """Of this process alone, and so that plans can be made with them."""
     device = torch.device("cuda", 0)
     count = len(mutual_peers(device))
-    found = peer_rates(device, _median_s)
+    found = peer_rates(device, median_s)
     if count < 2:
         assert found == {}
         return

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = ["build_meta_model"]
 
+_MANY_LAYERS = 1000
+# num_hidden_layers, n_layer, depth, ...: what configurations call a number of layers.
+_DEPTHS = ("layers", "layer", "depth", "blocks")
+
 
 def build_meta_model(
     path: str | os.PathLike[str], *, model_class: ModelClass | None = None, dtype: torch.dtype | None = None
@@ -41,6 +45,7 @@ def build_meta_model(
     folder = _folder(path)
     raw = _read_config(folder)
     _refuse_quantised(folder, raw)
+    _refuse_impossible_depth(folder, raw)
     if model_class is None or hasattr(model_class, "from_config"):
         _refuse_unknown(folder, raw)
     maker = model_class or _named_class(folder, raw) or AutoModel
@@ -79,7 +84,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or not JSON
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, or not JSON
         raise CheckpointError(f"{file}: expected a JSON object, found: {error}; download or copy it again") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{file}: expected a JSON object, found {type(raw).__name__}; download it again")
@@ -95,6 +100,20 @@ def _refuse_quantised(folder: Path, raw: dict[str, Any]) -> None:
                 f"{folder}: expected plain weights, found quantised ones (quantization_config in config.json, method "
                 f"{method!r}), which are not supported yet; use the model's unquantised checkpoint"
             )
+
+
+def _refuse_impossible_depth(folder: Path, raw: dict[str, Any]) -> None:
+    """transformers builds every layer that it is asked for, which takes minutes for 100,000 of them."""
+    for part in (raw, *(value for value in raw.values() if isinstance(value, dict))):
+        for key, count in part.items():
+            if not key.endswith(_DEPTHS) or not isinstance(count, int) or count <= _MANY_LAYERS:
+                continue
+            held = len(Checkpoint.open(folder).tensors) if any(folder.glob("*.safetensors")) else 0
+            if count > held:
+                raise CheckpointError(
+                    f"{folder}/config.json: expected no more layers than its safetensors files have tensors ({held}), "
+                    f"or {_MANY_LAYERS}, found {key} = {str(count)[:20]}; mend config.json, or download it again"
+                )
 
 
 def _refuse_unknown(folder: Path, raw: dict[str, Any]) -> None:

@@ -31,7 +31,9 @@ for _console in (stdout, stderr):
 
 def print_error(message: str) -> None:
     """One red line on stderr, whatever its length: scripts read it."""
-    line = Text(f"error: {' '.join(message.split())}", style="red")
+    # Names out of files may hold anything, sequences that command a terminal among it.
+    printable = (c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.split()))
+    line = Text(f"error: {''.join(printable)}", style="red")
     stderr.print(line, soft_wrap=True)
 
 

@@ -44,6 +44,11 @@ def generate(
 ) -> None:
     """Generate text from a checkpoint that does not fit the device. The text goes to stdout, all else to stderr."""
     policy = flags.policy()
+    if getattr(policy, "mode", None) == "meta":
+        raise OptionError(
+            "mode meta (of --offload-mode, or of the plan in --plan) keeps none of the bytes that are offloaded: it is "
+            "for sizing with `penstock plan`, and text made with it would mean nothing; use --offload-mode disk or cpu"
+        )
     if seed is not None and not temperature:
         raise OptionError("--seed has no effect on greedy decoding; add --temperature 0.7, say")
     from penstock.cli.model import open_model, require_causal_lm

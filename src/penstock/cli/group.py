@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -38,15 +39,30 @@ def _errors_as_lines() -> Iterator[None]:
         with_traceback = debug_enabled()
         yield
     except BrokenPipeError:
-        raise  # whoever read our output has seen enough; typer ends quietly
-    except (PenstockError, OSError) as error:  # the second: folders and files that cannot be made, read or written
-        if with_traceback:
+        raise  # the reader of our output has seen enough; typer ends quietly
+    except Exception as error:
+        if with_traceback or type(error).__module__.partition(".")[0] in ("typer", "click"):  # these say it themselves
             raise
-        print_error(str(error))
-        raise typer.Exit(EXIT_ERROR) from error
+        error.__traceback__ = None  # what its frames hold may be all the memory there is
+        try:
+            print_error(_line_of(error))
+        except MemoryError:
+            os.write(2, b"error: no memory is left\n")
+        raise typer.Exit(EXIT_ERROR) from None
     except KeyboardInterrupt as interrupt:
         stderr.print("interrupted", style="yellow")
         raise typer.Exit(EXIT_INTERRUPTED) from interrupt
+
+
+def _line_of(error: Exception) -> str:
+    """What an error says; one that penstock did not raise or expect says what it is, too."""
+    if isinstance(error, PenstockError) or (isinstance(error, OSError) and error.strerror):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return (
+            f"no memory is left ({str(error) or 'MemoryError'}): free some, or raise this process's limit (ulimit -v)"
+        )
+    return f"{type(error).__name__}: {error}; PENSTOCK_DEBUG=1 shows where it comes from"
 
 
 def expand_lists(args: Sequence[str]) -> list[str]:

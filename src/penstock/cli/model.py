@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -93,12 +94,21 @@ def open_model(model: str) -> OpenedModel:
     from penstock.checkpoint import Checkpoint
     from penstock.inventory import take_inventory
 
-    folder = Path(model).expanduser()
+    folder = _folder(model)
     with no_collections():
         module = build_meta_model(folder)
         weights = weight_map(module, Checkpoint.open(folder))
         # After the weights: a checkpoint may undo a tie.
         return OpenedModel(folder, module, take_inventory(module), weights)
+
+
+def _folder(model: str) -> Path:
+    try:
+        return Path(model).expanduser()
+    except RuntimeError as error:
+        raise OptionError(
+            f"MODEL {model!r}: user {os.geteuid()} has no home folder for ~ to stand for; write the whole path"
+        ) from error
 
 
 @contextmanager

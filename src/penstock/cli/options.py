@@ -108,8 +108,8 @@ class OffloadFlags:
         _option(
             "--offload-mode",
             "NAME",
-            "Where all offloaded weights rest: cpu, shm_cpu (torchrun), disk (default on a CPU), meta. Default on a "
-            "GPU: cpu, and disk for what does not fit there.",
+            "Where all offloaded weights rest: cpu, shm_cpu (torchrun), disk (default on a CPU), meta (nowhere; "
+            "plan only). Default on a GPU: cpu, and disk for what does not fit there.",
         ),
     ] = None
     device: Annotated[

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from penstock.cli.console import stderr, stdout
 from penstock.cli.values import require_folder
+
+if TYPE_CHECKING:
+    from penstock.link.probe import Probe
 
 __all__ = ["probe"]
 
@@ -27,10 +30,16 @@ def probe(
     if not as_json:
         stderr.print("measuring ...")
     result = measure(folder)
-    path = save(result)
     if as_json:
         typer.echo(json.dumps(result.to_json()))
-        return
+    else:
+        stdout.print(_table(result))
+    path = save(result)  # last: what was measured is seen even if it cannot be kept
+    if not as_json:
+        stderr.print(f"kept in {path}", soft_wrap=True)
+
+
+def _table(result: Probe) -> Table:
     table = Table(title="this machine")
     table.add_column("what")
     table.add_column("rate", justify="right")
@@ -39,8 +48,7 @@ def probe(
     table.add_section()
     for what, rate in _rates(result.to_json()):
         table.add_row(what, rate)
-    stdout.print(table)
-    stderr.print(f"kept in {path}", soft_wrap=True)
+    return table
 
 
 _NAMES = {

@@ -8,43 +8,32 @@ that planning costs nothing.
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import platform
-import statistics
-import tempfile
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+import stat
+import warnings
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
-import torch.nn.functional as F
 
-from penstock.errors import OptionError
-from penstock.link.peer_rates import peer_rates
+from penstock.errors import OptionError, PenstockWarning
+from penstock.link.measuring import measured_rates
 from penstock.plan.cost import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates
 from penstock.plan.machine import Machine
 from penstock.store.digest import json_digest
-from penstock.store.disk import DiskOptions, File
-from penstock.store.pinning import device_view, pinned_region
 
 __all__ = ["Probe", "cache_path", "load", "measure", "planning_rates", "read_probe", "save"]
 
 MIB = 1 << 20
 SCHEMA_VERSION = 2
-
-# Of an 8-billion-parameter decoder's MLP: 100 MB in bf16, so that six of them pass through any cache.
-_PRODUCT_SHAPE = (12288, 4096)
-_PRODUCT_WEIGHTS = 6
-_PRODUCT_ROWS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-# A layer's experts of a fine-grained mixture: 738 MB.
-_EXPERTS_SHAPE = (64, 2816, 2048)
-_EXPERT_ROWS = (1, 4, 16, 64, 128, 256, 1024)
-_CPU_PRODUCT_ROWS = (1, 16, 256)
+_MAX_FILE_BYTES = MIB  # a probe has some kilobytes
+_MAX_DIGITS = 18
+_LEAST, _MOST = 1e-30, 1e30
 
 
 @dataclass(frozen=True)
@@ -101,14 +90,40 @@ class Probe:
         return Machine(self.machine["devices"].split(", ")[0], None if total is None else int(total))
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Probe:
-        """The inverse of :meth:`to_json`; raises ``ValueError`` on another schema."""
-        values = dict(data)
-        if values.pop("schema", None) != SCHEMA_VERSION:
-            raise ValueError(f"probe schema {data.get('schema')!r}, expected {SCHEMA_VERSION}")
-        for name in (name for name, value in values.items() if isinstance(value, dict) and name != "machine"):
-            values[name] = {int(size): rate for size, rate in values[name].items()}
-        return cls(**values)
+    def from_json(cls, data: object) -> Probe:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError: another schema, an unknown key, a value that no measurement gives, or too few to plan with.
+        """
+        schema = data.get("schema") if isinstance(data, dict) else data
+        if not isinstance(data, dict) or schema != SCHEMA_VERSION:
+            raise ValueError(f"schema {schema!r:.60}, expected {SCHEMA_VERSION}")
+        curves = {each.name: each.default_factory is dict for each in fields(cls)}
+        values: dict[str, Any] = {}
+        for name, value in data.items():
+            if name == "machine":
+                values[name] = _facts(value)
+            elif name in curves:
+                values[name] = _curve(name, value) if curves[name] else _measured(name, value)
+            elif name != "schema":
+                raise ValueError(f"the unknown key {name!r:.60}")
+        probe = cls(**{"machine": {}, **values})
+        probe._require_enough()
+        return probe
+
+    def _require_enough(self) -> None:
+        """Raise ``ValueError`` for a probe that lacks what plans for its device need."""
+        on_gpu = bool(self.h2d_bytes_per_s)
+        if (key := "devices" if on_gpu else "cpu") not in self.machine:
+            raise ValueError(f"no key {key!r}")
+        needed = ["product_s_per_byte", "cached_read_bytes_per_s"]
+        if on_gpu:
+            needed = ["product_s_per_byte", "grouped_s_per_byte", "in_place_s_per_byte", "in_place_grouped_s_per_byte"]
+            needed += ["kernel_s", "device_copy_bytes_per_s"]
+        for name in needed:
+            if not getattr(self, name):
+                raise ValueError(f"no value for {name!r}")
 
     def gpu_rates(self) -> Rates | None:
         """For planning on this machine's GPU, weights in pinned host memory or in files; ``None`` if it has none."""
@@ -165,19 +180,51 @@ def describe_machine() -> dict[str, str]:
     }
 
 
-def cache_path() -> Path:
-    """Where the probe of this machine is kept (``XDG_CACHE_HOME``, else ``~/.cache``)."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "penstock" / f"probe-{json_digest(describe_machine())[:16]}.json"
+def cache_path() -> Path | None:
+    """Where the probe of this machine is kept (``XDG_CACHE_HOME``, else ``~/.cache``); ``None`` without a home."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        folder = Path(base) if base else Path.home() / ".cache"
+    except RuntimeError:  # neither HOME nor an entry in passwd, as a container with a bare user id has it
+        return None
+    return folder / "penstock" / f"probe-{json_digest(describe_machine())[:16]}.json"
 
 
 def load() -> Probe | None:
-    """The kept probe of this machine, or ``None`` if there is none that can be read."""
-    try:
-        probe = Probe.from_json(json.loads(cache_path().read_text()))
-    except (OSError, ValueError, TypeError, KeyError):
+    """The kept probe of this machine; ``None`` without one, and with a warning for a file that is none."""
+    path = cache_path()
+    if path is None:
         return None
-    return probe if probe.machine == describe_machine() else None
+    try:
+        probe = Probe.from_json(json.loads(_content(path)))
+        if probe.machine == describe_machine():
+            return probe
+        found: object = "the probe of another machine"
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        found = getattr(error, "strerror", None) or error
+    _warn_once(
+        f"{path}: expected the kept probe of this machine, found: {found}; plans use nominal rates until `penstock "
+        f"probe` has measured again, or the file is deleted"
+    )
+    return None
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, PenstockWarning, stacklevel=4)
+
+
+def _content(path: Path) -> bytes:
+    """What a regular file holds; opening anything else may wait for ever."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("no regular file")
+        content = file.read(_MAX_FILE_BYTES + 1)
+    if len(content) > _MAX_FILE_BYTES:
+        raise ValueError(f"more than {_MAX_FILE_BYTES} bytes")
+    return content
 
 
 def read_probe(path: Path) -> Probe:
@@ -187,198 +234,78 @@ def read_probe(path: Path) -> Probe:
         OptionError: no such file, or no probe of this version in it.
     """
     try:
-        probe = Probe.from_json(json.loads(path.read_text()))
-        _ = probe.planned_machine, probe.gpu_rates() or probe.cpu_rates()  # what is missing shows here
-        return probe
+        return Probe.from_json(json.loads(path.read_bytes()))
     except OSError as error:
         raise OptionError(
             f"{str(path)!r}: expected a file that `penstock probe --json` printed: {error.strerror}"
         ) from error
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-        found = f"no key {error}" if isinstance(error, KeyError) else error
+    except (ValueError, RecursionError) as error:
         raise OptionError(
-            f"{str(path)!r}: expected what `penstock probe --json` of this version printed, found: {found}; run it "
+            f"{str(path)!r}: expected what `penstock probe --json` of this version printed, found: {error}; run it "
             f"again on that machine"
         ) from error
 
 
 def save(probe: Probe) -> Path:
-    """Keep ``probe``; returns where."""
+    """Keep ``probe``; returns where. A reader finds the file that was there before, or the whole new one.
+
+    Raises:
+        OptionError: there is no place for it.
+    """
     path = cache_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(probe.to_json(), indent=1))
+    if path is None:
+        raise OptionError(
+            f"the probe cannot be kept: user {os.geteuid()} has no home folder (neither HOME nor an entry in passwd); "
+            f"set XDG_CACHE_HOME to a folder for it"
+        )
+    draft = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps(probe.to_json(), indent=1))
+        draft.replace(path)
+    except OSError as error:
+        raise OptionError(
+            f"{path}: the probe cannot be kept there: {error.strerror}; make room for it, or set XDG_CACHE_HOME to "
+            f"another folder"
+        ) from error
+    finally:
+        with suppress(OSError):
+            draft.unlink()
     return path
 
 
 def measure(folder: Path | None = None, num_bytes: int = 1024 * MIB) -> Probe:
     """Measure everything; about half a minute. ``folder``: on the disk to read from (default: temporary files)."""
-    rates: dict[str, Any] = {"product_s_per_byte": _cpu_products(), **_disk(folder, num_bytes)}
-    if torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
-        rates |= _cuda(device, num_bytes)
-        rates |= peer_rates(device, _median_s)  # last, when what else was measured has let go of its memory
-    return Probe(describe_machine(), **rates)
+    return Probe(describe_machine(), **measured_rates(folder, num_bytes))
 
 
-def _median_s(run: Callable[[], object], repeats: int = 5) -> float:
-    run()
-    samples = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        samples.append(time.perf_counter() - start)
-    return statistics.median(samples)
+# -- what a probe's file may hold --------------------------------------------------------------------------------------
 
 
-def _cpu_products() -> dict[int, float]:
-    weight = torch.randn(8192, 4096)
-    return {
-        rows: _median_s(partial(F.linear, _rows(rows, weight), weight)) / weight.nbytes for rows in _CPU_PRODUCT_ROWS
-    }
+def _facts(value: object) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(fact, str) for fact in value.values()):
+        raise ValueError(f"machine: {value!r:.60}, expected texts by name")
+    if not value.get("device_bytes", "0").isdecimal():
+        raise ValueError(f"machine.device_bytes: {value['device_bytes']!r:.60}, expected a whole number")
+    return value
 
 
-def _disk(folder: Path | None, num_bytes: int) -> dict[str, float | None]:
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
-        block = os.urandom(16 * MIB)
-        for _ in range(0, num_bytes, len(block)):
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-        path = Path(file.name)
-        return {
-            "cached_read_bytes_per_s": _read_rate(path, num_bytes, DiskOptions()),
-            "disk_read_bytes_per_s": _read_rate(path, num_bytes, DiskOptions(direct=True)),
-        }
+def _curve(name: str, value: object) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}: {value!r:.60}, expected numbers by size")
+    for size in value:
+        if not (size.isascii() and size.isdecimal() and len(size) <= _MAX_DIGITS and int(size) > 0):
+            raise ValueError(f"{name}: the size {size!r:.60}, expected a whole number above 0")
+    return {int(size): _positive(f"{name}[{size}]", rate) for size, rate in value.items()}
 
 
-def _read_rate(path: Path, num_bytes: int, options: DiskOptions) -> float | None:
-    try:
-        source = File(path, options)
-    except ValueError:  # no direct I/O on this file system
-        return None
-    piece = 8 * MIB
-    into = memoryview(mmap.mmap(-1, num_bytes))
-    threads = len(os.sched_getaffinity(0))
-
-    def read(start: int) -> None:
-        source.read(start, into[start : start + piece])
-
-    with ThreadPoolExecutor(threads) as pool:
-        seconds = _median_s(lambda: list(pool.map(read, range(0, num_bytes, piece))), 3)
-    source.close()
-    return num_bytes / seconds
+def _measured(name: str, value: object) -> float | None:
+    """``None``: the machine has no such thing, or does not tell."""
+    return None if value is None else _positive(name, value)
 
 
-def _cuda(device: torch.device, num_bytes: int) -> dict[str, Any]:
-    start = time.perf_counter()
-    host = pinned_region(num_bytes)
-    pin_s = time.perf_counter() - start
-    slot = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    other = torch.empty_like(slot)
-    timed = partial(_timed, device)
-    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    in_place = device_view(host, device)
-    return {
-        "pin_bytes_per_s": num_bytes / pin_s,
-        "h2d_bytes_per_s": {
-            size: _h2d(slot, host, size, timed) for size in (MIB // 4, MIB, 4 * MIB, 16 * MIB, 256 * MIB)
-        },
-        "uva_read_bytes_per_s": num_bytes / timed(lambda: torch.add(in_place, 1, out=slot)),
-        "uva_gather_bytes_per_s": {row: _gather(in_place, row, timed) for row in (8192, MIB)},
-        "device_copy_bytes_per_s": 2 * num_bytes / timed(lambda: other.copy_(slot)),
-        "matmul_flops_per_s": 2 * 8192**3 / timed(lambda: a @ b),
-        **_products(device, in_place, timed),
-        "kernel_s": _kernel_s(device),
-    }
-
-
-Timed = Callable[[Callable[[], object]], float]
-
-
-def _timed(device: torch.device, run: Callable[[], object]) -> float:
-    def step() -> None:
-        run()
-        torch.cuda.synchronize(device)
-
-    return _median_s(step)
-
-
-def _graph(device: torch.device, run: Callable[[], object]) -> Callable[[], None]:
-    """``run`` as a captured graph: what the host takes to launch kernels does not count."""
-    run()
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
-def _products(device: torch.device, in_place: torch.Tensor, timed: Timed) -> dict[str, dict[int, float]]:
-    bf16 = torch.bfloat16
-    dense = [torch.randn(_PRODUCT_SHAPE, device=device, dtype=bf16) for _ in range(_PRODUCT_WEIGHTS)]
-    experts = torch.randn(_EXPERTS_SHAPE, device=device, dtype=bf16)
-    return {
-        "product_s_per_byte": _by_rows(_PRODUCT_ROWS, dense, F.linear, timed),
-        "grouped_s_per_byte": _by_rows(_EXPERT_ROWS, [experts], _grouped, timed),
-        "in_place_s_per_byte": _both_ways(_like(dense[0], in_place), timed),
-        "in_place_grouped_s_per_byte": _by_rows(_EXPERT_ROWS, [_like(experts, in_place)], _grouped, timed),
-    }
-
-
-def _both_ways(weight: torch.Tensor, timed: Timed) -> dict[int, float]:
-    """In place, a wide product and a narrow one are tiled differently; the mean of both."""
-    wide, narrow = (_by_rows(_PRODUCT_ROWS, [w], F.linear, timed) for w in (weight, weight.view(_PRODUCT_SHAPE[::-1])))
-    return {rows: (wide[rows] + narrow[rows]) / 2 for rows in wide}
-
-
-Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def _by_rows(
-    counts: Sequence[int], weights: Sequence[torch.Tensor], product: Product, timed: Timed
-) -> dict[int, float]:
-    """Seconds per byte of ``weights``, by rows (per expert, if they have experts), in a graph."""
-    num_bytes = sum(weight.nbytes for weight in weights)
-    per_count = len(weights[0]) if weights[0].dim() == 3 else 1
-
-    def seconds(count: int) -> float:
-        x = _rows(count * per_count, weights[0])
-        return timed(_graph(x.device, lambda: [product(x, weight) for weight in weights]))
-
-    return {count: seconds(count) / num_bytes for count in counts}
-
-
-def _grouped(x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    each = len(x) // len(experts)
-    ends = torch.arange(each, len(x) + 1, each, device=x.device, dtype=torch.int32)
-    return F.grouped_mm(x, experts.mT, offs=ends)
-
-
-def _like(weight: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    return memory[: weight.nbytes].view(weight.dtype).view(weight.shape)
-
-
-def _kernel_s(device: torch.device, count: int = 500) -> float:
-    x = torch.zeros(2048, device=device)
-    replay = _graph(device, lambda: [x.add_(1.0) for _ in range(count)])
-    return _timed(device, replay) / count
-
-
-def _rows(count: int, weight: torch.Tensor) -> torch.Tensor:
-    return torch.randn(count, weight.shape[-1], device=weight.device, dtype=weight.dtype)
-
-
-def _h2d(slot: torch.Tensor, host: torch.Tensor, size: int, timed: Timed) -> float:
-    count = max(1, min(host.numel(), 512 * MIB) // size)
-
-    def run() -> None:
-        for i in range(count):
-            slot[i * size : (i + 1) * size].copy_(host[i * size : (i + 1) * size], non_blocking=True)
-
-    return count * size / timed(run)
-
-
-def _gather(in_place: torch.Tensor, row: int, timed: Timed) -> float:
-    rows = in_place.view(-1, row)
-    chosen = torch.randperm(len(rows), device=in_place.device)[: len(rows) // 2]
-    return len(chosen) * row / timed(lambda: rows[chosen])
+def _positive(name: str, value: object) -> float:
+    # Within these bounds no sum or quotient of rates overflows; NaN is not.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _LEAST <= value <= _MOST:
+        raise ValueError(f"{name}: {value!r:.60}, expected a finite number above 0")
+    return value

@@ -138,6 +138,22 @@ class EngineOffloader(StackedOffloader):
         if self._attachment is not None:
             self._attachment.rewind()
 
+    def require_all_ran(self) -> None:
+        """To be asked when the engine has run its model once, before anything that it makes counts.
+
+        Raises:
+            StateError: a unit whose module did not run: what reads its weights would not wait for them.
+        """
+        units = self.stats().units
+        idle = [unit.anchor for unit in units if unit.runs == 0]
+        if idle:
+            raise StateError(
+                f"{len(idle)} of {len(units)} offloaded modules did not run when the engine ran its model "
+                f"({', '.join(idle[:3])}{', ...' if len(idle) > 3 else ''}), so nothing would wait for their weights: "
+                f"leave them out of what is offloaded, with names that do not match them (--offload-params; with "
+                f"device_memory: penstock.params, or penstock.rules such as '{idle[0]}=resident')"
+            )
+
     @contextmanager
     def replays_of_others(self) -> Iterator[None]:
         """Within, what the engine announces is none of the model's replays but, say, a draft model's."""

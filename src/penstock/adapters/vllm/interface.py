@@ -67,6 +67,7 @@ NAMES = (
     Name(_WORKER, "Worker.__init__", ("self", "vllm_config")),
     Name("vllm.v1.worker.worker_base", "WorkerBase.__init__", mentions=("rank", "vllm_config")),
     Name(_WORKER, "Worker.load_model", ("self", "load_dummy_weights"), mentions=("model_runner", "load_model")),
+    Name(_WORKER, "Worker.compile_or_warm_up_model", ("self",)),
     Name(_WORKER, "Worker.execute_model", ("self", "scheduler_output")),
     Name(_WORKER, "Worker.sample_tokens", ("self",)),
     Name(_WORKER, "Worker.sleep", ("self", "level")),

@@ -133,6 +133,21 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         finally:
             del runner.load_model  # the class's again
 
+    def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's, the last step before it serves; every worker has run its model by then, to measure it or here.
+
+        Raises:
+            StateError: the model does not run a module that is offloaded.
+        """
+        result = super().compile_or_warm_up_model(*args, **kwargs)
+        if self._offloader is not None and not self._options.boundaries_only:
+            try:
+                self._offloader.require_all_ran()
+            except StateError:
+                self._give_up_offloader()
+                raise
+        return result
+
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's; then the copies that the next forward needs first start, beside sampling and scheduling."""
         try:
