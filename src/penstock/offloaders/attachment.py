@@ -120,8 +120,8 @@ class Attachment(NotCopyable):
             if isinstance(self._store, SharedStore):
                 finish_shared(self._store, self._bound, weights, disk)
             self._account = self._store.account
-            self._promoter.serve(self._store)
             self._attach_units(self._link or self._make_link(measure_stalls), entry)
+            self._promoter.serve(self._store)
             for name in plan.uva:
                 self._bound[name].point_at(self._in_place(name))
             if plan.uva and isinstance(self._store, DiskStore) and device.type == "cpu":
@@ -207,12 +207,9 @@ class Attachment(NotCopyable):
         bound = self._bound[name]
         if bound.is_back:
             return  # by a call that was interrupted
-        if restored is not None:
-            bound.point_at(restored)
-            bound.forget_original()  # what was read in place had it in the store
-        elif name not in self.plan.resident or not bound.on_meta or self.plan.mode == "meta":
-            bound.restore()  # residents read from the files stay where they were put
-        bound.is_back = True
+        stays = restored is None and name in self.plan.resident and bound.on_meta and self.plan.mode != "meta"
+        if not stays:  # as residents do that were read from the files
+            bound.give_back(restored)
 
     # -- building ---------------------------------------------------------------------------------------------------
 
@@ -346,8 +343,11 @@ class Attachment(NotCopyable):
             ) from error
 
     def _promotions(self) -> list[str]:
-        names = self._promoter.promoted
-        return [f"resident since they were used outside of their module's forward: {', '.join(names)}"] if names else []
+        told = (
+            ("resident since they were used outside of their module's forward", self._promoter.promoted),
+            ("copied for every use outside of their module's forward, for want of room", self._promoter.lent),
+        )
+        return [f"{what}: {', '.join(names)}" for what, names in told if names]
 
     def _current_bytes(self, name: str) -> torch.Tensor:
         if name in self.plan.resident:

@@ -15,13 +15,13 @@ from torch import nn
 
 from penstock.errors import ModelChangedError, PenstockWarning, StateError
 from penstock.inventory import Location, StorageInfo, TensorInfo
-from penstock.offloaders.trap import is_resting, resting_like, storage_id
+from penstock.offloaders.trap import GiveBack, is_resting, resting_like, storage_id
 from penstock.store.pinning import device_view
 
 __all__ = ["BoundStorage", "BoundTensor", "Path", "Wake", "bind", "live_tensors"]
 
-# Called with a resting tensor and the operator that was given it; returns with the tensor over its true bytes.
-Wake = Callable[["BoundTensor", str], None]
+# Called with a resting tensor and the operator that was given it; see :meth:`penstock.offloaders.trap.Owner.wake`.
+Wake = Callable[["BoundTensor", str, bool], GiveBack | None]
 
 # Attributes from a module to a tensor at or below it, into a tensor subclass too.
 Path = tuple[str, ...]
@@ -89,6 +89,11 @@ class BoundTensor:
         if self._resting is not None and self.in_slot is not None:
             self.tensor.data = self._resting
 
+    def lend(self, blob: torch.Tensor) -> None:
+        """Let the tensor look into ``blob`` until :meth:`rest`."""
+        with torch.inference_mode(self.original.is_inference()):
+            self.tensor.data = self.view_of(blob)
+
     def stay_in_slot(self) -> None:
         """Rest no more: compiled code and graphs need one address for ever."""
         if self._resting is not None:
@@ -105,11 +110,10 @@ class BoundTensor:
         """Whether ``tensor`` is this one in its slot, or a view of it."""
         return self.in_slot is not None and storage_id(tensor) == self._slot_storage
 
-    def resident_data(self, operator: str) -> torch.Tensor:
+    def wake(self, operator: str, is_written: bool) -> GiveBack | None:
         """See :class:`penstock.offloaders.trap.Owner`."""
-        if is_resting(self.tensor) and self._wake is not None:
-            self._wake(self, operator)
-        return self.tensor.data
+        assert self._wake is not None
+        return self._wake(self, operator, is_written)
 
     def view_of(self, blob: torch.Tensor) -> torch.Tensor:
         """This tensor's shape, strides and dtype over the bytes of its storage."""
@@ -158,6 +162,15 @@ class BoundTensor:
                 f"{place.name} was written in place while offloaded; the write is lost with the next copy: call "
                 f"handle.remove() first, or leave this tensor out of the selection"
             )
+
+    @property
+    def has_other_data(self) -> bool:
+        """Whether its data was set (``tensor.data = ...``) since :meth:`point_at` or :meth:`point_at_slot`."""
+        if self.tensor.device.type == "meta":
+            return False
+        if self.in_slot is None:
+            return not is_resting(self.tensor) and self.tensor.data_ptr() != self._address
+        return storage_id(self.tensor) not in (self._resting_storage, self._slot_storage)
 
     def _is_elsewhere(self, resting: bool) -> bool:
         if resting and self._resting is not None and self.in_slot is not None:
@@ -247,6 +260,18 @@ class BoundStorage:
         """Let every tensor look into ``blob`` at its own offset."""
         for tensor in self.tensors:
             tensor.point_at(blob)
+
+    def give_back(self, blob: torch.Tensor | None) -> None:
+        """Let every tensor look into ``blob``, or where it was found; one whose data was set since keeps that."""
+        for tensor in self.tensors:
+            if tensor.has_other_data:
+                continue
+            if blob is None:
+                tensor.restore()
+            else:
+                tensor.point_at(blob)
+                tensor.forget_original()
+        self.is_back = True
 
     def point_at_slot(self, blob: torch.Tensor, wake: Wake | None = None) -> None:
         """The same for a slot, which other units' tensors look into as well; see :mod:`penstock.ops`."""

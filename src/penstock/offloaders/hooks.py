@@ -32,13 +32,14 @@ _TAG, _FORWARD_TAG, _TOKEN = "_penstock_tag", "_penstock_forward_tag", "_penstoc
 class NotCopyable:
     """Refuses ``copy.deepcopy`` and ``pickle`` of whatever holds it."""
 
-    def __reduce__(self) -> Any:
+    def __reduce_ex__(self, protocol: Any = None) -> Any:
         raise StateError(
-            "an offloaded model cannot be copied or pickled: its weights rest elsewhere; handle.remove() first"
+            "an offloaded model cannot be copied or pickled: its weights rest elsewhere; use its state_dict(), or call "
+            "handle.remove() first"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.__reduce__()
+        return self.__reduce_ex__()
 
 
 class _Window:
@@ -232,8 +233,9 @@ class UnitHook(NotCopyable):
                     self._windows.remove(window)
                 if was_open and not self._windows:
                     self._rest()
-            if was_open and output is not None:
-                output = self._without_views(output)
+                # Before another thread can open a window: what its operators look into is no view that was kept.
+                if was_open and output is not None:
+                    output = self._without_views(output)
         finally:
             pipeline.release(self._unit, window)
         return output
@@ -362,6 +364,8 @@ class ForwardHook(NotCopyable):
                 self._session.check_trace()
         elif self._pipeline is not None:
             self._pipeline.finish_forward(whole=output is not None)
+            if self._session is not None and output is not None:
+                self._session.check_copies()
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         me = threading.get_ident()
@@ -386,6 +390,9 @@ class Session(Protocol):
     """What hooks need of the offload that they belong to."""
 
     tensor_lock: threading.RLock
+
+    def check_copies(self) -> None:
+        """Raise ``ModelChangedError`` if a copy that :meth:`rebase` has given away was written to."""
 
     def check_trace(self) -> None:
         """Raise ``OutsideAccessError`` if the graph that is being traced uses a slot outside of wait and release."""

@@ -6,15 +6,17 @@ import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from penstock.errors import OutsideAccessError, PenstockWarning
+from penstock.errors import ModelChangedError, OutsideAccessError, PenstockWarning
 from penstock.offloaders.binding import BoundStorage, BoundTensor
 from penstock.offloaders.hooks import NotCopyable
 from penstock.offloaders.tracing import check_trace
+from penstock.offloaders.trap import GiveBack
 from penstock.plan.model import Plan
 from penstock.store.base import Store, new_blob
 
@@ -43,12 +45,14 @@ class Promoter(NotCopyable):
         self.plan = plan
         self.tensor_lock = threading.RLock()
         self.promoted: list[str] = []
+        self.lent: list[str] = []  # those that there was no room for
         self._bound = bound
         self._device = device
         self._budget_bytes = budget_bytes
         self._refusal = refusal
         self._storage_of = {id(tensor): storage for storage in bound.values() for tensor in storage.tensors}
         self._store: Store | None = None
+        self._copies: list[tuple[str, torch.Tensor, int]] = []
 
     def serve(self, store: Store) -> None:
         """``store``: where true bytes are read."""
@@ -57,14 +61,38 @@ class Promoter(NotCopyable):
     def close(self) -> None:
         """Let go of the store and the tensors."""
         self._store = None
-        self._bound, self._storage_of = {}, {}
+        self._bound, self._storage_of, self._copies = {}, {}, []
 
-    def wake(self, tensor: BoundTensor, operator: str) -> None:
-        """A resting ``tensor`` was given to ``operator``: promote its storage."""
-        self._promote(self._storage_of[id(tensor)], tensor, f"was given to {operator}")
+    def wake(self, tensor: BoundTensor, operator: str, is_written: bool) -> GiveBack | None:
+        """A resting ``tensor`` was given to ``operator``: promote its storage, or lend it a copy of its bytes."""
+        storage = self._storage_of[id(tensor)]
+        how = f"{tensor.info.name} was given to {operator}"
+        if self._promote(storage, tensor, how):
+            return None
+        if is_written:
+            raise OutsideAccessError(
+                f"{how} {_OUTSIDE}, which writes it in place, and the budget of {self._budget_bytes} bytes has no room "
+                f"to keep it: {_fix(tensor)}, or raise the budget"
+            )
+        self._warn_no_room(tensor, how)
+        self.tensor_lock.acquire()  # until the operator has run: the tensor looks at one place
+        try:
+            tensor.lend(self._on_device(storage))
+        except BaseException:
+            self.tensor_lock.release()
+            raise
+        return partial(self._end_loan, tensor)
+
+    def _end_loan(self, tensor: BoundTensor, output: Any) -> Any:
+        tensor.rest()
+        self.tensor_lock.release()
+        return output
 
     def rebase(self, storage: BoundStorage, output: Any) -> Any:
-        """``output`` of a module, in which views of ``storage`` in its slot become views of it as a resident."""
+        """``output`` of a module, in which views of ``storage`` in its slot become views of it as a resident.
+
+        Without room for a resident they become views of a copy, which lives as long as they do.
+        """
         seen: dict[int, tuple[BoundTensor, int]] = {}
         for leaf in tree_leaves(output):
             for bound in storage.tensors:
@@ -72,35 +100,57 @@ class Promoter(NotCopyable):
                     seen[id(leaf)] = (bound, int(leaf.storage_offset() - bound.in_slot.storage_offset()))
         if not seen:
             return output
-        self._promote(storage, next(iter(seen.values()))[0], "was returned by its module, whole or as a view")
+        tensor = next(iter(seen.values()))[0]
+        how = f"{tensor.info.name} was returned by its module, whole or as a view"
+        if self._promote(storage, tensor, how):
+            bases = {id(bound): bound.tensor for bound in storage.tensors}
+        else:
+            self._warn_no_room(tensor, how)
+            bases = self._copies_of(storage)
 
-        def as_resident(leaf: torch.Tensor) -> torch.Tensor:
+        def moved(leaf: torch.Tensor) -> torch.Tensor:
             if id(leaf) not in seen:
                 return leaf
             bound, offset = seen[id(leaf)]
-            return bound.tensor.as_strided(leaf.shape, leaf.stride(), bound.tensor.storage_offset() + offset)
+            base = bases[id(bound)]
+            if leaf.dtype != base.dtype:  # made by view(dtype), in whose elements the offset counts
+                base = base.detach().view(-1).view(leaf.dtype)
+            return base.as_strided(leaf.shape, leaf.stride(), base.storage_offset() + offset)
 
-        return tree_map_only(torch.Tensor, as_resident, output)
+        return tree_map_only(torch.Tensor, moved, output)
+
+    def check_copies(self) -> None:
+        """Raise ``ModelChangedError`` if a copy that :meth:`rebase` has given away was written to."""
+        copies, self._copies = self._copies, []
+        for name, copy, version in copies:
+            if copy._version != version:
+                raise ModelChangedError(
+                    f"{name} was returned by its module and written in place, and the budget had room for a copy of "
+                    f"it only: keep it resident (rules=[({name!r}, 'resident')], --offload-rule {name}=resident)"
+                )
 
     def check_trace(self) -> None:
         """Raise ``OutsideAccessError`` if the graph that is being traced uses a slot outside of wait and release."""
-        check_trace(
-            [tensor for storage in self._bound.values() for tensor in storage.tensors if tensor.in_slot is not None]
-        )
+        tensors = (tensor for storage in self._bound.values() for tensor in storage.tensors)
+        check_trace([tensor for tensor in tensors if tensor.in_slot is not None])
 
     check_trace._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.stay_in_slot
 
-    def _promote(self, storage: BoundStorage, tensor: BoundTensor, how: str) -> None:
+    def _promote(self, storage: BoundStorage, tensor: BoundTensor, how: str) -> bool:
+        """Make ``storage`` resident; ``False``: the budget has no room for it.
+
+        Raises:
+            OutsideAccessError: nothing may be promoted here and now.
+        """
         name = storage.info.name
         with self.tensor_lock:
             if name in self.plan.resident:
-                return  # by another thread, meanwhile
-            if reason := self._reason_against(storage):
-                raise OutsideAccessError(
-                    f"{tensor.info.name} {how} outside of the forward that it is on the device for, and {reason}: "
-                    f"keep it resident (rules=[({tensor.info.name!r}, 'resident')], --offload-rule "
-                    f"{tensor.info.name}=resident)"
-                )
+                return True  # by another thread, meanwhile
+            if reason := self._reason_against():
+                raise OutsideAccessError(f"{how} {_OUTSIDE}, and {reason}: {_fix(tensor)}")
+            needed = self.plan.device_bytes + storage.info.num_bytes
+            if self._budget_bytes is not None and needed > self._budget_bytes:
+                return False
             storage.point_at(self._on_device(storage))
             storage.forget_original()
             units = tuple(
@@ -112,23 +162,41 @@ class Promoter(NotCopyable):
             self.promoted.append(name)
         if len(self.promoted) == 1:
             warnings.warn(
-                f"{tensor.info.name} {how} outside of the forward that it is on the device for. It is resident from "
-                f"now on ({storage.info.num_bytes} bytes more on {self._device}); stats().notes lists all such "
-                f"tensors. Plan for it: rules=[({tensor.info.name!r}, 'resident')] (--offload-rule "
-                f"{tensor.info.name}=resident)",
+                f"{how} {_OUTSIDE}. It is resident from now on ({storage.info.num_bytes} bytes more on "
+                f"{self._device}); stats().notes lists all such tensors. To plan for it: {_fix(tensor)}",
                 PenstockWarning,
                 stacklevel=4,
             )
+        return True
 
-    def _reason_against(self, storage: BoundStorage) -> str | None:
+    def _warn_no_room(self, tensor: BoundTensor, how: str) -> None:
+        if not self.lent:
+            warnings.warn(
+                f"{how} {_OUTSIDE}, and the budget of {self._budget_bytes} bytes has no room for it beside the plan: "
+                f"its bytes are copied for every such use, which is slow and takes memory of its size meanwhile; "
+                f"stats().notes lists all such tensors. Give it room: {_fix(tensor)}, or raise the budget",
+                PenstockWarning,
+                stacklevel=4,
+            )
+        if tensor.info.name not in self.lent:
+            self.lent.append(tensor.info.name)
+
+    def _reason_against(self) -> str | None:
         if self._refusal is not None:
             return self._refusal
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "nothing can be loaded while a graph is captured"
-        needed = self.plan.device_bytes + storage.info.num_bytes
-        if self._budget_bytes is not None and needed > self._budget_bytes:
-            return f"the budget has no room for it ({self._budget_bytes} bytes, {needed} would be needed)"
         return None
+
+    def _copies_of(self, storage: BoundStorage) -> dict[int, torch.Tensor]:
+        """By bound tensor: the same over a copy of its bytes."""
+        blob = self._on_device(storage)
+        copies = {id(bound): bound.view_of(blob) for bound in storage.tensors}
+        for bound in storage.tensors:
+            copy = copies[id(bound)]
+            if not copy.is_inference():  # inference tensors count no writes
+                self._copies.append((bound.info.name, copy.detach(), copy._version))
+        return copies
 
     def _on_device(self, storage: BoundStorage) -> torch.Tensor:
         assert self._store is not None
@@ -138,6 +206,14 @@ class Promoter(NotCopyable):
             return blob.to(self._device)
         except torch.OutOfMemoryError as error:
             raise OutsideAccessError(
-                f"{storage.info.name} is used outside of the forward that it is on the device for, and {self._device} "
-                f"has no room for it: leave more memory to it, or keep it resident from the start"
+                f"{storage.info.name} is used {_OUTSIDE}, and {self._device} has no memory for it: leave more to it, "
+                f"or {_fix(storage.tensors[0])}"
             ) from error
+
+
+_OUTSIDE = "outside of the forward that it is on the device for"
+
+
+def _fix(tensor: BoundTensor) -> str:
+    name = tensor.info.name
+    return f"keep it resident (rules=[({name!r}, 'resident')], --offload-rule {name}=resident)"

@@ -54,6 +54,7 @@ class StateGuard(NotCopyable):
         for module in self._around:
             self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
             module.__dict__["_apply"] = partial(self._apply_to_residents, module)
+            module.__dict__["__getstate__"] = self.__reduce_ex__  # of pickle and deepcopy, before they reach a tensor
         names = {module: name for name, module in model.named_modules()}
         for module in self._parts:
             within = f"{names[module]!r} of " if names.get(module) else ""
@@ -62,6 +63,7 @@ class StateGuard(NotCopyable):
         self._tensors = [tensor.tensor for storage in storages for tensor in storage.tensors]
         for offloaded in self._tensors:
             setattr(offloaded, _MARK, f"a {type(model).__name__}")
+            vars(offloaded)["__reduce_ex__"] = self.__reduce_ex__
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -71,8 +73,10 @@ class StateGuard(NotCopyable):
             module.__dict__.pop(_MARK, None)
         for module in self._around:
             module.__dict__.pop("_apply", None)
+            module.__dict__.pop("__getstate__", None)
         for tensor in self._tensors:
             vars(tensor).pop(_MARK, None)
+            vars(tensor).pop("__reduce_ex__", None)
 
     def _apply_to_residents(self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
         """``module._apply(fn)``, unless ``fn`` would change an offloaded tensor.
@@ -101,6 +105,8 @@ class StateGuard(NotCopyable):
         """``tensor`` with the bytes from the store; a subclass is made anew from its inner tensors."""
         if path in parts:
             storage, bound = parts[path]
+            if bound.has_other_data:
+                return tensor.detach()
             return bound.view_of(self._bytes(storage, state))
         flatten = getattr(tensor, "__tensor_flatten__", None)
         if flatten is None:

@@ -10,6 +10,8 @@ pointer"), since the storage has none.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from penstock.errors import StateError
 
-__all__ = ["Owner", "is_resting", "resting_like", "storage_id"]
+__all__ = ["GiveBack", "Owner", "is_resting", "resting_like", "storage_id"]
 
 _KEY_NAME = "DeferredInit"
 _KEY = torch._C._dispatch_key_parse(_KEY_NAME)
@@ -47,15 +49,25 @@ _READS_NOTHING = (
 )
 
 
+# Ends a loan of bytes: takes the output of the operator (None if it has failed), returns what its caller gets.
+GiveBack = Callable[[Any], Any]
+
+
 class Owner(Protocol):
     """What can bring the bytes of a resting tensor."""
 
-    def resident_data(self, operator: str) -> torch.Tensor:
-        """The tensor over its true bytes, at rest no more.
+    def wake(self, operator: str, is_written: bool) -> GiveBack | None:
+        """Let the tensor look at its true bytes: for good (``None``), or until the result is called.
+
+        ``is_written``: by the operator, in place.
 
         Raises:
             OutsideAccessError: the bytes cannot be on the device now.
         """
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor itself, of which a resting argument may be an alias."""
 
 
 _owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
@@ -103,23 +115,50 @@ def is_resting(tensor: torch.Tensor) -> bool:
 
 def _on_access(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Give every resting argument its bytes, then run ``operator`` as if nothing had been offloaded."""
-    for argument in tree_leaves((args, kwargs)):
-        if isinstance(argument, torch.Tensor) and is_resting(argument):
-            _wake(argument, str(operator))
-    return operator(*args, **kwargs)
+    loans: list[GiveBack] = []
+    output = None
+    try:
+        for argument in tree_leaves((args, kwargs)):
+            if isinstance(argument, torch.Tensor) and is_resting(argument):
+                is_written = any(argument is target for target in _targets(operator, args, kwargs))
+                loans += _wake(argument, str(operator), is_written)
+        output = operator(*args, **kwargs)
+    finally:
+        for give_back in reversed(loans):
+            output = give_back(output)
+    return output
 
 
-def _wake(argument: torch.Tensor, operator: str) -> None:
+def _targets(operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """What ``operator`` writes in place."""
+    named = zip((argument.name for argument in operator._schema.arguments), args, strict=False)
+    given = {**dict(named), **kwargs}
+    written = (a.name for a in operator._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    return tree_leaves([given.get(name) for name in written])
+
+
+def _wake(argument: torch.Tensor, operator: str, is_written: bool) -> list[GiveBack]:
     owner = _owners.get(storage_id(argument))
     if owner is None:
         raise StateError(
             f"{operator} was given an alias (.data or .detach()) of a weight, taken while its model was offloaded; "
             f"the offload is gone: take the alias again"
         )
-    data = owner.resident_data(operator)
-    if is_resting(argument):  # an alias, and not the weight itself
+    give_back = owner.wake(operator, is_written) if is_resting(owner.tensor) else None
+    loans = [] if give_back is None else [give_back]
+    if argument is not owner.tensor:
+        resting = argument.data
         with torch.no_grad():
-            argument.data = data
+            argument.data = owner.tensor.data
+        if give_back is not None:
+            loans.append(partial(_rest_again, argument, resting))
+    return loans
+
+
+def _rest_again(alias: torch.Tensor, resting: torch.Tensor, output: Any) -> Any:
+    with torch.no_grad():
+        alias.data = resting
+    return output
 
 
 _fallback = torch.library.Library("_", "IMPL")
