@@ -251,7 +251,7 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
         "outcome": verdict.outcome,
         "plain": plain,
         "where": verdict.where,
-        "notes": verdict.notes[-4:],
+        "notes": [*verdict.notes[-4:], verdict.why],  # what decided comes last
         "case": describe(case),
         "signature": signature(case, verdict.where),
         "cpu_s": took,
