@@ -37,6 +37,8 @@ NEEDS = {
     "unwrap": ("Wrapper",),
 }
 
+PLAIN_STEPS = {"forward", "autocast", "state_dict", "again", "raise_inside", "two_threads", "other_thread", "outer"}
+
 
 def generate(seed: int) -> CaseSpec:
     """The case of a seed."""
@@ -44,6 +46,8 @@ def generate(seed: int) -> CaseSpec:
     model = _model(rng, seed)
     steps = _steps(rng, model)
     model = _fit(rng, model, steps)
+    if rng.random() < 0.15:
+        model, steps = _without_traps(model, steps)
     checkpoint = rng.random() < 0.4
     return CaseSpec(
         seed,
@@ -106,6 +110,17 @@ def _fit(rng: random.Random, model: ModelSpec, steps: tuple[tuple[str, int], ...
             if rng.random() < 0.6 and kind not in [found for found, _ in layers]:
                 layers[rng.randrange(len(layers))] = (kind, rng.randrange(100))
     return dataclasses.replace(model, layers=tuple(layers))
+
+
+def _without_traps(
+    model: ModelSpec, steps: tuple[tuple[str, int], ...]
+) -> tuple[ModelSpec, tuple[tuple[str, int], ...]]:
+    """The nearest case that a runtime may not refuse."""
+    safe = {kind.__name__ for kind in SAFE}
+    layers = tuple((kind if kind in safe else "Plain", option) for kind, option in model.layers)
+    head = model.head if model.head in ("none", "own") else "own"
+    model = dataclasses.replace(model, layers=layers, shared=(), ties=(), order=(), other="none", head=head)
+    return model, tuple((name if name in PLAIN_STEPS else "forward", arg) for name, arg in steps)
 
 
 def _policy(rng: random.Random, checkpoint: bool) -> PolicySpec:
@@ -208,9 +223,19 @@ def signature(case: CaseSpec, verdict_where: str) -> str:
     return f"{where} | {' '.join([*layers, *extras]) or 'plain'} | {' '.join(steps) or '-'} | {case.policy.kind}"
 
 
+def is_plain(case: CaseSpec) -> bool:
+    """Whether nothing in ``case`` is a trap: a runtime that refuses it refuses too much."""
+    model = case.model
+    safe = {kind.__name__ for kind in SAFE} | {"Raiser", "Wrapper", "Writer", "Late", "Decode"}
+    plain_model = not (model.shared or model.ties or model.order or model.other != "none")
+    plain_model &= model.head in ("none", "own") and all(kind in safe for kind, _ in model.layers)
+    return plain_model and all(name in PLAIN_STEPS for name, _ in case.steps)
+
+
 def _work(job: dict[str, Any]) -> dict[str, Any]:
     """A job of a worker: judge one seed, and make it smaller if it is bad."""
     case = generate(job["seed"])
+    plain = is_plain(case)
     start = time.process_time()
     if job["resident"]:
         verdict = judge(case, offload=no_offload)
@@ -224,8 +249,9 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
             case, verdict = smaller, again
     return {
         "outcome": verdict.outcome,
+        "plain": plain,
         "where": verdict.where,
-        "notes": verdict.notes[-4:],
+        "notes": [*verdict.notes[-4:], verdict.why],  # what decided comes last
         "case": describe(case),
         "signature": signature(case, verdict.where),
         "cpu_s": took,
@@ -244,18 +270,23 @@ def run_cases(
             case = generate(job["seed"])
             where = f"the process {kind}"
             result = {"outcome": outcome, "where": where, "notes": [text], "case": describe(case), "cpu_s": 0.0}
+            result["plain"] = is_plain(case)
             result["signature"] = signature(case, where)
         yield job["seed"], result
 
 
 def campaign(args: argparse.Namespace) -> int:
     """Many seeds; a summary, and every bad case."""
-    start, outcomes, kinds, refusals = time.monotonic(), Counter(), Counter(), Counter()
+    start, outcomes, kinds, refusals, plain = time.monotonic(), Counter(), Counter(), Counter(), Counter()
     examples: dict[str, int] = {}
     seeds = list(range(args.seed, args.seed + args.cases))
     for seed, result in run_cases(seeds, args.jobs, args.shrink, args.limit, args.resident):
         outcomes[result["outcome"]] += 1
+        plain["all"] += result["plain"]
         if result["outcome"] == "refused":
+            if result["plain"]:
+                plain["refused"] += 1
+                print(f"seed {seed}: refused without a trap: {result['notes'][-1][: args.width]}", flush=True)
             refusals["offload" if result["where"] == "offload" else "later"] += 1
         if result["outcome"] in BAD:
             kind = f"{result['outcome']} {result['signature']}"
@@ -267,6 +298,7 @@ def campaign(args: argparse.Namespace) -> int:
     took = time.monotonic() - start
     print(f"{args.cases} cases in {took:.1f} s, {args.cases / took:.1f} cases/s with {args.jobs} processes")
     print(", ".join(f"{name} {outcomes[name]}" for name in OUTCOMES), f"(refused by offload(): {refusals['offload']})")
+    print(f"{plain['refused']} of {plain['all']} cases without a trap are refused")
     for kind, count in kinds.most_common(args.kinds):
         print(f"{count:6} {kind} (seed {examples[kind]})")
     return int(any(outcomes[name] for name in BAD))

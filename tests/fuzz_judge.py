@@ -84,17 +84,18 @@ class CaseSpec:
 
 @dataclass
 class Verdict:
-    """What came of a case; ``notes`` are lines for people, ``where`` the step that decided."""
+    """What came of a case; ``where`` and ``why`` the step that decided, ``notes`` lines for people."""
 
     outcome: str = "equal"
     where: str = ""
+    why: str = ""
     notes: list[str] = field(default_factory=list)
 
     def add(self, outcome: str, where: str, note: str) -> None:
         """The worst outcome counts, and of equal ones the first."""
         self.notes.append(f"{where}: {outcome}: {note}")
         if OUTCOMES.index(outcome) > OUTCOMES.index(self.outcome):
-            self.outcome, self.where = outcome, where
+            self.outcome, self.where, self.why = outcome, where, self.notes[-1]
 
 
 def judge(

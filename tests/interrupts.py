@@ -36,6 +36,8 @@ PHASES = ("offload", "forward", "remove")
 MODES = ("prefetch", "disk", "budget")
 GOOD = ("right", "repeated", "not reached")
 SOURCES = str(Path(__file__).resolve().parent.parent / "src" / "penstock")
+# What changes models, threads and files; the rest of offload() only plans.
+CHANGING = tuple(os.path.join(SOURCES, name) for name in ("handle", "offloaders", "link", "store", "ops"))
 WAIT_S = 5.0  # for a forward in another thread
 LIMIT_S = 45.0  # for a run: several such waits
 COMMAND = [sys.executable, str(Path(__file__).resolve()), "--worker"]
@@ -72,6 +74,11 @@ class Interrupter:
             return None, error
         finally:
             sys.settrace(before)
+
+    def first_and_last(self, *folders: str) -> list[int]:
+        """Of a counted run: when each line of ``folders`` was executed first and last."""
+        seen = [found for (name, _), found in self.seen.items() if name.startswith(folders)]
+        return sorted({at for found in seen for at in (found[0], found[-1])})
 
 
 class Subject:
@@ -174,7 +181,8 @@ class Bench:
             "outcome": outcome,
             "place": run.interrupter.place,
             "lines": run.interrupter.lines,
-            "first_and_last": sorted({at for seen in run.interrupter.seen.values() for at in (seen[0], seen[-1])}),
+            "first_and_last": run.interrupter.first_and_last(SOURCES),
+            "changing": run.interrupter.first_and_last(*CHANGING),
             "notes": run.notes,
             "call": run.call_ended,
             "leaked": leaked if outcome in GOOD else 0,
@@ -254,7 +262,8 @@ def run_all(
     Args:
         phases, modes: all pairs of them.
         every: ``event`` is every execution of a line; ``line`` the first and the last one of each line.
-        points: at most as many per phase and mode, evenly spread; ``None``: all.
+        points: at most as many per phase and mode, a third of them spread over all lines and the rest over those that
+            change something; ``None``: all.
         jobs: worker processes.
     """
     pairs = [{"phase": phase, "mode": mode, "at": -1} for phase in phases for mode in modes]
@@ -265,10 +274,17 @@ def run_all(
             continue
         # The number of lines differs a little from run to run, as waits for threads do.
         ats = list(range(result["lines"])) if every == "event" else result["first_and_last"]
-        stride = 1.0 if points is None else max(len(ats) / points, 1.0)
-        runs += [{**job, "at": ats[int(index * stride)]} for index in range(int(len(ats) / stride))]
+        if points is not None:
+            ats = sorted({*_spread(ats, points // 3), *_spread(result["changing"], points - points // 3)})
+        runs += [{**job, "at": at} for at in ats]
     for job, result in run_jobs(COMMAND, runs, jobs, LIMIT_S):
         yield job, _worded(result)
+
+
+def _spread(ats: list[int], points: int) -> list[int]:
+    """At most ``points`` of ``ats``, evenly spread."""
+    stride = max(len(ats) / points, 1.0)
+    return [ats[int(index * stride)] for index in range(min(points, len(ats)))]
 
 
 def _worded(result: dict[str, Any]) -> dict[str, Any]:
@@ -290,7 +306,7 @@ def main() -> int:
         default="line",
         help="every execution of a line, or only the first and the last one of each (default)",
     )
-    parser.add_argument("--points", type=int, help="at most so many per phase and mode, evenly spread")
+    parser.add_argument("--points", type=int, help="at most so many per phase and mode, spread over the lines")
     parser.add_argument("--at", type=int, help="only this line; needs one phase and one mode")
     parser.add_argument("--jobs", type=int, default=2, help="worker processes")
     parser.add_argument("--quiet", action="store_true", help="the summary only")

@@ -21,13 +21,15 @@ PLAIN = fuzz.CaseSpec(0, fuzz.ModelSpec((("Plain", 0),) * 2), fuzz.PolicySpec("p
 
 def test_fixed_seeds() -> None:
     bad = []
-    refused = 0
+    refused, needlessly = 0, []
     for seed, result in fuzz.run_cases(list(range(NUM_CASES)), jobs=2):
         refused += result["outcome"] == "refused"
+        needlessly += [(seed, result["notes"][-1])] if result["outcome"] == "refused" and result["plain"] else []
         if result["outcome"] in fuzz.BAD:
             note = result["notes"][-1][:300] if result["notes"] else ""
             bad.append(f"seed {seed}: {result['outcome']} {note}")
     assert not bad, f"{len(bad)} of {NUM_CASES} cases (python tests/fuzz.py --seed N):\n" + "\n".join(bad)
+    assert not needlessly, "refused without a trap"
     assert refused < NUM_CASES * 2 / 3, "most cases are refused: the generator tests little"
 
 
