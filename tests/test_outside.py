@@ -251,6 +251,8 @@ class TestNoRoom:
                 with pytest.raises(OutsideAccessError, match="which writes it in place, and the budget of"):
                     step()
             view = linear.weight.t()
+            with pytest.raises(ModelChangedError, match=r"weight was written in place by aten\.mul_"):
+                view[1:].mul_(2)
             assert_same_bits(x @ view, x @ twin[int(handle.plan.units[0].anchor)].weight.t())
             assert_same_bits(model(x), twin(x))
 
@@ -268,10 +270,48 @@ class TestNoRoom:
                 assert_same_bits(model(x), twin(x))
             assert handle.stats().notes[0].startswith("copied for every use")
             model.take = lambda g: g[4].zero_()[0]
-            with pytest.raises(
-                ModelChangedError, match=r"table\.weight was returned by its module and written in place"
-            ):
+            with pytest.raises(ModelChangedError, match=r"table\.weight was written in place by aten\.zero_"):
                 model(x)
+
+
+class Writes(nn.Module):
+    def __init__(self, write: Callable[[nn.Linear], Any]) -> None:
+        super().__init__()
+        self.lin = nn.Linear(DIM, DIM)
+        self.write = write
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.write(self.lin)
+        return self.lin(x)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda lin: lin.weight.add_(1),
+        lambda lin: lin.weight.data.add_(1),
+        lambda lin: lin.weight.data[2:].copy_(torch.ones(())),
+        lambda lin: lin.weight.t().detach().mul_(2),
+        lambda lin: torch.mul(lin.weight, 2, out=lin.weight.data),
+        lambda lin: torch._foreach_add_([lin.weight.data, torch.ones(3)], 1),
+        lambda lin: nn.init.normal_(lin.weight),
+        lambda lin: setattr(lin.weight, "data", lin.weight.data * 2),
+    ],
+    ids=["add_", "data", "view", "t", "out", "foreach", "init", "set"],
+)
+def test_writes_inside_a_forward_are_refused(write: Callable[[nn.Linear], Any], inference: bool) -> None:
+    with torch.inference_mode(inference):
+        model, x = nn.Sequential(*(Writes(lambda lin: None) for _ in range(3))).eval(), rows()
+        expected = model(x)
+        with penstock.offload(model, EVERYTHING) as handle:
+            assert_same_bits(model(x), expected)
+            model[1].write = write
+            with pytest.raises(ModelChangedError, match=r"1\.lin\.weight was (written in place by aten|moved)"):
+                model(x)
+            model[1].write = lambda lin: torch.zeros(DIM).add_(lin.bias)  # others may be written with it
+            assert_same_bits(model(x), expected)
+            assert handle.stats().bytes_moved > 0
 
 
 class TestOthers:

@@ -15,7 +15,7 @@ from torch import nn
 
 from penstock.errors import ModelChangedError, PenstockWarning, StateError
 from penstock.inventory import Location, StorageInfo, TensorInfo
-from penstock.offloaders.trap import GiveBack, is_resting, resting_like, storage_id
+from penstock.offloaders.trap import GiveBack, guarded, is_resting, resting_like, storage_id
 from penstock.store.pinning import device_view
 
 __all__ = ["BoundStorage", "BoundTensor", "Path", "Wake", "bind", "live_tensors"]
@@ -75,6 +75,7 @@ class BoundTensor:
             self._wake = wake
             with torch.inference_mode(self.original.is_inference()):
                 self._resting = resting_like(self.in_slot, self)
+                self.in_slot = guarded(self.in_slot, self)
             self._resting_storage = storage_id(self._resting)
             self.tensor.data = self._resting
             self._num_own_views = torch._C._storage_Use_Count(self._slot_storage)  # with torch's own, by version
@@ -89,22 +90,37 @@ class BoundTensor:
         if self._resting is not None and self.in_slot is not None:
             self.tensor.data = self._resting
 
+    def copy_of(self, blob: torch.Tensor) -> torch.Tensor:
+        """This tensor over ``blob``, for reading only."""
+        with torch.inference_mode(self.original.is_inference()):
+            return guarded(self.view_of(blob), self)
+
     def lend(self, blob: torch.Tensor) -> None:
         """Let the tensor look into ``blob`` until :meth:`rest`."""
-        with torch.inference_mode(self.original.is_inference()):
-            self.tensor.data = self.view_of(blob)
+        self.tensor.data = self.copy_of(blob)
 
     def stay_in_slot(self) -> None:
-        """Rest no more: compiled code and graphs need one address for ever."""
-        if self._resting is not None:
+        """Rest no more: compiled code relies on addresses, and its ops count as writes."""
+        if self._resting is not None and self.in_slot is not None:
+            with torch.inference_mode(self.original.is_inference()):
+                plain = torch.empty(0, dtype=self.in_slot.dtype, device=self.in_slot.device)
+                storage, offset = self.in_slot.untyped_storage(), self.in_slot.storage_offset()
+                self.in_slot = plain.set_(storage, offset, self.in_slot.shape, self.in_slot.stride())
             self.open()
             self._resting = None
+            self.note_version()
 
-    def is_viewed(self, is_open: bool) -> bool:
-        """Whether other tensors look into the slot through this tensor's storage; ``is_open``: this one does, too."""
+    @property
+    def name(self) -> str:
+        """The first name."""
+        return self.info.name
+
+    @property
+    def num_views(self) -> int:
+        """How many other tensors look into the slot through this tensor's storage; itself counts while it is open."""
         if self.in_slot is None or self._resting is None:
-            return False
-        return torch._C._storage_Use_Count(self._slot_storage) > self._num_own_views + is_open
+            return 0
+        return int(torch._C._storage_Use_Count(self._slot_storage)) - self._num_own_views
 
     def is_seen_through(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is this one in its slot, or a view of it."""
@@ -157,7 +173,7 @@ class BoundTensor:
                 f"{place.name} was moved (model.to(...), .half() or .data = ...) while offloaded; its bytes are in the "
                 f"store, not in the tensor: call handle.remove() first, then move, then offload again"
             )
-        elif self._version is not None and _version(self.tensor) != self._version:
+        elif self._resting is None and self._version is not None and _version(self.tensor) != self._version:
             raise ModelChangedError(
                 f"{place.name} was written in place while offloaded; the write is lost with the next copy: call "
                 f"handle.remove() first, or leave this tensor out of the selection"
@@ -188,6 +204,8 @@ class BoundTensor:
 
     def note_version(self, known: bool = True) -> None:
         """Remember the version counter, so that :meth:`check` sees writes; ``known=False`` forgets it."""
+        if self._resting is not None:
+            return  # writes do not come to pass
         self._version = _version(self.tensor) if known else None
 
     def invalidate_saved(self) -> None:

@@ -282,11 +282,13 @@ class UnitHook(NotCopyable):
         if session is None:
             return output
         is_open = bool(self._windows)  # in other threads
+        replaced: set[int] = set()  # ids of views in ``output``, which torch and the caller still hold
         for storage in self._storages:
-            if any(bound.is_viewed(is_open) for bound in storage.tensors):
-                output = session.rebase(storage, output)
+            if any(bound.num_views > is_open for bound in storage.tensors):
+                output, views = session.rebase(storage, output)
+                replaced |= views
         for bound in self._tensors if not is_open else ():
-            if bound.is_viewed(is_open) and (gc.collect() or bound.is_viewed(is_open)):
+            if bound.num_views > len(replaced) and (gc.collect() or bound.num_views > len(replaced)):
                 raise _kept_view(bound, self._anchor)
         return output
 
@@ -364,8 +366,6 @@ class ForwardHook(NotCopyable):
                 self._session.check_trace()
         elif self._pipeline is not None:
             self._pipeline.finish_forward(whole=output is not None)
-            if self._session is not None and output is not None:
-                self._session.check_copies()
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         me = threading.get_ident()
@@ -391,14 +391,11 @@ class Session(Protocol):
 
     tensor_lock: threading.RLock
 
-    def check_copies(self) -> None:
-        """Raise ``ModelChangedError`` if a copy that :meth:`rebase` has given away was written to."""
-
     def check_trace(self) -> None:
         """Raise ``OutsideAccessError`` if the graph that is being traced uses a slot outside of wait and release."""
 
-    def rebase(self, storage: BoundStorage, output: Any) -> Any:
-        """``output`` with views of ``storage`` in its slot replaced by views of it as a resident."""
+    def rebase(self, storage: BoundStorage, output: Any) -> tuple[Any, set[int]]:
+        """``output`` with views of ``storage`` in its slot replaced, and the ids of those views."""
 
 
 class _NoBackward:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from penstock.errors import ModelChangedError, OutsideAccessError, PenstockWarning
+from penstock.errors import OutsideAccessError, PenstockWarning
 from penstock.offloaders.binding import BoundStorage, BoundTensor
 from penstock.offloaders.hooks import NotCopyable
 from penstock.offloaders.tracing import check_trace
@@ -52,7 +52,6 @@ class Promoter(NotCopyable):
         self._refusal = refusal
         self._storage_of = {id(tensor): storage for storage in bound.values() for tensor in storage.tensors}
         self._store: Store | None = None
-        self._copies: list[tuple[str, torch.Tensor, int]] = []
 
     def serve(self, store: Store) -> None:
         """``store``: where true bytes are read."""
@@ -61,7 +60,7 @@ class Promoter(NotCopyable):
     def close(self) -> None:
         """Let go of the store and the tensors."""
         self._store = None
-        self._bound, self._storage_of, self._copies = {}, {}, []
+        self._bound, self._storage_of = {}, {}
 
     def wake(self, tensor: BoundTensor, operator: str, is_written: bool) -> GiveBack | None:
         """A resting ``tensor`` was given to ``operator``: promote its storage, or lend it a copy of its bytes."""
@@ -88,10 +87,13 @@ class Promoter(NotCopyable):
         self.tensor_lock.release()
         return output
 
-    def rebase(self, storage: BoundStorage, output: Any) -> Any:
+    def rebase(self, storage: BoundStorage, output: Any) -> tuple[Any, set[int]]:
         """``output`` of a module, in which views of ``storage`` in its slot become views of it as a resident.
 
         Without room for a resident they become views of a copy, which lives as long as they do.
+
+        Returns:
+            the new output, and the ids of the views that were replaced.
         """
         seen: dict[int, tuple[BoundTensor, int]] = {}
         for leaf in tree_leaves(output):
@@ -99,14 +101,15 @@ class Promoter(NotCopyable):
                 if isinstance(leaf, torch.Tensor) and bound.in_slot is not None and bound.is_seen_through(leaf):
                     seen[id(leaf)] = (bound, int(leaf.storage_offset() - bound.in_slot.storage_offset()))
         if not seen:
-            return output
+            return output, set()
         tensor = next(iter(seen.values()))[0]
         how = f"{tensor.info.name} was returned by its module, whole or as a view"
         if self._promote(storage, tensor, how):
             bases = {id(bound): bound.tensor for bound in storage.tensors}
         else:
             self._warn_no_room(tensor, how)
-            bases = self._copies_of(storage)
+            blob = self._on_device(storage)
+            bases = {id(bound): bound.copy_of(blob) for bound in storage.tensors}
 
         def moved(leaf: torch.Tensor) -> torch.Tensor:
             if id(leaf) not in seen:
@@ -117,17 +120,7 @@ class Promoter(NotCopyable):
                 base = base.detach().view(-1).view(leaf.dtype)
             return base.as_strided(leaf.shape, leaf.stride(), base.storage_offset() + offset)
 
-        return tree_map_only(torch.Tensor, moved, output)
-
-    def check_copies(self) -> None:
-        """Raise ``ModelChangedError`` if a copy that :meth:`rebase` has given away was written to."""
-        copies, self._copies = self._copies, []
-        for name, copy, version in copies:
-            if copy._version != version:
-                raise ModelChangedError(
-                    f"{name} was returned by its module and written in place, and the budget had room for a copy of "
-                    f"it only: keep it resident (rules=[({name!r}, 'resident')], --offload-rule {name}=resident)"
-                )
+        return tree_map_only(torch.Tensor, moved, output), set(seen)
 
     def check_trace(self) -> None:
         """Raise ``OutsideAccessError`` if the graph that is being traced uses a slot outside of wait and release."""
@@ -187,16 +180,6 @@ class Promoter(NotCopyable):
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "nothing can be loaded while a graph is captured"
         return None
-
-    def _copies_of(self, storage: BoundStorage) -> dict[int, torch.Tensor]:
-        """By bound tensor: the same over a copy of its bytes."""
-        blob = self._on_device(storage)
-        copies = {id(bound): bound.view_of(blob) for bound in storage.tensors}
-        for bound in storage.tensors:
-            copy = copies[id(bound)]
-            if not copy.is_inference():  # inference tensors count no writes
-                self._copies.append((bound.info.name, copy.detach(), copy._version))
-        return copies
 
     def _on_device(self, storage: BoundStorage) -> torch.Tensor:
         assert self._store is not None

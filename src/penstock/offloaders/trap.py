@@ -1,38 +1,45 @@
-"""Resting tensors: what a weight looks at while its bytes are not on the device.
+"""What a weight looks at while it is offloaded, so that no access to it goes unnoticed.
 
-A resting tensor keeps shape, strides, dtype and device, and has no memory. It carries a dispatch key that PyTorch
-reserves for code outside its tree (``DeferredInit``), so the dispatcher calls :func:`_on_access` before any operator
-that takes it, its ``.data`` or its ``.detach()``: from any thread, module, model or library, whatever modes are active.
-Tensors without the key never come here and cost nothing. Raw pointers are refused by torch ("Cannot access data
-pointer"), since the storage has none.
+Two dispatch keys that no kernel of PyTorch uses mark such tensors. The dispatcher looks at the keys of all arguments
+before it looks for a kernel, so it calls us first: from any thread, module, model or library, whatever modes are
+active. Tensors without these keys never come here and cost nothing.
+
+*Resting* tensors (``DeferredInit``, reserved for code outside of PyTorch's tree) have shape, strides, dtype and device,
+and no memory. Any operator that takes one, its ``.data`` or its ``.detach()`` comes to :func:`_on_access`. Raw pointers
+are refused by torch ("Cannot access data pointer"), since the storage has none.
+
+*Guarded* tensors (``TESTING_ONLY_GenericWrapper``) look at bytes that are there for a while: a slot, a copy. Operators
+that read them run at full speed, because the key falls through to their kernels; one that writes them in place, through
+any view, comes to :func:`_on_write` and is refused, since the write would be lost.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from penstock.errors import StateError
+from penstock.errors import ModelChangedError, StateError
 
-__all__ = ["GiveBack", "Owner", "is_resting", "resting_like", "storage_id"]
+__all__ = ["GiveBack", "Owner", "guarded", "is_resting", "resting_like", "storage_id"]
 
-_KEY_NAME = "DeferredInit"
-_KEY = torch._C._dispatch_key_parse(_KEY_NAME)
-_KEYS = torch._C.DispatchKeySet(_KEY)
+_RESTING, _GUARDED = "DeferredInit", "TESTING_ONLY_GenericWrapper"
+_RESTING_KEY, _GUARDED_KEY = (torch._C._dispatch_key_parse(name) for name in (_RESTING, _GUARDED))
+_GUARDED_KEYS = torch._C.DispatchKeySet(_GUARDED_KEY)
 
-# These read no bytes: aliases that rest as well, bookkeeping, and factories that only ask for shape, dtype and device.
-_READS_NOTHING = (
+# These neither read nor write bytes: bookkeeping, aliases, and factories that only ask for shape, dtype and device.
+_TOUCHES_NOTHING = (
     "set_data",
     "_has_compatible_shallow_copy_type",
     "detach",
     "alias",
     "requires_grad_",
     "retain_grad",
+    "record_stream",
     "is_pinned",
     "is_same_size",
     "empty_like",
@@ -48,13 +55,20 @@ _READS_NOTHING = (
     "new_full",
 )
 
-
 # Ends a loan of bytes: takes the output of the operator (None if it has failed), returns what its caller gets.
 GiveBack = Callable[[Any], Any]
 
 
 class Owner(Protocol):
-    """What can bring the bytes of a resting tensor."""
+    """What knows the true bytes of a tensor."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor itself, of which an argument may be an alias."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the model."""
 
     def wake(self, operator: str, is_written: bool) -> GiveBack | None:
         """Let the tensor look at its true bytes: for good (``None``), or until the result is called.
@@ -65,27 +79,41 @@ class Owner(Protocol):
             OutsideAccessError: the bytes cannot be on the device now.
         """
 
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The tensor itself, of which a resting argument may be an alias."""
-
 
 _owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
 
 
 class _Geometry(torch.Tensor):
-    """Makes tensors without memory, nothing else: torch builds these for subclasses alone."""
+    """Makes tensors with keys of our choice, nothing else: torch builds these for subclasses alone."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise AssertionError("a resting tensor is a plain one")
+        raise AssertionError("the tensors made from this one are plain")
 
 
 def resting_like(tensor: torch.Tensor, owner: Owner) -> torch.Tensor:
     """A resting tensor of the shape, strides, dtype and device of ``tensor``, which ``owner`` answers for."""
-    keys = _KEYS
-    for is_lazy, key in ((tensor.is_conj(), "Conjugate"), (tensor.is_neg(), "Negative")):
-        keys = keys | torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key)) if is_lazy else keys
+    resting = _marked(tensor, _RESTING_KEY)
+    torch._C._set_throw_on_mutable_data_ptr(resting)
+    _owners[storage_id(resting)] = owner
+    return resting
+
+
+def guarded(tensor: torch.Tensor, owner: Owner) -> torch.Tensor:
+    """``tensor`` over the same storage, read-only for everything that the dispatcher sees."""
+    view = _marked(tensor, _GUARDED_KEY)
+    with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(_GUARDED_KEYS):
+        view.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    _owners[storage_id(view)] = owner
+    return view
+
+
+def _marked(tensor: torch.Tensor, key: Any) -> torch.Tensor:
+    """Without memory; inference or not as the mode says."""
+    _register()
+    keys = torch._C.DispatchKeySet(key)
+    for is_lazy, bit in ((tensor.is_conj(), "Conjugate"), (tensor.is_neg(), "Negative")):
+        keys = keys | torch._C.DispatchKeySet(torch._C._dispatch_key_parse(bit)) if is_lazy else keys
     geometry = torch.Tensor._make_wrapper_subclass(
         _Geometry,
         tensor.shape,
@@ -95,12 +123,10 @@ def resting_like(tensor: torch.Tensor, owner: Owner) -> torch.Tensor:
         storage_size=0,
         _extra_dispatch_keys=keys,
     )
-    resting = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    marked = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     with torch._C._DisableTorchDispatch():
-        resting.data = geometry  # all of it but the subclass
-    torch._C._set_throw_on_mutable_data_ptr(resting)
-    _owners[storage_id(resting)] = owner
-    return resting
+        marked.data = geometry  # all of it but the subclass
+    return marked
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -110,7 +136,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 def is_resting(tensor: torch.Tensor) -> bool:
     """Whether the bytes of ``tensor`` are elsewhere."""
-    return bool(torch._C._dispatch_keys(tensor).has(_KEY))
+    return bool(torch._C._dispatch_keys(tensor).has(_RESTING_KEY))
 
 
 def _on_access(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -127,6 +153,21 @@ def _on_access(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> An
         for give_back in reversed(loans):
             output = give_back(output)
     return output
+
+
+def _on_write(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Refuse ``operator`` if it writes a guarded tensor; others may be among its arguments."""
+    for target in _targets(operator, args, kwargs):
+        if isinstance(target, torch.Tensor) and torch._C._dispatch_keys(target).has(_GUARDED_KEY):
+            owner = _owners.get(storage_id(target))
+            name = "a weight" if owner is None else owner.name
+            raise ModelChangedError(
+                f"{name} was written in place by {operator} while offloaded, where the write would be lost with the "
+                f"next copy: call handle.remove() first, or keep it resident (rules=[({name!r}, 'resident')], "
+                f"--offload-rule {name}=resident)"
+            )
+    with torch._C._ExcludeDispatchKeyGuard(_GUARDED_KEYS):
+        return operator(*args, **kwargs)
 
 
 def _targets(operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -151,7 +192,7 @@ def _wake(argument: torch.Tensor, operator: str, is_written: bool) -> list[GiveB
         with torch.no_grad():
             argument.data = owner.tensor.data
         if give_back is not None:
-            loans.append(partial(_rest_again, argument, resting))
+            loans.append(functools.partial(_rest_again, argument, resting))
     return loans
 
 
@@ -161,11 +202,22 @@ def _rest_again(alias: torch.Tensor, resting: torch.Tensor, output: Any) -> Any:
     return output
 
 
-_fallback = torch.library.Library("_", "IMPL")
-_fallback.fallback(_on_access, _KEY_NAME)
-_aten = torch.library.Library("aten", "IMPL")
-for _name in _READS_NOTHING:
-    _packet = getattr(torch.ops.aten, _name)
-    for _overload in _packet.overloads():
-        _qualified = _name if _overload == "default" else f"{_name}.{_overload}"
-        _aten.impl(_qualified, torch.library.fallthrough_kernel, _KEY_NAME)
+@functools.cache
+def _register() -> tuple[torch.library.Library, ...]:
+    """Tell the dispatcher, once, what the two keys mean."""
+    everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    everything.fallback(_on_access, _RESTING)
+    everything.fallback(torch.library.fallthrough_kernel, _GUARDED)
+    for schema in torch._C._jit_get_all_schemas():
+        namespace, _, name = schema.name.partition("::")
+        if namespace != "aten" or not torch._C._dispatch_has_kernel(
+            f"{schema.name}.{schema.overload_name}".rstrip(".")
+        ):
+            continue  # another library's, or one of TorchScript's own
+        qualified = f"{name}.{schema.overload_name}".rstrip(".")
+        if name in _TOUCHES_NOTHING:
+            aten.impl(qualified, torch.library.fallthrough_kernel, _RESTING)
+        elif any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
+            operator = getattr(getattr(torch.ops.aten, name), schema.overload_name or "default")
+            aten.impl(qualified, functools.partial(_on_write, operator), _GUARDED)
+    return everything, aten
