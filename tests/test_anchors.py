@@ -18,7 +18,7 @@ from torch import nn
 
 import penstock
 from penstock.config import ALL_MODEL_PARAMS, UVA, Budget, Prefetch, Rules
-from penstock.errors import OptionError, PenstockWarning, RuleError, SelectionError
+from penstock.errors import CheckpointError, OptionError, PenstockWarning, RuleError, SelectionError
 from penstock.inventory import take_inventory
 from penstock.plan import Plan, build_plan
 from penstock.plan.model import UnitDraft, assemble
@@ -392,6 +392,19 @@ class TestCheckpointOfALiveModel:
         assert_same_bits(model(rows()), expected)
         assert {name for name in handle.plan.resident if "scratch" in name} == {f"layers.{i}.scratch" for i in range(4)}
         handle.remove()
+
+    @pytest.mark.parametrize("policy", [POLICIES["prefetch"], POLICIES["rules"]], ids=repr)
+    def test_files_with_other_names_or_shapes_are_for_the_adapter(self, policy: Any, tmp_path: Path) -> None:
+        from safetensors.torch import save_file
+
+        model = Model(one_by_one, layers=list_of(Block)).eval()
+        state = model.state_dict()
+        older = {name.replace("outer", "dense"): tensor for name, tensor in state.items()}
+        unfused = {name: tensor.unsqueeze(0).clone() for name, tensor in state.items()}
+        for wrong in (older, unfused):
+            save_file(wrong, tmp_path / "model.safetensors")
+            with pytest.raises(CheckpointError, match=r"penstock\.adapters\.transformers\.load"):
+                penstock.offload(model, replace(policy, mode="disk"), checkpoint=tmp_path)
 
     def test_rules_say_so_too(self, tmp_path: Path) -> None:
         model = self.model()
