@@ -196,8 +196,8 @@ def split_by_part(inventory: Inventory, layers: Sequence[UnitDraft]) -> list[Uni
     ]
     every = [part for parts in split for part in parts]
     anchors = {part.anchor for part in every}
-    apart = all(anchors.isdisjoint(inventory.ancestors(anchor)) for anchor in anchors - inventory.uncalled)
-    if not same or not all(whole) or not apart or anchors & inventory.uncalled:
+    apart = all(anchors.isdisjoint(inventory.ancestors(anchor)) for anchor in anchors)
+    if not same or not all(whole) or not apart or not anchors.isdisjoint(inventory.uncalled):
         return list(layers)
     return list(layers) if any(part.num_bytes < MIN_PART_BYTES for part in every) else every
 
