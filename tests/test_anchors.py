@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from models import DIM, Reader, all_layers, rows, save
+from models import DIM, Reader, ReaderDict, all_layers, rows, save
 from torch import nn
 
 import penstock
 from penstock.config import ALL_MODEL_PARAMS, UVA, Budget, Prefetch, Rules
-from penstock.errors import OptionError, PenstockWarning, RuleError, SelectionError
+from penstock.errors import CheckpointError, OptionError, PenstockWarning, RuleError, SelectionError
 from penstock.inventory import take_inventory
 from penstock.plan import Plan, build_plan
+from penstock.plan.build import plan_group_rule
 from penstock.plan.model import UnitDraft, assemble
 from penstock.plan.units import find_stacks
 from penstock.testing import assert_same_bits
@@ -286,6 +287,21 @@ class TestModulesWithoutForward:
         ):
             penstock.offload(model, Plan.load(tmp_path / "plan.json"))
 
+    def test_layers_of_lists_are_split_into_no_parts_but_their_modules(self) -> None:
+        """What engines do: the stack is given, and parts of its layers get units of their own."""
+
+        def part() -> nn.ModuleList:
+            return nn.ModuleList([nn.Linear(600, 600), nn.Linear(600, 600)])
+
+        with torch.device("meta"):
+            lists = nn.ModuleList(part() for _ in range(2))
+            layers = nn.ModuleList(ReaderDict({"a": nn.Linear(600, 600), "b": part()}) for _ in range(2))
+        for stack, expected in ((lists, ["0.0", "0.1", "1.0", "1.1"]), (layers, ["0", "1"])):
+            inventory = take_inventory(stack)
+            plan = plan_group_rule(inventory, Prefetch(), [["0", "1"]], by_part=True)
+            assert [unit.anchor for unit in plan.units] == expected
+            plan.check(inventory)
+
     def test_nor_inside_a_module_that_reads_its_childrens_weights(self) -> None:
         model = nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 8))
         inventory = take_inventory(model)
@@ -392,6 +408,19 @@ class TestCheckpointOfALiveModel:
         assert_same_bits(model(rows()), expected)
         assert {name for name in handle.plan.resident if "scratch" in name} == {f"layers.{i}.scratch" for i in range(4)}
         handle.remove()
+
+    @pytest.mark.parametrize("policy", [POLICIES["prefetch"], POLICIES["rules"]], ids=repr)
+    def test_files_with_other_names_or_shapes_are_for_the_adapter(self, policy: Any, tmp_path: Path) -> None:
+        from safetensors.torch import save_file
+
+        model = Model(one_by_one, layers=list_of(Block)).eval()
+        state = model.state_dict()
+        older = {name.replace("outer", "dense"): tensor for name, tensor in state.items()}
+        unfused = {name: tensor.unsqueeze(0).clone() for name, tensor in state.items()}
+        for wrong in (older, unfused):
+            save_file(wrong, tmp_path / "model.safetensors")
+            with pytest.raises(CheckpointError, match=r"penstock\.adapters\.transformers\.load"):
+                penstock.offload(model, replace(policy, mode="disk"), checkpoint=tmp_path)
 
     def test_rules_say_so_too(self, tmp_path: Path) -> None:
         model = self.model()

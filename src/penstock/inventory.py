@@ -145,7 +145,7 @@ class StorageInfo:
 
 @dataclass(frozen=True)
 class Place:
-    """A further place of a module that has its name from another one: child ``attr`` of ``parent``."""
+    """Where a module hangs: child ``attr`` of ``parent``; its own name may be from another place."""
 
     parent: str
     attr: str
@@ -196,6 +196,18 @@ class Inventory:
             if name:
                 children.setdefault(name.rpartition(".")[0], []).append(name)
         return children
+
+    def places(self, module: str) -> list[Place]:
+        """What hangs directly at ``module``: its children, and modules that have their name from another place."""
+        own = [Place(module, child.rpartition(".")[2], child) for child in self.children(module)]
+        return own + self._shared_in.get(module, [])
+
+    @cached_property
+    def _shared_in(self) -> dict[str, list[Place]]:
+        found: dict[str, list[Place]] = {}
+        for place in self.shared:
+            found.setdefault(place.parent, []).append(place)
+        return found
 
     def dominators(self, module: str) -> tuple[str, ...]:
         """The modules on every path from the root to ``module``, outermost first, ``module`` itself last."""

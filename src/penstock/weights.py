@@ -21,9 +21,9 @@ from penstock.inventory import StorageInfo, TensorInfo
 __all__ = ["FilePart", "Recipe", "TensorSource", "WeightMap"]
 
 _MEND = (
-    "The checkpoint is of another model, or was saved without this tensor: pass checkpoint= of this model. Files whose "
-    "names or shapes transformers changes while it loads (older names, unfused experts) are for "
-    "penstock.adapters.transformers.load, which builds the model, too."
+    "The checkpoint is of another model, or was saved without this tensor, or with names or shapes that transformers "
+    "changes while it loads (older names, unfused experts). Load the last with penstock.adapters.transformers.load; "
+    "for the others: pass checkpoint= of this model."
 )
 
 

@@ -235,7 +235,9 @@ def move_on_demand(inventory: Inventory, plan: Plan) -> Plan:
     if not plan.uva:
         return plan
     wanted = {entry.storage for unit in plan.units for entry in unit.entries} | plan.uva.keys()
-    drafts = draft_units(inventory, [storage for storage in inventory.storages if storage.name in wanted])
+    moving = [storage for storage in inventory.storages if storage.name in wanted]
+    drafts = draft_units(inventory, moving)
+    warn_of_stranded(inventory, stranded(inventory, moving, {s.name for draft in drafts for s in draft.storages}))
     staged = {unit.anchor for unit in plan.staged_units}  # what joins them comes from the files as well
     stores = [replace(draft, store="disk") if draft.anchor in staged else draft for draft in drafts]
     return assemble(inventory, stores, max(plan.num_slots, 1), plan.mode)

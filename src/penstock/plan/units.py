@@ -34,7 +34,7 @@ TINY_BYTES = 64 * 2**10
 # A copy of this size takes the link at nine tenths of its rate (H200).
 MIN_PART_BYTES = 2**20
 
-_NUMBERED = re.compile(r"(.*?)\.?(\d+)")
+_NUMBERED = re.compile(r".*\d")
 
 
 @dataclass(frozen=True)
@@ -73,15 +73,13 @@ def find_stacks(inventory: Inventory) -> list[Stack]:
 
 def _numbered_children(inventory: Inventory, container: str, holders: Collection[str]) -> list[str]:
     """By place: what hangs at several places of ``container`` is listed as often."""
-    places = [(child, child) for child in inventory.children(container)]
-    places += [(place.attr, place.module) for place in inventory.shared if place.parent == container]
     return [
-        child
-        for name, child in places
-        if child in holders
-        and _NUMBERED.fullmatch(name)
+        place.module
+        for place in inventory.places(container)
+        if place.module in holders
+        and _NUMBERED.fullmatch(place.attr)
         # `norm1` and `norm2` that are lists stand beside each other; items of a list that are lists, behind each other.
-        and (child not in inventory.uncalled or name.rpartition(".")[2].isdigit())
+        and (place.module not in inventory.uncalled or place.attr.isdigit())
     ]
 
 
@@ -111,8 +109,7 @@ def called_within(inventory: Inventory, module: str) -> list[str]:
         if name not in inventory.uncalled:
             found[name] = None
             continue
-        shared = [place.module for place in inventory.shared if place.parent == name]
-        inner = [child for child in (*inventory.children(name), *shared) if child not in seen]
+        inner = [place.module for place in inventory.places(name) if place.module not in seen]
         seen.update(inner)
         left += reversed(inner)
     return list(found)
@@ -199,8 +196,8 @@ def split_by_part(inventory: Inventory, layers: Sequence[UnitDraft]) -> list[Uni
     ]
     every = [part for parts in split for part in parts]
     anchors = {part.anchor for part in every}
-    apart = all(anchors.isdisjoint(inventory.ancestors(anchor)) for anchor in anchors - inventory.uncalled)
-    if not same or not all(whole) or not apart or anchors & inventory.uncalled:
+    apart = all(anchors.isdisjoint(inventory.ancestors(anchor)) for anchor in anchors)
+    if not same or not all(whole) or not apart or not anchors.isdisjoint(inventory.uncalled):
         return list(layers)
     return list(layers) if any(part.num_bytes < MIN_PART_BYTES for part in every) else every
 
