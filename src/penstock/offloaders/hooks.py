@@ -480,7 +480,7 @@ def _floats_in(given: Any) -> list[torch.Tensor]:
 
 def _path_from(anchor: nn.Module, tensor: BoundTensor) -> Path:
     module, place = tensor.places[0]
-    name = next(name for name, child in anchor.named_modules(remove_duplicate=False) if child is module)
+    name = next(name for name, child in anchor.named_modules() if child is module)
     return (*(name.split(".") if name else ()), place.attr, *place.inner)
 
 
