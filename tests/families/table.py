@@ -199,7 +199,10 @@ TABLE: dict[str, Entry] = {
     "bros": Entry(inputs=lambda c: _text() | {"bbox": torch.rand(2, 12, 8)}),
     "chameleon": Entry(
         way=1,
-        changes={"vocabulary_map": _vocabulary(64), "vq_config": {**_CODES, "num_embeddings": 64, "latent_channels": 64}},
+        changes={
+            "vocabulary_map": _vocabulary(64),
+            "vq_config": {**_CODES, "num_embeddings": 64, "latent_channels": 64},
+        },
         inputs=lambda c: _text(),
     ),
     "clap": Entry(
