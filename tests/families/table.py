@@ -194,7 +194,12 @@ _NO_TIMM = Entry(why_not="needs timm, which is not installed")
 _THIN = {"width_coefficient": 0.5, "depth_coefficient": 0.6, "hidden_dim": 640}
 
 TABLE: dict[str, Entry] = {
-    "align": Entry(changes={"vision_config": {**_THIN, "hidden_dim": 208, "model_type": "align_vision_model", "image_size": 64}}),
+    "align": Entry(
+        changes={
+            "vision_config": {**_THIN, "model_type": "align_vision_model", "image_size": 64},
+            "projection_dim": 640,
+        },
+    ),
     "efficientnet": Entry(config=lambda: _auto("EfficientNetConfig", image_size=64, **_THIN), way=0),
     "autoformer": Entry(changes=_SERIES, inputs=_series),
     "bamba": Entry(changes={**_STATE_SPACE, "attn_layer_indices": [1, 3]}),
