@@ -5,3 +5,6 @@
 compares, ``sweep.py`` does that for all families in processes of their own. ``table.py`` holds what the general
 rules get wrong.
 """
+
+WAYS = ("load", "budget", "prefetch")
+BAD = frozenset({"differs", "crashed", "timeout"})

@@ -9,7 +9,7 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -233,11 +233,16 @@ def _run_once(model: nn.Module, inputs: Inputs) -> int:
     return len(leaves)
 
 
+def hush() -> None:
+    """No progress bars and log lines of transformers from now on."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """No warnings, progress bars and log lines of the libraries."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    hush()
     logging.disable(logging.WARNING)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
@@ -247,8 +252,3 @@ def quiet() -> Iterator[None]:
 def _first_line(error: BaseException) -> str:
     text = str(error).strip()
     return " ".join(text.split())[:300]
-
-
-def with_calls(case: Case, calls: list[tuple[str, Inputs]]) -> Case:
-    """The same model, called otherwise."""
-    return replace(case, calls=calls)

@@ -244,7 +244,7 @@ def _new_value(
         return min(value, MAX_POSITIONS + 2)
     if _IS_IMAGE_SIZE.search(name):
         return _image_size(config, value) if way.small_images else None
-    if _LEAVE.search(name) or value < 64:
+    if name != "upsample_groups" and (_LEAVE.search(name) or value < 64):
         return None
     return _narrow(value, factor, way.multiple)
 

@@ -18,8 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-WAYS = ("load", "budget", "prefetch")
-BAD = frozenset({"differs", "crashed", "timeout"})
+from . import BAD, WAYS
 
 Row = dict[str, Any]
 

@@ -191,12 +191,24 @@ _VISION_GRID = Entry(inputs=_patches)
 _GLM_GRID = Entry(inputs=_patches, changes={"text_config.rope_parameters": _MROPE})
 _NO_TIMM = Entry(why_not="needs timm, which is not installed")
 
+_THIN = {"width_coefficient": 0.5, "depth_coefficient": 0.6, "hidden_dim": 640}
+
 TABLE: dict[str, Entry] = {
+    "align": Entry(
+        changes={
+            "vision_config": {**_THIN, "model_type": "align_vision_model", "image_size": 64},
+            "projection_dim": 640,
+        },
+    ),
+    "efficientnet": Entry(config=lambda: _auto("EfficientNetConfig", image_size=64, **_THIN), way=0),
     "autoformer": Entry(changes=_SERIES, inputs=_series),
     "bamba": Entry(changes={**_STATE_SPACE, "attn_layer_indices": [1, 3]}),
-    "blip_2": Entry(inputs=_queries),
+    "blip_2": Entry(inputs=_queries, changes={"image_token_index": 511}),
     "blt": Entry(changes={"encoder_hash_byte_group_vocab": 300}),
-    "bros": Entry(inputs=lambda c: _text() | {"bbox": torch.rand(2, 12, 8)}),
+    "bros": Entry(
+        changes={"dim_bbox_sinusoid_emb_2d": 64, "dim_bbox_sinusoid_emb_1d": 8, "dim_bbox_projection": 64},
+        inputs=lambda c: _text() | {"bbox": torch.rand(2, 12, 8, generator=torch.Generator().manual_seed(1))},
+    ),
     "chameleon": Entry(
         way=1,
         changes={
@@ -239,24 +251,28 @@ TABLE: dict[str, Entry] = {
     "gemma3n": _NO_TIMM,
     "glm46v": _GLM_GRID,
     "glm4v": _GLM_GRID,
-    "glm4v_moe": _GLM_GRID,
+    "glm4v_moe": Entry(
+        inputs=_patches,
+        changes={"text_config.rope_parameters": {**_MROPE, "mrope_section": [4, 6, 6], "partial_rotary_factor": 0.5}},
+    ),
     "glm_ocr": _VISION_GRID,
     "glmga": _GLM_GRID,
     "granitemoehybrid": Entry(changes={**_STATE_SPACE, "layer_types": ["mamba", "attention"] * 2}),
     "idefics": Entry(inputs=_idefics),
     "informer": Entry(changes=_SERIES, inputs=_series),
-    "instructblip": Entry(inputs=_instructed),
+    "instructblip": Entry(inputs=_instructed, changes={"image_token_index": 511}),
     "instructblipvideo": Entry(why_not="as instructblip, with frames"),
     "janus": Entry(
         way=0, changes={"vq_config": {**_CODES, "embed_dim": 8, "num_embeddings": 256, "latent_channels": 64}}
     ),
     "jamba": Entry(changes={"attn_layer_period": 2, "attn_layer_offset": 1}),
+    "kyutai_speech_to_text": Entry(inputs=lambda c: {"input_ids": _ids(2, 12 * 33).reshape(2, 12, 33)}),
     "kosmos2": Entry(inputs=_kosmos2),
     "layoutlmv2": Entry(why_not="needs detectron2, which is not installed"),
     "layoutlmv3": Entry(changes={"coordinate_size": 44, "shape_size": 40}),
     "lfm2_moe": Entry(changes={"layer_types": ["conv", "full_attention", "conv", "full_attention"]}),
     "lilt": Entry(changes={"hidden_size": 192, "num_attention_heads": 4, "intermediate_size": 384}),
-    "lightglue": Entry(inputs=_moving),
+    "lightglue": Entry(inputs=_moving, changes={"keypoint_detector_config": {"model_type": "superpoint"}}),
     "lxmert": Entry(inputs=_lxmert),
     "markuplm": Entry(changes={"tag_pad_id": 216, "subs_pad_id": 1001}),
     "mimi": Entry(
@@ -269,7 +285,9 @@ TABLE: dict[str, Entry] = {
     "musicgen": Entry(model_class="MusicgenForConditionalGeneration", inputs=_musicgen),
     "musicgen_melody": Entry(model_class="MusicgenMelodyForConditionalGeneration", inputs=_musicgen),
     "nystromformer": Entry(changes={"segment_means_seq_len": 12, "num_landmarks": 4}),
-    "paddleocr_vl": _VISION_GRID,
+    "paddleocr_vl": Entry(
+        inputs=lambda c: _patches(c) | {"pixel_values": _floats(16, 3, *[c.vision_config.patch_size] * 2)}
+    ),
     "pe_audio_video": _NO_TIMM,
     "pe_video": _NO_TIMM,
     "perceiver": Entry(
@@ -291,12 +309,12 @@ TABLE: dict[str, Entry] = {
         model_class="SpeechEncoderDecoderModel", config=_pair("SpeechEncoderDecoderConfig", _wav2vec2_config), way=0,
         inputs=lambda c: {"input_values": _floats(2, 4000), "decoder_input_ids": _ids(2, 7)},
     ),
-    "superglue": Entry(inputs=_moving),
+    "superglue": Entry(inputs=_moving, changes={"keypoint_detector_config": {"model_type": "superpoint"}}),
     "superpoint": Entry(config=lambda: _auto("SuperPointConfig"), way=0),
     "time_series_transformer": Entry(changes=_SERIES, inputs=_series),
     "timesfm": Entry(
         inputs=lambda c: {
-            "past_values": _floats(2, c.context_length), "past_values_padding": torch.zeros(2, c.context_length + 32),
+            "past_values": _floats(2, c.context_length), "past_values_padding": torch.zeros(2, c.context_length),
             "freq": torch.zeros(2, 1).long(),
         }
     ),

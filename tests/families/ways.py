@@ -21,12 +21,11 @@ import penstock
 from penstock.errors import BudgetError, CheckpointError, PenstockError
 from penstock.inventory import take_inventory
 
-from .builders import Case, quiet
+from . import WAYS
+from .builders import Case, hush, quiet
 
 SHARE = 0.4  # of the weights: the budget
 FORWARDS = 2
-WAYS = ("load", "budget", "prefetch")
-BAD = frozenset({"differs", "crashed", "timeout"})
 
 Calls = list[tuple[str, dict[str, Any]]]
 
@@ -214,8 +213,8 @@ def compare(reference: Reference, way: str) -> Outcome:
 
 
 def _compare(reference: Reference, way: str, outcome: Outcome) -> None:
-    with _unwarned():
-        model, handle = offloaded(reference, outcome)
+    hush()
+    model, handle = offloaded(reference, outcome)
     calls, wrong = reference.case.calls, []
     try:
         for index in range(FORWARDS):
@@ -232,19 +231,6 @@ def _compare(reference: Reference, way: str, outcome: Outcome) -> None:
         outcome.what, outcome.detail = "differs", "; ".join(wrong)[:600]
     elif not outcome.moved_bytes:
         outcome.what = "moved nothing"
-
-
-class _unwarned:  # noqa: N801 - a place holder of the same shape as a function
-    """Progress bars off while a model is read."""
-
-    def __enter__(self) -> None:
-        import transformers
-
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-
-    def __exit__(self, *_: object) -> None:
-        return None
 
 
 def place_of(error: BaseException) -> str:
