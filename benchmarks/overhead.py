@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,14 @@ def measure() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     device = torch.device("cuda")
     with torch.no_grad():
-        stack = build_stack(QWEN3_8B, torch.bfloat16, device)
+        stack = build_stack(QWEN3_8B, torch.bfloat16, device, device)
         x = torch.randn(ROWS, QWEN3_8B.hidden, device=device).to(torch.bfloat16)
         expected = stack(x).clone()
-        resident = statistics.median(time_cuda(lambda: stack(x), 5))
+        resident = statistics.median(time_cuda(partial(stack, x), 5))
         handle = penstock.offload(stack, penstock.Rules([("down_proj", "prefetch")]))
         for _ in range(2):
             equal = torch.equal(stack(x), expected)
-        eager = statistics.median(time_cuda(lambda: stack(x), 7))
+        eager = statistics.median(time_cuda(partial(stack, x), 7))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             captured = stack(x)
@@ -53,7 +54,7 @@ def measure() -> list[dict[str, Any]]:
             found.append({"case": case, "ms": ms, "bytes_moved": moved, "bit_equal": equal})
         del stack, graph, captured
         torch.cuda.empty_cache()
-        small = build_stack(DecoderShape("small", 36, 256, 1024, 256, 64), torch.bfloat16, device)
+        small = build_stack(DecoderShape("small", 36, 256, 1024, 256, 64), torch.bfloat16, device, device)
         x = torch.randn(4, 256, device=device).to(torch.bfloat16)
         expected = small(x).clone()
         alone = host_ms(small, x)
@@ -81,6 +82,7 @@ def host_ms(model: Any, x: Any, repeats: int = 200) -> float:
 
 
 def main() -> None:
+    """Run the trees in turns and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trees", nargs="+", type=Path, help="folders that hold the package")
     parser.add_argument("--rounds", type=int, default=5)
