@@ -7,7 +7,7 @@ import warnings
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import nn
@@ -156,53 +156,50 @@ def offload(
         PeerError: another rank of ``group`` failed, ended, or did not come within ``PENSTOCK_PEER_TIMEOUT`` seconds
             (where units are split over ranks, within the timeout of the group if that is shorter).
 
-    The model is untouched when anything is raised. While it is offloaded, a parameter that is copied ahead of use is a
-    view of a slot: outside of its module's forward it holds whatever the slot does, or what is arriving there. Read
-    weights by ``state_dict()``, or after ``remove()``.
+    The model is untouched when anything is raised. While it is offloaded, a parameter that is copied ahead of use has
+    its bytes on the device only while its module runs. Whatever else uses it through PyTorch's dispatcher gets the same
+    bits, and the parameter is resident from then on, or an
+    :class:`~penstock.errors.OutsideAccessError` or :class:`~penstock.errors.ModelChangedError` is raised. Code that
+    torch.compile traces is checked when it is traced.
     """
     require_group(group)
     if pool_links and group is None:
         raise OptionError("pool_links has no effect without group=: one process has one link")
-    with attempt(None if group is None else Peers(group, pool_links)) as peers:
-        if not isinstance(model, nn.Module):
-            raise OptionTypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
-        model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper; the code behind it retraces by itself
-        _refuse_second_offload(model)
-        require_kinds(device, disk)
-        weights = None if checkpoint is None else WeightMap.open(checkpoint)
-        target = compute_device(model, device)
-        inventory = take_inventory(model)
-        plan = _make_plan(model, policy, inventory, target, weights, disk, peers)
-        _warn_about_training(model, plan, inventory)
-        _warn_about_idle_group(plan, peers)
-        if peers is not None:
-            compare_plans(plan, model, inventory, weights, peers)
-        return _attach(
-            model,
-            plan,
-            inventory,
-            device=target,
-            weights=weights,
-            disk=disk,
-            progress=progress,
-            measure_stalls=measure_stalls,
-            peers=peers,
-            budget_bytes=_budget_of(policy),
-            never_promotes=None if group is None else "the ranks of a group keep to one plan",
-        )
-
-
-def _attach(model: nn.Module, plan: Plan, inventory: Inventory, *, peers: Attempt | None, **options: Any) -> Handle:
-    """Put ``plan`` into force; ``options``: of :class:`Attachment`."""
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper; the code behind it retraces by itself
+    was_offloaded = isinstance(model, nn.Module) and _handle_of(model) is not None
     try:
-        Attachment(model, plan, inventory, peers=peers, on_attached=partial(_conclude, model, plan, peers), **options)
+        with attempt(None if group is None else Peers(group, pool_links)) as peers:
+            if not isinstance(model, nn.Module):
+                raise OptionTypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+            _refuse_second_offload(model)
+            require_kinds(device, disk)
+            weights = None if checkpoint is None else WeightMap.open(checkpoint)
+            target = compute_device(model, device)
+            inventory = take_inventory(model)
+            plan = _make_plan(model, policy, inventory, target, weights, disk, peers)
+            _warn_about_training(model, plan, inventory)
+            _warn_about_idle_group(plan, peers)
+            if peers is not None:
+                compare_plans(plan, model, inventory, weights, peers)
+            Attachment(
+                model,
+                plan,
+                inventory,
+                device=target,
+                weights=weights,
+                disk=disk,
+                progress=progress,
+                measure_stalls=measure_stalls,
+                peers=peers,
+                budget_bytes=_budget_of(policy),
+                never_promotes=None if group is None else "the ranks of a group keep to one plan",
+                on_attached=partial(_conclude, model, plan, peers),
+            )
+            return vars(model)[_MARK]  # type: ignore[no-any-return]
     except BaseException:  # an interrupt, at a point where only remove() undoes it
-        if (marked := _handle_of(model)) is not None:
-            marked.remove()
+        if not was_offloaded and isinstance(model, nn.Module) and (handle := _handle_of(model)) is not None:
+            handle.remove()
         raise
-    handle = _handle_of(model)
-    assert handle is not None
-    return handle
 
 
 def _conclude(model: nn.Module, plan: Plan, peers: Attempt | None, attachment: Attachment) -> None:

@@ -27,7 +27,7 @@ from penstock.offloaders.mapped import MappedFilesGuard
 from penstock.offloaders.notes import notes_on
 from penstock.offloaders.opening import open_store
 from penstock.offloaders.parts import FilledParts
-from penstock.offloaders.pipeline import SlotPipeline
+from penstock.offloaders.pipeline import SlotPipeline, release_left
 from penstock.offloaders.promotion import Promoter
 from penstock.offloaders.sharing import finish_shared
 from penstock.offloaders.state import StateGuard
@@ -47,6 +47,8 @@ from penstock.telemetry import Recorder, Stats
 from penstock.weights import WeightMap
 
 __all__ = ["Attachment", "Progress"]
+
+Hook = UnitHook | ForwardHook | StateGuard | MappedFilesGuard
 
 
 class Attachment(NotCopyable):
@@ -105,7 +107,7 @@ class Attachment(NotCopyable):
         self._bound = bind(model, inventory.storages)
         self._promoter = Promoter(plan, self._bound, device, budget_bytes, never_promotes)
         self._rests = not keeps_addresses
-        self._hooks: list[UnitHook | ForwardHook | StateGuard | MappedFilesGuard] = []
+        self._hooks: list[Hook] = []
         self._units: list[UnitHook] = []
         self._pipeline: SlotPipeline | None = None
         self._removed = False
@@ -125,10 +127,8 @@ class Attachment(NotCopyable):
             for name in plan.uva:
                 self._bound[name].point_at(self._in_place(name))
             if plan.uva and isinstance(self._store, DiskStore) and device.type == "cpu":
-                self._hooks.append(MappedFilesGuard(model, self._store))
-            self._hooks.append(
-                StateGuard(model, [self._bound[name] for name in self.plan.offloaded_names], self._state_bytes)
-            )
+                self._hook(MappedFilesGuard(model, self._store))
+            self._hook(StateGuard(model, [self._bound[name] for name in self.plan.offloaded_names], self._state_bytes))
             self.rewind()
             if on_attached is not None:
                 on_attached(self)
@@ -183,6 +183,15 @@ class Attachment(NotCopyable):
             return
         if any(hook.runs_here for hook in self._hooks if isinstance(hook, UnitHook | ForwardHook)):
             raise StateError("remove() was called inside a forward of the model: call it when the forward has returned")
+        try:
+            self._remove(graphs_released)
+        except BaseException:
+            release_left(self._promoter.tensor_lock)
+            if self._pipeline is not None:
+                self._pipeline.abandon()
+            raise
+
+    def _remove(self, graphs_released: bool) -> None:
         if self._pipeline is not None:
             self._pipeline.stop(graphs_released)
         try:
@@ -275,8 +284,13 @@ class Attachment(NotCopyable):
                 bound.point_at_slot(slot, self._promoter.wake if self._rests else None)
             anchor = self._model.get_submodule(unit.anchor)
             self._units.append(UnitHook(anchor, unit.index, storages, self._pipeline, token, session))
-            self._hooks.append(self._units[-1])  # one by one: an interrupt here must find them all
-        self._hooks.append(ForwardHook(self._model, entry or self._model, self._units, self._pipeline, token, session))
+            self._hook(self._units[-1])
+        self._hook(ForwardHook(self._model, entry or self._model, self._units, self._pipeline, token, session))
+
+    def _hook(self, hook: Hook) -> None:
+        """Keep it first: an interrupt while it is attached must find it."""
+        self._hooks.append(hook)
+        hook.attach()
 
     def _in_place(self, name: str) -> torch.Tensor:
         blob = self._store.in_place(name)

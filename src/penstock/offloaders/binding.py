@@ -38,6 +38,7 @@ class BoundTensor:
     def __init__(self, model: nn.Module, info: TensorInfo) -> None:
         self.info = info
         self.places = [(model.get_submodule(place.module), place) for place in info.locations]
+        self._holder = _holder(*self.places[0])
         self.tensor = _get(*self.places[0])
         self.original = self.tensor
         self.original_data = self.tensor.data
@@ -81,14 +82,44 @@ class BoundTensor:
             self._num_own_views = torch._C._storage_Use_Count(self._slot_storage)  # with torch's own, by version
 
     def open(self) -> None:
-        """The unit is in its slot: let the tensor look there."""
-        if self._resting is not None and self.in_slot is not None and not self.lost:
-            self.tensor.data = self.in_slot
+        """The unit is in its slot: let the tensor look there.
 
-    def rest(self) -> None:
-        """The slot may get another unit: let the tensor rest."""
-        if self._resting is not None and self.in_slot is not None:
-            self.tensor.data = self._resting
+        Raises:
+            ModelChangedError: its data was set since :meth:`rest`. A replaced or deleted tensor is the caller's right:
+                it is reported once, and the new one is used as it is.
+        """
+        if self.in_slot is None or self._find_loss():
+            return
+        if self._resting is None:
+            self.check()
+        elif self.tensor.untyped_storage()._cdata == self._resting_storage or not self.has_other_data:
+            self.tensor.data = self.in_slot  # where an interrupt may have left it
+        else:
+            raise self._set_elsewhere()
+
+    def rest(self) -> bool:
+        """The slot may get another unit: let the tensor rest. ``False``: its data was set since :meth:`open`."""
+        if self._resting is None or self.in_slot is None or self.lost:
+            return True
+        is_mine = self.tensor.data_ptr() == self._address
+        self.tensor.data = self._resting
+        return is_mine
+
+    def _find_loss(self) -> bool:
+        place = self.places[0][1]
+        if place.inner or place.kind == "attribute":
+            self.lost = not self.is_held_by(self.places[0][0], place.attr, place.inner)
+        else:  # what getattr() finds, without its detour
+            self.lost = self._holder.get(place.attr) is not self.tensor
+        if self.lost:
+            self._report_loss(place)
+        return self.lost
+
+    def _set_elsewhere(self) -> ModelChangedError:
+        return ModelChangedError(
+            f"{self.name} was moved (.data = ... or a private way to move it) while offloaded; its bytes are in the "
+            f"store, not in the tensor: call handle.remove() first, then move, then offload again"
+        )
 
     def copy_of(self, blob: torch.Tensor) -> torch.Tensor:
         """This tensor over ``blob``, for reading only."""
@@ -115,12 +146,11 @@ class BoundTensor:
         """The first name."""
         return self.info.name
 
-    @property
-    def num_views(self) -> int:
-        """How many other tensors look into the slot through this tensor's storage; itself counts while it is open."""
-        if self.in_slot is None or self._resting is None:
-            return 0
-        return int(torch._C._storage_Use_Count(self._slot_storage)) - self._num_own_views
+    def is_viewed(self, num_known: int = 0) -> bool:
+        """Whether more than ``num_known`` other tensors look into the slot through this tensor's storage."""
+        if self._resting is None or self.in_slot is None:
+            return False
+        return torch._C._storage_Use_Count(self._slot_storage) > self._num_own_views + num_known
 
     def is_seen_through(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is this one in its slot, or a view of it."""
@@ -155,27 +185,19 @@ class BoundTensor:
         """Whether ``module`` has this very tensor at ``attr`` now; ``inner``: the path inside a subclass."""
         return _find(module, attr, inner) is self.tensor
 
-    def check(self, resting: bool = False) -> None:
-        """Compare with what :meth:`point_at`, or :meth:`rest` if ``resting``, left; cheap enough for every run.
+    def check(self) -> None:
+        """Compare with what :meth:`point_at` left, where tensors do not rest; cheap enough for every run.
 
         Raises:
-            ModelChangedError: moved, or written in place. A replaced or deleted tensor is the caller's right: it is
-                reported once, and the new one is used as it is.
+            ModelChangedError: moved, or written in place.
         """
-        if self.in_slot is None:
-            return  # promoted: any change of it is the caller's right
-        module, place = self.places[0]
-        self.lost = not self.is_held_by(module, place.attr, place.inner)
-        if self.lost:
-            self._report_loss(place)
-        elif self._is_elsewhere(resting):
+        if self._find_loss():
+            return
+        if self.tensor.data_ptr() != self._address:
+            raise self._set_elsewhere()
+        if self._version is not None and _version(self.tensor) != self._version:
             raise ModelChangedError(
-                f"{place.name} was moved (model.to(...), .half() or .data = ...) while offloaded; its bytes are in the "
-                f"store, not in the tensor: call handle.remove() first, then move, then offload again"
-            )
-        elif self._resting is None and self._version is not None and _version(self.tensor) != self._version:
-            raise ModelChangedError(
-                f"{place.name} was written in place while offloaded; the write is lost with the next copy: call "
+                f"{self.name} was written in place while offloaded; the write is lost with the next copy: call "
                 f"handle.remove() first, or leave this tensor out of the selection"
             )
 
@@ -187,11 +209,6 @@ class BoundTensor:
         if self.in_slot is None:
             return not is_resting(self.tensor) and self.tensor.data_ptr() != self._address
         return storage_id(self.tensor) not in (self._resting_storage, self._slot_storage)
-
-    def _is_elsewhere(self, resting: bool) -> bool:
-        if resting and self._resting is not None and self.in_slot is not None:
-            return storage_id(self.tensor) != self._resting_storage
-        return self.tensor.data_ptr() != self._address
 
     def refuse_copy(self, given: Collection[int]) -> None:
         """Raise ``StateError`` unless compiled code was given this very memory (``given``: addresses), not a copy."""

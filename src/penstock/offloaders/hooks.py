@@ -11,16 +11,18 @@ from __future__ import annotations
 import functools
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
-from penstock.errors import OutsideAccessError, StateError
+from penstock.errors import ModelChangedError, OutsideAccessError, StateError
 from penstock.offloaders.binding import BoundStorage, BoundTensor, Path, live_tensors
-from penstock.offloaders.pipeline import SlotPipeline
+from penstock.offloaders.pipeline import SlotPipeline, release_left
 from penstock.ops import new_tag
 
 __all__ = ["ForwardHook", "NotCopyable", "UnitHook"]
@@ -91,16 +93,23 @@ class UnitHook(NotCopyable):
         # Shared with promotion, which also decides where a tensor looks. Held for pointer swaps only, never for copies.
         self._lock = threading.RLock() if session is None else session.tensor_lock
         self._windows: list[_Window] = []
-        anchor.__dict__[_TAG] = new_tag(self, self._tensors[0].tensor.device)
-        anchor.__dict__[_TOKEN] = token
-        # The wait goes before every other hook, since those may read weights; the release after every other hook.
-        self._handles = [
-            anchor.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
-            anchor.register_forward_hook(self._after, always_call=True),
-        ]
+        self._token = token
+        self._handles: list[RemovableHandle] = []
         # Code compiled before the hooks were there must not run without them. torch.compile does not guard on hooks,
         # but it does on whether a module has a forward of its own.
-        self._wrapper = wrap_forward(anchor, self._forward)
+        self._wrapper = forward_wrapper(anchor, self._forward)
+
+    def attach(self) -> None:
+        """Put the hooks in place; an interrupt leaves what :meth:`remove` takes off."""
+        for bound in self._tensors if self._session is None else ():
+            bound.note_version()
+        anchor = self._anchor
+        anchor.__dict__[_TAG] = new_tag(self, self._tensors[0].tensor.device)
+        anchor.__dict__[_TOKEN] = self._token
+        # The wait goes before every other hook, since those may read weights; the release after every other hook.
+        self._handles.append(anchor.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True))
+        self._handles.append(anchor.register_forward_hook(self._after, always_call=True))
+        anchor.__dict__["forward"] = self._wrapper
 
     def remove(self) -> None:
         """Take the hooks off. Compiled code that still holds them finds ops without effect."""
@@ -172,23 +181,22 @@ class UnitHook(NotCopyable):
     # -- eager code: see the note on windows ------------------------------------------------------------------------
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        pipeline = self._pipeline
+        pipeline, window = self._pipeline, self._my_window(running=False)
         if pipeline is None:
             return original(*args, **kwargs)
-        window = self._my_window(running=False)
         called_directly = window is None
         if window is None:  # or what a hook of the module's ran has taken the slot
             _refuse_tracers(args, kwargs)
             window = self._open(pipeline)
-        window.running = True
         try:
+            window.running = True
             output = self._run(original, args, kwargs)
+            window.running = False
         except BaseException as error:
             window.running = False
             if called_directly or not isinstance(error, Exception):
                 self._close(pipeline, window, None)
             raise
-        window.running = False
         return self._close(pipeline, window, output) if called_directly else output
 
     def _run(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -205,16 +213,12 @@ class UnitHook(NotCopyable):
     def _open(self, pipeline: SlotPipeline) -> _Window:
         window = _Window(self)
         try:
+            pipeline.wait(self._unit, window)
             with self._lock:
                 if not self._windows:
                     for bound in self._tensors:
-                        bound.check(resting=True)
-            pipeline.wait(self._unit, window)
-            with self._lock:
+                        bound.open()
                 self._windows.append(window)
-                for bound in self._tensors:
-                    bound.open()
-                    bound.note_version()
         except BaseException:
             self._close(pipeline, window, None)
             raise
@@ -231,23 +235,25 @@ class UnitHook(NotCopyable):
                 was_open = window in self._windows
                 if was_open:
                     self._windows.remove(window)
-                if was_open and not self._windows:
+                if not self._windows:
                     self._rest()
                 # Before another thread can open a window: what its operators look into is no view that was kept.
-                if was_open and output is not None:
-                    output = self._without_views(output)
+                if was_open and output is not None and self._session is not None:
+                    output = self._without_views(output, self._session)
         finally:
             pipeline.release(self._unit, window)
         return output
 
     def _rest(self) -> None:
-        try:
+        if self._session is None:
             for bound in self._tensors:
                 bound.check()
-        finally:
-            for bound in self._tensors:
-                bound.rest()
                 bound.note_version()
+        elif sum(not bound.rest() for bound in self._tensors):  # not any(): all of them have to
+            raise ModelChangedError(
+                f"the data of a tensor of {type(self._anchor).__name__} was set (.data = ...) inside its forward, "
+                f"which would be lost: call handle.remove() first, or keep it resident"
+            )
 
     def forget(self, window: _Window) -> None:
         """An interrupted run: its slot is gone."""
@@ -257,6 +263,15 @@ class UnitHook(NotCopyable):
             if not self._windows:
                 for bound in self._tensors:
                     bound.rest()
+
+    def end_interrupted(self, pipeline: SlotPipeline) -> None:
+        """An interrupt has ended the forward that the calling thread was in, and whatever ran inside it."""
+        me = threading.get_ident()
+        for window in [window for window in self._windows if window.thread == me]:
+            self._close(pipeline, window, None)
+        if not self._windows:
+            for bound in self._tensors:
+                bound.rest()
 
     # The compiler runs this while it traces the hooks, and keeps the (absent) result as a constant. The mark is what
     # torch.compiler.assume_constant_result sets; that function would import all of the compiler here.
@@ -276,19 +291,17 @@ class UnitHook(NotCopyable):
 
     # -- what outlives a window -------------------------------------------------------------------------------------
 
-    def _without_views(self, output: Any) -> Any:
+    def _without_views(self, output: Any, session: Session) -> Any:
         """Find views of the slot that outlive the run: promote what ``output`` holds, refuse what is kept elsewhere."""
-        session = self._session
-        if session is None:
-            return output
         is_open = bool(self._windows)  # in other threads
+        if not any(bound.is_viewed(is_open) for bound in self._tensors):
+            return output
         replaced: set[int] = set()  # ids of views in ``output``, which torch and the caller still hold
         for storage in self._storages:
-            if any(bound.num_views > is_open for bound in storage.tensors):
-                output, views = session.rebase(storage, output)
-                replaced |= views
+            output, views = session.rebase(storage, output)
+            replaced |= views
         for bound in self._tensors if not is_open else ():
-            if bound.num_views > len(replaced) and (gc.collect() or bound.num_views > len(replaced)):
+            if bound.is_viewed(len(replaced)) and (gc.collect() or bound.is_viewed(len(replaced))):
                 raise _kept_view(bound, self._anchor)
         return output
 
@@ -310,26 +323,33 @@ class ForwardHook(NotCopyable):
     ) -> None:
         self._pipeline = pipeline
         self._session = session
+        self._hooks = hooks
         self._units = tuple((hook.anchor, (hook.first_path,)) for hook in hooks)
-        self._running: list[int] = []  # idents of threads inside a forward, once per call
+        # One per call; weak, since an interrupt may come between the end of a forward and the line that says so.
+        self._running: weakref.WeakSet[_Running] = weakref.WeakSet()
         self._ends = (entry, model)
-        tag = new_tag(self, token.device)
+        self._token = token
+        self._handles: list[RemovableHandle] = []
+        self._wrapper = forward_wrapper(model, self._forward)
+
+    def attach(self) -> None:
+        """Put the hooks in place; an interrupt leaves what :meth:`remove` takes off."""
+        entry, model = self._ends
+        tag = new_tag(self, self._token.device)
         for module in self._ends:
             module.__dict__[_FORWARD_TAG] = tag
-            module.__dict__[_TOKEN] = token
-        self._handles = [
-            entry.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
-            model.register_forward_hook(self._after, always_call=True),
-        ]
-        self._wrapper = wrap_forward(model, self._forward) if session is not None else None
+            module.__dict__[_TOKEN] = self._token
+        self._handles.append(entry.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True))
+        self._handles.append(model.register_forward_hook(self._after, always_call=True))
+        if self._session is not None:
+            model.__dict__["forward"] = self._wrapper
 
     def remove(self) -> None:
         """Take the hooks off."""
         self._pipeline = None
         for handle in self._handles:
             handle.remove()
-        if self._wrapper is not None:
-            unwrap_forward(self._ends[1], self._wrapper)
+        unwrap_forward(self._ends[1], self._wrapper)
         for module in self._ends:
             _clear(module, _FORWARD_TAG, _TOKEN)
 
@@ -344,7 +364,8 @@ class ForwardHook(NotCopyable):
     @property
     def runs_here(self) -> bool:
         """Whether the calling thread is inside a forward of the model."""
-        return threading.get_ident() in self._running
+        me = threading.get_ident()
+        return any(running.thread == me for running in self._running)
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
@@ -368,9 +389,9 @@ class ForwardHook(NotCopyable):
             self._pipeline.finish_forward(whole=output is not None)
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        me = threading.get_ident()
-        self._running.append(me)
+        running = _Running()
         try:
+            self._running.add(running)
             return original(*args, **kwargs)
         except BaseException as error:
             # torch runs hooks with always_call for Exceptions only.
@@ -378,12 +399,23 @@ class ForwardHook(NotCopyable):
                 self._end_interrupted(self._pipeline)
             raise
         finally:
-            self._running.remove(me)
+            self._running.discard(running)
 
     def _end_interrupted(self, pipeline: SlotPipeline) -> None:
         """No hook will: an interrupt has ended the forward of the calling thread."""
         pipeline.abandon()
+        if self._session is not None:
+            release_left(self._session.tensor_lock)
+        for hook in self._hooks:
+            hook.end_interrupted(pipeline)
         pipeline.finish_forward(whole=False)
+
+
+class _Running:
+    """A forward of the model that the calling thread is in."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
 
 
 class Session(Protocol):
@@ -416,8 +448,8 @@ def _unpack(saved: Any) -> torch.Tensor:
     return tensor
 
 
-def wrap_forward(module: nn.Module, around: Callable[..., Any]) -> Callable[..., Any]:
-    """Let ``around(original, ...)`` stand before ``module.forward``; returns what hangs there now."""
+def forward_wrapper(module: nn.Module, around: Callable[..., Any]) -> Callable[..., Any]:
+    """What to hang on ``module`` as its ``forward``, so that ``around(original, ...)`` stands before it."""
     original = module.forward
 
     @functools.wraps(original)
@@ -427,12 +459,11 @@ def wrap_forward(module: nn.Module, around: Callable[..., Any]) -> Callable[...,
         return around(original, *args, **kwargs)
 
     forward.__dict__["_penstock_original"] = vars(module).get("forward")
-    module.__dict__["forward"] = forward
     return forward
 
 
 def unwrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
-    """Undo :func:`wrap_forward`, unless another library has wrapped ``forward`` since: its wrapper stays."""
+    """Take a wrapper off, unless another library has wrapped ``forward`` since: its wrapper stays."""
     if vars(module).get("forward") is not wrapper:
         return
     before = vars(wrapper)["_penstock_original"]

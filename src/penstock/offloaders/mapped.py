@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from penstock.offloaders.hooks import NotCopyable
 from penstock.store.disk import DiskStore
@@ -22,10 +23,13 @@ class MappedFilesGuard(NotCopyable):
 
     def __init__(self, model: nn.Module, store: DiskStore) -> None:
         self._store = store
-        self._handles = [
-            model.register_forward_pre_hook(self._compare, prepend=True),
-            model.register_forward_hook(self._compare),
-        ]
+        self._model = model
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self) -> None:
+        """Put the hooks in place; an interrupt leaves what :meth:`remove` takes off."""
+        self._handles.append(self._model.register_forward_pre_hook(self._compare, prepend=True))
+        self._handles.append(self._model.register_forward_hook(self._compare))
 
     def remove(self) -> None:
         """Take the hooks off."""

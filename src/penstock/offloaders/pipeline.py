@@ -56,7 +56,7 @@ from penstock.plan.schedule import chain, first_units, next_in_chain, slot_of
 from penstock.store.base import Store
 from penstock.telemetry import Recorder, StagingStats, UnitStats
 
-__all__ = ["SlotPipeline"]
+__all__ = ["SlotPipeline", "release_left"]
 
 # A forward that holds a slot for longer than this is taken to be stuck, not slow.
 CONFLICT_TIMEOUT_S = 600.0
@@ -287,8 +287,7 @@ class SlotPipeline:
 
     def abandon(self) -> None:
         """An interrupt has ended what the calling thread did: hold up no other thread."""
-        while self._lock._is_owned():  # type: ignore[attr-defined]
-            self._lock.release()  # left by an interrupt at the very end of a with block
+        release_left(self._lock)
 
     def close(self) -> None:
         """Finish copies under way and let go of the store; slots are freed with the last view of them. Idempotent."""
@@ -464,3 +463,9 @@ class SlotPipeline:
                 "this process is a fork of the one that offloaded the model, and has none of the threads and streams "
                 "that move its weights: offload in the child, or start it with the method 'spawn'"
             )
+
+
+def release_left(lock: threading.RLock) -> None:
+    """Give up what an interrupt at the very end of a ``with`` block has left to the calling thread."""
+    while lock._is_owned():  # type: ignore[attr-defined]
+        lock.release()

@@ -8,11 +8,12 @@ changed anything anywhere.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ModelChangedError
 from penstock.offloaders.binding import BoundStorage, BoundTensor
@@ -36,7 +37,7 @@ class StateGuard(NotCopyable):
         read: the bytes of a storage, by name (uint8, 1-D).
     """
 
-    def __init__(self, model: nn.Module, storages: Iterable[BoundStorage], read: Read) -> None:
+    def __init__(self, model: nn.Module, storages: Sequence[BoundStorage], read: Read) -> None:
         self._read = read
         self._parts: dict[nn.Module, dict[str, _Parts]] = {}
         for storage in storages:
@@ -46,24 +47,28 @@ class StateGuard(NotCopyable):
                     parts[place.inner] = (storage, tensor)
         self._state: weakref.ref[object] | None = None
         self._blobs: dict[str, torch.Tensor] = {}
-        self._handles = [
-            module.register_state_dict_post_hook(partial(self._put_true_tensors)) for module in self._parts
-        ]
-        # On every module around the owners too: loading goes from the outside in, and must not stop half-way.
         self._around = [m for m in model.modules() if not self._parts.keys().isdisjoint(m.modules())]
+        self._tensors = [tensor.tensor for storage in storages for tensor in storage.tensors]
+        self._model = model
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self) -> None:
+        """Put everything in place; an interrupt leaves what :meth:`remove` takes off."""
+        for module in self._parts:
+            self._handles.append(module.register_state_dict_post_hook(partial(self._put_true_tensors)))
+        # On every module around the owners too: loading goes from the outside in, and must not stop half-way.
         for module in self._around:
             self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
             module.__dict__["_apply"] = partial(self._apply_to_residents, module)
             module.__dict__["__getstate__"] = self.__reduce_ex__  # of pickle and deepcopy, before they reach a tensor
-        names = {module: name for name, module in model.named_modules()}
+        owner = f"a {type(self._model).__name__}"
+        names = {module: name for name, module in self._model.named_modules()}
         for module in self._parts:
-            within = f"{names[module]!r} of " if names.get(module) else ""
-            module.__dict__[_MARK] = f"{within}a {type(model).__name__}"
+            module.__dict__[_MARK] = f"{names[module]!r} of {owner}" if names.get(module) else owner
         # One Parameter may hang in two models, of which the other knows nothing of this one.
-        self._tensors = [tensor.tensor for storage in storages for tensor in storage.tensors]
-        for offloaded in self._tensors:
-            setattr(offloaded, _MARK, f"a {type(model).__name__}")
-            vars(offloaded)["__reduce_ex__"] = self.__reduce_ex__
+        for tensor in self._tensors:
+            setattr(tensor, _MARK, owner)
+            vars(tensor)["__reduce_ex__"] = self.__reduce_ex__
 
     def remove(self) -> None:
         """Take the hooks off."""

@@ -60,6 +60,8 @@ def _boundaries_of(
             units.append(UnitHook(model.get_submodule(unit.anchor), unit.index, storages, None, token))
             hooks.append(units[-1])
         hooks.append(ForwardHook(model, entry, units, None, token))
+        for hook in hooks:
+            hook.attach()
         yield
     finally:
         for hook in hooks:
