@@ -95,15 +95,16 @@ class BoundTensor:
         elif self.tensor.untyped_storage()._cdata == self._resting_storage or not self.has_other_data:
             self.tensor.data = self.in_slot  # where an interrupt may have left it
         else:
-            raise self._set_elsewhere()
+            raise self.moved()
 
     def rest(self) -> bool:
         """The slot may get another unit: let the tensor rest. ``False``: its data was set since :meth:`open`."""
         if self._resting is None or self.in_slot is None or self.lost:
             return True
-        is_mine = self.tensor.data_ptr() == self._address
-        self.tensor.data = self._resting
-        return is_mine
+        found = self.tensor.untyped_storage()._cdata
+        if found == self._slot_storage:
+            self.tensor.data = self._resting
+        return found in (self._slot_storage, self._resting_storage)
 
     def _find_loss(self) -> bool:
         place = self.places[0][1]
@@ -115,7 +116,8 @@ class BoundTensor:
             self._report_loss(place)
         return self.lost
 
-    def _set_elsewhere(self) -> ModelChangedError:
+    def moved(self) -> ModelChangedError:
+        """What is wrong with a tensor whose data was set."""
         return ModelChangedError(
             f"{self.name} was moved (.data = ... or a private way to move it) while offloaded; its bytes are in the "
             f"store, not in the tensor: call handle.remove() first, then move, then offload again"
@@ -194,7 +196,7 @@ class BoundTensor:
         if self._find_loss():
             return
         if self.tensor.data_ptr() != self._address:
-            raise self._set_elsewhere()
+            raise self.moved()
         if self._version is not None and _version(self.tensor) != self._version:
             raise ModelChangedError(
                 f"{self.name} was written in place while offloaded; the write is lost with the next copy: call "

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from penstock.errors import ModelChangedError, OutsideAccessError, StateError
+from penstock.errors import OutsideAccessError, StateError
 from penstock.offloaders.binding import BoundStorage, BoundTensor, Path, live_tensors
 from penstock.offloaders.pipeline import SlotPipeline, release_left
 from penstock.ops import new_tag
@@ -249,11 +249,8 @@ class UnitHook(NotCopyable):
             for bound in self._tensors:
                 bound.check()
                 bound.note_version()
-        elif sum(not bound.rest() for bound in self._tensors):  # not any(): all of them have to
-            raise ModelChangedError(
-                f"the data of a tensor of {type(self._anchor).__name__} was set (.data = ...) inside its forward, "
-                f"which would be lost: call handle.remove() first, or keep it resident"
-            )
+        elif moved := [bound for bound in self._tensors if not bound.rest()]:
+            raise moved[0].moved()
 
     def forget(self, window: _Window) -> None:
         """An interrupted run: its slot is gone."""
