@@ -129,8 +129,12 @@ class BoundTensor:
             return guarded(self.view_of(blob), self)
 
     def lend(self, blob: torch.Tensor) -> None:
-        """Let the tensor look into ``blob`` until :meth:`rest`."""
+        """Let a resting tensor look into ``blob`` until :meth:`end_loan`."""
         self.tensor.data = self.copy_of(blob)
+
+    def end_loan(self) -> None:
+        """Let it rest again."""
+        self.tensor.data = self._resting  # type: ignore[assignment]
 
     def stay_in_slot(self) -> None:
         """Rest no more: compiled code relies on addresses, and its ops count as writes."""

@@ -83,7 +83,7 @@ class Promoter(NotCopyable):
         return partial(self._end_loan, tensor)
 
     def _end_loan(self, tensor: BoundTensor, output: Any) -> Any:
-        tensor.rest()
+        tensor.end_loan()
         self.tensor_lock.release()
         return output
 
