@@ -274,6 +274,23 @@ class TestNoRoom:
                 model(x)
 
 
+@pytest.mark.filterwarnings("error")
+def test_parameters_that_share_a_version_counter() -> None:
+    """Halves of one tensor: torch counts a write to either for both."""
+
+    class Halves(nn.Module):
+        def __init__(self, halves: tuple[torch.Tensor, ...]) -> None:
+            super().__init__()
+            self.first, self.second = map(nn.Parameter, halves)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x @ self.first, x @ self.second], 1)
+
+    layers = [Halves(torch.randn(DIM, DIM).chunk(2, 1)) for _ in range(3)]
+    assert all(layer.first._version == layer.second._version for layer in layers)
+    assert judged(nn.Sequential(*layers).eval(), rows(), penstock.Prefetch(1, 1, 1, params=["first", "second"])) == ()
+
+
 class Writes(nn.Module):
     def __init__(self, write: Callable[[nn.Linear], Any]) -> None:
         super().__init__()

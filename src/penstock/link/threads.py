@@ -135,9 +135,9 @@ class ThreadLink(Link):
         # A caller that was interrupted may have lost sight of its last copy into this slot.
         if (previous := self._latest.get(slot.data_ptr())) is not None:
             previous.settle()
-        self._latest[slot.data_ptr()] = transfer
         sent = 0
         try:
+            self._latest[slot.data_ptr()] = transfer  # from here on an error has to end it
             for segment, start, num_bytes in pieces:
                 into = view[segment.slot_offset + start :][:num_bytes]
                 self._jobs.put(_read_job(transfer, segment, start, into, self._recorder))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -393,6 +394,7 @@ class ForwardHook(NotCopyable):
         except BaseException as error:
             # torch runs hooks with always_call for Exceptions only.
             if self._pipeline is not None and not isinstance(error, Exception):
+                traceback.clear_frames(error.__traceback__)  # their locals may be views of slots
                 self._end_interrupted(self._pipeline)
             raise
         finally:
