@@ -323,7 +323,7 @@ class ForwardHook(NotCopyable):
         self._session = session
         self._hooks = hooks
         self._units = tuple((hook.anchor, (hook.first_path,)) for hook in hooks)
-        # One per call; weak, since an interrupt may come between the end of a forward and the line that says so.
+        # One per call; weak, so that no line at the end of a forward has to take it out, which an interrupt may skip.
         self._running: weakref.WeakSet[_Running] = weakref.WeakSet()
         self._ends = (entry, model)
         self._token = token
@@ -384,21 +384,24 @@ class ForwardHook(NotCopyable):
             if self._session is not None:
                 self._session.check_trace()
         elif self._pipeline is not None:
-            self._pipeline.finish_forward(whole=output is not None)
+            try:
+                self._pipeline.finish_forward(whole=output is not None)
+            except BaseException:
+                self._end_interrupted(self._pipeline)
+                raise
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        running = _Running()
+        running = _Running()  # ends with this frame
         try:
             self._running.add(running)
             return original(*args, **kwargs)
         except BaseException as error:
+            self._running.discard(running)  # a traceback may keep the frame
             # torch runs hooks with always_call for Exceptions only.
             if self._pipeline is not None and not isinstance(error, Exception):
                 traceback.clear_frames(error.__traceback__)  # their locals may be views of slots
                 self._end_interrupted(self._pipeline)
             raise
-        finally:
-            self._running.discard(running)
 
     def _end_interrupted(self, pipeline: SlotPipeline) -> None:
         """No hook will: an interrupt has ended the forward of the calling thread."""

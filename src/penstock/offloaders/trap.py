@@ -171,11 +171,19 @@ def _on_write(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any
 
 
 def _targets(operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """What ``operator`` writes in place."""
-    named = zip((argument.name for argument in operator._schema.arguments), args, strict=False)
-    given = {**dict(named), **kwargs}
-    written = (a.name for a in operator._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
-    return tree_leaves([given.get(name) for name in written])
+    """The tensors that ``operator`` writes in place."""
+    targets: list[Any] = []
+    for position, name in _written(operator):
+        target = args[position] if position < len(args) else kwargs.get(name)
+        targets += target if isinstance(target, list | tuple) else [target]
+    return targets
+
+
+@functools.cache
+def _written(operator: torch._ops.OpOverload) -> list[tuple[int, str]]:
+    """Position and name of each argument that the schema of ``operator`` says it writes."""
+    arguments = enumerate(operator._schema.arguments)
+    return [(position, a.name) for position, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 def _wake(argument: torch.Tensor, operator: str, is_written: bool) -> list[GiveBack]:

@@ -31,7 +31,7 @@ class Ways:
         self._trial_bytes = trial_bytes
         self._between_bytes = between_bytes
         self._lock = threading.Lock()
-        self._counts = {"direct": 0, "cached": 0, "buffered": 0}
+        self._counts: dict[tuple[int, str], int] = {}  # by thread and way
         self._seconds = {True: 0.0, False: 0.0}
         self._direct = True  # the way now on
         self._favourite: bool | None = None  # the way that was faster; None: the first trials are not over
@@ -44,12 +44,15 @@ class Ways:
     def stats(self) -> ReadStats:
         """What was read so far."""
         with self._lock:
-            return ReadStats(**self._counts, direct_s=self._seconds[True], buffered_s=self._seconds[False])
+            counts = dict.fromkeys(("direct", "cached", "buffered"), 0)
+            for (_, way), num_bytes in list(self._counts.items()):
+                counts[way] += num_bytes
+            return ReadStats(**counts, direct_s=self._seconds[True], buffered_s=self._seconds[False])
 
     def count(self, way: str, num_bytes: int) -> None:
         """``num_bytes`` were read: ``direct``, ``cached`` or ``buffered``."""
-        with self._lock:
-            self._counts[way] += num_bytes
+        mine = (threading.get_ident(), way)  # no lock, which an interrupt of this thread could leave to it
+        self._counts[mine] = self._counts.get(mine, 0) + num_bytes
 
     def choose(self, num_bytes: int) -> bool:
         """Whether the next ``num_bytes`` that are not in the page cache are to be read directly."""
