@@ -99,6 +99,10 @@ class Handle:
         if _handle_of(self.model) is self:
             del self.model.__dict__[_MARK]
 
+    def _hold_to_budget(self, policy: Policy | Plan | str | int) -> None:
+        """Hold promoted tensors to the budget of ``policy``, if it is one, from which the plan in force was made."""
+        self._attachment.limit(_budget_of(policy))
+
     def __enter__(self) -> Handle:
         return self
 

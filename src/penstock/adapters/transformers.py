@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from penstock.adapters._conversion import Match, Rearranged, match
 from penstock.adapters._meta_model import build_meta_model
 from penstock.checkpoint import Checkpoint
 from penstock.config import Policy, as_policy, format_gib
-from penstock.errors import PenstockWarning
+from penstock.errors import CheckpointError, PenstockWarning
 from penstock.handle import Handle, offload
 from penstock.inventory import Inventory, StorageInfo, take_inventory
 from penstock.limits import describe_device
@@ -37,6 +38,7 @@ from penstock.offloaders.opening import compute_device
 from penstock.offloaders.planning import budget_planner, not_in_files, planner_for, split_planner
 from penstock.offloaders.room import require_room
 from penstock.offloaders.sharing import attempt
+from penstock.offloaders.trap import storage_id
 from penstock.peers import Peers
 from penstock.plan import Plan
 from penstock.plan.planner import Planner
@@ -110,6 +112,7 @@ def load(
         handle = offload(
             model, plan, checkpoint=found.weights, device=device, disk=disk, progress=progress, group=group
         )
+        handle._hold_to_budget(policy)  # the plan alone does not tell it
     return model, handle
 
 
@@ -168,7 +171,30 @@ def _materialise(model: PreTrainedModel, found: Match, plan: Plan) -> None:
     for name in found.loaded:
         state[name]._is_hf_initialized = True
     initialise: Any = model.initialize_weights
-    initialise()
+    with _RefuseChanges({storage_id(state[name]): name for name in found.loaded if state[name].is_meta}):
+        initialise()
+
+
+class _RefuseChanges(TorchDispatchMode):
+    """While transformers initialises what files do not hold: it may change a part of what they do hold.
+
+    Its own loading then gives other values than the files have: ChineseCLIP sets rows for padding to zero. ``names``:
+    of loaded tensors, by storage.
+    """
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        target = args[0] if args and func._schema.is_mutable else None
+        name = self._names.get(storage_id(target)) if isinstance(target, torch.Tensor) else None
+        if name is not None:
+            raise CheckpointError(
+                f"{name}: Transformers changes a part of this tensor after it is read ({func}), so it cannot be "
+                f"streamed from the files: build the model with from_pretrained() and give it to penstock.offload()"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _made_later(storage: StorageInfo, weights: WeightMap, plan: Plan) -> bool:

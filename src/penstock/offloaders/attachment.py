@@ -158,6 +158,10 @@ class Attachment(NotCopyable):
             units, sizes, (*notes_on(self._model, plan), *self._promotions()), sizes_by_store, staging, self._reads
         )
 
+    def limit(self, budget_bytes: int | None) -> None:
+        """Device memory that weights may take, promoted tensors included."""
+        self._promoter.budget_bytes = budget_bytes
+
     def rewind(self) -> None:
         """No forward runs, whether one was interrupted or not: make the slots hold what the next one needs first."""
         if self._pipeline is not None:

@@ -48,7 +48,7 @@ class Promoter(NotCopyable):
         self.lent: list[str] = []  # those that there was no room for
         self._bound = bound
         self._device = device
-        self._budget_bytes = budget_bytes
+        self.budget_bytes = budget_bytes
         self._refusal = refusal
         self._storage_of = {id(tensor): storage for storage in bound.values() for tensor in storage.tensors}
         self._store: Store | None = None
@@ -70,7 +70,7 @@ class Promoter(NotCopyable):
             return None
         if is_written:
             raise OutsideAccessError(
-                f"{how} {_OUTSIDE}, which writes it in place, and the budget of {self._budget_bytes} bytes has no room "
+                f"{how} {_OUTSIDE}, which writes it in place, and the budget of {self.budget_bytes} bytes has no room "
                 f"to keep it: {_fix(tensor)}, or raise the budget"
             )
         self._warn_no_room(tensor, how)
@@ -142,7 +142,7 @@ class Promoter(NotCopyable):
             if reason := self._reason_against():
                 raise OutsideAccessError(f"{how} {_OUTSIDE}, and {reason}: {_fix(tensor)}")
             needed = self.plan.device_bytes + storage.info.num_bytes
-            if self._budget_bytes is not None and needed > self._budget_bytes:
+            if self.budget_bytes is not None and needed > self.budget_bytes:
                 return False
             storage.point_at(self._on_device(storage))
             storage.forget_original()
@@ -165,7 +165,7 @@ class Promoter(NotCopyable):
     def _warn_no_room(self, tensor: BoundTensor, how: str) -> None:
         if not self.lent:
             warnings.warn(
-                f"{how} {_OUTSIDE}, and the budget of {self._budget_bytes} bytes has no room for it beside the plan: "
+                f"{how} {_OUTSIDE}, and the budget of {self.budget_bytes} bytes has no room for it beside the plan: "
                 f"its bytes are copied for every such use, which is slow and takes memory of its size meanwhile; "
                 f"stats().notes lists all such tensors. Give it room: {_fix(tensor)}, or raise the budget",
                 PenstockWarning,
