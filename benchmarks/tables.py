@@ -169,7 +169,26 @@ def profile_cells(row: dict[str, Any]) -> list[str]:
     return [row["case"], *(f"{row[key]:.1f}" for key in ("idle_ms", "kernels_ms", "products_ms", "copies_ms"))]
 
 
+OVERHEAD_HEADINGS = ("what", "before, ms", "after, ms", "difference within a round, ms", "rounds", "same bits")
+
+
+def overhead_cells(row: dict[str, Any]) -> list[str]:
+    figures = (f"{row['before_ms']:.3f}", f"{row['after_ms']:.3f}", f"{row['difference_ms']:+.3f}")
+    return [row["case"], *figures, str(row["rounds"]), "yes" if row["bit_equal"] else "no"]
+
+
+FAMILY_HEADINGS = ("way", "equal", "differs", "crashed", "refused", "timeout")
+
+
+def family_cells(row: dict[str, Any]) -> list[str]:
+    return [row["way"], *(str(row[outcome]) for outcome in FAMILY_HEADINGS[1:])]
+
+
 def layout_of(row: dict[str, Any]) -> tuple[tuple[str, ...], Callable[[dict[str, Any]], list[str]]]:
+    if "before_ms" in row:
+        return OVERHEAD_HEADINGS, overhead_cells
+    if "way" in row and "equal" in row:
+        return FAMILY_HEADINGS, family_cells
     if "at_most_ms" in row:
         return COPIES_HEADINGS, copies_cells
     if "idle_ms" in row:
