@@ -8,12 +8,13 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from models import DIM, Stack, all_layers, rows
+from models import DIM, Stack, all_layers, rows, save
 from torch import nn
 
 import penstock
@@ -395,6 +396,29 @@ class TestOthers:
         assert not is_resting(model.layers[0].linear.weight)
         with contextlib.suppress(StateError):  # unless the collector has not run yet
             assert_same_bits(alias.clone(), expected)
+
+    @promoted
+    @pytest.mark.parametrize("mode", ["cpu", "disk"])
+    def test_views_that_the_model_keeps_in_a_list_see_writes(self, mode: str, tmp_path: Path) -> None:
+        class Listed(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.randn(DIM * 2, DIM))
+                self.views = list(self.weight.data.chunk(2))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x @ self.views[0] + F.linear(x, self.weight)[:, :DIM]
+
+        model, x = nn.Sequential(*(Listed() for _ in range(3))).eval(), rows()
+        twin = copy.deepcopy(model)
+        folder = save(model, tmp_path) if mode == "disk" else None
+        with penstock.offload(model, penstock.Rules([("weight", "prefetch")], mode=mode), checkpoint=folder) as handle:
+            assert_same_bits(model(x), twin(x))
+            for each in (model, twin):
+                each[1].weight.add_(1)
+            assert_same_bits(model(x), twin(x))
+            assert handle.stats().bytes_moved > 0
+        assert_same_bits(model(x), twin(x))
 
     @promoted
     def test_a_wrapper_that_is_taken_off(self) -> None:

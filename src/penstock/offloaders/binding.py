@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.errors import ModelChangedError, PenstockWarning, StateError
 from penstock.inventory import Location, StorageInfo, TensorInfo
@@ -42,6 +43,7 @@ class BoundTensor:
         self.tensor = _get(*self.places[0])
         self.original = self.tensor
         self.original_data = self.tensor.data
+        self._forgotten: _Forgotten | None = None
         self.lost = False  # the model holds another tensor, or none, in its place
         self.in_slot: torch.Tensor | None = None  # over slot memory; None: not brought by a unit (any more)
         self._resting: torch.Tensor | None = None  # None: the tensor looks into its slot all the time
@@ -182,10 +184,21 @@ class BoundTensor:
         elif self.tensor.device.type != "meta":
             self.tensor.data = self.original_data
 
+    def return_to(self, data: torch.Tensor) -> None:
+        """Look into memory that this tensor had before."""
+        self.in_slot = None
+        self.tensor.data = self.original_data = data
+        self._address = self.tensor.data_ptr()
+
     def forget_original(self) -> None:
         """Let go of the memory the tensor had."""
         if self.original.device.type != "meta":
+            self._forgotten = self._forgotten or _Forgotten(self.original_data)
             self.original_data = self.tensor.data
+
+    def revived_data(self) -> torch.Tensor | None:
+        """What :meth:`forget_original` let go of, if views that the model keeps elsewhere hold it still."""
+        return None if self._forgotten is None else self._forgotten.data()
 
     def is_held_by(self, module: nn.Module, attr: str, inner: tuple[str, ...] = ()) -> bool:
         """Whether ``module`` has this very tensor at ``attr`` now; ``inner``: the path inside a subclass."""
@@ -265,6 +278,24 @@ class BoundTensor:
                 _holder(module, place)[place.attr] = tensor
 
 
+class _Forgotten:
+    """Memory that others may hold, and the tensor in it that was let go of."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self._storage = StorageWeakRef(data.untyped_storage())
+        self._geometry = (data.storage_offset(), data.shape, data.stride())
+        self._like = (data.dtype, data.device, data.is_inference())
+
+    def data(self) -> torch.Tensor | None:
+        """The tensor, if its memory is still there."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        if storage is None:
+            return None
+        dtype, device, is_inference = self._like
+        with torch.inference_mode(is_inference):
+            return torch.empty(0, dtype=dtype, device=device).set_(storage, *self._geometry)
+
+
 class BoundStorage:
     """All tensors that look into one stretch of memory, moved together so that they keep overlapping."""
 
@@ -301,6 +332,15 @@ class BoundStorage:
         """Let every tensor look into ``blob`` at its own offset."""
         for tensor in self.tensors:
             tensor.point_at(blob)
+
+    def return_to_original(self) -> bool:
+        """Point every tensor at the memory that the model came with, if it is there; views of it may be, too."""
+        found = [tensor.original_data if self.keeps_original else tensor.revived_data() for tensor in self.tensors]
+        if self.on_meta or any(data is None for data in found):
+            return False
+        for tensor, data in zip(self.tensors, found, strict=True):
+            tensor.return_to(data)  # type: ignore[arg-type] # none is None
+        return True
 
     def give_back(self, blob: torch.Tensor | None) -> None:
         """Let every tensor look into ``blob``, or where it was found; one whose data was set since keeps that."""

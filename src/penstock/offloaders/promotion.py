@@ -144,8 +144,10 @@ class Promoter(NotCopyable):
             needed = self.plan.device_bytes + storage.info.num_bytes
             if self.budget_bytes is not None and needed > self.budget_bytes:
                 return False
-            storage.point_at(self._on_device(storage))
-            storage.forget_original()
+            # Where the model came with it, if it is there still: views that the model keeps elsewhere share it.
+            if storage.home != self._device or not storage.return_to_original():
+                storage.point_at(self._on_device(storage))
+                storage.forget_original()
             units = tuple(
                 replace(unit, entries=tuple(entry for entry in unit.entries if entry.storage != name))
                 for unit in self.plan.units
