@@ -409,8 +409,11 @@ class TestOthers:
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return x @ self.views[0] + F.linear(x, self.weight)[:, :DIM]
 
-        model, x = nn.Sequential(*(Listed() for _ in range(3))).eval(), rows()
-        twin = copy.deepcopy(model)
+        def build() -> nn.Module:  # a deep copy would not share memory between the weight and the views
+            torch.manual_seed(3)
+            return nn.Sequential(*(Listed() for _ in range(3))).eval()
+
+        model, twin, x = build(), build(), rows()
         folder = save(model, tmp_path) if mode == "disk" else None
         with penstock.offload(model, penstock.Rules([("weight", "prefetch")], mode=mode), checkpoint=folder) as handle:
             assert_same_bits(model(x), twin(x))
