@@ -46,6 +46,7 @@ class BoundTensor:
         self._forgotten: _Forgotten | None = None
         self.lost = False  # the model holds another tensor, or none, in its place
         self.in_slot: torch.Tensor | None = None  # over slot memory; None: not brought by a unit (any more)
+        self._slot_view: torch.Tensor | None = None  # the same; kept when the tensor is promoted beside an open window
         self._resting: torch.Tensor | None = None  # None: the tensor looks into its slot all the time
         self._slot_storage = self._resting_storage = self._num_own_views = 0
         self._wake: Wake | None = None
@@ -78,7 +79,7 @@ class BoundTensor:
             self._wake = wake
             with torch.inference_mode(self.original.is_inference()):
                 self._resting = resting_like(self.in_slot, self)
-                self.in_slot = guarded(self.in_slot, self)
+                self.in_slot = self._slot_view = guarded(self.in_slot, self)
             self._resting_storage = storage_id(self._resting)
             self.tensor.data = self._resting
             self._num_own_views = torch._C._storage_Use_Count(self._slot_storage)  # with torch's own, by version
@@ -156,13 +157,16 @@ class BoundTensor:
 
     def is_viewed(self, num_known: int = 0) -> bool:
         """Whether more than ``num_known`` other tensors look into the slot through this tensor's storage."""
-        if self._resting is None or self.in_slot is None:
+        if self._resting is None:
             return False
         return torch._C._storage_Use_Count(self._slot_storage) > self._num_own_views + num_known
 
-    def is_seen_through(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is this one in its slot, or a view of it."""
-        return self.in_slot is not None and storage_id(tensor) == self._slot_storage
+    def offset_in_slot(self, view: torch.Tensor) -> int | None:
+        """Bytes from this tensor's first one in its slot to the first of ``view``; ``None``: it looks elsewhere."""
+        mine = self._slot_view
+        if mine is None or storage_id(view) != self._slot_storage:
+            return None
+        return int(view.storage_offset() * view.itemsize - mine.storage_offset() * mine.itemsize)
 
     def wake(self, operator: str, is_written: bool) -> GiveBack | None:
         """See :class:`penstock.offloaders.trap.Owner`."""

@@ -208,7 +208,7 @@ class UnitHook(NotCopyable):
 
     def _pack(self, saved: torch.Tensor) -> Any:
         """Keep autograd from holding views of a slot: the bytes there change."""
-        seen = next((bound for bound in self._tensors if bound.is_seen_through(saved)), None)
+        seen = next((bound for bound in self._tensors if bound.offset_in_slot(saved) is not None), None)
         return saved if seen is None else _NoBackward(seen.info.name)
 
     def _open(self, pipeline: SlotPipeline) -> _Window:

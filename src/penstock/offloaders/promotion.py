@@ -98,8 +98,10 @@ class Promoter(NotCopyable):
         seen: dict[int, tuple[BoundTensor, int]] = {}
         for leaf in tree_leaves(output):
             for bound in storage.tensors:
-                if isinstance(leaf, torch.Tensor) and bound.in_slot is not None and bound.is_seen_through(leaf):
-                    seen[id(leaf)] = (bound, int(leaf.storage_offset() - bound.in_slot.storage_offset()))
+                offset = bound.offset_in_slot(leaf) if isinstance(leaf, torch.Tensor) else None
+                # By another dtype only memory without gaps can be viewed; else it counts as kept.
+                if offset is not None and (leaf.dtype == bound.info.dtype or bound.info.is_contiguous):
+                    seen[id(leaf)] = (bound, offset)
         if not seen:
             return output, set()
         tensor = next(iter(seen.values()))[0]
@@ -116,9 +118,9 @@ class Promoter(NotCopyable):
                 return leaf
             bound, offset = seen[id(leaf)]
             base = bases[id(bound)]
-            if leaf.dtype != base.dtype:  # made by view(dtype), in whose elements the offset counts
+            if leaf.dtype != base.dtype:  # made by view(dtype)
                 base = base.detach().view(-1).view(leaf.dtype)
-            return base.as_strided(leaf.shape, leaf.stride(), base.storage_offset() + offset)
+            return base.as_strided(leaf.shape, leaf.stride(), base.storage_offset() + offset // leaf.itemsize)
 
         return tree_map_only(torch.Tensor, moved, output), set(seen)
 
