@@ -125,6 +125,17 @@ def test_an_output_that_nothing_looks_into_is_refused() -> None:
         model(rows())
 
 
+@promoted
+def test_a_view_that_is_returned_and_kept_is_refused() -> None:
+    kept: list[torch.Tensor] = []
+    model = Around(lambda w: (kept.append(w.t()), w[:2])[1], lambda g: g[0]).eval()
+    with (
+        penstock.offload(model, EVERYTHING),
+        pytest.raises(OutsideAccessError, match=r"a view of table\.weight was kept beyond the forward of its Table"),
+    ):
+        model(rows())
+
+
 class Keeps(nn.Module):
     def __init__(self) -> None:
         super().__init__()

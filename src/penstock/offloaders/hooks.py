@@ -294,10 +294,10 @@ class UnitHook(NotCopyable):
         is_open = bool(self._windows)  # in other threads
         if not any(bound.is_viewed(is_open) for bound in self._tensors):
             return output
-        replaced: set[int] = set()  # ids of views in ``output``, which torch and the caller still hold
+        replaced: dict[int, torch.Tensor] = {}  # in the old output, which torch still holds
         for storage in self._storages:
-            output, views = session.rebase(storage, output)
-            replaced |= views
+            output, held = session.rebase(storage, output)
+            replaced |= held
         for bound in self._tensors if not is_open else ():
             if bound.is_viewed(len(replaced)) and (gc.collect() or bound.is_viewed(len(replaced))):
                 raise _kept_view(bound, self._anchor)
@@ -428,8 +428,8 @@ class Session(Protocol):
     def check_trace(self) -> None:
         """Raise ``OutsideAccessError`` if the graph that is being traced uses a slot outside of wait and release."""
 
-    def rebase(self, storage: BoundStorage, output: Any) -> tuple[Any, set[int]]:
-        """``output`` with views of ``storage`` in its slot replaced, and the ids of those views."""
+    def rebase(self, storage: BoundStorage, output: Any) -> tuple[Any, dict[int, torch.Tensor]]:
+        """``output`` with views of ``storage`` in its slot replaced, and the tensors that it held, by their ids."""
 
 
 class _NoBackward:

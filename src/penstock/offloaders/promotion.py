@@ -87,23 +87,28 @@ class Promoter(NotCopyable):
         self.tensor_lock.release()
         return output
 
-    def rebase(self, storage: BoundStorage, output: Any) -> tuple[Any, set[int]]:
+    def rebase(self, storage: BoundStorage, output: Any) -> tuple[Any, dict[int, torch.Tensor]]:
         """``output`` of a module, in which views of ``storage`` in its slot become views of it as a resident.
 
         Without room for a resident they become views of a copy, which lives as long as they do.
 
         Returns:
-            the new output, and the ids of the views that were replaced.
+            the new output, and what it held before: the views that were replaced and those that autograd says they
+            were made of, by their ids.
         """
         seen: dict[int, tuple[BoundTensor, int]] = {}
+        held: dict[int, torch.Tensor] = {}
         for leaf in tree_leaves(output):
             for bound in storage.tensors:
                 offset = bound.offset_in_slot(leaf) if isinstance(leaf, torch.Tensor) else None
                 # By another dtype only memory without gaps can be viewed; else it counts as kept.
                 if offset is not None and (leaf.dtype == bound.info.dtype or bound.info.is_contiguous):
                     seen[id(leaf)] = (bound, offset)
+                    held[id(leaf)] = leaf
+                    if leaf._base is not None and bound.offset_in_slot(leaf._base) is not None:
+                        held[id(leaf._base)] = leaf._base
         if not seen:
-            return output, set()
+            return output, {}
         tensor = next(iter(seen.values()))[0]
         how = f"{tensor.info.name} was returned by its module, whole or as a view"
         if self._promote(storage, tensor, how):
@@ -122,7 +127,7 @@ class Promoter(NotCopyable):
                 base = base.detach().view(-1).view(leaf.dtype)
             return base.as_strided(leaf.shape, leaf.stride(), base.storage_offset() + offset // leaf.itemsize)
 
-        return tree_map_only(torch.Tensor, moved, output), set(seen)
+        return tree_map_only(torch.Tensor, moved, output), held
 
     def check_trace(self) -> None:
         """Raise ``OutsideAccessError`` if the graph that is being traced uses a slot outside of wait and release."""
