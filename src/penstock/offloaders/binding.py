@@ -46,6 +46,7 @@ class BoundTensor:
         self._forgotten: _Forgotten | None = None
         self.lost = False  # the model holds another tensor, or none, in its place
         self.in_slot: torch.Tensor | None = None  # over slot memory; None: not brought by a unit (any more)
+        self._unguarded: torch.Tensor | None = None  # the same for compiled code, which counts as writing
         self._slot_view: torch.Tensor | None = None  # the same; kept when the tensor is promoted beside an open window
         self._resting: torch.Tensor | None = None  # None: the tensor looks into its slot all the time
         self._slot_storage = self._resting_storage = self._num_own_views = 0
@@ -73,7 +74,7 @@ class BoundTensor:
         ``wake``: called, with this tensor and the name of an operator, when a resting tensor is accessed.
         """
         self.point_at(_own_storage(blob))
-        self.in_slot = self.tensor.data
+        self.in_slot = self._unguarded = self.tensor.data
         self._slot_storage = storage_id(self.in_slot)
         if wake is not None:
             self._wake = wake
@@ -142,10 +143,7 @@ class BoundTensor:
     def stay_in_slot(self) -> None:
         """Rest no more: compiled code relies on addresses, and its ops count as writes."""
         if self._resting is not None and self.in_slot is not None:
-            with torch.inference_mode(self.original.is_inference()):
-                plain = torch.empty(0, dtype=self.in_slot.dtype, device=self.in_slot.device)
-                storage, offset = self.in_slot.untyped_storage(), self.in_slot.storage_offset()
-                self.in_slot = plain.set_(storage, offset, self.in_slot.shape, self.in_slot.stride())
+            self.in_slot = self._unguarded
             self.open()
             self._resting = None
             self.note_version()
