@@ -386,7 +386,9 @@ class TestPredictions:
             plain = [(u, e) for u in plan.units for e in u.entries if e.storage in live and ":" not in e.storage]
             for unit, entry in plain:
                 start = memory[unit.slot].data_ptr()
-                assert live[entry.storage].data_ptr() == start + entry.offset, entry.storage
+                bound = handle._attachment._bound[entry.storage].tensors[0]  # rests, unless its module runs
+                assert bound.tensor is live[entry.storage]
+                assert bound.in_slot.data_ptr() == start + entry.offset, entry.storage
 
     def test_mechanism_of(self) -> None:
         plan = build_plan(take_inventory(MoE()), all_layers())

@@ -518,8 +518,9 @@ class TestPlanning:
         """Each of four keeps a quarter, and it comes over the links of four."""
         given: list[tuple[penstock.Plan, Planner]] = []
 
-        def offload(model: Any, plan: penstock.Plan, **options: Any) -> None:
+        def offload(model: Any, plan: penstock.Plan, **options: Any) -> SimpleNamespace:
             given.append((plan, Planner(take_inventory(model), rates, traits_of(model), num_ranks=4)))
+            return SimpleNamespace(_hold_to_budget=lambda policy: None)
 
         rates = replace(NOMINAL_GPU, peer_bytes_per_s=Curve.of({1: 1e12}))
         monkeypatch.setattr("penstock.adapters.transformers.offload", offload)

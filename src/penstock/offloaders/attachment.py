@@ -287,7 +287,7 @@ class Attachment(NotCopyable):
                 slot = memory[part.offset : part.offset + part.num_bytes]
                 bound.point_at_slot(slot, self._promoter.wake if self._rests else None)
             anchor = self._model.get_submodule(unit.anchor)
-            self._units.append(UnitHook(anchor, unit.index, storages, self._pipeline, token, session))
+            self._units.append(UnitHook(anchor, unit.index, storages, self._pipeline, token, session, self._units))
             self._hook(self._units[-1])
         self._hook(ForwardHook(self._model, entry or self._model, self._units, self._pipeline, token, session))
 

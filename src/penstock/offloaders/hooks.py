@@ -72,7 +72,7 @@ class UnitHook(NotCopyable):
 
     With ``pipeline=None`` it traces the same ops and moves nothing: the reference for equality under a compiler
     (contract 1). ``token``: of :mod:`penstock.ops`, one for all hooks of an offload. ``session``: what promotes
-    tensors that are used elsewhere; ``None`` where tensors do not rest.
+    tensors that are used elsewhere; ``None`` where tensors do not rest. ``siblings``: all hooks of the offload.
     """
 
     def __init__(
@@ -83,8 +83,10 @@ class UnitHook(NotCopyable):
         pipeline: SlotPipeline | None,
         token: torch.Tensor,
         session: Session | None = None,
+        siblings: Sequence[UnitHook] = (),
     ) -> None:
         self._unit = unit
+        self._siblings = siblings
         self._pipeline = pipeline
         self._session = session
         self._storages = storages
@@ -157,7 +159,7 @@ class UnitHook(NotCopyable):
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             if self._session is not None:
-                self.stay_in_slot()
+                self.stay_in_slots()
             tensors = list(live_tensors(module, self._paths))
             # Autograd would take a write to a leaf amiss, and engines that hide weights from the compiler do not train.
             inputs = [] if torch.is_grad_enabled() else _floats_in((args, kwargs))
@@ -273,13 +275,18 @@ class UnitHook(NotCopyable):
 
     # The compiler runs this while it traces the hooks, and keeps the (absent) result as a constant. The mark is what
     # torch.compiler.assume_constant_result sets; that function would import all of the compiler here.
-    def stay_in_slot(self) -> None:
-        """Compiled code relies on addresses: the tensors rest no more."""
-        with self._lock:
-            for bound in self._tensors:
-                bound.stay_in_slot()
+    def stay_in_slots(self) -> None:
+        """Compiled code relies on addresses: the tensors rest no more.
 
-    stay_in_slot._dynamo_marked_constant = True  # type: ignore[attr-defined]
+        Nor do those of anchors of the same class, which may share the code: its guards compare dispatch keys.
+        """
+        with self._lock:
+            for hook in self._siblings:
+                if type(hook.anchor) is type(self._anchor):
+                    for bound in hook._tensors:
+                        bound.stay_in_slot()
+
+    stay_in_slots._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _my_window(self, running: bool) -> _Window | None:
         """The latest window of the calling thread, if its forward runs, or does not, as asked."""
@@ -368,12 +375,12 @@ class ForwardHook(NotCopyable):
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             torch.ops.penstock.begin(module._penstock_forward_tag, module._penstock_token)
-        elif self._pipeline is not None:
+        elif (pipeline := self._pipeline) is not None:
             _refuse_tracers(args, kwargs)
             try:
-                self._pipeline.begin_forward()
+                pipeline.begin_forward()
             except BaseException:
-                self._end_interrupted(self._pipeline)
+                self._end_interrupted(pipeline)
                 raise
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -383,24 +390,25 @@ class ForwardHook(NotCopyable):
             torch.ops.penstock.join(module._penstock_forward_tag, module._penstock_token, inputs)
             if self._session is not None:
                 self._session.check_trace()
-        elif self._pipeline is not None:
+        elif (pipeline := self._pipeline) is not None:
             try:
-                self._pipeline.finish_forward(whole=output is not None)
+                pipeline.finish_forward(whole=output is not None)
             except BaseException:
-                self._end_interrupted(self._pipeline)
+                self._end_interrupted(pipeline)
                 raise
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         running = _Running()  # ends with this frame
+        pipeline = self._pipeline
         try:
             self._running.add(running)
             return original(*args, **kwargs)
         except BaseException as error:
             self._running.discard(running)  # a traceback may keep the frame
             # torch runs hooks with always_call for Exceptions only.
-            if self._pipeline is not None and not isinstance(error, Exception):
+            if pipeline is not None and not isinstance(error, Exception):
                 traceback.clear_frames(error.__traceback__)  # their locals may be views of slots
-                self._end_interrupted(self._pipeline)
+                self._end_interrupted(pipeline)
             raise
 
     def _end_interrupted(self, pipeline: SlotPipeline) -> None:

@@ -134,7 +134,7 @@ class Promoter(NotCopyable):
         tensors = (tensor for storage in self._bound.values() for tensor in storage.tensors)
         check_trace([tensor for tensor in tensors if tensor.in_slot is not None])
 
-    check_trace._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.stay_in_slot
+    check_trace._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.stay_in_slots
 
     def _promote(self, storage: BoundStorage, tensor: BoundTensor, how: str) -> bool:
         """Make ``storage`` resident; ``False``: the budget has no room for it.
