@@ -632,7 +632,7 @@ class TestMemory:
         make("LlamaForCausalLM", **big).save_pretrained(tmp_path / "big")
         make("LlamaForCausalLM", **SIZE).save_pretrained(tmp_path / "small")
         code = textwrap.dedent("""
-            import json, sys, penstock, torch, transformers
+            import gc, json, sys, penstock, torch, transformers
             from penstock.adapters.transformers import load
             transformers.logging.disable_progress_bar()
             small, big = sys.argv[1:]
@@ -641,6 +641,7 @@ class TestMemory:
                 return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
 
             def growth(work):
+                gc.collect()  # or what the work before has left makes room for this one
                 open("/proc/self/clear_refs", "w").write("5")  # sets the high-water mark to what is resident now
                 before = kilobytes("VmRSS")
                 result = work()

@@ -156,7 +156,8 @@ class UnitHook(NotCopyable):
             bound.invalidate_saved()
         self._pipeline.release(self._unit)
 
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    # Without kwargs when another thread calls the module while the hook is taken off.
+    def _before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if torch.compiler.is_compiling():
             if self._session is not None:
                 self.stay_in_slots()
@@ -372,7 +373,7 @@ class ForwardHook(NotCopyable):
         me = threading.get_ident()
         return any(running.thread == me for running in self._running)
 
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if torch.compiler.is_compiling():
             torch.ops.penstock.begin(module._penstock_forward_tag, module._penstock_token)
         elif (pipeline := self._pipeline) is not None:
@@ -492,7 +493,7 @@ def _refuse_tracers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tracer = "a transform of torch.func (vmap, grad, linearize, ...)"
     elif torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
         tracer = "make_fx"
-    elif any(isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values())):
+    elif any(isinstance(value, torch.fx.Proxy) for value in (*args, *(kwargs or {}).values())):
         tracer = "torch.fx.symbolic_trace"
     if tracer is not None:
         raise StateError(
