@@ -145,6 +145,8 @@ class SlotPipeline:
         In a capture all copies are joined, as the graph demands. Once graphs exist an eager forward joins too: a replay
         asks nobody, so what it finds in the slots has to be ordered before it.
         """
+        if self._is_forked:
+            return
         with self._lock:
             self._forwards.end()
             self._free.notify_all()
@@ -168,6 +170,7 @@ class SlotPipeline:
 
         Where replays are announced this is how, except inside a forward, whose pieces may be graphs of their own.
         """
+        self._require_own_process()
         with self._lock:
             if self._link.capturing:
                 self._join_captured()
@@ -231,6 +234,8 @@ class SlotPipeline:
 
         ``reader``: as given to :meth:`wait`; by default the latest of the calling thread.
         """
+        if self._is_forked:
+            return
         with self._lock:
             slots = self._slots()
             slot = slots[slot_of(unit, len(slots))]
@@ -456,9 +461,13 @@ class SlotPipeline:
                 "interrupted, call it again first"
             )
 
+    @property
+    def _is_forked(self) -> bool:
+        """Asked before the lock: a thread that holds it in the parent does not exist in a forked child."""
+        return os.getpid() != self._pid
+
     def _require_own_process(self) -> None:
-        # Before the lock: a thread that holds it in the parent does not exist in a forked child.
-        if os.getpid() != self._pid:
+        if self._is_forked:
             raise StateError(
                 "this process is a fork of the one that offloaded the model, and has none of the threads and streams "
                 "that move its weights: offload in the child, or start it with the method 'spawn'"
