@@ -138,6 +138,11 @@ class EngineOffloader(StackedOffloader):
         if self._attachment is not None:
             self._attachment.rewind()
 
+    @property
+    def has_run(self) -> bool:
+        """Whether any module that is offloaded ran."""
+        return any(unit.runs for unit in self.stats().units)
+
     def require_all_ran(self) -> None:
         """To be asked when the engine has run its model once, before anything that it makes counts.
 

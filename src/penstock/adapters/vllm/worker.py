@@ -51,6 +51,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         require_supported(vllm.__version__)
         self._options = read_options(vllm_config.offload_config, vllm_config.additional_config)
         self._announces = False
+        self._all_ran = False  # every module that is offloaded, at least once
         if self._options.policy is not None:
             _refuse_what_cannot_be(vllm_config)
             self._announces = _keep_units_out_of_pieces(vllm_config.compilation_config)
@@ -134,27 +135,40 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             del runner.load_model  # the class's again
 
     def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's, the last step before it serves; every worker has run its model by then, to measure it or here.
+        """As vLLM's, the last step before it serves; a worker on a GPU has run its model by then.
 
         Raises:
             StateError: the model does not run a module that is offloaded.
         """
         result = super().compile_or_warm_up_model(*args, **kwargs)
-        if self._offloader is not None and not self._options.boundaries_only:
-            try:
-                self._offloader.require_all_ran()
-            except StateError:
-                self._give_up_offloader()
-                raise
+        if self._offloader is not None and not self._options.boundaries_only and self._offloader.has_run:
+            self._require_all_ran(self._offloader)
         return result
 
-    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's; then the copies that the next forward needs first start, beside sampling and scheduling."""
+    def _require_all_ran(self, offloader: EngineOffloader) -> None:
         try:
-            return super().execute_model(*args, **kwargs)
+            offloader.require_all_ran()
+        except StateError:
+            self._give_up_offloader()
+            raise
+        self._all_ran = True
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's; then the copies that the next forward needs first start, beside sampling and scheduling.
+
+        Raises:
+            StateError: the first step of a worker that has run its model for nothing else (on a CPU) does not run a
+                module that is offloaded.
+        """
+        try:
+            result = super().execute_model(scheduler_output, *args, **kwargs)
         finally:  # hooks do not see an interrupt, and a replay must not find what it has left
             if self._offloader is not None:
                 self._offloader.prepare_next()
+        has_tokens = getattr(scheduler_output, "total_num_scheduled_tokens", 1) > 0
+        if self._offloader is not None and has_tokens and not (self._all_ran or self._options.boundaries_only):
+            self._require_all_ran(self._offloader)
+        return result
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's; graphs that are replayed meanwhile are a draft model's, whose weights stay where they are.
