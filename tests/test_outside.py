@@ -147,6 +147,16 @@ class Keeps(nn.Module):
         return self.lin(x)
 
 
+def test_a_view_kept_by_a_module_that_returns_nothing_is_refused() -> None:
+    kept: list[torch.Tensor] = []
+    model = Around(lambda w: kept.append(w.t()), lambda g: kept[0][0]).eval()
+    with (
+        penstock.offload(model, EVERYTHING),
+        pytest.raises(OutsideAccessError, match=r"a view of table\.weight was kept beyond the forward of its Table"),
+    ):
+        model(rows())
+
+
 def test_a_kept_view_is_refused_in_every_forward() -> None:
     model = nn.Sequential(Keeps(), Keeps()).eval()
     with penstock.offload(model, EVERYTHING):

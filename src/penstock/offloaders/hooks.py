@@ -52,12 +52,14 @@ class _Window:
         thread: its ident.
         running: the anchor's forward is on the stack. Before and after it, between hooks, an interrupt can end the run
             without a trace; then the slot may be taken away, and the tensors rest.
+        has_returned: the forward has, perhaps with ``None``.
     """
 
     def __init__(self, hook: UnitHook) -> None:
         self._hook = hook
         self.thread = threading.get_ident()
         self.running = False
+        self.has_returned = False
 
     def runs(self) -> bool:
         return self.running
@@ -195,7 +197,7 @@ class UnitHook(NotCopyable):
         try:
             window.running = True
             output = self._run(original, args, kwargs)
-            window.running = False
+            window.running, window.has_returned = False, True
         except BaseException as error:
             window.running = False
             if called_directly or not isinstance(error, Exception):
@@ -242,7 +244,8 @@ class UnitHook(NotCopyable):
                 if not self._windows:
                     self._rest()
                 # Before another thread can open a window: what its operators look into is no view that was kept.
-                if was_open and output is not None and self._session is not None:
+                has_returned = window.has_returned or output is not None
+                if was_open and has_returned and self._session is not None:
                     output = self._without_views(output, self._session)
         finally:
             pipeline.release(self._unit, window)
