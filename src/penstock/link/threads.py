@@ -109,6 +109,7 @@ class ThreadLink(Link):
         try:
             for worker in self._workers:
                 worker.start()
+            _open_links.add(self)
         except BaseException as error:
             self._finish()
             if isinstance(error, RuntimeError):
@@ -117,7 +118,6 @@ class ThreadLink(Link):
                     f"PENSTOCK_READERS to fewer"
                 ) from error
             raise
-        _open_links.add(self)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return new_blob(num_bytes)

@@ -122,7 +122,8 @@ class Attachment(NotCopyable):
             if isinstance(self._store, SharedStore):
                 finish_shared(self._store, self._bound, weights, disk)
             self._account = self._store.account
-            self._attach_units(self._link or self._make_link(measure_stalls), entry)
+            self._link = self._link or self._make_link(measure_stalls)  # at once: an interrupt must find it
+            self._attach_units(self._link, entry)
             self._promoter.serve(self._store)
             for name in plan.uva:
                 self._bound[name].point_at(self._in_place(name))
@@ -263,9 +264,8 @@ class Attachment(NotCopyable):
             bound.point_at(places[bound.info.name])
 
     def _attach_units(self, link: Link, entry: nn.Module | None) -> None:
-        self._link = link
         if not self.plan.units:
-            self._link.close()
+            link.close()
             self._link = None
             return
         debug = debug_enabled() and not isinstance(self._store, PartStore)
