@@ -92,10 +92,12 @@ class BoundTensor:
             ModelChangedError: its data was set since :meth:`rest`. A replaced or deleted tensor is the caller's right:
                 it is reported once, and the new one is used as it is.
         """
-        if self.in_slot is None or self._find_loss():
+        if self.in_slot is None:
             return
         if self._resting is None:
-            self.check()
+            self.check()  # looks for a loss itself
+        elif self._find_loss():
+            return
         elif self.tensor.untyped_storage()._cdata == self._resting_storage or not self.has_other_data:
             self.tensor.data = self.in_slot  # where an interrupt may have left it
         else:
