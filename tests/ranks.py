@@ -87,6 +87,8 @@ def _main(
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, store=files, rank=rank, world_size=num_ranks, timeout=timeout)
+    files.set(f"connected {rank}", "")  # a test may kill its rank at once; the others must have connected by then
+    files.wait([f"connected {other}" for other in range(num_ranks)], timeout)
     torch.manual_seed(0)
     try:
         result = function(rank, *args)
