@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "penstock.handle", "models"])
+_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "penstock.api", "models"])
 
 
 def run_ranks(

@@ -16,7 +16,7 @@ from models import MoE, OddStack, Stack, all_layers, rows, save
 from torch import nn
 
 import penstock
-from penstock.environment import debug_enabled
+from penstock.env import debug_enabled
 from penstock.errors import OptionError, RaceError
 from penstock.inventory import take_inventory
 from penstock.offloaders.debug import POISON, Guard

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import CheckpointError, TransferError
+from penstock.stats import ReadStats
 from penstock.store import files, page_cache
 from penstock.store.base import Segment, writable_view
 from penstock.store.files import ALIGN_BYTES, DiskOptions, File, FileStretch
@@ -24,7 +25,6 @@ from penstock.store.page_cache import cached_bytes, teller_for
 from penstock.store.pages import map_pages
 from penstock.store.staging import read_staged
 from penstock.store.ways import Ways
-from penstock.telemetry import ReadStats
 
 SIZE = 1_000_007
 MIB = 1 << 20

@@ -94,7 +94,7 @@ class TestSameBits:
     def test_nothing_is_made_before_the_offload(self, transposed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The model has no bytes for them when the store is opened."""
         empty: list[bool] = []
-        plain = penstock.handle.offload
+        plain = penstock.api.offload
 
         def offload(model: Any, *args: Any, **options: Any) -> Any:
             empty.append(model.get_parameter(EXPERTS).is_meta)

@@ -26,8 +26,8 @@ from penstock.link.ring_memory import Counter, RingMemory
 from penstock.plan.model import Plan
 from penstock.plan.ring import STATUS_BYTES, RingLayout, lay_out_ring
 from penstock.plan.schedule import next_in_chain, steady_order
+from penstock.stats import StagingStats
 from penstock.store.disk import DiskOptions
-from penstock.telemetry import StagingStats
 from penstock.testing import assert_same_bits, offload_over
 
 CASES = [(n, s) for n in range(1, 9) for s in range(1, min(n, 4) + 1)]

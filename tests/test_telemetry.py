@@ -18,7 +18,7 @@ from models import Stack, all_layers, rows, save
 import penstock
 from penstock import UVA
 from penstock.inventory import take_inventory
-from penstock.telemetry import Recorder
+from penstock.stats import Recorder
 from penstock.testing import SlowLink, assert_moved, offload_over
 
 
@@ -173,7 +173,7 @@ class TestTrace:
 
 
 def test_the_record_is_bounded_and_safe_to_read_while_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.telemetry._MAX_SPANS", 300)
+    monkeypatch.setattr("penstock.stats._MAX_SPANS", 300)
     recorder = Recorder()
     stop = threading.Event()
 

@@ -10,9 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from penstock.api import Handle, offload
     from penstock.config import UVA, Budget, OffloadConfig, Prefetch, Rules
     from penstock.errors import PenstockError, PenstockWarning
-    from penstock.handle import Handle, offload
     from penstock.offloaders import (
         BaseOffloader,
         NoopOffloader,
@@ -51,7 +51,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "penstock.config": ("UVA", "Budget", "OffloadConfig", "Prefetch", "Rules"),
     "penstock.errors": ("PenstockError", "PenstockWarning"),
-    "penstock.handle": ("Handle", "offload"),
+    "penstock.api": ("Handle", "offload"),
     "penstock.offloaders": (
         "BaseOffloader",
         "NoopOffloader",

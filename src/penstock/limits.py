@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from penstock.config import format_gib
-from penstock.environment import pin_memory_disabled
+from penstock.env import pin_memory_disabled
 from penstock.errors import BudgetError, LimitError, OptionError
 from penstock.plan.machine import Machine
 from penstock.plan.model import Plan, slab_bytes

@@ -33,7 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penstock.environment import peer_timeout_s
+from penstock.env import peer_timeout_s
 from penstock.errors import PeerError
 from penstock.peers import Peers
 

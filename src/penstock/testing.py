@@ -23,8 +23,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from penstock.api import Handle
 from penstock.config import Policy, as_policy
-from penstock.handle import Handle
 from penstock.inventory import take_inventory
 from penstock.link.base import Link, Mark, Transfer
 from penstock.link.threads import ThreadLink, ThreadTransfer
@@ -33,9 +33,9 @@ from penstock.offloaders.opening import compute_device
 from penstock.offloaders.planning import planner_for
 from penstock.offloaders.still import StillOffloader, boundaries
 from penstock.plan import Plan
+from penstock.stats import Recorder
 from penstock.store.base import Load, Source
 from penstock.store.disk import DiskOptions
-from penstock.telemetry import Recorder
 from penstock.weights import WeightMap
 
 __all__ = [

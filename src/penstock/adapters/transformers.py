@@ -25,10 +25,10 @@ from transformers import PreTrainedModel
 
 from penstock.adapters._conversion import Match, Rearranged, match
 from penstock.adapters._meta_model import build_meta_model
+from penstock.api import Handle, offload
 from penstock.checkpoint import Checkpoint
 from penstock.config import Policy, as_policy, format_gib
 from penstock.errors import CheckpointError, PenstockWarning
-from penstock.handle import Handle, offload
 from penstock.inventory import Inventory, StorageInfo, take_inventory
 from penstock.limits import describe_device
 from penstock.offloaders.arguments import require_group, require_kinds

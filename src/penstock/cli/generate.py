@@ -19,7 +19,7 @@ from penstock.process import PeakMeter, peak_rss_bytes
 if TYPE_CHECKING:
     from torch import nn
 
-    from penstock.handle import Handle
+    from penstock.api import Handle
 
 __all__ = ["generate"]
 

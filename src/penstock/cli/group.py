@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 from penstock.cli.console import penstock_warnings_as_lines, print_error, stderr
 from penstock.cli.options import LIST_FLAGS
-from penstock.environment import debug_enabled
+from penstock.env import debug_enabled
 from penstock.errors import PenstockError
 
 __all__ = ["PenstockGroup", "expand_lists"]

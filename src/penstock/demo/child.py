@@ -21,10 +21,10 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from penstock.adapters.transformers import load
+from penstock.api import Handle
 from penstock.config import Budget
 from penstock.demo.jobs import JOB_FILE, RESULT_FILE, TENSORS_FILE, TRACE_FILE, Job
 from penstock.demo.reading import measure_reading
-from penstock.handle import Handle
 from penstock.process import PeakMeter, cpu_seconds
 
 __all__ = ["run"]

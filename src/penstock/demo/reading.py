@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-from penstock.environment import reader_threads
+from penstock.env import reader_threads
 from penstock.process import cpu_seconds
 
 __all__ = ["measure_reading"]

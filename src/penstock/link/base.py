@@ -18,8 +18,8 @@ from typing import Protocol
 import torch
 
 from penstock.plan.model import Plan
+from penstock.stats import StagingStats
 from penstock.store.base import Load
-from penstock.telemetry import StagingStats
 
 __all__ = ["Link", "Mark", "Transfer"]
 

@@ -34,9 +34,9 @@ from penstock.link.streams import StreamLink, StreamTransfer
 from penstock.link.threads import ThreadLink, ThreadTransfer
 from penstock.peers import Channel, Peers, PeerWatch
 from penstock.plan.striping import PartLayout, Striping
+from penstock.stats import Recorder
 from penstock.store.base import Load
 from penstock.store.symmetric import SymmetricMemory
-from penstock.telemetry import Recorder
 
 __all__ = ["PooledStreamLink", "PooledThreadLink"]
 

@@ -11,8 +11,8 @@ from enum import IntEnum
 import numpy as np
 
 from penstock.plan.ring import STATUS_BYTES, WORD_BYTES, RingLayout
+from penstock.stats import StagingStats
 from penstock.store.mapping import Bytes
-from penstock.telemetry import StagingStats
 
 __all__ = ["POISON", "WANTED", "Counter", "RingMemory"]
 

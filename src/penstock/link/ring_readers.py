@@ -19,7 +19,7 @@ from penstock.link.ring_memory import Counter, RingMemory
 from penstock.link.ring_process import failed_server, fate, unpack_reports
 from penstock.link.ring_task import RingTask
 from penstock.process import above_standard_streams
-from penstock.telemetry import Recorder
+from penstock.stats import Recorder
 
 __all__ = ["ReaderProcess"]
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock.environment import pin_memory_disabled, reader_threads
+from penstock.env import pin_memory_disabled, reader_threads
 from penstock.errors import OptionError, StateError
 from penstock.link.base import Mark, Transfer
 from penstock.link.ring import MAX_READERS, SPARE_ONE_CORE_IN, STUCK_S
@@ -29,12 +29,12 @@ from penstock.link.stream_memory import CudaCopyStream
 from penstock.link.streams import StreamLink, StreamTransfer
 from penstock.plan.model import Plan
 from penstock.plan.ring import ENTRY_BYTES, MAX_ENTRIES, lay_out_ring_of
+from penstock.stats import Recorder, StagingStats
 from penstock.store.base import Load
 from penstock.store.memfd import SharedMemory
 from penstock.store.pages import collapse_parallel
 from penstock.store.pinning import pin_shared, pin_threads
 from penstock.store.registration import CudaRegistrar, PinnedBytes, refuse_capture
-from penstock.telemetry import Recorder, StagingStats
 
 __all__ = ["RingLink"]
 

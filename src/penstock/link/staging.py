@@ -12,9 +12,9 @@ from penstock.link.ring import READ_BYTES, Part
 from penstock.link.ring_memory import WANTED, RingMemory
 from penstock.link.stream_memory import CopyStream
 from penstock.plan.ring import RingLayout, cut
+from penstock.stats import StagingStats
 from penstock.store.base import Load
 from penstock.store.files import FileStretch
-from penstock.telemetry import StagingStats
 
 __all__ = ["StagingRing", "parts_in_files", "parts_of"]
 

@@ -19,11 +19,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from penstock.environment import reader_threads
+from penstock.env import reader_threads
 from penstock.errors import OptionError, StateError, TransferError
 from penstock.link.base import Link, Mark, Transfer
+from penstock.stats import Recorder
 from penstock.store.base import Load, Segment, new_blob, writable_view
-from penstock.telemetry import Recorder
 
 __all__ = ["ThreadLink", "ThreadTransfer"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from penstock.config import format_gib
-from penstock.environment import debug_enabled
+from penstock.env import debug_enabled
 from penstock.errors import BudgetError, StateError
 from penstock.inventory import Inventory
 from penstock.link.base import Link
@@ -34,6 +34,7 @@ from penstock.offloaders.state import StateGuard
 from penstock.ops import new_token
 from penstock.peers import Peers
 from penstock.plan.model import Plan, slab_bytes
+from penstock.stats import Recorder, Stats
 from penstock.store.base import Store, new_blob
 from penstock.store.cpu import CpuStore
 from penstock.store.disk import DiskOptions, DiskStore
@@ -43,7 +44,6 @@ from penstock.store.pinned import PinnedStore
 from penstock.store.pinning import device_view
 from penstock.store.shared import SharedStore
 from penstock.store.spill import SpillStore
-from penstock.telemetry import Recorder, Stats
 from penstock.weights import WeightMap
 
 __all__ = ["Attachment", "Progress"]

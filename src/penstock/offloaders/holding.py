@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from penstock.environment import pin_memory_disabled, uva_disabled
+from penstock.env import pin_memory_disabled, uva_disabled
 from penstock.errors import BudgetError, PenstockWarning
 from penstock.inventory import take_inventory
 from penstock.offloaders.binding import BoundStorage

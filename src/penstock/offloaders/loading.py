@@ -8,11 +8,12 @@ from functools import partial
 
 import torch
 
-from penstock.environment import pin_memory_disabled
+from penstock.env import pin_memory_disabled
 from penstock.errors import OptionError
 from penstock.offloaders.binding import BoundStorage
 from penstock.offloaders.making import Maker
 from penstock.process import trim_heap
+from penstock.stats import ReadStats
 from penstock.store.adoption import MIN_BYTES
 from penstock.store.base import Segment, Store
 from penstock.store.cpu import MemorySource
@@ -24,7 +25,6 @@ from penstock.store.pinning import pin_threads
 from penstock.store.registration import CudaRegistrar
 from penstock.store.staging import CudaUploader
 from penstock.store.ways import Ways
-from penstock.telemetry import ReadStats
 from penstock.weights import Recipe, TensorSource, WeightMap
 
 __all__ = ["WeightLoader", "require_weights"]

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from penstock.environment import debug_enabled
+from penstock.env import debug_enabled
 from penstock.errors import OptionError, PenstockWarning, TransferError
 from penstock.link.base import Link
 from penstock.link.pooled import PooledStreamLink, PooledThreadLink
@@ -25,6 +25,7 @@ from penstock.offloaders.loading import require_weights
 from penstock.peers import Channel, Peers, PeerWatch
 from penstock.plan.model import Plan
 from penstock.plan.striping import CHUNK_BYTES, PartLayout
+from penstock.stats import Recorder
 from penstock.store.base import Segment, Source, new_blob
 from penstock.store.cpu import MemorySource
 from penstock.store.digest import checksum, json_digest
@@ -36,7 +37,6 @@ from penstock.store.pinning import pin_threads, pinned_region, pinning_disabled
 from penstock.store.registration import CudaRegistrar, refuse_capture
 from penstock.store.staging import CudaUploader
 from penstock.store.symmetric import SymmetricMemory
-from penstock.telemetry import Recorder
 from penstock.weights import WeightMap
 
 __all__ = ["FilledParts", "open_parts", "splits_units"]

@@ -53,8 +53,8 @@ from penstock.offloaders.readers import Forwards, Reader, nested_units, stuck_th
 from penstock.offloaders.slot import Slot
 from penstock.plan.model import Plan
 from penstock.plan.schedule import chain, first_units, next_in_chain, slot_of
+from penstock.stats import Recorder, StagingStats, UnitStats
 from penstock.store.base import Store
-from penstock.telemetry import Recorder, StagingStats, UnitStats
 
 __all__ = ["SlotPipeline", "release_left"]
 

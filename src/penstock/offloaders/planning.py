@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penstock.config import Budget, Mode
-from penstock.environment import pin_memory_disabled, uva_disabled
+from penstock.env import pin_memory_disabled, uva_disabled
 from penstock.errors import CheckpointError, PenstockWarning
 from penstock.inventory import Inventory, StorageInfo
 from penstock.limits import read_limits

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.environment import reader_threads
+from penstock.env import reader_threads
 from penstock.errors import CheckpointError, OptionError, PeerError, PenstockWarning
 from penstock.inventory import Inventory, StorageInfo
 from penstock.offloaders.binding import BoundStorage, bind

@@ -19,7 +19,7 @@ from penstock.offloaders.opening import compute_device
 from penstock.offloaders.room import require_room
 from penstock.peers import Peers
 from penstock.plan.model import Plan
-from penstock.telemetry import Stats
+from penstock.stats import Stats
 
 __all__ = ["StackedOffloader"]
 

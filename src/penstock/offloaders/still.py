@@ -18,7 +18,7 @@ from penstock.offloaders.opening import compute_device
 from penstock.offloaders.planning import planner_for
 from penstock.ops import new_token
 from penstock.plan import Plan
-from penstock.telemetry import Stats, UnitStats
+from penstock.stats import Stats, UnitStats
 
 __all__ = ["StillOffloader", "boundaries"]
 

@@ -7,7 +7,7 @@ import warnings
 import torch
 
 from penstock.config import format_gib
-from penstock.environment import pin_memory_disabled, reader_threads
+from penstock.env import pin_memory_disabled, reader_threads
 from penstock.errors import OptionError, PenstockWarning
 from penstock.store.pages import map_pages, populate_parallel
 from penstock.store.registration import CudaRegistrar, PinnedBytes, Registrar

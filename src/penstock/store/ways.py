@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 
-from penstock.telemetry import ReadStats
+from penstock.stats import ReadStats
 
 __all__ = ["Ways"]
 

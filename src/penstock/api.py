@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from penstock.config import Budget, Policy, as_policy
-from penstock.environment import pin_memory_disabled, uva_disabled
+from penstock.env import pin_memory_disabled, uva_disabled
 from penstock.errors import OptionError, OptionTypeError, PenstockWarning, StateError
 from penstock.inventory import Inventory, take_inventory
 from penstock.limits import describe_device
@@ -27,8 +27,8 @@ from penstock.offloaders.sharing import Attempt, attempt, compare_plans, spans_r
 from penstock.offloaders.state import place_of
 from penstock.peers import Peers
 from penstock.plan import Plan, move_on_demand
+from penstock.stats import Stats
 from penstock.store.disk import DiskOptions
-from penstock.telemetry import Stats
 from penstock.weights import WeightMap
 
 if TYPE_CHECKING:
