@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from registrars import Ledger
 
 from penstock.errors import BudgetError, OptionError, PeerError
-from penstock.peers import Peers
 from penstock.plan.model import SlabEntry, Unit
-from penstock.rendezvous import Rendezvous
+from penstock.ranks.peers import Peers
+from penstock.ranks.rendezvous import Rendezvous
 from penstock.store.memfd import SharedMemory
 from penstock.store.shared import SharedStore, share_out, shared_bytes
 

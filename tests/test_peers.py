@@ -24,9 +24,9 @@ from torch import nn
 import penstock
 from penstock.errors import OptionError, PeerError, PenstockWarning, TransferError
 from penstock.offloaders import parts as sharing
-from penstock.peers import Channel, Peers, PeerWatch
 from penstock.plan.striping import Striping
-from penstock.store.digest import checksum
+from penstock.ranks.digest import checksum
+from penstock.ranks.peers import Channel, Peers, PeerWatch
 from penstock.store.parts import PartStore
 from penstock.store.symmetric import SymmetricMemory
 from penstock.testing import assert_moved, assert_same_bits, boundaries

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import OptionError, PeerError
-from penstock.rendezvous import Rendezvous, this_host
+from penstock.ranks.rendezvous import Rendezvous, this_host
 
 
 class _Group:
@@ -30,7 +30,7 @@ class _Group:
 
 
 class _Peers:
-    """What a meeting asks of :class:`penstock.peers.Peers`, without processes."""
+    """What a meeting asks of :class:`penstock.ranks.peers.Peers`, without processes."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self.group, self.rank, self.size = _Group(store), rank, size

@@ -25,8 +25,8 @@ from penstock.offloaders.planning import budget_planner, planner_for, split_plan
 from penstock.offloaders.room import require_room
 from penstock.offloaders.sharing import Attempt, attempt, compare_plans, spans_ranks
 from penstock.offloaders.state import place_of
-from penstock.peers import Peers
 from penstock.plan import Plan, move_on_demand
+from penstock.ranks.peers import Peers
 from penstock.stats import Stats
 from penstock.store.disk import DiskOptions
 from penstock.weights import WeightMap

@@ -39,9 +39,9 @@ from penstock.offloaders.planning import budget_planner, not_in_files, planner_f
 from penstock.offloaders.room import require_room
 from penstock.offloaders.sharing import attempt
 from penstock.offloaders.trap import storage_id
-from penstock.peers import Peers
 from penstock.plan import Plan
 from penstock.plan.planner import Planner
+from penstock.ranks.peers import Peers
 from penstock.store.base import new_blob
 from penstock.store.disk import DiskOptions
 from penstock.weights import WeightMap

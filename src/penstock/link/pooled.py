@@ -32,8 +32,8 @@ from penstock.errors import StateError, TransferError
 from penstock.link.base import Mark
 from penstock.link.streams import StreamLink, StreamTransfer
 from penstock.link.threads import ThreadLink, ThreadTransfer
-from penstock.peers import Channel, Peers, PeerWatch
 from penstock.plan.striping import PartLayout, Striping
+from penstock.ranks.peers import Channel, Peers, PeerWatch
 from penstock.stats import Recorder
 from penstock.store.base import Load
 from penstock.store.symmetric import SymmetricMemory

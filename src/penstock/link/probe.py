@@ -25,7 +25,7 @@ from penstock.errors import OptionError, PenstockWarning
 from penstock.link.measuring import measured_rates
 from penstock.plan.cost import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates
 from penstock.plan.machine import Machine
-from penstock.store.digest import json_digest
+from penstock.ranks.digest import json_digest
 
 __all__ = ["Probe", "cache_path", "load", "measure", "planning_rates", "read_probe", "save"]
 

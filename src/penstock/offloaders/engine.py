@@ -23,10 +23,10 @@ from penstock.inventory import Inventory, StorageInfo, is_embedding, is_within, 
 from penstock.offloaders.early import early_rule
 from penstock.offloaders.planning import planner_for
 from penstock.offloaders.stacked import StackedOffloader
-from penstock.peers import Peers
 from penstock.plan.build import build_plan, plan_group_rule
 from penstock.plan.model import Plan
 from penstock.plan.units import TINY_BYTES, worth_moving
+from penstock.ranks.peers import Peers
 from penstock.select import is_segments, matching
 
 __all__ = ["EngineOffloader", "EnginePolicy"]

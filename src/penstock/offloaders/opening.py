@@ -13,8 +13,8 @@ from penstock.offloaders.binding import BoundStorage
 from penstock.offloaders.loading import require_weights
 from penstock.offloaders.parts import open_parts, splits_units
 from penstock.offloaders.sharing import open_shared
-from penstock.peers import Peers, require_peers
 from penstock.plan.model import Plan
+from penstock.ranks.peers import Peers, require_peers
 from penstock.store.adoption import can_adopt
 from penstock.store.base import Store, new_blob
 from penstock.store.cpu import CpuStore

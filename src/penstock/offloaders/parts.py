@@ -22,13 +22,13 @@ from penstock.link.pooled import PooledStreamLink, PooledThreadLink
 from penstock.link.sharded import ShardedStreamLink
 from penstock.offloaders.binding import BoundStorage
 from penstock.offloaders.loading import require_weights
-from penstock.peers import Channel, Peers, PeerWatch
 from penstock.plan.model import Plan
 from penstock.plan.striping import CHUNK_BYTES, PartLayout
+from penstock.ranks.digest import checksum, json_digest
+from penstock.ranks.peers import Channel, Peers, PeerWatch
 from penstock.stats import Recorder
 from penstock.store.base import Segment, Source, new_blob
 from penstock.store.cpu import MemorySource
-from penstock.store.digest import checksum, json_digest
 from penstock.store.disk import DiskOptions, DiskStore
 from penstock.store.loading import Delivery, deliver
 from penstock.store.numa import cpus_near

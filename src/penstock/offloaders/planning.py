@@ -15,11 +15,11 @@ from penstock.errors import CheckpointError, PenstockWarning
 from penstock.inventory import Inventory, StorageInfo
 from penstock.limits import read_limits
 from penstock.link.probe import planning_rates
-from penstock.peers import Peers
 from penstock.plan import Plan
 from penstock.plan.cost import Rates
 from penstock.plan.planner import Planner
 from penstock.plan.spill import Spill
+from penstock.ranks.peers import Peers
 from penstock.store.files import DiskOptions
 from penstock.traits import traits_of
 from penstock.weights import WeightMap

@@ -26,11 +26,11 @@ from penstock.offloaders.binding import BoundStorage, bind
 from penstock.offloaders.loading import require_weights
 from penstock.offloaders.making import Maker
 from penstock.offloaders.parts import splits_units
-from penstock.peers import Peers
 from penstock.plan.model import Plan
-from penstock.rendezvous import Rendezvous, this_host
+from penstock.ranks.digest import json_digest
+from penstock.ranks.peers import Peers
+from penstock.ranks.rendezvous import Rendezvous, this_host
 from penstock.store.base import new_blob, writable_view
-from penstock.store.digest import json_digest
 from penstock.store.disk import DiskOptions, DiskStore
 from penstock.store.memfd import SharedMemory
 from penstock.store.registration import Registrar, refuse_capture

@@ -17,8 +17,8 @@ from penstock.offloaders.early import EarlyRule
 from penstock.offloaders.holding import Holding
 from penstock.offloaders.opening import compute_device
 from penstock.offloaders.room import require_room
-from penstock.peers import Peers
 from penstock.plan.model import Plan
+from penstock.ranks.peers import Peers
 from penstock.stats import Stats
 
 __all__ = ["StackedOffloader"]

@@ -14,9 +14,9 @@ import torch
 
 from penstock.config import Mode
 from penstock.errors import OptionError, StateError
-from penstock.peers import Channel
 from penstock.plan.model import Unit
 from penstock.plan.striping import PartLayout, Stretch
+from penstock.ranks.peers import Channel
 from penstock.store.base import Load, Segment, Store, new_blob
 from penstock.store.cpu import MemorySource
 from penstock.store.symmetric import SymmetricMemory

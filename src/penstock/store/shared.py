@@ -3,7 +3,7 @@
 The ranks of a host share anonymous memory (:mod:`penstock.store.memfd`) that is laid out like the pinned slabs of the
 ``cpu`` store. Each rank brings an equal share of the bytes, so files are read once and by all readers at once; a rank
 that loaded alone would leave the others waiting. An offload is all or nothing: until every rank is ready, the failure
-or death of one is an error in all, found in milliseconds (:mod:`penstock.rendezvous`). From then on no rank needs
+or death of one is an error in all, found in milliseconds (:mod:`penstock.ranks.rendezvous`). From then on no rank needs
 another.
 
 On a GPU every rank registers the same pages with its own driver context. On a CPU, once they are full, every rank maps
@@ -22,7 +22,7 @@ from itertools import accumulate
 import torch
 
 from penstock.plan.model import Unit
-from penstock.rendezvous import Rendezvous
+from penstock.ranks.rendezvous import Rendezvous
 from penstock.store.memfd import SharedMemory
 from penstock.store.pages import collapse_parallel, whole_pages
 from penstock.store.pinned import SLAB_BYTES, PinnedStore, Place, slab_sizes

@@ -13,7 +13,7 @@ import torch.distributed._symmetric_memory as symm
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from penstock.errors import OptionError
-from penstock.peers import Peers
+from penstock.ranks.peers import Peers
 
 __all__ = ["SymmetricMemory"]
 

@@ -15,8 +15,8 @@ from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore  # type
 
 from penstock.env import peer_timeout_s
 from penstock.errors import OptionError, PeerError
-from penstock.peers import Peers
-from penstock.rendezvous import MOMENT_S, within
+from penstock.ranks.peers import Peers
+from penstock.ranks.rendezvous import MOMENT_S, within
 
 __all__ = ["replica_peers"]
 

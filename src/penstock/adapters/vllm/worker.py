@@ -26,9 +26,9 @@ from penstock.config import format_gib
 from penstock.errors import OptionError, StateError
 from penstock.offloaders.engine import EngineOffloader
 from penstock.offloaders.sharing import attempt
-from penstock.peers import Peers
 from penstock.plan.model import Plan
-from penstock.store.digest import json_digest
+from penstock.ranks.digest import json_digest
+from penstock.ranks.peers import Peers
 
 __all__ = ["OffloadingWorker", "Worker"]
 

@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 
 from penstock.env import peer_timeout_s
 from penstock.errors import PeerError
-from penstock.peers import Peers
+from penstock.ranks.peers import Peers
 
 __all__ = ["MOMENT_S", "Rendezvous", "this_host", "within"]
 

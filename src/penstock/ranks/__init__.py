@@ -1,0 +1,1 @@
+"""Processes that share the bytes of a model."""
