@@ -25,14 +25,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from penstock.memory.numa import cpus_near
+from penstock.memory.pages import map_pages, pieces, populate, populate_parallel, whole_pages
+from penstock.memory.pinned import CudaRegistrar
 from penstock.plan.model import SlabEntry, Unit
 from penstock.store.base import Segment
 from penstock.store.disk import DiskOptions, File
 from penstock.store.loading import Delivery, deliver
-from penstock.store.numa import cpus_near
-from penstock.store.pages import map_pages, pieces, populate, populate_parallel, whole_pages
 from penstock.store.pinned import PinnedStore
-from penstock.store.registration import CudaRegistrar
 
 MIB, GIB = 1 << 20, 1 << 30
 CORES = len(os.sched_getaffinity(0))

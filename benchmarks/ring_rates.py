@@ -29,13 +29,13 @@ from penstock.link.ring_readers import ReaderProcess
 from penstock.link.ring_task import RingTask
 from penstock.link.staging import StagingRing, parts_in_files
 from penstock.link.stream_memory import CudaCopyStream
+from penstock.memory.memfd import SharedMemory
+from penstock.memory.pages import collapse_parallel, populate_parallel
+from penstock.memory.pinned import CudaRegistrar, PinnedBytes
+from penstock.memory.pinning import pin_shared, pin_threads
 from penstock.plan.ring import ENTRY_BYTES, MAX_ENTRIES, lay_out_ring
 from penstock.store.base import Load, Segment
 from penstock.store.files import DiskOptions, File, FileStretch
-from penstock.store.memfd import SharedMemory
-from penstock.store.pages import collapse_parallel, populate_parallel
-from penstock.store.pinning import pin_shared, pin_threads
-from penstock.store.registration import CudaRegistrar, PinnedBytes
 
 NUM_UNITS = 4
 

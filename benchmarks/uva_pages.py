@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.store.pages import map_pages, populate_parallel
-from penstock.store.pinning import device_view, pin_threads
-from penstock.store.registration import CudaRegistrar, PinnedBytes
+from penstock.memory.pages import map_pages, populate_parallel
+from penstock.memory.pinned import CudaRegistrar, PinnedBytes
+from penstock.memory.pinning import device_view, pin_threads
 
 EXPERT_ROWS, COLUMNS = 2816, 2048
 EXPERT_BYTES = EXPERT_ROWS * COLUMNS * 2

@@ -22,13 +22,13 @@ from penstock.link.ring import READ_BYTES, RingServer
 from penstock.link.ring_readers import ReaderProcess
 from penstock.link.ring_task import RingTask
 from penstock.link.staging import StagingRing, parts_in_files, parts_of
+from penstock.memory.memfd import SharedMemory
 from penstock.offloaders.pipeline import SlotPipeline
 from penstock.plan.model import Plan, UnitDraft, assemble
 from penstock.plan.ring import WORD_BYTES, RingLayout, lay_out_ring_of
 from penstock.stats import Recorder, StagingStats
 from penstock.store.base import Load, Segment, Store
 from penstock.store.disk import DiskOptions, DiskStore
-from penstock.store.memfd import SharedMemory
 from penstock.weights import FilePart, TensorSource
 
 PATIENCE_S = 30.0

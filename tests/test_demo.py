@@ -25,7 +25,7 @@ from penstock.demo.reading import measure_reading
 from penstock.demo.report import Comparison, comparison_table, most_similar
 from penstock.demo.timeline import Event, draw, read_trace, window
 from penstock.errors import OptionError, StateError
-from penstock.process import PeakMeter
+from penstock.memory.system import PeakMeter
 
 
 def quiet(done: int, total: int) -> None:

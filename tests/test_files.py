@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import CheckpointError, TransferError
+from penstock.memory import page_cache
+from penstock.memory.page_cache import cached_bytes, teller_for
+from penstock.memory.pages import map_pages
 from penstock.stats import ReadStats
-from penstock.store import files, page_cache
+from penstock.store import files
 from penstock.store.base import Segment, writable_view
 from penstock.store.files import ALIGN_BYTES, DiskOptions, File, FileStretch
 from penstock.store.loading import Delivery, Part, deliver
-from penstock.store.page_cache import cached_bytes, teller_for
-from penstock.store.pages import map_pages
 from penstock.store.staging import read_staged
 from penstock.store.ways import Ways
 

@@ -13,6 +13,7 @@ from torch import nn
 from penstock.config import Mode, Prefetch
 from penstock.inventory import take_inventory
 from penstock.limits import Limits
+from penstock.memory.pinned import PinnedBytes
 from penstock.offloaders import attachment, room
 from penstock.offloaders import holding as module_of_holding
 from penstock.offloaders.binding import bind
@@ -20,7 +21,6 @@ from penstock.offloaders.early import EarlyRule, early_rule
 from penstock.offloaders.holding import Holding, strayed_storages
 from penstock.plan import build_plan
 from penstock.store.pinned import Held
-from penstock.store.registration import PinnedBytes
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from penstock.checkpoint import Checkpoint
 from penstock.errors import StateError, TransferError
 from penstock.inventory import take_inventory
 from penstock.link.threads import ThreadLink
+from penstock.memory.pinned import CudaRegistrar
 from penstock.offloaders import opening
 from penstock.offloaders.attachment import Attachment
 from penstock.offloaders.binding import bind
@@ -39,7 +40,6 @@ from penstock.store.cpu import MemorySource
 from penstock.store.disk import DiskStore
 from penstock.store.loading import Delivery, Part, deliver
 from penstock.store.pinned import PinnedStore
-from penstock.store.registration import CudaRegistrar
 from penstock.testing import assert_moved, assert_same_bits
 from penstock.weights import WeightMap
 
@@ -458,7 +458,7 @@ sys.path.insert(0, sys.argv[1])
 import pytest
 from registrars import Ledger
 from test_loading import pin_by
-from penstock.process import PeakMeter, rss_bytes
+from penstock.memory.system import PeakMeter, rss_bytes
 
 torch.set_num_threads(1)
 side = int(sys.argv[2])

@@ -188,7 +188,7 @@ import json, sys, warnings
 import torch, torch.distributed as dist, transformers, penstock
 from penstock.adapters.transformers import load
 from penstock.errors import PenstockWarning
-from penstock.process import PeakMeter, rss_bytes
+from penstock.memory.system import PeakMeter, rss_bytes
 
 transformers.logging.disable_progress_bar()
 warnings.simplefilter("ignore", PenstockWarning)

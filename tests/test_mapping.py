@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.store.mapping import HUGE_PAGE_BYTES, collapse, map_file
-from penstock.store.memfd import SharedMemory
-from penstock.store.pages import TOUCH_BYTES, collapse_parallel
+from penstock.memory.mapping import HUGE_PAGE_BYTES, collapse, map_file
+from penstock.memory.memfd import SharedMemory
+from penstock.memory.pages import TOUCH_BYTES, collapse_parallel
 from penstock.store.shared import SharedStore, shared_bytes
 
 NAME = "penstock-test-mapping"
@@ -113,7 +113,7 @@ def test_the_first_refusal_is_the_last_try(monkeypatch: pytest.MonkeyPatch) -> N
         tried.append(memory.size)
         return len(tried) < 2
 
-    monkeypatch.setattr("penstock.store.pages.collapse", refuse)
+    monkeypatch.setattr("penstock.memory.pages.collapse", refuse)
     shared = SharedMemory.create(5 * TOUCH_BYTES)
     collapse_parallel(shared.map(0, 5 * TOUCH_BYTES), 1)
     assert tried == [TOUCH_BYTES, TOUCH_BYTES]

@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from registrars import Ledger
 
 from penstock.errors import BudgetError, OptionError, PeerError
+from penstock.memory.memfd import SharedMemory
 from penstock.plan.model import SlabEntry, Unit
 from penstock.ranks.peers import Peers
 from penstock.ranks.rendezvous import Rendezvous
-from penstock.store.memfd import SharedMemory
 from penstock.store.shared import SharedStore, share_out, shared_bytes
 
 PAGE = mmap.PAGESIZE
@@ -106,7 +106,7 @@ class TestSharedMemory:
 
     def test_the_address_of_a_dead_process(self) -> None:
         code = (
-            "import json; from penstock.store.memfd import SharedMemory\n"
+            "import json; from penstock.memory.memfd import SharedMemory\n"
             "memory = SharedMemory.create(4096); print(json.dumps(memory.describe()))"
         )
         address = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)

@@ -23,12 +23,12 @@ from torch import nn
 
 import penstock
 from penstock.errors import OptionError, PeerError, PenstockWarning, TransferError
+from penstock.memory.symmetric import SymmetricMemory
 from penstock.offloaders import parts as sharing
 from penstock.plan.striping import Striping
 from penstock.ranks.digest import checksum
 from penstock.ranks.peers import Channel, Peers, PeerWatch
 from penstock.store.parts import PartStore
-from penstock.store.symmetric import SymmetricMemory
 from penstock.testing import assert_moved, assert_same_bits, boundaries
 
 KINDS = {"sharded": {"mode": "sharded_gpu"}, "pooled": {"mode": "cpu", "pool_links": True}}
@@ -337,8 +337,8 @@ class TestDevicesWithoutPeerAccess:
             raise RuntimeError("CUDASymmetricMemory: peer access from device 0 to device 1 is not supported\n  at ...")
 
         memory: Any = type("Fake", (), {"empty_strided_p2p": staticmethod(empty)})
-        monkeypatch.setattr("penstock.store.symmetric._SymmetricMemory", memory)
-        monkeypatch.setattr("penstock.store.symmetric.symm.rendezvous", rendezvous)
+        monkeypatch.setattr("penstock.memory.symmetric._SymmetricMemory", memory)
+        monkeypatch.setattr("penstock.memory.symmetric.symm.rendezvous", rendezvous)
         monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
         group: Any = type("Group", (), {"group_name": "0"})
         peers: Any = type("Ranks", (), {"rank": 0, "size": 2, "timeout_s": 10.0, "group": group})

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from registrars import Ledger
 
 from penstock.errors import PenstockWarning, StateError
+from penstock.memory.pages import map_pages, pack, pieces, populate, populate_parallel
+from penstock.memory.pinned import PinnedBytes
 from penstock.plan.model import SlabEntry, Unit
 from penstock.store.adoption import MIN_BYTES, can_adopt, is_anonymous
-from penstock.store.pages import map_pages, pack, pieces, populate, populate_parallel
 from penstock.store.pinned import Held, PinnedStore
-from penstock.store.registration import PinnedBytes
 
 MIB = 1 << 20
 
@@ -57,7 +57,7 @@ class TestPages:
         assert blob.count_nonzero() == 1
 
     def test_an_older_kernel_is_served_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("penstock.store.pages._MADV_POPULATE_WRITE", 9999)
+        monkeypatch.setattr("penstock.memory.pages._MADV_POPULATE_WRITE", 9999)
         blob = torch.frombuffer(map_pages(8 * MIB + 1, huge=False), dtype=torch.uint8)
         blob[-1] = 3
         before = resident_pages()

@@ -40,12 +40,12 @@ from penstock.link.ring_readers import ReaderProcess
 from penstock.link.ring_streams import RingLink
 from penstock.link.ring_task import RingTask
 from penstock.link.staging import StagingRing, parts_in_files
+from penstock.memory.memfd import SharedMemory
+from penstock.memory.pinned import PinnedBytes
 from penstock.plan.ring import WORD_BYTES, lay_out_ring_of
 from penstock.stats import Recorder
 from penstock.store.base import Store
 from penstock.store.disk import DiskOptions
-from penstock.store.memfd import SharedMemory
-from penstock.store.registration import PinnedBytes
 from penstock.testing import assert_same_bits, offload_over
 
 Make = Callable[..., Machine]

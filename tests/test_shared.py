@@ -24,7 +24,7 @@ from torch import nn
 
 import penstock
 from penstock import UVA, Prefetch
-from penstock.process import pss_bytes
+from penstock.memory.system import pss_bytes
 
 MIB = 1 << 20
 SHARED = all_layers(2, "shm_cpu")

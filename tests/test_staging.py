@@ -16,11 +16,11 @@ import torch
 from registrars import Ledger
 
 from penstock.errors import CheckpointError, TransferError
+from penstock.memory.pages import map_pages
 from penstock.store.base import writable_view
 from penstock.store.cpu import MemorySource
 from penstock.store.files import DiskOptions, File, FileStretch
 from penstock.store.loading import Part
-from penstock.store.pages import map_pages
 from penstock.store.staging import _ROOM_BYTES, BUFFER_BYTES, NUM_BUFFERS, CudaUploader, UploadRing
 
 SIZE = 64

@@ -20,7 +20,7 @@ from gpu_models import build
 from test_disk import POLICIES, captured, faults, inputs, save
 
 import penstock
-from penstock.store.pinning import pinned_region
+from penstock.memory.pinning import pinned_region
 
 __all__ = ["faults"]
 

@@ -83,8 +83,8 @@ def test_a_saved_plan_is_for_this_gpu(tmp_path: Path) -> None:
 UNPRIVILEGED = """
 import os, resource, torch, warnings
 from penstock.limits import read_limits
-from penstock.process import memlock_bytes
-from penstock.store.pinning import pinned_region
+from penstock.memory.system import memlock_bytes
+from penstock.memory.pinning import pinned_region
 torch.empty(1, device="cuda")
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
 os.setgroups([]); os.setgid(65534); os.setuid(65534)

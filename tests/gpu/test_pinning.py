@@ -19,10 +19,10 @@ from torch import nn
 import penstock
 from penstock import UVA, Prefetch
 from penstock.errors import StateError
+from penstock.memory.pages import map_pages, populate_parallel
+from penstock.memory.pinned import CudaRegistrar, PinnedBytes
 from penstock.offloaders.attachment import Attachment
-from penstock.store.pages import map_pages, populate_parallel
 from penstock.store.pinned import PinnedStore
-from penstock.store.registration import CudaRegistrar, PinnedBytes
 
 MIB = 1 << 20
 
@@ -153,7 +153,7 @@ def test_a_refusal_leaves_no_error_behind() -> None:
 GROWTH = """
 import gc, json, sys, torch, penstock
 from penstock import Prefetch
-from penstock.process import PeakMeter, rss_bytes
+from penstock.memory.system import PeakMeter, rss_bytes
 sys.path.insert(0, sys.argv[1])
 from gpu_models import Stack, build
 from safetensors.torch import save_model

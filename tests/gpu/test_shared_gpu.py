@@ -15,7 +15,7 @@ from shm_ranks import ranks
 
 import penstock
 from penstock import UVA, Prefetch
-from penstock.process import pss_bytes
+from penstock.memory.system import pss_bytes
 
 POLICIES = [
     Prefetch(1, 1, 2, mode="shm_cpu"),

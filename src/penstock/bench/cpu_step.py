@@ -31,8 +31,8 @@ from penstock.checkpoint import Checkpoint
 from penstock.config import Prefetch
 from penstock.inventory import take_inventory
 from penstock.link.threads import ThreadLink
+from penstock.memory.system import PeakMeter
 from penstock.plan import Plan, build_plan
-from penstock.process import PeakMeter
 from penstock.store.disk import DiskOptions, DiskStore
 from penstock.weights import WeightMap
 

@@ -22,9 +22,9 @@ from penstock.config import Budget, Policy, Prefetch
 from penstock.errors import OptionError
 from penstock.inventory import take_inventory
 from penstock.link.streams import StreamLink
+from penstock.memory.pinning import pinned_region
 from penstock.offloaders.attachment import Attachment
 from penstock.plan import build_plan
-from penstock.store.pinning import pinned_region
 
 __all__ = ["LinkProbe", "VariantSpec", "parse_variant", "run"]
 

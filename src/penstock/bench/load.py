@@ -37,9 +37,9 @@ import torch
 from penstock.bench.decoder import CONFIGS, build_model
 from penstock.bench.plain import forget, read_plainly, touch_fresh
 from penstock.config import Mode
-from penstock.process import PeakMeter, rss_bytes
+from penstock.memory.page_cache import teller_for
+from penstock.memory.system import PeakMeter, rss_bytes
 from penstock.store.files import DiskOptions
-from penstock.store.page_cache import teller_for
 
 __all__ = ["WAYS", "run", "run_child", "summary"]
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from penstock.process import num_cores
-from penstock.store.pages import map_pages, populate_parallel
+from penstock.memory.pages import map_pages, populate_parallel
+from penstock.memory.system import num_cores
 
 __all__ = ["forget", "read_plainly", "touch_fresh"]
 

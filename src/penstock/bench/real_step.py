@@ -23,9 +23,9 @@ from penstock.bench.measure import Timing, interleave, time_cuda
 from penstock.config import UVA, Budget, Policy, Prefetch
 from penstock.errors import OptionError
 from penstock.inventory import Inventory, take_inventory
+from penstock.memory.pinning import device_view, pinned_region
 from penstock.plan import Plan
 from penstock.plan.model import assemble
-from penstock.store.pinning import device_view, pinned_region
 from penstock.testing import boundaries
 
 __all__ = ["run"]

@@ -13,7 +13,7 @@ import typer
 from penstock.cli.console import byte_bar, stderr, stdout
 from penstock.cli.values import require_folder
 from penstock.errors import OptionError
-from penstock.process import num_cores
+from penstock.memory.system import num_cores
 
 if TYPE_CHECKING:
     from penstock.demo.jobs import Result

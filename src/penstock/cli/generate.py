@@ -14,7 +14,7 @@ from penstock.cli.options import OffloadFlags, with_offload_flags
 from penstock.cli.values import require_writable
 from penstock.config import format_gib
 from penstock.errors import CheckpointError, OptionError
-from penstock.process import PeakMeter, peak_rss_bytes
+from penstock.memory.system import PeakMeter, peak_rss_bytes
 
 if TYPE_CHECKING:
     from torch import nn

@@ -25,7 +25,7 @@ from penstock.api import Handle
 from penstock.config import Budget
 from penstock.demo.jobs import JOB_FILE, RESULT_FILE, TENSORS_FILE, TRACE_FILE, Job
 from penstock.demo.reading import measure_reading
-from penstock.process import PeakMeter, cpu_seconds
+from penstock.memory.system import PeakMeter, cpu_seconds
 
 __all__ = ["run"]
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from penstock.env import reader_threads
-from penstock.process import cpu_seconds
+from penstock.memory.system import cpu_seconds
 
 __all__ = ["measure_reading"]
 

@@ -9,8 +9,8 @@ import torch
 from rich.table import Table
 
 from penstock.demo.jobs import Result
+from penstock.memory.system import num_cores
 from penstock.plan.report import gib, titled_table
-from penstock.process import num_cores
 
 __all__ = ["TOLERANCE_BYTES", "Comparison", "comparison_table", "most_similar"]
 

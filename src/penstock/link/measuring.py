@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 
 from penstock.link.peer_rates import peer_rates
+from penstock.memory.pinning import device_view, pinned_region
 from penstock.store.disk import DiskOptions, File
-from penstock.store.pinning import device_view, pinned_region
 
 __all__ = ["measured_rates", "median_s"]
 

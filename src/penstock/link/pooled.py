@@ -32,11 +32,11 @@ from penstock.errors import StateError, TransferError
 from penstock.link.base import Mark
 from penstock.link.streams import StreamLink, StreamTransfer
 from penstock.link.threads import ThreadLink, ThreadTransfer
+from penstock.memory.symmetric import SymmetricMemory
 from penstock.plan.striping import PartLayout, Striping
 from penstock.ranks.peers import Channel, Peers, PeerWatch
 from penstock.stats import Recorder
 from penstock.store.base import Load
-from penstock.store.symmetric import SymmetricMemory
 
 __all__ = ["PooledStreamLink", "PooledThreadLink"]
 

@@ -10,9 +10,9 @@ from enum import IntEnum
 
 import numpy as np
 
+from penstock.memory.mapping import Bytes
 from penstock.plan.ring import STATUS_BYTES, WORD_BYTES, RingLayout
 from penstock.stats import StagingStats
-from penstock.store.mapping import Bytes
 
 __all__ = ["POISON", "WANTED", "Counter", "RingMemory"]
 

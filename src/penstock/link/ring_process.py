@@ -32,7 +32,7 @@ from penstock.errors import TransferError
 from penstock.link.ring import RingServer
 from penstock.link.ring_memory import Counter, RingMemory
 from penstock.link.ring_task import RingTask
-from penstock.store.mapping import map_file
+from penstock.memory.mapping import map_file
 
 __all__ = ["ReadReport", "failed_server", "fate", "main", "unpack_reports"]
 

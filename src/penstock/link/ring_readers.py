@@ -18,7 +18,7 @@ from penstock.link.ring import RingServer
 from penstock.link.ring_memory import Counter, RingMemory
 from penstock.link.ring_process import failed_server, fate, unpack_reports
 from penstock.link.ring_task import RingTask
-from penstock.process import above_standard_streams
+from penstock.memory.system import above_standard_streams
 from penstock.stats import Recorder
 
 __all__ = ["ReaderProcess"]

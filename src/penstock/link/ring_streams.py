@@ -27,14 +27,14 @@ from penstock.link.ring_task import RingTask
 from penstock.link.staging import StagingRing, parts_in_files
 from penstock.link.stream_memory import CudaCopyStream
 from penstock.link.streams import StreamLink, StreamTransfer
+from penstock.memory.memfd import SharedMemory
+from penstock.memory.pages import collapse_parallel
+from penstock.memory.pinned import CudaRegistrar, PinnedBytes, refuse_capture
+from penstock.memory.pinning import pin_shared, pin_threads
 from penstock.plan.model import Plan
 from penstock.plan.ring import ENTRY_BYTES, MAX_ENTRIES, lay_out_ring_of
 from penstock.stats import Recorder, StagingStats
 from penstock.store.base import Load
-from penstock.store.memfd import SharedMemory
-from penstock.store.pages import collapse_parallel
-from penstock.store.pinning import pin_shared, pin_threads
-from penstock.store.registration import CudaRegistrar, PinnedBytes, refuse_capture
 
 __all__ = ["RingLink"]
 

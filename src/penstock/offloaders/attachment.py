@@ -19,6 +19,7 @@ from penstock.link.base import Link
 from penstock.link.ring_streams import RingLink
 from penstock.link.streams import StreamLink
 from penstock.link.threads import ThreadLink
+from penstock.memory.pinning import device_view
 from penstock.offloaders.binding import BoundStorage, bind
 from penstock.offloaders.holding import Holding, held_storages, strayed_storages
 from penstock.offloaders.hooks import ForwardHook, NotCopyable, UnitHook
@@ -41,7 +42,6 @@ from penstock.store.disk import DiskOptions, DiskStore
 from penstock.store.loading import Progress
 from penstock.store.parts import PartStore
 from penstock.store.pinned import PinnedStore
-from penstock.store.pinning import device_view
 from penstock.store.shared import SharedStore
 from penstock.store.spill import SpillStore
 from penstock.weights import WeightMap

@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.errors import ModelChangedError, PenstockWarning, StateError
 from penstock.inventory import Location, StorageInfo, TensorInfo
+from penstock.memory.pinning import device_view
 from penstock.offloaders.trap import GiveBack, guarded, is_resting, resting_like, storage_id
-from penstock.store.pinning import device_view
 
 __all__ = ["BoundStorage", "BoundTensor", "Path", "Wake", "bind", "live_tensors"]
 

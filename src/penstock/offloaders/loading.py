@@ -10,19 +10,19 @@ import torch
 
 from penstock.env import pin_memory_disabled
 from penstock.errors import OptionError
+from penstock.memory.numa import cpus_near
+from penstock.memory.pinned import CudaRegistrar
+from penstock.memory.pinning import pin_threads
+from penstock.memory.system import trim_heap
 from penstock.offloaders.binding import BoundStorage
 from penstock.offloaders.making import Maker
-from penstock.process import trim_heap
 from penstock.stats import ReadStats
 from penstock.store.adoption import MIN_BYTES
 from penstock.store.base import Segment, Store
 from penstock.store.cpu import MemorySource
 from penstock.store.disk import DiskOptions, DiskStore
 from penstock.store.loading import Delivery, Progress, deliver
-from penstock.store.numa import cpus_near
 from penstock.store.pinned import PinnedStore
-from penstock.store.pinning import pin_threads
-from penstock.store.registration import CudaRegistrar
 from penstock.store.staging import CudaUploader
 from penstock.store.ways import Ways
 from penstock.weights import Recipe, TensorSource, WeightMap

@@ -9,6 +9,8 @@ from torch import nn
 
 from penstock.config import format_gib
 from penstock.errors import CheckpointError, OptionError
+from penstock.memory.pinned import CudaRegistrar, Registrar, refuse_capture
+from penstock.memory.pinning import pinning_disabled
 from penstock.offloaders.binding import BoundStorage
 from penstock.offloaders.loading import require_weights
 from penstock.offloaders.parts import open_parts, splits_units
@@ -21,8 +23,6 @@ from penstock.store.cpu import CpuStore
 from penstock.store.disk import DiskOptions, DiskStore
 from penstock.store.meta import MetaStore
 from penstock.store.pinned import Held, PinnedStore
-from penstock.store.pinning import pinning_disabled
-from penstock.store.registration import CudaRegistrar, Registrar, refuse_capture
 from penstock.store.spill import SpillStore
 from penstock.weights import WeightMap
 

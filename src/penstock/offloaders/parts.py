@@ -20,6 +20,10 @@ from penstock.errors import OptionError, PenstockWarning, TransferError
 from penstock.link.base import Link
 from penstock.link.pooled import PooledStreamLink, PooledThreadLink
 from penstock.link.sharded import ShardedStreamLink
+from penstock.memory.numa import cpus_near
+from penstock.memory.pinned import CudaRegistrar, refuse_capture
+from penstock.memory.pinning import pin_threads, pinned_region, pinning_disabled
+from penstock.memory.symmetric import SymmetricMemory
 from penstock.offloaders.binding import BoundStorage
 from penstock.offloaders.loading import require_weights
 from penstock.plan.model import Plan
@@ -31,12 +35,8 @@ from penstock.store.base import Segment, Source, new_blob
 from penstock.store.cpu import MemorySource
 from penstock.store.disk import DiskOptions, DiskStore
 from penstock.store.loading import Delivery, deliver
-from penstock.store.numa import cpus_near
 from penstock.store.parts import HostParts, Parts, PartStore, SymmetricParts
-from penstock.store.pinning import pin_threads, pinned_region, pinning_disabled
-from penstock.store.registration import CudaRegistrar, refuse_capture
 from penstock.store.staging import CudaUploader
-from penstock.store.symmetric import SymmetricMemory
 from penstock.weights import WeightMap
 
 __all__ = ["FilledParts", "open_parts", "splits_units"]

@@ -22,6 +22,8 @@ from torch import nn
 from penstock.env import reader_threads
 from penstock.errors import CheckpointError, OptionError, PeerError, PenstockWarning
 from penstock.inventory import Inventory, StorageInfo
+from penstock.memory.memfd import SharedMemory
+from penstock.memory.pinned import Registrar, refuse_capture
 from penstock.offloaders.binding import BoundStorage, bind
 from penstock.offloaders.loading import require_weights
 from penstock.offloaders.making import Maker
@@ -32,8 +34,6 @@ from penstock.ranks.peers import Peers
 from penstock.ranks.rendezvous import Rendezvous, this_host
 from penstock.store.base import new_blob, writable_view
 from penstock.store.disk import DiskOptions, DiskStore
-from penstock.store.memfd import SharedMemory
-from penstock.store.registration import Registrar, refuse_capture
 from penstock.store.shared import SharedStore, shared_bytes
 from penstock.store.ways import Ways
 from penstock.weights import WeightMap

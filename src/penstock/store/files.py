@@ -23,9 +23,9 @@ from pathlib import Path
 import numpy as np
 
 from penstock.errors import CheckpointError, TransferError
-from penstock.process import above_standard_streams
+from penstock.memory.page_cache import Teller, cached_bytes, teller_for
+from penstock.memory.system import above_standard_streams
 from penstock.stamps import FileStamp, require_file, too_many_open
-from penstock.store.page_cache import Teller, cached_bytes, teller_for
 from penstock.store.source import Source
 from penstock.store.ways import Ways
 

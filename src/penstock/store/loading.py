@@ -19,9 +19,9 @@ from typing import Protocol
 import torch
 
 from penstock.errors import TransferError
+from penstock.memory.pages import pack
 from penstock.store.base import Segment, Source, writable_view
 from penstock.store.files import File, FileStretch
-from penstock.store.pages import pack
 
 __all__ = ["PIECE_BYTES", "Delivery", "Part", "Progress", "Uploader", "deliver"]
 

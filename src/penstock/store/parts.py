@@ -14,12 +14,12 @@ import torch
 
 from penstock.config import Mode
 from penstock.errors import OptionError, StateError
+from penstock.memory.symmetric import SymmetricMemory
 from penstock.plan.model import Unit
 from penstock.plan.striping import PartLayout, Stretch
 from penstock.ranks.peers import Channel
 from penstock.store.base import Load, Segment, Store, new_blob
 from penstock.store.cpu import MemorySource
-from penstock.store.symmetric import SymmetricMemory
 
 __all__ = ["HostParts", "PartStore", "Parts", "SymmetricParts"]
 

@@ -19,12 +19,12 @@ from typing import ClassVar
 import torch
 
 from penstock.config import Mode
+from penstock.memory.pages import pack, populate_parallel
+from penstock.memory.pinned import PinnedBytes, Registrar
+from penstock.memory.pinning import fresh, pin_threads, warn_refused
 from penstock.plan.model import Unit, slab_bytes
 from penstock.store.base import Load, Segment, Store
 from penstock.store.cpu import MemorySource
-from penstock.store.pages import pack, populate_parallel
-from penstock.store.pinning import fresh, pin_threads, warn_refused
-from penstock.store.registration import PinnedBytes, Registrar
 
 __all__ = [
     "Held",

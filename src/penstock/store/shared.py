@@ -1,6 +1,6 @@
 """Store ``shm_cpu``: one copy in host memory for all ranks of a host.
 
-The ranks of a host share anonymous memory (:mod:`penstock.store.memfd`) that is laid out like the pinned slabs of the
+The ranks of a host share anonymous memory (:mod:`penstock.memory.memfd`) that is laid out like the pinned slabs of the
 ``cpu`` store. Each rank brings an equal share of the bytes, so files are read once and by all readers at once; a rank
 that loaded alone would leave the others waiting. An offload is all or nothing: until every rank is ready, the failure
 or death of one is an error in all, found in milliseconds (:mod:`penstock.ranks.rendezvous`). From then on no rank needs
@@ -21,13 +21,13 @@ from itertools import accumulate
 
 import torch
 
+from penstock.memory.memfd import SharedMemory
+from penstock.memory.pages import collapse_parallel, whole_pages
+from penstock.memory.pinned import PinnedBytes, Registrar
+from penstock.memory.pinning import pin_shared, pin_threads
 from penstock.plan.model import Unit
 from penstock.ranks.rendezvous import Rendezvous
-from penstock.store.memfd import SharedMemory
-from penstock.store.pages import collapse_parallel, whole_pages
 from penstock.store.pinned import SLAB_BYTES, PinnedStore, Place, slab_sizes
-from penstock.store.pinning import pin_shared, pin_threads
-from penstock.store.registration import PinnedBytes, Registrar
 
 __all__ = ["SharedStore", "share_out", "shared_bytes"]
 

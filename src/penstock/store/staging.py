@@ -16,11 +16,11 @@ from functools import partial
 
 import torch
 
+from penstock.memory.pages import map_pages
+from penstock.memory.pinned import PinnedBytes, Registrar
 from penstock.store.base import writable_view
 from penstock.store.files import ALIGN_BYTES, read_around
 from penstock.store.loading import Part
-from penstock.store.pages import map_pages
-from penstock.store.registration import PinnedBytes, Registrar
 
 __all__ = ["CudaUploader", "UploadRing", "read_staged"]
 

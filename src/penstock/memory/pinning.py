@@ -9,8 +9,8 @@ import torch
 from penstock.config import format_gib
 from penstock.env import pin_memory_disabled, reader_threads
 from penstock.errors import OptionError, PenstockWarning
-from penstock.store.pages import map_pages, populate_parallel
-from penstock.store.registration import CudaRegistrar, PinnedBytes, Registrar
+from penstock.memory.pages import map_pages, populate_parallel
+from penstock.memory.pinned import CudaRegistrar, PinnedBytes, Registrar
 
 __all__ = [
     "device_view",

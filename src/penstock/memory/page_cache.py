@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from penstock.store import libc
+from penstock.memory import libc
 
 __all__ = ["Teller", "cached_bytes", "teller_for"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.store import libc
+from penstock.memory import libc
 
 __all__ = ["HUGE_PAGE_BYTES", "Bytes", "collapse", "map_file"]
 

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from penstock.errors import BudgetError, PeerError
-from penstock.process import above_standard_streams
-from penstock.store.mapping import map_file
+from penstock.memory.mapping import map_file
+from penstock.memory.system import above_standard_streams
 
 __all__ = ["SharedMemory"]
 

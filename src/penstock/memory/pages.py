@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from penstock.errors import BudgetError
-from penstock.store import libc
-from penstock.store.mapping import HUGE_PAGE_BYTES, collapse
+from penstock.memory import libc
+from penstock.memory.mapping import HUGE_PAGE_BYTES, collapse
 
 __all__ = [
     "TOUCH_BYTES",

@@ -1,0 +1,1 @@
+"""Host memory: pinned, shared, mapped; what the system has."""
