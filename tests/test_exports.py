@@ -161,7 +161,8 @@ def test_imports_point_left_only(file: Path) -> None:
 
 def test_plans_need_no_torch_device_code() -> None:
     """Up to and including the plan everything is arithmetic on names and sizes."""
-    pure = [file for file in FILES if RANK[room_of(file)] <= RANK["plan"]]
+    pure = [file for file in FILES if room_of(file) in ("errors", "config", "plan")]
+    assert pure
     for file in pure:
         text = file.read_text()
         assert "torch.cuda" not in text, file
