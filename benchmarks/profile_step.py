@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 import penstock
 from penstock.bench.cuda_step import parse_variant
 from penstock.bench.shapes import QWEN3_8B, build_stack
-from penstock.inventory import take_inventory
+from penstock.model.inventory import take_inventory
 
 
 def intervals(run) -> dict[str, list[tuple[float, float]]]:

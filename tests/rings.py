@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.checkpoint import Checkpoint
-from penstock.inventory import Inventory, Location, StorageInfo, TensorInfo
 from penstock.link.base import Link, Mark, Transfer
 from penstock.link.ring import READ_BYTES, RingServer
 from penstock.link.ring_readers import ReaderProcess
 from penstock.link.ring_task import RingTask
 from penstock.link.staging import StagingRing, parts_in_files, parts_of
 from penstock.memory.memfd import SharedMemory
+from penstock.model.inventory import Inventory, Location, StorageInfo, TensorInfo
 from penstock.offloaders.pipeline import SlotPipeline
 from penstock.plan.model import Plan, UnitDraft, assemble
 from penstock.plan.ring import WORD_BYTES, RingLayout, lay_out_ring_of

@@ -19,7 +19,7 @@ from torch import nn
 import penstock
 from penstock.config import ALL_MODEL_PARAMS, UVA, Budget, Prefetch, Rules
 from penstock.errors import CheckpointError, OptionError, PenstockWarning, RuleError, SelectionError
-from penstock.inventory import take_inventory
+from penstock.model.inventory import take_inventory
 from penstock.plan import Plan, build_plan
 from penstock.plan.build import plan_group_rule
 from penstock.plan.model import UnitDraft, assemble

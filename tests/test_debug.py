@@ -18,7 +18,7 @@ from torch import nn
 import penstock
 from penstock.env import debug_enabled
 from penstock.errors import OptionError, RaceError
-from penstock.inventory import take_inventory
+from penstock.model.inventory import take_inventory
 from penstock.offloaders.debug import POISON, Guard
 from penstock.plan import build_plan
 from penstock.store.base import Load

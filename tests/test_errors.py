@@ -32,8 +32,8 @@ from penstock.errors import (
     SizeError,
     TransferError,
 )
-from penstock.inventory import take_inventory
 from penstock.link.threads import ThreadLink
+from penstock.model.inventory import take_inventory
 from penstock.offloaders import pipeline
 from penstock.store.cpu import CpuStore
 from penstock.store.disk import DiskStore

@@ -16,8 +16,8 @@ import torch
 import transformers
 from torch import nn
 
-from penstock.groups import GROUPS, semantic_groups
-from penstock.inventory import Inventory, take_inventory
+from penstock.model.inventory import Inventory, take_inventory
+from penstock.model.semantic_groups import GROUPS, semantic_groups
 
 TEXT = {
     "hidden_size": 64,

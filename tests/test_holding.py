@@ -11,12 +11,12 @@ from registrars import Ledger
 from torch import nn
 
 from penstock.config import Mode, Prefetch
-from penstock.inventory import take_inventory
 from penstock.limits import Limits
 from penstock.memory.pinned import PinnedBytes
+from penstock.model.inventory import take_inventory
+from penstock.model.live_tensors import bind
 from penstock.offloaders import attachment, room
 from penstock.offloaders import holding as module_of_holding
-from penstock.offloaders.binding import bind
 from penstock.offloaders.early import EarlyRule, early_rule
 from penstock.offloaders.holding import Holding, strayed_storages
 from penstock.plan import build_plan

@@ -17,7 +17,7 @@ from models import Stack, all_layers, rows, save
 import penstock
 from penstock.errors import OptionError
 from penstock.link import threads
-from penstock.offloaders.binding import BoundStorage
+from penstock.model.live_tensors import BoundStorage
 from penstock.testing import assert_moved, assert_same_bits
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import penstock
 from penstock.errors import OptionError, StateError
-from penstock.inventory import StorageInfo, TensorInfo, take_inventory
+from penstock.model.inventory import StorageInfo, TensorInfo, take_inventory
 
 
 def bare(**tensors: torch.Tensor) -> nn.Module:

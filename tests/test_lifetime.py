@@ -27,7 +27,7 @@ from torch import nn
 import penstock
 from penstock import UVA, PenstockWarning, Prefetch
 from penstock.errors import ModelChangedError, StateError
-from penstock.offloaders.trap import is_resting
+from penstock.model.tensor_guards import is_resting
 from penstock.testing import assert_moved, assert_same_bits
 
 

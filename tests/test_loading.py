@@ -27,12 +27,12 @@ import penstock
 from penstock import Prefetch
 from penstock.checkpoint import Checkpoint
 from penstock.errors import StateError, TransferError
-from penstock.inventory import take_inventory
 from penstock.link.threads import ThreadLink
 from penstock.memory.pinned import CudaRegistrar
+from penstock.model.inventory import take_inventory
+from penstock.model.live_tensors import bind
 from penstock.offloaders import opening
 from penstock.offloaders.attachment import Attachment
-from penstock.offloaders.binding import bind
 from penstock.offloaders.loading import WeightLoader
 from penstock.plan import Plan, build_plan
 from penstock.store.base import Load, Segment, Store, writable_view

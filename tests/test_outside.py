@@ -19,7 +19,7 @@ from torch import nn
 
 import penstock
 from penstock.errors import ModelChangedError, OutsideAccessError, PenstockWarning, StateError
-from penstock.offloaders.trap import is_resting
+from penstock.model.tensor_guards import is_resting
 from penstock.testing import assert_same_bits
 
 EVERYTHING = penstock.Rules([("ALL_MODEL_PARAMS", "prefetch")])

@@ -22,7 +22,7 @@ from torch import nn
 import penstock
 from penstock.config import ALL_MODEL_PARAMS, UVA, Budget, Mode, Policy, Prefetch
 from penstock.errors import BudgetError, OptionError, PenstockWarning, SelectionError
-from penstock.inventory import Inventory, is_within, take_inventory
+from penstock.model.inventory import Inventory, is_within, take_inventory
 from penstock.plan import Plan, build_plan
 from penstock.plan.model import SLAB_ALIGNMENT_BYTES, slab_bytes
 from penstock.plan.report import render

@@ -23,7 +23,7 @@ from torch import nn
 import penstock
 from penstock.config import ALL_MODEL_PARAMS, UVA, Budget, Mode, Policy, Prefetch
 from penstock.errors import BudgetError, OptionError, OptionTypeError, PlanFileError, SelectionError
-from penstock.inventory import take_inventory
+from penstock.model.inventory import take_inventory
 from penstock.plan import Plan, build_plan
 from penstock.plan.machine import Machine
 from penstock.plan.model import slab_bytes

@@ -18,7 +18,8 @@ from penstock.bench.moe import DEEPSEEK_V2_LITE, MoeStack
 from penstock.bench.shapes import QWEN3_8B, Stack
 from penstock.config import Budget, Workload
 from penstock.errors import BudgetError, PenstockWarning
-from penstock.inventory import Inventory, take_inventory
+from penstock.model.inventory import Inventory, take_inventory
+from penstock.model.profile_facts import Traits
 from penstock.plan import Plan, build_plan
 from penstock.plan.budget import curve
 from penstock.plan.build import question_of
@@ -27,7 +28,6 @@ from penstock.plan.forecast import forecast
 from penstock.plan.model import UnitDraft, assemble
 from penstock.plan.planner import Planner
 from penstock.plan.space import Space
-from penstock.plan.traits import Traits
 from penstock.plan.units import worth_moving
 
 KIB = 2**10

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from penstock.bench.plan_step import Contest, Planner, build
-from penstock.inventory import take_inventory
 from penstock.link.probe import read_probe
+from penstock.model.inventory import take_inventory
 from penstock.plan.forecast import forecast
 
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks" / "2026-11-21-plan-h200.jsonl"

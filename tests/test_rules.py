@@ -14,10 +14,10 @@ from torch import nn
 import penstock
 from penstock.config import Budget, Mechanism, Mode, Rule, Rules, parse_rule
 from penstock.errors import OptionError, OptionTypeError, PenstockWarning, RuleError, SelectionError
-from penstock.inventory import Inventory, take_inventory
+from penstock.model.inventory import Inventory, take_inventory
+from penstock.model.patterns import matching
 from penstock.plan import build_plan
 from penstock.plan.rules import resolve_rules, settle_rules
-from penstock.select import matching
 from penstock.testing import assert_moved, assert_same_bits
 
 INVENTORY = take_inventory(MoE(3))

@@ -16,8 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.inventory import Inventory, Location, StorageInfo, TensorInfo
 from penstock.link.base import Link, Mark, Transfer
+from penstock.model.inventory import Inventory, Location, StorageInfo, TensorInfo
 from penstock.offloaders.pipeline import SlotPipeline
 from penstock.plan.model import Plan, UnitDraft, assemble
 from penstock.plan.schedule import chain, first_units, next_in_chain, slot_of

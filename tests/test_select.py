@@ -8,8 +8,8 @@ from torch import nn
 
 from penstock.config import ALL_MODEL_PARAMS
 from penstock.errors import SelectionError
-from penstock.inventory import Inventory, take_inventory
-from penstock.select import compile_pattern, select
+from penstock.model.inventory import Inventory, take_inventory
+from penstock.model.patterns import compile_pattern, select
 
 MOE = take_inventory(MoE(2))
 DENSE = take_inventory(Stack(2))

@@ -22,8 +22,9 @@ from torch import nn
 
 from penstock.config import Budget, Workload
 from penstock.errors import BudgetError, PenstockWarning
-from penstock.inventory import Inventory, take_inventory
 from penstock.limits import Limits, needs_of
+from penstock.model.inventory import Inventory, take_inventory
+from penstock.model.profile_facts import Traits
 from penstock.offloaders import planning
 from penstock.offloaders.planning import budget_planner, planner_for
 from penstock.plan import Plan, build_plan
@@ -35,7 +36,6 @@ from penstock.plan.planner import Planner
 from penstock.plan.ring import RING_BYTES, ring_bytes
 from penstock.plan.space import Space
 from penstock.plan.spill import Spill, spill_order
-from penstock.plan.traits import Traits
 from penstock.plan.units import worth_moving
 from penstock.weights import WeightMap
 

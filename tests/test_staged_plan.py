@@ -12,9 +12,10 @@ from models import MoE, Stack, all_layers, save
 from rich.console import Console
 
 from penstock.config import Budget
-from penstock.inventory import take_inventory
 from penstock.limits import Needs, needs_of
 from penstock.link.probe import Probe
+from penstock.model.inventory import take_inventory
+from penstock.model.profile_facts import Traits
 from penstock.plan import Plan, build_plan
 from penstock.plan.cost import NOMINAL_GPU, Curve, Rates
 from penstock.plan.forecast import forecast
@@ -22,7 +23,6 @@ from penstock.plan.machine import Machine
 from penstock.plan.model import slab_bytes
 from penstock.plan.report import render
 from penstock.plan.ring import lay_out_ring, ring_bytes
-from penstock.plan.traits import Traits
 from penstock.store.disk import DiskStore
 from penstock.weights import WeightMap
 

@@ -21,8 +21,9 @@ from torch import nn
 import penstock
 from penstock.config import Budget
 from penstock.errors import OptionError, PenstockWarning
-from penstock.inventory import take_inventory
 from penstock.limits import Needs, needs_of
+from penstock.model.inventory import take_inventory
+from penstock.model.profile_facts import Traits
 from penstock.offloaders import opening
 from penstock.offloaders.opening import open_pinned
 from penstock.plan import Plan, build_plan
@@ -34,7 +35,6 @@ from penstock.plan.report import render
 from penstock.plan.ring import lay_out_ring, lay_out_ring_of
 from penstock.plan.schedule import steady_order
 from penstock.plan.spill import Spill
-from penstock.plan.traits import Traits
 from penstock.testing import assert_moved, assert_same_bits, offload_over
 
 

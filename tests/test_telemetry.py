@@ -17,7 +17,7 @@ from models import Stack, all_layers, rows, save
 
 import penstock
 from penstock import UVA
-from penstock.inventory import take_inventory
+from penstock.model.inventory import take_inventory
 from penstock.stats import Recorder
 from penstock.testing import SlowLink, assert_moved, offload_over
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import penstock
-from penstock.inventory import take_inventory
+from penstock.model.inventory import take_inventory
 from penstock.testing import assert_moved, assert_same_bits
 
 PLAN = {

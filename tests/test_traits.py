@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from penstock.traits import traits_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -16,9 +17,8 @@ from torch.utils._pytree import tree_leaves
 import penstock
 from penstock.config import Workload
 from penstock.errors import OptionError
-from penstock.inventory import take_inventory
-from penstock.plan.traits import Traits
-from penstock.traits import traits_of
+from penstock.model.inventory import take_inventory
+from penstock.model.profile_facts import Traits
 
 SIZE = {
     "hidden_size": 64,

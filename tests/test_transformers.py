@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import transformers
+from penstock.traits import traits_of
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -42,10 +43,9 @@ from penstock.errors import (
     SelectionError,
     StateError,
 )
-from penstock.inventory import take_inventory
+from penstock.model.inventory import take_inventory
 from penstock.plan.cost import NOMINAL_GPU, Curve
 from penstock.plan.planner import Planner
-from penstock.traits import traits_of
 
 pytestmark = pytest.mark.filterwarnings("error::penstock.PenstockWarning")
 

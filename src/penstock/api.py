@@ -15,8 +15,8 @@ from torch import nn
 from penstock.config import Budget, Policy, as_policy
 from penstock.env import pin_memory_disabled, uva_disabled
 from penstock.errors import OptionError, OptionTypeError, PenstockWarning, StateError
-from penstock.inventory import Inventory, take_inventory
 from penstock.limits import describe_device
+from penstock.model.inventory import Inventory, take_inventory
 from penstock.offloaders.arguments import require_group, require_kinds
 from penstock.offloaders.attachment import Attachment, Progress
 from penstock.offloaders.opening import compute_device

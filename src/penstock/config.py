@@ -174,7 +174,7 @@ class Prefetch:
         group_size: layers per group (``--offload-group-size``).
         num_in_group: of every group, the last this many are offloaded (``--offload-num-in-group``).
         prefetch_step: how many units ahead the copies run = number of slots (``--offload-prefetch-step``).
-        params: name patterns (:mod:`penstock.select`) that narrow what is offloaded inside those layers; empty
+        params: name patterns (:mod:`penstock.model.patterns`) that narrow what is offloaded inside those layers; empty
             means every parameter of 64 KiB or more.
         mode: the store (``--offload-mode``).
     """
@@ -309,7 +309,7 @@ class Rules:
     """A mechanism for everything that a pattern matches, without a budget; what no rule matches stays resident.
 
     Attributes:
-        rules: pairs of a name pattern (:mod:`penstock.select`) and a mechanism; of several that match a tensor the
+        rules: pairs of a name pattern (:mod:`penstock.model.patterns`) and a mechanism; of several that match a tensor the
             first counts (``--offload-rule PATTERN=MECHANISM``). What is prefetched is one unit per layer, and one per
             module outside the layers.
         prefetch_step: how many units ahead the copies run = number of slots (``--offload-prefetch-step``).

@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_flatten
 
 from penstock.api import Handle
 from penstock.config import Policy, as_policy
-from penstock.inventory import take_inventory
 from penstock.link.base import Link, Mark, Transfer
 from penstock.link.threads import ThreadLink, ThreadTransfer
+from penstock.model.inventory import take_inventory
 from penstock.offloaders.attachment import Attachment
 from penstock.offloaders.opening import compute_device
 from penstock.offloaders.planning import planner_for

@@ -16,7 +16,7 @@ import torch
 
 from penstock.checkpoint import Checkpoint, FileTensor
 from penstock.errors import CheckpointError, OptionTypeError
-from penstock.inventory import StorageInfo, TensorInfo
+from penstock.model.inventory import StorageInfo, TensorInfo
 
 __all__ = ["FilePart", "Recipe", "TensorSource", "WeightMap"]
 

@@ -19,7 +19,7 @@ from torch import nn
 
 import penstock
 from penstock.errors import BudgetError, CheckpointError, PenstockError
-from penstock.inventory import take_inventory
+from penstock.model.inventory import take_inventory
 
 from . import WAYS
 from .builders import Case, hush, quiet

@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 import penstock
 from penstock import UVA, Budget, DiskOptions, Handle, Prefetch, Rules
 from penstock.errors import OptionError, StateError, TransferError
-from penstock.inventory import take_inventory
 from penstock.link import ring_readers
 from penstock.link.ring_streams import RingLink
+from penstock.model.inventory import take_inventory
 
 IDS = 8
 POLICIES = {

@@ -16,9 +16,9 @@ import penstock
 from penstock import Budget, Plan, Prefetch, Rules
 from penstock.config import Policy
 from penstock.errors import BudgetError, TransferError
-from penstock.inventory import take_inventory
 from penstock.limits import Limits, needs_of
 from penstock.link.ring_streams import RingLink
+from penstock.model.inventory import take_inventory
 from penstock.offloaders import planning
 from penstock.plan import build_plan
 from penstock.plan.ring import RING_BYTES, ring_bytes

@@ -23,7 +23,7 @@ from penstock.adapters._renaming import Renamer, natural_order
 from penstock.adapters._stretches import Stretches
 from penstock.checkpoint import Checkpoint, FileTensor
 from penstock.errors import CheckpointError
-from penstock.inventory import take_inventory
+from penstock.model.inventory import take_inventory
 from penstock.store.base import new_blob, writable_view
 from penstock.store.disk import DiskStore
 from penstock.weights import Recipe, TensorSource, WeightMap

@@ -29,16 +29,16 @@ from penstock.api import Handle, offload
 from penstock.checkpoint import Checkpoint
 from penstock.config import Policy, as_policy, format_gib
 from penstock.errors import CheckpointError, PenstockWarning
-from penstock.inventory import Inventory, StorageInfo, take_inventory
 from penstock.limits import describe_device
+from penstock.model.inventory import Inventory, StorageInfo, take_inventory
+from penstock.model.live_tensors import bind
+from penstock.model.tensor_guards import storage_id
 from penstock.offloaders.arguments import require_group, require_kinds
 from penstock.offloaders.attachment import Progress
-from penstock.offloaders.binding import bind
 from penstock.offloaders.opening import compute_device
 from penstock.offloaders.planning import budget_planner, not_in_files, planner_for, split_planner
 from penstock.offloaders.room import require_room
 from penstock.offloaders.sharing import attempt
-from penstock.offloaders.trap import storage_id
 from penstock.plan import Plan
 from penstock.plan.planner import Planner
 from penstock.ranks.peers import Peers

@@ -29,9 +29,9 @@ from penstock.bench.measure import Timing, interleave, time_host
 from penstock.bench.shapes import DecoderShape, Stack, build_stack
 from penstock.checkpoint import Checkpoint
 from penstock.config import Prefetch
-from penstock.inventory import take_inventory
 from penstock.link.threads import ThreadLink
 from penstock.memory.system import PeakMeter
+from penstock.model.inventory import take_inventory
 from penstock.plan import Plan, build_plan
 from penstock.store.disk import DiskOptions, DiskStore
 from penstock.weights import WeightMap

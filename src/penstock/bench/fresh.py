@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penstock.config import Prefetch
-from penstock.inventory import take_inventory
+from penstock.model.inventory import take_inventory
 from penstock.plan import Plan, build_plan
 
 __all__ = ["FreshOnload"]

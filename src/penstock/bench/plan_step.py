@@ -21,13 +21,13 @@ from penstock.bench.moe import DEEPSEEK_V2_LITE, MoeStack
 from penstock.bench.shapes import QWEN3_8B, Stack, fill
 from penstock.config import UVA, Budget, Prefetch, Workload
 from penstock.errors import OptionError
-from penstock.inventory import Inventory, take_inventory
 from penstock.link.probe import Probe
+from penstock.model.inventory import Inventory, take_inventory
+from penstock.model.profile_facts import Traits
 from penstock.plan import Plan, build_plan
 from penstock.plan.cost import Rates
 from penstock.plan.forecast import forecast
 from penstock.plan.model import assemble
-from penstock.plan.traits import Traits
 
 __all__ = ["RIVALS", "STACKS", "run"]
 

@@ -22,8 +22,8 @@ from penstock.bench.fresh import FreshOnload
 from penstock.bench.measure import Timing, interleave, time_cuda
 from penstock.config import UVA, Budget, Policy, Prefetch
 from penstock.errors import OptionError
-from penstock.inventory import Inventory, take_inventory
 from penstock.memory.pinning import device_view, pinned_region
+from penstock.model.inventory import Inventory, take_inventory
 from penstock.plan import Plan
 from penstock.plan.model import assemble
 from penstock.testing import boundaries

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from penstock.inventory import Inventory
+    from penstock.model.inventory import Inventory
     from penstock.plan import Plan
     from penstock.plan.cost import Rates
     from penstock.plan.machine import Machine
@@ -92,7 +92,7 @@ def open_model(model: str) -> OpenedModel:
     """
     from penstock.adapters.transformers import build_meta_model, weight_map
     from penstock.checkpoint import Checkpoint
-    from penstock.inventory import take_inventory
+    from penstock.model.inventory import take_inventory
 
     folder = _folder(model)
     with no_collections():

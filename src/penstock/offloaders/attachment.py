@@ -14,13 +14,13 @@ from torch import nn
 from penstock.config import format_gib
 from penstock.env import debug_enabled
 from penstock.errors import BudgetError, StateError
-from penstock.inventory import Inventory
 from penstock.link.base import Link
 from penstock.link.ring_streams import RingLink
 from penstock.link.streams import StreamLink
 from penstock.link.threads import ThreadLink
 from penstock.memory.pinning import device_view
-from penstock.offloaders.binding import BoundStorage, bind
+from penstock.model.inventory import Inventory
+from penstock.model.live_tensors import BoundStorage, bind
 from penstock.offloaders.holding import Holding, held_storages, strayed_storages
 from penstock.offloaders.hooks import ForwardHook, NotCopyable, UnitHook
 from penstock.offloaders.loading import WeightLoader

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from penstock.config import UVA, Budget, Prefetch
+from penstock.model.patterns import compile_pattern, is_segments
 from penstock.plan.units import TINY_BYTES
-from penstock.select import compile_pattern, is_segments
 
 __all__ = ["EarlyRule", "early_rule"]
 

@@ -18,8 +18,9 @@ from torch import nn
 
 from penstock.config import UVA, Budget, Mechanism, Prefetch, Rule
 from penstock.errors import OptionError, StateError
-from penstock.groups import semantic_groups
-from penstock.inventory import Inventory, StorageInfo, is_embedding, is_within, take_inventory
+from penstock.model.inventory import Inventory, StorageInfo, is_embedding, is_within, take_inventory
+from penstock.model.patterns import is_segments, matching
+from penstock.model.semantic_groups import semantic_groups
 from penstock.offloaders.early import early_rule
 from penstock.offloaders.planning import planner_for
 from penstock.offloaders.stacked import StackedOffloader
@@ -27,7 +28,6 @@ from penstock.plan.build import build_plan, plan_group_rule
 from penstock.plan.model import Plan
 from penstock.plan.units import TINY_BYTES, worth_moving
 from penstock.ranks.peers import Peers
-from penstock.select import is_segments, matching
 
 __all__ = ["EngineOffloader", "EnginePolicy"]
 
@@ -58,7 +58,7 @@ class EngineOffloader(StackedOffloader):
     ) -> None:
         """``policy``: what to do; ``find_model``: asked in :meth:`post_init`.
 
-        ``is_lookup``: see :func:`penstock.inventory.take_inventory`. ``peers``: for mode ``shm_cpu``.
+        ``is_lookup``: see :func:`penstock.model.inventory.take_inventory`. ``peers``: for mode ``shm_cpu``.
         ``measure_stalls``: time every wait, for :meth:`stats`. ``announces_replays``: the engine calls
         :meth:`sync_prev_onload` before every capture and every replay of a whole forward, and puts neither end of a
         unit into a graph of a part of one.

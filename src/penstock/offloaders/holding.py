@@ -19,10 +19,10 @@ from torch import nn
 
 from penstock.env import pin_memory_disabled, uva_disabled
 from penstock.errors import BudgetError, PenstockWarning
-from penstock.inventory import take_inventory
 from penstock.memory.pinned import CudaRegistrar, PinnedBytes, Registrar
 from penstock.memory.pinning import device_view, new_pinned
-from penstock.offloaders.binding import BoundStorage
+from penstock.model.inventory import take_inventory
+from penstock.model.live_tensors import BoundStorage
 from penstock.plan.model import slab_bytes
 from penstock.store.pinned import Held
 

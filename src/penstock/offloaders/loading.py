@@ -14,7 +14,7 @@ from penstock.memory.numa import cpus_near
 from penstock.memory.pinned import CudaRegistrar
 from penstock.memory.pinning import pin_threads
 from penstock.memory.system import trim_heap
-from penstock.offloaders.binding import BoundStorage
+from penstock.model.live_tensors import BoundStorage
 from penstock.offloaders.making import Maker
 from penstock.stats import ReadStats
 from penstock.store.adoption import MIN_BYTES

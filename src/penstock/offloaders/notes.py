@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from penstock.model.patterns import compile_pattern
 from penstock.plan.model import Plan
-from penstock.select import compile_pattern
 
 __all__ = ["notes_on"]
 

@@ -11,7 +11,7 @@ from penstock.config import format_gib
 from penstock.errors import CheckpointError, OptionError
 from penstock.memory.pinned import CudaRegistrar, Registrar, refuse_capture
 from penstock.memory.pinning import pinning_disabled
-from penstock.offloaders.binding import BoundStorage
+from penstock.model.live_tensors import BoundStorage
 from penstock.offloaders.loading import require_weights
 from penstock.offloaders.parts import open_parts, splits_units
 from penstock.offloaders.sharing import open_shared

@@ -24,7 +24,7 @@ from penstock.memory.numa import cpus_near
 from penstock.memory.pinned import CudaRegistrar, refuse_capture
 from penstock.memory.pinning import pin_threads, pinned_region, pinning_disabled
 from penstock.memory.symmetric import SymmetricMemory
-from penstock.offloaders.binding import BoundStorage
+from penstock.model.live_tensors import BoundStorage
 from penstock.offloaders.loading import require_weights
 from penstock.plan.model import Plan
 from penstock.plan.striping import CHUNK_BYTES, PartLayout

@@ -12,9 +12,9 @@ from torch import nn
 from penstock.config import Budget, Mode
 from penstock.env import pin_memory_disabled, uva_disabled
 from penstock.errors import CheckpointError, PenstockWarning
-from penstock.inventory import Inventory, StorageInfo
 from penstock.limits import read_limits
 from penstock.link.probe import planning_rates
+from penstock.model.inventory import Inventory, StorageInfo
 from penstock.plan import Plan
 from penstock.plan.cost import Rates
 from penstock.plan.planner import Planner

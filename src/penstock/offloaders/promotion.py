@@ -13,10 +13,10 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from penstock.errors import OutsideAccessError, PenstockWarning
-from penstock.offloaders.binding import BoundStorage, BoundTensor
+from penstock.model.live_tensors import BoundStorage, BoundTensor
+from penstock.model.tensor_guards import GiveBack
 from penstock.offloaders.hooks import NotCopyable
 from penstock.offloaders.tracing import check_trace
-from penstock.offloaders.trap import GiveBack
 from penstock.plan.model import Plan
 from penstock.store.base import Store, new_blob
 

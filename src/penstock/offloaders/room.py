@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from penstock.inventory import Inventory
 from penstock.limits import Needs, check_limits, needs_of, read_limits
-from penstock.offloaders.binding import bind
+from penstock.model.inventory import Inventory
+from penstock.model.live_tensors import bind
 from penstock.offloaders.holding import Holding, held_storages, strayed_storages
 from penstock.plan import Plan
 from penstock.plan.model import slab_bytes

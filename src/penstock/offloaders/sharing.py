@@ -21,10 +21,10 @@ from torch import nn
 
 from penstock.env import reader_threads
 from penstock.errors import CheckpointError, OptionError, PeerError, PenstockWarning
-from penstock.inventory import Inventory, StorageInfo
 from penstock.memory.memfd import SharedMemory
 from penstock.memory.pinned import Registrar, refuse_capture
-from penstock.offloaders.binding import BoundStorage, bind
+from penstock.model.inventory import Inventory, StorageInfo
+from penstock.model.live_tensors import BoundStorage, bind
 from penstock.offloaders.loading import require_weights
 from penstock.offloaders.making import Maker
 from penstock.offloaders.parts import splits_units

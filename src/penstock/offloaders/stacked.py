@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penstock.errors import StateError
-from penstock.inventory import Inventory, take_inventory
+from penstock.model.inventory import Inventory, take_inventory
 from penstock.offloaders.attachment import Attachment
 from penstock.offloaders.base import BaseOffloader
 from penstock.offloaders.early import EarlyRule

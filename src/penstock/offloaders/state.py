@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ModelChangedError
-from penstock.offloaders.binding import BoundStorage, BoundTensor
+from penstock.model.live_tensors import BoundStorage, BoundTensor
 from penstock.offloaders.hooks import NotCopyable
 
 __all__ = ["StateGuard", "place_of"]

@@ -10,8 +10,8 @@ from torch import nn
 
 from penstock.config import Policy, as_policy
 from penstock.errors import StateError
-from penstock.inventory import Inventory, take_inventory
-from penstock.offloaders.binding import bind
+from penstock.model.inventory import Inventory, take_inventory
+from penstock.model.live_tensors import bind
 from penstock.offloaders.engine import EngineOffloader
 from penstock.offloaders.hooks import ForwardHook, UnitHook
 from penstock.offloaders.opening import compute_device

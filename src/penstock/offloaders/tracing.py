@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from penstock.errors import OutsideAccessError
-from penstock.offloaders.binding import BoundTensor
-from penstock.offloaders.trap import storage_id
+from penstock.model.live_tensors import BoundTensor
+from penstock.model.tensor_guards import storage_id
 
 __all__ = ["check_trace"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.config import UVA
-from penstock.inventory import Inventory
+from penstock.model.inventory import Inventory
 from penstock.offloaders.early import early_rule
 from penstock.offloaders.stacked import StackedOffloader
 from penstock.plan.build import build_plan

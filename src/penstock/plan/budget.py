@@ -21,7 +21,7 @@ import numpy as np
 
 from penstock.config import Budget, Mode, format_gib
 from penstock.errors import BudgetError, PenstockWarning
-from penstock.inventory import Inventory
+from penstock.model.inventory import Inventory
 from penstock.plan.model import Plan, assemble
 from penstock.plan.roles import Question
 from penstock.plan.rules import warn_of_stranded

@@ -8,8 +8,10 @@ from dataclasses import replace
 
 from penstock.config import Budget, Mode, Policy, Prefetch, Rules
 from penstock.errors import PenstockWarning, RuleError, SelectionError
-from penstock.groups import semantic_groups
-from penstock.inventory import Inventory, StorageInfo
+from penstock.model.inventory import Inventory, StorageInfo
+from penstock.model.patterns import matching, select
+from penstock.model.profile_facts import Traits
+from penstock.model.semantic_groups import semantic_groups
 from penstock.plan.budget import solve
 from penstock.plan.cost import NOMINAL_CPU, NOMINAL_GPU, Rates
 from penstock.plan.model import Plan, UnitDraft, assemble
@@ -17,7 +19,6 @@ from penstock.plan.roles import Question
 from penstock.plan.rules import settle_rules, some_names, warn_of_stranded
 from penstock.plan.spill import Spill
 from penstock.plan.split import split_rates
-from penstock.plan.traits import Traits
 from penstock.plan.units import (
     called_within,
     draft_units,
@@ -27,7 +28,6 @@ from penstock.plan.units import (
     stranded,
     worth_moving,
 )
-from penstock.select import matching, select
 
 __all__ = ["build_plan", "move_on_demand", "plan_group_rule", "question_of"]
 

@@ -34,9 +34,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from penstock.inventory import Inventory, StorageInfo
+from penstock.model.inventory import Inventory, StorageInfo
+from penstock.model.profile_facts import Traits
 from penstock.plan.model import UnitDraft
-from penstock.plan.traits import Traits
 from penstock.plan.units import find_stacks, reader_of
 
 __all__ = [

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.config import Mechanism, Mode
-from penstock.inventory import StorageInfo
+from penstock.model.inventory import StorageInfo
 from penstock.plan.model import UnitDraft
 from penstock.plan.pipeline import StageTimes, step_s
 from penstock.plan.ring import RING_BYTES

@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from penstock.inventory import Inventory
+from penstock.model.inventory import Inventory
+from penstock.model.profile_facts import Traits
 from penstock.plan.cost import Rates, find_stages, stages_compute_s, storage_cost
 from penstock.plan.model import Plan
 from penstock.plan.pipeline import StageTimes, step_s
 from penstock.plan.ring import RING_BYTES
-from penstock.plan.traits import Traits
 
 __all__ = ["Bound", "Forecast", "Forecaster", "forecast"]
 

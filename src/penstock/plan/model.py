@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.config import Mechanism, Mode
 from penstock.errors import OptionError
-from penstock.inventory import Inventory, StorageInfo
+from penstock.model.inventory import Inventory, StorageInfo
 from penstock.plan.difference import (
     foreign_machine,
     foreign_model,

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.config import Budget, Mode, Policy, Workload
-from penstock.inventory import Inventory
+from penstock.model.inventory import Inventory
+from penstock.model.profile_facts import Traits
 from penstock.plan.alternatives import Alternative, alternatives
 from penstock.plan.budget import Point, curve, host_limit, solve
 from penstock.plan.build import build_plan, question_of
@@ -18,7 +19,6 @@ from penstock.plan.outlook import Outlook, WorkloadBytes
 from penstock.plan.space import Space
 from penstock.plan.spill import Spill
 from penstock.plan.split import split_rates
-from penstock.plan.traits import Traits
 
 __all__ = ["Planner"]
 

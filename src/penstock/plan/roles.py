@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.config import Mechanism, Mode
-from penstock.inventory import Inventory, StorageInfo
+from penstock.model.inventory import Inventory, StorageInfo
+from penstock.model.profile_facts import Traits
 from penstock.plan.cost import Rates, Stage, find_stages
 from penstock.plan.model import UnitDraft
 from penstock.plan.spill import Spill
-from penstock.plan.traits import Traits
 from penstock.plan.units import find_stacks, outside_units, stranded
 
 __all__ = ["Parts", "Question", "RoleSets", "sort_out"]

@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 from penstock.config import Mechanism, Rule
 from penstock.errors import PenstockWarning, RuleError
-from penstock.inventory import Inventory, StorageInfo
+from penstock.model.inventory import Inventory, StorageInfo
+from penstock.model.patterns import matching
 from penstock.plan.units import draft_units, stranded, why_stranded
-from penstock.select import matching
 
 __all__ = ["resolve_rules", "settle_rules", "some_names", "warn_of_stranded"]
 

@@ -23,7 +23,7 @@ from functools import cached_property
 import numpy as np
 
 from penstock.config import Mechanism
-from penstock.inventory import StorageInfo
+from penstock.model.inventory import StorageInfo
 from penstock.plan.cost import StorageCost, experts_in, stages_compute_s, storage_cost
 from penstock.plan.costed import HIGH, KEPT, LOW, MAX_SLOTS, Choice, Costed, Family, Floats, Ints, Kinds
 from penstock.plan.model import slab_bytes

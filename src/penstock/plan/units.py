@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.inventory import Inventory, StorageInfo, common_prefix
+from penstock.model.inventory import Inventory, StorageInfo, common_prefix
 from penstock.plan.model import UnitDraft
 
 __all__ = [

@@ -5,7 +5,7 @@ key under "penstock"  meaning
 ====================  ================================================================================================
 ``device_memory``     a budget for the weights on each GPU, ``"20GiB"``: penstock makes the plan, in place of the flags
 ``batch``             sequences per step that a budget is planned for, ``[1, 16, 256]``; default 1
-``params``            name patterns that narrow what a budget may offload (:mod:`penstock.select`)
+``params``            name patterns that narrow what a budget may offload (:mod:`penstock.model.patterns`)
 ``rules``             ``["experts=uva", ...]``: mechanisms that are not the planner's to choose, with a budget
 ``mode``              the store: ``cpu``, or ``shm_cpu`` for one copy per host among data-parallel ranks
 ``replicas``          with ``shm_cpu`` and a dense model: engines that ``--data-parallel-size`` starts on this host
@@ -100,7 +100,7 @@ def _require_patterns(policy: EnginePolicy | None) -> None:
     rules = policy.rules if isinstance(policy, Budget) else ()
     patterns = [*(policy.params if policy is not None else ()), *(pattern for pattern, _ in rules)]
     if patterns:
-        from penstock.select import compile_pattern
+        from penstock.model.patterns import compile_pattern
 
         for pattern in patterns:
             compile_pattern(pattern)

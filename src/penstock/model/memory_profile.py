@@ -1,4 +1,4 @@
-"""A model -> its :class:`~penstock.plan.traits.Traits`."""
+"""A model -> its :class:`~penstock.model.profile_facts.Traits`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.plan.traits import Traits
-from penstock.traits.activations import activation_bytes_per_row, experts_per_token, first_int
-from penstock.traits.caches import attention_bytes_per_token, layers_of, source_tokens
+from penstock.model.profile_activations import activation_bytes_per_row, experts_per_token, first_int
+from penstock.model.profile_caches import attention_bytes_per_token, layers_of, source_tokens
+from penstock.model.profile_facts import Traits
 
 __all__ = ["traits_of"]
 

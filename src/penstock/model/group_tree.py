@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from penstock.inventory import Inventory
+from penstock.model.inventory import Inventory
 
 __all__ = ["HeldParameter", "ModuleTree", "ancestors", "last_segment", "parent"]
 

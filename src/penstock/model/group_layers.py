@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from math import prod
 
-from penstock.groups.tree import HeldParameter, ModuleTree, ancestors, last_segment, parent
-from penstock.inventory import is_within
+from penstock.model.group_tree import HeldParameter, ModuleTree, ancestors, last_segment, parent
+from penstock.model.inventory import is_within
 
 __all__ = ["sort_layer"]
 

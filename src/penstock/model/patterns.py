@@ -5,7 +5,7 @@ A pattern is tried as, in this order:
 1. ``ALL_MODEL_PARAMS``: everything;
 2. ``re:...``: a regular expression that must match the whole dotted name;
 3. a glob when it contains ``*``, ``?`` or ``[``: matched against the whole dotted name (``*.mlp.down_proj.*``);
-4. ``@GROUP``: a semantic group (:mod:`penstock.groups`), whatever the names are: ``@attention``;
+4. ``@GROUP``: a semantic group (:mod:`penstock.model.semantic_groups`), whatever the names are: ``@attention``;
 5. whole dotted segments: ``experts`` matches ``mlp.experts.w2_weight``, ``expert`` does not; ``mlp.experts`` matches
    two neighbouring segments. This is vLLM's meaning, so in a mixture of experts ``mlp`` is everything below a module of
    that name, and ``@mlp`` the dense blocks alone;
@@ -24,8 +24,8 @@ from fnmatch import translate
 
 from penstock.config import ALL_MODEL_PARAMS
 from penstock.errors import SelectionError
-from penstock.groups import GROUPS, semantic_groups
-from penstock.inventory import Inventory, StorageInfo
+from penstock.model.inventory import Inventory, StorageInfo
+from penstock.model.semantic_groups import GROUPS, semantic_groups
 
 __all__ = ["compile_pattern", "is_segments", "matching", "select"]
 

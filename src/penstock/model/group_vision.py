@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from penstock.groups.tree import HeldParameter, ModuleTree, ancestors, parent
-from penstock.inventory import is_within
+from penstock.model.group_tree import HeldParameter, ModuleTree, ancestors, parent
+from penstock.model.inventory import is_within
 
 __all__ = ["find_projectors", "find_towers"]
 

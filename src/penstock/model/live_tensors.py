@@ -15,13 +15,13 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.errors import ModelChangedError, PenstockWarning, StateError
-from penstock.inventory import Location, StorageInfo, TensorInfo
 from penstock.memory.pinning import device_view
-from penstock.offloaders.trap import GiveBack, guarded, is_resting, resting_like, storage_id
+from penstock.model.inventory import Location, StorageInfo, TensorInfo
+from penstock.model.tensor_guards import GiveBack, guarded, is_resting, resting_like, storage_id
 
 __all__ = ["BoundStorage", "BoundTensor", "Path", "Wake", "bind", "live_tensors"]
 
-# Called with a resting tensor and the operator that was given it; see :meth:`penstock.offloaders.trap.Owner.wake`.
+# Called with a resting tensor and the operator that was given it; see :meth:`penstock.model.tensor_guards.Owner.wake`.
 Wake = Callable[["BoundTensor", str, bool], GiveBack | None]
 
 # Attributes from a module to a tensor at or below it, into a tensor subclass too.
@@ -169,7 +169,7 @@ class BoundTensor:
         return int(view.storage_offset() * view.itemsize - mine.storage_offset() * mine.itemsize)
 
     def wake(self, operator: str, is_written: bool) -> GiveBack | None:
-        """See :class:`penstock.offloaders.trap.Owner`."""
+        """See :class:`penstock.model.tensor_guards.Owner`."""
         assert self._wake is not None
         return self._wake(self, operator, is_written)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.traits.caches import caching_attentions, width_out
+from penstock.model.profile_caches import caching_attentions, width_out
 
 __all__ = ["activation_bytes_per_row", "experts_per_token", "first_int"]
 

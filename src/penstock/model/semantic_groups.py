@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from penstock.groups.layers import sort_layer
-from penstock.groups.tree import HeldParameter, ModuleTree, parent
-from penstock.groups.vision import find_projectors, find_towers
-from penstock.inventory import Inventory, is_within
+from penstock.model.group_layers import sort_layer
+from penstock.model.group_tree import HeldParameter, ModuleTree, parent
+from penstock.model.group_vision import find_projectors, find_towers
+from penstock.model.inventory import Inventory, is_within
 
 __all__ = ["GROUPS", "semantic_groups"]
 
