@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from penstock.checkpoint import Checkpoint
+from penstock.checkpoint.safetensors_header import Checkpoint
+from penstock.checkpoint.weight_map import FilePart, TensorSource
 from penstock.link.base import Link, Mark, Transfer
 from penstock.link.ring import READ_BYTES, RingServer
 from penstock.link.ring_readers import ReaderProcess
@@ -29,7 +30,6 @@ from penstock.plan.ring import WORD_BYTES, RingLayout, lay_out_ring_of
 from penstock.stats import Recorder, StagingStats
 from penstock.store.base import Load, Segment, Store
 from penstock.store.disk import DiskOptions, DiskStore
-from penstock.weights import FilePart, TensorSource
 
 PATIENCE_S = 30.0
 ENTRY_BYTES = 4096

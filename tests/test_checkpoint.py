@@ -20,9 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from penstock.checkpoint import Checkpoint, FileTensor
+from penstock.checkpoint.fingerprint import FileStamp
+from penstock.checkpoint.safetensors_header import Checkpoint, FileTensor
 from penstock.errors import CheckpointError
-from penstock.stamps import FileStamp
 from penstock.store.files import DiskOptions, File
 
 INDEX = "model.safetensors.index.json"

@@ -16,7 +16,7 @@ import torch
 from test_cli import TINY, error_of, run
 from transformers import AutoTokenizer
 
-from penstock.checkpoint import Checkpoint
+from penstock.checkpoint.safetensors_header import Checkpoint
 from penstock.demo import child, model, parts
 from penstock.demo.jobs import TENSORS_FILE, Job, Result, run_job
 from penstock.demo.model import ensure_model

@@ -19,7 +19,8 @@ from torch import nn
 
 import penstock
 from penstock import UVA, Budget, DiskOptions, OffloadConfig, Prefetch, errors
-from penstock.checkpoint import Checkpoint
+from penstock.checkpoint.safetensors_header import Checkpoint
+from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import parse_size
 from penstock.errors import (
     BudgetError,
@@ -39,7 +40,6 @@ from penstock.store.cpu import CpuStore
 from penstock.store.disk import DiskStore
 from penstock.store.files import File
 from penstock.testing import assert_moved, assert_same_bits
-from penstock.weights import WeightMap
 
 
 @pytest.fixture(autouse=True)

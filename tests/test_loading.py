@@ -25,7 +25,8 @@ from torch import nn
 
 import penstock
 from penstock import Prefetch
-from penstock.checkpoint import Checkpoint
+from penstock.checkpoint.safetensors_header import Checkpoint
+from penstock.checkpoint.weight_map import WeightMap
 from penstock.errors import StateError, TransferError
 from penstock.link.threads import ThreadLink
 from penstock.memory.pinned import CudaRegistrar
@@ -41,7 +42,6 @@ from penstock.store.disk import DiskStore
 from penstock.store.loading import Delivery, Part, deliver
 from penstock.store.pinned import PinnedStore
 from penstock.testing import assert_moved, assert_same_bits
-from penstock.weights import WeightMap
 
 KIB = 1 << 10
 

@@ -22,13 +22,13 @@ from test_transformers import HEADS, SIZE, assert_same_tensors, environment, mak
 
 import penstock
 from penstock.adapters.transformers import build_meta_model, load, weight_map
-from penstock.checkpoint import Checkpoint
+from penstock.checkpoint.safetensors_header import Checkpoint
+from penstock.checkpoint.weight_map import Recipe
 from penstock.errors import PenstockWarning, TransferError
 from penstock.offloaders.making import Maker
 from penstock.store.base import Segment, writable_view
 from penstock.store.files import DiskOptions
 from penstock.store.ways import Ways
-from penstock.weights import Recipe
 
 EXPERTS = "model.language_model.layers.1.mlp.experts.gate_up_proj"
 

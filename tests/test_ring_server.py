@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rings import PATIENCE_S, Machine
 
+from penstock.checkpoint.fingerprint import opened
 from penstock.errors import TransferError
 from penstock.link.ring import PAUSE_S, Part, RingServer
 from penstock.link.ring_memory import POISON, WANTED, RingMemory
 from penstock.link.ring_task import RingTask
 from penstock.link.staging import parts_of
 from penstock.plan.ring import cut, lay_out_ring
-from penstock.stamps import opened
 from penstock.store.base import Load, Segment
 from penstock.store.disk import DiskOptions
 from penstock.store.files import File

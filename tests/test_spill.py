@@ -20,6 +20,7 @@ from test_plan import check_plan, models
 from test_planner import layered
 from torch import nn
 
+from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Budget, Workload
 from penstock.errors import BudgetError, PenstockWarning
 from penstock.limits import Limits, needs_of
@@ -37,7 +38,6 @@ from penstock.plan.ring import RING_BYTES, ring_bytes
 from penstock.plan.space import Space
 from penstock.plan.spill import Spill, spill_order
 from penstock.plan.units import worth_moving
-from penstock.weights import WeightMap
 
 
 @pytest.fixture(autouse=True)

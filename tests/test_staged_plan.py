@@ -11,6 +11,7 @@ import torch
 from models import MoE, Stack, all_layers, save
 from rich.console import Console
 
+from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Budget
 from penstock.limits import Needs, needs_of
 from penstock.link.probe import Probe
@@ -24,7 +25,6 @@ from penstock.plan.model import slab_bytes
 from penstock.plan.report import render
 from penstock.plan.ring import lay_out_ring, ring_bytes
 from penstock.store.disk import DiskStore
-from penstock.weights import WeightMap
 
 GPU = Machine("a GPU", 2**34)
 

@@ -33,7 +33,7 @@ from torch import nn
 import penstock
 from penstock.adapters._stretches import NotStretchesError, Stretches
 from penstock.adapters.transformers import build_meta_model, load, plan_for, weight_map
-from penstock.checkpoint import Checkpoint, FileTensor
+from penstock.checkpoint.safetensors_header import Checkpoint, FileTensor
 from penstock.errors import (
     BudgetError,
     CheckpointError,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import nn
 
+from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Budget, Policy, as_policy
 from penstock.env import pin_memory_disabled, uva_disabled
 from penstock.errors import OptionError, OptionTypeError, PenstockWarning, StateError
@@ -29,12 +30,11 @@ from penstock.plan import Plan, move_on_demand
 from penstock.ranks.peers import Peers
 from penstock.stats import Stats
 from penstock.store.disk import DiskOptions
-from penstock.weights import WeightMap
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from penstock.checkpoint import Checkpoint
+    from penstock.checkpoint.safetensors_header import Checkpoint
 
 __all__ = ["Handle", "offload"]
 

@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from penstock.api import Handle
+from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Policy, as_policy
 from penstock.link.base import Link, Mark, Transfer
 from penstock.link.threads import ThreadLink, ThreadTransfer
@@ -36,7 +37,6 @@ from penstock.plan import Plan
 from penstock.stats import Recorder
 from penstock.store.base import Load, Source
 from penstock.store.disk import DiskOptions
-from penstock.weights import WeightMap
 
 __all__ = [
     "EarlyLink",

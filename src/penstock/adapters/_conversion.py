@@ -21,12 +21,12 @@ from transformers.core_model_loading import WeightConverter, build_glob_alternat
 
 from penstock.adapters._renaming import Renamer, natural_order
 from penstock.adapters._stretches import Stretches
-from penstock.checkpoint import Checkpoint, FileTensor
+from penstock.checkpoint.safetensors_header import Checkpoint, FileTensor
+from penstock.checkpoint.weight_map import Recipe, TensorSource, WeightMap
 from penstock.errors import CheckpointError
 from penstock.model.inventory import take_inventory
 from penstock.store.base import new_blob, writable_view
 from penstock.store.disk import DiskStore
-from penstock.weights import Recipe, TensorSource, WeightMap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedMode
 from transformers.initialization import meta_device_safe_creation_ops
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from penstock.checkpoint import Checkpoint
+from penstock.checkpoint.safetensors_header import Checkpoint
 from penstock.errors import CheckpointError, OptionError, OptionTypeError
 
 if TYPE_CHECKING:

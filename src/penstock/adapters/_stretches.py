@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from penstock.checkpoint import FileTensor
-from penstock.weights import FilePart, TensorSource
+from penstock.checkpoint.safetensors_header import FileTensor
+from penstock.checkpoint.weight_map import FilePart, TensorSource
 
 __all__ = ["NotStretchesError", "Stretches"]
 

@@ -26,7 +26,8 @@ from transformers import PreTrainedModel
 from penstock.adapters._conversion import Match, Rearranged, match
 from penstock.adapters._meta_model import build_meta_model
 from penstock.api import Handle, offload
-from penstock.checkpoint import Checkpoint
+from penstock.checkpoint.safetensors_header import Checkpoint
+from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Policy, as_policy, format_gib
 from penstock.errors import CheckpointError, PenstockWarning
 from penstock.limits import describe_device
@@ -44,7 +45,6 @@ from penstock.plan.planner import Planner
 from penstock.ranks.peers import Peers
 from penstock.store.base import new_blob
 from penstock.store.disk import DiskOptions
-from penstock.weights import WeightMap
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

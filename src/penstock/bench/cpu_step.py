@@ -27,14 +27,14 @@ from safetensors.torch import save_file
 import penstock
 from penstock.bench.measure import Timing, interleave, time_host
 from penstock.bench.shapes import DecoderShape, Stack, build_stack
-from penstock.checkpoint import Checkpoint
+from penstock.checkpoint.safetensors_header import Checkpoint
+from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Prefetch
 from penstock.link.threads import ThreadLink
 from penstock.memory.system import PeakMeter
 from penstock.model.inventory import take_inventory
 from penstock.plan import Plan, build_plan
 from penstock.store.disk import DiskOptions, DiskStore
-from penstock.weights import WeightMap
 
 __all__ = ["run", "run_child"]
 

@@ -269,7 +269,7 @@ def _file_bytes(folder: str) -> int:
 
 
 def _layers_bytes(folder: str) -> int:
-    from penstock.checkpoint import Checkpoint
+    from penstock.checkpoint.safetensors_header import Checkpoint
 
     return sum(tensor.num_bytes for name, tensor in Checkpoint.open(folder).tensors.items() if ".layers." in name)
 

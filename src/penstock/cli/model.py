@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from penstock.checkpoint.weight_map import WeightMap
     from penstock.model.inventory import Inventory
     from penstock.plan import Plan
     from penstock.plan.cost import Rates
     from penstock.plan.machine import Machine
     from penstock.plan.planner import Planner
     from penstock.store.disk import DiskOptions
-    from penstock.weights import WeightMap
 
 __all__ = ["OpenedModel", "minimum_bytes", "no_collections", "open_model", "require_causal_lm"]
 
@@ -91,7 +91,7 @@ def open_model(model: str) -> OpenedModel:
         CheckpointError: not a folder, or without a config or safetensors files that fit together.
     """
     from penstock.adapters.transformers import build_meta_model, weight_map
-    from penstock.checkpoint import Checkpoint
+    from penstock.checkpoint.safetensors_header import Checkpoint
     from penstock.model.inventory import take_inventory
 
     folder = _folder(model)

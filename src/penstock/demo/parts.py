@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.checkpoint import Checkpoint
+from penstock.checkpoint.safetensors_header import Checkpoint
 from penstock.demo.jobs import Job, Result, run_job
 from penstock.demo.report import Comparison
 from penstock.demo.sentences import SENTENCES

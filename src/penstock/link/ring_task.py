@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoint.fingerprint import FileStamp
 from penstock.link.ring import Part
 from penstock.plan.ring import Piece, RingLayout
-from penstock.stamps import FileStamp
 from penstock.store.files import DiskOptions, File
 from penstock.store.ways import Ways
 

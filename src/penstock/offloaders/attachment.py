@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import format_gib
 from penstock.env import debug_enabled
 from penstock.errors import BudgetError, StateError
@@ -44,7 +45,6 @@ from penstock.store.parts import PartStore
 from penstock.store.pinned import PinnedStore
 from penstock.store.shared import SharedStore
 from penstock.store.spill import SpillStore
-from penstock.weights import WeightMap
 
 __all__ = ["Attachment", "Progress"]
 

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from penstock.checkpoint.weight_map import Recipe, TensorSource, WeightMap
 from penstock.env import pin_memory_disabled
 from penstock.errors import OptionError
 from penstock.memory.numa import cpus_near
@@ -25,7 +26,6 @@ from penstock.store.loading import Delivery, Progress, deliver
 from penstock.store.pinned import PinnedStore
 from penstock.store.staging import CudaUploader
 from penstock.store.ways import Ways
-from penstock.weights import Recipe, TensorSource, WeightMap
 
 __all__ = ["WeightLoader", "require_weights"]
 

@@ -11,13 +11,13 @@ from functools import partial
 
 import torch
 
-from penstock.stamps import FileStamp
+from penstock.checkpoint.fingerprint import FileStamp
+from penstock.checkpoint.weight_map import Recipe, TensorSource
 from penstock.store.base import Segment, new_blob
 from penstock.store.cpu import MemorySource
 from penstock.store.disk import DiskOptions, DiskStore
 from penstock.store.loading import Delivery, deliver
 from penstock.store.ways import Ways
-from penstock.weights import Recipe, TensorSource
 
 __all__ = ["Maker"]
 

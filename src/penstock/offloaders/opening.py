@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import format_gib
 from penstock.errors import CheckpointError, OptionError
 from penstock.memory.pinned import CudaRegistrar, Registrar, refuse_capture
@@ -24,7 +25,6 @@ from penstock.store.disk import DiskOptions, DiskStore
 from penstock.store.meta import MetaStore
 from penstock.store.pinned import Held, PinnedStore
 from penstock.store.spill import SpillStore
-from penstock.weights import WeightMap
 
 __all__ = ["compute_device", "open_pinned", "open_store"]
 

@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from penstock.checkpoint.weight_map import WeightMap
 from penstock.env import debug_enabled
 from penstock.errors import OptionError, PenstockWarning, TransferError
 from penstock.link.base import Link
@@ -37,7 +38,6 @@ from penstock.store.disk import DiskOptions, DiskStore
 from penstock.store.loading import Delivery, deliver
 from penstock.store.parts import HostParts, Parts, PartStore, SymmetricParts
 from penstock.store.staging import CudaUploader
-from penstock.weights import WeightMap
 
 __all__ = ["FilledParts", "open_parts", "splits_units"]
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Budget, Mode
 from penstock.env import pin_memory_disabled, uva_disabled
 from penstock.errors import CheckpointError, PenstockWarning
@@ -22,7 +23,6 @@ from penstock.plan.spill import Spill
 from penstock.ranks.peers import Peers
 from penstock.store.files import DiskOptions
 from penstock.traits import traits_of
-from penstock.weights import WeightMap
 
 __all__ = ["budget_planner", "not_in_files", "planner_for", "split_planner"]
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.checkpoint.weight_map import WeightMap
 from penstock.env import reader_threads
 from penstock.errors import CheckpointError, OptionError, PeerError, PenstockWarning
 from penstock.memory.memfd import SharedMemory
@@ -36,7 +37,6 @@ from penstock.store.base import new_blob, writable_view
 from penstock.store.disk import DiskOptions, DiskStore
 from penstock.store.shared import SharedStore, shared_bytes
 from penstock.store.ways import Ways
-from penstock.weights import WeightMap
 
 __all__ = ["Attempt", "attempt", "compare_plans", "finish_shared", "open_shared", "spans_ranks"]
 

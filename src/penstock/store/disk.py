@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 
+from penstock.checkpoint.fingerprint import FileStamp
+from penstock.checkpoint.weight_map import TensorSource
 from penstock.errors import CheckpointError
 from penstock.memory.pages import pieces
 from penstock.memory.pinning import pin_threads, pinned_region
-from penstock.stamps import FileStamp
 from penstock.store.base import Segment, Store, writable_view
 from penstock.store.files import DiskOptions, File, FileStretch
 from penstock.store.ways import Ways
-from penstock.weights import TensorSource
 
 __all__ = ["DiskOptions", "DiskStore", "File"]
 

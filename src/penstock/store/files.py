@@ -22,10 +22,10 @@ from pathlib import Path
 
 import numpy as np
 
+from penstock.checkpoint.fingerprint import FileStamp, require_file, too_many_open
 from penstock.errors import CheckpointError, TransferError
 from penstock.memory.page_cache import Teller, cached_bytes, teller_for
 from penstock.memory.system import above_standard_streams
-from penstock.stamps import FileStamp, require_file, too_many_open
 from penstock.store.source import Source
 from penstock.store.ways import Ways
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from penstock.checkpoint import Checkpoint, FileTensor
+from penstock.checkpoint.safetensors_header import Checkpoint, FileTensor
 from penstock.errors import CheckpointError, OptionTypeError
 from penstock.model.inventory import StorageInfo, TensorInfo
 

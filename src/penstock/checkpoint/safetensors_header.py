@@ -23,8 +23,8 @@ from typing import TypeGuard
 
 import torch
 
+from penstock.checkpoint.fingerprint import FileStamp, fault, opened
 from penstock.errors import CheckpointError
-from penstock.stamps import FileStamp, fault, opened
 
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
