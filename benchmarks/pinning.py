@@ -28,7 +28,7 @@ import torch
 from penstock.memory.numa import cpus_near
 from penstock.memory.pages import map_pages, pieces, populate, populate_parallel, whole_pages
 from penstock.memory.pinned import CudaRegistrar
-from penstock.plan.model import SlabEntry, Unit
+from penstock.plan.plan import SlabEntry, Unit
 from penstock.store.base import Segment
 from penstock.store.disk import DiskOptions, File
 from penstock.store.loading import Delivery, deliver

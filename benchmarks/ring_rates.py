@@ -33,7 +33,7 @@ from penstock.memory.memfd import SharedMemory
 from penstock.memory.pages import collapse_parallel, populate_parallel
 from penstock.memory.pinned import CudaRegistrar, PinnedBytes
 from penstock.memory.pinning import pin_shared, pin_threads
-from penstock.plan.ring import ENTRY_BYTES, MAX_ENTRIES, lay_out_ring
+from penstock.plan.ring_layout import ENTRY_BYTES, MAX_ENTRIES, lay_out_ring
 from penstock.store.base import Load, Segment
 from penstock.store.files import DiskOptions, File, FileStretch
 

@@ -10,7 +10,7 @@ import torch
 
 from penstock.link.base import Link, Mark, Transfer
 from penstock.model.inventory import Inventory, Location, StorageInfo, TensorInfo
-from penstock.plan.model import Plan, UnitDraft, assemble
+from penstock.plan.plan import Plan, UnitDraft, assemble
 from penstock.store.base import Load, Store
 from penstock.store.cpu import CpuStore
 

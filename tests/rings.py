@@ -25,8 +25,8 @@ from penstock.link.staging import StagingRing, parts_in_files, parts_of
 from penstock.memory.memfd import SharedMemory
 from penstock.model.inventory import Inventory, Location, StorageInfo, TensorInfo
 from penstock.offloaders.pipeline import SlotPipeline
-from penstock.plan.model import Plan, UnitDraft, assemble
-from penstock.plan.ring import WORD_BYTES, RingLayout, lay_out_ring_of
+from penstock.plan.plan import Plan, UnitDraft, assemble
+from penstock.plan.ring_layout import WORD_BYTES, RingLayout, lay_out_ring_of
 from penstock.stats import Recorder, StagingStats
 from penstock.store.base import Load, Segment, Store
 from penstock.store.disk import DiskOptions, DiskStore

@@ -7,7 +7,7 @@ from dataclasses import replace
 from test_planner import SMALL
 
 from penstock.plan import Plan
-from penstock.plan.spill import Spill
+from penstock.plan.disk_fallback import Spill
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 DISK = replace(SMALL, file_bytes_per_s=0.4e9)

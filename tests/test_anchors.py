@@ -22,8 +22,8 @@ from penstock.errors import CheckpointError, OptionError, PenstockWarning, RuleE
 from penstock.model.inventory import take_inventory
 from penstock.plan import Plan, build_plan
 from penstock.plan.build import plan_group_rule
-from penstock.plan.model import UnitDraft, assemble
-from penstock.plan.units import find_stacks
+from penstock.plan.layers import find_stacks
+from penstock.plan.plan import UnitDraft, assemble
 from penstock.testing import assert_same_bits
 
 

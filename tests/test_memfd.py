@@ -23,7 +23,7 @@ from registrars import Ledger
 
 from penstock.errors import BudgetError, OptionError, PeerError
 from penstock.memory.memfd import SharedMemory
-from penstock.plan.model import SlabEntry, Unit
+from penstock.plan.plan import SlabEntry, Unit
 from penstock.ranks.peers import Peers
 from penstock.ranks.rendezvous import Rendezvous
 from penstock.store.shared import SharedStore, share_out, shared_bytes

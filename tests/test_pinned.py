@@ -18,7 +18,7 @@ from registrars import Ledger
 from penstock.errors import PenstockWarning, StateError
 from penstock.memory.pages import map_pages, pack, pieces, populate, populate_parallel
 from penstock.memory.pinned import PinnedBytes
-from penstock.plan.model import SlabEntry, Unit
+from penstock.plan.plan import SlabEntry, Unit
 from penstock.store.adoption import MIN_BYTES, can_adopt, is_anonymous
 from penstock.store.pinned import Held, PinnedStore
 

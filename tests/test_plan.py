@@ -24,9 +24,9 @@ from penstock.config import ALL_MODEL_PARAMS, UVA, Budget, Mode, Policy, Prefetc
 from penstock.errors import BudgetError, OptionError, PenstockWarning, SelectionError
 from penstock.model.inventory import Inventory, is_within, take_inventory
 from penstock.plan import Plan, build_plan
-from penstock.plan.model import SLAB_ALIGNMENT_BYTES, slab_bytes
+from penstock.plan.layers import find_stacks, group_rule
+from penstock.plan.plan import SLAB_ALIGNMENT_BYTES, slab_bytes
 from penstock.plan.report import render
-from penstock.plan.units import find_stacks, group_rule
 
 KIB = 2**10
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.complex64]

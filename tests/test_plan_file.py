@@ -26,7 +26,7 @@ from penstock.errors import BudgetError, OptionError, OptionTypeError, PlanFileE
 from penstock.model.inventory import take_inventory
 from penstock.plan import Plan, build_plan
 from penstock.plan.machine import Machine
-from penstock.plan.model import slab_bytes
+from penstock.plan.plan import slab_bytes
 from penstock.testing import assert_moved, assert_same_bits
 
 GIB = 2**30

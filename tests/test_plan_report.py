@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from rich.console import Console
 
-from penstock.plan.model import Plan, SlabEntry, Unit
+from penstock.plan.plan import Plan, SlabEntry, Unit
 from penstock.plan.report import compress_indices, gib, render, role_of
 
 

@@ -21,14 +21,14 @@ from penstock.errors import BudgetError, PenstockWarning
 from penstock.model.inventory import Inventory, take_inventory
 from penstock.model.profile_facts import Traits
 from penstock.plan import Plan, build_plan
-from penstock.plan.budget import curve
 from penstock.plan.build import question_of
-from penstock.plan.cost import NOMINAL_GPU, Curve, Rates
-from penstock.plan.forecast import forecast
-from penstock.plan.model import UnitDraft, assemble
+from penstock.plan.candidates import Space
+from penstock.plan.cost_model import NOMINAL_GPU, Curve, Rates
+from penstock.plan.layers import worth_moving
+from penstock.plan.plan import UnitDraft, assemble
 from penstock.plan.planner import Planner
-from penstock.plan.space import Space
-from penstock.plan.units import worth_moving
+from penstock.plan.predict import forecast
+from penstock.plan.solver import curve
 
 KIB = 2**10
 # Rates at which a copy of 100 KiB takes about as long as a few kernels, so that neither side is lost in the other.

@@ -21,7 +21,7 @@ from penstock.cli import app
 from penstock.errors import OptionError, PenstockWarning
 from penstock.link import probe as probes
 from penstock.link.probe import Probe, cache_path, describe_machine, load, planning_rates, read_probe, save
-from penstock.plan.cost import NOMINAL_CPU
+from penstock.plan.cost_model import NOMINAL_CPU
 
 CPU = torch.device("cpu")
 NUM_MUTATIONS = 230

@@ -16,7 +16,7 @@ import pytest
 from penstock.bench.plan_step import Contest, Planner, build
 from penstock.link.probe import read_probe
 from penstock.model.inventory import take_inventory
-from penstock.plan.forecast import forecast
+from penstock.plan.predict import forecast
 
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks" / "2026-11-21-plan-h200.jsonl"
 PROBE = REPORT.with_name("2026-11-21-plan-h200-probe.json")

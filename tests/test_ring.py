@@ -23,9 +23,9 @@ from torch import nn
 
 from penstock.errors import TransferError
 from penstock.link.ring_memory import Counter, RingMemory
-from penstock.plan.model import Plan
-from penstock.plan.ring import STATUS_BYTES, RingLayout, lay_out_ring
-from penstock.plan.schedule import next_in_chain, steady_order
+from penstock.plan.plan import Plan
+from penstock.plan.ring_layout import STATUS_BYTES, RingLayout, lay_out_ring
+from penstock.plan.slots import next_in_chain, steady_order
 from penstock.stats import StagingStats
 from penstock.store.disk import DiskOptions
 from penstock.testing import assert_same_bits, offload_over

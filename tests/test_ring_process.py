@@ -42,7 +42,7 @@ from penstock.link.ring_task import RingTask
 from penstock.link.staging import StagingRing, parts_in_files
 from penstock.memory.memfd import SharedMemory
 from penstock.memory.pinned import PinnedBytes
-from penstock.plan.ring import WORD_BYTES, lay_out_ring_of
+from penstock.plan.ring_layout import WORD_BYTES, lay_out_ring_of
 from penstock.stats import Recorder
 from penstock.store.base import Store
 from penstock.store.disk import DiskOptions

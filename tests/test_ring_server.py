@@ -22,7 +22,7 @@ from penstock.link.ring import PAUSE_S, Part, RingServer
 from penstock.link.ring_memory import POISON, WANTED, RingMemory
 from penstock.link.ring_task import RingTask
 from penstock.link.staging import parts_of
-from penstock.plan.ring import cut, lay_out_ring
+from penstock.plan.ring_layout import cut, lay_out_ring
 from penstock.store.base import Load, Segment
 from penstock.store.disk import DiskOptions
 from penstock.store.files import File

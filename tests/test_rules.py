@@ -17,7 +17,7 @@ from penstock.errors import OptionError, OptionTypeError, PenstockWarning, RuleE
 from penstock.model.inventory import Inventory, take_inventory
 from penstock.model.patterns import matching
 from penstock.plan import build_plan
-from penstock.plan.rules import resolve_rules, settle_rules
+from penstock.plan.overrides import resolve_rules, settle_rules
 from penstock.testing import assert_moved, assert_same_bits
 
 INVENTORY = take_inventory(MoE(3))

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from penstock.link.base import Link, Mark, Transfer
 from penstock.model.inventory import Inventory, Location, StorageInfo, TensorInfo
 from penstock.offloaders.pipeline import SlotPipeline
-from penstock.plan.model import Plan, UnitDraft, assemble
-from penstock.plan.schedule import chain, first_units, next_in_chain, slot_of
+from penstock.plan.plan import Plan, UnitDraft, assemble
+from penstock.plan.slots import chain, first_units, next_in_chain, slot_of
 from penstock.stats import Recorder
 from penstock.store.base import Load
 from penstock.store.cpu import CpuStore

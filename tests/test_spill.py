@@ -30,14 +30,14 @@ from penstock.offloaders import planning
 from penstock.offloaders.planning import budget_planner, planner_for
 from penstock.plan import Plan, build_plan
 from penstock.plan.build import question_of
-from penstock.plan.cost import NOMINAL_GPU, Rates
-from penstock.plan.forecast import forecast
-from penstock.plan.model import UnitDraft, assemble
+from penstock.plan.candidates import Space
+from penstock.plan.cost_model import NOMINAL_GPU, Rates
+from penstock.plan.disk_fallback import Spill, spill_order
+from penstock.plan.layers import worth_moving
+from penstock.plan.plan import UnitDraft, assemble
 from penstock.plan.planner import Planner
-from penstock.plan.ring import RING_BYTES, ring_bytes
-from penstock.plan.space import Space
-from penstock.plan.spill import Spill, spill_order
-from penstock.plan.units import worth_moving
+from penstock.plan.predict import forecast
+from penstock.plan.ring_layout import RING_BYTES, ring_bytes
 
 
 @pytest.fixture(autouse=True)

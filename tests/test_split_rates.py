@@ -28,7 +28,7 @@ from penstock.link.probe import Probe, read_probe
 from penstock.model.inventory import take_inventory
 from penstock.model.profile_facts import Traits
 from penstock.plan import build_plan
-from penstock.plan.cost import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates
+from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates
 from penstock.plan.planner import Planner
 from penstock.plan.split import split_rates
 from penstock.plan.striping import CHUNK_BYTES

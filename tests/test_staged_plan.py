@@ -18,12 +18,12 @@ from penstock.link.probe import Probe
 from penstock.model.inventory import take_inventory
 from penstock.model.profile_facts import Traits
 from penstock.plan import Plan, build_plan
-from penstock.plan.cost import NOMINAL_GPU, Curve, Rates
-from penstock.plan.forecast import forecast
+from penstock.plan.cost_model import NOMINAL_GPU, Curve, Rates
 from penstock.plan.machine import Machine
-from penstock.plan.model import slab_bytes
+from penstock.plan.plan import slab_bytes
+from penstock.plan.predict import forecast
 from penstock.plan.report import render
-from penstock.plan.ring import lay_out_ring, ring_bytes
+from penstock.plan.ring_layout import lay_out_ring, ring_bytes
 from penstock.store.disk import DiskStore
 
 GPU = Machine("a GPU", 2**34)

@@ -28,13 +28,13 @@ from penstock.offloaders import opening
 from penstock.offloaders.opening import open_pinned
 from penstock.plan import Plan, build_plan
 from penstock.plan.build import move_on_demand
+from penstock.plan.disk_fallback import Spill
 from penstock.plan.machine import Machine
 from penstock.plan.outlook import Outlook
 from penstock.plan.planner import Planner
 from penstock.plan.report import render
-from penstock.plan.ring import lay_out_ring, lay_out_ring_of
-from penstock.plan.schedule import steady_order
-from penstock.plan.spill import Spill
+from penstock.plan.ring_layout import lay_out_ring, lay_out_ring_of
+from penstock.plan.slots import steady_order
 from penstock.testing import assert_moved, assert_same_bits, offload_over
 
 

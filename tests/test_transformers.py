@@ -44,7 +44,7 @@ from penstock.errors import (
     StateError,
 )
 from penstock.model.inventory import take_inventory
-from penstock.plan.cost import NOMINAL_GPU, Curve
+from penstock.plan.cost_model import NOMINAL_GPU, Curve
 from penstock.plan.planner import Planner
 
 pytestmark = pytest.mark.filterwarnings("error::penstock.PenstockWarning")

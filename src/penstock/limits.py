@@ -19,8 +19,8 @@ from penstock.env import pin_memory_disabled
 from penstock.errors import BudgetError, LimitError, OptionError
 from penstock.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes
 from penstock.plan.machine import Machine
-from penstock.plan.model import Plan, slab_bytes
-from penstock.plan.ring import ring_bytes
+from penstock.plan.plan import Plan, slab_bytes
+from penstock.plan.ring_layout import ring_bytes
 
 __all__ = ["Limits", "Needs", "check_limits", "describe_device", "last_true", "needs_of", "read_limits", "require_disk"]
 

@@ -13,7 +13,7 @@ import penstock
 from penstock import UVA, Budget, Handle, Plan, Prefetch
 from penstock.model.inventory import take_inventory
 from penstock.plan import build_plan, move_on_demand
-from penstock.plan.model import UnitDraft, assemble
+from penstock.plan.plan import UnitDraft, assemble
 
 
 def mixed_plan(model: torch.nn.Module) -> Plan:

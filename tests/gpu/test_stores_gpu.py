@@ -21,7 +21,7 @@ from penstock.link.ring_streams import RingLink
 from penstock.model.inventory import take_inventory
 from penstock.offloaders import planning
 from penstock.plan import build_plan
-from penstock.plan.ring import RING_BYTES, ring_bytes
+from penstock.plan.ring_layout import RING_BYTES, ring_bytes
 
 # Policy, and the units of it that rest in files.
 PLANS: dict[str, tuple[Policy, tuple[int, ...]]] = {

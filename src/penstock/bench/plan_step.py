@@ -25,9 +25,9 @@ from penstock.link.probe import Probe
 from penstock.model.inventory import Inventory, take_inventory
 from penstock.model.profile_facts import Traits
 from penstock.plan import Plan, build_plan
-from penstock.plan.cost import Rates
-from penstock.plan.forecast import forecast
-from penstock.plan.model import assemble
+from penstock.plan.cost_model import Rates
+from penstock.plan.plan import assemble
+from penstock.plan.predict import forecast
 
 __all__ = ["RIVALS", "STACKS", "run"]
 

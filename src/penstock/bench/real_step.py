@@ -25,7 +25,7 @@ from penstock.errors import OptionError
 from penstock.memory.pinning import device_view, pinned_region
 from penstock.model.inventory import Inventory, take_inventory
 from penstock.plan import Plan
-from penstock.plan.model import assemble
+from penstock.plan.plan import assemble
 from penstock.testing import boundaries
 
 __all__ = ["run"]

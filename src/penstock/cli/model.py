@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.weight_map import WeightMap
     from penstock.model.inventory import Inventory
     from penstock.plan import Plan
-    from penstock.plan.cost import Rates
+    from penstock.plan.cost_model import Rates
     from penstock.plan.machine import Machine
     from penstock.plan.planner import Planner
     from penstock.store.disk import DiskOptions
@@ -58,7 +58,7 @@ class OpenedModel:
         Raises:
             OptionError: a plan that cannot be; a plan for another model, or for another machine than ``machine``.
         """
-        from penstock.plan.model import Plan, assemble
+        from penstock.plan.plan import Plan, assemble
 
         if isinstance(policy, Plan):
             policy.check(self.inventory)

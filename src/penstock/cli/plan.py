@@ -19,7 +19,7 @@ from penstock.errors import OptionError
 if TYPE_CHECKING:
     import torch
 
-    from penstock.plan.cost import Rates
+    from penstock.plan.cost_model import Rates
     from penstock.plan.machine import Machine
 
 __all__ = ["plan"]

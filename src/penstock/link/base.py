@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from penstock.plan.model import Plan
+from penstock.plan.plan import Plan
 from penstock.stats import StagingStats
 from penstock.store.base import Load
 

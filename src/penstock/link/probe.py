@@ -23,7 +23,7 @@ import torch
 
 from penstock.errors import OptionError, PenstockWarning
 from penstock.link.measuring import measured_rates
-from penstock.plan.cost import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates
+from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates
 from penstock.plan.machine import Machine
 from penstock.ranks.digest import json_digest
 

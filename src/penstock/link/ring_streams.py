@@ -31,8 +31,8 @@ from penstock.memory.memfd import SharedMemory
 from penstock.memory.pages import collapse_parallel
 from penstock.memory.pinned import CudaRegistrar, PinnedBytes, refuse_capture
 from penstock.memory.pinning import pin_shared, pin_threads
-from penstock.plan.model import Plan
-from penstock.plan.ring import ENTRY_BYTES, MAX_ENTRIES, lay_out_ring_of
+from penstock.plan.plan import Plan
+from penstock.plan.ring_layout import ENTRY_BYTES, MAX_ENTRIES, lay_out_ring_of
 from penstock.stats import Recorder, StagingStats
 from penstock.store.base import Load
 

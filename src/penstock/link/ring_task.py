@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.checkpoint.fingerprint import FileStamp
 from penstock.link.ring import Part
-from penstock.plan.ring import Piece, RingLayout
+from penstock.plan.ring_layout import Piece, RingLayout
 from penstock.store.files import DiskOptions, File
 from penstock.store.ways import Ways
 

@@ -11,7 +11,7 @@ from penstock.errors import OptionError, TransferError
 from penstock.link.ring import READ_BYTES, Part
 from penstock.link.ring_memory import WANTED, RingMemory
 from penstock.link.stream_memory import CopyStream
-from penstock.plan.ring import RingLayout, cut
+from penstock.plan.ring_layout import RingLayout, cut
 from penstock.stats import StagingStats
 from penstock.store.base import Load
 from penstock.store.files import FileStretch

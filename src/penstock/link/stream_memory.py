@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from penstock.errors import OptionError, TransferError
-from penstock.plan.ring import WORD_BYTES
+from penstock.plan.ring_layout import WORD_BYTES
 
 __all__ = ["CopyStream", "CudaCopyStream"]
 

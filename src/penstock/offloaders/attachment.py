@@ -34,7 +34,7 @@ from penstock.offloaders.promotion import Promoter
 from penstock.offloaders.sharing import finish_shared
 from penstock.offloaders.state import StateGuard
 from penstock.ops import new_token
-from penstock.plan.model import Plan, slab_bytes
+from penstock.plan.plan import Plan, slab_bytes
 from penstock.ranks.peers import Peers
 from penstock.stats import Recorder, Stats
 from penstock.store.base import Store, new_blob

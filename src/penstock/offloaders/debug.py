@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock.errors import RaceError
-from penstock.plan.model import Plan
+from penstock.plan.plan import Plan
 from penstock.store.base import Segment, new_blob, writable_view
 
 __all__ = ["POISON", "Guard"]

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from penstock.config import UVA, Budget, Prefetch
 from penstock.model.patterns import compile_pattern, is_segments
-from penstock.plan.units import TINY_BYTES
+from penstock.plan.layers import TINY_BYTES
 
 __all__ = ["EarlyRule", "early_rule"]
 

@@ -25,8 +25,8 @@ from penstock.offloaders.early import early_rule
 from penstock.offloaders.planning import planner_for
 from penstock.offloaders.stacked import StackedOffloader
 from penstock.plan.build import build_plan, plan_group_rule
-from penstock.plan.model import Plan
-from penstock.plan.units import TINY_BYTES, worth_moving
+from penstock.plan.layers import TINY_BYTES, worth_moving
+from penstock.plan.plan import Plan
 from penstock.ranks.peers import Peers
 
 __all__ = ["EngineOffloader", "EnginePolicy"]

@@ -23,7 +23,7 @@ from penstock.memory.pinned import CudaRegistrar, PinnedBytes, Registrar
 from penstock.memory.pinning import device_view, new_pinned
 from penstock.model.inventory import take_inventory
 from penstock.model.live_tensors import BoundStorage
-from penstock.plan.model import slab_bytes
+from penstock.plan.plan import slab_bytes
 from penstock.store.pinned import Held
 
 __all__ = ["Holding", "Wanted", "held_storages", "strayed_storages"]

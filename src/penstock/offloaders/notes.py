@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from penstock.model.patterns import compile_pattern
-from penstock.plan.model import Plan
+from penstock.plan.plan import Plan
 
 __all__ = ["notes_on"]
 

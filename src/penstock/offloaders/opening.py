@@ -16,7 +16,7 @@ from penstock.model.live_tensors import BoundStorage
 from penstock.offloaders.loading import require_weights
 from penstock.offloaders.parts import open_parts, splits_units
 from penstock.offloaders.sharing import open_shared
-from penstock.plan.model import Plan
+from penstock.plan.plan import Plan
 from penstock.ranks.peers import Peers, require_peers
 from penstock.store.adoption import can_adopt
 from penstock.store.base import Store, new_blob

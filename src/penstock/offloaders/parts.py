@@ -27,7 +27,7 @@ from penstock.memory.pinning import pin_threads, pinned_region, pinning_disabled
 from penstock.memory.symmetric import SymmetricMemory
 from penstock.model.live_tensors import BoundStorage
 from penstock.offloaders.loading import require_weights
-from penstock.plan.model import Plan
+from penstock.plan.plan import Plan
 from penstock.plan.striping import CHUNK_BYTES, PartLayout
 from penstock.ranks.digest import checksum, json_digest
 from penstock.ranks.peers import Channel, Peers, PeerWatch

@@ -51,8 +51,8 @@ from penstock.link.base import Link
 from penstock.offloaders.debug import Guard
 from penstock.offloaders.readers import Forwards, Reader, nested_units, stuck_thread
 from penstock.offloaders.slot import Slot
-from penstock.plan.model import Plan
-from penstock.plan.schedule import chain, first_units, next_in_chain, slot_of
+from penstock.plan.plan import Plan
+from penstock.plan.slots import chain, first_units, next_in_chain, slot_of
 from penstock.stats import Recorder, StagingStats, UnitStats
 from penstock.store.base import Store
 

@@ -17,9 +17,9 @@ from penstock.limits import read_limits
 from penstock.link.probe import planning_rates
 from penstock.model.inventory import Inventory, StorageInfo
 from penstock.plan import Plan
-from penstock.plan.cost import Rates
+from penstock.plan.cost_model import Rates
+from penstock.plan.disk_fallback import Spill
 from penstock.plan.planner import Planner
-from penstock.plan.spill import Spill
 from penstock.ranks.peers import Peers
 from penstock.store.files import DiskOptions
 from penstock.traits import traits_of

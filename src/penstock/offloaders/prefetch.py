@@ -9,7 +9,7 @@ from penstock.model.inventory import Inventory
 from penstock.offloaders.early import early_rule
 from penstock.offloaders.stacked import StackedOffloader
 from penstock.plan.build import plan_group_rule
-from penstock.plan.model import Plan
+from penstock.plan.plan import Plan
 
 __all__ = ["PrefetchOffloader"]
 

@@ -17,7 +17,7 @@ from penstock.model.live_tensors import BoundStorage, BoundTensor
 from penstock.model.tensor_guards import GiveBack
 from penstock.offloaders.hooks import NotCopyable
 from penstock.offloaders.tracing import check_trace
-from penstock.plan.model import Plan
+from penstock.plan.plan import Plan
 from penstock.store.base import Store, new_blob
 
 __all__ = ["Promoter"]

@@ -6,7 +6,7 @@ import threading
 from typing import Protocol
 
 from penstock.errors import SlotConflictError
-from penstock.plan.model import Plan
+from penstock.plan.plan import Plan
 
 __all__ = ["Forwards", "Reader", "nested_units", "stuck_thread"]
 

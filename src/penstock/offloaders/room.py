@@ -13,7 +13,7 @@ from penstock.model.inventory import Inventory
 from penstock.model.live_tensors import bind
 from penstock.offloaders.holding import Holding, held_storages, strayed_storages
 from penstock.plan import Plan
-from penstock.plan.model import slab_bytes
+from penstock.plan.plan import slab_bytes
 
 __all__ = ["require_room"]
 

@@ -29,7 +29,7 @@ from penstock.model.live_tensors import BoundStorage, bind
 from penstock.offloaders.loading import require_weights
 from penstock.offloaders.making import Maker
 from penstock.offloaders.parts import splits_units
-from penstock.plan.model import Plan
+from penstock.plan.plan import Plan
 from penstock.ranks.digest import json_digest
 from penstock.ranks.peers import Peers
 from penstock.ranks.rendezvous import Rendezvous, this_host

@@ -17,7 +17,7 @@ from penstock.offloaders.early import EarlyRule
 from penstock.offloaders.holding import Holding
 from penstock.offloaders.opening import compute_device
 from penstock.offloaders.room import require_room
-from penstock.plan.model import Plan
+from penstock.plan.plan import Plan
 from penstock.ranks.peers import Peers
 from penstock.stats import Stats
 

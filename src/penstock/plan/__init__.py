@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.plan.build import build_plan, move_on_demand
-    from penstock.plan.model import Plan, SlabEntry, Unit
+    from penstock.plan.plan import Plan, SlabEntry, Unit
 
 __all__ = ["Plan", "SlabEntry", "Unit", "build_plan", "move_on_demand"]
 
 _HOME_OF = {
     **dict.fromkeys(("build_plan", "move_on_demand"), "penstock.plan.build"),
-    **dict.fromkeys(("Plan", "SlabEntry", "Unit"), "penstock.plan.model"),
+    **dict.fromkeys(("Plan", "SlabEntry", "Unit"), "penstock.plan.plan"),
 }
 
 

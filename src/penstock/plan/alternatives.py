@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from penstock.config import Budget
-from penstock.plan.budget import Point, curve, host_limit, reserved_bytes
-from penstock.plan.forecast import Forecaster
-from penstock.plan.model import Plan
-from penstock.plan.roles import Question
-from penstock.plan.space import Space
+from penstock.plan.candidates import Space
+from penstock.plan.plan import Plan
+from penstock.plan.predict import Forecaster
+from penstock.plan.problem import Question
+from penstock.plan.solver import Point, curve, host_limit, reserved_bytes
 
 __all__ = ["Alternative", "alternatives"]
 

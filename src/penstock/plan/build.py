@@ -12,14 +12,9 @@ from penstock.model.inventory import Inventory, StorageInfo
 from penstock.model.patterns import matching, select
 from penstock.model.profile_facts import Traits
 from penstock.model.semantic_groups import semantic_groups
-from penstock.plan.budget import solve
-from penstock.plan.cost import NOMINAL_CPU, NOMINAL_GPU, Rates
-from penstock.plan.model import Plan, UnitDraft, assemble
-from penstock.plan.roles import Question
-from penstock.plan.rules import settle_rules, some_names, warn_of_stranded
-from penstock.plan.spill import Spill
-from penstock.plan.split import split_rates
-from penstock.plan.units import (
+from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Rates
+from penstock.plan.disk_fallback import Spill
+from penstock.plan.layers import (
     called_within,
     draft_units,
     find_stacks,
@@ -28,6 +23,11 @@ from penstock.plan.units import (
     stranded,
     worth_moving,
 )
+from penstock.plan.overrides import settle_rules, some_names, warn_of_stranded
+from penstock.plan.plan import Plan, UnitDraft, assemble
+from penstock.plan.problem import Question
+from penstock.plan.solver import solve
+from penstock.plan.split import split_rates
 
 __all__ = ["build_plan", "move_on_demand", "plan_group_rule", "question_of"]
 

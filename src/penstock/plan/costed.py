@@ -1,6 +1,6 @@
 """The cost of every candidate of a family, as arrays: memory on either side, and step times.
 
-A family is a run of candidates that differ in numbers only (:mod:`penstock.plan.space` says which there are). A limit
+A family is a run of candidates that differ in numbers only (:mod:`penstock.plan.candidates` says which there are). A limit
 of host memory does not change the candidates: it leaves so many of their units in files.
 """
 
@@ -17,14 +17,14 @@ import numpy.typing as npt
 
 from penstock.config import Mechanism, Mode
 from penstock.model.inventory import StorageInfo
-from penstock.plan.model import UnitDraft
-from penstock.plan.pipeline import StageTimes, step_s
-from penstock.plan.ring import RING_BYTES
-from penstock.plan.roles import RoleSets
+from penstock.plan.plan import UnitDraft
+from penstock.plan.problem import RoleSets
+from penstock.plan.ring_layout import RING_BYTES
+from penstock.plan.simulate import StageTimes, step_s
 from penstock.plan.striping import CHUNK_ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
-    from penstock.plan.space import Space
+    from penstock.plan.candidates import Space
 
 __all__ = ["HIGH", "KEPT", "LOW", "MAX_SLOTS", "Choice", "Costed", "Family", "Floats", "Ints", "Kinds"]
 

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from penstock.plan.alternatives import Alternative
-from penstock.plan.forecast import Forecast
+from penstock.plan.predict import Forecast
 from penstock.plan.report import gib, titled_table
 
 __all__ = ["Outlook", "WorkloadBytes"]

@@ -10,14 +10,14 @@ from penstock.config import Budget, Mode, Policy, Workload
 from penstock.model.inventory import Inventory
 from penstock.model.profile_facts import Traits
 from penstock.plan.alternatives import Alternative, alternatives
-from penstock.plan.budget import Point, curve, host_limit, solve
 from penstock.plan.build import build_plan, question_of
-from penstock.plan.cost import Rates
-from penstock.plan.forecast import Forecast, forecast
-from penstock.plan.model import Plan
+from penstock.plan.candidates import Space
+from penstock.plan.cost_model import Rates
+from penstock.plan.disk_fallback import Spill
 from penstock.plan.outlook import Outlook, WorkloadBytes
-from penstock.plan.space import Space
-from penstock.plan.spill import Spill
+from penstock.plan.plan import Plan
+from penstock.plan.predict import Forecast, forecast
+from penstock.plan.solver import Point, curve, host_limit, solve
 from penstock.plan.split import split_rates
 
 __all__ = ["Planner"]

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import OptionError
-from penstock.plan.budget import Point
-from penstock.plan.cost import find_stages
-from penstock.plan.model import Mechanism, Plan
+from penstock.plan.cost_model import find_stages
 from penstock.plan.outlook import Outlook
+from penstock.plan.plan import Mechanism, Plan
 from penstock.plan.planner import Planner
+from penstock.plan.solver import Point
 
 __all__ = ["draw_plan", "require_picture"]
 

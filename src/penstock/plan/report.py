@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.config import Mode
-from penstock.plan.model import Plan, Unit
-from penstock.plan.ring import ring_bytes
+from penstock.plan.plan import Plan, Unit
+from penstock.plan.ring_layout import ring_bytes
 
 __all__ = ["compress_indices", "gib", "render", "render_weights", "role_of", "titled_table"]
 

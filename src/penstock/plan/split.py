@@ -5,7 +5,7 @@ Each of N ranks keeps 1/N of a unit of b bytes (:mod:`penstock.plan.striping`), 
 * ``sharded_gpu``: out of their device memory, all peers at once, beside a copy of the rank's own part on the device;
 * pooled links: b / N come over the own link, chunk by chunk, and each chunk is passed on while the next one comes.
 
-The slower of the two says how long a unit takes: :class:`penstock.plan.cost.Rates` with another ``copy_bytes_per_s``.
+The slower of the two says how long a unit takes: :class:`penstock.plan.cost_model.Rates` with another ``copy_bytes_per_s``.
 The start of a pipeline, its barriers and its last chunk are not counted: behind them the next unit is on its way.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.config import Mode
-from penstock.plan.cost import Curve, Rates
+from penstock.plan.cost_model import Curve, Rates
 from penstock.plan.striping import CHUNK_BYTES
 
 __all__ = ["split_rates"]

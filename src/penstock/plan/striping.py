@@ -14,11 +14,11 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.plan.model import Unit
+    from penstock.plan.plan import Unit
 
 __all__ = ["CHUNK_ALIGNMENT_BYTES", "CHUNK_BYTES", "PartLayout", "Stretch", "Striping"]
 
-# That of storages in a slab (penstock.plan.model), so that chunks start where copies are fastest.
+# That of storages in a slab (penstock.plan.plan), so that chunks start where copies are fastest.
 CHUNK_ALIGNMENT_BYTES = 256
 # Of pooled links: what a rank brings before it passes it on. The last chunk of a unit is passed on with nothing beside
 # it, so small; each costs some microseconds of launches per peer, so not too small: 8 MiB take 150 us on PCIe 5.

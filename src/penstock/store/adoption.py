@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.plan.model import SLAB_ALIGNMENT_BYTES
+from penstock.plan.plan import SLAB_ALIGNMENT_BYTES
 
 __all__ = ["MIN_BYTES", "can_adopt", "is_anonymous"]
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from penstock.config import Mode
-from penstock.plan.model import Unit
+from penstock.plan.plan import Unit
 from penstock.store.source import Source
 
 __all__ = ["Load", "Segment", "Source", "Store", "new_blob", "writable_view"]

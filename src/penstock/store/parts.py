@@ -15,7 +15,7 @@ import torch
 from penstock.config import Mode
 from penstock.errors import OptionError, StateError
 from penstock.memory.symmetric import SymmetricMemory
-from penstock.plan.model import Unit
+from penstock.plan.plan import Unit
 from penstock.plan.striping import PartLayout, Stretch
 from penstock.ranks.peers import Channel
 from penstock.store.base import Load, Segment, Store, new_blob

@@ -22,7 +22,7 @@ from penstock.config import Mode
 from penstock.memory.pages import pack, populate_parallel
 from penstock.memory.pinned import PinnedBytes, Registrar
 from penstock.memory.pinning import fresh, pin_threads, warn_refused
-from penstock.plan.model import Unit, slab_bytes
+from penstock.plan.plan import Unit, slab_bytes
 from penstock.store.base import Load, Segment, Store
 from penstock.store.cpu import MemorySource
 

@@ -25,7 +25,7 @@ from penstock.memory.memfd import SharedMemory
 from penstock.memory.pages import collapse_parallel, whole_pages
 from penstock.memory.pinned import PinnedBytes, Registrar
 from penstock.memory.pinning import pin_shared, pin_threads
-from penstock.plan.model import Unit
+from penstock.plan.plan import Unit
 from penstock.ranks.rendezvous import Rendezvous
 from penstock.store.pinned import SLAB_BYTES, PinnedStore, Place, slab_sizes
 

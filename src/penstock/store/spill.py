@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import torch
 
-from penstock.plan.model import Unit
+from penstock.plan.plan import Unit
 from penstock.store.base import Load, Segment, Store
 from penstock.store.disk import DiskStore
 

@@ -26,7 +26,7 @@ from penstock.config import format_gib
 from penstock.errors import OptionError, StateError
 from penstock.offloaders.engine import EngineOffloader
 from penstock.offloaders.sharing import attempt
-from penstock.plan.model import Plan
+from penstock.plan.plan import Plan
 from penstock.ranks.digest import json_digest
 from penstock.ranks.peers import Peers
 

@@ -15,10 +15,10 @@ import numpy.typing as npt
 from penstock.config import Mechanism, Mode
 from penstock.model.inventory import Inventory, StorageInfo
 from penstock.model.profile_facts import Traits
-from penstock.plan.cost import Rates, Stage, find_stages
-from penstock.plan.model import UnitDraft
-from penstock.plan.spill import Spill
-from penstock.plan.units import find_stacks, outside_units, stranded
+from penstock.plan.cost_model import Rates, Stage, find_stages
+from penstock.plan.disk_fallback import Spill
+from penstock.plan.layers import find_stacks, outside_units, stranded
+from penstock.plan.plan import UnitDraft
 
 __all__ = ["Parts", "Question", "RoleSets", "sort_out"]
 

@@ -13,7 +13,7 @@ from penstock.config import Mechanism, Rule
 from penstock.errors import PenstockWarning, RuleError
 from penstock.model.inventory import Inventory, StorageInfo
 from penstock.model.patterns import matching
-from penstock.plan.units import draft_units, stranded, why_stranded
+from penstock.plan.layers import draft_units, stranded, why_stranded
 
 __all__ = ["resolve_rules", "settle_rules", "some_names", "warn_of_stranded"]
 
@@ -117,7 +117,7 @@ def _report(rule: Rule, num_settled: int, reasons: Mapping[str, str]) -> None:
 
 
 def warn_of_stranded(inventory: Inventory, storages: Sequence[StorageInfo]) -> None:
-    """Say that ``storages``, of :func:`penstock.plan.units.stranded`, stay resident, and why, if there are any."""
+    """Say that ``storages``, of :func:`penstock.plan.layers.stranded`, stay resident, and why, if there are any."""
     if storages:
         warnings.warn(
             f"{some_names([s.name for s in storages])}: cannot be prefetched, because "

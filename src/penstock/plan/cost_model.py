@@ -17,7 +17,7 @@ touches on average
 
 which then have ``r x k / touched`` rows each; a lookup touches one row per row. Copies take bytes / copy rate(bytes),
 in the order of the schedule, and units in files bytes / file rate before that, a staging ring ahead of the link; how
-all of that overlaps with the stages is :mod:`penstock.plan.pipeline`'s business. Units that are split over ranks have a
+all of that overlaps with the stages is :mod:`penstock.plan.simulate`'s business. Units that are split over ranks have a
 copy rate of their own: :mod:`penstock.plan.split`.
 
 Where the form comes from: decode is bound by reading weights, prefill by arithmetic (roofline, Williams et al. 2009),
@@ -36,8 +36,8 @@ import numpy.typing as npt
 
 from penstock.model.inventory import Inventory, StorageInfo
 from penstock.model.profile_facts import Traits
-from penstock.plan.model import UnitDraft
-from penstock.plan.units import find_stacks, reader_of
+from penstock.plan.layers import find_stacks, reader_of
+from penstock.plan.plan import UnitDraft
 
 __all__ = [
     "NOMINAL_CPU",

@@ -1,6 +1,6 @@
 """How long a step takes when copies run behind compute: the slot schedule, played through on paper.
 
-The rules are those of :mod:`penstock.plan.schedule` and of the pipeline that carries them out, for steps that follow
+The rules are those of :mod:`penstock.plan.slots` and of the pipeline that carries them out, for steps that follow
 one another without a pause:
 
 * a stage starts when the one before it has ended and its own unit is in its slot;

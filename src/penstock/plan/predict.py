@@ -10,10 +10,10 @@ import numpy as np
 
 from penstock.model.inventory import Inventory
 from penstock.model.profile_facts import Traits
-from penstock.plan.cost import Rates, find_stages, stages_compute_s, storage_cost
-from penstock.plan.model import Plan
-from penstock.plan.pipeline import StageTimes, step_s
-from penstock.plan.ring import RING_BYTES
+from penstock.plan.cost_model import Rates, find_stages, stages_compute_s, storage_cost
+from penstock.plan.plan import Plan
+from penstock.plan.ring_layout import RING_BYTES
+from penstock.plan.simulate import StageTimes, step_s
 
 __all__ = ["Bound", "Forecast", "Forecaster", "forecast"]
 
@@ -55,7 +55,7 @@ class Forecast:
 
 
 def forecast(plan: Plan, inventory: Inventory, rates: Rates, traits: Traits, rows: int, context: int = 0) -> Forecast:
-    """Play ``plan`` through; a pure function of sizes and rates (:mod:`penstock.plan.cost`).
+    """Play ``plan`` through; a pure function of sizes and rates (:mod:`penstock.plan.cost_model`).
 
     ``rates`` are those of the links that its units come over; see :func:`penstock.plan.split.split_rates`.
     """

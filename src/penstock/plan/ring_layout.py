@@ -18,10 +18,10 @@ from itertools import chain as concatenate
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from penstock.plan.schedule import steady_order
+from penstock.plan.slots import steady_order
 
 if TYPE_CHECKING:  # the process that reads files into a ring has no torch
-    from penstock.plan.model import Plan
+    from penstock.plan.plan import Plan
 
 __all__ = [
     "ENTRY_BYTES",

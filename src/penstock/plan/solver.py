@@ -1,13 +1,13 @@
 """A byte budget -> the fastest plan within it.
 
 Offloading a quarter of *every* layer beats offloading every fourth layer: slots are a quarter of the size and no
-stretch of compute goes without a copy behind it. So :mod:`penstock.plan.space` offers sets of roles, the same in every
+stretch of compute goes without a copy behind it. So :mod:`penstock.plan.candidates` offers sets of roles, the same in every
 layer, with evenly spaced layers that keep more; here each is timed by the cost model and the fastest is taken. Memory
 that is left over goes into residency, because every byte that stays is a byte that need not come.
 
 Of equally fast candidates: slots that divide the units, then fewer bytes moved, then less device memory.
 
-Where units may rest in files (:class:`penstock.plan.spill.Spill`), host memory comes first: a candidate leaves as many
+Where units may rest in files (:class:`penstock.plan.disk_fallback.Spill`), host memory comes first: a candidate leaves as many
 units in files as do not fit into it, and is timed with them there.
 """
 
@@ -22,10 +22,10 @@ import numpy as np
 from penstock.config import Budget, Mode, format_gib
 from penstock.errors import BudgetError, PenstockWarning
 from penstock.model.inventory import Inventory
-from penstock.plan.model import Plan, assemble
-from penstock.plan.roles import Question
-from penstock.plan.rules import warn_of_stranded
-from penstock.plan.space import Choice, Costed, Floats, Ints, Space
+from penstock.plan.candidates import Choice, Costed, Floats, Ints, Space
+from penstock.plan.overrides import warn_of_stranded
+from penstock.plan.plan import Plan, assemble
+from penstock.plan.problem import Question
 
 __all__ = ["Point", "curve", "solve"]
 

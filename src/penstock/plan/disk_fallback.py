@@ -4,7 +4,7 @@ Reading files is many times slower than the link, so as little as possible is le
 over the forward: while units of host memory are copied, the readers get a staging ring ahead.
 
 The order is the same for every amount, one unit after the other, so that the units left in files under a smaller limit
-include those of a larger one. Every unit fewer in files makes no copy later (:mod:`penstock.plan.pipeline` knows only
+include those of a larger one. Every unit fewer in files makes no copy later (:mod:`penstock.plan.simulate` knows only
 sums and maxima), and so more host memory is never predicted slower.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from penstock.plan.ring import RING_BYTES
+from penstock.plan.ring_layout import RING_BYTES
 
 __all__ = ["Spill", "spill_order"]
 

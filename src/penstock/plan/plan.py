@@ -20,7 +20,7 @@ from penstock.plan.difference import (
     uncalled_anchor,
 )
 from penstock.plan.machine import Machine
-from penstock.plan.schedule import chain, slot_of
+from penstock.plan.slots import chain, slot_of
 from penstock.plan.striping import Striping
 
 __all__ = [
@@ -243,8 +243,8 @@ class Plan:
             raise OptionError(foreign_machine(self.made_for, here))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as a file that :meth:`load` and ``--plan`` read; see :func:`penstock.plan.file.save_plan`."""
-        from penstock.plan.file import save_plan
+        """Write the plan as a file that :meth:`load` and ``--plan`` read; see :func:`penstock.plan.serialize.save_plan`."""
+        from penstock.plan.serialize import save_plan
 
         save_plan(self, path)
 
@@ -253,9 +253,9 @@ class Plan:
         """The plan of a file that :meth:`save` or ``penstock plan --save`` wrote.
 
         Raises:
-            PlanFileError: no such file, or one that is no plan; see :func:`penstock.plan.file.load_plan`.
+            PlanFileError: no such file, or one that is no plan; see :func:`penstock.plan.serialize.load_plan`.
         """
-        from penstock.plan.file import load_plan
+        from penstock.plan.serialize import load_plan
 
         return load_plan(path)
 

@@ -35,8 +35,8 @@ from typing import Any, TypeVar, get_args
 from penstock.config import Mode
 from penstock.errors import OptionError, OptionTypeError, PlanFileError
 from penstock.plan.machine import Machine
-from penstock.plan.model import SCHEMA_VERSION, SLAB_ALIGNMENT_BYTES, Plan, SlabEntry, Unit
-from penstock.plan.schedule import slot_of
+from penstock.plan.plan import SCHEMA_VERSION, SLAB_ALIGNMENT_BYTES, Plan, SlabEntry, Unit
+from penstock.plan.slots import slot_of
 
 __all__ = ["load_plan", "require_place", "save_plan"]
 

@@ -12,7 +12,7 @@ A *role* is a tensor's name inside its layer (``mlp.down_proj.weight``), the sam
 
 None of this depends on the budget. So more memory only ever adds candidates, and the best one gets no slower. What a
 limit of host memory does to a candidate is to leave some of its units in files, in the order of
-:mod:`penstock.plan.spill`: the fewer, the higher the limit, and the candidate gets no slower either.
+:mod:`penstock.plan.disk_fallback`: the fewer, the higher the limit, and the candidate gets no slower either.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import numpy as np
 
 from penstock.config import Mechanism
 from penstock.model.inventory import StorageInfo
-from penstock.plan.cost import StorageCost, experts_in, stages_compute_s, storage_cost
+from penstock.plan.cost_model import StorageCost, experts_in, stages_compute_s, storage_cost
 from penstock.plan.costed import HIGH, KEPT, LOW, MAX_SLOTS, Choice, Costed, Family, Floats, Ints, Kinds
-from penstock.plan.model import slab_bytes
-from penstock.plan.roles import Question, RoleSets, sort_out
-from penstock.plan.spill import spill_order
+from penstock.plan.disk_fallback import spill_order
+from penstock.plan.plan import slab_bytes
+from penstock.plan.problem import Question, RoleSets, sort_out
 
 __all__ = ["Choice", "Costed", "Floats", "Ints", "Space"]
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.model.inventory import Inventory, StorageInfo, common_prefix
-from penstock.plan.model import UnitDraft
+from penstock.plan.plan import UnitDraft
 
 __all__ = [
     "TINY_BYTES",
