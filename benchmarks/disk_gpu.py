@@ -33,7 +33,7 @@ from penstock.bench.plain import read_plainly
 from penstock.bench.shapes import QWEN3_8B, DecoderShape, Stack, build_stack
 from penstock.config import ALL_MODEL_PARAMS
 from penstock.plan.ring_layout import ring_bytes
-from penstock.store.disk import DiskOptions
+from penstock.stores.disk import DiskOptions
 
 SECONDS_PER_VARIANT = 6.0
 MIN_STEPS, MAX_STEPS = 4, 40

@@ -29,10 +29,10 @@ from penstock.memory.numa import cpus_near
 from penstock.memory.pages import map_pages, pieces, populate, populate_parallel, whole_pages
 from penstock.memory.pinned import CudaRegistrar
 from penstock.plan.plan import SlabEntry, Unit
-from penstock.store.base import Segment
-from penstock.store.disk import DiskOptions, File
 from penstock.store.loading import Delivery, deliver
-from penstock.store.pinned import PinnedStore
+from penstock.stores.disk import DiskOptions, File
+from penstock.stores.pinned_host import PinnedStore
+from penstock.stores.store import Segment
 
 MIB, GIB = 1 << 20, 1 << 30
 CORES = len(os.sched_getaffinity(0))

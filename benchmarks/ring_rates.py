@@ -34,8 +34,8 @@ from penstock.memory.pages import collapse_parallel, populate_parallel
 from penstock.memory.pinned import CudaRegistrar, PinnedBytes
 from penstock.memory.pinning import pin_shared, pin_threads
 from penstock.plan.ring_layout import ENTRY_BYTES, MAX_ENTRIES, lay_out_ring
-from penstock.store.base import Load, Segment
-from penstock.store.files import DiskOptions, File, FileStretch
+from penstock.stores.file_reader import DiskOptions, File, FileStretch
+from penstock.stores.store import Load, Segment
 
 NUM_UNITS = 4
 

@@ -11,8 +11,8 @@ import torch
 from penstock.link.base import Link, Mark, Transfer
 from penstock.model.inventory import Inventory, Location, StorageInfo, TensorInfo
 from penstock.plan.plan import Plan, UnitDraft, assemble
-from penstock.store.base import Load, Store
-from penstock.store.cpu import CpuStore
+from penstock.stores.host import CpuStore
+from penstock.stores.store import Load, Store
 
 BYTES = 256
 

@@ -28,8 +28,8 @@ from penstock.offloaders.pipeline import SlotPipeline
 from penstock.plan.plan import Plan, UnitDraft, assemble
 from penstock.plan.ring_layout import WORD_BYTES, RingLayout, lay_out_ring_of
 from penstock.stats import Recorder, StagingStats
-from penstock.store.base import Load, Segment, Store
-from penstock.store.disk import DiskOptions, DiskStore
+from penstock.stores.disk import DiskOptions, DiskStore
+from penstock.stores.store import Load, Segment, Store
 
 PATIENCE_S = 30.0
 ENTRY_BYTES = 4096

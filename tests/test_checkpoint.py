@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from penstock.checkpoint.fingerprint import FileStamp
 from penstock.checkpoint.safetensors_header import Checkpoint, FileTensor
 from penstock.errors import CheckpointError
-from penstock.store.files import DiskOptions, File
+from penstock.stores.file_reader import DiskOptions, File
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {

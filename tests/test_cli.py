@@ -34,7 +34,7 @@ from penstock.demo.model import ModelSize, ensure_model
 from penstock.errors import OptionError, PenstockError, SizeError
 from penstock.link.probe import Probe
 from penstock.plan.report import gib
-from penstock.store.files import DiskOptions, File
+from penstock.stores.file_reader import DiskOptions, File
 
 TINY = ModelSize(hidden=128, intermediate=384, layers=4, heads=4, key_value_heads=2)
 

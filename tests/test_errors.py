@@ -36,9 +36,9 @@ from penstock.errors import (
 from penstock.link.threads import ThreadLink
 from penstock.model.inventory import take_inventory
 from penstock.offloaders import pipeline
-from penstock.store.cpu import CpuStore
-from penstock.store.disk import DiskStore
-from penstock.store.files import File
+from penstock.stores.disk import DiskStore
+from penstock.stores.file_reader import File
+from penstock.stores.host import CpuStore
 from penstock.testing import assert_moved, assert_same_bits
 
 

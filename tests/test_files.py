@@ -20,12 +20,12 @@ from penstock.memory import page_cache
 from penstock.memory.page_cache import cached_bytes, teller_for
 from penstock.memory.pages import map_pages
 from penstock.stats import ReadStats
-from penstock.store import files
-from penstock.store.base import Segment, writable_view
-from penstock.store.files import ALIGN_BYTES, DiskOptions, File, FileStretch
 from penstock.store.loading import Delivery, Part, deliver
 from penstock.store.staging import read_staged
-from penstock.store.ways import Ways
+from penstock.stores import file_reader as files
+from penstock.stores.file_reader import ALIGN_BYTES, DiskOptions, File, FileStretch
+from penstock.stores.io_policy import Ways
+from penstock.stores.store import Segment, writable_view
 
 SIZE = 1_000_007
 MIB = 1 << 20

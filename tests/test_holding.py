@@ -20,7 +20,7 @@ from penstock.offloaders import holding as module_of_holding
 from penstock.offloaders.early import EarlyRule, early_rule
 from penstock.offloaders.holding import Holding, strayed_storages
 from penstock.plan import build_plan
-from penstock.store.pinned import Held
+from penstock.stores.pinned_host import Held
 
 
 @pytest.fixture

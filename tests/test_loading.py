@@ -36,11 +36,11 @@ from penstock.offloaders import opening
 from penstock.offloaders.attachment import Attachment
 from penstock.offloaders.loading import WeightLoader
 from penstock.plan import Plan, build_plan
-from penstock.store.base import Load, Segment, Store, writable_view
-from penstock.store.cpu import MemorySource
-from penstock.store.disk import DiskStore
 from penstock.store.loading import Delivery, Part, deliver
-from penstock.store.pinned import PinnedStore
+from penstock.stores.disk import DiskStore
+from penstock.stores.host import MemorySource
+from penstock.stores.pinned_host import PinnedStore
+from penstock.stores.store import Load, Segment, Store, writable_view
 from penstock.testing import assert_moved, assert_same_bits
 
 KIB = 1 << 10
@@ -311,8 +311,8 @@ class TestOffload:
         assert_same_bits(model(tokens), expected)
 
     def test_large_live_tensors_are_adopted_in_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("penstock.store.adoption.MIN_BYTES", 1 << 20)
-        monkeypatch.setattr("penstock.store.adoption.is_anonymous", lambda *args: True)
+        monkeypatch.setattr("penstock.stores.adoption.MIN_BYTES", 1 << 20)
+        monkeypatch.setattr("penstock.stores.adoption.is_anonymous", lambda *args: True)
         ledger = Ledger()
         stores = pin_by(ledger, monkeypatch)
         model = nn.Sequential(*(nn.Linear(600, 600, bias=False) for _ in range(4))).eval()

@@ -26,9 +26,9 @@ from penstock.checkpoint.safetensors_header import Checkpoint
 from penstock.checkpoint.weight_map import Recipe
 from penstock.errors import PenstockWarning, TransferError
 from penstock.offloaders.making import Maker
-from penstock.store.base import Segment, writable_view
-from penstock.store.files import DiskOptions
-from penstock.store.ways import Ways
+from penstock.stores.file_reader import DiskOptions
+from penstock.stores.io_policy import Ways
+from penstock.stores.store import Segment, writable_view
 
 EXPERTS = "model.language_model.layers.1.mlp.experts.gate_up_proj"
 

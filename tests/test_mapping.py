@@ -18,7 +18,7 @@ import torch
 from penstock.memory.mapping import HUGE_PAGE_BYTES, collapse, map_file
 from penstock.memory.memfd import SharedMemory
 from penstock.memory.pages import TOUCH_BYTES, collapse_parallel
-from penstock.store.shared import SharedStore, shared_bytes
+from penstock.stores.shared_host import SharedStore, shared_bytes
 
 NAME = "penstock-test-mapping"
 SIZE = 3 * HUGE_PAGE_BYTES + 5000

@@ -26,7 +26,7 @@ from penstock.memory.memfd import SharedMemory
 from penstock.plan.plan import SlabEntry, Unit
 from penstock.ranks.peers import Peers
 from penstock.ranks.rendezvous import Rendezvous
-from penstock.store.shared import SharedStore, share_out, shared_bytes
+from penstock.stores.shared_host import SharedStore, share_out, shared_bytes
 
 PAGE = mmap.PAGESIZE
 

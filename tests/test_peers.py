@@ -28,7 +28,7 @@ from penstock.offloaders import parts as sharing
 from penstock.plan.striping import Striping
 from penstock.ranks.digest import checksum
 from penstock.ranks.peers import Channel, Peers, PeerWatch
-from penstock.store.parts import PartStore
+from penstock.stores.sharded import PartStore
 from penstock.testing import assert_moved, assert_same_bits, boundaries
 
 KINDS = {"sharded": {"mode": "sharded_gpu"}, "pooled": {"mode": "cpu", "pool_links": True}}

@@ -19,8 +19,8 @@ from penstock.errors import PenstockWarning, StateError
 from penstock.memory.pages import map_pages, pack, pieces, populate, populate_parallel
 from penstock.memory.pinned import PinnedBytes
 from penstock.plan.plan import SlabEntry, Unit
-from penstock.store.adoption import MIN_BYTES, can_adopt, is_anonymous
-from penstock.store.pinned import Held, PinnedStore
+from penstock.stores.adoption import MIN_BYTES, can_adopt, is_anonymous
+from penstock.stores.pinned_host import Held, PinnedStore
 
 MIB = 1 << 20
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from penstock.link.base import Mark, Transfer
 from penstock.offloaders.pipeline import SlotPipeline
 from penstock.stats import Recorder
-from penstock.store.base import Load, Segment
+from penstock.stores.store import Load, Segment
 
 
 class Engine:

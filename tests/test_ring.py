@@ -27,7 +27,7 @@ from penstock.plan.plan import Plan
 from penstock.plan.ring_layout import STATUS_BYTES, RingLayout, lay_out_ring
 from penstock.plan.slots import next_in_chain, steady_order
 from penstock.stats import StagingStats
-from penstock.store.disk import DiskOptions
+from penstock.stores.disk import DiskOptions
 from penstock.testing import assert_same_bits, offload_over
 
 CASES = [(n, s) for n in range(1, 9) for s in range(1, min(n, 4) + 1)]

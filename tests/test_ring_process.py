@@ -44,8 +44,8 @@ from penstock.memory.memfd import SharedMemory
 from penstock.memory.pinned import PinnedBytes
 from penstock.plan.ring_layout import WORD_BYTES, lay_out_ring_of
 from penstock.stats import Recorder
-from penstock.store.base import Store
-from penstock.store.disk import DiskOptions
+from penstock.stores.disk import DiskOptions
+from penstock.stores.store import Store
 from penstock.testing import assert_same_bits, offload_over
 
 Make = Callable[..., Machine]

@@ -23,9 +23,9 @@ from penstock.link.ring_memory import POISON, WANTED, RingMemory
 from penstock.link.ring_task import RingTask
 from penstock.link.staging import parts_of
 from penstock.plan.ring_layout import cut, lay_out_ring
-from penstock.store.base import Load, Segment
-from penstock.store.disk import DiskOptions
-from penstock.store.files import File
+from penstock.stores.disk import DiskOptions
+from penstock.stores.file_reader import File
+from penstock.stores.store import Load, Segment
 
 PIECE_BYTES = 4096
 

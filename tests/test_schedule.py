@@ -22,8 +22,8 @@ from penstock.offloaders.pipeline import SlotPipeline
 from penstock.plan.plan import Plan, UnitDraft, assemble
 from penstock.plan.slots import chain, first_units, next_in_chain, slot_of
 from penstock.stats import Recorder
-from penstock.store.base import Load
-from penstock.store.cpu import CpuStore
+from penstock.stores.host import CpuStore
+from penstock.stores.store import Load
 
 MAX_UNITS, MAX_SLOTS, ROUNDS = 12, 8, 3
 CASES = [(n, s) for n in range(1, MAX_UNITS + 1) for s in range(1, min(n, MAX_SLOTS) + 1)]

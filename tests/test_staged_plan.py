@@ -24,7 +24,7 @@ from penstock.plan.plan import slab_bytes
 from penstock.plan.predict import forecast
 from penstock.plan.report import render
 from penstock.plan.ring_layout import lay_out_ring, ring_bytes
-from penstock.store.disk import DiskStore
+from penstock.stores.disk import DiskStore
 
 GPU = Machine("a GPU", 2**34)
 

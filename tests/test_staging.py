@@ -17,11 +17,11 @@ from registrars import Ledger
 
 from penstock.errors import CheckpointError, TransferError
 from penstock.memory.pages import map_pages
-from penstock.store.base import writable_view
-from penstock.store.cpu import MemorySource
-from penstock.store.files import DiskOptions, File, FileStretch
 from penstock.store.loading import Part
 from penstock.store.staging import _ROOM_BYTES, BUFFER_BYTES, NUM_BUFFERS, CudaUploader, UploadRing
+from penstock.stores.file_reader import DiskOptions, File, FileStretch
+from penstock.stores.host import MemorySource
+from penstock.stores.store import writable_view
 
 SIZE = 64
 PATIENCE_S = 10

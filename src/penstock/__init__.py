@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         set_offloader,
     )
     from penstock.plan import Plan
-    from penstock.store.disk import DiskOptions
+    from penstock.stores.disk import DiskOptions
 
 __all__ = [
     "UVA",
@@ -62,7 +62,7 @@ _HOMES = {
         "set_offloader",
     ),
     "penstock.plan": ("Plan",),
-    "penstock.store.disk": ("DiskOptions",),
+    "penstock.stores.disk": ("DiskOptions",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

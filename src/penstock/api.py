@@ -29,7 +29,7 @@ from penstock.offloaders.state import place_of
 from penstock.plan import Plan, move_on_demand
 from penstock.ranks.peers import Peers
 from penstock.stats import Stats
-from penstock.store.disk import DiskOptions
+from penstock.stores.disk import DiskOptions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -35,8 +35,8 @@ from penstock.offloaders.planning import planner_for
 from penstock.offloaders.still import StillOffloader, boundaries
 from penstock.plan import Plan
 from penstock.stats import Recorder
-from penstock.store.base import Load, Source
-from penstock.store.disk import DiskOptions
+from penstock.stores.disk import DiskOptions
+from penstock.stores.store import Load, Source
 
 __all__ = [
     "EarlyLink",

@@ -23,7 +23,7 @@ from penstock.errors import OptionError, TransferError
 from penstock.link.measuring import median_s
 from penstock.link.peer_rates import PEER_SIZES, mutual_peers, peer_rates
 from penstock.offloaders import parts as sharing
-from penstock.store.parts import PartStore
+from penstock.stores.sharded import PartStore
 from penstock.testing import assert_moved
 
 NUM_RANKS = 4 if torch.cuda.device_count() >= 4 else 2

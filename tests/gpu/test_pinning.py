@@ -22,7 +22,7 @@ from penstock.errors import StateError
 from penstock.memory.pages import map_pages, populate_parallel
 from penstock.memory.pinned import CudaRegistrar, PinnedBytes
 from penstock.offloaders.attachment import Attachment
-from penstock.store.pinned import PinnedStore
+from penstock.stores.pinned_host import PinnedStore
 
 MIB = 1 << 20
 

@@ -25,8 +25,8 @@ from penstock.checkpoint.safetensors_header import Checkpoint, FileTensor
 from penstock.checkpoint.weight_map import Recipe, TensorSource, WeightMap
 from penstock.errors import CheckpointError
 from penstock.model.inventory import take_inventory
-from penstock.store.base import new_blob, writable_view
-from penstock.store.disk import DiskStore
+from penstock.stores.disk import DiskStore
+from penstock.stores.store import new_blob, writable_view
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -43,8 +43,8 @@ from penstock.offloaders.sharing import attempt
 from penstock.plan import Plan
 from penstock.plan.planner import Planner
 from penstock.ranks.peers import Peers
-from penstock.store.base import new_blob
-from penstock.store.disk import DiskOptions
+from penstock.stores.disk import DiskOptions
+from penstock.stores.store import new_blob
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

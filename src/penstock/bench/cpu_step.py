@@ -34,7 +34,7 @@ from penstock.link.threads import ThreadLink
 from penstock.memory.system import PeakMeter
 from penstock.model.inventory import take_inventory
 from penstock.plan import Plan, build_plan
-from penstock.store.disk import DiskOptions, DiskStore
+from penstock.stores.disk import DiskOptions, DiskStore
 
 __all__ = ["run", "run_child"]
 

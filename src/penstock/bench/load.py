@@ -39,7 +39,7 @@ from penstock.bench.plain import forget, read_plainly, touch_fresh
 from penstock.config import Mode
 from penstock.memory.page_cache import teller_for
 from penstock.memory.system import PeakMeter, rss_bytes
-from penstock.store.files import DiskOptions
+from penstock.stores.file_reader import DiskOptions
 
 __all__ = ["WAYS", "run", "run_child", "summary"]
 

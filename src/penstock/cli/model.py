@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.plan.cost_model import Rates
     from penstock.plan.machine import Machine
     from penstock.plan.planner import Planner
-    from penstock.store.disk import DiskOptions
+    from penstock.stores.disk import DiskOptions
 
 __all__ = ["OpenedModel", "minimum_bytes", "no_collections", "open_model", "require_causal_lm"]
 
@@ -71,7 +71,7 @@ class OpenedModel:
 
     def check_files(self, options: DiskOptions | None) -> None:
         """Open the weight files in the way ``options`` ask for, which the file system may refuse; reads nothing."""
-        from penstock.store.disk import DiskStore
+        from penstock.stores.disk import DiskStore
 
         DiskStore(dict(self.weights.sources), options).close()
 

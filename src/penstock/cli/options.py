@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.plan import Plan
-    from penstock.store.disk import DiskOptions
+    from penstock.stores.disk import DiskOptions
 
 __all__ = ["LIST_FLAGS", "OffloadFlags", "with_offload_flags", "with_some_offload_flags"]
 
@@ -156,7 +156,7 @@ class OffloadFlags:
 
     def disk(self) -> DiskOptions | None:
         """How checkpoint files are read; ``None`` where no flag says."""
-        from penstock.store.disk import DiskOptions
+        from penstock.stores.disk import DiskOptions
 
         if not (self.disk_direct or self.disk_drop_cache):
             return None

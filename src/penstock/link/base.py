@@ -19,7 +19,7 @@ import torch
 
 from penstock.plan.plan import Plan
 from penstock.stats import StagingStats
-from penstock.store.base import Load
+from penstock.stores.store import Load
 
 __all__ = ["Link", "Mark", "Transfer"]
 

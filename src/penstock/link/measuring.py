@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from penstock.link.peer_rates import peer_rates
 from penstock.memory.pinning import device_view, pinned_region
-from penstock.store.disk import DiskOptions, File
+from penstock.stores.disk import DiskOptions, File
 
 __all__ = ["measured_rates", "median_s"]
 

@@ -36,7 +36,7 @@ from penstock.memory.symmetric import SymmetricMemory
 from penstock.plan.striping import PartLayout, Striping
 from penstock.ranks.peers import Channel, Peers, PeerWatch
 from penstock.stats import Recorder
-from penstock.store.base import Load
+from penstock.stores.store import Load
 
 __all__ = ["PooledStreamLink", "PooledThreadLink"]
 

@@ -39,7 +39,7 @@ from typing import NamedTuple
 
 from penstock.errors import TransferError
 from penstock.link.ring_memory import POISON, Counter, RingMemory
-from penstock.store.source import Source
+from penstock.stores.source import Source
 
 __all__ = ["MAX_READERS", "READ_BYTES", "SPARE_ONE_CORE_IN", "STUCK_S", "Part", "RingServer"]
 

@@ -34,7 +34,7 @@ from penstock.memory.pinning import pin_shared, pin_threads
 from penstock.plan.plan import Plan
 from penstock.plan.ring_layout import ENTRY_BYTES, MAX_ENTRIES, lay_out_ring_of
 from penstock.stats import Recorder, StagingStats
-from penstock.store.base import Load
+from penstock.stores.store import Load
 
 __all__ = ["RingLink"]
 

@@ -11,8 +11,8 @@ from typing import Any
 from penstock.checkpoint.fingerprint import FileStamp
 from penstock.link.ring import Part
 from penstock.plan.ring_layout import Piece, RingLayout
-from penstock.store.files import DiskOptions, File
-from penstock.store.ways import Ways
+from penstock.stores.file_reader import DiskOptions, File
+from penstock.stores.io_policy import Ways
 
 __all__ = ["RingTask"]
 

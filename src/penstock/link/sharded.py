@@ -15,8 +15,8 @@ from penstock.errors import TransferError
 from penstock.link.base import Mark
 from penstock.link.streams import StreamLink, StreamTransfer
 from penstock.plan.striping import PartLayout
-from penstock.store.base import Load
-from penstock.store.parts import SymmetricParts
+from penstock.stores.sharded import SymmetricParts
+from penstock.stores.store import Load
 
 __all__ = ["ShardedStreamLink"]
 

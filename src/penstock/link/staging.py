@@ -13,8 +13,8 @@ from penstock.link.ring_memory import WANTED, RingMemory
 from penstock.link.stream_memory import CopyStream
 from penstock.plan.ring_layout import RingLayout, cut
 from penstock.stats import StagingStats
-from penstock.store.base import Load
-from penstock.store.files import FileStretch
+from penstock.stores.file_reader import FileStretch
+from penstock.stores.store import Load
 
 __all__ = ["StagingRing", "parts_in_files", "parts_of"]
 

@@ -20,7 +20,7 @@ import torch
 
 from penstock.errors import StateError, TransferError
 from penstock.link.base import Link, Mark, Transfer
-from penstock.store.base import Load
+from penstock.stores.store import Load
 
 __all__ = ["StreamLink", "StreamTransfer"]
 

@@ -23,7 +23,7 @@ from penstock.env import reader_threads
 from penstock.errors import OptionError, StateError, TransferError
 from penstock.link.base import Link, Mark, Transfer
 from penstock.stats import Recorder
-from penstock.store.base import Load, Segment, new_blob, writable_view
+from penstock.stores.store import Load, Segment, new_blob, writable_view
 
 __all__ = ["ThreadLink", "ThreadTransfer"]
 

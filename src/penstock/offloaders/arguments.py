@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import OptionError, OptionTypeError
-from penstock.store.files import DiskOptions
+from penstock.stores.file_reader import DiskOptions
 
 __all__ = ["require_group", "require_kinds"]
 

@@ -37,14 +37,14 @@ from penstock.ops import new_token
 from penstock.plan.plan import Plan, slab_bytes
 from penstock.ranks.peers import Peers
 from penstock.stats import Recorder, Stats
-from penstock.store.base import Store, new_blob
-from penstock.store.cpu import CpuStore
-from penstock.store.disk import DiskOptions, DiskStore
 from penstock.store.loading import Progress
-from penstock.store.parts import PartStore
-from penstock.store.pinned import PinnedStore
-from penstock.store.shared import SharedStore
-from penstock.store.spill import SpillStore
+from penstock.stores.composite import SpillStore
+from penstock.stores.disk import DiskOptions, DiskStore
+from penstock.stores.host import CpuStore
+from penstock.stores.pinned_host import PinnedStore
+from penstock.stores.sharded import PartStore
+from penstock.stores.shared_host import SharedStore
+from penstock.stores.store import Store, new_blob
 
 __all__ = ["Attachment", "Progress"]
 

@@ -15,7 +15,7 @@ import torch
 
 from penstock.errors import RaceError
 from penstock.plan.plan import Plan
-from penstock.store.base import Segment, new_blob, writable_view
+from penstock.stores.store import Segment, new_blob, writable_view
 
 __all__ = ["POISON", "Guard"]
 

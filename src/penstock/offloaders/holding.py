@@ -24,7 +24,7 @@ from penstock.memory.pinning import device_view, new_pinned
 from penstock.model.inventory import take_inventory
 from penstock.model.live_tensors import BoundStorage
 from penstock.plan.plan import slab_bytes
-from penstock.store.pinned import Held
+from penstock.stores.pinned_host import Held
 
 __all__ = ["Holding", "Wanted", "held_storages", "strayed_storages"]
 

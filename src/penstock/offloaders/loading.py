@@ -18,14 +18,14 @@ from penstock.memory.system import trim_heap
 from penstock.model.live_tensors import BoundStorage
 from penstock.offloaders.making import Maker
 from penstock.stats import ReadStats
-from penstock.store.adoption import MIN_BYTES
-from penstock.store.base import Segment, Store
-from penstock.store.cpu import MemorySource
-from penstock.store.disk import DiskOptions, DiskStore
 from penstock.store.loading import Delivery, Progress, deliver
-from penstock.store.pinned import PinnedStore
 from penstock.store.staging import CudaUploader
-from penstock.store.ways import Ways
+from penstock.stores.adoption import MIN_BYTES
+from penstock.stores.disk import DiskOptions, DiskStore
+from penstock.stores.host import MemorySource
+from penstock.stores.io_policy import Ways
+from penstock.stores.pinned_host import PinnedStore
+from penstock.stores.store import Segment, Store
 
 __all__ = ["WeightLoader", "require_weights"]
 

@@ -13,11 +13,11 @@ import torch
 
 from penstock.checkpoint.fingerprint import FileStamp
 from penstock.checkpoint.weight_map import Recipe, TensorSource
-from penstock.store.base import Segment, new_blob
-from penstock.store.cpu import MemorySource
-from penstock.store.disk import DiskOptions, DiskStore
 from penstock.store.loading import Delivery, deliver
-from penstock.store.ways import Ways
+from penstock.stores.disk import DiskOptions, DiskStore
+from penstock.stores.host import MemorySource
+from penstock.stores.io_policy import Ways
+from penstock.stores.store import Segment, new_blob
 
 __all__ = ["Maker"]
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from penstock.offloaders.hooks import NotCopyable
-from penstock.store.disk import DiskStore
+from penstock.stores.disk import DiskStore
 
 __all__ = ["MappedFilesGuard"]
 

@@ -18,13 +18,13 @@ from penstock.offloaders.parts import open_parts, splits_units
 from penstock.offloaders.sharing import open_shared
 from penstock.plan.plan import Plan
 from penstock.ranks.peers import Peers, require_peers
-from penstock.store.adoption import can_adopt
-from penstock.store.base import Store, new_blob
-from penstock.store.cpu import CpuStore
-from penstock.store.disk import DiskOptions, DiskStore
-from penstock.store.meta import MetaStore
-from penstock.store.pinned import Held, PinnedStore
-from penstock.store.spill import SpillStore
+from penstock.stores.adoption import can_adopt
+from penstock.stores.composite import SpillStore
+from penstock.stores.disk import DiskOptions, DiskStore
+from penstock.stores.host import CpuStore
+from penstock.stores.meta import MetaStore
+from penstock.stores.pinned_host import Held, PinnedStore
+from penstock.stores.store import Store, new_blob
 
 __all__ = ["compute_device", "open_pinned", "open_store"]
 

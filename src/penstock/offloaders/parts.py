@@ -32,12 +32,12 @@ from penstock.plan.striping import CHUNK_BYTES, PartLayout
 from penstock.ranks.digest import checksum, json_digest
 from penstock.ranks.peers import Channel, Peers, PeerWatch
 from penstock.stats import Recorder
-from penstock.store.base import Segment, Source, new_blob
-from penstock.store.cpu import MemorySource
-from penstock.store.disk import DiskOptions, DiskStore
 from penstock.store.loading import Delivery, deliver
-from penstock.store.parts import HostParts, Parts, PartStore, SymmetricParts
 from penstock.store.staging import CudaUploader
+from penstock.stores.disk import DiskOptions, DiskStore
+from penstock.stores.host import MemorySource
+from penstock.stores.sharded import HostParts, Parts, PartStore, SymmetricParts
+from penstock.stores.store import Segment, Source, new_blob
 
 __all__ = ["FilledParts", "open_parts", "splits_units"]
 

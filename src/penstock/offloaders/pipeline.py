@@ -54,7 +54,7 @@ from penstock.offloaders.slot import Slot
 from penstock.plan.plan import Plan
 from penstock.plan.slots import chain, first_units, next_in_chain, slot_of
 from penstock.stats import Recorder, StagingStats, UnitStats
-from penstock.store.base import Store
+from penstock.stores.store import Store
 
 __all__ = ["SlotPipeline", "release_left"]
 

@@ -21,7 +21,7 @@ from penstock.plan.cost_model import Rates
 from penstock.plan.disk_fallback import Spill
 from penstock.plan.planner import Planner
 from penstock.ranks.peers import Peers
-from penstock.store.files import DiskOptions
+from penstock.stores.file_reader import DiskOptions
 from penstock.traits import traits_of
 
 __all__ = ["budget_planner", "not_in_files", "planner_for", "split_planner"]

@@ -18,7 +18,7 @@ from penstock.model.tensor_guards import GiveBack
 from penstock.offloaders.hooks import NotCopyable
 from penstock.offloaders.tracing import check_trace
 from penstock.plan.plan import Plan
-from penstock.store.base import Store, new_blob
+from penstock.stores.store import Store, new_blob
 
 __all__ = ["Promoter"]
 

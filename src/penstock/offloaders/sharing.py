@@ -33,10 +33,10 @@ from penstock.plan.plan import Plan
 from penstock.ranks.digest import json_digest
 from penstock.ranks.peers import Peers
 from penstock.ranks.rendezvous import Rendezvous, this_host
-from penstock.store.base import new_blob, writable_view
-from penstock.store.disk import DiskOptions, DiskStore
-from penstock.store.shared import SharedStore, shared_bytes
-from penstock.store.ways import Ways
+from penstock.stores.disk import DiskOptions, DiskStore
+from penstock.stores.io_policy import Ways
+from penstock.stores.shared_host import SharedStore, shared_bytes
+from penstock.stores.store import new_blob, writable_view
 
 __all__ = ["Attempt", "attempt", "compare_plans", "finish_shared", "open_shared", "spans_ranks"]
 

@@ -1,1 +1,1 @@
-"""Where offloaded bytes rest: one file per store, all behind :class:`penstock.store.base.Store`."""
+"""Where offloaded bytes rest: one file per store, all behind :class:`penstock.stores.store.Store`."""

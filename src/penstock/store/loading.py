@@ -20,8 +20,8 @@ import torch
 
 from penstock.errors import TransferError
 from penstock.memory.pages import pack
-from penstock.store.base import Segment, Source, writable_view
-from penstock.store.files import File, FileStretch
+from penstock.stores.file_reader import File, FileStretch
+from penstock.stores.store import Segment, Source, writable_view
 
 __all__ = ["PIECE_BYTES", "Delivery", "Part", "Progress", "Uploader", "deliver"]
 

@@ -18,9 +18,9 @@ import torch
 
 from penstock.memory.pages import map_pages
 from penstock.memory.pinned import PinnedBytes, Registrar
-from penstock.store.base import writable_view
-from penstock.store.files import ALIGN_BYTES, read_around
 from penstock.store.loading import Part
+from penstock.stores.file_reader import ALIGN_BYTES, read_around
+from penstock.stores.store import writable_view
 
 __all__ = ["CudaUploader", "UploadRing", "read_staged"]
 

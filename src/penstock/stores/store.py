@@ -10,7 +10,7 @@ import torch
 
 from penstock.config import Mode
 from penstock.plan.plan import Unit
-from penstock.store.source import Source
+from penstock.stores.source import Source
 
 __all__ = ["Load", "Segment", "Source", "Store", "new_blob", "writable_view"]
 

@@ -26,8 +26,8 @@ from penstock.checkpoint.fingerprint import FileStamp, require_file, too_many_op
 from penstock.errors import CheckpointError, TransferError
 from penstock.memory.page_cache import Teller, cached_bytes, teller_for
 from penstock.memory.system import above_standard_streams
-from penstock.store.source import Source
-from penstock.store.ways import Ways
+from penstock.stores.io_policy import Ways
+from penstock.stores.source import Source
 
 __all__ = ["ALIGN_BYTES", "DiskOptions", "File", "FileStretch", "read_around"]
 
@@ -225,7 +225,7 @@ class FileStretch:
     offset: int
 
     def read(self, start: int, into: memoryview) -> None:
-        """See :class:`~penstock.store.base.Source`."""
+        """See :class:`~penstock.stores.store.Source`."""
         self.file.read(self.offset + start, into)
 
 

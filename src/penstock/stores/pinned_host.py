@@ -23,8 +23,8 @@ from penstock.memory.pages import pack, populate_parallel
 from penstock.memory.pinned import PinnedBytes, Registrar
 from penstock.memory.pinning import fresh, pin_threads, warn_refused
 from penstock.plan.plan import Unit, slab_bytes
-from penstock.store.base import Load, Segment, Store
-from penstock.store.cpu import MemorySource
+from penstock.stores.host import MemorySource
+from penstock.stores.store import Load, Segment, Store
 
 __all__ = [
     "Held",

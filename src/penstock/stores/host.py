@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from penstock.errors import TransferError
-from penstock.store.base import Segment, Store
+from penstock.stores.store import Segment, Store
 
 __all__ = ["CpuStore", "MemorySource"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from penstock.store.base import Segment, Store, new_blob
+from penstock.stores.store import Segment, Store, new_blob
 
 __all__ = ["MetaStore"]
 

@@ -18,8 +18,8 @@ from penstock.memory.symmetric import SymmetricMemory
 from penstock.plan.plan import Unit
 from penstock.plan.striping import PartLayout, Stretch
 from penstock.ranks.peers import Channel
-from penstock.store.base import Load, Segment, Store, new_blob
-from penstock.store.cpu import MemorySource
+from penstock.stores.host import MemorySource
+from penstock.stores.store import Load, Segment, Store, new_blob
 
 __all__ = ["HostParts", "PartStore", "Parts", "SymmetricParts"]
 

@@ -27,7 +27,7 @@ from penstock.memory.pinned import PinnedBytes, Registrar
 from penstock.memory.pinning import pin_shared, pin_threads
 from penstock.plan.plan import Unit
 from penstock.ranks.rendezvous import Rendezvous
-from penstock.store.pinned import SLAB_BYTES, PinnedStore, Place, slab_sizes
+from penstock.stores.pinned_host import SLAB_BYTES, PinnedStore, Place, slab_sizes
 
 __all__ = ["SharedStore", "share_out", "shared_bytes"]
 

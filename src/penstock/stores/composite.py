@@ -7,8 +7,8 @@ from collections.abc import Collection
 import torch
 
 from penstock.plan.plan import Unit
-from penstock.store.base import Load, Segment, Store
-from penstock.store.disk import DiskStore
+from penstock.stores.disk import DiskStore
+from penstock.stores.store import Load, Segment, Store
 
 __all__ = ["SpillStore"]
 

@@ -14,9 +14,9 @@ from penstock.checkpoint.weight_map import TensorSource
 from penstock.errors import CheckpointError
 from penstock.memory.pages import pieces
 from penstock.memory.pinning import pin_threads, pinned_region
-from penstock.store.base import Segment, Store, writable_view
-from penstock.store.files import DiskOptions, File, FileStretch
-from penstock.store.ways import Ways
+from penstock.stores.file_reader import DiskOptions, File, FileStretch
+from penstock.stores.io_policy import Ways
+from penstock.stores.store import Segment, Store, writable_view
 
 __all__ = ["DiskOptions", "DiskStore", "File"]
 

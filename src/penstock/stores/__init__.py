@@ -1,0 +1,1 @@
+"""Where the bytes of offloaded weights rest."""
