@@ -25,11 +25,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from penstock.loading.read_pool import Delivery, deliver
 from penstock.memory.numa import cpus_near
 from penstock.memory.pages import map_pages, pieces, populate, populate_parallel, whole_pages
 from penstock.memory.pinned import CudaRegistrar
 from penstock.plan.plan import SlabEntry, Unit
-from penstock.store.loading import Delivery, deliver
 from penstock.stores.disk import DiskOptions, File
 from penstock.stores.pinned_host import PinnedStore
 from penstock.stores.store import Segment

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import CheckpointError, TransferError
+from penstock.loading.read_pool import Delivery, Part, deliver
+from penstock.loading.upload import read_staged
 from penstock.memory import page_cache
 from penstock.memory.page_cache import cached_bytes, teller_for
 from penstock.memory.pages import map_pages
 from penstock.stats import ReadStats
-from penstock.store.loading import Delivery, Part, deliver
-from penstock.store.staging import read_staged
 from penstock.stores import file_reader as files
 from penstock.stores.file_reader import ALIGN_BYTES, DiskOptions, File, FileStretch
 from penstock.stores.io_policy import Ways

@@ -29,14 +29,14 @@ from penstock.checkpoint.safetensors_header import Checkpoint
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.errors import StateError, TransferError
 from penstock.link.threads import ThreadLink
+from penstock.loading.loader import WeightLoader
+from penstock.loading.read_pool import Delivery, Part, deliver
 from penstock.memory.pinned import CudaRegistrar
 from penstock.model.inventory import take_inventory
 from penstock.model.live_tensors import bind
 from penstock.offloaders import opening
 from penstock.offloaders.attachment import Attachment
-from penstock.offloaders.loading import WeightLoader
 from penstock.plan import Plan, build_plan
-from penstock.store.loading import Delivery, Part, deliver
 from penstock.stores.disk import DiskStore
 from penstock.stores.host import MemorySource
 from penstock.stores.pinned_host import PinnedStore
@@ -264,7 +264,7 @@ class TestOffload:
 
     def test_so_is_one_that_is_put_back_before_the_end(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pin_by(Ledger(), monkeypatch)
-        monkeypatch.setattr("penstock.offloaders.loading.COMPARE_EVERY_S", 0.0)
+        monkeypatch.setattr("penstock.loading.loader.COMPARE_EVERY_S", 0.0)
         folder = save(nn.Sequential(*(nn.Linear(1 << 10, 1 << 10, bias=False) for _ in range(12))), tmp_path)
         (file,) = Checkpoint.open(folder).files
         content, at = file.read_bytes(), file.stat()
@@ -422,8 +422,8 @@ class TestUploads:
     def load(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[Store], Any]:
         made: list[tuple[torch.device, Any]] = []
         monkeypatch.setattr(Uploads, "made", made, raising=False)
-        monkeypatch.setattr("penstock.offloaders.loading.CudaUploader", Uploads)
-        monkeypatch.setattr("penstock.offloaders.loading.cpus_near", lambda device: None)
+        monkeypatch.setattr("penstock.loading.loader.CudaUploader", Uploads)
+        monkeypatch.setattr("penstock.loading.loader.cpus_near", lambda device: None)
         model = nn.Linear(4, 4, bias=False)
         bound = bind(model, take_inventory(model).storages)
         residents = {"weight": torch.empty(64, dtype=torch.uint8, device="meta")}

@@ -25,7 +25,7 @@ from penstock.adapters.transformers import build_meta_model, load, weight_map
 from penstock.checkpoint.safetensors_header import Checkpoint
 from penstock.checkpoint.weight_map import Recipe
 from penstock.errors import PenstockWarning, TransferError
-from penstock.offloaders.making import Maker
+from penstock.loading.convert import Maker
 from penstock.stores.file_reader import DiskOptions
 from penstock.stores.io_policy import Ways
 from penstock.stores.store import Segment, writable_view
@@ -66,7 +66,7 @@ class TestSameBits:
     def test_made_into_host_memory(self, transposed: Path, pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         if pinned:
             pin_by(Ledger(), monkeypatch)
-        monkeypatch.setattr("penstock.offloaders.loading._LIVE_PIECE_BYTES", 1 << 14)
+        monkeypatch.setattr("penstock.loading.loader._LIVE_PIECE_BYTES", 1 << 14)
         reference = resident(transposed)
         seen: list[tuple[int, int]] = []
         model, handle = load(transposed, experts("cpu"), progress=lambda done, total: seen.append((done, total)))

@@ -16,9 +16,9 @@ import torch
 from registrars import Ledger
 
 from penstock.errors import CheckpointError, TransferError
+from penstock.loading.read_pool import Part
+from penstock.loading.upload import _ROOM_BYTES, BUFFER_BYTES, NUM_BUFFERS, CudaUploader, UploadRing
 from penstock.memory.pages import map_pages
-from penstock.store.loading import Part
-from penstock.store.staging import _ROOM_BYTES, BUFFER_BYTES, NUM_BUFFERS, CudaUploader, UploadRing
 from penstock.stores.file_reader import DiskOptions, File, FileStretch
 from penstock.stores.host import MemorySource
 from penstock.stores.store import writable_view

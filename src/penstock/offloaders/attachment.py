@@ -19,12 +19,13 @@ from penstock.link.base import Link
 from penstock.link.ring_streams import RingLink
 from penstock.link.streams import StreamLink
 from penstock.link.threads import ThreadLink
+from penstock.loading.loader import WeightLoader
+from penstock.loading.read_pool import Progress
 from penstock.memory.pinning import device_view
 from penstock.model.inventory import Inventory
 from penstock.model.live_tensors import BoundStorage, bind
 from penstock.offloaders.holding import Holding, held_storages, strayed_storages
 from penstock.offloaders.hooks import ForwardHook, NotCopyable, UnitHook
-from penstock.offloaders.loading import WeightLoader
 from penstock.offloaders.mapped import MappedFilesGuard
 from penstock.offloaders.notes import notes_on
 from penstock.offloaders.opening import open_store
@@ -37,7 +38,6 @@ from penstock.ops import new_token
 from penstock.plan.plan import Plan, slab_bytes
 from penstock.ranks.peers import Peers
 from penstock.stats import Recorder, Stats
-from penstock.store.loading import Progress
 from penstock.stores.composite import SpillStore
 from penstock.stores.disk import DiskOptions, DiskStore
 from penstock.stores.host import CpuStore

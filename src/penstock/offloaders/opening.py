@@ -10,10 +10,10 @@ from torch import nn
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import format_gib
 from penstock.errors import CheckpointError, OptionError
+from penstock.loading.loader import require_weights
 from penstock.memory.pinned import CudaRegistrar, Registrar, refuse_capture
 from penstock.memory.pinning import pinning_disabled
 from penstock.model.live_tensors import BoundStorage
-from penstock.offloaders.loading import require_weights
 from penstock.offloaders.parts import open_parts, splits_units
 from penstock.offloaders.sharing import open_shared
 from penstock.plan.plan import Plan

@@ -21,19 +21,19 @@ from penstock.errors import OptionError, PenstockWarning, TransferError
 from penstock.link.base import Link
 from penstock.link.pooled import PooledStreamLink, PooledThreadLink
 from penstock.link.sharded import ShardedStreamLink
+from penstock.loading.loader import require_weights
+from penstock.loading.read_pool import Delivery, deliver
+from penstock.loading.upload import CudaUploader
 from penstock.memory.numa import cpus_near
 from penstock.memory.pinned import CudaRegistrar, refuse_capture
 from penstock.memory.pinning import pin_threads, pinned_region, pinning_disabled
 from penstock.memory.symmetric import SymmetricMemory
 from penstock.model.live_tensors import BoundStorage
-from penstock.offloaders.loading import require_weights
 from penstock.plan.plan import Plan
 from penstock.plan.striping import CHUNK_BYTES, PartLayout
 from penstock.ranks.digest import checksum, json_digest
 from penstock.ranks.peers import Channel, Peers, PeerWatch
 from penstock.stats import Recorder
-from penstock.store.loading import Delivery, deliver
-from penstock.store.staging import CudaUploader
 from penstock.stores.disk import DiskOptions, DiskStore
 from penstock.stores.host import MemorySource
 from penstock.stores.sharded import HostParts, Parts, PartStore, SymmetricParts

@@ -22,12 +22,12 @@ from torch import nn
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.env import reader_threads
 from penstock.errors import CheckpointError, OptionError, PeerError, PenstockWarning
+from penstock.loading.convert import Maker
+from penstock.loading.loader import require_weights
 from penstock.memory.memfd import SharedMemory
 from penstock.memory.pinned import Registrar, refuse_capture
 from penstock.model.inventory import Inventory, StorageInfo
 from penstock.model.live_tensors import BoundStorage, bind
-from penstock.offloaders.loading import require_weights
-from penstock.offloaders.making import Maker
 from penstock.offloaders.parts import splits_units
 from penstock.plan.plan import Plan
 from penstock.ranks.digest import json_digest

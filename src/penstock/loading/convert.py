@@ -13,7 +13,7 @@ import torch
 
 from penstock.checkpoint.fingerprint import FileStamp
 from penstock.checkpoint.weight_map import Recipe, TensorSource
-from penstock.store.loading import Delivery, deliver
+from penstock.loading.read_pool import Delivery, deliver
 from penstock.stores.disk import DiskOptions, DiskStore
 from penstock.stores.host import MemorySource
 from penstock.stores.io_policy import Ways

@@ -16,9 +16,9 @@ from functools import partial
 
 import torch
 
+from penstock.loading.read_pool import Part
 from penstock.memory.pages import map_pages
 from penstock.memory.pinned import PinnedBytes, Registrar
-from penstock.store.loading import Part
 from penstock.stores.file_reader import ALIGN_BYTES, read_around
 from penstock.stores.store import writable_view
 
@@ -99,7 +99,7 @@ class CudaUploader:
         self._ring = UploadRing(self._pinned.blob.split(_ROOM_BYTES), partial(_start_on, self._stream))
 
     def upload(self, parts: Sequence[Part]) -> None:
-        """See :class:`~penstock.store.loading.Uploader`."""
+        """See :class:`~penstock.loading.read_pool.Uploader`."""
         self._ring.upload(parts)
 
     def finish(self) -> None:

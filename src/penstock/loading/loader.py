@@ -11,15 +11,15 @@ import torch
 from penstock.checkpoint.weight_map import Recipe, TensorSource, WeightMap
 from penstock.env import pin_memory_disabled
 from penstock.errors import OptionError
+from penstock.loading.convert import Maker
+from penstock.loading.read_pool import Delivery, Progress, deliver
+from penstock.loading.upload import CudaUploader
 from penstock.memory.numa import cpus_near
 from penstock.memory.pinned import CudaRegistrar
 from penstock.memory.pinning import pin_threads
 from penstock.memory.system import trim_heap
 from penstock.model.live_tensors import BoundStorage
-from penstock.offloaders.making import Maker
 from penstock.stats import ReadStats
-from penstock.store.loading import Delivery, Progress, deliver
-from penstock.store.staging import CudaUploader
 from penstock.stores.adoption import MIN_BYTES
 from penstock.stores.disk import DiskOptions, DiskStore
 from penstock.stores.host import MemorySource
