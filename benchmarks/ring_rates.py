@@ -23,12 +23,6 @@ from pathlib import Path
 
 import torch
 
-from penstock.link.ring import READ_BYTES, STUCK_S
-from penstock.link.ring_memory import WANTED
-from penstock.link.ring_readers import ReaderProcess
-from penstock.link.ring_task import RingTask
-from penstock.link.staging import StagingRing, parts_in_files
-from penstock.link.stream_memory import CudaCopyStream
 from penstock.memory.memfd import SharedMemory
 from penstock.memory.pages import collapse_parallel, populate_parallel
 from penstock.memory.pinned import CudaRegistrar, PinnedBytes
@@ -36,6 +30,12 @@ from penstock.memory.pinning import pin_shared, pin_threads
 from penstock.plan.ring_layout import ENTRY_BYTES, MAX_ENTRIES, lay_out_ring
 from penstock.stores.file_reader import DiskOptions, File, FileStretch
 from penstock.stores.store import Load, Segment
+from penstock.transfer.ring import READ_BYTES, STUCK_S
+from penstock.transfer.ring_memory import WANTED
+from penstock.transfer.ring_readers import ReaderProcess
+from penstock.transfer.ring_staging import StagingRing, parts_in_files
+from penstock.transfer.ring_task import RingTask
+from penstock.transfer.stream_memory import CudaCopyStream
 
 NUM_UNITS = 4
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from penstock.link.base import Link, Mark, Transfer
 from penstock.model.inventory import Inventory, Location, StorageInfo, TensorInfo
 from penstock.plan.plan import Plan, UnitDraft, assemble
 from penstock.stores.host import CpuStore
 from penstock.stores.store import Load, Store
+from penstock.transfer.link import Link, Mark, Transfer
 
 BYTES = 256
 

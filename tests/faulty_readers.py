@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.link import ring, ring_process
+from penstock.transfer import ring, ring_process
 
 
 def main() -> None:

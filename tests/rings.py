@@ -17,11 +17,6 @@ from safetensors.torch import save_file
 
 from penstock.checkpoint.safetensors_header import Checkpoint
 from penstock.checkpoint.weight_map import FilePart, TensorSource
-from penstock.link.base import Link, Mark, Transfer
-from penstock.link.ring import READ_BYTES, RingServer
-from penstock.link.ring_readers import ReaderProcess
-from penstock.link.ring_task import RingTask
-from penstock.link.staging import StagingRing, parts_in_files, parts_of
 from penstock.memory.memfd import SharedMemory
 from penstock.model.inventory import Inventory, Location, StorageInfo, TensorInfo
 from penstock.offloaders.pipeline import SlotPipeline
@@ -30,6 +25,11 @@ from penstock.plan.ring_layout import WORD_BYTES, RingLayout, lay_out_ring_of
 from penstock.stats import Recorder, StagingStats
 from penstock.stores.disk import DiskOptions, DiskStore
 from penstock.stores.store import Load, Segment, Store
+from penstock.transfer.link import Link, Mark, Transfer
+from penstock.transfer.ring import READ_BYTES, RingServer
+from penstock.transfer.ring_readers import ReaderProcess
+from penstock.transfer.ring_staging import StagingRing, parts_in_files, parts_of
+from penstock.transfer.ring_task import RingTask
 
 PATIENCE_S = 30.0
 ENTRY_BYTES = 4096

@@ -32,9 +32,9 @@ from penstock.cli.options import OffloadFlags
 from penstock.config import UVA, Budget, Prefetch, Rules, Workload, parse_size
 from penstock.demo.model import ModelSize, ensure_model
 from penstock.errors import OptionError, PenstockError, SizeError
-from penstock.link.probe import Probe
 from penstock.plan.report import gib
 from penstock.stores.file_reader import DiskOptions, File
+from penstock.transfer.probe import Probe
 
 TINY = ModelSize(hidden=128, intermediate=384, layers=4, heads=4, key_value_heads=2)
 
@@ -515,7 +515,7 @@ def test_a_plan_is_drawn(model: Path, tmp_path: Path) -> None:
 def test_planning_with_files_read_past_the_page_cache(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As this machine's kept probe has it, and as the same probe in a file has it."""
     kept = Probe({"cpu": "x86"}, product_s_per_byte={1: 1e-12}, disk_read_bytes_per_s=1e8, cached_read_bytes_per_s=1e10)
-    monkeypatch.setattr("penstock.link.probe.load", lambda: kept)
+    monkeypatch.setattr("penstock.transfer.probe.load", lambda: kept)
     args = ("plan", model, "--device-memory", "2MiB", "--json")
     outlooks = [json.loads(run(*args, *flag).stdout)["outlook"] for flag in ((), ("--disk-direct",))]
     through, past = (outlook["steps"][0]["step_s"] for outlook in outlooks)

@@ -33,13 +33,13 @@ from penstock.errors import (
     SizeError,
     TransferError,
 )
-from penstock.link.threads import ThreadLink
 from penstock.model.inventory import take_inventory
 from penstock.offloaders import pipeline
 from penstock.stores.disk import DiskStore
 from penstock.stores.file_reader import File
 from penstock.stores.host import CpuStore
 from penstock.testing import assert_moved, assert_same_bits
+from penstock.transfer.cpu_threads import ThreadLink
 
 
 @pytest.fixture(autouse=True)

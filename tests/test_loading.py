@@ -28,7 +28,6 @@ from penstock import Prefetch
 from penstock.checkpoint.safetensors_header import Checkpoint
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.errors import StateError, TransferError
-from penstock.link.threads import ThreadLink
 from penstock.loading.loader import WeightLoader
 from penstock.loading.read_pool import Delivery, Part, deliver
 from penstock.memory.pinned import CudaRegistrar
@@ -42,6 +41,7 @@ from penstock.stores.host import MemorySource
 from penstock.stores.pinned_host import PinnedStore
 from penstock.stores.store import Load, Segment, Store, writable_view
 from penstock.testing import assert_moved, assert_same_bits
+from penstock.transfer.cpu_threads import ThreadLink
 
 KIB = 1 << 10
 

@@ -20,8 +20,8 @@ from torch import nn
 
 import penstock
 from penstock import UVA, Budget, DiskOptions, Prefetch
-from penstock.link.threads import ThreadLink
 from penstock.testing import SlowLink, assert_moved, assert_same_bits, offload_over
+from penstock.transfer.cpu_threads import ThreadLink
 
 MODELS: list[tuple[Callable[[], nn.Module], torch.Tensor]] = [
     (lambda: Stack(5, max_pause_s=0.001), rows()),

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 import penstock
 from penstock.cli import app
 from penstock.errors import OptionError, PenstockWarning
-from penstock.link import probe as probes
-from penstock.link.probe import Probe, cache_path, describe_machine, load, planning_rates, read_probe, save
 from penstock.plan.cost_model import NOMINAL_CPU
+from penstock.transfer import probe as probes
+from penstock.transfer.probe import Probe, cache_path, describe_machine, load, planning_rates, read_probe, save
 
 CPU = torch.device("cpu")
 NUM_MUTATIONS = 230

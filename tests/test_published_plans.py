@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from penstock.bench.plan_step import Contest, Planner, build
-from penstock.link.probe import read_probe
 from penstock.model.inventory import take_inventory
 from penstock.plan.predict import forecast
+from penstock.transfer.probe import read_probe
 
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks" / "2026-11-21-plan-h200.jsonl"
 PROBE = REPORT.with_name("2026-11-21-plan-h200-probe.json")

@@ -15,10 +15,10 @@ from device_model import BYTES, Device, DeviceLink, Graph, Op, plan_and_store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.link.base import Mark, Transfer
 from penstock.offloaders.pipeline import SlotPipeline
 from penstock.stats import Recorder
 from penstock.stores.store import Load, Segment
+from penstock.transfer.link import Mark, Transfer
 
 
 class Engine:

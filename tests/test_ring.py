@@ -22,13 +22,13 @@ from rings import PATIENCE_S, FakeRingLink, Machine, Op, disk_store, make_plan, 
 from torch import nn
 
 from penstock.errors import TransferError
-from penstock.link.ring_memory import Counter, RingMemory
 from penstock.plan.plan import Plan
 from penstock.plan.ring_layout import STATUS_BYTES, RingLayout, lay_out_ring
 from penstock.plan.slots import next_in_chain, steady_order
 from penstock.stats import StagingStats
 from penstock.stores.disk import DiskOptions
 from penstock.testing import assert_same_bits, offload_over
+from penstock.transfer.ring_memory import Counter, RingMemory
 
 CASES = [(n, s) for n in range(1, 9) for s in range(1, min(n, 4) + 1)]
 
@@ -380,7 +380,7 @@ class TestEnd:
         assert threading.active_count() == before
 
     def test_a_retired_ring_serves_what_is_under_way_and_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("penstock.link.ring.LINGER_S", 0.2)
+        monkeypatch.setattr("penstock.transfer.ring.LINGER_S", 0.2)
         before = threading.active_count()
         machine = Machine(6, 2, 0.002)
         machine.forward()

@@ -33,13 +33,6 @@ from registrars import Ledger
 from rings import ENTRY_BYTES, PATIENCE_S, FakeStream, Machine, ProcessRingLink, disk_store, make_plan, save_patterns
 
 from penstock.errors import OptionError, StateError, TransferError
-from penstock.link import ring_readers, ring_streams
-from penstock.link.ring_memory import RingMemory
-from penstock.link.ring_process import failed_server
-from penstock.link.ring_readers import ReaderProcess
-from penstock.link.ring_streams import RingLink
-from penstock.link.ring_task import RingTask
-from penstock.link.staging import StagingRing, parts_in_files
 from penstock.memory.memfd import SharedMemory
 from penstock.memory.pinned import PinnedBytes
 from penstock.plan.ring_layout import WORD_BYTES, lay_out_ring_of
@@ -47,6 +40,13 @@ from penstock.stats import Recorder
 from penstock.stores.disk import DiskOptions
 from penstock.stores.store import Store
 from penstock.testing import assert_same_bits, offload_over
+from penstock.transfer import ring_readers, ring_streams
+from penstock.transfer.ring_memory import RingMemory
+from penstock.transfer.ring_process import failed_server
+from penstock.transfer.ring_readers import ReaderProcess
+from penstock.transfer.ring_staging import StagingRing, parts_in_files
+from penstock.transfer.ring_streams import RingLink
+from penstock.transfer.ring_task import RingTask
 
 Make = Callable[..., Machine]
 
@@ -589,7 +589,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background j
 sys.path[:] = json.loads(sys.argv[1])
 from pathlib import Path
 from rings import Machine, ProcessRingLink, disk_store
-from penstock.link import ring_readers
+from penstock.transfer import ring_readers
 ring_readers.PROGRAM = "faulty_readers"
 machine = Machine(6, 2, link=ProcessRingLink(), store=disk_store(Path(sys.argv[2])))
 machine.forward()
@@ -694,7 +694,7 @@ class TestParents:
 class TestProgram:
     def test_it_imports_no_torch(self) -> None:
         code = (
-            "import sys; import penstock.link.ring_process; "
+            "import sys; import penstock.transfer.ring_process; "
             "assert 'numpy' in sys.modules; print(*{'torch', 'safetensors', 'psutil'} & set(sys.modules))"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

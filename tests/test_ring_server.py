@@ -18,14 +18,14 @@ from rings import PATIENCE_S, Machine
 
 from penstock.checkpoint.fingerprint import opened
 from penstock.errors import TransferError
-from penstock.link.ring import PAUSE_S, Part, RingServer
-from penstock.link.ring_memory import POISON, WANTED, RingMemory
-from penstock.link.ring_task import RingTask
-from penstock.link.staging import parts_of
 from penstock.plan.ring_layout import cut, lay_out_ring
 from penstock.stores.disk import DiskOptions
 from penstock.stores.file_reader import File
 from penstock.stores.store import Load, Segment
+from penstock.transfer.ring import PAUSE_S, Part, RingServer
+from penstock.transfer.ring_memory import POISON, WANTED, RingMemory
+from penstock.transfer.ring_staging import parts_of
+from penstock.transfer.ring_task import RingTask
 
 PIECE_BYTES = 4096
 

@@ -16,7 +16,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.link.base import Link, Mark, Transfer
 from penstock.model.inventory import Inventory, Location, StorageInfo, TensorInfo
 from penstock.offloaders.pipeline import SlotPipeline
 from penstock.plan.plan import Plan, UnitDraft, assemble
@@ -24,6 +23,7 @@ from penstock.plan.slots import chain, first_units, next_in_chain, slot_of
 from penstock.stats import Recorder
 from penstock.stores.host import CpuStore
 from penstock.stores.store import Load
+from penstock.transfer.link import Link, Mark, Transfer
 
 MAX_UNITS, MAX_SLOTS, ROUNDS = 12, 8, 3
 CASES = [(n, s) for n in range(1, MAX_UNITS + 1) for s in range(1, min(n, MAX_SLOTS) + 1)]

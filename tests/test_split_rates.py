@@ -23,8 +23,6 @@ from penstock.bench.plan_step import build
 from penstock.cli.probe import _rates as table_of
 from penstock.config import Budget, Workload
 from penstock.errors import PenstockWarning
-from penstock.link import peer_rates as measuring
-from penstock.link.probe import Probe, read_probe
 from penstock.model.inventory import take_inventory
 from penstock.model.profile_facts import Traits
 from penstock.plan import build_plan
@@ -32,6 +30,8 @@ from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates
 from penstock.plan.planner import Planner
 from penstock.plan.split import split_rates
 from penstock.plan.striping import CHUNK_BYTES
+from penstock.transfer import peer_rates as measuring
+from penstock.transfer.probe import Probe, read_probe
 
 KIB, MIB = 1 << 10, 1 << 20
 REPORTS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks"

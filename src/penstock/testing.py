@@ -26,8 +26,6 @@ from torch.utils._pytree import tree_flatten
 from penstock.api import Handle
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Policy, as_policy
-from penstock.link.base import Link, Mark, Transfer
-from penstock.link.threads import ThreadLink, ThreadTransfer
 from penstock.model.inventory import take_inventory
 from penstock.offloaders.attachment import Attachment
 from penstock.offloaders.opening import compute_device
@@ -37,6 +35,8 @@ from penstock.plan import Plan
 from penstock.stats import Recorder
 from penstock.stores.disk import DiskOptions
 from penstock.stores.store import Load, Source
+from penstock.transfer.cpu_threads import ThreadLink, ThreadTransfer
+from penstock.transfer.link import Link, Mark, Transfer
 
 __all__ = [
     "EarlyLink",

@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 import penstock
 from penstock import UVA, Budget, DiskOptions, Handle, Prefetch, Rules
 from penstock.errors import OptionError, StateError, TransferError
-from penstock.link import ring_readers
-from penstock.link.ring_streams import RingLink
 from penstock.model.inventory import take_inventory
+from penstock.transfer import ring_readers
+from penstock.transfer.ring_streams import RingLink
 
 IDS = 8
 POLICIES = {
@@ -324,7 +324,7 @@ class TestLimits:
         def missing(name: str) -> None:
             raise OptionError(f"mode 'disk' on a GPU needs {name}; use mode 'cpu'")
 
-        monkeypatch.setattr("penstock.link.stream_memory._driver_function", missing)
+        monkeypatch.setattr("penstock.transfer.stream_memory._driver_function", missing)
         with pytest.raises(OptionError, match=r"needs cuStreamWriteValue32.*mode 'cpu'"):
             penstock.offload(model, POLICIES["one slot"], checkpoint=folder)
         assert model(inputs()).isfinite().all()

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 import penstock
 from penstock import Prefetch
 from penstock.errors import RaceError
-from penstock.link.streams import StreamLink
+from penstock.transfer.cuda_stream import StreamLink
 
 
 def copies_to_device(run) -> list[tuple[str, float]]:

@@ -20,11 +20,11 @@ from ranks import outcomes, run_ranks
 import penstock
 from penstock import Prefetch
 from penstock.errors import OptionError, TransferError
-from penstock.link.measuring import median_s
-from penstock.link.peer_rates import PEER_SIZES, mutual_peers, peer_rates
 from penstock.offloaders import parts as sharing
 from penstock.stores.sharded import PartStore
 from penstock.testing import assert_moved
+from penstock.transfer.peer_rates import PEER_SIZES, mutual_peers, peer_rates
+from penstock.transfer.probe_measure import median_s
 
 NUM_RANKS = 4 if torch.cuda.device_count() >= 4 else 2
 KINDS = ["sharded", "pooled"]

@@ -17,11 +17,11 @@ from penstock import Budget, Plan, Prefetch, Rules
 from penstock.config import Policy
 from penstock.errors import BudgetError, TransferError
 from penstock.limits import Limits, needs_of
-from penstock.link.ring_streams import RingLink
 from penstock.model.inventory import take_inventory
 from penstock.offloaders import planning
 from penstock.plan import build_plan
 from penstock.plan.ring_layout import RING_BYTES, ring_bytes
+from penstock.transfer.ring_streams import RingLink
 
 # Policy, and the units of it that rest in files.
 PLANS: dict[str, tuple[Policy, tuple[int, ...]]] = {

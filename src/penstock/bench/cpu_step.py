@@ -30,11 +30,11 @@ from penstock.bench.shapes import DecoderShape, Stack, build_stack
 from penstock.checkpoint.safetensors_header import Checkpoint
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Prefetch
-from penstock.link.threads import ThreadLink
 from penstock.memory.system import PeakMeter
 from penstock.model.inventory import take_inventory
 from penstock.plan import Plan, build_plan
 from penstock.stores.disk import DiskOptions, DiskStore
+from penstock.transfer.cpu_threads import ThreadLink
 
 __all__ = ["run", "run_child"]
 

@@ -20,11 +20,11 @@ from penstock.bench.measure import Timing, interleave, time_cuda
 from penstock.bench.shapes import DecoderShape, Stack, build_stack
 from penstock.config import Budget, Policy, Prefetch
 from penstock.errors import OptionError
-from penstock.link.streams import StreamLink
 from penstock.memory.pinning import pinned_region
 from penstock.model.inventory import take_inventory
 from penstock.offloaders.attachment import Attachment
 from penstock.plan import build_plan
+from penstock.transfer.cuda_stream import StreamLink
 
 __all__ = ["LinkProbe", "VariantSpec", "parse_variant", "run"]
 

@@ -21,13 +21,13 @@ from penstock.bench.moe import DEEPSEEK_V2_LITE, MoeStack
 from penstock.bench.shapes import QWEN3_8B, Stack, fill
 from penstock.config import UVA, Budget, Prefetch, Workload
 from penstock.errors import OptionError
-from penstock.link.probe import Probe
 from penstock.model.inventory import Inventory, take_inventory
 from penstock.model.profile_facts import Traits
 from penstock.plan import Plan, build_plan
 from penstock.plan.cost_model import Rates
 from penstock.plan.plan import assemble
 from penstock.plan.predict import forecast
+from penstock.transfer.probe import Probe
 
 __all__ = ["RIVALS", "STACKS", "run"]
 

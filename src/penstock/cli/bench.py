@@ -83,7 +83,7 @@ def plan_step(
 ) -> None:
     """What the planner predicts against what is measured, and against settings made by hand; needs a GPU."""
     from penstock.bench.plan_step import run
-    from penstock.link.probe import load, measure, save
+    from penstock.transfer.probe import load, measure, save
 
     _require_out(out)
     asked, row_counts = numbers("--shares", shares), counts("--rows", rows)

@@ -15,10 +15,6 @@ from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import format_gib
 from penstock.env import debug_enabled
 from penstock.errors import BudgetError, StateError
-from penstock.link.base import Link
-from penstock.link.ring_streams import RingLink
-from penstock.link.streams import StreamLink
-from penstock.link.threads import ThreadLink
 from penstock.loading.loader import WeightLoader
 from penstock.loading.read_pool import Progress
 from penstock.memory.pinning import device_view
@@ -45,6 +41,10 @@ from penstock.stores.pinned_host import PinnedStore
 from penstock.stores.sharded import PartStore
 from penstock.stores.shared_host import SharedStore
 from penstock.stores.store import Store, new_blob
+from penstock.transfer.cpu_threads import ThreadLink
+from penstock.transfer.cuda_stream import StreamLink
+from penstock.transfer.link import Link
+from penstock.transfer.ring_streams import RingLink
 
 __all__ = ["Attachment", "Progress"]
 

@@ -18,9 +18,6 @@ import torch
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.env import debug_enabled
 from penstock.errors import OptionError, PenstockWarning, TransferError
-from penstock.link.base import Link
-from penstock.link.pooled import PooledStreamLink, PooledThreadLink
-from penstock.link.sharded import ShardedStreamLink
 from penstock.loading.loader import require_weights
 from penstock.loading.read_pool import Delivery, deliver
 from penstock.loading.upload import CudaUploader
@@ -38,6 +35,9 @@ from penstock.stores.disk import DiskOptions, DiskStore
 from penstock.stores.host import MemorySource
 from penstock.stores.sharded import HostParts, Parts, PartStore, SymmetricParts
 from penstock.stores.store import Segment, Source, new_blob
+from penstock.transfer.link import Link
+from penstock.transfer.pooled_copy import PooledStreamLink, PooledThreadLink
+from penstock.transfer.sharded_copy import ShardedStreamLink
 
 __all__ = ["FilledParts", "open_parts", "splits_units"]
 

@@ -47,7 +47,6 @@ from dataclasses import replace
 import torch
 
 from penstock.errors import StateError, TransferError
-from penstock.link.base import Link
 from penstock.offloaders.debug import Guard
 from penstock.offloaders.readers import Forwards, Reader, nested_units, stuck_thread
 from penstock.offloaders.slot import Slot
@@ -55,6 +54,7 @@ from penstock.plan.plan import Plan
 from penstock.plan.slots import chain, first_units, next_in_chain, slot_of
 from penstock.stats import Recorder, StagingStats, UnitStats
 from penstock.stores.store import Store
+from penstock.transfer.link import Link
 
 __all__ = ["SlotPipeline", "release_left"]
 

@@ -6,8 +6,8 @@ import threading
 
 import torch
 
-from penstock.link.base import Mark, Transfer
 from penstock.offloaders.readers import Reader
+from penstock.transfer.link import Mark, Transfer
 
 __all__ = ["Slot"]
 

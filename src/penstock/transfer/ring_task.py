@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.fingerprint import FileStamp
-from penstock.link.ring import Part
 from penstock.plan.ring_layout import Piece, RingLayout
 from penstock.stores.file_reader import DiskOptions, File
 from penstock.stores.io_policy import Ways
+from penstock.transfer.ring import Part
 
 __all__ = ["RingTask"]
 

@@ -1,4 +1,4 @@
-"""Starting and watching the process that reads files into a staging ring (:mod:`penstock.link.ring_process`)."""
+"""Starting and watching the process that reads files into a staging ring (:mod:`penstock.transfer.ring_process`)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pathlib import Path
 
 import penstock.errors
 from penstock.errors import OptionError
-from penstock.link.ring import RingServer
-from penstock.link.ring_memory import Counter, RingMemory
-from penstock.link.ring_process import failed_server, fate, unpack_reports
-from penstock.link.ring_task import RingTask
 from penstock.memory.system import above_standard_streams
 from penstock.stats import Recorder
+from penstock.transfer.ring import RingServer
+from penstock.transfer.ring_memory import Counter, RingMemory
+from penstock.transfer.ring_process import failed_server, fate, unpack_reports
+from penstock.transfer.ring_task import RingTask
 
 __all__ = ["ReaderProcess"]
 
 # The module whose main() is the program; a test puts one of its own there, with faults in it.
-PROGRAM = "penstock.link.ring_process"
+PROGRAM = "penstock.transfer.ring_process"
 # The paths are those of this process, so that both find the same packages wherever they were started. They are set
 # before anything is imported, by a module that every interpreter has within it.
 _BOOTSTRAP = "import sys; sys.path[:] = {paths}; from importlib import import_module; import_module({program!r}).main()"

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 
 from penstock.errors import TransferError
-from penstock.link.base import Mark
-from penstock.link.streams import StreamLink, StreamTransfer
 from penstock.plan.striping import PartLayout
 from penstock.stores.sharded import SymmetricParts
 from penstock.stores.store import Load
+from penstock.transfer.cuda_stream import StreamLink, StreamTransfer
+from penstock.transfer.link import Mark
 
 __all__ = ["ShardedStreamLink"]
 

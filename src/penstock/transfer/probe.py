@@ -22,10 +22,10 @@ from uuid import uuid4
 import torch
 
 from penstock.errors import OptionError, PenstockWarning
-from penstock.link.measuring import measured_rates
 from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates
 from penstock.plan.machine import Machine
 from penstock.ranks.digest import json_digest
+from penstock.transfer.probe_measure import measured_rates
 
 __all__ = ["Probe", "cache_path", "load", "measure", "planning_rates", "read_probe", "save"]
 

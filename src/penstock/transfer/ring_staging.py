@@ -8,19 +8,19 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from penstock.errors import OptionError, TransferError
-from penstock.link.ring import READ_BYTES, Part
-from penstock.link.ring_memory import WANTED, RingMemory
-from penstock.link.stream_memory import CopyStream
 from penstock.plan.ring_layout import RingLayout, cut
 from penstock.stats import StagingStats
 from penstock.stores.file_reader import FileStretch
 from penstock.stores.store import Load
+from penstock.transfer.ring import READ_BYTES, Part
+from penstock.transfer.ring_memory import WANTED, RingMemory
+from penstock.transfer.stream_memory import CopyStream
 
 __all__ = ["StagingRing", "parts_in_files", "parts_of"]
 
 
 class StagingRing:
-    """Gives the stream its half of the handshake (:mod:`penstock.link.ring`), and tells what the other half has said.
+    """Gives the stream its half of the handshake (:mod:`penstock.transfer.ring`), and tells what the other half has said.
 
     Attributes:
         memory: of the ring, as the server sees it too.

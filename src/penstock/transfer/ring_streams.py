@@ -1,13 +1,13 @@
 """The link of units in files to a GPU: files -> staging ring -> slot, on one copy stream.
 
-To the pipeline it is a :class:`~penstock.link.streams.StreamLink`: the same events, in captures too. Only what lies
+To the pipeline it is a :class:`~penstock.transfer.cuda_stream.StreamLink`: the same events, in captures too. Only what lies
 between them differs: instead of one copy from a slab at rest, a handshake and a copy for each piece of the unit
-(:mod:`penstock.link.ring`). The stream waits where a slab would be ready, and nothing else of the device does.
+(:mod:`penstock.transfer.ring`). The stream waits where a slab would be ready, and nothing else of the device does.
 
 Units that have a slab in host memory beside those in files are copied from it, on the same stream and in their turn;
 the ring knows nothing of them, and its readers work ahead meanwhile.
 
-The ring is shared memory: its readers are a process of their own (:mod:`penstock.link.ring_process`).
+The ring is shared memory: its readers are a process of their own (:mod:`penstock.transfer.ring_process`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,6 @@ import torch
 
 from penstock.env import pin_memory_disabled, reader_threads
 from penstock.errors import OptionError, StateError
-from penstock.link.base import Mark, Transfer
-from penstock.link.ring import MAX_READERS, SPARE_ONE_CORE_IN, STUCK_S
-from penstock.link.ring_readers import ReaderProcess
-from penstock.link.ring_task import RingTask
-from penstock.link.staging import StagingRing, parts_in_files
-from penstock.link.stream_memory import CudaCopyStream
-from penstock.link.streams import StreamLink, StreamTransfer
 from penstock.memory.memfd import SharedMemory
 from penstock.memory.pages import collapse_parallel
 from penstock.memory.pinned import CudaRegistrar, PinnedBytes, refuse_capture
@@ -35,6 +28,13 @@ from penstock.plan.plan import Plan
 from penstock.plan.ring_layout import ENTRY_BYTES, MAX_ENTRIES, lay_out_ring_of
 from penstock.stats import Recorder, StagingStats
 from penstock.stores.store import Load
+from penstock.transfer.cuda_stream import StreamLink, StreamTransfer
+from penstock.transfer.link import Mark, Transfer
+from penstock.transfer.ring import MAX_READERS, SPARE_ONE_CORE_IN, STUCK_S
+from penstock.transfer.ring_readers import ReaderProcess
+from penstock.transfer.ring_staging import StagingRing, parts_in_files
+from penstock.transfer.ring_task import RingTask
+from penstock.transfer.stream_memory import CudaCopyStream
 
 __all__ = ["RingLink"]
 
@@ -57,7 +57,7 @@ class RingLink(StreamLink):
 
         ``recorder``: gets the reads. ``entry_bytes``, ``max_entries``: of the ring; other than the defaults they are
         not what limits and reports count with. ``num_threads``: readers; default ``PENSTOCK_READERS``, or as many
-        as :mod:`~penstock.link.ring` says. ``stuck_s``: how long no read may end before the disk counts as dead.
+        as :mod:`~penstock.transfer.ring` says. ``stuck_s``: how long no read may end before the disk counts as dead.
         """
         super().__init__(device, measure_stalls=measure_stalls)
         self._recorder = recorder

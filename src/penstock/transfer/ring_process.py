@@ -4,7 +4,7 @@ Python collects garbage in any thread, and what ends there may wait for a lock o
 for the device, and the device for a reader. So the readers are a program of their own, without torch, without a driver
 and with an interpreter lock of their own. It is told what to do once and never waits for the process that started it:
 
-* it inherits the descriptors of the ring, of its task (:mod:`penstock.link.ring_task`) and of the files;
+* it inherits the descriptors of the ring, of its task (:mod:`penstock.transfer.ring_task`) and of the files;
 * on its standard input a byte lets it begin, and the end of it, or of the parent, ends it at once, whatever its readers
   are doing;
 * on its standard output it says what was read, as far as somebody listens: what the pipe has no room for is dropped;
@@ -29,10 +29,10 @@ from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
 from penstock.errors import TransferError
-from penstock.link.ring import RingServer
-from penstock.link.ring_memory import Counter, RingMemory
-from penstock.link.ring_task import RingTask
 from penstock.memory.mapping import map_file
+from penstock.transfer.ring import RingServer
+from penstock.transfer.ring_memory import Counter, RingMemory
+from penstock.transfer.ring_task import RingTask
 
 __all__ = ["ReadReport", "failed_server", "fate", "main", "unpack_reports"]
 

@@ -1,4 +1,4 @@
-"""How the rates of a :class:`penstock.link.probe.Probe` are measured on this machine.
+"""How the rates of a :class:`penstock.transfer.probe.Probe` are measured on this machine.
 
 Every figure is the median of a few timed runs over buffers far larger than caches.
 """
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from penstock.link.peer_rates import peer_rates
 from penstock.memory.pinning import device_view, pinned_region
 from penstock.stores.disk import DiskOptions, File
+from penstock.transfer.peer_rates import peer_rates
 
 __all__ = ["measured_rates", "median_s"]
 

@@ -21,9 +21,9 @@ import torch
 
 from penstock.env import reader_threads
 from penstock.errors import OptionError, StateError, TransferError
-from penstock.link.base import Link, Mark, Transfer
 from penstock.stats import Recorder
 from penstock.stores.store import Load, Segment, new_blob, writable_view
+from penstock.transfer.link import Link, Mark, Transfer
 
 __all__ = ["ThreadLink", "ThreadTransfer"]
 

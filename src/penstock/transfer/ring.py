@@ -18,7 +18,7 @@ one thread, the *server*, that looks at the words and hands reads to workers:
 * Taking back a full entry is safe only while the stream cannot be copying from it. It cannot: one stream carries out
   everything in order, and while it waits for a tag that only the readers' side can set it does nothing else.
 
-The server runs in a process of its own (:mod:`penstock.link.ring_process`), because a device waits for it: it must not
+The server runs in a process of its own (:mod:`penstock.transfer.ring_process`), because a device waits for it: it must not
 wait for a lock of the device's driver, nor for a thread that holds the interpreter while the driver makes it wait.
 
 Failure: nobody may hang and no wrong bytes may pass for right ones. When a read fails, a file changes, or no part has
@@ -38,8 +38,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from penstock.errors import TransferError
-from penstock.link.ring_memory import POISON, Counter, RingMemory
 from penstock.stores.source import Source
+from penstock.transfer.ring_memory import POISON, Counter, RingMemory
 
 __all__ = ["MAX_READERS", "READ_BYTES", "SPARE_ONE_CORE_IN", "STUCK_S", "Part", "RingServer"]
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from penstock.errors import StateError, TransferError
-from penstock.link.base import Link, Mark, Transfer
 from penstock.stores.store import Load
+from penstock.transfer.link import Link, Mark, Transfer
 
 __all__ = ["StreamLink", "StreamTransfer"]
 

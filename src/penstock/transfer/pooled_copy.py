@@ -29,14 +29,14 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from penstock.errors import StateError, TransferError
-from penstock.link.base import Mark
-from penstock.link.streams import StreamLink, StreamTransfer
-from penstock.link.threads import ThreadLink, ThreadTransfer
 from penstock.memory.symmetric import SymmetricMemory
 from penstock.plan.striping import PartLayout, Striping
 from penstock.ranks.peers import Channel, Peers, PeerWatch
 from penstock.stats import Recorder
 from penstock.stores.store import Load
+from penstock.transfer.cpu_threads import ThreadLink, ThreadTransfer
+from penstock.transfer.cuda_stream import StreamLink, StreamTransfer
+from penstock.transfer.link import Mark
 
 __all__ = ["PooledStreamLink", "PooledThreadLink"]
 

@@ -1,1 +1,0 @@
-"""The path from store to device: worker threads on a CPU, streams on a GPU."""

@@ -1,0 +1,1 @@
+"""Copies from a store to the device."""
