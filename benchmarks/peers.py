@@ -26,7 +26,7 @@ from torch import nn
 
 import penstock
 from penstock.bench.shapes import QWEN3_8B, build_stack
-from penstock.offloaders import parts as sharing
+from penstock.runtime import parts as sharing
 
 WAYS: dict[str, dict[str, Any]] = {
     "alone": {"mode": "cpu"},

@@ -19,9 +19,9 @@ from penstock.checkpoint.safetensors_header import Checkpoint
 from penstock.checkpoint.weight_map import FilePart, TensorSource
 from penstock.memory.memfd import SharedMemory
 from penstock.model.inventory import Inventory, Location, StorageInfo, TensorInfo
-from penstock.offloaders.pipeline import SlotPipeline
 from penstock.plan.plan import Plan, UnitDraft, assemble
 from penstock.plan.ring_layout import WORD_BYTES, RingLayout, lay_out_ring_of
+from penstock.runtime.prefetcher import SlotPipeline
 from penstock.stats import Recorder, StagingStats
 from penstock.stores.disk import DiskOptions, DiskStore
 from penstock.stores.store import Load, Segment, Store

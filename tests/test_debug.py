@@ -19,8 +19,8 @@ import penstock
 from penstock.env import debug_enabled
 from penstock.errors import OptionError, RaceError
 from penstock.model.inventory import take_inventory
-from penstock.offloaders.debug import POISON, Guard
 from penstock.plan import build_plan
+from penstock.runtime.debug import POISON, Guard
 from penstock.stores.host import CpuStore
 from penstock.stores.store import Load
 from penstock.testing import EarlyLink, SlowLink, TramplingLink, assert_same_bits, offload_over

@@ -34,7 +34,7 @@ from penstock.errors import (
     TransferError,
 )
 from penstock.model.inventory import take_inventory
-from penstock.offloaders import pipeline
+from penstock.runtime import prefetcher as pipeline
 from penstock.stores.disk import DiskStore
 from penstock.stores.file_reader import File
 from penstock.stores.host import CpuStore
@@ -573,12 +573,12 @@ class TestInterrupted:
         if place == "progress":
             progress = fail
         elif place == "hooks":
-            real = penstock.offloaders.hooks.new_tag
-            monkeypatch.setattr("penstock.offloaders.hooks.new_tag", fail_third)
+            real = penstock.runtime.hooks.new_tag
+            monkeypatch.setattr("penstock.runtime.hooks.new_tag", fail_third)
         elif place == "slots":
             monkeypatch.setattr(ThreadLink, "allocate", fail)
         elif place == "state guard":
-            monkeypatch.setattr("penstock.offloaders.attachment.StateGuard", fail)
+            monkeypatch.setattr("penstock.runtime.session.StateGuard", fail)
         elif place == "first copy":
             monkeypatch.setattr(ThreadLink, "copy", fail)
         else:

@@ -11,15 +11,16 @@ from registrars import Ledger
 from torch import nn
 
 from penstock.config import Mode, Prefetch
-from penstock.limits import Limits
 from penstock.memory.pinned import PinnedBytes
 from penstock.model.inventory import take_inventory
 from penstock.model.live_tensors import bind
-from penstock.offloaders import attachment, room
-from penstock.offloaders import holding as module_of_holding
 from penstock.offloaders.early import EarlyRule, early_rule
-from penstock.offloaders.holding import Holding, strayed_storages
 from penstock.plan import build_plan
+from penstock.runtime import memory_check as room
+from penstock.runtime import session as attachment
+from penstock.runtime import under_construction as module_of_holding
+from penstock.runtime.limits import Limits
+from penstock.runtime.under_construction import Holding, strayed_storages
 from penstock.stores.pinned_host import Held
 
 

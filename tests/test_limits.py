@@ -24,12 +24,12 @@ import penstock
 from penstock import Budget, Plan, PrefetchOffloader
 from penstock.config import parse_size
 from penstock.errors import BudgetError, LimitError, OptionError, PenstockWarning
-from penstock.limits import Limits, Needs, check_limits, last_true, needs_of, read_limits, require_disk
 from penstock.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes
 from penstock.model.inventory import take_inventory
-from penstock.offloaders import room
-from penstock.offloaders.planning import budget_planner, planner_for
 from penstock.plan import build_plan
+from penstock.runtime import memory_check as room
+from penstock.runtime.limits import Limits, Needs, check_limits, last_true, needs_of, read_limits, require_disk
+from penstock.runtime.planning import budget_planner, planner_for
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 

@@ -33,9 +33,9 @@ from penstock.loading.read_pool import Delivery, Part, deliver
 from penstock.memory.pinned import CudaRegistrar
 from penstock.model.inventory import take_inventory
 from penstock.model.live_tensors import bind
-from penstock.offloaders import opening
-from penstock.offloaders.attachment import Attachment
 from penstock.plan import Plan, build_plan
+from penstock.runtime import store_factory as opening
+from penstock.runtime.session import Attachment
 from penstock.stores.disk import DiskStore
 from penstock.stores.host import MemorySource
 from penstock.stores.pinned_host import PinnedStore
@@ -198,7 +198,7 @@ def pin_by(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> list[PinnedStore]
         stores.append(store)
         return store, rooms
 
-    monkeypatch.setattr("penstock.offloaders.attachment.open_store", opened)
+    monkeypatch.setattr("penstock.runtime.session.open_store", opened)
     return stores
 
 
@@ -303,7 +303,7 @@ class TestOffload:
         def fail(*args: object) -> None:
             raise MemoryError
 
-        monkeypatch.setattr("penstock.offloaders.attachment.StateGuard", fail)
+        monkeypatch.setattr("penstock.runtime.session.StateGuard", fail)
         with pytest.raises(MemoryError):
             penstock.offload(model, all_layers(2, "cpu"))
         assert all(parameter is tensors[name] for name, parameter in model.named_parameters())

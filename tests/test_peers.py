@@ -24,10 +24,10 @@ from torch import nn
 import penstock
 from penstock.errors import OptionError, PeerError, PenstockWarning, TransferError
 from penstock.memory.symmetric import SymmetricMemory
-from penstock.offloaders import parts as sharing
 from penstock.plan.striping import Striping
 from penstock.ranks.digest import checksum
 from penstock.ranks.peers import Channel, Peers, PeerWatch
+from penstock.runtime import parts as sharing
 from penstock.stores.sharded import PartStore
 from penstock.testing import assert_moved, assert_same_bits, boundaries
 

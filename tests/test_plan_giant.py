@@ -30,10 +30,10 @@ from penstock.adapters._renaming import Renamer, natural_order
 from penstock.cli import app
 from penstock.cli.model import OpenedModel, open_model
 from penstock.config import Budget, Workload
-from penstock.limits import needs_of
 from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU
 from penstock.plan.machine import Machine
 from penstock.plan.ring_layout import RING_BYTES
+from penstock.runtime.limits import needs_of
 
 _ENOUGH_S = 3.0  # of CPU time; 0.7 to 1.4 s on two quiet cores, but machines that run tests are neither quiet nor alike
 _TRIES = 4  # the best of them counts: on one such machine the same verb took from 1.4 to 3.9 s within a minute

@@ -15,7 +15,7 @@ from device_model import BYTES, Device, DeviceLink, Graph, Op, plan_and_store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.offloaders.pipeline import SlotPipeline
+from penstock.runtime.prefetcher import SlotPipeline
 from penstock.stats import Recorder
 from penstock.stores.store import Load, Segment
 from penstock.transfer.link import Mark, Transfer

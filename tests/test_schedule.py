@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.model.inventory import Inventory, Location, StorageInfo, TensorInfo
-from penstock.offloaders.pipeline import SlotPipeline
 from penstock.plan.plan import Plan, UnitDraft, assemble
 from penstock.plan.slots import chain, first_units, next_in_chain, slot_of
+from penstock.runtime.prefetcher import SlotPipeline
 from penstock.stats import Recorder
 from penstock.stores.host import CpuStore
 from penstock.stores.store import Load

@@ -23,11 +23,8 @@ from torch import nn
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Budget, Workload
 from penstock.errors import BudgetError, PenstockWarning
-from penstock.limits import Limits, needs_of
 from penstock.model.inventory import Inventory, take_inventory
 from penstock.model.profile_facts import Traits
-from penstock.offloaders import planning
-from penstock.offloaders.planning import budget_planner, planner_for
 from penstock.plan import Plan, build_plan
 from penstock.plan.build import question_of
 from penstock.plan.candidates import Space
@@ -38,6 +35,9 @@ from penstock.plan.plan import UnitDraft, assemble
 from penstock.plan.planner import Planner
 from penstock.plan.predict import forecast
 from penstock.plan.ring_layout import RING_BYTES, ring_bytes
+from penstock.runtime import planning
+from penstock.runtime.limits import Limits, needs_of
+from penstock.runtime.planning import budget_planner, planner_for
 
 
 @pytest.fixture(autouse=True)

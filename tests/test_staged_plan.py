@@ -13,7 +13,6 @@ from rich.console import Console
 
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Budget
-from penstock.limits import Needs, needs_of
 from penstock.model.inventory import take_inventory
 from penstock.model.profile_facts import Traits
 from penstock.plan import Plan, build_plan
@@ -23,6 +22,7 @@ from penstock.plan.plan import slab_bytes
 from penstock.plan.predict import forecast
 from penstock.plan.report import render
 from penstock.plan.ring_layout import lay_out_ring, ring_bytes
+from penstock.runtime.limits import Needs, needs_of
 from penstock.stores.disk import DiskStore
 from penstock.transfer.probe import Probe
 

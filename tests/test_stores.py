@@ -21,11 +21,8 @@ from torch import nn
 import penstock
 from penstock.config import Budget
 from penstock.errors import OptionError, PenstockWarning
-from penstock.limits import Needs, needs_of
 from penstock.model.inventory import take_inventory
 from penstock.model.profile_facts import Traits
-from penstock.offloaders import opening
-from penstock.offloaders.opening import open_pinned
 from penstock.plan import Plan, build_plan
 from penstock.plan.build import move_on_demand
 from penstock.plan.disk_fallback import Spill
@@ -35,6 +32,9 @@ from penstock.plan.planner import Planner
 from penstock.plan.report import render
 from penstock.plan.ring_layout import lay_out_ring, lay_out_ring_of
 from penstock.plan.slots import steady_order
+from penstock.runtime import store_factory as opening
+from penstock.runtime.limits import Needs, needs_of
+from penstock.runtime.store_factory import open_pinned
 from penstock.testing import assert_moved, assert_same_bits, offload_over
 
 
@@ -246,7 +246,7 @@ class TestCarriedOut:
     ) -> None:
         model = Stack(6).eval()
         before = [parameter.data_ptr() for parameter in model.parameters()]
-        monkeypatch.setattr("penstock.offloaders.opening._host_store", lambda *args: pytest.fail("allocates"))
+        monkeypatch.setattr("penstock.runtime.store_factory._host_store", lambda *args: pytest.fail("allocates"))
         with pytest.raises(OptionError, match=r"2 of the plan's 6 units \(.* GiB\) rest in safetensors.*checkpoint="):
             penstock.offload(model, two_stores(model))
         assert [parameter.data_ptr() for parameter in model.parameters()] == before

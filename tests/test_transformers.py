@@ -526,7 +526,7 @@ class TestPlanning:
         monkeypatch.setattr("penstock.adapters.transformers.offload", offload)
         monkeypatch.setattr("penstock.adapters.transformers.require_group", lambda group: None)
         monkeypatch.setattr("penstock.adapters.transformers.attempt", nullcontext)
-        monkeypatch.setattr("penstock.offloaders.planning.planning_rates", lambda *_: rates)
+        monkeypatch.setattr("penstock.runtime.planning.planning_rates", lambda *_: rates)
         folder, group = saved("qwen3"), SimpleNamespace(size=lambda: 4)
         num_bytes = take_inventory(build_meta_model(folder)).num_bytes
         budget = penstock.Budget(num_bytes * 3 // 4, params=["mlp"], mode="sharded_gpu")

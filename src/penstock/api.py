@@ -16,18 +16,18 @@ from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Budget, Policy, as_policy
 from penstock.env import pin_memory_disabled, uva_disabled
 from penstock.errors import OptionError, OptionTypeError, PenstockWarning, StateError
-from penstock.limits import describe_device
 from penstock.model.inventory import Inventory, take_inventory
-from penstock.offloaders.arguments import require_group, require_kinds
-from penstock.offloaders.attachment import Attachment, Progress
-from penstock.offloaders.opening import compute_device
-from penstock.offloaders.parts import splits_units
-from penstock.offloaders.planning import budget_planner, planner_for, split_planner
-from penstock.offloaders.room import require_room
-from penstock.offloaders.sharing import Attempt, attempt, compare_plans, spans_ranks
-from penstock.offloaders.state import place_of
 from penstock.plan import Plan, move_on_demand
 from penstock.ranks.peers import Peers
+from penstock.runtime.agreement import Attempt, attempt, compare_plans, spans_ranks
+from penstock.runtime.arguments import require_group, require_kinds
+from penstock.runtime.limits import describe_device
+from penstock.runtime.memory_check import require_room
+from penstock.runtime.parts import splits_units
+from penstock.runtime.planning import budget_planner, planner_for, split_planner
+from penstock.runtime.session import Attachment, Progress
+from penstock.runtime.state_dict import place_of
+from penstock.runtime.store_factory import compute_device
 from penstock.stats import Stats
 from penstock.stores.disk import DiskOptions
 

@@ -27,11 +27,11 @@ from penstock.api import Handle
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Policy, as_policy
 from penstock.model.inventory import take_inventory
-from penstock.offloaders.attachment import Attachment
-from penstock.offloaders.opening import compute_device
-from penstock.offloaders.planning import planner_for
 from penstock.offloaders.still import StillOffloader, boundaries
 from penstock.plan import Plan
+from penstock.runtime.planning import planner_for
+from penstock.runtime.session import Attachment
+from penstock.runtime.store_factory import compute_device
 from penstock.stats import Recorder
 from penstock.stores.disk import DiskOptions
 from penstock.stores.store import Load, Source

@@ -49,7 +49,7 @@ def ring(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     """Three entries of 64 KiB, so that every unit goes around several times; or the ring as it is."""
     if request.param == "small ring":
         link = partial(RingLink, entry_bytes=1 << 16, max_entries=3)
-        monkeypatch.setattr("penstock.offloaders.attachment.RingLink", link)
+        monkeypatch.setattr("penstock.runtime.session.RingLink", link)
 
 
 def inputs(seed: int = 0) -> torch.Tensor:
@@ -254,7 +254,7 @@ class TestFailure:
 
     @torch.no_grad()
     def test_a_read_that_never_ends(self, tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("penstock.offloaders.attachment.RingLink", partial(RingLink, stuck_s=1.0))
+        monkeypatch.setattr("penstock.runtime.session.RingLink", partial(RingLink, stuck_s=1.0))
         model, handle, _ = self.offloaded(tmp_path)
         graph, _ = captured(model, inputs())
         graph.replay()

@@ -16,8 +16,8 @@ from gpu_models import build
 import penstock
 from penstock import Budget, Plan, Prefetch
 from penstock.errors import LimitError, OptionError
-from penstock.limits import Limits, describe_device, read_limits
-from penstock.offloaders import room
+from penstock.runtime import memory_check as room
+from penstock.runtime.limits import Limits, describe_device, read_limits
 
 GPU = torch.device("cuda", 0)
 MIB = 2**20
@@ -82,7 +82,7 @@ def test_a_saved_plan_is_for_this_gpu(tmp_path: Path) -> None:
 
 UNPRIVILEGED = """
 import os, resource, torch, warnings
-from penstock.limits import read_limits
+from penstock.runtime.limits import read_limits
 from penstock.memory.system import memlock_bytes
 from penstock.memory.pinning import pinned_region
 torch.empty(1, device="cuda")

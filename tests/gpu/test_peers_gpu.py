@@ -20,7 +20,7 @@ from ranks import outcomes, run_ranks
 import penstock
 from penstock import Prefetch
 from penstock.errors import OptionError, TransferError
-from penstock.offloaders import parts as sharing
+from penstock.runtime import parts as sharing
 from penstock.stores.sharded import PartStore
 from penstock.testing import assert_moved
 from penstock.transfer.peer_rates import PEER_SIZES, mutual_peers, peer_rates

@@ -21,7 +21,7 @@ from penstock import UVA, Prefetch
 from penstock.errors import StateError
 from penstock.memory.pages import map_pages, populate_parallel
 from penstock.memory.pinned import CudaRegistrar, PinnedBytes
-from penstock.offloaders.attachment import Attachment
+from penstock.runtime.session import Attachment
 from penstock.stores.pinned_host import PinnedStore
 
 MIB = 1 << 20
@@ -79,7 +79,7 @@ def test_remove_unregisters_while_the_handle_lives() -> None:
             del self.held[address]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.offloaders.opening.CudaRegistrar", Counting)
+        patch.setattr("penstock.runtime.store_factory.CudaRegistrar", Counting)
         model = build(device="cpu")
         handle = penstock.offload(model, Prefetch(1, 1, 2), device="cuda")
         assert sum(Counting.held.values()) == store_of(handle).host_bytes

@@ -16,11 +16,11 @@ import penstock
 from penstock import Budget, Plan, Prefetch, Rules
 from penstock.config import Policy
 from penstock.errors import BudgetError, TransferError
-from penstock.limits import Limits, needs_of
 from penstock.model.inventory import take_inventory
-from penstock.offloaders import planning
 from penstock.plan import build_plan
 from penstock.plan.ring_layout import RING_BYTES, ring_bytes
+from penstock.runtime import planning
+from penstock.runtime.limits import Limits, needs_of
 from penstock.transfer.ring_streams import RingLink
 
 # Policy, and the units of it that rest in files.
@@ -46,7 +46,7 @@ def ring(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     """Three entries of 64 KiB, so that every unit goes around several times; or the ring as it is."""
     if request.param == "small ring":
         link = partial(RingLink, entry_bytes=1 << 16, max_entries=3)
-        monkeypatch.setattr("penstock.offloaders.attachment.RingLink", link)
+        monkeypatch.setattr("penstock.runtime.session.RingLink", link)
 
 
 class TestBits:

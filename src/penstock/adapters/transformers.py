@@ -30,19 +30,19 @@ from penstock.checkpoint.safetensors_header import Checkpoint
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Policy, as_policy, format_gib
 from penstock.errors import CheckpointError, PenstockWarning
-from penstock.limits import describe_device
 from penstock.model.inventory import Inventory, StorageInfo, take_inventory
 from penstock.model.live_tensors import bind
 from penstock.model.tensor_guards import storage_id
-from penstock.offloaders.arguments import require_group, require_kinds
-from penstock.offloaders.attachment import Progress
-from penstock.offloaders.opening import compute_device
-from penstock.offloaders.planning import budget_planner, not_in_files, planner_for, split_planner
-from penstock.offloaders.room import require_room
-from penstock.offloaders.sharing import attempt
 from penstock.plan import Plan
 from penstock.plan.planner import Planner
 from penstock.ranks.peers import Peers
+from penstock.runtime.agreement import attempt
+from penstock.runtime.arguments import require_group, require_kinds
+from penstock.runtime.limits import describe_device
+from penstock.runtime.memory_check import require_room
+from penstock.runtime.planning import budget_planner, not_in_files, planner_for, split_planner
+from penstock.runtime.session import Progress
+from penstock.runtime.store_factory import compute_device
 from penstock.stores.disk import DiskOptions
 from penstock.stores.store import new_blob
 

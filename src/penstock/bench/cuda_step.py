@@ -22,8 +22,8 @@ from penstock.config import Budget, Policy, Prefetch
 from penstock.errors import OptionError
 from penstock.memory.pinning import pinned_region
 from penstock.model.inventory import take_inventory
-from penstock.offloaders.attachment import Attachment
 from penstock.plan import build_plan
+from penstock.runtime.session import Attachment
 from penstock.transfer.cuda_stream import StreamLink
 
 __all__ = ["LinkProbe", "VariantSpec", "parse_variant", "run"]

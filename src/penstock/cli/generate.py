@@ -60,7 +60,7 @@ def generate(
     require_causal_lm(opened.module)
     device = flags.target()
     from penstock.cli.ranks import process_group
-    from penstock.limits import describe_device
+    from penstock.runtime.limits import describe_device
 
     planner = opened.planner(device, disk=flags.disk())
     plan = opened.plan(planner, policy, describe_device(device))

@@ -47,7 +47,7 @@ class OpenedModel:
 
         ``disk``: how files are read.
         """
-        from penstock.offloaders.planning import not_in_files, planner_for
+        from penstock.runtime.planning import not_in_files, planner_for
 
         fixed = not_in_files(self.inventory, self.weights)
         return planner_for(self.module, self.inventory, device, self.weights, rates, fixed, disk)

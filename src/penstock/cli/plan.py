@@ -97,7 +97,7 @@ class _Ground:
 
 def _ground(flags: OffloadFlags, file: Path | None) -> _Ground:
     if file is None:
-        from penstock.limits import describe_device
+        from penstock.runtime.limits import describe_device
 
         device = flags.target()
         return _Ground(device, describe_device(device), None)

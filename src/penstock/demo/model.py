@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from penstock.checkpoint.safetensors_header import Checkpoint
 from penstock.errors import OptionError
-from penstock.limits import require_disk
+from penstock.runtime.limits import require_disk
 
 __all__ = ["ModelSize", "ensure_model", "write_tokenizer"]
 

@@ -22,12 +22,12 @@ from penstock.model.inventory import Inventory, StorageInfo, is_embedding, is_wi
 from penstock.model.patterns import is_segments, matching
 from penstock.model.semantic_groups import semantic_groups
 from penstock.offloaders.early import early_rule
-from penstock.offloaders.planning import planner_for
 from penstock.offloaders.stacked import StackedOffloader
 from penstock.plan.build import build_plan, plan_group_rule
 from penstock.plan.layers import TINY_BYTES, worth_moving
 from penstock.plan.plan import Plan
 from penstock.ranks.peers import Peers
+from penstock.runtime.planning import planner_for
 
 __all__ = ["EngineOffloader", "EnginePolicy"]
 

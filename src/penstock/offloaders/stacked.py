@@ -11,14 +11,14 @@ from torch import nn
 
 from penstock.errors import StateError
 from penstock.model.inventory import Inventory, take_inventory
-from penstock.offloaders.attachment import Attachment
 from penstock.offloaders.base import BaseOffloader
 from penstock.offloaders.early import EarlyRule
-from penstock.offloaders.holding import Holding
-from penstock.offloaders.opening import compute_device
-from penstock.offloaders.room import require_room
 from penstock.plan.plan import Plan
 from penstock.ranks.peers import Peers
+from penstock.runtime.memory_check import require_room
+from penstock.runtime.session import Attachment
+from penstock.runtime.store_factory import compute_device
+from penstock.runtime.under_construction import Holding
 from penstock.stats import Stats
 
 __all__ = ["StackedOffloader"]

@@ -13,11 +13,11 @@ from penstock.errors import StateError
 from penstock.model.inventory import Inventory, take_inventory
 from penstock.model.live_tensors import bind
 from penstock.offloaders.engine import EngineOffloader
-from penstock.offloaders.hooks import ForwardHook, UnitHook
-from penstock.offloaders.opening import compute_device
-from penstock.offloaders.planning import planner_for
 from penstock.ops import new_token
 from penstock.plan import Plan
+from penstock.runtime.hooks import ForwardHook, UnitHook
+from penstock.runtime.planning import planner_for
+from penstock.runtime.store_factory import compute_device
 from penstock.stats import Stats, UnitStats
 
 __all__ = ["StillOffloader", "boundaries"]

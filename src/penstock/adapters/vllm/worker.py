@@ -25,10 +25,10 @@ from penstock.adapters.vllm.replicas import replica_peers
 from penstock.config import format_gib
 from penstock.errors import OptionError, StateError
 from penstock.offloaders.engine import EngineOffloader
-from penstock.offloaders.sharing import attempt
 from penstock.plan.plan import Plan
 from penstock.ranks.digest import json_digest
 from penstock.ranks.peers import Peers
+from penstock.runtime.agreement import attempt
 
 __all__ = ["OffloadingWorker", "Worker"]
 

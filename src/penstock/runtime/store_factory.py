@@ -14,10 +14,10 @@ from penstock.loading.loader import require_weights
 from penstock.memory.pinned import CudaRegistrar, Registrar, refuse_capture
 from penstock.memory.pinning import pinning_disabled
 from penstock.model.live_tensors import BoundStorage
-from penstock.offloaders.parts import open_parts, splits_units
-from penstock.offloaders.sharing import open_shared
 from penstock.plan.plan import Plan
 from penstock.ranks.peers import Peers, require_peers
+from penstock.runtime.agreement import open_shared
+from penstock.runtime.parts import open_parts, splits_units
 from penstock.stores.adoption import can_adopt
 from penstock.stores.composite import SpillStore
 from penstock.stores.disk import DiskOptions, DiskStore

@@ -47,11 +47,11 @@ from dataclasses import replace
 import torch
 
 from penstock.errors import StateError, TransferError
-from penstock.offloaders.debug import Guard
-from penstock.offloaders.readers import Forwards, Reader, nested_units, stuck_thread
-from penstock.offloaders.slot import Slot
 from penstock.plan.plan import Plan
 from penstock.plan.slots import chain, first_units, next_in_chain, slot_of
+from penstock.runtime.debug import Guard
+from penstock.runtime.readers import Forwards, Reader, nested_units, stuck_thread
+from penstock.runtime.slot import Slot
 from penstock.stats import Recorder, StagingStats, UnitStats
 from penstock.stores.store import Store
 from penstock.transfer.link import Link

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ModelChangedError
 from penstock.model.live_tensors import BoundStorage, BoundTensor
-from penstock.offloaders.hooks import NotCopyable
+from penstock.runtime.hooks import NotCopyable
 
 __all__ = ["StateGuard", "place_of"]
 

@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from penstock.errors import OutsideAccessError, PenstockWarning
 from penstock.model.live_tensors import BoundStorage, BoundTensor
 from penstock.model.tensor_guards import GiveBack
-from penstock.offloaders.hooks import NotCopyable
-from penstock.offloaders.tracing import check_trace
 from penstock.plan.plan import Plan
+from penstock.runtime.graph_check import check_trace
+from penstock.runtime.hooks import NotCopyable
 from penstock.stores.store import Store, new_blob
 
 __all__ = ["Promoter"]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from penstock.offloaders.hooks import NotCopyable
+from penstock.runtime.hooks import NotCopyable
 from penstock.stores.disk import DiskStore
 
 __all__ = ["MappedFilesGuard"]

@@ -20,19 +20,19 @@ from penstock.loading.read_pool import Progress
 from penstock.memory.pinning import device_view
 from penstock.model.inventory import Inventory
 from penstock.model.live_tensors import BoundStorage, bind
-from penstock.offloaders.holding import Holding, held_storages, strayed_storages
-from penstock.offloaders.hooks import ForwardHook, NotCopyable, UnitHook
-from penstock.offloaders.mapped import MappedFilesGuard
-from penstock.offloaders.notes import notes_on
-from penstock.offloaders.opening import open_store
-from penstock.offloaders.parts import FilledParts
-from penstock.offloaders.pipeline import SlotPipeline, release_left
-from penstock.offloaders.promotion import Promoter
-from penstock.offloaders.sharing import finish_shared
-from penstock.offloaders.state import StateGuard
 from penstock.ops import new_token
 from penstock.plan.plan import Plan, slab_bytes
 from penstock.ranks.peers import Peers
+from penstock.runtime.agreement import finish_shared
+from penstock.runtime.hooks import ForwardHook, NotCopyable, UnitHook
+from penstock.runtime.mapped import MappedFilesGuard
+from penstock.runtime.notes import notes_on
+from penstock.runtime.parts import FilledParts
+from penstock.runtime.prefetcher import SlotPipeline, release_left
+from penstock.runtime.promotion import Promoter
+from penstock.runtime.state_dict import StateGuard
+from penstock.runtime.store_factory import open_store
+from penstock.runtime.under_construction import Holding, held_storages, strayed_storages
 from penstock.stats import Recorder, Stats
 from penstock.stores.composite import SpillStore
 from penstock.stores.disk import DiskOptions, DiskStore

@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from penstock.offloaders.readers import Reader
+from penstock.runtime.readers import Reader
 from penstock.transfer.link import Mark, Transfer
 
 __all__ = ["Slot"]

@@ -28,11 +28,11 @@ from penstock.memory.memfd import SharedMemory
 from penstock.memory.pinned import Registrar, refuse_capture
 from penstock.model.inventory import Inventory, StorageInfo
 from penstock.model.live_tensors import BoundStorage, bind
-from penstock.offloaders.parts import splits_units
 from penstock.plan.plan import Plan
 from penstock.ranks.digest import json_digest
 from penstock.ranks.peers import Peers
 from penstock.ranks.rendezvous import Rendezvous, this_host
+from penstock.runtime.parts import splits_units
 from penstock.stores.disk import DiskOptions, DiskStore
 from penstock.stores.io_policy import Ways
 from penstock.stores.shared_host import SharedStore, shared_bytes

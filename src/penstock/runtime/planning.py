@@ -13,13 +13,13 @@ from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Budget, Mode
 from penstock.env import pin_memory_disabled, uva_disabled
 from penstock.errors import CheckpointError, PenstockWarning
-from penstock.limits import read_limits
 from penstock.model.inventory import Inventory, StorageInfo
 from penstock.plan import Plan
 from penstock.plan.cost_model import Rates
 from penstock.plan.disk_fallback import Spill
 from penstock.plan.planner import Planner
 from penstock.ranks.peers import Peers
+from penstock.runtime.limits import read_limits
 from penstock.stores.file_reader import DiskOptions
 from penstock.traits import traits_of
 from penstock.transfer.probe import planning_rates

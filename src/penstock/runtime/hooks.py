@@ -23,8 +23,8 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import OutsideAccessError, StateError
 from penstock.model.live_tensors import BoundStorage, BoundTensor, Path, live_tensors
-from penstock.offloaders.pipeline import SlotPipeline, release_left
 from penstock.ops import new_tag
+from penstock.runtime.prefetcher import SlotPipeline, release_left
 
 __all__ = ["ForwardHook", "NotCopyable", "UnitHook"]
 

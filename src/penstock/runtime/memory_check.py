@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from penstock.limits import Needs, check_limits, needs_of, read_limits
 from penstock.model.inventory import Inventory
 from penstock.model.live_tensors import bind
-from penstock.offloaders.holding import Holding, held_storages, strayed_storages
 from penstock.plan import Plan
 from penstock.plan.plan import slab_bytes
+from penstock.runtime.limits import Needs, check_limits, needs_of, read_limits
+from penstock.runtime.under_construction import Holding, held_storages, strayed_storages
 
 __all__ = ["require_room"]
 

@@ -1,0 +1,1 @@
+"""An offload in force: hooks, slots, copies ahead of use."""
