@@ -14,7 +14,7 @@ from penstock.config import Mode, Prefetch
 from penstock.memory.pinned import PinnedBytes
 from penstock.model.inventory import take_inventory
 from penstock.model.live_tensors import bind
-from penstock.offloaders.early import EarlyRule, early_rule
+from penstock.offloaders.build_time_filter import EarlyRule, early_rule
 from penstock.plan import build_plan
 from penstock.runtime import memory_check as room
 from penstock.runtime import session as attachment

@@ -27,7 +27,7 @@ from penstock.api import Handle
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Policy, as_policy
 from penstock.model.inventory import take_inventory
-from penstock.offloaders.still import StillOffloader, boundaries
+from penstock.offloaders.reference import StillOffloader, boundaries
 from penstock.plan import Plan
 from penstock.runtime.planning import planner_for
 from penstock.runtime.session import Attachment

@@ -21,8 +21,8 @@ from penstock.errors import OptionError, StateError
 from penstock.model.inventory import Inventory, StorageInfo, is_embedding, is_within, take_inventory
 from penstock.model.patterns import is_segments, matching
 from penstock.model.semantic_groups import semantic_groups
-from penstock.offloaders.early import early_rule
-from penstock.offloaders.stacked import StackedOffloader
+from penstock.offloaders.build_time_filter import early_rule
+from penstock.offloaders.layerwise import StackedOffloader
 from penstock.plan.build import build_plan, plan_group_rule
 from penstock.plan.layers import TINY_BYTES, worth_moving
 from penstock.plan.plan import Plan

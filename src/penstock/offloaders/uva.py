@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from penstock.config import UVA
 from penstock.model.inventory import Inventory
-from penstock.offloaders.early import early_rule
-from penstock.offloaders.stacked import StackedOffloader
+from penstock.offloaders.build_time_filter import early_rule
+from penstock.offloaders.layerwise import StackedOffloader
 from penstock.plan.build import build_plan
 from penstock.plan.plan import Plan
 

@@ -265,7 +265,7 @@ class Worker(OffloadingWorker, gpu_worker.Worker):  # type: ignore[misc,unused-i
 def _kind_of(options: EngineOptions) -> type[EngineOffloader]:
     if not options.boundaries_only:
         return EngineOffloader
-    from penstock.offloaders.still import StillOffloader
+    from penstock.offloaders.reference import StillOffloader
 
     logger.warning("penstock.boundaries_only is set: the model is traced as if it were offloaded, and nothing moves")
     return StillOffloader

@@ -12,7 +12,7 @@ from torch import nn
 from penstock.errors import StateError
 from penstock.model.inventory import Inventory, take_inventory
 from penstock.offloaders.base import BaseOffloader
-from penstock.offloaders.early import EarlyRule
+from penstock.offloaders.build_time_filter import EarlyRule
 from penstock.plan.plan import Plan
 from penstock.ranks.peers import Peers
 from penstock.runtime.memory_check import require_room
