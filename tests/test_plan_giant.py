@@ -14,7 +14,6 @@ import pytest
 import torch
 import transformers
 from giants import DEEPSEEK_V3, write_deepseek_v3
-from penstock.traits import traits_of
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -30,6 +29,7 @@ from penstock.adapters._renaming import Renamer, natural_order
 from penstock.cli import app
 from penstock.cli.model import OpenedModel, open_model
 from penstock.config import Budget, Workload
+from penstock.model.memory_profile import traits_of
 from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU
 from penstock.plan.machine import Machine
 from penstock.plan.ring_layout import RING_BYTES

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from penstock.traits import traits_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,6 +17,7 @@ import penstock
 from penstock.config import Workload
 from penstock.errors import OptionError
 from penstock.model.inventory import take_inventory
+from penstock.model.memory_profile import traits_of
 from penstock.model.profile_facts import Traits
 
 SIZE = {

@@ -26,7 +26,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import transformers
-from penstock.traits import traits_of
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -44,6 +43,7 @@ from penstock.errors import (
     StateError,
 )
 from penstock.model.inventory import take_inventory
+from penstock.model.memory_profile import traits_of
 from penstock.plan.cost_model import NOMINAL_GPU, Curve
 from penstock.plan.planner import Planner
 

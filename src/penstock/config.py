@@ -309,9 +309,9 @@ class Rules:
     """A mechanism for everything that a pattern matches, without a budget; what no rule matches stays resident.
 
     Attributes:
-        rules: pairs of a name pattern (:mod:`penstock.model.patterns`) and a mechanism; of several that match a tensor the
-            first counts (``--offload-rule PATTERN=MECHANISM``). What is prefetched is one unit per layer, and one per
-            module outside the layers.
+        rules: pairs of a name pattern (:mod:`penstock.model.patterns`) and a mechanism; of several that match a tensor
+            the first counts (``--offload-rule PATTERN=MECHANISM``). What is prefetched is one unit per layer, and one
+            per module outside the layers.
         prefetch_step: how many units ahead the copies run = number of slots (``--offload-prefetch-step``).
         mode: the store (``--offload-mode``).
     """

@@ -1,7 +1,7 @@
 """The cost of every candidate of a family, as arrays: memory on either side, and step times.
 
-A family is a run of candidates that differ in numbers only (:mod:`penstock.plan.candidates` says which there are). A limit
-of host memory does not change the candidates: it leaves so many of their units in files.
+A family is a run of candidates that differ in numbers only (:mod:`penstock.plan.candidates` says which there are). A
+limit of host memory does not change the candidates: it leaves so many of their units in files.
 """
 
 from __future__ import annotations

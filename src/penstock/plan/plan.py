@@ -243,7 +243,7 @@ class Plan:
             raise OptionError(foreign_machine(self.made_for, here))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as a file that :meth:`load` and ``--plan`` read; see :func:`penstock.plan.serialize.save_plan`."""
+        """Write the plan as a file that :meth:`load` and ``--plan`` read."""
         from penstock.plan.serialize import save_plan
 
         save_plan(self, path)

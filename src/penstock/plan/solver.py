@@ -1,14 +1,14 @@
 """A byte budget -> the fastest plan within it.
 
 Offloading a quarter of *every* layer beats offloading every fourth layer: slots are a quarter of the size and no
-stretch of compute goes without a copy behind it. So :mod:`penstock.plan.candidates` offers sets of roles, the same in every
-layer, with evenly spaced layers that keep more; here each is timed by the cost model and the fastest is taken. Memory
-that is left over goes into residency, because every byte that stays is a byte that need not come.
+stretch of compute goes without a copy behind it. So :mod:`penstock.plan.candidates` offers sets of roles, the same in
+every layer, with evenly spaced layers that keep more; here each is timed by the cost model and the fastest is taken.
+Memory that is left over goes into residency, because every byte that stays is a byte that need not come.
 
 Of equally fast candidates: slots that divide the units, then fewer bytes moved, then less device memory.
 
-Where units may rest in files (:class:`penstock.plan.disk_fallback.Spill`), host memory comes first: a candidate leaves as many
-units in files as do not fit into it, and is timed with them there.
+Where units may rest in files (:class:`penstock.plan.disk_fallback.Spill`), host memory comes first: a candidate leaves
+as many units in files as do not fit into it, and is timed with them there.
 """
 
 from __future__ import annotations

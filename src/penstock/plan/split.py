@@ -5,8 +5,9 @@ Each of N ranks keeps 1/N of a unit of b bytes (:mod:`penstock.plan.striping`), 
 * ``sharded_gpu``: out of their device memory, all peers at once, beside a copy of the rank's own part on the device;
 * pooled links: b / N come over the own link, chunk by chunk, and each chunk is passed on while the next one comes.
 
-The slower of the two says how long a unit takes: :class:`penstock.plan.cost_model.Rates` with another ``copy_bytes_per_s``.
-The start of a pipeline, its barriers and its last chunk are not counted: behind them the next unit is on its way.
+The slower of the two says how long a unit takes: :class:`penstock.plan.cost_model.Rates` with another
+``copy_bytes_per_s``. The start of a pipeline, its barriers and its last chunk are not counted: behind them the next
+unit is on its way.
 """
 
 from __future__ import annotations

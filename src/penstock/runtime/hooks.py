@@ -1,8 +1,8 @@
 """The two ends of a module's use of its unit, in eager and in compiled code.
 
 [Note: windows] A unit's tensors look into its slot while its module runs, from the first pre-hook to the last hook, and
-rest otherwise (see :mod:`penstock.model.tensor_guards`). The module's ``forward`` is wrapped for two cases that hooks do
-not see: a direct call of ``module.forward(x)``, which gets a window of its own, and a ``BaseException`` such as
+rest otherwise (see :mod:`penstock.model.tensor_guards`). The module's ``forward`` is wrapped for two cases that hooks
+do not see: a direct call of ``module.forward(x)``, which gets a window of its own, and a ``BaseException`` such as
 ``KeyboardInterrupt``, for which torch runs no ``always_call`` hooks.
 """
 

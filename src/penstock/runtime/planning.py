@@ -14,6 +14,7 @@ from penstock.config import Budget, Mode
 from penstock.env import pin_memory_disabled, uva_disabled
 from penstock.errors import CheckpointError, PenstockWarning
 from penstock.model.inventory import Inventory, StorageInfo
+from penstock.model.memory_profile import traits_of
 from penstock.plan import Plan
 from penstock.plan.cost_model import Rates
 from penstock.plan.disk_fallback import Spill
@@ -21,7 +22,6 @@ from penstock.plan.planner import Planner
 from penstock.ranks.peers import Peers
 from penstock.runtime.limits import read_limits
 from penstock.stores.file_reader import DiskOptions
-from penstock.traits import traits_of
 from penstock.transfer.probe import planning_rates
 
 __all__ = ["budget_planner", "not_in_files", "planner_for", "split_planner"]

@@ -9,8 +9,8 @@ with constants that are the same at every replay, because both words are back at
 one thread, the *server*, that looks at the words and hands reads to workers:
 
 * A tag of zero means that the stream is done with the entry: the next piece of the expected order (the cycle of
-  :mod:`penstock.plan.ring_layout`) is read into it. The tag is set when the last part of a piece has arrived, by the worker
-  that read it, which looks for such entries as well.
+  :mod:`penstock.plan.ring_layout`) is read into it. The tag is set when the last part of a piece has arrived, by the
+  worker that read it, which looks for such entries as well.
 * The order is expected, not relied on: the tag says which piece lies in an entry, and the stream waits for its own.
   Where it wants a piece that is neither there nor on its way (a unit skipped or repeated, an aborted forward, another
   graph), the server takes back what was read ahead in vain and goes on from the wanted piece: slower, counted as a
@@ -18,8 +18,8 @@ one thread, the *server*, that looks at the words and hands reads to workers:
 * Taking back a full entry is safe only while the stream cannot be copying from it. It cannot: one stream carries out
   everything in order, and while it waits for a tag that only the readers' side can set it does nothing else.
 
-The server runs in a process of its own (:mod:`penstock.transfer.ring_process`), because a device waits for it: it must not
-wait for a lock of the device's driver, nor for a thread that holds the interpreter while the driver makes it wait.
+The server runs in a process of its own (:mod:`penstock.transfer.ring_process`), because a device waits for it: it must
+not wait for a lock of the device's driver, nor for a thread that holds the interpreter while the driver makes it wait.
 
 Failure: nobody may hang and no wrong bytes may pass for right ones. When a read fails, a file changes, or no part has
 arrived for a while, the link has failed for good: from then on the server answers every wait with an entry of 0xFF,

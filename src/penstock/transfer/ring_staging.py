@@ -20,7 +20,8 @@ __all__ = ["StagingRing", "parts_in_files", "parts_of"]
 
 
 class StagingRing:
-    """Gives the stream its half of the handshake (:mod:`penstock.transfer.ring`), and tells what the other half has said.
+    """Gives the stream its half of the handshake (:mod:`penstock.transfer.ring`), and tells what the other half has
+    said.
 
     Attributes:
         memory: of the ring, as the server sees it too.

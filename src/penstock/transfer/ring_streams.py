@@ -1,7 +1,7 @@
 """The link of units in files to a GPU: files -> staging ring -> slot, on one copy stream.
 
-To the pipeline it is a :class:`~penstock.transfer.cuda_stream.StreamLink`: the same events, in captures too. Only what lies
-between them differs: instead of one copy from a slab at rest, a handshake and a copy for each piece of the unit
+To the pipeline it is a :class:`~penstock.transfer.cuda_stream.StreamLink`: the same events, in captures too. Only what
+lies between them differs: instead of one copy from a slab at rest, a handshake and a copy for each piece of the unit
 (:mod:`penstock.transfer.ring`). The stream waits where a slab would be ready, and nothing else of the device does.
 
 Units that have a slab in host memory beside those in files are copied from it, on the same stream and in their turn;
