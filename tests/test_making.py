@@ -100,7 +100,7 @@ class TestSameBits:
             empty.append(model.get_parameter(EXPERTS).is_meta)
             return plain(model, *args, **options)
 
-        monkeypatch.setattr("penstock.adapters.transformers.offload", offload)
+        monkeypatch.setattr("penstock.adapters.transformers.load_folder.offload", offload)
         for policy in (experts("cpu"), "1GiB"):
             load(transposed, policy)[1].remove()
         assert empty == [True, True]

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 import penstock.cli.plan
 import penstock.plan.plot
-from penstock.adapters._renaming import Renamer, natural_order
+from penstock.adapters.transformers.renaming import Renamer, natural_order
 from penstock.cli import app
 from penstock.cli.model import OpenedModel, open_model
 from penstock.config import Budget, Workload

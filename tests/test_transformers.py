@@ -30,8 +30,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import penstock
-from penstock.adapters._stretches import NotStretchesError, Stretches
 from penstock.adapters.transformers import build_meta_model, load, plan_for, weight_map
+from penstock.adapters.transformers.stretches import NotStretchesError, Stretches
 from penstock.checkpoint.safetensors_header import Checkpoint, FileTensor
 from penstock.errors import (
     BudgetError,
@@ -523,9 +523,9 @@ class TestPlanning:
             return SimpleNamespace(_hold_to_budget=lambda policy: None)
 
         rates = replace(NOMINAL_GPU, peer_bytes_per_s=Curve.of({1: 1e12}))
-        monkeypatch.setattr("penstock.adapters.transformers.offload", offload)
-        monkeypatch.setattr("penstock.adapters.transformers.require_group", lambda group: None)
-        monkeypatch.setattr("penstock.adapters.transformers.attempt", nullcontext)
+        monkeypatch.setattr("penstock.adapters.transformers.load_folder.offload", offload)
+        monkeypatch.setattr("penstock.adapters.transformers.load_folder.require_group", lambda group: None)
+        monkeypatch.setattr("penstock.adapters.transformers.load_folder.attempt", nullcontext)
         monkeypatch.setattr("penstock.runtime.planning.planning_rates", lambda *_: rates)
         folder, group = saved("qwen3"), SimpleNamespace(size=lambda: 4)
         num_bytes = take_inventory(build_meta_model(folder)).num_bytes

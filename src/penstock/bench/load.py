@@ -187,7 +187,7 @@ def _warm_up(tokens: torch.Tensor) -> None:
     """Import what every way needs, make the CUDA context, and have the driver load the kernels of a step."""
     import accelerate  # noqa: F401
 
-    import penstock.adapters.transformers  # noqa: F401
+    import penstock.adapters.transformers.load_folder  # noqa: F401
 
     shape = CONFIGS["qwen3-8b"]()
     config = type(shape)(**{**shape.to_dict(), "num_hidden_layers": 2, "layer_types": None, "vocab_size": 1000})

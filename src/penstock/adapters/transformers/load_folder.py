@@ -23,8 +23,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from penstock.adapters._conversion import Match, Rearranged, match
-from penstock.adapters._meta_model import build_meta_model
+from penstock.adapters.transformers.conversion import Match, Rearranged, match
+from penstock.adapters.transformers.meta_model import build_meta_model
 from penstock.api import Handle, offload
 from penstock.checkpoint.safetensors_header import Checkpoint
 from penstock.checkpoint.weight_map import WeightMap
@@ -49,7 +49,7 @@ from penstock.stores.store import new_blob
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from penstock.adapters._meta_model import ModelClass
+    from penstock.adapters.transformers.meta_model import ModelClass
 
 __all__ = ["build_meta_model", "load", "plan_for", "weight_map"]
 

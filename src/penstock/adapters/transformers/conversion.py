@@ -19,8 +19,8 @@ from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, build_glob_alternation, dot_natural_key
 
-from penstock.adapters._renaming import Renamer, natural_order
-from penstock.adapters._stretches import Stretches
+from penstock.adapters.transformers.renaming import Renamer, natural_order
+from penstock.adapters.transformers.stretches import Stretches
 from penstock.checkpoint.safetensors_header import Checkpoint, FileTensor
 from penstock.checkpoint.weight_map import Recipe, TensorSource, WeightMap
 from penstock.errors import CheckpointError
