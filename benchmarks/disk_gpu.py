@@ -150,7 +150,7 @@ def measure(ground: Ground, options: DiskOptions, device: torch.device) -> Itera
             "misses": staging.misses - before.misses,
             "bit_equal": bool(torch.equal(found, ground.expected)),
         }
-    handle._attachment._pipeline.close()  # type: ignore[union-attr]  # remove() would bring all weights back
+    handle._session._pipeline.close()  # type: ignore[union-attr]  # remove() would bring all weights back
 
 
 @torch.no_grad()

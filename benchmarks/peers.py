@@ -125,7 +125,7 @@ def measure(case: str, model: nn.Module, x: torch.Tensor, way: str, rounds: int,
         group = dist.group.WORLD if shared else None
         pool = bool(options.get("pool_links"))
         with penstock.offload(model, policy, device=device, group=group, pool_links=pool) as handle:
-            store = handle._attachment._store
+            store = handle._session._store
             for captured, step in steps_of(model, x, device):
                 same = all(torch.equal(step(), expected) for _ in range(2))
                 ms = time_steps(step, rounds, device)

@@ -25,7 +25,7 @@ import torch
 
 from penstock.memory.memfd import SharedMemory
 from penstock.memory.pages import collapse_parallel, populate_parallel
-from penstock.memory.pinned import CudaRegistrar, PinnedBytes
+from penstock.memory.pinned import CudaRegistrar, PinnedBuffer
 from penstock.memory.pinning import pin_shared, pin_threads
 from penstock.plan.ring_layout import ENTRY_BYTES, MAX_ENTRIES, lay_out_ring
 from penstock.stores.file_reader import DiskOptions, File, FileStretch
@@ -93,7 +93,7 @@ def serving(path: Path, readers: int, size: tuple[int, int], read_bytes: int) ->
     file = File(path, DiskOptions())
     loads = [Load(u, (Segment(FileStretch(file, u * unit_bytes), 0, unit_bytes),)) for u in range(NUM_UNITS)]
     shared = SharedMemory.create(layout.num_bytes)
-    pinned = PinnedBytes(shared.map(0, layout.num_bytes))
+    pinned = PinnedBuffer(shared.map(0, layout.num_bytes))
     collapse_parallel(pinned.blob, pin_threads())
     stream = slot = None
     if torch.cuda.is_available():

@@ -263,7 +263,7 @@ def _publish(out: Path, table: str) -> None:
 
 def _moved_bytes(offloader: dict[str, Any]) -> int:
     """Per forward."""
-    if offloader["offloader"] == "StillOffloader":
+    if offloader["offloader"] == "NoCopyOffloader":
         return 0
     return int(offloader.get("moved_bytes_per_forward", offloader.get("offloaded_bytes", 0)))
 

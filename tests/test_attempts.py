@@ -49,7 +49,7 @@ MISTAKES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("LimitError: planted", {}, {"penstock.api.require_room": fail_planned}),
     ("KeyboardInterrupt", {}, {"penstock.api.take_inventory": interrupt}),
     # After the store was filled: the others have read everything, and undo that.
-    ("LimitError: planted", {}, {"penstock.runtime.session.Attachment._attach_units": fail_planned}),
+    ("LimitError: planted", {}, {"penstock.runtime.session.OffloadSession._attach_units": fail_planned}),
 ]
 # While the others wait at a connection, and before there is the second one.
 SPLIT_MISTAKES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from penstock.checkpoint.fingerprint import FileStamp
+from penstock.checkpoint.fingerprint import FileFingerprint
 from penstock.checkpoint.safetensors_header import Checkpoint, FileTensor
 from penstock.errors import CheckpointError
 from penstock.stores.file_reader import DiskOptions, File
@@ -134,7 +134,7 @@ class TestOpen:
 
     def test_stamp_is_the_files_own(self, sound: Path) -> None:
         status = sound.stat()
-        expected = FileStamp(sound, status.st_size, status.st_mtime_ns, status.st_ino)
+        expected = FileFingerprint(sound, status.st_size, status.st_mtime_ns, status.st_ino)
         assert Checkpoint.open(sound).stamps == (expected,)
 
     def test_folder_with_one_model_file(self, sound: Path) -> None:

@@ -18,7 +18,7 @@ from penstock import UVA, Budget, Prefetch
 from penstock.errors import OptionError, SelectionError, StateError
 from penstock.offloaders.engine import EngineOffloader, EnginePolicy
 from penstock.offloaders.noop import NoopOffloader
-from penstock.testing import StillOffloader
+from penstock.testing import NoCopyOffloader
 
 
 def is_lookup(module: nn.Module) -> bool:
@@ -88,7 +88,7 @@ def test_compiled_as_engines_do() -> None:
 def test_compiled_bits_equal_those_of_the_same_boundaries(policy: EnginePolicy) -> None:
     """Contract 1, as an engine compiles: the reference is traced alike and moves nothing."""
     outputs = []
-    for kind in (EngineOffloader, StillOffloader):
+    for kind in (EngineOffloader, NoCopyOffloader):
         torch._dynamo.reset()
         model, offloader = build(policy, kind)
         assert offloader is not None
@@ -174,7 +174,7 @@ def test_rules_find_layers_that_lora_has_wrapped() -> None:
     assert all(f"model.layers.{index}.mlp.down_proj.base_layer.weight" in offloader.plan.uva for index in range(8))
 
 
-@pytest.mark.parametrize("kind", [EngineOffloader, StillOffloader])
+@pytest.mark.parametrize("kind", [EngineOffloader, NoCopyOffloader])
 def test_what_an_engine_keeps_elsewhere_stays_there(kind: type[EngineOffloader]) -> None:
     torch.manual_seed(7)
     models: list[EngineModel] = []
@@ -201,7 +201,7 @@ def test_a_draft_model_stays_resident() -> None:
     assert torch.isfinite(before).all()
 
 
-@pytest.mark.parametrize("kind", [EngineOffloader, StillOffloader])
+@pytest.mark.parametrize("kind", [EngineOffloader, NoCopyOffloader])
 def test_set_too_late(kind: type[EngineOffloader]) -> None:
     model, _ = build(None)
     offloader = kind(Prefetch(4, 1, 1), lambda: model)

@@ -11,7 +11,7 @@ from registrars import Ledger
 from torch import nn
 
 from penstock.config import Mode, Prefetch
-from penstock.memory.pinned import PinnedBytes
+from penstock.memory.pinned import PinnedBuffer
 from penstock.model.inventory import take_inventory
 from penstock.model.live_tensors import bind
 from penstock.offloaders.build_time_filter import EarlyRule, early_rule
@@ -72,7 +72,7 @@ def needed_pinned_bytes(monkeypatch: pytest.MonkeyPatch, held_names: list[str], 
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)) for _ in range(2)))
     inventory = take_inventory(model)
     plan = build_plan(inventory, Prefetch(1, 1, 1, ["re:.*weight"], mode))
-    stretch = Held(PinnedBytes(torch.zeros(256 * 1024, dtype=torch.uint8)), 0, 256 * 1024)
+    stretch = Held(PinnedBuffer(torch.zeros(256 * 1024, dtype=torch.uint8)), 0, 256 * 1024)
     monkeypatch.setattr(room, "held_storages", lambda *given: dict.fromkeys(held_names, stretch))
     monkeypatch.setattr(room, "read_limits", lambda *given, **options: Limits())
     found: list[int] = []
@@ -142,7 +142,7 @@ def test_what_the_engine_has_moved_away_comes_back_if_it_is_to_be_resident(monke
     inventory = take_inventory(model)
     plan = build_plan(inventory, Prefetch(3, 1, 1))
     monkeypatch.setattr(attachment, "strayed_storages", lambda bound: frozenset({"0.weight"}))
-    attached = attachment.Attachment(model, plan, inventory, device=torch.device("cpu"))
+    attached = attachment.OffloadSession(model, plan, inventory, device=torch.device("cpu"))
     moved = {name for name, p in model.named_parameters() if name in plan.resident and p.data_ptr() != before[name]}
     assert moved == {"0.weight"}
     assert torch.equal(model(given), expected)

@@ -35,7 +35,7 @@ from penstock.model.inventory import take_inventory
 from penstock.model.live_tensors import bind
 from penstock.plan import Plan, build_plan
 from penstock.runtime import store_factory as opening
-from penstock.runtime.session import Attachment
+from penstock.runtime.session import OffloadSession
 from penstock.stores.disk import DiskStore
 from penstock.stores.host import MemorySource
 from penstock.stores.pinned_host import PinnedStore
@@ -350,12 +350,12 @@ class Beginning(ThreadLink):
         super().close()
 
 
-def attach(model: nn.Module, folder: Path, link: ThreadLink, **options: Any) -> Attachment:
+def attach(model: nn.Module, folder: Path, link: ThreadLink, **options: Any) -> OffloadSession:
     """``model`` is on ``meta``, its checkpoint in ``folder``."""
     inventory = take_inventory(model)
     plan = build_plan(inventory, all_layers(2, "disk"))
     device, weights = torch.device("cpu"), WeightMap.open(folder)
-    return Attachment(model, plan, inventory, device=device, weights=weights, link=link, **options)
+    return OffloadSession(model, plan, inventory, device=device, weights=weights, link=link, **options)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -23,9 +23,9 @@ from test_transformers import HEADS, SIZE, assert_same_tensors, environment, mak
 import penstock
 from penstock.adapters.transformers import build_meta_model, load, weight_map
 from penstock.checkpoint.safetensors_header import Checkpoint
-from penstock.checkpoint.weight_map import Recipe
+from penstock.checkpoint.weight_map import Conversion
 from penstock.errors import PenstockWarning, TransferError
-from penstock.loading.convert import Maker
+from penstock.loading.convert import TensorConverter
 from penstock.stores.file_reader import DiskOptions
 from penstock.stores.io_policy import Ways
 from penstock.stores.store import Segment, writable_view
@@ -144,11 +144,11 @@ class TestMaker:
         recipes = {}
         for i in range(6):
             inputs = tuple(checkpoint[f"p{2 * i + k}"] for k in range(2))
-            recipe = Recipe((f"sum{i}", f"turned{i}"), inputs, lambda tensors, i=i: made(tensors, i))  # type: ignore[misc]
+            recipe = Conversion((f"sum{i}", f"turned{i}"), inputs, lambda tensors, i=i: made(tensors, i))  # type: ignore[misc]
             recipes |= {f"store.{name}": (name, recipe) for name in recipe.names}
         shuffled = dict(sorted(recipes.items()))  # all sums, then all that was turned
         ways = Ways()
-        maker = Maker(shuffled, DiskOptions(), ways, num_threads=2)
+        maker = TensorConverter(shuffled, DiskOptions(), ways, num_threads=2)
         assert sorted(maker.order) == sorted(shuffled)
         for name in maker.order:
             (segment,) = maker.segments(name)
@@ -164,8 +164,8 @@ class TestMaker:
     def test_a_file_written_to_since_is_refused(self, tmp_path: Path) -> None:
         save_file({"p": torch.ones(8, 8)}, tmp_path / "model.safetensors")
         checkpoint = Checkpoint.open(tmp_path)
-        recipe = Recipe(("t",), (checkpoint["p"],), lambda tensors: {"t": tensors["p"].t().contiguous()})
-        maker = Maker({"t": ("t", recipe)}, DiskOptions(), Ways(), num_threads=1, stamps=checkpoint.stamps)
+        recipe = Conversion(("t",), (checkpoint["p"],), lambda tensors: {"t": tensors["p"].t().contiguous()})
+        maker = TensorConverter({"t": ("t", recipe)}, DiskOptions(), Ways(), num_threads=1, stamps=checkpoint.stamps)
         os.utime(tmp_path / "model.safetensors", ns=(1, 1))
         with pytest.raises(TransferError, match="it was written to while in use"):
             maker.segments("t")
@@ -176,7 +176,7 @@ class TestMaker:
         assert EXPERTS in weights.recipes
         assert EXPERTS not in weights.sources
         recipe = weights.recipes[EXPERTS]
-        maker = Maker({EXPERTS: (EXPERTS, recipe)}, DiskOptions(), Ways(), num_threads=1)
+        maker = TensorConverter({EXPERTS: (EXPERTS, recipe)}, DiskOptions(), Ways(), num_threads=1)
         (segment,) = maker.segments(EXPERTS)
         assert isinstance(segment, Segment)
         assert segment.num_bytes == resident(transposed).get_parameter(EXPERTS).nbytes

@@ -42,7 +42,7 @@ def share(model: nn.Module, kind: str, slots: int = 2, **options: Any) -> pensto
 
 
 def store_of(handle: penstock.Handle) -> PartStore:
-    store = handle._attachment._store
+    store = handle._session._store
     assert isinstance(store, PartStore)
     return store
 

@@ -17,7 +17,7 @@ from registrars import Ledger
 
 from penstock.errors import PenstockWarning, StateError
 from penstock.memory.pages import map_pages, pack, pieces, populate, populate_parallel
-from penstock.memory.pinned import PinnedBytes
+from penstock.memory.pinned import PinnedBuffer
 from penstock.plan.plan import SlabEntry, Unit
 from penstock.stores.adoption import MIN_BYTES, can_adopt, is_anonymous
 from penstock.stores.pinned_host import Held, PinnedStore
@@ -80,7 +80,7 @@ def resident_pages() -> int:
 class TestPinnedBytes:
     def test_a_view_keeps_the_registration(self) -> None:
         ledger = Ledger()
-        pinned = PinnedBytes(torch.arange(100, dtype=torch.uint8))
+        pinned = PinnedBuffer(torch.arange(100, dtype=torch.uint8))
         assert pinned.register(ledger) == 0
         view = pinned.blob[10:20].view(torch.int16)
         address = pinned.blob.data_ptr()
@@ -94,13 +94,13 @@ class TestPinnedBytes:
 
     def test_capture_is_refused_and_what_ends_in_one_waits(self) -> None:
         ledger = Ledger()
-        first = PinnedBytes(torch.zeros(10, dtype=torch.uint8))
+        first = PinnedBuffer(torch.zeros(10, dtype=torch.uint8))
         first.register(ledger)
         ledger.capturing = True
         del first
         gc.collect()
         assert len(ledger.held) == 1
-        second = PinnedBytes(torch.zeros(10, dtype=torch.uint8))
+        second = PinnedBuffer(torch.zeros(10, dtype=torch.uint8))
         with pytest.raises(StateError, match=r"Call penstock\.offload before the capture begins"):
             second.register(ledger)
         ledger.capturing = False
@@ -108,7 +108,7 @@ class TestPinnedBytes:
         assert [what for what, _, _ in ledger.log] == ["register", "unregister", "register"]
 
     def test_capture_of_another_thread_is_named(self) -> None:
-        pinned = PinnedBytes(torch.zeros(10, dtype=torch.uint8))
+        pinned = PinnedBuffer(torch.zeros(10, dtype=torch.uint8))
         with pytest.raises(StateError, match="another thread is capturing"):
             pinned.register(Ledger(refusals=[900]))
 
@@ -275,8 +275,8 @@ class TestAdoption:
 class TestHeld:
     """What lies in pinned memory before there is a store."""
 
-    def memory(self, num_bytes: int, ledger: Ledger) -> PinnedBytes:
-        memory = PinnedBytes(torch.randint(0, 256, (num_bytes,), dtype=torch.uint8))
+    def memory(self, num_bytes: int, ledger: Ledger) -> PinnedBuffer:
+        memory = PinnedBuffer(torch.randint(0, 256, (num_bytes,), dtype=torch.uint8))
         assert memory.register(ledger) == 0
         return memory
 

@@ -374,7 +374,7 @@ class TestPredictions:
     def test_slots_have_the_predicted_size(self, model: nn.Module, slots: int) -> None:
         with penstock.offload(model.eval(), all_layers(slots)) as handle:
             plan = handle.plan
-            memory = [handle._attachment._pipeline.slot_memory(index) for index in range(slots)]
+            memory = [handle._session._pipeline.slot_memory(index) for index in range(slots)]
             assert [slot.untyped_storage().nbytes() for slot in memory] == list(plan.slot_bytes)
             assert len({slot.data_ptr() for slot in memory}) == slots
             names = take_inventory(model).by_name
@@ -386,7 +386,7 @@ class TestPredictions:
             plain = [(u, e) for u in plan.units for e in u.entries if e.storage in live and ":" not in e.storage]
             for unit, entry in plain:
                 start = memory[unit.slot].data_ptr()
-                bound = handle._attachment._bound[entry.storage].tensors[0]  # rests, unless its module runs
+                bound = handle._session._bound[entry.storage].tensors[0]  # rests, unless its module runs
                 assert bound.tensor is live[entry.storage]
                 assert bound.in_slot.data_ptr() == start + entry.offset, entry.storage
 

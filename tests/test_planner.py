@@ -19,10 +19,10 @@ from penstock.bench.shapes import QWEN3_8B, Stack
 from penstock.config import Budget, Workload
 from penstock.errors import BudgetError, PenstockWarning
 from penstock.model.inventory import Inventory, take_inventory
-from penstock.model.profile_facts import Traits
+from penstock.model.profile_facts import ModelProfile
 from penstock.plan import Plan, build_plan
 from penstock.plan.build import question_of
-from penstock.plan.candidates import Space
+from penstock.plan.candidates import CandidateTable
 from penstock.plan.cost_model import NOMINAL_GPU, Curve, Rates
 from penstock.plan.layers import worth_moving
 from penstock.plan.plan import UnitDraft, assemble
@@ -44,15 +44,17 @@ SMALL = Rates(
 )
 
 
-def plan(inventory: Inventory, num_bytes: int, rows: int = 1, traits: Traits | None = None, **rates: Rates) -> Plan:
+def plan(
+    inventory: Inventory, num_bytes: int, rows: int = 1, traits: ModelProfile | None = None, **rates: Rates
+) -> Plan:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PenstockWarning)
         budget = Budget(num_bytes, workload=Workload([rows]))
         return build_plan(inventory, budget, rates=rates.get("rates", SMALL), traits=traits, zero_copy=True)
 
 
-def step(made: Plan, inventory: Inventory, rows: int = 1, traits: Traits | None = None) -> float:
-    return forecast(made, inventory, SMALL, traits or Traits(), rows).step_s
+def step(made: Plan, inventory: Inventory, rows: int = 1, traits: ModelProfile | None = None) -> float:
+    return forecast(made, inventory, SMALL, traits or ModelProfile(), rows).step_s
 
 
 @given(models(), st.floats(0, 1), st.floats(0, 1), st.sampled_from([1, 64, 1024]))
@@ -135,7 +137,7 @@ def test_every_candidate_is_timed_as_its_plan_is() -> None:
     budget = Budget(inventory.num_bytes, workload=Workload([1, 256]))
     question = question_of(inventory, budget, rates=SMALL, zero_copy=True)
     checked = 0
-    for group in Space(question).groups:
+    for group in CandidateTable(question).groups:
         rows = group.fitting(float("inf"), None)[::7]
         times = group.step_s(rows)
         for index, row in enumerate(rows):
@@ -144,7 +146,7 @@ def test_every_candidate_is_timed_as_its_plan_is() -> None:
             assert made.device_bytes == group.device_bytes[row]
             assert made.moved_bytes == group.moved_bytes[row]
             for batch, size in enumerate((1, 256)):
-                seen = forecast(made, inventory, SMALL, Traits(), size)
+                seen = forecast(made, inventory, SMALL, ModelProfile(), size)
                 assert seen.step_s == pytest.approx(times[batch, index])
                 assert seen.step_s >= seen.floor_s * (1 - 1e-9)
             checked += 1
@@ -155,7 +157,7 @@ def test_the_curve_is_what_budgets_reach() -> None:
     inventory = layered(6, 300 * KIB, 100 * KIB, head=200 * KIB)
     budget = Budget(inventory.num_bytes)
     question = question_of(inventory, budget, rates=SMALL, zero_copy=True)
-    points = curve(Space(question))
+    points = curve(CandidateTable(question))
     assert len(points) > 5
     for point in points[::3]:
         best = step(plan(inventory, max(1, point.device_bytes)), inventory)
@@ -168,7 +170,7 @@ def test_the_curve_keeps_to_a_limit_of_host_memory() -> None:
     """Without files for the rest a limit rules candidates out: what they would bring is not to be had."""
     inventory = layered(6, 300 * KIB, 100 * KIB, head=200 * KIB)
     budget = Budget(int(inventory.num_bytes * 0.9), mode="cpu", host_memory=int(inventory.num_bytes * 0.3))
-    planner = Planner(inventory, SMALL, Traits(), zero_copy=True)
+    planner = Planner(inventory, SMALL, ModelProfile(), zero_copy=True)
     points = planner.curve(budget)
     assert len(points) > 3
     for point in points[:-1]:  # the last one is the whole model
@@ -177,11 +179,11 @@ def test_the_curve_keeps_to_a_limit_of_host_memory() -> None:
         assert step(made, inventory) <= point.step_s[0] * (1 + 1e-9)
 
 
-def on_meta(name: str) -> tuple[Inventory, Traits]:
+def on_meta(name: str) -> tuple[Inventory, ModelProfile]:
     with torch.device("meta"):
         if name == "dense":
-            return take_inventory(Stack(QWEN3_8B, torch.bfloat16, "meta")), Traits()
-        return take_inventory(MoeStack(DEEPSEEK_V2_LITE, torch.bfloat16)), Traits(experts_per_token=6)
+            return take_inventory(Stack(QWEN3_8B, torch.bfloat16, "meta")), ModelProfile()
+        return take_inventory(MoeStack(DEEPSEEK_V2_LITE, torch.bfloat16)), ModelProfile(experts_per_token=6)
 
 
 def test_dense_weights_are_spread_evenly_through_two_slots() -> None:
@@ -218,7 +220,7 @@ def test_the_planner_beats_the_group_rule_on_paper() -> None:
 
 def test_the_workload_takes_its_memory_first() -> None:
     inventory, _ = on_meta("dense")
-    traits = Traits(kv_bytes_per_token=147456, activation_bytes_per_row=1 << 20)
+    traits = ModelProfile(kv_bytes_per_token=147456, activation_bytes_per_row=1 << 20)
     beside = traits.workload_bytes(16, 4096)
     assert beside == 16 * 4096 * 147456 + 16 * 2**20
     budget = Budget(beside + inventory.num_bytes // 2, workload=Workload([1, 16], context=4096))

@@ -34,7 +34,7 @@ from rings import ENTRY_BYTES, PATIENCE_S, FakeStream, Machine, ProcessRingLink,
 
 from penstock.errors import OptionError, StateError, TransferError
 from penstock.memory.memfd import SharedMemory
-from penstock.memory.pinned import PinnedBytes
+from penstock.memory.pinned import PinnedBuffer
 from penstock.plan.ring_layout import WORD_BYTES, lay_out_ring_of
 from penstock.stats import Recorder
 from penstock.stores.disk import DiskOptions
@@ -346,7 +346,7 @@ class TestEnd:
         layout = lay_out_ring_of(plan, ENTRY_BYTES, 4)
         ledger = Ledger()
         shared = SharedMemory.create(layout.num_bytes)
-        pinned = PinnedBytes(shared.map(0, layout.num_bytes))
+        pinned = PinnedBuffer(shared.map(0, layout.num_bytes))
         pinned.register(ledger)
         ring = StagingRing(layout, pinned.blob)
         parts = parts_in_files(layout, [store.load(unit) for unit in plan.units])

@@ -24,10 +24,10 @@ from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Budget, Workload
 from penstock.errors import BudgetError, PenstockWarning
 from penstock.model.inventory import Inventory, take_inventory
-from penstock.model.profile_facts import Traits
+from penstock.model.profile_facts import ModelProfile
 from penstock.plan import Plan, build_plan
 from penstock.plan.build import question_of
-from penstock.plan.candidates import Space
+from penstock.plan.candidates import CandidateTable
 from penstock.plan.cost_model import NOMINAL_GPU, Rates
 from penstock.plan.disk_fallback import Spill, spill_order
 from penstock.plan.layers import worth_moving
@@ -69,7 +69,7 @@ def spilling(
     spill: Spill = SPILL,
     rates: Rates = DISK,
     batch: int = 1,
-    traits: Traits | None = None,
+    traits: ModelProfile | None = None,
     zero_copy: bool = True,
 ) -> Plan:
     with warnings.catch_warnings():
@@ -110,7 +110,7 @@ def test_within_both_budgets_and_no_slower_with_more(
         assert in_files.isdisjoint(spill.unstreamable)
         assert made == spilling(inventory, budget, limit, spill, batch=batch), "deterministic"
         assert Plan(**{f: getattr(made, f) for f in ("units", "num_slots", "mode", "resident", "uva")}) == made
-        seen[share, host_share] = forecast(made, inventory, DISK, Traits(), batch).step_s
+        seen[share, host_share] = forecast(made, inventory, DISK, ModelProfile(), batch).step_s
     for share in low:
         assert seen[share, high[1]] <= seen[share, high[0]] * (1 + 1e-8), "more host memory"
     for share in high:
@@ -133,7 +133,7 @@ def exhaustive(inventory: Inventory, device: int, host: int) -> float:
             for slots in range(1, max(1, len(units)) + 1):
                 made = assemble(inventory, units, slots, "cpu", uva=uva)
                 if made.device_bytes <= device and host_bytes(made) <= host:
-                    best = min(best, forecast(made, inventory, DISK, Traits(), 1).step_s)
+                    best = min(best, forecast(made, inventory, DISK, ModelProfile(), 1).step_s)
     return best
 
 
@@ -148,7 +148,7 @@ def test_close_to_the_best_there_is(inventory: Inventory, device: float, host: f
     """The worst case, 1.29, is three layers whose best plan reads the light role of two of them in place."""
     limits = int(inventory.num_bytes * device), int(inventory.num_bytes * host)
     best = exhaustive(inventory, *limits)
-    found = forecast(spilling(inventory, *limits), inventory, DISK, Traits(), 1).step_s
+    found = forecast(spilling(inventory, *limits), inventory, DISK, ModelProfile(), 1).step_s
     assert best <= found * (1 + 1e-9)
     assert found <= 1.3 * best
 
@@ -159,7 +159,7 @@ def test_every_candidate_is_timed_as_its_plan_is() -> None:
     question = question_of(inventory, budget, rates=DISK, zero_copy=True, spill=Spill(["head.weight"], ring_bytes=999))
     checked = 0
     for limit in (200 * KIB, 700 * KIB):
-        for group in (group.within(limit) for group in Space(question).groups):
+        for group in (group.within(limit) for group in CandidateTable(question).groups):
             fitting = group.fitting(float("inf"), None)[::7]
             seen, bound = group.step_s(fitting), group.bound(fitting)
             for index, row in enumerate(fitting):
@@ -168,7 +168,7 @@ def test_every_candidate_is_timed_as_its_plan_is() -> None:
                 assert made.device_bytes == group.device_bytes[row]
                 assert host_bytes(made, 999) <= limit
                 for batch, size in enumerate((1, 256)):
-                    expected = forecast(made, inventory, DISK, Traits(), size)
+                    expected = forecast(made, inventory, DISK, ModelProfile(), size)
                     assert expected.step_s == pytest.approx(seen[batch, index])
                     assert expected.step_s >= expected.floor_s * (1 - 1e-9)
                 assert bound[index] <= np.log(seen[:, index]).mean() + 1e-12
@@ -179,13 +179,13 @@ def test_every_candidate_is_timed_as_its_plan_is() -> None:
 def test_all_in_files_are_timed_as_their_plans_are() -> None:
     inventory = layered(6, 300 * KIB, 100 * KIB, head=200 * KIB)
     question = question_of(inventory, Budget(inventory.num_bytes, mode="disk"), rates=DISK)
-    for group in Space(question).groups:
+    for group in CandidateTable(question).groups:
         every = group.fitting(float("inf"), None)[::11]
         seen, bound = group.step_s(every)[0], group.bound(every)
         for index, row in enumerate(every):
             choice = group.choice(int(row))
             made = assemble(inventory, choice.drafts, choice.num_slots, "disk", uva=choice.uva)
-            assert forecast(made, inventory, DISK, Traits(), 1).step_s == pytest.approx(seen[index])
+            assert forecast(made, inventory, DISK, ModelProfile(), 1).step_s == pytest.approx(seen[index])
         assert (bound <= np.log(seen) + 1e-12).all()
 
 
@@ -207,7 +207,7 @@ def test_no_more_on_disk_than_needed_and_nothing_without_need() -> None:
 def test_experts_of_few_rows_stay_in_place_and_the_rest_goes_to_disk() -> None:
     """One row reads two of sixteen experts where they lie; a unit in files is read whole."""
     inventory = take_inventory(wide_moe())
-    traits = Traits(experts_per_token=2)
+    traits = ModelProfile(experts_per_token=2)
     total = inventory.num_bytes
     fast = replace(DISK, file_bytes_per_s=4e9)
     made = spilling(inventory, total // 5, int(total * 0.7), traits=traits, rates=fast)
@@ -220,7 +220,7 @@ def test_experts_of_few_rows_stay_in_place_and_the_rest_goes_to_disk() -> None:
 def test_memory_of_the_device_that_is_left_keeps_experts() -> None:
     """Beside those in place and those in files: what stays need not be read, so more memory has to show."""
     inventory = take_inventory(wide_moe())
-    traits, total = Traits(experts_per_token=2), inventory.num_bytes
+    traits, total = ModelProfile(experts_per_token=2), inventory.num_bytes
     fast = replace(DISK, file_bytes_per_s=4e9)
     made = [spilling(inventory, int(total * share), total // 2, traits=traits, rates=fast) for share in (0.2, 0.35)]
     for plan in made:
@@ -288,7 +288,7 @@ class TestWhoMaySpill:
     def test_what_a_refusal_advises_is_enough(self, spill: Spill | None, rules: list, device: float, host: int) -> None:
         inventory = layered(6, 4000 * KIB)
         budget = Budget(int(inventory.num_bytes * device), rules=rules, host_memory=host * 10)
-        planner = Planner(inventory, DISK, Traits(), zero_copy=True, spill=spill)
+        planner = Planner(inventory, DISK, ModelProfile(), zero_copy=True, spill=spill)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PenstockWarning)
             try:
@@ -343,7 +343,7 @@ class TestWhoMaySpill:
 
     def test_a_thousand_times_the_tokens_are_written_out(self) -> None:
         """A disk so slow that rows cost nothing."""
-        planner = Planner(self.INVENTORY, replace(DISK, file_bytes_per_s=1e6), Traits(), spill=SPILL)
+        planner = Planner(self.INVENTORY, replace(DISK, file_bytes_per_s=1e6), ModelProfile(), spill=SPILL)
         budget = Budget(self.INVENTORY.num_bytes // 2, host_memory=500 * KIB)
         texts = [found.text for found in planner.alternatives(budget, planner.plan(budget))]
         assert any(
@@ -351,7 +351,7 @@ class TestWhoMaySpill:
         )
 
     def test_another_budget_may_spill_as_well(self) -> None:
-        planner = Planner(self.INVENTORY, DISK, Traits(), spill=Spill(free_bytes=900 * KIB, ring_bytes=0))
+        planner = Planner(self.INVENTORY, DISK, ModelProfile(), spill=Spill(free_bytes=900 * KIB, ring_bytes=0))
         half = self.INVENTORY.num_bytes // 2
         for policy in (Budget(half), str(half) + "B", half):
             assert budget_planner(planner, policy, "cpu")(half).staged_units

@@ -24,7 +24,7 @@ from penstock.cli.probe import _rates as table_of
 from penstock.config import Budget, Workload
 from penstock.errors import PenstockWarning
 from penstock.model.inventory import take_inventory
-from penstock.model.profile_facts import Traits
+from penstock.model.profile_facts import ModelProfile
 from penstock.plan import build_plan
 from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates
 from penstock.plan.planner import Planner
@@ -170,7 +170,7 @@ class TestPlanning:
         return Planner(inventory, rates, traits, num_ranks=4), Budget(inventory.num_bytes // 2, mode=mode)
 
     def test_plans_of_every_policy_name_the_ranks(self) -> None:
-        planner = Planner(take_inventory(Stack(6)), LINKED, Traits(), num_ranks=4)
+        planner = Planner(take_inventory(Stack(6)), LINKED, ModelProfile(), num_ranks=4)
         plan = planner.plan(all_layers(2, "sharded_gpu"))
         assert plan.num_ranks == 4
         assert planner.forecast(plan, 1).link_s < replace(planner, rates=SLOW).forecast(plan, 1).link_s / 50
@@ -184,7 +184,10 @@ def offload_with_links(rank: int) -> list[list[int]]:
         inventory = take_inventory(model)
         budget = Budget(int(inventory.num_bytes * share), mode=mode, workload=Workload([1]))  # type: ignore[arg-type]
         with penstock.offload(model, budget, group=dist.group.WORLD, pool_links=pool) as handle:
-            plans = [handle.plan, *(Planner(inventory, r, Traits(), num_ranks=2).plan(budget) for r in (LINKED, SLOW))]
+            plans = [
+                handle.plan,
+                *(Planner(inventory, r, ModelProfile(), num_ranks=2).plan(budget) for r in (LINKED, SLOW)),
+            ]
         found += [[plan.num_slots, len(plan.units), plan.num_ranks] for plan in plans]
     return found
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Budget
 from penstock.model.inventory import take_inventory
-from penstock.model.profile_facts import Traits
+from penstock.model.profile_facts import ModelProfile
 from penstock.plan import Plan, build_plan
 from penstock.plan.cost_model import NOMINAL_GPU, Curve, Rates
 from penstock.plan.machine import Machine
@@ -61,7 +61,7 @@ class TestRates:
     def test_a_forecast_counts_with_them(self) -> None:
         inventory = take_inventory(Stack(6))
         rates = replace(NOMINAL_GPU, copy_bytes_per_s=Curve.of({1: 16e6}), file_bytes_per_s=1e6)
-        host, files = (forecast(plan_of(mode), inventory, rates, Traits(), 1) for mode in ("cpu", "disk"))
+        host, files = (forecast(plan_of(mode), inventory, rates, ModelProfile(), 1) for mode in ("cpu", "disk"))
         assert files.link_s == host.link_s > 0 == host.disk_s
         assert files.disk_s == pytest.approx(16 * host.link_s)
         assert files.floor_s == files.disk_s > host.floor_s

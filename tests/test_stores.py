@@ -22,12 +22,12 @@ import penstock
 from penstock.config import Budget
 from penstock.errors import OptionError, PenstockWarning
 from penstock.model.inventory import take_inventory
-from penstock.model.profile_facts import Traits
+from penstock.model.profile_facts import ModelProfile
 from penstock.plan import Plan, build_plan
 from penstock.plan.build import move_on_demand
 from penstock.plan.disk_fallback import Spill
 from penstock.plan.machine import Machine
-from penstock.plan.outlook import Outlook
+from penstock.plan.outlook import PredictionReport
 from penstock.plan.planner import Planner
 from penstock.plan.report import render
 from penstock.plan.ring_layout import lay_out_ring, lay_out_ring_of
@@ -127,7 +127,7 @@ class TestWhatAPlanSays:
 
     def test_more_host_memory_is_an_alternative(self) -> None:
         inventory = layered(12, 400 * KIB)
-        planner = Planner(inventory, DISK, Traits(), spill=Spill(ring_bytes=0))
+        planner = Planner(inventory, DISK, ModelProfile(), spill=Spill(ring_bytes=0))
         budget = Budget(inventory.num_bytes // 2, host_memory=800 * KIB)
         made = planner.plan(budget)
         outlook = planner.outlook(budget, made)
@@ -148,7 +148,7 @@ def report(plan: Plan) -> str:
     return console.export_text()
 
 
-def text_of(outlook: Outlook) -> str:
+def text_of(outlook: PredictionReport) -> str:
     return " ".join(alternative.text for alternative in outlook.alternatives)
 
 
@@ -198,7 +198,7 @@ class TestCarriedOut:
             model = make().eval()
         inputs = torch.arange(9) if make is MoE else rows()
         inventory = take_inventory(model)
-        planner = Planner(inventory, DISK, Traits(), spill=SPILL)
+        planner = Planner(inventory, DISK, ModelProfile(), spill=SPILL)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PenstockWarning)
             plan = planner.plan(

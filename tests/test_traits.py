@@ -18,7 +18,7 @@ from penstock.config import Workload
 from penstock.errors import OptionError
 from penstock.model.inventory import take_inventory
 from penstock.model.memory_profile import traits_of
-from penstock.model.profile_facts import Traits
+from penstock.model.profile_facts import ModelProfile
 
 SIZE = {
     "hidden_size": 64,
@@ -231,7 +231,7 @@ class TestReading:
         assert traits_of(make("gemma2")).window == 6
 
     def test_other_modules_claim_nothing(self) -> None:
-        assert traits_of(nn.Linear(4, 4)) == Traits()
+        assert traits_of(nn.Linear(4, 4)) == ModelProfile()
 
     def test_several_models_in_one(self) -> None:
         """The configuration of all states no sizes; each part has its own."""

@@ -67,7 +67,7 @@ def test_same_log_probabilities_as_resident(engine: Engine, case: str, mode: str
 def test_the_reference_moves_nothing(engine: Engine) -> None:
     still, offloaded = engine("still", "compiled"), engine("prefetch", "compiled")
     assert still["logprobs"] == offloaded["logprobs"]
-    assert still["stats"]["offloader"] == "StillOffloader"
+    assert still["stats"]["offloader"] == "NoCopyOffloader"
     assert still["stats"]["bytes_moved"] == 0
 
 

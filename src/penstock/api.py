@@ -25,7 +25,7 @@ from penstock.runtime.limits import describe_device
 from penstock.runtime.memory_check import require_room
 from penstock.runtime.parts import splits_units
 from penstock.runtime.planning import budget_planner, planner_for, split_planner
-from penstock.runtime.session import Attachment, Progress
+from penstock.runtime.session import OffloadSession, Progress
 from penstock.runtime.state_dict import place_of
 from penstock.runtime.store_factory import compute_device
 from penstock.stats import Stats
@@ -44,9 +44,9 @@ Weights = "WeightMap | Checkpoint | str | os.PathLike[str]"
 class Handle:
     """An offload in force. Leaving its ``with`` block, or :meth:`remove`, ends it; dropping the handle does not."""
 
-    def __init__(self, model: nn.Module, attachment: Attachment) -> None:
+    def __init__(self, model: nn.Module, attachment: OffloadSession) -> None:
         self.model = model
-        self._attachment = attachment
+        self._session = attachment
 
     def __repr__(self) -> str:
         on_device, in_all = self.plan.device_bytes / 2**30, self.plan.weight_bytes / 2**30
@@ -55,11 +55,11 @@ class Handle:
     @property
     def plan(self) -> Plan:
         """Where every tensor rests and how compute reaches it."""
-        return self._attachment.plan
+        return self._session.plan
 
     def stats(self) -> Stats:
         """Bytes moved, copies, stalls and misses, per unit and in total, since the offload began."""
-        return self._attachment.stats()
+        return self._session.stats()
 
     def sync_prev_onload(self) -> None:
         """Order the current stream behind every copy under way; on a CPU, return when all are done.
@@ -67,11 +67,11 @@ class Handle:
         Only for those who capture or replay parts of a model themselves, or read a slot: :func:`offload` does it around
         a forward of the whole model. No effect when nothing is under way.
         """
-        self._attachment.join()
+        self._session.join()
 
     def join_after_forward(self) -> None:
         """The same, at the end of a part that is being captured: copies it has started become part of its graph."""
-        self._attachment.join()
+        self._session.join()
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the latest copies, compute and stalls as Chrome trace JSON (open it in Perfetto).
@@ -79,7 +79,7 @@ class Handle:
         Raises:
             OptionError, OptionTypeError: no file can be written there; no path.
         """
-        self._attachment.recorder.write(path, [unit.anchor for unit in self.plan.units])
+        self._session.recorder.write(path, [unit.anchor for unit in self.plan.units])
 
     def remove(self, *, graphs_released: bool = False) -> None:
         """Restore the model exactly, with all weights resident. A second call has no effect.
@@ -95,13 +95,13 @@ class Handle:
             StateError: called inside a forward; another thread does not end one; graphs may still be replayed.
             BudgetError: the device the model came from has no room for it; the offload stays in force.
         """
-        self._attachment.remove(graphs_released)
+        self._session.remove(graphs_released)
         if _handle_of(self.model) is self:
             del self.model.__dict__[_MARK]
 
     def _hold_to_budget(self, policy: Policy | Plan | str | int) -> None:
         """Hold promoted tensors to the budget of ``policy``, if it is one, from which the plan in force was made."""
-        self._attachment.limit(_budget_of(policy))
+        self._session.limit(_budget_of(policy))
 
     def __enter__(self) -> Handle:
         return self
@@ -185,7 +185,7 @@ def offload(
             _warn_about_idle_group(plan, peers)
             if peers is not None:
                 compare_plans(plan, model, inventory, weights, peers)
-            Attachment(
+            OffloadSession(
                 model,
                 plan,
                 inventory,
@@ -206,7 +206,7 @@ def offload(
         raise
 
 
-def _conclude(model: nn.Module, plan: Plan, peers: Attempt | None, attachment: Attachment) -> None:
+def _conclude(model: nn.Module, plan: Plan, peers: Attempt | None, attachment: OffloadSession) -> None:
     """Until here everything can be undone, so here the ranks wait for one another."""
     if peers is not None and spans_ranks(plan, peers):
         peers.meeting.settle()

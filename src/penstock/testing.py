@@ -5,7 +5,7 @@ each has a helper here:
 
 * nothing moved: :func:`assert_moved` proves from the counters that every unit came once per forward;
 * a compiler fused differently without the offload: :func:`boundaries` gives the resident model the same ones, and
-  :class:`StillOffloader` does so inside an engine;
+  :class:`NoCopyOffloader` does so inside an engine;
 * the race never happened: :class:`SlowLink` stretches every copy by random delays, and :class:`EarlyLink` and
   :class:`TramplingLink` are links with a planted race that a test must be able to see.
 """
@@ -27,10 +27,10 @@ from penstock.api import Handle
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Policy, as_policy
 from penstock.model.inventory import take_inventory
-from penstock.offloaders.reference import StillOffloader, boundaries
+from penstock.offloaders.reference import NoCopyOffloader, boundaries
 from penstock.plan import Plan
 from penstock.runtime.planning import planner_for
-from penstock.runtime.session import Attachment
+from penstock.runtime.session import OffloadSession
 from penstock.runtime.store_factory import compute_device
 from penstock.stats import Recorder
 from penstock.stores.disk import DiskOptions
@@ -40,8 +40,8 @@ from penstock.transfer.link import Link, Mark, Transfer
 
 __all__ = [
     "EarlyLink",
+    "NoCopyOffloader",
     "SlowLink",
-    "StillOffloader",
     "TramplingLink",
     "assert_moved",
     "assert_same_bits",
@@ -64,7 +64,7 @@ def offload_over(
     device = compute_device(model)
     planner = planner_for(model, inventory, device)
     plan = policy if isinstance(policy, Plan) else planner.plan(as_policy(policy))
-    return Handle(model, Attachment(model, plan, inventory, device=device, weights=weights, disk=disk, link=link))
+    return Handle(model, OffloadSession(model, plan, inventory, device=device, weights=weights, disk=disk, link=link))
 
 
 def assert_same_bits(found: Any, expected: Any, what: str = "output") -> None:

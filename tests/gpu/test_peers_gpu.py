@@ -67,7 +67,7 @@ def bits(rank: int, kind: str, slots: int, rest: str) -> int:
             time.sleep(0.01)  # ranks at their own pace
         if turn % 5 == 0:
             assert torch.equal(model(ids), expected), f"eager after replay {turn}"
-    store = handle._attachment._store
+    store = handle._session._store
     assert isinstance(store, PartStore)
     part = handle.plan.prefetched_bytes / dist.get_world_size()
     assert part <= store.host_bytes + store.device_bytes <= 1.01 * part + 4096 * len(handle.plan.units)

@@ -20,15 +20,15 @@ import penstock
 from penstock import UVA, Prefetch
 from penstock.errors import StateError
 from penstock.memory.pages import map_pages, populate_parallel
-from penstock.memory.pinned import CudaRegistrar, PinnedBytes
-from penstock.runtime.session import Attachment
+from penstock.memory.pinned import CudaRegistrar, PinnedBuffer
+from penstock.runtime.session import OffloadSession
 from penstock.stores.pinned_host import PinnedStore
 
 MIB = 1 << 20
 
 
 def store_of(handle: penstock.Handle) -> PinnedStore:
-    attachment: Attachment = handle._attachment
+    attachment: OffloadSession = handle._session
     assert isinstance(attachment._store, PinnedStore)
     return attachment._store
 
@@ -123,7 +123,7 @@ def test_offload_during_a_capture_is_refused() -> None:
 def test_what_is_dropped_during_a_capture_is_unregistered_after_it() -> None:
     registrar = CudaRegistrar()
     blob = torch.zeros(8 * MIB, dtype=torch.uint8)
-    pinned: PinnedBytes | None = PinnedBytes(blob)
+    pinned: PinnedBuffer | None = PinnedBuffer(blob)
     assert pinned is not None
     assert pinned.register(registrar) == 0
     x = torch.zeros(8, device="cuda")
@@ -134,7 +134,7 @@ def test_what_is_dropped_during_a_capture_is_unregistered_after_it() -> None:
         gc.collect()
     graph.replay()
     assert y.sum().item() == 8
-    again = PinnedBytes(blob)
+    again = PinnedBuffer(blob)
     assert again.register(registrar) == 0, "the same memory, which has to have been given back before"
 
 

@@ -23,7 +23,7 @@ from penstock.errors import OptionError
 from penstock.memory.pinning import pinned_region
 from penstock.model.inventory import take_inventory
 from penstock.plan import build_plan
-from penstock.runtime.session import Attachment
+from penstock.runtime.session import OffloadSession
 from penstock.transfer.cuda_stream import StreamLink
 
 __all__ = ["LinkProbe", "VariantSpec", "parse_variant", "run"]
@@ -210,7 +210,7 @@ def _offload(stack: Stack, spec: VariantSpec, device: torch.device) -> penstock.
     inventory = take_inventory(stack)
     plan = build_plan(inventory, spec.policy)
     link = StreamLink(device, per_tensor=spec.per_tensor)
-    return penstock.Handle(stack, Attachment(stack, plan, inventory, device=device, link=link))
+    return penstock.Handle(stack, OffloadSession(stack, plan, inventory, device=device, link=link))
 
 
 class LinkProbe:

@@ -22,7 +22,7 @@ from penstock.bench.shapes import QWEN3_8B, Stack, fill
 from penstock.config import UVA, Budget, Prefetch, Workload
 from penstock.errors import OptionError
 from penstock.model.inventory import Inventory, take_inventory
-from penstock.model.profile_facts import Traits
+from penstock.model.profile_facts import ModelProfile
 from penstock.plan import Plan, build_plan
 from penstock.plan.cost_model import Rates
 from penstock.plan.plan import assemble
@@ -70,13 +70,13 @@ class Contest:
         return sum(plan.device_bytes for plan in self.plans.values())
 
 
-def build(name: str) -> tuple[nn.Module, Traits]:
+def build(name: str) -> tuple[nn.Module, ModelProfile]:
     """The stack of this name on ``meta``, and its traits."""
     with torch.device("meta"):
         if name == "qwen3-8b":
-            return Stack(QWEN3_8B, torch.bfloat16, "meta"), Traits()
+            return Stack(QWEN3_8B, torch.bfloat16, "meta"), ModelProfile()
         if name == "deepseek-v2-lite":
-            traits = Traits(experts_per_token=DEEPSEEK_V2_LITE.experts_per_token)
+            traits = ModelProfile(experts_per_token=DEEPSEEK_V2_LITE.experts_per_token)
             return MoeStack(DEEPSEEK_V2_LITE, torch.bfloat16), traits
     raise OptionError(f"--model {name!r}: expected one of {', '.join(STACKS)}")
 
@@ -84,7 +84,7 @@ def build(name: str) -> tuple[nn.Module, Traits]:
 class Planner:
     """Makes the contests of one stack."""
 
-    def __init__(self, inventory: Inventory, rates: Rates, traits: Traits, rows: Sequence[int]) -> None:
+    def __init__(self, inventory: Inventory, rates: Rates, traits: ModelProfile, rows: Sequence[int]) -> None:
         self._inventory, self._rates, self._traits, self._rows = inventory, rates, traits, rows
 
     def at_share(self, share: float) -> Contest:

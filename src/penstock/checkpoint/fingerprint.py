@@ -13,14 +13,14 @@ from pathlib import Path
 
 from penstock.errors import CheckpointError
 
-__all__ = ["FileStamp", "fault", "opened", "require_file", "too_many_open"]
+__all__ = ["FileFingerprint", "fault", "opened", "require_file", "too_many_open"]
 
 _AGAIN = "Download or copy it again."
 _KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 @dataclass(frozen=True)
-class FileStamp:
+class FileFingerprint:
     """A file as it was when opened: size, modification time in ns since 1970, inode (of a link's target)."""
 
     path: Path
@@ -55,14 +55,14 @@ def too_many_open(error: OSError) -> str:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[tuple[int, FileStamp]]:
+def opened(path: Path) -> Iterator[tuple[int, FileFingerprint]]:
     """A file descriptor and the stamp of what it has open. Every OSError becomes a CheckpointError."""
     try:
         require_file(path)
         fd = os.open(path, os.O_RDONLY)
         try:
             status = os.fstat(fd)
-            yield fd, FileStamp(path, status.st_size, status.st_mtime_ns, status.st_ino)
+            yield fd, FileFingerprint(path, status.st_size, status.st_mtime_ns, status.st_ino)
         finally:
             os.close(fd)
     except OSError as error:

@@ -23,7 +23,7 @@ from typing import TypeGuard
 
 import torch
 
-from penstock.checkpoint.fingerprint import FileStamp, fault, opened
+from penstock.checkpoint.fingerprint import FileFingerprint, fault, opened
 from penstock.errors import CheckpointError
 
 _INDEX = "model.safetensors.index.json"
@@ -61,7 +61,7 @@ class Checkpoint:
 
     root: Path
     tensors: Mapping[str, FileTensor]
-    stamps: tuple[FileStamp, ...]
+    stamps: tuple[FileFingerprint, ...]
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
@@ -182,7 +182,7 @@ def _refuse_duplicates(seen: Mapping[str, FileTensor], new: Mapping[str, FileTen
         raise fault(new[both[0]].path, "each tensor in one file only", found, mend)
 
 
-def _read_header(path: Path) -> tuple[dict[str, FileTensor], FileStamp]:
+def _read_header(path: Path) -> tuple[dict[str, FileTensor], FileFingerprint]:
     """The tensors of one file by offset, every rule of the format checked."""
     with opened(path) as (fd, stamp):
         raw = bytearray(min(stamp.num_bytes, _FIRST_READ_BYTES))

@@ -18,7 +18,7 @@ from penstock.checkpoint.safetensors_header import Checkpoint, FileTensor
 from penstock.errors import CheckpointError, OptionTypeError
 from penstock.model.inventory import StorageInfo, TensorInfo
 
-__all__ = ["FilePart", "Recipe", "TensorSource", "WeightMap"]
+__all__ = ["Conversion", "FilePart", "TensorSource", "WeightMap"]
 
 _MEND = (
     "The checkpoint is of another model, or was saved without this tensor, or with names or shapes that transformers "
@@ -56,7 +56,7 @@ class TensorSource:
 
 
 @dataclass(frozen=True, eq=False)
-class Recipe:
+class Conversion:
     """How tensors of the model are made of tensors of the files by more than placing their bytes.
 
     Attributes:
@@ -83,7 +83,7 @@ class WeightMap:
 
     checkpoint: Checkpoint
     sources: Mapping[str, TensorSource]
-    recipes: Mapping[str, Recipe] = field(default_factory=dict)
+    recipes: Mapping[str, Conversion] = field(default_factory=dict)
 
     @classmethod
     def identity(cls, checkpoint: Checkpoint) -> WeightMap:
@@ -124,7 +124,7 @@ class WeightMap:
             f"rearranged while loading); offload it with mode 'cpu' or keep it resident"
         )
 
-    def recipe(self, storage: StorageInfo) -> tuple[str, Recipe] | None:
+    def recipe(self, storage: StorageInfo) -> tuple[str, Conversion] | None:
         """The name of the tensor that covers ``storage`` and its recipe, if it has one."""
         for tensor in _covering(storage):
             for name in tensor.names:

@@ -11,18 +11,18 @@ from functools import partial
 
 import torch
 
-from penstock.checkpoint.fingerprint import FileStamp
-from penstock.checkpoint.weight_map import Recipe, TensorSource
+from penstock.checkpoint.fingerprint import FileFingerprint
+from penstock.checkpoint.weight_map import Conversion, TensorSource
 from penstock.loading.read_pool import Delivery, deliver
 from penstock.stores.disk import DiskOptions, DiskStore
 from penstock.stores.host import MemorySource
 from penstock.stores.io_policy import Ways
 from penstock.stores.store import Segment, new_blob
 
-__all__ = ["Maker"]
+__all__ = ["TensorConverter"]
 
 
-class Maker:
+class TensorConverter:
     """Where the bytes of such storages come from.
 
     Args:
@@ -36,12 +36,12 @@ class Maker:
 
     def __init__(
         self,
-        recipes: Mapping[str, tuple[str, Recipe]],
+        recipes: Mapping[str, tuple[str, Conversion]],
         disk: DiskOptions,
         ways: Ways,
         *,
         num_threads: int,
-        stamps: Iterable[FileStamp] = (),
+        stamps: Iterable[FileFingerprint] = (),
         cpus: Collection[int] | None = None,
     ) -> None:
         self._recipes = recipes
@@ -74,13 +74,13 @@ class Maker:
         self._files.close()
         self._ready.clear()
 
-    def _make(self, recipe: Recipe) -> None:
+    def _make(self, recipe: Conversion) -> None:
         made = recipe.make(self._read(recipe))
         for storage, (name, one) in self._recipes.items():
             if one is recipe:
                 self._ready[storage] = _bytes_of(made.pop(name))
 
-    def _read(self, recipe: Recipe) -> dict[str, torch.Tensor]:
+    def _read(self, recipe: Conversion) -> dict[str, torch.Tensor]:
         blobs = {part.name: new_blob(part.num_bytes) for part in recipe.parts}
         deliver(
             (

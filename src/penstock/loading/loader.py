@@ -8,10 +8,10 @@ from functools import partial
 
 import torch
 
-from penstock.checkpoint.weight_map import Recipe, TensorSource, WeightMap
+from penstock.checkpoint.weight_map import Conversion, TensorSource, WeightMap
 from penstock.env import pin_memory_disabled
 from penstock.errors import OptionError
-from penstock.loading.convert import Maker
+from penstock.loading.convert import TensorConverter
 from penstock.loading.read_pool import Delivery, Progress, deliver
 from penstock.loading.upload import CudaUploader
 from penstock.memory.numa import cpus_near
@@ -82,7 +82,7 @@ class WeightLoader:
         self._ways = Ways()
         self._progress = progress or (lambda done, total: None)
         self._sources: dict[str, TensorSource] = {}
-        self._recipes: dict[str, tuple[str, Recipe]] = {}
+        self._recipes: dict[str, tuple[str, Conversion]] = {}
         for name in self._goals:
             if bound[name].on_meta:
                 self._find(name, require_weights(weights))
@@ -147,7 +147,9 @@ class WeightLoader:
         """What takes memory of its own on the way comes last."""
         readers = pin_threads(_MIN_FILE_READERS)
         cpus = cpus_near(self._device)
-        maker = Maker(self._recipes, self._disk, self._ways, num_threads=readers, stamps=self._stamps, cpus=cpus)
+        maker = TensorConverter(
+            self._recipes, self._disk, self._ways, num_threads=readers, stamps=self._stamps, cpus=cpus
+        )
         try:
             self._bring_in_small_pieces(maker.order, maker.segments)
         finally:

@@ -18,7 +18,7 @@ import torch
 
 from penstock.loading.read_pool import Part
 from penstock.memory.pages import map_pages
-from penstock.memory.pinned import PinnedBytes, Registrar
+from penstock.memory.pinned import HostRegistrar, PinnedBuffer
 from penstock.stores.file_reader import ALIGN_BYTES, read_around
 from penstock.stores.store import writable_view
 
@@ -87,12 +87,12 @@ class CudaUploader:
     # With the rest of its first and last page, a piece is a request of BUFFER_BYTES, which no disk need split.
     piece_bytes = BUFFER_BYTES - ALIGN_BYTES
 
-    def __init__(self, device: torch.device, registrar: Registrar | None) -> None:
+    def __init__(self, device: torch.device, registrar: HostRegistrar | None) -> None:
         """``registrar``: what pins the buffers; ``None``, or its refusal, leaves them unpinned, which is slower."""
         self._stream = torch.cuda.Stream(device)
         # The allocator may hand out memory that kernels given to the current stream still read.
         self._stream.wait_stream(torch.cuda.current_stream(device))
-        self._pinned = PinnedBytes(torch.frombuffer(map_pages(NUM_BUFFERS * _ROOM_BYTES), dtype=torch.uint8))
+        self._pinned = PinnedBuffer(torch.frombuffer(map_pages(NUM_BUFFERS * _ROOM_BYTES), dtype=torch.uint8))
         if registrar is not None:
             self._pinned.register(registrar)
         # Not a method of this: of a cycle the garbage collector would have to find the buffers.

@@ -18,13 +18,13 @@ import torch
 
 from penstock.errors import StateError
 
-__all__ = ["CudaRegistrar", "PinnedBytes", "Registrar", "refuse_capture"]
+__all__ = ["CudaRegistrar", "HostRegistrar", "PinnedBuffer", "refuse_capture"]
 
 # cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread (CUDA runtime API, cudaError).
 _CAPTURE_ERRORS = range(900, 909)
 
 
-class Registrar(Protocol):
+class HostRegistrar(Protocol):
     """What pins memory; a test counts its calls."""
 
     @property
@@ -76,7 +76,7 @@ def _forget_last_error() -> None:
             torch.empty(1, device="cuda").fill_(0)
 
 
-def refuse_capture(registrar: Registrar) -> None:
+def refuse_capture(registrar: HostRegistrar) -> None:
     """Raise ``StateError`` while a graph is being captured."""
     if registrar.capturing:
         raise StateError(
@@ -90,7 +90,7 @@ class _Owner:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
-        self._registrar: Registrar | None = None
+        self._registrar: HostRegistrar | None = None
         self.__array_interface__: dict[str, Any] = {
             "shape": (memory.numel(),),
             "typestr": "|u1",
@@ -98,7 +98,7 @@ class _Owner:
             "version": 3,
         }
 
-    def register(self, registrar: Registrar) -> int:
+    def register(self, registrar: HostRegistrar) -> int:
         code = registrar.register(self._memory.data_ptr(), self._memory.numel())
         if code == 0:
             self._registrar = registrar
@@ -129,7 +129,7 @@ def _unregister_late() -> None:
             _late.pop().unregister()
 
 
-class PinnedBytes:
+class PinnedBuffer:
     """A stretch of host memory and its registration; whoever holds a view of ``blob`` holds both.
 
     Attributes:
@@ -140,28 +140,28 @@ class PinnedBytes:
         """``memory``: uint8, 1-D, contiguous, on the CPU, at least one byte. It is kept alive."""
         self._around(_Owner(memory))
 
-    def _around(self, owner: _Owner) -> PinnedBytes:
+    def _around(self, owner: _Owner) -> PinnedBuffer:
         self._owner = owner
         self.blob = torch.from_numpy(np.asarray(owner))
         return self
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PinnedBytes) and self._owner is other._owner
+        return isinstance(other, PinnedBuffer) and self._owner is other._owner
 
     def __hash__(self) -> int:
         return hash(id(self._owner))
 
-    def weakly(self) -> Callable[[], PinnedBytes | None]:
+    def weakly(self) -> Callable[[], PinnedBuffer | None]:
         """What finds it again for as long as anybody holds a view of it, and holds nothing itself."""
         owner = weakref.ref(self._owner)
 
-        def again() -> PinnedBytes | None:
+        def again() -> PinnedBuffer | None:
             found = owner()
-            return None if found is None else PinnedBytes.__new__(PinnedBytes)._around(found)
+            return None if found is None else PinnedBuffer.__new__(PinnedBuffer)._around(found)
 
         return again
 
-    def register(self, registrar: Registrar) -> int:
+    def register(self, registrar: HostRegistrar) -> int:
         """Pin it; 0, or the error code with which the driver refused.
 
         Raises:

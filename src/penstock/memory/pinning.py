@@ -10,7 +10,7 @@ from penstock.config import format_gib
 from penstock.env import pin_memory_disabled, reader_threads
 from penstock.errors import OptionError, PenstockWarning
 from penstock.memory.pages import map_pages, populate_parallel
-from penstock.memory.pinned import CudaRegistrar, PinnedBytes, Registrar
+from penstock.memory.pinned import CudaRegistrar, HostRegistrar, PinnedBuffer
 
 __all__ = [
     "device_view",
@@ -63,19 +63,19 @@ def pinned_region(num_bytes: int) -> torch.Tensor:
     return registrar.allocate(num_bytes)
 
 
-def new_pinned(num_bytes: int, registrar: Registrar) -> tuple[PinnedBytes, int]:
+def new_pinned(num_bytes: int, registrar: HostRegistrar) -> tuple[PinnedBuffer, int]:
     """Host memory of exactly ``num_bytes``, and the code with which the driver took (0) or refused to register it.
 
     Raises:
         BudgetError: the system has no memory for it.
         StateError: a graph is being captured.
     """
-    memory = PinnedBytes(fresh(num_bytes))
+    memory = PinnedBuffer(fresh(num_bytes))
     populate_parallel(memory.blob, pin_threads())
     return memory, memory.register(registrar)
 
 
-def pin_shared(memory: PinnedBytes, registrar: Registrar, mend: str) -> None:
+def pin_shared(memory: PinnedBuffer, registrar: HostRegistrar, mend: str) -> None:
     """Pin memory that other processes share, which therefore cannot be replaced by memory of torch's allocator.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A model -> its :class:`~penstock.model.profile_facts.Traits`."""
+"""A model -> its :class:`~penstock.model.profile_facts.ModelProfile`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import nn
 
 from penstock.model.profile_activations import activation_bytes_per_row, experts_per_token, first_int
 from penstock.model.profile_caches import attention_bytes_per_token, layers_of, source_tokens
-from penstock.model.profile_facts import Traits
+from penstock.model.profile_facts import ModelProfile
 
 __all__ = ["traits_of"]
 
 _MAX_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions")
 
 
-def traits_of(model: nn.Module) -> Traits:
+def traits_of(model: nn.Module) -> ModelProfile:
     """Read the configuration and the modules of ``model``, which may be on ``meta``; touches no data.
 
     Figures are those of transformers' default caches (``DynamicCache``) and of one step of ``generate``, in the
@@ -28,13 +28,13 @@ def traits_of(model: nn.Module) -> Traits:
     """
     config = text_config(model)
     if config is None:
-        return Traits()
+        return ModelProfile()
     dtype = _dtype(model)
     layers = layers_of(model, config, dtype)
     windows = [layer.window for layer in layers if layer.window]
     cross = sum(layer.cross_bytes for layer in layers)
     fixed_source = source_tokens(config)
-    return Traits(
+    return ModelProfile(
         experts_per_token=experts_per_token(config),
         kv_bytes_per_token=sum(s.kv_bytes for s in layers if not s.window) + (0 if fixed_source else cross),
         kv_window_bytes_per_token=sum(layer.kv_bytes for layer in layers if layer.window),

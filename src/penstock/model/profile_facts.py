@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from penstock.errors import OptionError
 
-__all__ = ["Traits"]
+__all__ = ["ModelProfile"]
 
 
 @dataclass(frozen=True)
-class Traits:
+class ModelProfile:
     """Facts that an adapter reads from a model's configuration; the defaults claim nothing.
 
     Attributes:

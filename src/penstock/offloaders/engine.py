@@ -77,7 +77,7 @@ class EngineOffloader(StackedOffloader):
         Attributes set:
             added_device_bytes: device memory that was in use before and is not any more counts as negative.
         """
-        if self._attachment is not None:
+        if self._session is not None:
             return
         self._require_layers()
         device = self._device(self._model())
@@ -135,8 +135,8 @@ class EngineOffloader(StackedOffloader):
 
     def prepare_next(self) -> None:
         """A forward has been given to the device, as a replay perhaps: copy ahead for the next one."""
-        if self._attachment is not None:
-            self._attachment.rewind()
+        if self._session is not None:
+            self._session.rewind()
 
     @property
     def has_run(self) -> bool:

@@ -16,7 +16,7 @@ from penstock.offloaders.build_time_filter import EarlyRule
 from penstock.plan.plan import Plan
 from penstock.ranks.peers import Peers
 from penstock.runtime.memory_check import require_room
-from penstock.runtime.session import Attachment
+from penstock.runtime.session import OffloadSession
 from penstock.runtime.store_factory import compute_device
 from penstock.runtime.under_construction import Holding
 from penstock.stats import Stats
@@ -41,10 +41,10 @@ class StackedOffloader(BaseOffloader):
         self._measure_stalls = measure_stalls
         self._stacks = nn.ModuleList()
         self._holding = Holding()
-        self._attachment: Attachment | None = None
+        self._session: OffloadSession | None = None
 
     def wrap_modules(self, modules_generator: Iterable[nn.Module]) -> list[nn.Module]:
-        if self._attachment is not None:
+        if self._session is not None:
             raise StateError("wrap_modules was called after post_init; use a new offloader for another model")
         stack = nn.ModuleList()
         self._stacks.append(stack)
@@ -54,14 +54,14 @@ class StackedOffloader(BaseOffloader):
         return list(stack)
 
     def post_init(self) -> None:
-        if self._attachment is not None:
+        if self._session is not None:
             raise StateError("post_init was called twice; call remove() in between to take over new weights")
         model = self._model()
         inventory = self._take_inventory(model)
         plan = self._make_plan(inventory)
         device = self._device(model)
         require_room(model, plan, inventory, device, holding=self._holding)
-        self._attachment = Attachment(
+        self._session = OffloadSession(
             model,
             plan,
             inventory,
@@ -76,17 +76,17 @@ class StackedOffloader(BaseOffloader):
         )
 
     def sync_prev_onload(self) -> None:
-        if self._attachment is not None:
-            self._attachment.join()
+        if self._session is not None:
+            self._session.join()
 
     def join_after_forward(self) -> None:
-        if self._attachment is not None:
-            self._attachment.join()
+        if self._session is not None:
+            self._session.join()
 
     def remove(self) -> None:
-        if self._attachment is not None:
-            self._attachment.remove(graphs_released=True)  # an engine ends its offload with its graphs
-            self._attachment = None
+        if self._session is not None:
+            self._session.remove(graphs_released=True)  # an engine ends its offload with its graphs
+            self._session = None
 
     @property
     def plan(self) -> Plan:
@@ -97,10 +97,10 @@ class StackedOffloader(BaseOffloader):
         """What has moved; after ``post_init``."""
         return self._require().stats()
 
-    def _require(self) -> Attachment:
-        if self._attachment is None:
+    def _require(self) -> OffloadSession:
+        if self._session is None:
             raise StateError("nothing is offloaded yet: call post_init() once the weights are loaded")
-        return self._attachment
+        return self._session
 
     def _model(self) -> nn.Module:
         """What is offloaded: by default the stacks alone."""

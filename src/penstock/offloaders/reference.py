@@ -20,7 +20,7 @@ from penstock.runtime.planning import planner_for
 from penstock.runtime.store_factory import compute_device
 from penstock.stats import Stats, UnitStats
 
-__all__ = ["StillOffloader", "boundaries"]
+__all__ = ["NoCopyOffloader", "boundaries"]
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def _boundaries_of(
             hook.remove()
 
 
-class StillOffloader(EngineOffloader):
+class NoCopyOffloader(EngineOffloader):
     """What an :class:`~penstock.offloaders.engine.EngineOffloader` would do, but nothing leaves the device.
 
     The model has to fit. Its compiled code has the same boundaries, so this is what an engine's outputs are compared

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from penstock.config import Budget
-from penstock.plan.candidates import Space
+from penstock.plan.candidates import CandidateTable
 from penstock.plan.plan import Plan
 from penstock.plan.predict import Forecaster
-from penstock.plan.problem import Question
+from penstock.plan.problem import PlanningProblem
 from penstock.plan.solver import Point, curve, host_limit, reserved_bytes
 
 __all__ = ["Alternative", "alternatives"]
@@ -51,7 +51,9 @@ class Alternative:
         return asdict(self)
 
 
-def alternatives(space: Space, budget: Budget, plan: Plan, points: Sequence[Point] | None = None) -> list[Alternative]:
+def alternatives(
+    space: CandidateTable, budget: Budget, plan: Plan, points: Sequence[Point] | None = None
+) -> list[Alternative]:
     """Two or three of them, the nearest first; empty where nothing would be better.
 
     ``points``: the memory curve of ``space``, if it is at hand.
@@ -70,12 +72,12 @@ def alternatives(space: Space, budget: Budget, plan: Plan, points: Sequence[Poin
 Forecasters = Mapping[int, Forecaster]
 
 
-def _forecaster(question: Question, rows: int) -> Forecaster:
+def _forecaster(question: PlanningProblem, rows: int) -> Forecaster:
     return Forecaster(question.inventory, question.rates, question.traits, rows, question.context)
 
 
 def _more_host_memory(
-    space: Space, budget: Budget, plan: Plan, now: Sequence[float], known: Forecasters
+    space: CandidateTable, budget: Budget, plan: Plan, now: Sequence[float], known: Forecasters
 ) -> Iterator[Alternative]:
     """The least of it that is worthwhile when units in files take it, or else all that they would take.
 
@@ -100,7 +102,7 @@ def _more_host_memory(
     yield Alternative(text, budget.num_bytes, question.batch_sizes[0], ratio, times[0])
 
 
-def _brought_in(space: Space, plan: Plan, count: int) -> Plan:
+def _brought_in(space: CandidateTable, plan: Plan, count: int) -> Plan:
     """``plan`` with ``count`` of its units in files in its other store: those that a higher limit would bring there."""
     order = {anchor: position for position, anchor in enumerate(space.spill_order)}
     last = sorted(plan.staged_units, key=lambda unit: order[unit.anchor])[len(plan.staged_units) - count :]
@@ -110,7 +112,7 @@ def _brought_in(space: Space, plan: Plan, count: int) -> Plan:
 
 
 def _more_memory(
-    question: Question, budget: Budget, now: Sequence[float], points: Sequence[Point]
+    question: PlanningProblem, budget: Budget, now: Sequence[float], points: Sequence[Point]
 ) -> Iterator[Alternative]:
     beside = reserved_bytes(question, budget)
     resident = points[-1].step_s
@@ -143,7 +145,7 @@ def _more_memory(
         )
 
 
-def _larger_batch(question: Question, budget: Budget, plan: Plan, known: Forecasters) -> Iterator[Alternative]:
+def _larger_batch(question: PlanningProblem, budget: Budget, plan: Plan, known: Forecasters) -> Iterator[Alternative]:
     batch = max(question.batch_sizes)
     now = known[batch](plan)
     best = None
@@ -166,7 +168,7 @@ def _larger_batch(question: Question, budget: Budget, plan: Plan, known: Forecas
         )
 
 
-def _bytes_with(question: Question, budget: Budget, plan: Plan, batch: int) -> int:
+def _bytes_with(question: PlanningProblem, budget: Budget, plan: Plan, batch: int) -> int:
     return plan.device_bytes + question.traits.workload_bytes(batch, budget.workload.context)
 
 

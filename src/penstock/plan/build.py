@@ -10,7 +10,7 @@ from penstock.config import Budget, Mode, Policy, Prefetch, Rules
 from penstock.errors import PenstockWarning, RuleError, SelectionError
 from penstock.model.inventory import Inventory, StorageInfo
 from penstock.model.patterns import matching, select
-from penstock.model.profile_facts import Traits
+from penstock.model.profile_facts import ModelProfile
 from penstock.model.semantic_groups import semantic_groups
 from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Rates
 from penstock.plan.disk_fallback import Spill
@@ -25,7 +25,7 @@ from penstock.plan.layers import (
 )
 from penstock.plan.overrides import settle_rules, some_names, warn_of_stranded
 from penstock.plan.plan import Plan, UnitDraft, assemble
-from penstock.plan.problem import Question
+from penstock.plan.problem import PlanningProblem
 from penstock.plan.solver import solve
 from penstock.plan.split import split_rates
 
@@ -39,7 +39,7 @@ def build_plan(
     unstreamable: Collection[str] = (),
     *,
     rates: Rates | None = None,
-    traits: Traits | None = None,
+    traits: ModelProfile | None = None,
     zero_copy: bool = False,
     num_ranks: int = 1,
     spill: Spill | None = None,
@@ -102,13 +102,13 @@ def question_of(
     unstreamable: Collection[str] = (),
     *,
     rates: Rates | None = None,
-    traits: Traits | None = None,
+    traits: ModelProfile | None = None,
     zero_copy: bool = False,
     num_ranks: int = 1,
     spill: Spill | None = None,
-) -> Question:
+) -> PlanningProblem:
     """The question that a budget puts to the solver; arguments as for :func:`build_plan`."""
-    (traits or Traits()).check_context(budget.workload.context)
+    (traits or ModelProfile()).check_context(budget.workload.context)
     mode = budget.mode or default_mode
     fixed = _fixed(inventory, mode, unstreamable)
     candidates = _candidates(inventory, budget.params)
@@ -116,12 +116,12 @@ def question_of(
     _warn_of_unsaved(s for s in candidates if s.name in fixed and s.name not in unstreamable)
     forced = settle_rules(inventory, budget.rules, fixed)
     has_bytes = mode != "meta" and mode != "sharded_gpu" and num_ranks == 1
-    return Question(
+    return PlanningProblem(
         inventory,
         [s for s in movable if s.name not in forced],
         forced,
         split_rates(rates or (NOMINAL_CPU if mode == "disk" else NOMINAL_GPU), mode, num_ranks),
-        traits or Traits(),
+        traits or ModelProfile(),
         # Read in place on a GPU, bytes of files have to be in pinned memory: lookups at most, or nothing is saved.
         zero_copy=zero_copy and has_bytes and mode != "disk",
         lookups_in_place=has_bytes,

@@ -28,23 +28,23 @@ from penstock.plan.cost_model import StorageCost, experts_in, stages_compute_s, 
 from penstock.plan.costed import HIGH, KEPT, LOW, MAX_SLOTS, Choice, Costed, Family, Floats, Ints, Kinds
 from penstock.plan.disk_fallback import spill_order
 from penstock.plan.plan import slab_bytes
-from penstock.plan.problem import Question, RoleSets, sort_out
+from penstock.plan.problem import PlanningProblem, RoleSets, sort_out
 
-__all__ = ["Choice", "Costed", "Floats", "Ints", "Space"]
+__all__ = ["CandidateTable", "Choice", "Costed", "Floats", "Ints"]
 
 
 # As a size: any sum with it is below zero.
 _NEVER = -1e30
 
 
-class Space:
+class CandidateTable:
     """The families of a question with their costs.
 
     Attributes:
         sizes, slabs: bytes of every storage by name, and what it takes of a slab.
     """
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: PlanningProblem) -> None:
         self.question = question
         self.parts = sort_out(question)
         self.sizes = {s.name: float(s.num_bytes) for s in question.inventory.storages}

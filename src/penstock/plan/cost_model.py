@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.model.inventory import Inventory, StorageInfo
-from penstock.model.profile_facts import Traits
+from penstock.model.profile_facts import ModelProfile
 from penstock.plan.layers import find_stacks, reader_of
 from penstock.plan.plan import UnitDraft
 
@@ -235,7 +235,7 @@ class StorageCost:
     touched_bytes: float
 
 
-def storage_cost(storage: StorageInfo, experts: int, rows: int, rates: Rates, traits: Traits) -> StorageCost:
+def storage_cost(storage: StorageInfo, experts: int, rows: int, rates: Rates, traits: ModelProfile) -> StorageCost:
     """The cost of ``storage`` in a step of ``rows`` rows; the formulas are at the top of this module."""
     if storage.is_lookup:
         return _lookup_cost(storage, rows, rates)
@@ -260,7 +260,9 @@ def _lookup_cost(storage: StorageInfo, rows: int, rates: Rates) -> StorageCost:
     return StorageCost(resident_s, in_place_s, touched)
 
 
-def stages_compute_s(stages: Sequence[Stage], rows: int, rates: Rates, traits: Traits, context: int = 0) -> list[float]:
+def stages_compute_s(
+    stages: Sequence[Stage], rows: int, rates: Rates, traits: ModelProfile, context: int = 0
+) -> list[float]:
     """Seconds of each stage of a step beside what :func:`storage_cost` gives for its tensors.
 
     ``context``: tokens per sequence in the KV cache, which attention reads whole; the layers share it equally.
@@ -270,7 +272,7 @@ def stages_compute_s(stages: Sequence[Stage], rows: int, rates: Rates, traits: T
     return [_small_kernels_s(stage, rows, rates, traits) + attention_s * stage.is_layer for stage in stages]
 
 
-def _small_kernels_s(stage: Stage, rows: int, rates: Rates, traits: Traits) -> float:
+def _small_kernels_s(stage: Stage, rows: int, rates: Rates, traits: ModelProfile) -> float:
     kernels = KERNELS_PER_TENSOR * sum(not storage.is_lookup for storage, _ in stage.storages)
     if any(experts > 1 for _, experts in stage.storages):
         kernels += KERNELS_PER_EXPERT_LAYER
@@ -278,7 +280,7 @@ def _small_kernels_s(stage: Stage, rows: int, rates: Rates, traits: Traits) -> f
     return kernels * rates.kernel_s + ACTIVATION_PASSES * activation_bytes / rates.device_bytes_per_s
 
 
-def _activation_bytes(storage: StorageInfo, experts: int, rows: int, traits: Traits) -> float:
+def _activation_bytes(storage: StorageInfo, experts: int, rows: int, traits: ModelProfile) -> float:
     """Inputs and outputs of the product with ``storage``."""
     tensor = storage.tensors[0]
     if storage.is_lookup or len(tensor.shape) < 2:

@@ -24,7 +24,7 @@ from penstock.plan.simulate import StageTimes, step_s
 from penstock.plan.striping import CHUNK_ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
-    from penstock.plan.candidates import Space
+    from penstock.plan.candidates import CandidateTable
 
 __all__ = ["HIGH", "KEPT", "LOW", "MAX_SLOTS", "Choice", "Costed", "Family", "Floats", "Ints", "Kinds"]
 
@@ -83,7 +83,7 @@ class Family:
 class Costed:
     """One family with its memory and its step times."""
 
-    def __init__(self, space: Space, family: Family) -> None:
+    def __init__(self, space: CandidateTable, family: Family) -> None:
         self._space = space
         self._parts = space.parts
         self.family = family

@@ -12,7 +12,7 @@ from penstock.plan.alternatives import Alternative
 from penstock.plan.predict import Forecast
 from penstock.plan.report import gib, titled_table
 
-__all__ = ["Outlook", "WorkloadBytes"]
+__all__ = ["PredictionReport", "WorkloadBytes"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class WorkloadBytes:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class PredictionReport:
     """Predictions for a plan.
 
     Attributes:

@@ -8,13 +8,13 @@ from typing import Any
 
 from penstock.config import Budget, Mode, Policy, Workload
 from penstock.model.inventory import Inventory
-from penstock.model.profile_facts import Traits
+from penstock.model.profile_facts import ModelProfile
 from penstock.plan.alternatives import Alternative, alternatives
 from penstock.plan.build import build_plan, question_of
-from penstock.plan.candidates import Space
+from penstock.plan.candidates import CandidateTable
 from penstock.plan.cost_model import Rates
 from penstock.plan.disk_fallback import Spill
-from penstock.plan.outlook import Outlook, WorkloadBytes
+from penstock.plan.outlook import PredictionReport, WorkloadBytes
 from penstock.plan.plan import Plan
 from penstock.plan.predict import Forecast, forecast
 from penstock.plan.solver import Point, curve, host_limit, solve
@@ -41,14 +41,14 @@ class Planner:
 
     inventory: Inventory
     rates: Rates
-    traits: Traits
+    traits: ModelProfile
     zero_copy: bool = False
     default_mode: Mode = "cpu"
     unstreamable: Collection[str] = ()
     num_ranks: int = 1
     spill: Spill | None = None
     # Candidates do not depend on the size of the budget, and are asked for again with other sizes.
-    _spaces: dict[object, Space] = field(default_factory=dict, compare=False, repr=False)
+    _spaces: dict[object, CandidateTable] = field(default_factory=dict, compare=False, repr=False)
 
     def plan(self, policy: Policy) -> Plan:
         """The plan for ``policy``; raises as :func:`penstock.plan.build.build_plan` does."""
@@ -64,11 +64,13 @@ class Planner:
         rates = split_rates(self.rates, plan.mode, plan.num_ranks)
         return forecast(plan, self.inventory, rates, self.traits, rows, context)
 
-    def outlook(self, policy: Policy | Plan | None, plan: Plan, points: Sequence[Point] | None = None) -> Outlook:
+    def outlook(
+        self, policy: Policy | Plan | None, plan: Plan, points: Sequence[Point] | None = None
+    ) -> PredictionReport:
         """What ``plan`` will cost for the workload of ``policy``; alternatives too where that is a budget."""
         budget = policy if isinstance(policy, Budget) else None
         workload = budget.workload if budget is not None else Workload()
-        return Outlook(
+        return PredictionReport(
             self.rates.machine,
             self.rates.is_measured,
             workload.context,
@@ -93,10 +95,10 @@ class Planner:
         space = self._space(budget)
         return curve(space, host_limit(space.question, budget))
 
-    def _space(self, budget: Budget) -> Space:
+    def _space(self, budget: Budget) -> CandidateTable:
         key = (budget.params, budget.mode, budget.rules, budget.workload)
         if key not in self._spaces:
-            self._spaces[key] = Space(
+            self._spaces[key] = CandidateTable(
                 question_of(self.inventory, budget, self.default_mode, self.unstreamable, **self._ground)
             )
         return self._spaces[key]

@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.errors import OptionError
 from penstock.plan.cost_model import find_stages
-from penstock.plan.outlook import Outlook
+from penstock.plan.outlook import PredictionReport
 from penstock.plan.plan import Mechanism, Plan
 from penstock.plan.planner import Planner
 from penstock.plan.solver import Point
@@ -43,7 +43,12 @@ def require_picture(path: str | os.PathLike[str]) -> None:
 
 
 def draw_plan(
-    path: str | os.PathLike[str], name: str, plan: Plan, planner: Planner, outlook: Outlook, points: Sequence[Point]
+    path: str | os.PathLike[str],
+    name: str,
+    plan: Plan,
+    planner: Planner,
+    outlook: PredictionReport,
+    points: Sequence[Point],
 ) -> None:
     """Write the picture to ``path``; its suffix says the format.
 
@@ -100,7 +105,7 @@ def _kind(plan: Plan, storage: str) -> tuple[Mechanism, bool]:
     return plan.mechanism_of(storage), plan.store_of(storage) == "disk"
 
 
-def _draw_curve(axes: Any, plan: Plan, outlook: Outlook, points: Sequence[Point]) -> None:
+def _draw_curve(axes: Any, plan: Plan, outlook: PredictionReport, points: Sequence[Point]) -> None:
     from matplotlib.ticker import LogFormatter
 
     memory = [point.device_bytes / GIB for point in points]

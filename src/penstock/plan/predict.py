@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from penstock.model.inventory import Inventory
-from penstock.model.profile_facts import Traits
+from penstock.model.profile_facts import ModelProfile
 from penstock.plan.cost_model import Rates, find_stages, stages_compute_s, storage_cost
 from penstock.plan.plan import Plan
 from penstock.plan.ring_layout import RING_BYTES
@@ -54,7 +54,9 @@ class Forecast:
         return {**asdict(self), "rows_per_s": self.rows_per_s}
 
 
-def forecast(plan: Plan, inventory: Inventory, rates: Rates, traits: Traits, rows: int, context: int = 0) -> Forecast:
+def forecast(
+    plan: Plan, inventory: Inventory, rates: Rates, traits: ModelProfile, rows: int, context: int = 0
+) -> Forecast:
     """Play ``plan`` through; a pure function of sizes and rates (:mod:`penstock.plan.cost_model`).
 
     ``rates`` are those of the links that its units come over; see :func:`penstock.plan.split.split_rates`.
@@ -65,7 +67,7 @@ def forecast(plan: Plan, inventory: Inventory, rates: Rates, traits: Traits, row
 class Forecaster:
     """:func:`forecast` of many plans for one model and step; what does not depend on the plan is reckoned once."""
 
-    def __init__(self, inventory: Inventory, rates: Rates, traits: Traits, rows: int, context: int = 0) -> None:
+    def __init__(self, inventory: Inventory, rates: Rates, traits: ModelProfile, rows: int, context: int = 0) -> None:
         self._rates, self._rows = rates, rows
         self._stages = find_stages(inventory)
         self._anchors = {s.name: stage.anchor for stage in self._stages for s, _ in stage.storages}

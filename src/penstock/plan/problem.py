@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 from penstock.config import Mechanism, Mode
 from penstock.model.inventory import Inventory, StorageInfo
-from penstock.model.profile_facts import Traits
+from penstock.model.profile_facts import ModelProfile
 from penstock.plan.cost_model import Rates, Stage, find_stages
 from penstock.plan.disk_fallback import Spill
 from penstock.plan.layers import find_stacks, outside_units, stranded
 from penstock.plan.plan import UnitDraft
 
-__all__ = ["Parts", "Question", "RoleSets", "sort_out"]
+__all__ = ["Parts", "PlanningProblem", "RoleSets", "sort_out"]
 
 # 2 ** 6 sets of roles: the five heaviest roles of a layer one by one, and all the others together.
 _MAX_ATOMS = 6
@@ -29,7 +29,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanningProblem:
     """What the solver is asked.
 
     Attributes:
@@ -50,7 +50,7 @@ class Question:
     movable: Sequence[StorageInfo]
     forced: Mapping[str, Mechanism]
     rates: Rates
-    traits: Traits
+    traits: ModelProfile
     zero_copy: bool
     lookups_in_place: bool
     batch_sizes: Sequence[int]
@@ -73,7 +73,7 @@ class Parts:
     stranded: tuple[StorageInfo, ...]  # movable, but no module whose forward runs could wait for them
 
 
-def sort_out(question: Question) -> Parts:
+def sort_out(question: PlanningProblem) -> Parts:
     """Layers and roles, what lies outside, and what has no choice."""
     inventory = question.inventory
     layers = [layer for stack in find_stacks(inventory) for layer in stack.layers]

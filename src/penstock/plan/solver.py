@@ -22,10 +22,10 @@ import numpy as np
 from penstock.config import Budget, Mode, format_gib
 from penstock.errors import BudgetError, PenstockWarning
 from penstock.model.inventory import Inventory
-from penstock.plan.candidates import Choice, Costed, Floats, Ints, Space
+from penstock.plan.candidates import CandidateTable, Choice, Costed, Floats, Ints
 from penstock.plan.overrides import warn_of_stranded
 from penstock.plan.plan import Plan, assemble
-from penstock.plan.problem import Question
+from penstock.plan.problem import PlanningProblem
 
 __all__ = ["Point", "curve", "solve"]
 
@@ -49,7 +49,7 @@ class Point:
     step_s: tuple[float, ...]
 
 
-def solve(question: Question, budget: Budget, mode: Mode, space: Space | None = None) -> Plan:
+def solve(question: PlanningProblem, budget: Budget, mode: Mode, space: CandidateTable | None = None) -> Plan:
     """The plan with the least geometric mean of step times over the batch sizes.
 
     ``space``: of this question, if it is at hand.
@@ -64,7 +64,7 @@ def solve(question: Question, budget: Budget, mode: Mode, space: Space | None = 
     if inventory.num_bytes <= weights_budget and not question.forced:
         _warn_nothing_to_do(inventory, budget)
         return assemble(inventory, [], 0, mode)
-    space = space or Space(question)
+    space = space or CandidateTable(question)
     warn_of_stranded(inventory, space.parts.stranded)
     best = _best(space, weights_budget, host_limit(question, budget))
     if best is None:
@@ -72,7 +72,7 @@ def solve(question: Question, budget: Budget, mode: Mode, space: Space | None = 
     return assemble(inventory, best.drafts, best.num_slots, mode, uva=best.uva)
 
 
-def host_limit(question: Question, budget: Budget) -> int | None:
+def host_limit(question: PlanningProblem, budget: Budget) -> int | None:
     """Host memory that the weights may take: the budget's, or what is free where the rest has files to rest in."""
     if question.mode not in _HOST_MODES:
         return None
@@ -81,12 +81,12 @@ def host_limit(question: Question, budget: Budget) -> int | None:
     return budget.host_limit_bytes
 
 
-def reserved_bytes(question: Question, budget: Budget) -> int:
+def reserved_bytes(question: PlanningProblem, budget: Budget) -> int:
     """Device memory that the workload takes beside the weights."""
     return question.traits.workload_bytes(max(budget.workload.batch_sizes), budget.workload.context)
 
 
-def _best(space: Space, device_bytes: int, host_bytes: int | None) -> Choice | None:
+def _best(space: CandidateTable, device_bytes: int, host_bytes: int | None) -> Choice | None:
     groups = [group.within(host_bytes) for group in space.groups]
     fitting = [(group, group.fitting(device_bytes, host_bytes)) for group in groups]
     promising = sorted((pair for pair in fitting if len(pair[1])), key=lambda pair: float(pair[0].bound(pair[1]).min()))
@@ -139,7 +139,7 @@ def _rank(group: Costed, row: int) -> tuple[bool, float, float, int]:
     return uneven, float(group.moved_bytes[row]), float(group.device_bytes[row]), slots
 
 
-def curve(space: Space, host_bytes: int | None = None) -> list[Point]:
+def curve(space: CandidateTable, host_bytes: int | None = None) -> list[Point]:
     """Nearly the best step times for every amount of device memory, ascending: what a little more would buy.
 
     ``host_bytes``: host memory that the weights may take. Of the candidates of a family only the most promising of each
@@ -189,7 +189,7 @@ def _warn_nothing_to_do(inventory: Inventory, budget: Budget) -> None:
     )
 
 
-def _too_small(space: Space, budget: Budget, question: Question) -> BudgetError:
+def _too_small(space: CandidateTable, budget: Budget, question: PlanningProblem) -> BudgetError:
     beside = reserved_bytes(question, budget)
     least = beside + min(int(group.device_bytes.min()) for group in space.groups)
     within = _least_device_bytes(space, host_limit(question, budget))
@@ -217,7 +217,7 @@ def _too_small(space: Space, budget: Budget, question: Question) -> BudgetError:
     )
 
 
-def _least_device_bytes(space: Space, host_bytes: int | None) -> int | None:
+def _least_device_bytes(space: CandidateTable, host_bytes: int | None) -> int | None:
     """The least for weights with which something stays within ``host_bytes``; ``None``: rules take more than that."""
     groups = [group.within(host_bytes) for group in space.groups]
     fitting = [(group, group.fitting(np.inf, host_bytes)) for group in groups]
@@ -226,7 +226,7 @@ def _least_device_bytes(space: Space, host_bytes: int | None) -> int | None:
     return min((int(group.device_bytes[rows].min()) for group, rows in fitting if len(rows)), default=everything)
 
 
-def _too_little_host(space: Space, budget: Budget, beside: int, minimum: int | None) -> BudgetError:
+def _too_little_host(space: CandidateTable, budget: Budget, beside: int, minimum: int | None) -> BudgetError:
     limit = host_limit(space.question, budget) or 0
     least = _least_host_bytes(space, budget.num_bytes - beside)
     whose = "--host-memory" if budget.host_limit_bytes is not None else "the free host memory of"
@@ -246,7 +246,7 @@ _WITHOUT_FILES = (
 )
 
 
-def _least_host_bytes(space: Space, device_bytes: int) -> int:
+def _least_host_bytes(space: CandidateTable, device_bytes: int) -> int:
     """The smallest limit of host memory with which something fits ``device_bytes``."""
     least = [
         float(group.least_host_bytes(rows).min())

@@ -22,10 +22,10 @@ from torch import nn
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.env import reader_threads
 from penstock.errors import CheckpointError, OptionError, PeerError, PenstockWarning
-from penstock.loading.convert import Maker
+from penstock.loading.convert import TensorConverter
 from penstock.loading.loader import require_weights
 from penstock.memory.memfd import SharedMemory
-from penstock.memory.pinned import Registrar, refuse_capture
+from penstock.memory.pinned import HostRegistrar, refuse_capture
 from penstock.model.inventory import Inventory, StorageInfo
 from penstock.model.live_tensors import BoundStorage, bind
 from penstock.plan.plan import Plan
@@ -139,7 +139,7 @@ def compare_plans(
 def open_shared(
     plan: Plan,
     offloaded: Mapping[str, BoundStorage],
-    registrar: Registrar | None,
+    registrar: HostRegistrar | None,
     weights: WeightMap | None,
     peers: Peers,
 ) -> tuple[SharedStore, dict[str, torch.Tensor]]:
@@ -302,7 +302,7 @@ def _compare_files(
     sources = {name: weights.source(bound[name].info) for name in names if name not in recipes}
     stamps, options = weights.checkpoint.stamps, disk or DiskOptions()
     files = DiskStore(sources, options, stamps=stamps)
-    maker = Maker(recipes, options, Ways(), num_threads=reader_threads(), stamps=stamps)
+    maker = TensorConverter(recipes, options, Ways(), num_threads=reader_threads(), stamps=stamps)
     try:
         for name in [*sources, *maker.order]:
             blob = new_blob(bound[name].info.num_bytes)

@@ -1,6 +1,6 @@
 """A plan in force on a model: tensors pointed at slots, files or host memory, hooks in place, copies running.
 
-:class:`Attachment` is what the handle and the engines' offloaders have in common. Building one either succeeds or
+:class:`OffloadSession` is what the handle and the engines' offloaders have in common. Building one either succeeds or
 leaves the model as it was.
 """
 
@@ -46,12 +46,12 @@ from penstock.transfer.cuda_stream import StreamLink
 from penstock.transfer.link import Link
 from penstock.transfer.ring_streams import RingLink
 
-__all__ = ["Attachment", "Progress"]
+__all__ = ["OffloadSession", "Progress"]
 
 Hook = UnitHook | ForwardHook | StateGuard | MappedFilesGuard
 
 
-class Attachment(NotCopyable):
+class OffloadSession(NotCopyable):
     """Executes ``plan`` on ``model`` until :meth:`remove`.
 
     Args:
@@ -95,7 +95,7 @@ class Attachment(NotCopyable):
         peers: Peers | None = None,
         holding: Holding | None = None,
         replays_announced: bool = False,
-        on_attached: Callable[[Attachment], None] | None = None,
+        on_attached: Callable[[OffloadSession], None] | None = None,
         budget_bytes: int | None = None,
         keeps_addresses: bool = False,
         never_promotes: str | None = None,

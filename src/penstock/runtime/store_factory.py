@@ -11,7 +11,7 @@ from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import format_gib
 from penstock.errors import CheckpointError, OptionError
 from penstock.loading.loader import require_weights
-from penstock.memory.pinned import CudaRegistrar, Registrar, refuse_capture
+from penstock.memory.pinned import CudaRegistrar, HostRegistrar, refuse_capture
 from penstock.memory.pinning import pinning_disabled
 from penstock.model.live_tensors import BoundStorage
 from penstock.plan.plan import Plan
@@ -95,7 +95,7 @@ def _host_store(
 def open_pinned(
     plan: Plan,
     offloaded: dict[str, BoundStorage],
-    registrar: Registrar | None,
+    registrar: HostRegistrar | None,
     held: Mapping[str, Held] | None = None,
 ) -> tuple[PinnedStore, dict[str, torch.Tensor]]:
     """A pinned store for ``plan``, and its rooms still to be filled.

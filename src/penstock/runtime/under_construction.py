@@ -19,7 +19,7 @@ from torch import nn
 
 from penstock.env import pin_memory_disabled, uva_disabled
 from penstock.errors import BudgetError, PenstockWarning
-from penstock.memory.pinned import CudaRegistrar, PinnedBytes, Registrar
+from penstock.memory.pinned import CudaRegistrar, HostRegistrar, PinnedBuffer
 from penstock.memory.pinning import device_view, new_pinned
 from penstock.model.inventory import take_inventory
 from penstock.model.live_tensors import BoundStorage
@@ -42,10 +42,10 @@ class Holding:
         registrar: makes what pins memory for a device.
     """
 
-    def __init__(self, registrar: Callable[[torch.device], Registrar] = CudaRegistrar) -> None:
+    def __init__(self, registrar: Callable[[torch.device], HostRegistrar] = CudaRegistrar) -> None:
         self._make_registrar = registrar
         # By address. Weakly: a parameter that is replaced before the plan is made takes its memory with it.
-        self._memory: list[tuple[int, Callable[[], PinnedBytes | None]]] = []
+        self._memory: list[tuple[int, Callable[[], PinnedBuffer | None]]] = []
 
     @property
     def num_bytes(self) -> int:
@@ -93,7 +93,7 @@ class Holding:
             setattr(parameter, _ENGINE_MARK, True)
             start += slab_bytes([num_bytes])
 
-    def _allocate(self, num_bytes: int, device: torch.device) -> PinnedBytes:
+    def _allocate(self, num_bytes: int, device: torch.device) -> PinnedBuffer:
         memory, code = new_pinned(num_bytes, self._make_registrar(device))
         if code != 0:
             raise BudgetError(

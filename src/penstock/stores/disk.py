@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.checkpoint.fingerprint import FileStamp
+from penstock.checkpoint.fingerprint import FileFingerprint
 from penstock.checkpoint.weight_map import TensorSource
 from penstock.errors import CheckpointError
 from penstock.memory.pages import pieces
@@ -33,7 +33,7 @@ class DiskStore(Store):
         sources: Mapping[str, TensorSource],
         options: DiskOptions | None = None,
         *,
-        stamps: Iterable[FileStamp] = (),
+        stamps: Iterable[FileFingerprint] = (),
         pin_in_place: bool = False,
         ways: Ways | None = None,
         compares: bool = True,

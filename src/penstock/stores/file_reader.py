@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.checkpoint.fingerprint import FileStamp, require_file, too_many_open
+from penstock.checkpoint.fingerprint import FileFingerprint, require_file, too_many_open
 from penstock.errors import CheckpointError, TransferError
 from penstock.memory.page_cache import Teller, cached_bytes, teller_for
 from penstock.memory.system import above_standard_streams
@@ -60,7 +60,7 @@ class File:
         self,
         path: Path,
         options: DiskOptions,
-        stamp: FileStamp | None = None,
+        stamp: FileFingerprint | None = None,
         ways: Ways | None = None,
         opened: tuple[int, int | None] | None = None,
         compares: bool = True,

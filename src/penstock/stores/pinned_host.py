@@ -20,7 +20,7 @@ import torch
 
 from penstock.config import Mode
 from penstock.memory.pages import pack, populate_parallel
-from penstock.memory.pinned import PinnedBytes, Registrar
+from penstock.memory.pinned import HostRegistrar, PinnedBuffer
 from penstock.memory.pinning import fresh, pin_threads, warn_refused
 from penstock.plan.plan import Unit, slab_bytes
 from penstock.stores.host import MemorySource
@@ -50,7 +50,7 @@ class _Cargo:
 class Held:
     """A storage that lies in pinned memory already, in memory made for it: it is neither copied nor pinned again."""
 
-    memory: PinnedBytes
+    memory: PinnedBuffer
     start: int
     num_bytes: int
 
@@ -97,7 +97,7 @@ class PinnedStore(Store):
         self,
         units: Sequence[Unit],
         in_place: Mapping[str, int],
-        registrar: Registrar | None,
+        registrar: HostRegistrar | None,
         *,
         adopt: Mapping[str, torch.Tensor] | None = None,
         held: Mapping[str, Held] | None = None,
@@ -118,7 +118,7 @@ class PinnedStore(Store):
             StateError: a graph is being captured.
         """
         self.registrar = registrar
-        self._slabs: list[PinnedBytes] = []
+        self._slabs: list[PinnedBuffer] = []
         self._missing: list[set[str]] = []
         self._storages: dict[str, Place] = {}
         self._units: dict[int, Place] = {}
@@ -151,7 +151,7 @@ class PinnedStore(Store):
                 self._pieces[cargo.unit] = places
         return True
 
-    def _index_of(self, memory: PinnedBytes) -> int:
+    def _index_of(self, memory: PinnedBuffer) -> int:
         if memory not in self._slabs:
             self._missing.append(set())
             self._slabs.append(memory)
@@ -162,7 +162,7 @@ class PinnedStore(Store):
         name, _, num_bytes = cargo.entries[0]
         if len(cargo.entries) > 1 or name not in adopt or self.registrar is None:
             return False
-        slab = PinnedBytes(adopt[name])
+        slab = PinnedBuffer(adopt[name])
         if slab.register(self.registrar) != 0:
             return False  # its pages may be known to the driver already
         self._place(cargo, slab, 0, num_bytes)
@@ -171,7 +171,7 @@ class PinnedStore(Store):
         return True
 
     def _open(self, cargo: Sequence[_Cargo]) -> None:
-        slab = PinnedBytes(self._allocate(sum(item.num_bytes for item in cargo)))
+        slab = PinnedBuffer(self._allocate(sum(item.num_bytes for item in cargo)))
         start = 0
         for item in cargo:
             self._place(item, slab, start, item.num_bytes)
@@ -183,7 +183,7 @@ class PinnedStore(Store):
         """Memory of one slab, untouched: uint8, 1-D, host."""
         return fresh(num_bytes)
 
-    def _place(self, cargo: _Cargo, slab: PinnedBytes, start: int, num_bytes: int) -> None:
+    def _place(self, cargo: _Cargo, slab: PinnedBuffer, start: int, num_bytes: int) -> None:
         index = len(self._slabs)
         if cargo.unit is not None:
             self._units[cargo.unit] = Place(index, start, num_bytes)
@@ -237,7 +237,7 @@ class PinnedStore(Store):
         assert self.registrar is not None
         old = self._slabs[index].blob
         warn_refused(old.numel(), code)
-        self._slabs[index] = PinnedBytes(self.registrar.allocate(old.numel()).copy_(old))
+        self._slabs[index] = PinnedBuffer(self.registrar.allocate(old.numel()).copy_(old))
 
     def _view(self, place: Place) -> torch.Tensor:
         return self._slabs[place.slab].blob[place.start : place.start + place.num_bytes]

@@ -23,7 +23,7 @@ import torch
 
 from penstock.memory.memfd import SharedMemory
 from penstock.memory.pages import collapse_parallel, whole_pages
-from penstock.memory.pinned import PinnedBytes, Registrar
+from penstock.memory.pinned import HostRegistrar, PinnedBuffer
 from penstock.memory.pinning import pin_shared, pin_threads
 from penstock.plan.plan import Unit
 from penstock.ranks.rendezvous import Rendezvous
@@ -68,7 +68,7 @@ class SharedStore(PinnedStore):
         self,
         units: Sequence[Unit],
         in_place: Mapping[str, int],
-        registrar: Registrar | None,
+        registrar: HostRegistrar | None,
         memory: SharedMemory,
         meeting: Rendezvous,
         host_ranks: Sequence[int],
@@ -144,9 +144,9 @@ class SharedStore(PinnedStore):
     def _map_privately(self) -> None:
         for index, start in enumerate(self._starts):
             num_bytes = self._slabs[index].blob.numel()
-            self._slabs[index] = PinnedBytes(self._memory.map(start, num_bytes, private=True))
+            self._slabs[index] = PinnedBuffer(self._memory.map(start, num_bytes, private=True))
 
-    def _pin(self, registrar: Registrar) -> None:
+    def _pin(self, registrar: HostRegistrar) -> None:
         for slab in self._slabs:
             pin_shared(slab, registrar, _MEND)
 

@@ -22,7 +22,7 @@ from penstock.env import pin_memory_disabled, reader_threads
 from penstock.errors import OptionError, StateError
 from penstock.memory.memfd import SharedMemory
 from penstock.memory.pages import collapse_parallel
-from penstock.memory.pinned import CudaRegistrar, PinnedBytes, refuse_capture
+from penstock.memory.pinned import CudaRegistrar, PinnedBuffer, refuse_capture
 from penstock.memory.pinning import pin_shared, pin_threads
 from penstock.plan.plan import Plan
 from penstock.plan.ring_layout import ENTRY_BYTES, MAX_ENTRIES, lay_out_ring_of
@@ -64,7 +64,7 @@ class RingLink(StreamLink):
         self._entry_bytes, self._max_entries = entry_bytes, max_entries
         self._num_threads = num_threads or reader_threads(at_most=MAX_READERS, spare_one_in=SPARE_ONE_CORE_IN)
         self._stuck_s = stuck_s
-        self._memory: PinnedBytes | None = None
+        self._memory: PinnedBuffer | None = None
         self._ring: StagingRing | None = None
         self._readers: ReaderProcess | None = None
         self._copies: CudaCopyStream | None = None
@@ -91,7 +91,7 @@ class RingLink(StreamLink):
         task = RingTask(layout, parts_in_files(layout, loads), self._num_threads, self._stuck_s, os.getpid())
         shared = SharedMemory.create(layout.num_bytes)
         try:
-            self._memory = PinnedBytes(shared.map(0, layout.num_bytes))
+            self._memory = PinnedBuffer(shared.map(0, layout.num_bytes))
             self._ring = StagingRing(layout, self._memory.blob)
             self._readers = ReaderProcess(task, self._ring.memory, shared.fileno(), self._recorder)
         finally:

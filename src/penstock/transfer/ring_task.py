@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint.fingerprint import FileStamp
+from penstock.checkpoint.fingerprint import FileFingerprint
 from penstock.plan.ring_layout import Piece, RingLayout
 from penstock.stores.file_reader import DiskOptions, File
 from penstock.stores.io_policy import Ways
@@ -97,7 +97,7 @@ def _describe(file: File) -> dict[str, Any]:
 def _inherited(told: dict[str, Any], ways: Ways) -> File:
     fd, direct_fd = told["descriptors"]
     path, options = Path(told["path"]), DiskOptions(told["direct"], told["drop_cache"])
-    stamp = None if told["stamp"] is None else FileStamp(path, *told["stamp"])
+    stamp = None if told["stamp"] is None else FileFingerprint(path, *told["stamp"])
     # Nobody asks this process what it has counted, and to count takes a lock: only a choice of the way needs it.
     needed = ways if options.direct is None else None
     return File(path, options, stamp, needed, opened=(fd, direct_fd), compares=False)

@@ -22,7 +22,7 @@ from transformers.core_model_loading import WeightConverter, build_glob_alternat
 from penstock.adapters.transformers.renaming import Renamer, natural_order
 from penstock.adapters.transformers.stretches import Stretches
 from penstock.checkpoint.safetensors_header import Checkpoint, FileTensor
-from penstock.checkpoint.weight_map import Recipe, TensorSource, WeightMap
+from penstock.checkpoint.weight_map import Conversion, TensorSource, WeightMap
 from penstock.errors import CheckpointError
 from penstock.model.inventory import take_inventory
 from penstock.stores.disk import DiskStore
@@ -84,10 +84,10 @@ class Rearranged:
     assembly: Assembly
     why: str
 
-    def recipe(self, model: PreTrainedModel) -> Recipe:
+    def recipe(self, model: PreTrainedModel) -> Conversion:
         """How they are made of the file's tensors, with ``from_pretrained``'s rounding."""
         parts = tuple({tensor.name: tensor for _, tensor in self.assembly.parts}.values())
-        return Recipe(self.names, parts, partial(self._make, model))
+        return Conversion(self.names, parts, partial(self._make, model))
 
     @torch.no_grad()
     def _make(self, model: PreTrainedModel, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

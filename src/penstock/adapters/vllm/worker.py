@@ -265,10 +265,10 @@ class Worker(OffloadingWorker, gpu_worker.Worker):  # type: ignore[misc,unused-i
 def _kind_of(options: EngineOptions) -> type[EngineOffloader]:
     if not options.boundaries_only:
         return EngineOffloader
-    from penstock.offloaders.reference import StillOffloader
+    from penstock.offloaders.reference import NoCopyOffloader
 
     logger.warning("penstock.boundaries_only is set: the model is traced as if it were offloaded, and nothing moves")
-    return StillOffloader
+    return NoCopyOffloader
 
 
 def _is_lookup(module: nn.Module) -> bool:
