@@ -6,9 +6,9 @@ import gc
 
 import pytest
 import torch
-from engines import VOCABULARY, EngineModel, Head, Linear, Table
 from torch import nn
 
+from engines import VOCABULARY, EngineModel, Head, Linear, Table
 from penstock import UVA, Budget, Prefetch
 from penstock.offloaders.engine import EngineOffloader, EnginePolicy
 from penstock.offloaders.noop import NoopOffloader

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from faulty_readers import Faults
+from gpu_files import POLICIES, captured, faults, inputs, save
 from gpu_models import build
-from test_disk import POLICIES, captured, faults, inputs, save
 
 import penstock
+from faulty_readers import Faults
 from penstock.memory.pinning import pinned_region
 
 __all__ = ["faults"]

@@ -1,4 +1,4 @@
-"""The promise of tests/test_outside.py on a GPU: weights used elsewhere, in eager mode and beside captured graphs."""
+"""Weights used outside their module on a GPU, in eager mode and beside captured graphs."""
 
 from __future__ import annotations
 

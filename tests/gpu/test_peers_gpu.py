@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu_models import build
-from ranks import outcomes, run_ranks
 
 import penstock
 from penstock import Prefetch
@@ -25,6 +24,7 @@ from penstock.stores.sharded import PartStore
 from penstock.testing import assert_moved
 from penstock.transfer.peer_rates import PEER_SIZES, mutual_peers, peer_rates
 from penstock.transfer.probe_measure import median_s
+from ranks import outcomes, run_ranks
 
 NUM_RANKS = 4 if torch.cuda.device_count() >= 4 else 2
 KINDS = ["sharded", "pooled"]

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from gpu_models import build
 from safetensors.torch import save_model
-from shm_ranks import ranks
 
 import penstock
 from penstock import UVA, Prefetch
 from penstock.memory.system import pss_bytes
+from shm_ranks import ranks
 
 POLICIES = [
     Prefetch(1, 1, 2, mode="shm_cpu"),

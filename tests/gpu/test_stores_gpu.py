@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_files import captured, inputs, save
 from gpu_models import Stack, build, offloaded
-from test_disk import captured, inputs, save
 
 import penstock
 from penstock import Budget, Plan, Prefetch, Rules

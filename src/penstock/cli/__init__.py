@@ -1,7 +1,7 @@
 """The command line: one file per verb, the flags they share in :mod:`penstock.cli.options`.
 
 Nothing imported here or at the top of a verb's file may pull in torch or transformers (seconds); a verb imports what
-it needs when it runs. ``tests/test_cli.py`` holds us to it.
+it needs when it runs. ``tests/cli/test_cli.py`` holds us to it.
 """
 
 from __future__ import annotations

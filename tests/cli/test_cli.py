@@ -1,0 +1,885 @@
+"""The promise: the command line says what will happen before it happens, in flags that stay, and fails in one line.
+
+The demo's parts are in test_demo.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel, Qwen3Config, TextStreamer
+
+from commands import TINY, error_of, run
+from penstock.cli import app
+from penstock.cli.group import expand_lists
+from penstock.cli.model import open_model
+from penstock.cli.options import OffloadFlags
+from penstock.config import UVA, Budget, Prefetch, Rules, Workload, parse_size
+from penstock.demo.model import ensure_model
+from penstock.errors import OptionError, PenstockError, SizeError
+from penstock.plan.report import gib
+from penstock.stores.file_reader import DiskOptions, File
+from penstock.transfer.probe import Probe
+
+OFFLOAD_FLAGS = [
+    "--device-memory",
+    "--batch",
+    "--context",
+    "--host-memory",
+    "--offload-backend",
+    "--cpu-offload-gb",
+    "--cpu-offload-params",
+    "--offload-group-size",
+    "--offload-num-in-group",
+    "--offload-prefetch-step",
+    "--offload-params",
+    "--offload-rule",
+    "--offload-mode",
+    "--device",
+    "--plan",
+    "--disk-direct",
+    "--disk-drop-cache",
+]
+FLAGS = {
+    "demo": ["--folder", "--keep"],
+    "plan": ["--json", "--save", "--plot", "--machine", *OFFLOAD_FLAGS],
+    "generate": ["--prompt", "--max-new-tokens", "--temperature", "--seed", "--trace", *OFFLOAD_FLAGS],
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A causal language model of 4 MB, with a byte-level tokenizer."""
+    folder = tmp_path_factory.mktemp("cli") / "tiny"
+    ensure_model(folder, TINY, lambda done, total: None)
+    return folder
+
+
+def before_outlook(text: str) -> str:
+    """The plan itself, without predictions and alternatives."""
+    return text.partition("Predicted steps")[0]
+
+
+# -- flags -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", FLAGS)
+def test_the_flags_of_a_verb_are_frozen(verb: str) -> None:
+    command = typer.main.get_command(app).commands[verb]  # type: ignore[attr-defined]
+    flags = [opt for param in command.params for opt in (*param.opts, *param.secondary_opts) if opt.startswith("-")]
+    assert flags == FLAGS[verb]
+
+
+@pytest.mark.parametrize("verb", ["", *FLAGS])
+def test_help(verb: str) -> None:
+    result = run(*verb.split(), "--help")
+    assert result.exit_code == 0
+    assert "Usage: penstock" in result.stdout
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    # The package itself imports torch, so an empty stand-in takes its place: what is left is what the CLI adds.
+    code = """
+import sys, types
+from dataclasses import replace
+from pathlib import Path
+package = types.ModuleType("penstock")
+package.__path__ = [sys.argv[1]]
+sys.modules["penstock"] = package
+from penstock.cli import app
+try:
+    app(["plan", "--help"])
+except SystemExit as end:
+    assert end.code == 0
+heavy = {"torch", "transformers", "numpy", "matplotlib"} & sys.modules.keys()
+sys.exit(f"imported {heavy}" if heavy else 0)
+"""
+    package = str(Path(sys.modules["penstock"].__file__ or "").parent)
+    done = subprocess.run([sys.executable, "-c", code, package], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "expanded"),
+    [
+        ("plan M --offload-params a b c", "plan M --offload-params a --offload-params b --offload-params c"),
+        ("plan --offload-params a b -- M", "plan --offload-params a --offload-params b -- M"),
+        ("plan --offload-params a --json M", "plan --offload-params a --json M"),
+        ("plan M --offload-params a --offload-params b", "plan M --offload-params a --offload-params b"),
+        ("plan --cpu-offload-params a b --offload-params c", "plan --cpu-offload-params a --cpu-offload-params b "
+         "--offload-params c"),
+        ("plan --offload-params=a M", "plan --offload-params=a M"),
+        ("plan M --offload-rule a=uva re:b=c=uva", "plan M --offload-rule a=uva --offload-rule re:b=c=uva"),
+        ("plan -- M --offload-params a b", "plan -- M --offload-params a b"),
+        ("plan M", "plan M"),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_a_list_after_one_flag_becomes_repeated_flags(given: str, expanded: str) -> None:
+    assert expand_lists(given.split()) == expanded.split()
+
+
+@pytest.mark.parametrize(
+    "args", [["--offload-params"], ["--offload-params", "--json"], ["--offload-params", "--", "M"]]
+)
+def test_a_list_flag_without_names_does_not_swallow_the_next_flag(args: Sequence[str]) -> None:
+    result = run("plan", *args)
+    assert result.exit_code == 2
+    assert "needs at least one name" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "policy"),
+    [
+        ({}, None),
+        ({"offload_backend": "none"}, None),
+        ({"cpu_offload_gb": 0.0, "offload_group_size": 0}, None),
+        ({"device_memory": "20GiB"}, Budget("20GiB")),
+        ({"device_memory": "20GiB", "offload_backend": "auto"}, Budget("20GiB")),
+        ({"device_memory": "1GiB", "offload_params": ["mlp"], "offload_mode": "cpu"}, Budget("1GiB", ["mlp"], "cpu")),
+        (
+            {"device_memory": "1GiB", "batch": "1, 16,16", "context": 4096, "host_memory": "2GiB"},
+            Budget("1GiB", workload=Workload([1, 16], 4096), host_memory="2GiB"),
+        ),
+        ({"offload_group_size": 4}, Prefetch(4, 1, 1, mode="disk")),
+        (
+            {"offload_group_size": 4, "offload_num_in_group": 2, "offload_prefetch_step": 3, "offload_params": ["a"]},
+            Prefetch(4, 2, 3, ["a"], "disk"),
+        ),
+        ({"offload_group_size": 1, "offload_mode": "cpu"}, Prefetch(mode="cpu")),
+        ({"cpu_offload_gb": 1.5}, UVA(int(1.5 * 2**30), mode="disk")),
+        ({"cpu_offload_params": ["experts"]}, UVA(None, ["experts"], "disk")),
+        (
+            {"offload_rule": ["re:a=b=uva", "@mlp=prefetch"]},
+            Rules([("re:a=b", "uva"), ("@mlp", "prefetch")], 2, "disk"),
+        ),
+        (
+            {"offload_rule": ["a=prefetch"], "offload_prefetch_step": 3, "offload_mode": "cpu"},
+            Rules([("a", "prefetch")], 3),
+        ),
+        (
+            {"device_memory": "1GiB", "offload_rule": ["a=uva", "b=resident"]},
+            Budget("1GiB", rules=[("a", "uva"), ("b", "resident")]),
+        ),
+    ],
+)
+def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
+    assert OffloadFlags(**flags).policy() == policy
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"device_memory": "1GiB", "offload_group_size": 4}, "--device-memory and --offload-group-size contradict"),
+        ({"device_memory": "1GiB", "offload_num_in_group": 4}, "--offload-num-in-group contradict"),
+        ({"device_memory": "1GiB", "cpu_offload_gb": 4.0}, "--device-memory and --cpu-offload-gb contradict"),
+        ({"device_memory": "1GiB", "offload_backend": "uva"}, "--device-memory and --offload-backend contradict"),
+        ({"device_memory": "20 GB"}, "20 GB"),
+        ({"device_memory": "lots"}, "device_memory: size 'lots' is not a size; write it like"),
+        ({"device_memory": "lots"}, "(--device-memory)"),
+        ({"device_memory": "3MiB", "host_memory": "lots"}, "host_memory: size 'lots' is not a size; write it like"),
+        ({"device_memory": "3MiB", "host_memory": "lots"}, "(--host-memory)"),
+        *(
+            ({"cpu_offload_gb": wrong}, f"--cpu-offload-gb {wrong:g}: expected a number of GiB, at least one byte")
+            for wrong in (-1.0, 1e-10, math.nan, math.inf, 1e308)
+        ),
+        *(
+            (
+                {"device_memory": "1GiB", "batch": wrong},
+                f"--batch {wrong!r}: expected numbers of rows, each at least 1, such as --batch 1,16,256",
+            )
+            for wrong in ("", "0", "x", "-1", "1,", "1;2", "1.5", "²")
+        ),
+        ({"device_memory": "1GiB", "context": -1}, "expected 0 or more tokens (--context 4096)"),
+        ({"batch": "1"}, "--batch has no effect without --device-memory"),
+        ({"context": 0}, "--context has no effect without --device-memory"),
+        ({"host_memory": "1GiB", "offload_group_size": 2}, "--host-memory has no effect without --device-memory"),
+        *(
+            ({"offload_rule": ["a=uva"], flag: value}, "has no effect without --device-memory")
+            for flag, value in (("batch", "4"), ("context", 8), ("host_memory", "1GiB"))
+        ),
+        ({"device_memory": "1GiB", "host_memory": "0"}, "not more than 0 bytes"),
+        ({"offload_backend": "fast"}, "expected one of auto, prefetch, uva, none"),
+        ({"offload_backend": "prefetch"}, "needs --offload-group-size"),
+        ({"offload_backend": "uva", "offload_group_size": 2}, "needs --cpu-offload-gb"),
+        ({"offload_group_size": 2, "cpu_offload_gb": 1.0}, "leave one of them out"),
+        (
+            {"offload_group_size": 2, "offload_mode": "tape"},
+            "--offload-mode 'tape': expected one of cpu, shm_cpu, disk, meta",
+        ),
+        *(
+            ({**flags, "offload_mode": "sharded_gpu"}, "expected one of cpu, shm_cpu, disk, meta; sharded_gpu is for")
+            for flags in ({"device_memory": "1GiB"}, {"offload_group_size": 2}, {"offload_rule": ["a=uva"]}, {})
+        ),
+        ({"offload_group_size": 2, "offload_num_in_group": 3}, "larger than group_size"),
+        ({"offload_num_in_group": 2}, "--offload-num-in-group has no effect without --offload-group-size"),
+        ({"offload_params": ["mlp"]}, "--offload-params has no effect without"),
+        (
+            {"offload_rule": ["mlp"]},
+            "--offload-rule 'mlp': expected a name pattern, '=' and a mechanism; write PATTERN=",
+        ),
+        (
+            {"device_memory": "1GiB", "offload_rule": ["mlp=cpu"]},
+            "expected one of resident, prefetch, uva, found 'cpu'",
+        ),
+        ({"offload_rule": ["a=uva"], "offload_group_size": 2}, "--offload-rule and --offload-group-size contradict"),
+        ({"offload_rule": ["a=uva"], "cpu_offload_gb": 2.0}, "--offload-rule and --cpu-offload-gb contradict"),
+        ({"offload_rule": ["a=uva"], "offload_backend": "none"}, "--offload-rule and --offload-backend contradict"),
+        ({"offload_rule": ["a=uva"], "offload_params": ["b"]}, "--offload-params has no effect with --offload-rule"),
+        ({"offload_rule": ["a=uva"], "offload_prefetch_step": 2}, "has no effect without a rule that says prefetch"),
+        (
+            {"device_memory": "1GiB", "offload_rule": ["a=prefetch"], "offload_prefetch_step": 2},
+            "--device-memory and --offload-prefetch-step contradict",
+        ),
+        ({"offload_mode": "disk"}, "--offload-mode has no effect when nothing is offloaded"),
+        (
+            {"offload_backend": "prefetch", "offload_group_size": 2, "cpu_offload_gb": 1.0},
+            "--cpu-offload-gb has no effect with --offload-backend prefetch",
+        ),
+        (
+            {"offload_backend": "uva", "offload_group_size": 2, "cpu_offload_gb": 1.0},
+            "--offload-group-size has no effect with --offload-backend uva",
+        ),
+    ],
+)
+def test_contradictions_and_flags_without_effect_are_errors(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        OffloadFlags(**flags).policy()
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ("20GB", "20 GB are 18.63 GiB"),
+        ("20 GB", "20 GB are 18.63 GiB"),
+        ("512M", "512 MB are 0.4768 GiB"),
+        ("20 GiB", 'is not written like "20GiB"'),
+        ("20Gi", 'is not written like "20GiB"'),
+        ("20", "has no unit"),
+        ("-1", "not more than 0 bytes"),
+        ("0", "not more than 0 bytes"),
+        ("0GiB", "expected more than 0 bytes"),
+        ("lots", "'lots' is not a size"),
+        ("", "'' is not a size"),
+    ],
+)
+def test_a_wrong_size_says_what_is_wrong_and_how_to_write_it(size: str, message: str) -> None:
+    with pytest.raises(SizeError) as caught:
+        parse_size(size)
+    assert message in str(caught.value)
+    assert 'write it like "20GiB"' in str(caught.value)
+
+
+# -- plan --------------------------------------------------------------------------------------------------------------
+
+
+def test_plan_prints_a_table(model: Path) -> None:
+    result = run("plan", model, "--device-memory", "2MiB")
+    assert result.exit_code == 0, result.output
+    for text in (
+        "device memory",
+        "moved per forward",
+        "slots",
+        "read in place",
+        "model.layers.*",
+        "down_proj",
+        "tokens/s",
+    ):
+        assert text in result.stdout
+
+
+def test_plan_json_is_the_plan_and_nothing_else(model: Path) -> None:
+    result = run("plan", model, "--json", "--offload-group-size", "2", "--offload-params", "mlp", "q_proj")
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    assert [unit["anchor"] for unit in plan["units"]] == ["model.layers.1", "model.layers.3"]
+    assert {entry["storage"].split(".")[-2] for entry in plan["units"][0]["entries"]} == {
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "q_proj",
+    }
+    assert plan["mode"] == "disk"
+
+
+def test_plan_by_rules(model: Path) -> None:
+    result = run(
+        "plan", model, "--json", "--offload-rule", "layers.0=resident", "@attention=prefetch", "embeddings=uva"
+    )
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    assert [unit["anchor"] for unit in plan["units"]] == [f"model.layers.{index}" for index in (1, 2, 3)]
+    assert all(".self_attn." in entry["storage"] for unit in plan["units"] for entry in unit["entries"])
+    assert list(plan["uva"]) == ["model.embed_tokens.weight"]
+
+
+def test_rules_without_sense_fail_in_one_line(model: Path) -> None:
+    assert "contradict each other" in error_of("plan", model, "--offload-rule", "mlp=uva", "mlp=prefetch")
+    assert "write PATTERN=MECHANISM" in error_of("plan", model, "--offload-rule", "mlp")
+    message = error_of("plan", model, "--device-memory", "2MiB", "--offload-rule", "@vision=uva")
+    assert "has the groups @attention, @mlp, @embeddings, @lm_head" in message
+
+
+def test_plan_without_flags_says_the_weight_and_a_minimum_that_holds(model: Path) -> None:
+    result = run("plan", model)
+    assert result.exit_code == 0, result.output
+    assert "weighs" in result.stdout
+    exact = int(error_of("plan", model, "--device-memory", "1B").split("GiB (")[-1].split(" bytes")[0])
+    assert f"--device-memory {-(-exact // 2**20)}MiB ({gib(exact)} GiB)" in result.stdout
+    assert run("plan", model, "--device-memory", f"{exact}B").exit_code == 0
+    assert "too small" in error_of("plan", model, "--device-memory", f"{exact - 1}B")
+
+
+def test_plan_reads_headers_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of 63 GiB whose weights are one hole in a sparse file: there is nothing to read."""
+    num_bytes = write_sparse_model(tmp_path)
+    assert num_bytes > 60 * 2**30
+    reads: list[int] = []
+    preadv = os.preadv
+
+    def counting(fd: int, buffers: Sequence[Any], offset: int) -> int:
+        reads.append(offset + sum(map(len, buffers)))
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", counting)
+    result = run("plan", tmp_path, "--device-memory", "20GiB", "--json")
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    assert plan["device_bytes"] <= 20 * 2**30
+    buffers = sum(num_bytes for name, num_bytes in plan["resident"].items() if name.endswith("inv_freq"))
+    assert sum(plan["resident"].values()) + plan["prefetched_bytes"] + plan["uva_bytes"] == num_bytes + buffers
+    assert max(reads) <= 128 * 1024
+
+
+def write_sparse_model(folder: Path) -> int:
+    """A Qwen3 of 32B parameters in one file without data; returns the bytes of its tensors."""
+    config = Qwen3Config(
+        hidden_size=5120,
+        intermediate_size=25600,
+        num_hidden_layers=64,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
+        dtype="bfloat16",
+        architectures=["Qwen3ForCausalLM"],
+    )
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    header: dict[str, Any] = {}
+    end = 0
+    for name, parameter in model.named_parameters():
+        begin, end = end, end + 2 * parameter.numel()
+        header[name] = {"dtype": "BF16", "shape": list(parameter.shape), "data_offsets": [begin, end]}
+    raw = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.truncate(8 + len(raw) + end)
+    return end
+
+
+def test_plan_counts_the_workload(model: Path) -> None:
+    def minimum(*flags: object) -> int:
+        return int(error_of("plan", model, "--device-memory", "1B", *flags).split("GiB (")[-1].split(" bytes")[0])
+
+    bare = minimum()
+    per_token = 2 * TINY.layers * TINY.key_value_heads * (TINY.hidden // TINY.heads) * 2
+    assert minimum("--context", 100) > bare + 100 * per_token
+    one, many = minimum("--context", 64) - bare, minimum("--context", 64, "--batch", "1,8") - bare
+    assert many == 8 * one
+    assert run("plan", model, "--device-memory", f"{bare + many}B", "--context", 64, "--batch", 8).exit_code == 0
+    limit = TINY.config().max_position_embeddings
+    message = error_of("plan", model, "--device-memory", "4MiB", "--context", limit + 1)
+    assert f"{limit + 1} tokens is longer than the {limit} " in message
+    assert f"--context {limit} or less" in message
+
+
+def test_plan_warnings_are_lines_on_stderr(model: Path) -> None:
+    result = run("plan", model, "--device-memory", "1GiB", "--json")
+    assert result.exit_code == 0
+    json.loads(result.stdout)
+    assert "warning: the weights" in result.stderr
+    assert "PenstockWarning" not in result.stderr
+
+
+def test_plan_tries_how_the_files_would_be_opened(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[int] = []
+    real = os.open
+
+    def recording(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        opened.append(flags)
+        return real(path, flags & ~os.O_DIRECT, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", recording)
+    assert run("plan", model, "--device-memory", "2MiB", "--disk-direct").exit_code == 0
+    assert any(flags & os.O_DIRECT for flags in opened)
+
+
+def test_a_saved_plan_is_shown_and_carried_out(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    made = run("plan", model, "--device-memory", "2MiB", "--save", file)
+    assert made.exit_code == 0, made.output
+    assert f"plan saved in {file}" in made.stderr
+    data = json.loads(file.read_text())
+    assert (data["model"]["name"], data["machine"]) == (model.name, {"device": "cpu", "device_bytes": None})
+    shown = run("plan", model, "--plan", file)
+    assert (shown.exit_code, before_outlook(shown.stdout)) == (0, before_outlook(made.stdout))
+    shown_data = json.loads(run("plan", model, "--plan", file, "--json").stdout)
+    assert shown_data.pop("outlook")["steps"][0]["rows"] == 1
+    assert shown_data == data
+    args = ("generate", model, "--prompt", "Water", "--max-new-tokens", 4)
+    by_plan, by_policy = run(*args, "--plan", file), run(*args, "--device-memory", "2MiB")
+    assert by_plan.exit_code == 0, by_plan.output
+    assert by_plan.stdout == by_policy.stdout
+    moved = [re.search(r"; (\d+\.\d+ GiB moved) ", result.stderr) for result in (by_plan, by_policy)]
+    assert moved[0]
+    assert moved[1]
+    assert moved[0][1] == moved[1][1]
+
+
+def test_a_plan_says_what_it_will_cost(model: Path, tmp_path: Path) -> None:
+    args = ("plan", model, "--device-memory", "3200KiB", "--batch", "1,4", "--context", "64")
+    text = run(*args)
+    assert text.exit_code == 0, text.output
+    for part in (
+        "Predicted steps",
+        "bound by",
+        "KV cache",
+        "; run `penstock probe` on this machine",
+        "GiB of activations",
+    ):
+        assert part in text.stdout
+    outlook = json.loads(run(*args, "--json").stdout)["outlook"]
+    assert [step["rows"] for step in outlook["steps"]] == [1, 4]
+    for step, memory in zip(outlook["steps"], outlook["memory"], strict=True):
+        assert step["step_s"] >= step["floor_s"] > 0
+        assert memory["cache_bytes"] == step["rows"] * 64 * 4 * 2 * 2 * 32 * 4  # layers, k and v, heads, width, float32
+        assert memory["device_bytes"] <= 3200 * 1024
+    assert outlook["is_measured"] is False
+
+
+def test_more_memory_and_larger_batches_are_offered(model: Path) -> None:
+    stdout = run("plan", model, "--device-memory", "2MiB").stdout
+    assert re.search(r"1 GiB more device memory: \d+\.\dx faster \(all weights at hand", stdout)
+    assert re.search(r"batch \d+ instead of 1: [\d.]+x the tokens for \d+% more step time", stdout)
+
+
+def test_a_plan_is_drawn(model: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "plan.png"
+    result = run("plan", model, "--device-memory", "2MiB", "--plot", picture)
+    assert result.exit_code == 0, result.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "--plot" in error_of("plan", model, "--device-memory", "2MiB", "--plot", tmp_path / "no" / "plan.png")
+    assert "--plot has no effect without a plan" in error_of("plan", model, "--plot", picture)
+    for name in ("plan.foo", "plan"):  # found before anything is saved
+        saved = tmp_path / "plan.json"
+        message = error_of("plan", model, "--device-memory", "2MiB", "--save", saved, "--plot", tmp_path / name)
+        assert "ends in a format of pictures, .png" in message
+        assert not saved.exists()
+
+
+def test_planning_with_files_read_past_the_page_cache(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As this machine's kept probe has it, and as the same probe in a file has it."""
+    kept = Probe({"cpu": "x86"}, product_s_per_byte={1: 1e-12}, disk_read_bytes_per_s=1e8, cached_read_bytes_per_s=1e10)
+    monkeypatch.setattr("penstock.transfer.probe.load", lambda: kept)
+    args = ("plan", model, "--device-memory", "2MiB", "--json")
+    outlooks = [json.loads(run(*args, *flag).stdout)["outlook"] for flag in ((), ("--disk-direct",))]
+    through, past = (outlook["steps"][0]["step_s"] for outlook in outlooks)
+    assert past > 10 * through
+
+
+def test_planning_for_another_machine(model: Path, tmp_path: Path) -> None:
+    """A probe from a machine with a GPU: rates, zero-copy, the store and the refusal here all follow from it."""
+    rate, seconds = {"1048576": 50e9}, {"1": 3e-13, "256": 4e-13}
+    probe = {
+        "schema": 2,
+        "machine": {"devices": "A GPU, A GPU", "device_bytes": str(2**34), "cpu": "x86", "torch": "2.11"},
+        "h2d_bytes_per_s": rate, "uva_gather_bytes_per_s": rate, "uva_read_bytes_per_s": 5e10, "pin_bytes_per_s": 1e10,
+        "device_copy_bytes_per_s": 4e12, "matmul_flops_per_s": 8e14, "kernel_s": 1e-6, "disk_read_bytes_per_s": 3e9,
+        "product_s_per_byte": seconds, "grouped_s_per_byte": seconds, "in_place_s_per_byte": seconds,
+        "in_place_grouped_s_per_byte": seconds, "cached_read_bytes_per_s": 5e10,
+    }  # fmt: skip
+    file, plan = tmp_path / "probe.json", tmp_path / "plan.json"
+    file.write_text(json.dumps(probe))
+    args = ("plan", model, "--device-memory", "2MiB", "--machine", file)
+    data = json.loads(run(*args, "--json", "--save", plan).stdout)
+    assert (data["mode"], data["machine"]) == ("cpu", {"device": "A GPU", "device_bytes": 2**34})
+    assert (data["outlook"]["machine"], data["outlook"]["is_measured"]) == ("A GPU, A GPU", True)
+    assert "A GPU" in error_of("generate", model, "--prompt", "Water", "--plan", plan)
+    assert "--machine and --device contradict" in error_of(*args, "--device", "cpu")
+    file.write_text('{"schema": 1}')
+    assert "run it again on that machine" in error_of(*args)
+    for key in ("devices", "cpu"):
+        rates = {"kernel_s": probe["kernel_s"]} if key == "cpu" else probe
+        file.write_text(json.dumps({"schema": 2, **rates, "machine": {}}))
+        assert f"found: no key '{key}'; run it again" in error_of(*args)
+    file.unlink()
+    assert "penstock probe --json" in error_of(*args)
+
+
+def test_planning_for_the_machine_of_a_published_probe(model: Path) -> None:
+    """It is from before probes said how much memory the GPU has."""
+    report = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "2026-11-21-plan-h200-probe.json"
+    data = json.loads(run("plan", model, "--device-memory", "2MiB", "--machine", report, "--json").stdout)
+    assert data["machine"] == {"device": "NVIDIA H200", "device_bytes": None}
+
+
+@pytest.mark.parametrize("device", ["tape", "cuda:99", "mps", ""])
+def test_a_device_that_is_not_there(model: Path, device: str) -> None:
+    assert f"--device {device!r}" in error_of("plan", model, "--device-memory", "2MiB", "--device", device)
+
+
+def test_a_plan_of_another_model_is_refused(model: Path, tmp_path: Path) -> None:
+    ensure_model(tmp_path / "other", replace(TINY, layers=5), lambda done, total: None)
+    file = tmp_path / "plan.json"
+    assert run("plan", tmp_path / "other", "--device-memory", "2MiB", "--save", file).exit_code == 0
+    for verb in (("plan", model), ("generate", model, "--prompt", "a")):
+        message = error_of(*verb, "--plan", file)
+        assert "made for another model (other): " in message
+        assert "in the plan alone" in message
+
+
+def test_what_contradicts_a_plan_and_places_for_none(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    assert run("plan", model, "--device-memory", "2MiB", "--save", file).exit_code == 0
+    for flag, value in (
+        ("--device-memory", "1MiB"), ("--offload-backend", "uva"), ("--cpu-offload-gb", 1), ("--offload-mode", "cpu"),
+        ("--cpu-offload-params", "mlp"), ("--offload-group-size", 2), ("--offload-num-in-group", 1),
+        ("--offload-prefetch-step", 1), ("--offload-params", "mlp"),
+    ):  # fmt: skip
+        assert f"--plan and {flag} contradict each other" in error_of("plan", model, "--plan", file, flag, value)
+    assert run("plan", model, "--plan", file, "--disk-drop-cache", "--offload-backend", "auto").exit_code == 0
+    for flag in ("--disk-direct", "--disk-drop-cache"):
+        assert f"{flag} has no effect without a plan: nothing would be offloaded" in error_of("plan", model, flag)
+    assert "found: No such file" in error_of("plan", model, "--plan", tmp_path / "none.json")
+    assert "--save has no effect" in error_of("plan", model, "--save", file)
+    nowhere = tmp_path / "no" / "plan.json"
+    assert "--save" in error_of("plan", tmp_path / "no model", "--device-memory", "2MiB", "--save", nowhere)
+
+
+# -- generate ----------------------------------------------------------------------------------------------------------
+
+
+def reference_text(folder: Path, prompt: str, **options: Any) -> str:
+    """What transformers alone prints for the same request."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        model.generate(**inputs, streamer=TextStreamer(tokenizer, True, skip_special_tokens=True), **options)
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--device-memory", "2MiB"],
+        ["--offload-group-size", "2", "--offload-mode", "cpu"],
+        ["--cpu-offload-gb", "0.001", "--offload-mode", "cpu"],
+        [],
+    ],
+)
+def test_generate_prints_what_transformers_prints(model: Path, flags: list[str]) -> None:
+    result = run("generate", model, "--prompt", "Water", "--max-new-tokens", 12, *flags)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == reference_text(model, "Water", max_new_tokens=12, do_sample=False)
+    assert "12 tokens in" in result.stderr
+    moved = re.search(r"; (\d+\.\d+) GiB moved \(", result.stderr)
+    assert moved
+    assert (float(moved[1]) > 0) == (flags[:1] in (["--device-memory"], ["--offload-group-size"]))
+
+
+def test_generate_samples_by_seed_and_reads_stdin(model: Path) -> None:
+    args = ("generate", model, "--prompt", "-", "--max-new-tokens", 12, "--temperature", 1.5, "--seed", 3)
+    result = run(*args, "--device-memory", "2MiB", stdin="Water")
+    assert result.exit_code == 0, result.output
+    torch.manual_seed(3)
+    assert result.stdout == reference_text(model, "Water", max_new_tokens=12, do_sample=True, temperature=1.5)
+
+
+def test_generate_writes_a_trace(model: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    args = ("--prompt", "a", "--max-new-tokens", 2, "--device-memory", "2MiB", "--trace", trace)
+    assert run("generate", model, *args).exit_code == 0
+    kinds = {event.get("cat") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"copy", "compute"} <= kinds
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def test_errors_are_one_line_with_exit_code_2(model: Path, tmp_path: Path) -> None:
+    assert "no such folder" in error_of("plan", tmp_path / "nothing")
+    assert "config.json" in error_of("plan", tmp_path)
+    assert "20 GB" in error_of("plan", model, "--device-memory", "20 GB")
+    for number in ("nan", "inf", "-1", "1e-10"):
+        assert f"--cpu-offload-gb {number}: expected" in error_of("plan", model, "--cpu-offload-gb", number)
+    assert "contradict" in error_of("plan", model, "--device-memory", "1MiB", "--offload-group-size", 2)
+    assert "down_proj" in error_of("plan", model, "--device-memory", "1MiB", "--offload-params", "down_porj")
+    generate = ("generate", model, "--prompt")
+    assert "--seed has no effect" in error_of(*generate, "a", "--seed", 1)
+    assert "--prompt is empty" in error_of(*generate, "")
+    assert "--trace" in error_of(*generate, "a", "--trace", tmp_path / "no" / "folder.json")
+
+
+def test_generate_shares_memory_only_with_others(model: Path) -> None:
+    message = error_of("generate", model, "--prompt", "a", "--device-memory", "2MiB", "--offload-mode", "shm_cpu")
+    assert "this one was started alone" in message
+    assert "torchrun --nproc-per-node N -m penstock" in message
+    assert run("plan", model, "--device-memory", "2MiB", "--offload-mode", "shm_cpu").exit_code == 0
+
+
+def test_a_store_that_the_command_line_cannot_open(model: Path, tmp_path: Path) -> None:
+    """Found where flags are read, so before the plan is printed; and so is a plan for it that a program saved."""
+    flags = ("--device-memory", "2MiB", "--offload-mode", "sharded_gpu")
+    for verb in (("plan", model), ("generate", model, "--prompt", "a")):
+        result = run(*verb, *flags)
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+        assert result.stderr.startswith(
+            "error: --offload-mode 'sharded_gpu': expected one of cpu, shm_cpu, disk, meta;"
+        )
+    plan = tmp_path / "plan.json"
+    opened = open_model(str(model))
+    planner = replace(opened.planner(torch.device("cpu")), num_ranks=2)
+    planner.plan(Budget(2_600_000, mode="sharded_gpu")).save(plan)
+    assert run("plan", model, "--plan", plan).exit_code == 0
+    result = run("generate", model, "--prompt", "a", "--plan", plan)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "the plan's mode is sharded_gpu, which needs a group of GPUs" in result.stderr
+
+
+@pytest.mark.parametrize("flags", [(), ("--device-memory", "2MiB"), ("--offload-group-size", "2")])
+def test_how_files_are_read_counts_while_loading_too(
+    model: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    """So these flags have an effect wherever weights are read, in any mode and with nothing offloaded."""
+    seen: list[DiskOptions] = []
+    real = File.__init__
+
+    def recording(self: File, path: Path, options: DiskOptions, *args: Any, **kwargs: Any) -> None:
+        seen.append(options)
+        real(self, path, replace(options, direct=False), *args, **kwargs)
+
+    monkeypatch.setattr(File, "__init__", recording)
+    args = ("generate", model, "--prompt", "a", "--max-new-tokens", 1, "--offload-mode", "cpu")[: None if flags else -2]
+    assert run(*args, *flags, "--disk-direct", "--disk-drop-cache").exit_code == 0
+    assert seen
+    assert set(seen) == {DiskOptions(direct=True, drop_cache=True)}
+
+
+def test_ranks_of_torchrun_generate_from_shared_memory(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torchrun = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in {**torchrun, "TORCHELASTIC_RUN_ID": "none"}.items():
+        monkeypatch.setenv(name, str(value))
+    flags = ("--device-memory", "2MiB", "--offload-mode", "shm_cpu")
+    try:
+        result = run("generate", model, "--prompt", "Water", "--max-new-tokens", 8, *flags)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    assert result.exit_code == 0, result.output
+    assert "host, shared" in result.stderr
+    assert result.stdout == reference_text(model, "Water", max_new_tokens=8, do_sample=False)
+
+
+def test_generate_refuses_models_that_do_not_generate(tmp_path: Path) -> None:
+    config = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vocab_size=99)
+    BertModel(config).save_pretrained(tmp_path)
+    assert "causal language model" in error_of("generate", tmp_path, "--prompt", "a")
+
+
+def test_generate_refuses_folders_without_a_tokenizer(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(TINY.config()).save_pretrained(tmp_path)
+    assert "tokenizer" in error_of("generate", tmp_path, "--prompt", "a")
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PENSTOCK_DEBUG", "1")
+    assert isinstance(run("plan", tmp_path).exception, PenstockError)
+    monkeypatch.setenv("PENSTOCK_DEBUG", "2")
+    assert error_of("plan", tmp_path) == "error: PENSTOCK_DEBUG='2': expected 0 or 1"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("step", "--device", "tpu"), "--device 'tpu': expected cpu, cuda or cuda:N"),
+        (("step", "--device", "cuda:99"), "--device 'cuda:99': torch sees"),
+        (("load", "--device", "cuda:99"), "--device 'cuda:99': torch sees"),
+        (("load", "--plain-blocks", "0.5"), "--plain-blocks '0.5': expected sizes in MiB, each at least 1"),
+        (("plan", "--rows", "1,0"), "--rows '1,0': expected numbers of rows, each at least 1"),
+        (("plan", "--shares", "half"), "--shares 'half': expected numbers above 0"),
+        (("plan", "--shares", "0"), "--shares '0': expected numbers above 0"),
+        (("step", "--device", ""), "--device '': expected cpu, cuda or cuda:N"),
+        *(
+            (("step", "--device", "cpu", flag, value), f"{flag} has no effect with --device cpu, whose step is always")
+            for flag, value in (("--rows", "77"), ("--variants", "zzz"), ("--layers", "36"), ("--model", "foo"))
+        ),
+        *(
+            ((verb, "--out", "/nonexistent/o.jsonl"), "--out '/nonexistent/o.jsonl': expected a file name in a folder")
+            for verb in ("step", "plan", "load")
+        ),
+        (("load", "--folder", "/nonexistent/x"), "--folder '/nonexistent/x': expected a folder, found no such folder"),
+    ],
+)
+def test_benchmarks_refuse_before_they_begin(args: tuple[str, ...], message: str) -> None:
+    assert message in error_of("bench", *args)
+
+
+def test_a_probe_refuses_its_folder_before_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for folder, found in (("/nonexistent", "found no such folder"), (file, "found something else")):
+        result = run("probe", "--folder", folder)
+        assert result.stderr.startswith(f"error: --folder '{folder}': expected a folder, {found}; make it, or leave")
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)  # and no "measuring ..."
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # nothing is closed to root
+    assert f"that user {os.geteuid()} may write to" in error_of("probe", "--folder", tmp_path)
+
+
+def test_places_that_are_closed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    for args in (("plan", model, "--device-memory", "2MiB", "--save", tmp_path / "a"), ("bench", "step", "--out", "a")):
+        assert f"{args[-2]} '{args[-1]}': expected a place that user" in error_of(*args)
+    assert f"--folder '{tmp_path}': expected a place that user" in error_of("demo", "--folder", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("raised", "line"),
+    [
+        (RecursionError("maximum recursion depth exceeded"), "error: RecursionError: maximum recursion depth exceeded"),
+        (MemoryError(), "error: no memory is left (MemoryError): free some, or raise this process's limit (ulimit -v)"),
+        (KeyError("x"), "error: KeyError: 'x'; PENSTOCK_DEBUG=1 shows where it comes from"),
+        (RuntimeError("a\nb \x1b[2Jc"), "error: RuntimeError: a b \\x1b[2Jc; PENSTOCK_DEBUG=1 shows where"),
+        (OSError(36, "File name too long", "x"), "error: [Errno 36] File name too long: 'x'"),
+        (OSError("odd"), "error: OSError: odd; PENSTOCK_DEBUG=1"),
+        (UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed"), "error: UnicodeEncodeError: 'utf-8'"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_whatever_is_raised_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, model: Path, raised: Exception, line: str
+) -> None:
+    def fail(*args: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("penstock.cli.model.open_model", fail)
+    assert error_of("plan", model).startswith(line)
+    assert run("plan", model).stderr.count("\n") == 1
+    monkeypatch.setenv("PENSTOCK_DEBUG", "1")
+    assert run("plan", model).exception is raised
+
+
+def test_an_error_that_leaves_no_memory_to_say_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(message: str) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("penstock.cli.group.print_error", fail)
+    assert run("plan", tmp_path).exit_code == 2
+    assert capfd.readouterr().err == "error: no memory is left\n"
+
+
+def copied(model: Path, folder: Path, **config: object) -> Path:
+    """``model`` with other values in its config.json; the files of its weights are links."""
+    folder.mkdir()
+    for file in model.iterdir():
+        (folder / file.name).symlink_to(file)
+    changed = {**json.loads((model / "config.json").read_text()), **config}
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(changed))
+    return folder
+
+
+@pytest.mark.parametrize("place", ["", "text_config"])
+def test_more_layers_than_files_can_hold(model: Path, tmp_path: Path, place: str) -> None:
+    """transformers would build them first, for minutes."""
+    for count in (200_000, 10**30):
+        depth = {"num_hidden_layers": count}
+        folder = copied(model, tmp_path / str(count), **({place: depth} if place else depth))
+        message = error_of("plan", folder, "--device-memory", "2MiB")
+        assert f"found num_hidden_layers = {str(count)[:20]}; mend config.json" in message
+        assert "than its safetensors files have tensors (47), or 1000" in message
+        assert error_of("generate", folder, "--prompt", "a", "--device-memory", "2MiB") == message
+
+
+def test_a_config_that_is_nested_too_deeply(model: Path, tmp_path: Path) -> None:
+    folder = copied(model, tmp_path / "deep")
+    (folder / "config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    assert "config.json: expected a JSON object, found: maximum recursion depth" in error_of("plan", folder)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 5000, "\x1b[31mred", "a\nb", ".", "/", "..", "", "sub/"])
+def test_odd_names_of_shards(model: Path, tmp_path: Path, name: str) -> None:
+    folder = copied(model, tmp_path / "odd")
+    (folder / "sub").mkdir()
+    index = folder / "model.safetensors.index.json"
+    index.unlink()
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    result = run("plan", folder)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.rstrip("\n").isprintable()
+
+
+def test_memory_that_is_limited(model: Path) -> None:
+    """Whichever allocation it is that fails, in Python or in torch."""
+    for limit_mib in (300, 600):
+        code = f"import resource as r; r.setrlimit(r.RLIMIT_AS, ({limit_mib} << 20,) * 2); import runpy, sys; "
+        code += f"sys.argv = ['penstock', 'plan', {str(model)!r}]; runpy.run_module('penstock', run_name='__main__')"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert "Traceback" not in done.stderr
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.splitlines()[-1].startswith("error: ")
+
+
+def test_generate_refuses_the_mode_that_keeps_nothing(model: Path, tmp_path: Path) -> None:
+    flags = ("--device-memory", "2MiB", "--offload-mode", "meta")
+    plan = tmp_path / "plan.json"
+    assert run("plan", model, *flags, "--save", plan).exit_code == 0
+    for asked in (flags, ("--offload-group-size", 2, "--offload-mode", "meta"), ("--plan", plan)):
+        assert "mode meta (of --offload-mode, or of the plan in --plan) keeps none" in error_of(
+            "generate", model, "--prompt", "Water", *asked
+        )
+
+
+def test_interrupt_ends_with_130_and_a_word(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("penstock.cli.model.open_model", interrupt)
+    result = run("plan", model)
+    assert result.exit_code == 130
+    assert result.stderr == "interrupted\n"
+
+
+def test_module_and_exit_code(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "plan", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1

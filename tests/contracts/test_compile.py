@@ -1,0 +1,279 @@
+"""The promise: `torch.compile(fullgraph=True)` of an offloaded model, no graph break, same bits, whatever came before.
+
+The reference is the compiled resident model with the same boundaries (contract 1). Most tests compile with the backend
+``eager``, which traces as the others do and takes a tenth of the time; what the inductor itself may do to the order is
+tested with the inductor, on as few and small models as will do.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+
+import penstock
+from models import MoE, OddStack, QuantStack, ScaledStack, Stack, all_layers, rows
+from penstock.errors import ModelChangedError, PenstockWarning, StateError
+from penstock.testing import SlowLink, assert_moved, assert_same_bits, boundaries, offload_over
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache() -> Iterator[None]:
+    """What an earlier version has left in the user's cache must not be what is tested."""
+    with fresh_cache():
+        yield
+
+
+def stepping(model: nn.Module, backend: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A compiled function around ``model``, so that its own hooks are traced too; one graph or an error."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return model(x)
+
+    return torch.compile(step, backend=backend, fullgraph=True)
+
+
+def num_graphs() -> int:
+    assert not counters["graph_break"]
+    return counters["stats"]["unique_graphs"]
+
+
+class TestInductor:
+    @pytest.mark.parametrize(
+        ("build", "x"),
+        [(lambda: QuantStack(3), rows()), (lambda: MoE(3), torch.arange(9))],
+        ids=["weight-only arithmetic", "experts"],
+    )
+    def test_same_bits_in_one_graph(self, build: Callable[[], nn.Module], x: torch.Tensor) -> None:
+        """Through one slot, then through two: compiled code must not know which units share memory (the compiler's
+        cache would hand it on). Eager runs in between."""
+        model = build().eval()
+        eager = model(x)
+        with boundaries(model, all_layers(2)) as plan:
+            expected = stepping(model, "inductor")(x)
+            assert num_graphs() == 1
+        torch.testing.assert_close(expected, eager)
+        for slots in (1, 2):
+            torch._dynamo.reset()
+            handle = offload_over(model, all_layers(slots), SlowLink(seed=slots))
+            assert [unit.anchor for unit in handle.plan.units] == [unit.anchor for unit in plan.units]
+            step = stepping(model, "inductor")
+            for forwards, run in enumerate((step, model, step, step, model, step), start=1):
+                assert_same_bits(run(x), eager if run is model else expected)
+                assert_moved(handle, forwards)
+            handle.remove()
+        assert_same_bits(model(x), eager)
+        assert not counters["graph_break"]
+
+    def test_layers_compiled_one_by_one_share_their_code(self) -> None:
+        model = Stack(12).eval()
+        x = rows()
+        for layer in model.layers:
+            layer.compile(fullgraph=True)
+        with boundaries(model, all_layers(2)):
+            expected = model(x)
+        torch._dynamo.reset()
+        counters.clear()
+        handle = offload_over(model, all_layers(2), SlowLink())
+        for forwards in (1, 2):
+            assert_same_bits(model(x), expected)
+            assert_moved(handle, forwards)
+        assert num_graphs() <= 3, "one for the layers, not one for each"
+        assert not counters["recompile_limit"]
+        handle.remove()
+
+    def test_under_gradients_the_inductor_copies_and_is_refused(self) -> None:
+        model = Stack(2).eval()
+        with (
+            penstock.offload(model, all_layers()),
+            torch.enable_grad(),
+            pytest.raises(StateError, match=r"inference_mode\(\) or no_grad\(\)"),
+        ):
+            stepping(model, "inductor")(rows())
+
+    def test_a_subclass_is_refused(self) -> None:
+        """Its inner tensors would reach the graph twice, with and without the edges: an error, no wrong result."""
+        model = ScaledStack(2).eval()
+        with penstock.offload(model, all_layers()), pytest.raises((StateError, BackendCompilerFailed)):
+            stepping(model, "inductor")(rows())
+
+
+class TestOtherBackends:
+    @pytest.mark.parametrize("slots", [1, 2])
+    @pytest.mark.parametrize("build", [Stack, QuantStack, OddStack, ScaledStack])
+    def test_eager(self, build: Callable[[], nn.Module], slots: int) -> None:
+        model = build().eval()
+        x = rows()
+        expected = model(x)
+        handle = offload_over(model, all_layers(slots), SlowLink(max_delay_s=0.001))
+        step = stepping(model, "eager")
+        for forwards, run in enumerate((step, model, step, step), start=1):
+            assert_same_bits(run(x), expected)
+            assert_moved(handle, forwards)
+        assert num_graphs() == 1
+        handle.remove()
+        assert_same_bits(step(x), expected)
+
+    def test_a_backend_that_copies_weights_is_refused(self) -> None:
+        model = Stack().eval()
+        with penstock.offload(model, all_layers()), pytest.raises(StateError, match="backend='inductor' or 'eager'"):
+            stepping(model, "aot_eager")(rows())
+
+    def test_two_threads(self) -> None:
+        model = Stack(max_pause_s=0.0).eval()
+        x = rows()
+        expected = model(x)
+        handle = offload_over(model, all_layers(2), SlowLink(max_delay_s=0.001))
+        step = stepping(model, "eager")
+        assert_same_bits(step(x), expected)
+        outputs: list[torch.Tensor] = []
+
+        def work() -> None:
+            with torch.no_grad():
+                outputs.extend(step(x) for _ in range(5))
+
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert len(outputs) == 10
+        for output in outputs:
+            assert_same_bits(output, expected)
+        assert handle.stats().units[3].runs == 11
+        handle.remove()
+
+
+class TestBeforeAndAfter:
+    """torch.compile does not guard on hooks: code compiled before an offload or during another must not run in it."""
+
+    @pytest.mark.parametrize("wrap", ["model", "function", "layers"])
+    def test_compiled_first_then_offloaded_removed_and_offloaded_again(self, wrap: str) -> None:
+        model = Stack().eval()
+        x = rows()
+        expected = model(x)
+        run: Any = model
+        if wrap == "model":
+            run = torch.compile(model, backend="eager", fullgraph=True)
+        elif wrap == "function":
+            run = stepping(model, "eager")
+        else:
+            for layer in model.layers:
+                layer.compile(backend="eager", fullgraph=True)
+        assert_same_bits(run(x), expected)
+        for slots in (2, 1, 2):
+            handle = offload_over(run if wrap == "model" else model, all_layers(slots), SlowLink())
+            for forwards in (1, 2):
+                assert_same_bits(run(x), expected)
+                assert_moved(handle, forwards)
+            handle.remove()
+            assert_same_bits(run(x), expected)
+            moved = handle.stats().bytes_moved
+            assert_same_bits(run(x), expected)
+            assert handle.stats().bytes_moved == moved, "after remove() nothing moves"
+            del handle
+            gc.collect()
+            assert_same_bits(run(x), expected)
+
+    def test_offloading_a_compiled_model_offloads_the_model(self) -> None:
+        model = Stack().eval()
+        handle = penstock.offload(torch.compile(model, backend="eager"), all_layers())
+        assert handle.model is model
+        with pytest.raises(StateError, match="offloaded already"):
+            penstock.offload(model, all_layers())
+        handle.remove()
+
+    def test_the_marks_on_the_layers_go_with_the_offload(self) -> None:
+        model = Stack()
+        before = [dict(vars(module)) for module in model.modules()]
+        penstock.offload(model.eval(), all_layers()).remove()
+        model.train()
+        assert [dict(vars(module)) for module in model.modules()] == before
+
+
+class TestChangedModels:
+    def test_moved(self) -> None:
+        model = Stack().eval()
+        x = rows()
+        with penstock.offload(model, all_layers()):
+            step = stepping(model, "eager")
+            step(x)
+            for parameter in model.parameters():
+                parameter.data = parameter.data.half()
+            with pytest.raises(ModelChangedError, match=r"layers\.0\.norm\.weight was moved"):
+                step(x.half())
+
+    def test_replaced_and_deleted(self) -> None:
+        model = Stack().eval()
+        x = rows()
+        model.layers[2].linear.register_buffer("extra", torch.randn(3))
+        with penstock.offload(model, all_layers()) as handle:
+            step = stepping(model, "eager")
+            step(x)
+            new = nn.Parameter(torch.randn(32, 32))
+            model.layers[1].linear.weight = new
+            del model.layers[2].linear.extra
+            with pytest.warns(PenstockWarning) as warned:
+                output = step(x)
+            assert_same_bits(step(x), output)
+            assert handle.stats().bytes_moved > 3 * handle.plan.moved_bytes
+        assert sorted(str(w.message).split(" after")[0] for w in warned) == [
+            "layers.1.linear.weight was replaced",
+            "layers.2.linear.extra was deleted",
+        ]
+        assert model.layers[1].linear.weight is new
+        assert_same_bits(model(x), output)
+
+    def test_gradients(self) -> None:
+        model = Stack().eval()
+        x = rows().requires_grad_()
+        with penstock.offload(model, all_layers()) as handle, torch.enable_grad():
+            output = stepping(model, "eager")(x)
+            assert_moved(handle, 1)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                output.sum().backward()
+
+
+def test_boundaries_leave_nothing_behind() -> None:
+    model = OddStack().eval()
+    before = [dict(vars(module)) for module in model.modules()]
+    x = rows()
+    expected = model(x)
+    with boundaries(model, all_layers()) as plan:
+        assert len(plan.units) == 5
+        assert_same_bits(model(x), expected)
+    assert [dict(vars(module)) for module in model.modules()] == before
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("wait", ["token", "tensors", "inputs"]),
+        ("release", ["token", "tensors", "outputs"]),
+        ("begin", ["token"]),
+        ("join", ["token"]),
+    ],
+)
+def test_every_op_declares_as_written_what_orders_it(name: str, written: list[str]) -> None:
+    """The token keeps all of them in the order of the program. The inductor of today keeps it anyway, so no result
+    would show that an edge is missing; and the tag must not be written, since it is known by its address."""
+    schema = getattr(torch.ops.penstock, name).default._schema
+    assert [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write] == written
+    assert schema.returns == []

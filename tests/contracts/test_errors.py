@@ -1,0 +1,597 @@
+"""The promise: every wrong input is refused where it is given, by an error of the tree that names the thing, what was
+expected, what was found and the mend; and the model is as it was (contract 8)."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import penstock
+from models import DIM, MoE, Stack, _earlier, all_layers, rows, save, state_of
+from penstock import UVA, Budget, DiskOptions, OffloadConfig, Prefetch, errors
+from penstock.checkpoint.safetensors_header import Checkpoint
+from penstock.checkpoint.weight_map import WeightMap
+from penstock.config import parse_size
+from penstock.errors import (
+    BudgetError,
+    CheckpointError,
+    OptionError,
+    OptionTypeError,
+    PenstockError,
+    PenstockWarning,
+    SelectionError,
+    SizeError,
+    TransferError,
+)
+from penstock.model.inventory import take_inventory
+from penstock.runtime import prefetcher as pipeline
+from penstock.stores.disk import DiskStore
+from penstock.stores.file_reader import File
+from penstock.stores.host import CpuStore
+from penstock.testing import assert_moved, assert_same_bits
+from penstock.transfer.cpu_threads import ThreadLink
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _no_threads_of_earlier_tests() -> None:
+    _earlier.clear()
+    _earlier.update(threading.enumerate())
+
+
+class TestTree:
+    def test_one_root_and_python_kinds(self) -> None:
+        kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, Exception)]
+        assert all(issubclass(kind, PenstockError | PenstockWarning) for kind in kinds)
+        for kind, builtin in (
+            (OptionError, ValueError), (SizeError, OptionError), (SelectionError, OptionError),
+            (errors.RuleError, OptionError),
+            (BudgetError, OptionError), (errors.LimitError, OptionError), (errors.PlanFileError, OptionError),
+            (OptionTypeError, TypeError), (CheckpointError, ValueError),
+            (errors.StateError, RuntimeError),
+            (errors.ModelChangedError, errors.StateError), (TransferError, errors.StateError),
+            (errors.SlotConflictError, errors.StateError), (errors.RaceError, errors.StateError),
+            (PenstockWarning, UserWarning),
+        ):  # fmt: skip
+            assert issubclass(kind, builtin)
+
+    def test_the_docstring_draws_all_of_it(self) -> None:
+        for name, kind in inspect.getmembers(errors, inspect.isclass):
+            assert name in (errors.__doc__ or ""), kind
+
+
+class TestSizes:
+    @pytest.mark.parametrize(
+        ("size", "num_bytes"),
+        [
+            ("20GiB", 20 * 2**30), ("1.5GiB", 3 * 2**29), ("600MiB", 600 * 2**20), ("1KiB", 1024), ("4096B", 4096),
+            ("2TiB", 2**41), ("20gib", 20 * 2**30), (4096, 4096), ("9007199254740993B", 9007199254740993),
+            ("9" * 400 + "B", int("9" * 400)),
+        ],
+    )  # fmt: skip
+    def test_right(self, size: str | int, num_bytes: int) -> None:
+        assert parse_size(size) == num_bytes
+
+    @pytest.mark.parametrize(
+        "size", ["20 GB", "20GB", "20G", "-1", "-1GiB", "0", "lots", "", " 1GiB", "1e3MiB", "GiB", "0x10B"]
+    )
+    def test_no_size(self, size: str) -> None:
+        with pytest.raises(SizeError, match='; write it like "20GiB"') as caught:
+            parse_size(size)
+        assert repr(size) in str(caught.value)
+
+    @pytest.mark.parametrize("size", ["0GiB", "0.0B", "0.1B", 0, -5])
+    def test_not_positive(self, size: str | int) -> None:
+        with pytest.raises(SizeError, match="expected more than 0 bytes"):
+            parse_size(size)
+
+    @pytest.mark.parametrize("size", [True, 1.5, None, b"1GiB", [1]])
+    def test_no_text_and_no_number(self, size: Any) -> None:
+        with pytest.raises(OptionTypeError, match="size: expected str or int, found"):
+            parse_size(size)
+
+    @pytest.mark.parametrize(
+        ("use", "name"),
+        [
+            (lambda size: penstock.offload(Stack(3), size), "device_memory"), (Budget, "device_memory"),
+            (UVA, "max_bytes"), (lambda size: Budget("1GiB", host_memory=size), "host_memory"),
+        ],
+        ids=["offload", "Budget", "UVA", "host_memory"],
+    )  # fmt: skip
+    def test_wherever_a_size_is_taken(self, use: Callable[[Any], Any], name: str) -> None:
+        flag = {"max_bytes": "--cpu-offload-gb"}.get(name, f"--{name.replace('_', '-')}")
+        with pytest.raises(SizeError, match=f"^{name}: size 'lots' is not a size; write it like .* \\({flag}\\)$"):
+            use("lots")
+        with pytest.raises(SizeError, match=f"^{name}: size -4: expected more than 0 bytes; .* \\({flag}\\)$"):
+            use(-4)
+
+    @pytest.mark.parametrize(
+        ("use", "name"),
+        [(Budget, "device_memory"), (UVA, "max_bytes"), (lambda s: Budget(1, host_memory=s), "host_memory")],
+    )
+    def test_wherever_no_size_is_given(self, use: Callable[[Any], Any], name: str) -> None:
+        with pytest.raises(OptionTypeError, match=f"^{name}: expected str or int, found float 1.5; write it like"):
+            use(1.5)
+
+
+class TestOptions:
+    @pytest.mark.parametrize("option", ["group_size", "num_in_group", "prefetch_step"])
+    @pytest.mark.parametrize("value", [0, -1, True, 1.0, "2", None])
+    def test_counts(self, option: str, value: Any) -> None:
+        kind = OptionError if type(value) is int else OptionTypeError
+        with pytest.raises(
+            kind, match=rf"^{option}.*expected (at least 1|an int).*--offload-{option.replace('_', '-')}"
+        ):
+            Prefetch(**{option: value})
+
+    def test_what_to_plan_for(self) -> None:
+        with pytest.raises(OptionTypeError, match=r"workload: expected a penstock\.config\.Workload, found NoneType"):
+            Budget("1GiB", workload=None)  # type: ignore[arg-type]
+
+    def test_more_in_a_group_than_it_has(self) -> None:
+        with pytest.raises(
+            OptionError, match=r"num_in_group = 3 is larger than group_size = 2.*--offload-num-in-group"
+        ):
+            Prefetch(2, 3)
+
+    @pytest.mark.parametrize(
+        "policy", [Prefetch, UVA, lambda mode: Budget("1GiB", mode=mode)], ids=["Prefetch", "UVA", "Budget"]
+    )
+    def test_mode(self, policy: Callable[..., Any]) -> None:
+        with pytest.raises(OptionError, match=r"mode 'tape': expected one of cpu, .*\(--offload-mode\)"):
+            policy(mode="tape")
+
+    @pytest.mark.parametrize("params", ["mlp", 3, [3], ["mlp", None], [b"mlp"]])
+    def test_names(self, params: Any) -> None:
+        with pytest.raises(OptionTypeError, match="params: expected"):
+            Prefetch(params=params)
+
+    def test_one_string_instead_of_a_list_says_how_to_write_it(self) -> None:
+        with pytest.raises(OptionTypeError, match=r"write \['mlp'\]"):
+            UVA(params="mlp")
+
+    @pytest.mark.parametrize("policy", [None, 1.5, True, {"prefetch": 1}, Prefetch])
+    def test_policy(self, policy: Any) -> None:
+        model = Stack(2)
+        before = state_of(model)
+        with pytest.raises(OptionTypeError, match="policy: expected a size such as"):
+            penstock.offload(model, policy)
+        assert state_of(model) == before
+
+    @pytest.mark.parametrize("model", [None, "model", Stack, [Stack(2)]])
+    def test_model(self, model: Any) -> None:
+        with pytest.raises(OptionTypeError, match=r"model: expected a torch\.nn\.Module, found"):
+            penstock.offload(model, "1GiB")
+
+    @pytest.mark.parametrize(("device", "found"), [("cuda:99", "cuda:99"), ("meta", "meta"), ("xpu", "xpu")])
+    def test_device(self, device: str, found: str) -> None:
+        if device.startswith("cuda") and torch.cuda.is_available():
+            pytest.skip("there is one")
+        with pytest.raises(OptionError, match=f"device {found}: "):
+            penstock.offload(Stack(2), all_layers(1), device=device)
+
+    @pytest.mark.parametrize(
+        ("options", "kind", "message"),
+        [
+            ({"device": "tpu"}, OptionError, "device 'tpu': expected 'cpu', 'cuda', 'cuda:N' or a torch.device"),
+            ({"device": ""}, OptionError, "device '': expected 'cpu', 'cuda', 'cuda:N' or a torch.device"),
+            ({"device": 1.5}, OptionTypeError, "device: expected 'cpu', .*, found float 1.5"),
+            ({"device": True}, OptionTypeError, "device: expected 'cpu', .*, found bool True"),
+            ({"disk": True}, OptionTypeError, "disk: expected penstock.DiskOptions, .*, found bool True"),
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("load", [False, True])
+    def test_kinds(self, load: bool, options: dict[str, Any], kind: type[PenstockError], message: str) -> None:
+        from penstock.adapters.transformers import load as load_model
+
+        model = Stack(2)
+        before = state_of(model)
+        with pytest.raises(kind, match=f"^{message}$" if kind is OptionError else f"^{message}"):
+            load_model("nowhere", "1GiB", **options) if load else penstock.offload(model, all_layers(1), **options)
+        assert state_of(model) == before
+
+    @pytest.mark.parametrize("group", [5, True, "world"])
+    def test_group(self, group: Any) -> None:
+        with pytest.raises(OptionTypeError, match=f"^group: expected a process group, .*, found .* {group!r}$"):
+            penstock.offload(Stack(2), all_layers(1, "shm_cpu"), group=group)
+
+    @pytest.mark.parametrize("checkpoint", [42, b"folder", True, []])
+    def test_checkpoint(self, checkpoint: Any) -> None:
+        with pytest.raises(OptionTypeError, match=r"^checkpoint: expected the path of a folder or file .*, found"):
+            penstock.offload(Stack(2), all_layers(1, "disk"), checkpoint=checkpoint)
+
+    def test_trace(self, tmp_path: Path) -> None:
+        with penstock.offload(Stack(2).eval(), all_layers(1)) as handle:
+            for path, found in ((tmp_path / "no" / "t.json", "No such file"), (tmp_path, "Is a directory")):
+                with pytest.raises(OptionError, match=f"{path}': expected the name of a file .*found: {found}"):
+                    handle.trace(path)
+            with pytest.raises(OptionTypeError, match=r"^path of a trace: expected .*, found int 42$"):
+                handle.trace(42)  # type: ignore[arg-type]
+
+    def test_backends(self) -> None:
+        with pytest.raises(OptionError, match=r"backend 'magic': expected one of auto, prefetch, uva, none"):
+            OffloadConfig("magic")  # type: ignore[arg-type]
+        with pytest.raises(OptionError, match=r"backend 'prefetch' needs --offload-group-size"):
+            OffloadConfig("prefetch")
+        with pytest.raises(
+            OptionError, match=r"both --offload-group-size and --cpu-offload-gb are set.*leave one of them"
+        ):
+            OffloadConfig("auto", Prefetch(), UVA("1GiB"))
+
+    @pytest.mark.parametrize("value", ["0", "-1", "many", "1.5", "", "²", "1025", "100000000000", "9" * 5000])
+    def test_environment(self, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+        monkeypatch.setenv("PENSTOCK_READERS", value)
+        model = Stack(2).eval()
+        before = state_of(model)
+        with pytest.raises(OptionError, match=f"PENSTOCK_READERS='{value[:40]}': expected a whole number of threads"):
+            penstock.offload(model, all_layers(1))
+        assert state_of(model) == before
+
+
+class TestPlans:
+    @pytest.mark.parametrize(
+        ("policy", "message"),
+        [
+            (
+                Prefetch(params=["attention"]),
+                "pattern 'attention' matches none of the 14 tensor names; the nearest are",
+            ),
+            (Prefetch(group_size=50, params=["layers"]), "group rule 50/1 selects none of the 3 layers"),
+            (UVA(1), "a limit of 1 bytes offloads nothing"),
+            (UVA(params=["re:("]), "is not a regular expression"),
+            (Prefetch(params=[""]), "an empty name pattern"),
+        ],
+        ids=str,
+    )
+    def test_selections(self, policy: Prefetch | UVA, message: str) -> None:
+        model = MoE(3) if "14" not in message else MoE(2)
+        if isinstance(policy, UVA) and policy.max_bytes:
+            model = Stack(2, dim=128)
+        before = state_of(model)
+        with pytest.raises(SelectionError, match=message.replace("(", r"\(")):
+            penstock.offload(model, policy)
+        assert state_of(model) == before
+
+    def test_a_budget_too_small_says_the_smallest(self) -> None:
+        model = Stack(6, dim=128).eval()
+        before = state_of(model)
+        with pytest.raises(
+            BudgetError, match=r"a budget of .* \(100 bytes\) is too small: .* use --device-memory 1MiB"
+        ) as caught:
+            penstock.offload(model, 100)
+        assert state_of(model) == before
+        minimum = caught.value.minimum_bytes
+        assert f"({minimum} bytes)" in str(caught.value)
+        with penstock.offload(model, minimum) as handle:
+            assert handle.plan.device_bytes <= minimum
+        with pytest.raises(BudgetError):
+            penstock.offload(model, minimum - 1)
+
+
+class TestCheckpoints:
+    def refuses(self, model: nn.Module, checkpoint: Any, message: str, policy: Any = None, **options: Any) -> None:
+        before = state_of(model)
+        with pytest.raises(PenstockError, match=message) as caught:
+            penstock.offload(model, policy or all_layers(2, "disk"), checkpoint=checkpoint, **options)
+        assert isinstance(caught.value, CheckpointError | OptionError)
+        assert state_of(model) == before
+
+    def test_missing(self, tmp_path: Path) -> None:
+        self.refuses(Stack(3).eval(), None, r"none were given: pass checkpoint=FOLDER .*save_pretrained")
+        self.refuses(Stack(3).eval(), tmp_path / "nowhere", "No such file")
+        with torch.device("meta"):
+            model = Stack(3).eval()
+        self.refuses(model, None, "none were given", all_layers(2, "cpu"))
+
+    def test_a_tensor_that_is_not_there(self, tmp_path: Path) -> None:
+        model = Stack(3).eval()
+        state = {n: t for n, t in model.state_dict().items() if n != "layers.1.linear.weight"}
+        save_file(state, tmp_path / "model.safetensors")
+        self.refuses(model, tmp_path, r"'layers\.1\.linear\.weight'.*nearest.* another model, or .*: pass checkpoint=")
+
+    def test_of_another_model(self, tmp_path: Path) -> None:
+        message = r"expected a tensor '.*'; found \d+ others, .* of another model, .* pass checkpoint= of this model\.$"
+        self.refuses(MoE(2).eval(), save(Stack(3), tmp_path), message)
+
+    def test_of_no_model(self, tmp_path: Path) -> None:
+        save_file({}, tmp_path / "model.safetensors")
+        self.refuses(Stack(3).eval(), tmp_path, r"found no tensors at all\. .* pass checkpoint= of this model\.$")
+
+    def test_a_pipe(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "model.safetensors")
+        message = r"model\.safetensors: expected a regular file; found a named pipe\. Write the weights to a file"
+        self.refuses(Stack(3).eval(), tmp_path, message)
+
+    def test_too_many_open_files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*args: object) -> int:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        checkpoint = Checkpoint.open(save(Stack(3), tmp_path))
+        monkeypatch.setattr(os, "open", fail)
+        mend = r"Too many open files\. Raise the limit of open files \(ulimit -n\), which is \d+"
+        self.refuses(Stack(3).eval(), tmp_path, mend)
+        for options in (DiskOptions(), DiskOptions(direct=True)):
+            with pytest.raises(CheckpointError, match=mend):
+                File(checkpoint.files[0], options)
+
+    def test_another_dtype(self, tmp_path: Path) -> None:
+        model = Stack(3).eval()
+        save(Stack(3).half(), tmp_path)
+        self.refuses(
+            model,
+            tmp_path,
+            r"expects torch\.float32, .* holds torch\.float16; load the model with dtype=torch\.float16",
+        )
+
+    def test_another_shape(self, tmp_path: Path) -> None:
+        save(Stack(3, dim=16), tmp_path)
+        self.refuses(
+            Stack(3).eval(), tmp_path, r"layers\.0\.\w+\.weight: the model expects shape \[32.*, .* holds \[16"
+        )
+
+    def test_other_values(self, tmp_path: Path) -> None:
+        model = Stack(3).eval()
+        save(model, tmp_path)
+        model.layers[2].linear.weight[3, 3] += 1
+        self.refuses(
+            model, tmp_path, r"layers\.2\.linear\.weight: the model's values differ from the checkpoint's; save"
+        )
+
+    def test_other_strides(self, tmp_path: Path) -> None:
+        model = Stack(3).eval()
+        save(model, tmp_path)
+        weight = model.layers[1].linear.weight
+        weight.data = weight.data.t().contiguous().t()
+        self.refuses(
+            model,
+            tmp_path,
+            r"layers\.1\.linear\.weight: the model's tensor has strides \[1, 32\], the file is row-major",
+        )
+
+    def test_a_file_that_changed_since_it_was_opened(self, tmp_path: Path) -> None:
+        source = Stack(3)
+        checkpoint = Checkpoint.open(save(source, tmp_path))
+        state = load_file(tmp_path / "model.safetensors")
+        save_file({"new": torch.zeros(99), **state}, tmp_path / "model.safetensors")
+        with torch.device("meta"):
+            model = Stack(3).eval()
+        self.refuses(model, checkpoint, "changed while in use: open it again")
+
+    def test_mode_meta_on_a_real_model(self) -> None:
+        self.refuses(
+            Stack(3).eval(), None, r"mode 'meta' keeps no bytes, and layers\.0\.\S+ has some", all_layers(2, "meta")
+        )
+
+    def test_options_without_effect_warn(self, tmp_path: Path) -> None:
+        model = Stack(3).eval()
+        folder = save(model, tmp_path)
+        with pytest.warns(PenstockWarning, match=r"checkpoint=\.\.\. has no effect: mode 'cpu'"):
+            penstock.offload(model, all_layers(2), checkpoint=folder).remove()
+        with pytest.warns(PenstockWarning, match=r"disk=\.\.\. has no effect"):
+            penstock.offload(model, all_layers(2), disk=DiskOptions(direct=True)).remove()
+
+
+class TestTransfers:
+    @pytest.mark.parametrize("options", [DiskOptions(), DiskOptions(direct=True)], ids=["plain", "direct"])
+    @pytest.mark.parametrize("slots", [1, 2, 5])
+    def test_a_file_truncated_while_in_use(self, tmp_path: Path, options: DiskOptions, slots: int) -> None:
+        """The call that misses bytes fails; the first one after the file is back, with its time, works."""
+        model, x = Stack(5).eval(), rows()
+        expected = model(x)
+        path = save(model, tmp_path) / "model.safetensors"
+        handle = penstock.offload(model, all_layers(slots, "disk"), checkpoint=path, disk=options)
+        for unit in range(slots):  # the copies made ahead must not be what fails
+            handle._session._pipeline.wait(unit)
+            handle._session._pipeline.release(unit)
+        assert_same_bits(model(x), expected)
+        whole, was = path.read_bytes(), path.stat()
+        with path.open("r+b") as file:
+            file.truncate(800)
+        ended, written = r"expected \d+ bytes at \d+, the file ended after", r"found \d+ bytes.* it was written to"
+        if slots < 5:
+            for _ in range(2):
+                with pytest.raises(TransferError, match=rf"({ended}|{written}).*copy the same file over it"):
+                    model(x)
+            with pytest.raises(TransferError):
+                handle.remove()
+            path.write_bytes(whole)
+            with pytest.raises(TransferError, match=written):
+                model(x)
+        path.write_bytes(whole)
+        os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+        for _ in range(2):
+            assert_same_bits(model(x), expected)
+        handle.remove()
+        assert_same_bits(model(x), expected)
+
+    @pytest.mark.parametrize("options", [DiskOptions(), DiskOptions(direct=True)], ids=["plain", "direct"])
+    def test_a_file_rewritten_while_in_use(self, tmp_path: Path, options: DiskOptions) -> None:
+        """As cp and rsync --inplace do it: other weights of the same size, in the open file."""
+        torch.manual_seed(1)
+        model, other, x = Stack(5).eval(), Stack(5).eval(), rows()
+        path = save(model, tmp_path) / "model.safetensors"
+        (tmp_path / "other").mkdir()
+        content = (save(other, tmp_path / "other") / "model.safetensors").read_bytes()
+        expected = model(x)
+        handle = penstock.offload(model, all_layers(2, "disk"), checkpoint=path, disk=options)
+        assert_same_bits(model(x), expected)
+        assert_moved(handle, 1)
+        handle.sync_prev_onload()
+        path.write_bytes(content)
+        for call in (lambda: model(x), lambda: model(x), model.state_dict, handle.remove):
+            with pytest.raises(TransferError, match="it was written to while in use"):
+                call()
+
+    @pytest.mark.parametrize("harm", ["rewrite", "truncate"])
+    @pytest.mark.parametrize("during", [False, True])
+    def test_a_mapped_file_that_is_written_to(self, harm: str, during: bool, tmp_path: Path) -> None:
+        """Rows of a table are read where the file is mapped: no read could fail, and no later one be right."""
+        model = nn.Sequential(nn.Embedding(5000, DIM), nn.Linear(DIM, DIM)).eval()
+        ids = torch.tensor([3, 4])
+        path = save(model, tmp_path) / "model.safetensors"
+        expected, content = model(ids), path.read_bytes()
+        handle = penstock.offload(model, UVA(params=["0.weight"], mode="disk"), checkpoint=path)
+        assert_same_bits(model(ids), expected)
+
+        def write(*_: object) -> None:
+            if harm == "truncate":
+                os.truncate(path, len(content) - 4096)
+            else:
+                path.write_bytes(content[:1000] + bytes(len(content) - 1000))
+
+        if during:
+            model[1].register_forward_hook(write)
+        else:
+            write()
+        for call in (lambda: model(ids), lambda: model(ids), model.state_dict, handle.remove):
+            with pytest.raises(TransferError, match="it was written to while in use"):
+                call()
+
+    def test_only_files_that_are_mapped_are_compared_at_every_forward(self, tmp_path: Path) -> None:
+        """Of a hundred shards, one has the table; the others are compared when they are read."""
+        model = nn.Sequential(nn.Embedding(5000, DIM), nn.Linear(DIM, DIM)).eval()
+        weights = WeightMap.open(save(model, tmp_path, num_shards=2))
+        named = {info.name: info for info in take_inventory(model).storages}
+        sources = {name: weights.source(info) for name, info in named.items()}
+        store = DiskStore(sources, stamps=weights.checkpoint.stamps)
+        store.in_place("0.weight")
+        (mapped,) = {part.tensor.path for part in sources["0.weight"].parts}
+        (other,) = {path for path in weights.checkpoint.files if path != mapped}
+        other.write_bytes(bytes(other.stat().st_size))
+        store.require_unchanged(mapped=True)
+        with pytest.raises(TransferError, match="it was written to while in use"):
+            store.require_unchanged()
+        mapped.write_bytes(bytes(mapped.stat().st_size))
+        with pytest.raises(TransferError, match="it was written to while in use"):
+            store.require_unchanged(mapped=True)
+        store.close()
+
+    def test_an_error_of_the_disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        model, x = Stack(5).eval(), rows()
+        expected = model(x)
+        handle = penstock.offload(model, all_layers(2, "disk"), checkpoint=save(model, tmp_path))
+        assert_same_bits(model(x), expected)
+
+        def broken(*args: object) -> int:
+            raise OSError(5, "Input/output error")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("os.preadv", broken)
+            with pytest.raises(
+                TransferError, match=r"model\.safetensors: reading \d+ bytes at \d+ failed: Input/output error"
+            ):
+                model(x)
+        assert_same_bits(model(x), expected)
+        handle.remove()
+
+    def test_a_reader_that_fails_in_an_unforeseen_way(self) -> None:
+        model = Stack(4).eval()
+        handle = penstock.offload(model, all_layers(1))
+        model(rows())
+
+        class Broken:
+            def read(self, start: int, into: memoryview) -> None:
+                raise ZeroDivisionError("source")
+
+        loads = handle._session._pipeline._loads
+        segment = type(loads[2].segments[0])(Broken(), 0, 8)
+        loads[2] = type(loads[2])(2, (segment,))
+        with pytest.raises(TransferError, match=r"unit 2 did not arrive: ZeroDivisionError\('source'\)"):
+            model(rows())
+        handle.remove()
+
+    def test_a_slot_held_for_ever(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pipeline, "CONFLICT_TIMEOUT_S", 0.05)
+        model = Stack(3).eval()
+        handle = penstock.offload(model, all_layers(1))
+        thread = threading.Thread(target=handle._session._pipeline.wait, args=(0,))
+        thread.start()
+        thread.join()
+        message = r"^layers\.1 \(unit 1\) needs the slot of layers\.0 \(unit 0\), which another .* one .* per thread"
+        with pytest.raises(errors.SlotConflictError, match=message):
+            model.layers[1](rows())
+        handle.remove()
+
+
+class TestInterrupted:
+    """Whatever goes wrong in the middle of an offload, the model is as it was, threads and files included."""
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError("mine")])
+    @pytest.mark.parametrize(
+        "place",
+        ["progress", "hooks", "slots", "state guard", "first copy", "store"],
+    )
+    def test_everything_is_undone(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, error: Any
+    ) -> None:
+        def fail(*args: object, **kwargs: object) -> Any:
+            raise error
+
+        calls = iter(range(100))
+
+        def fail_third(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == 2:
+                raise error
+            return real(*args, **kwargs)
+
+        folder = save(MoE(3), tmp_path)
+        progress: Any = None
+        with torch.device("meta"):
+            model = MoE(3).eval()
+        if place == "progress":
+            progress = fail
+        elif place == "hooks":
+            real = penstock.runtime.hooks.new_tag
+            monkeypatch.setattr("penstock.runtime.hooks.new_tag", fail_third)
+        elif place == "slots":
+            monkeypatch.setattr(ThreadLink, "allocate", fail)
+        elif place == "state guard":
+            monkeypatch.setattr("penstock.runtime.session.StateGuard", fail)
+        elif place == "first copy":
+            monkeypatch.setattr(ThreadLink, "copy", fail)
+        else:
+            monkeypatch.setattr(CpuStore, "__init__", fail)
+        before = state_of(model)
+        with pytest.raises(BaseException) as caught:  # noqa: PT011
+            penstock.offload(model, all_layers(2), checkpoint=folder, progress=progress)
+        assert caught.type is (error if isinstance(error, type) else type(error))
+        assert state_of(model) == before
+        monkeypatch.undo()
+        handle = penstock.offload(model, all_layers(2), checkpoint=folder)
+        model(torch.arange(3))
+        assert_moved(handle, 1)
+        handle.remove()
+
+    def test_remove_that_cannot_read_leaves_the_offload_in_force(self, tmp_path: Path) -> None:
+        model, x = Stack(4).eval(), rows()
+        expected = model(x)
+        path = save(model, tmp_path) / "model.safetensors"
+        handle = penstock.offload(model, all_layers(2, "disk"), checkpoint=path)
+        whole, was = path.read_bytes(), path.stat()
+        model(x)
+        with path.open("r+b") as file:
+            file.truncate(800)
+        with pytest.raises(TransferError):
+            handle.remove()
+        path.write_bytes(whole)
+        os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+        assert_same_bits(model(x), expected)
+        handle.remove()
+        assert_same_bits(model(x), expected)
+        assert model.layers[0].linear.weight.shape == (DIM, DIM)

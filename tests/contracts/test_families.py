@@ -1,0 +1,71 @@
+"""The promise: the same bits, whatever a model's forward does around its modules, in every family tried.
+
+A selection of the families that ``scripts/test-families`` sweeps, with those whose forwards read weights in ways of
+their own: views of a parent's parameter, children's weights without a call of the child, methods other than forward.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from families import builders, diffusion, ways
+
+FAMILIES = (
+    "albert", "bart", "bert", "bloom", "clip", "deepseek_v3", "emu3", "encodec", "falcon_h1", "flaubert", "florence2",
+    "funnel", "gemma", "gemma3", "glpn", "gpt2", "gpt_oss", "janus", "llama", "llava", "longcat_flash", "mamba", "mimi",
+    "mixtral", "mobilebert", "opt", "paligemma", "perceiver", "poolformer", "pvt", "qwen2_5_vl", "qwen3", "qwen3_moe",
+    "squeezebert", "swin", "t5", "vit", "wav2vec2", "whisper", "xlm", "zamba",
+)  # fmt: skip
+PIPELINES = ("diffusers/autoencoder_kl", "diffusers/flux", "diffusers/vq_model")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    # Models this small are slower on two.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def check(case: builders.Case) -> None:
+    found = ways.outcomes(case)
+    wrong = [f"{o.way}: {o.what}: {o.detail}" for o in found if o.what != "equal"]
+    assert not wrong, "\n".join(wrong)
+    assert len(found) == (3 if case.loads else 2)
+    assert all(outcome.moved_bytes > 0 for outcome in found)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family(name: str) -> None:
+    check(builders.build(name))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("diffusers") is None, reason="diffusers is not installed")
+@pytest.mark.parametrize("name", PIPELINES)
+def test_diffusers(name: str) -> None:
+    check(diffusion.build(name))
+
+
+class TestTool:
+    """What compares can see a difference."""
+
+    def test_a_changed_bit_is_a_difference(self) -> None:
+        leaves = {"a": torch.ones(3), "b": torch.tensor([1.0, float("nan")])}
+        changed = {**leaves, "b": torch.tensor([2.0, float("nan")])}
+        assert ways.difference(leaves, {name: leaf.clone() for name, leaf in leaves.items()}) == ""
+        assert ways.difference(changed, leaves) == "1 of 2 tensors: b"
+        assert ways.difference({"a": leaves["a"]}, leaves) == "other tensors: b"
+
+    def test_outputs_and_caches_are_walked(self) -> None:
+        case = builders.build("llama")
+        leaves = ways.leaves_of(ways.forward(case.model, case.calls))
+        assert {"0.logits", "0.past_key_values.layers.0.keys"} <= leaves.keys()
+
+    def test_no_two_tensors_of_a_case_are_constant(self) -> None:
+        for parameter in builders.build("bert").model.parameters():
+            assert parameter.unique().numel() > 1

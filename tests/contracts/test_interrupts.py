@@ -1,0 +1,101 @@
+"""The promise: an interrupt at any moment of ``offload()`` and ``remove()`` loses nothing and hangs nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from models import Stack, all_layers, rows, save
+from penstock.errors import OptionError
+from penstock.model.live_tensors import BoundStorage
+from penstock.testing import assert_moved, assert_same_bits
+from penstock.transfer import cpu_threads as threads
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("at", [0, 3, 8])
+def test_while_the_originals_are_let_go(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but the store has their bytes from here on."""
+    model = Stack(5).eval()
+    expected, folder = model(rows()), save(model, tmp_path)
+    forget, calls = BoundStorage.forget_original, iter(range(1000))
+
+    def interrupted(bound: BoundStorage) -> None:
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        forget(bound)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BoundStorage, "forget_original", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            penstock.offload(model, all_layers(2, "disk"), checkpoint=folder)
+    assert next(calls) > at
+    assert_same_bits(model(rows()), expected)
+    with penstock.offload(model, all_layers(2, "disk"), checkpoint=folder) as handle:
+        assert_same_bits(model(rows()), expected)
+        assert_moved(handle, 1)
+    assert_same_bits(model(rows()), expected)
+
+
+_REMOVE = """
+    import faulthandler, sys, torch, penstock
+    from penstock.transfer import cpu_threads as threads
+    faulthandler.dump_traceback_later(60, exit=True)
+    layers = [torch.nn.Linear(256, 256) for _ in range(4)]
+    handle = penstock.offload(torch.nn.Sequential(*layers).eval(), penstock.Prefetch(1, 1, 2))
+
+    def tracer(frame, event, arg):
+        if event == "call" and frame.f_code is threads._send_home.__code__:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    sys.settrace(tracer)
+    try:
+        handle.remove()
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_while_readers_are_sent_home(again: bool) -> None:
+    """The second remove(), or else the end of the program, waits for readers that nobody has told."""
+    code = textwrap.dedent(_REMOVE) + ("handle.remove()\n" if again else "") + "print('ends', flush=True)\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout, done.returncode) == ("interrupted\nends\n", 0), done.stderr
+
+
+def test_readers_that_cannot_be_started_leave_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Stack(3).eval()
+    expected = model(rows())
+    before, start, calls = threading.active_count(), threading.Thread.start, iter(range(1000))
+
+    def fails_at_the_second(thread: threading.Thread) -> None:
+        if thread.name.startswith("penstock-reader") and next(calls) % 2:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threads.threading.Thread, "start", fails_at_the_second)
+        for _ in range(3):
+            with pytest.raises(OptionError, match=r"starts no 2 threads to read with.*ulimit -u.*PENSTOCK_READERS"):
+                penstock.offload(model, all_layers(1))
+    started: list[Any] = [thread for thread in threading.enumerate() if thread.name.startswith("penstock-reader")]
+    for thread in started:
+        thread.join(10)
+    assert threading.active_count() == before
+    assert_same_bits(model(rows()), expected)

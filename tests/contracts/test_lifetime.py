@@ -1,0 +1,515 @@
+"""The promise: whoever holds a view holds the bytes, everything is given back, and a model that is changed behind an
+offload is noticed (contract 6, trap 7)."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from models import DIM, MoE, ScaledStack, Stack, all_layers, rows, save
+from penstock import UVA, PenstockWarning, Prefetch
+from penstock.errors import ModelChangedError, StateError
+from penstock.model.tensor_guards import is_resting
+from penstock.testing import assert_moved, assert_same_bits
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def readers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("penstock-reader")]
+
+
+def open_files(folder: Path) -> int:
+    """How many descriptors of this process lead into ``folder``."""
+    count = 0
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            count += os.readlink(f"/proc/self/fd/{fd}").startswith(str(folder))
+        except OSError:  # the descriptor that listed the folder
+            continue
+    return count
+
+
+def zero_weight(module: nn.Module, args: object) -> None:
+    module.weight.zero_()
+
+
+def settle(condition: Callable[[], bool]) -> bool:
+    """Threads take a moment to end after they have been told to."""
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    return condition()
+
+
+class TestGivenBack:
+    @pytest.mark.parametrize("mode", ["cpu", "disk"])
+    def test_remove_ends_threads_and_closes_files(self, mode: str, tmp_path: Path) -> None:
+        assert settle(lambda: readers() == [])
+        model = Stack(4).eval()
+        checkpoint = save(model, tmp_path) if mode == "disk" else None
+        handle = penstock.offload(model, all_layers(2, mode), checkpoint=checkpoint)
+        model(rows())
+        assert len(readers()) == 2
+        assert open_files(tmp_path) == (1 if mode == "disk" else 0)
+        slot = weakref.ref(handle._session._pipeline.slot_memory(0))
+        handle.remove()
+        assert readers() == []
+        assert open_files(tmp_path) == 0
+        del handle
+        assert settle(lambda: slot() is None)
+
+    @pytest.mark.parametrize("mode", ["cpu", "disk"])
+    def test_so_does_dropping_the_model(self, mode: str, tmp_path: Path) -> None:
+        assert settle(lambda: readers() == [])
+        model = Stack(4).eval()
+        checkpoint = save(model, tmp_path) if mode == "disk" else None
+        handle = penstock.offload(model, all_layers(2, mode), checkpoint=checkpoint)
+        model(rows())
+        slot, weight = weakref.ref(handle._session._pipeline.slot_memory(0)), weakref.ref(model.head.weight)
+        del model, handle
+        assert settle(lambda: readers() == [] and open_files(tmp_path) == 0)
+        assert slot() is None
+        assert weight() is None
+
+    def test_dropping_the_handle_changes_nothing(self) -> None:
+        model = Stack(4).eval()
+        expected = model(rows())
+        penstock.offload(model, all_layers(2))
+        gc.collect()
+        assert_same_bits(model(rows()), expected)
+        assert len(readers()) == 2
+        with pytest.raises(StateError, match="offloaded already"):
+            penstock.offload(model, all_layers(2))
+
+    def test_in_disk_mode_the_old_weights_are_let_go(self, tmp_path: Path) -> None:
+        model = Stack(4).eval()
+        folder = save(model, tmp_path)
+        old = weakref.ref(model.layers[1].linear.weight.untyped_storage())
+        with penstock.offload(model, all_layers(2, "disk"), checkpoint=folder):
+            gc.collect()
+            assert old() is None
+            assert open_files(tmp_path) == 1
+
+    @pytest.mark.parametrize("mode", ["cpu", "disk"])
+    def test_removed_offloads_are_no_garbage(self, mode: str, tmp_path: Path) -> None:
+        """Events and slots of a GPU among them: the collector would end them in whatever thread runs."""
+        model = Stack(5).eval()
+        checkpoint = save(model, tmp_path) if mode == "disk" else None
+        gc.collect()
+        gc.disable()
+        try:
+            handle = penstock.offload(model, all_layers(2, mode), checkpoint=checkpoint)
+            model(rows())
+            assert_moved(handle, 1)
+            attachment = handle._session
+            gone = [weakref.ref(thing) for thing in (attachment, attachment._pipeline, *attachment._pipeline._live)]
+            handle.remove()
+            del handle, attachment
+            assert [ref() for ref in gone] == [None] * len(gone)
+        finally:
+            gc.enable()
+
+    def test_a_hundred_times(self) -> None:
+        model = Stack(2).eval()
+        x = rows()
+        expected = model(x)
+        for _ in range(100):
+            with penstock.offload(model, all_layers(1)):
+                model(x)
+        assert readers() == []
+        assert_same_bits(model(x), expected)
+
+
+class TestEnd:
+    def test_of_the_program_while_copies_are_under_way(self) -> None:
+        """The first units of a next forward that never comes; a thread torn out of a copy would abort the process."""
+        code = """
+            import torch, penstock
+            torch.set_num_threads(1)
+            with torch.no_grad():
+                layers = [torch.nn.Linear(3000, 3000, bias=False, dtype=torch.float64) for _ in range(9)]
+                handle = penstock.offload(torch.nn.Sequential(*layers), penstock.Prefetch(1, 1, 8))
+                handle.model(torch.zeros(1, 3000, dtype=torch.float64))
+        """
+        for _ in range(2):
+            done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+
+
+class TestViews:
+    def test_of_a_slot_stay_readable_after_remove(self) -> None:
+        model = Stack(4).eval()
+        handle = penstock.offload(model, all_layers(2))
+        model(rows())
+        handle.sync_prev_onload()  # between forwards the slot is being filled for the next one
+        view = model.layers[0].linear.weight.detach()
+        expected = view.clone()
+        handle.remove()
+        del handle
+        gc.collect()
+        junk = [torch.full((DIM, DIM), 7.0) for _ in range(100)]
+        assert_same_bits(view, expected)
+        del junk
+
+    def test_of_a_mapped_file_stay_readable_after_remove(self, tmp_path: Path) -> None:
+        model = nn.Sequential(nn.Embedding(4000, DIM), nn.Linear(DIM, DIM)).eval()
+        expected = model[0].weight.clone()
+        policy = UVA(params=["0.weight"], mode="disk")
+        handle = penstock.offload(model, policy, checkpoint=save(model, tmp_path))
+        view = model[0].weight.detach()
+        handle.remove()
+        del handle
+        gc.collect()
+        assert_same_bits(view, expected)
+        assert_same_bits(model[0].weight.detach(), expected)
+        assert view.data_ptr() != model[0].weight.data_ptr()
+
+    def test_of_pinned_or_adopted_memory_outlive_the_model(self) -> None:
+        """Trap 9."""
+        model = Stack(4).eval()
+        expected = model.layers[1].linear.weight.clone()
+        penstock.offload(model, all_layers(1))
+        state = model.state_dict()
+        del model
+        gc.collect()
+        assert_same_bits(state["layers.1.linear.weight"], expected)
+
+
+class TestRemove:
+    def test_twice(self) -> None:
+        model = Stack(3).eval()
+        handle = penstock.offload(model, all_layers())
+        handle.remove()
+        address = model.layers[0].linear.weight.data_ptr()
+        handle.remove()
+        assert model.layers[0].linear.weight.data_ptr() == address
+
+    def test_by_leaving_a_with_block_in_any_way(self) -> None:
+        model = Stack(3).eval()
+        addresses = [p.data_ptr() for p in model.parameters()]
+        handle = penstock.offload(model, all_layers())
+        assert is_resting(model.layers[0].linear.weight)
+        with pytest.raises(ZeroDivisionError), handle:
+            raise ZeroDivisionError
+        assert [p.data_ptr() for p in model.parameters()] == addresses
+
+    def test_an_old_handle_does_not_end_a_new_offload(self) -> None:
+        model = Stack(3).eval()
+        x = rows()
+        expected = model(x)
+        old = penstock.offload(model, all_layers())
+        old.remove()
+        with penstock.offload(model, all_layers()) as new:
+            old.remove()
+            assert_same_bits(model(x), expected)
+            assert_moved(new, 1)
+
+    def test_stats_and_plan_stay_readable(self) -> None:
+        model = Stack(3).eval()
+        handle = penstock.offload(model, all_layers())
+        model(rows())
+        moved = handle.stats().bytes_moved
+        handle.remove()
+        assert handle.stats().bytes_moved == moved > 0
+        assert len(handle.plan.units) == 3
+
+    def test_while_another_thread_is_in_a_forward(self) -> None:
+        model = Stack(6, max_pause_s=0.01).eval()
+        x = rows()
+        expected = model(x)
+        handle = penstock.offload(model, all_layers(2))
+        outcomes: list[Any] = []
+
+        def work() -> None:
+            with torch.no_grad():
+                try:
+                    outcomes.append(model(x))
+                except StateError as error:
+                    outcomes.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        time.sleep(0.01)
+        handle.remove()
+        thread.join(60)
+        (outcome,) = outcomes
+        if isinstance(outcome, torch.Tensor):
+            assert_same_bits(outcome, expected)
+        else:
+            assert "was removed while a forward was running" in str(outcome)
+        assert_same_bits(model(x), expected)
+
+
+class TestReplaced:
+    """Trap 7: quantisation and post-load processing put new parameters in place of the old."""
+
+    def test_the_new_value_is_used_and_said_once(self) -> None:
+        model, x = Stack(4).eval(), rows()
+        handle = penstock.offload(model, all_layers(2))
+        new = nn.Parameter(torch.randn(DIM, DIM))
+        model.layers[1].linear.weight = new
+        with pytest.warns(PenstockWarning, match=r"layers\.1\.linear\.weight was replaced after it was offloaded"):
+            output = model(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert_same_bits(model(x), output)
+        assert_moved(handle, 2)
+        assert model.state_dict()["layers.1.linear.weight"].data_ptr() == new.data_ptr()
+        handle.remove()
+        assert model.layers[1].linear.weight is new
+        assert_same_bits(model(x), output)
+
+    def test_before_any_forward_and_removed_at_once(self, tmp_path: Path) -> None:
+        source = Stack(3)
+        for mode, device in (("cpu", "cpu"), ("disk", "cpu"), ("disk", "meta"), ("meta", "meta")):
+            with torch.device(device):
+                model = Stack(3)
+            if device == "cpu":
+                model.load_state_dict(source.state_dict())
+            checkpoint = save(source, tmp_path) if mode == "disk" else None
+            handle = penstock.offload(model.eval(), all_layers(2, mode), checkpoint=checkpoint)
+            new = nn.Parameter(torch.ones(DIM, DIM))
+            model.layers[1].linear.weight = new
+            assert_same_bits(model.state_dict()["layers.1.linear.weight"], new)
+            handle.remove()
+            assert model.layers[1].linear.weight is new
+            assert_same_bits(new, torch.ones(DIM, DIM))
+
+    def test_a_parameter_of_another_dtype(self) -> None:
+        model, x = Stack(4).eval(), rows()
+        with penstock.offload(model, all_layers(2)):
+            model.layers[1].linear.weight = nn.Parameter(torch.zeros(DIM, DIM, dtype=torch.float64))
+            model.layers[1].linear.bias = nn.Parameter(torch.zeros(DIM, dtype=torch.float64))
+            with pytest.warns(PenstockWarning, match="replaced"), pytest.raises(RuntimeError, match="dtype"):
+                model(x)
+
+    def test_deleted(self) -> None:
+        model, x = Stack(4).eval(), rows()
+        expected = model(x)
+        model.layers[2].linear.register_parameter("unused", nn.Parameter(torch.randn(9)))
+        with penstock.offload(model, all_layers(2)):
+            del model.layers[2].linear.unused
+            with pytest.warns(PenstockWarning, match=r"layers\.2\.linear\.unused was deleted"):
+                assert_same_bits(model(x), expected)
+            assert "layers.2.linear.unused" not in model.state_dict()
+        assert not hasattr(model.layers[2].linear, "unused")
+
+    def test_set_to_none(self) -> None:
+        model, x = Stack(4).eval(), rows()
+        with penstock.offload(model, all_layers(2)):
+            model.layers[1].linear.bias = None
+            with pytest.warns(PenstockWarning, match=r"layers\.1\.linear\.bias was replaced"):
+                output = model(x)
+        assert model.layers[1].linear.bias is None
+        assert_same_bits(model(x), output)
+
+    def test_a_subclass(self) -> None:
+        model, x = ScaledStack(3).eval(), rows()
+        with penstock.offload(model, all_layers(2)):
+            new = nn.Parameter(torch.randn(DIM, DIM))
+            model.layers[1].weight = new
+            with pytest.warns(PenstockWarning, match=r"layers\.1\.weight:\w+ was (replaced|deleted)"):
+                output = model(x)
+        assert model.layers[1].weight is new
+        assert_same_bits(model(x), output)
+
+    def test_lent_out_and_put_back(self) -> None:
+        """``functional_call`` runs the model with other tensors and then puts its own back in place."""
+        model, x = Stack(4).eval(), rows()
+        other = {"layers.1.linear.weight": torch.randn(DIM, DIM)}
+        expected, swapped = model(x), torch.func.functional_call(model, other, x)
+        address = model.layers[1].linear.weight.data_ptr()
+        handle = penstock.offload(model, all_layers(2))
+        with pytest.warns(PenstockWarning, match="replaced"):
+            assert_same_bits(torch.func.functional_call(model, other, x), swapped)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert_same_bits(model(x), expected)
+            assert_same_bits(torch.func.functional_call(model, other, x), swapped)
+            assert_same_bits(model(x), expected)
+        assert_moved(handle, 4)
+        assert_same_bits(torch.func.functional_call(model, other, x), swapped)
+        handle.remove()
+        assert model.layers[1].linear.weight.data_ptr() == address
+        assert_same_bits(model(x), expected)
+
+
+class TestChanged:
+    @pytest.mark.parametrize(
+        "change", [nn.Module.half, nn.Module.double, lambda m: m.to(torch.bfloat16)], ids=["half", "double", "to"]
+    )
+    def test_a_cast_is_refused_at_once(self, change: Callable[[nn.Module], Any]) -> None:
+        model, x = Stack(3).eval(), rows()
+        expected = model(x)
+        with penstock.offload(model, all_layers(2)) as handle:
+            for module in (model, model.layers, model.layers[1].linear):
+                with pytest.raises(ModelChangedError, match=r"would change offloaded weights.*handle\.remove"):
+                    change(module)
+            assert_same_bits(model(x), expected)
+            assert_moved(handle, 1)
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        change(model)
+        assert model.head.weight.dtype != torch.float32
+
+    def test_moved_data_of_one_tensor(self) -> None:
+        model, x = Stack(3).eval(), rows()
+        with penstock.offload(model, all_layers(2)):
+            model.layers[2].linear.weight.data = torch.zeros(DIM, DIM)
+            with pytest.raises(ModelChangedError, match=r"layers\.2\.linear\.weight was moved"):
+                model(x)
+
+    @pytest.mark.parametrize("when", ["before", "between"])
+    def test_written_in_place_between_forwards_counts(self, when: str) -> None:
+        model, x, other = Stack(3).eval(), rows(), Stack(3).eval()
+        other.load_state_dict(model.state_dict())
+        other.layers[1].linear.weight.zero_()
+        with penstock.offload(model, all_layers(2)) as handle:
+            if when != "before":
+                model(x)
+            with pytest.warns(PenstockWarning, match=r"layers\.1\.linear\.weight was given to aten\.zero_"):
+                model.layers[1].linear.weight.zero_()
+            assert_same_bits(model(x), other(x))
+            assert_same_bits(model.state_dict(), other.state_dict())
+            assert handle.stats().bytes_moved > 0
+        assert_same_bits(model(x), other(x))
+
+    @pytest.mark.filterwarnings("error")  # one error, and no echo of it
+    def test_written_in_place_during_a_forward(self) -> None:
+        model, x = Stack(3).eval(), rows()
+        with penstock.offload(model, all_layers(2)):
+            model.layers[1].linear.register_forward_pre_hook(zero_weight)
+            with pytest.raises(ModelChangedError, match=r"layers\.1\.linear\.weight was written in place"):
+                model(x)
+
+    def test_to_the_same_device_and_dtype_is_no_change(self) -> None:
+        model, x = Stack(3).eval(), rows()
+        expected = model(x)
+        with penstock.offload(model, all_layers(2)) as handle:
+            model.to("cpu").float().eval().requires_grad_(False)
+            assert_same_bits(model(x), expected)
+            assert_moved(handle, 1)
+
+
+class TestRefused:
+    @pytest.mark.parametrize("policy", [all_layers(2), UVA(params=["layers"])], ids=["prefetch", "uva"])
+    def test_load_state_dict_writes_nothing(self, policy: Prefetch | UVA) -> None:
+        model = MoE(3).eval()
+        state = {name: torch.zeros_like(t) for name, t in model.state_dict().items()}
+        expected = {name: t.clone() for name, t in model.state_dict().items()}
+        with penstock.offload(model, policy):
+            for part, prefix in ((model, ""), (model.layers, "layers."), (model.layers[1].mlp, "layers.1.mlp.")):
+                own = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
+                with pytest.raises(ModelChangedError, match=r"handle\.remove\(\) first, load"):
+                    part.load_state_dict(own)
+            assert_same_bits(dict(model.state_dict()), expected)
+        model.load_state_dict(state)
+        assert_same_bits(dict(model.state_dict()), state)
+
+    def test_loading_a_resident_part_is_fine(self) -> None:
+        model = Stack(3).eval()
+        with penstock.offload(model, all_layers(2)):
+            model.head.load_state_dict({"weight": torch.zeros(3, DIM), "bias": torch.ones(3)})
+            assert_same_bits(model(rows()), torch.ones(4, 3))
+
+    @pytest.mark.parametrize("policy", [all_layers(2), UVA(params=["layers"])], ids=["prefetch", "uva"])
+    @pytest.mark.parametrize(
+        "how",
+        [
+            copy.deepcopy,
+            pickle.dumps,
+            lambda model: torch.save(model, io.BytesIO()),
+            lambda model: copy.deepcopy(model.layers[1].linear),
+        ],
+        ids=["deepcopy", "pickle", "torch.save", "part"],
+    )
+    def test_copies(self, policy: Prefetch | UVA, how: Callable[[nn.Module], Any]) -> None:
+        model = Stack(3).eval()
+        x = rows()
+        expected = model(x)
+        with penstock.offload(model, policy):
+            with pytest.raises(StateError, match="cannot be copied or pickled"):
+                how(model)
+            assert_same_bits(copy.deepcopy(model.head)(torch.ones(1, DIM)), model.head(torch.ones(1, DIM)))
+            assert_same_bits(model(x), expected)
+        assert_same_bits(copy.deepcopy(model)(x), expected)
+
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    def test_torch_jit_trace(self) -> None:
+        model = Stack(3).eval()
+        with penstock.offload(model, all_layers(2)), pytest.raises(StateError, match="would record what slots hold"):
+            torch.jit.trace(model, rows(), check_trace=False)
+
+    def test_a_forward_in_a_forked_process(self) -> None:
+        """Threads do not come along: an error, where there would be a wait for ever."""
+        model, x = Stack(3).eval(), rows()
+        expected = model(x)
+        with penstock.offload(model, all_layers(1)) as handle:
+            model(x)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+                child = os.fork()
+            if child == 0:
+                status = 1
+                try:
+                    handle._session._pipeline.wait(1)
+                except StateError as error:
+                    status = 0 if "is a fork of the one that offloaded" in str(error) else 2
+                finally:
+                    os._exit(status)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            assert_same_bits(model(x), expected)
+
+    def test_a_second_offload(self) -> None:
+        model = nn.Sequential(Stack(3), nn.Linear(3, 3)).eval()
+        x = rows()
+        expected = model(x)
+        for policy in (all_layers(2), UVA(params=["layers"])):
+            handle = penstock.offload(model[0], policy)
+            for again in (model, model[0], model[0].layers, model[0].layers[1].linear):
+                with pytest.raises(StateError, match="offloaded already"):
+                    penstock.offload(again, Prefetch(params=["ALL_MODEL_PARAMS"]))
+            assert_same_bits(model(x), expected)
+            handle.remove()
+        assert_same_bits(model(x), expected)
+        with penstock.offload(model[0], all_layers(2)):
+            its_own = r"already; call remove\(\) on the handle that penstock\.offload returned for it before you"
+            as_part = r"already, as 'layers\.1\.linear' of a Stack; call remove\(\) on the handle or offloader of that"
+            for again, message in (
+                (model[0], rf"^this module \(Stack\) is offloaded {its_own} offload it again$"),
+                (model, rf"^the submodule '0' \(Stack\) is offloaded {its_own} offload the model around it$"),
+                (model[0].layers[1].linear, rf"^this module \(Linear\) is offloaded {as_part}"),
+                (model[0].layers[1], rf"^the submodule 'norm' .* {as_part.replace('linear', 'norm')}"),
+            ):
+                with pytest.raises(StateError, match=message):
+                    penstock.offload(again, UVA(params=["weight"]))
+        offloader = penstock.PrefetchOffloader(1, 1, 1, ["weight"])
+        offloader.wrap_modules(model[0].layers)
+        offloader.post_init()
+        with pytest.raises(StateError, match="offloaded already"):
+            penstock.offload(model, all_layers(1))
+        offloader.remove()
+        penstock.offload(model, all_layers(1)).remove()

@@ -1,0 +1,532 @@
+"""The promise: a weight that is used outside of its module's forward gives the same bits, or an error in our words."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import penstock
+from models import DIM, Stack, all_layers, rows, save
+from outside_models import EVERYTHING, Around, Reads
+from penstock.errors import ModelChangedError, OutsideAccessError, PenstockWarning, StateError
+from penstock.model.tensor_guards import is_resting
+from penstock.testing import assert_same_bits
+
+promoted = pytest.mark.filterwarnings("ignore:.*It is resident from now on:penstock.PenstockWarning")
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@dataclass
+class Opaque:
+    """What no pytree knows."""
+
+    tensor: torch.Tensor
+
+
+def judged(model: nn.Module, x: torch.Tensor, policy: Any = EVERYTHING, forwards: int = 3) -> tuple[str, ...]:
+    """Offload, compare ``forwards`` forwards and the state with those of the resident; returns the notes."""
+    model.eval()
+    twin = copy.deepcopy(model)
+    expected = [twin(x) for _ in range(forwards)]
+    with penstock.offload(model, policy) as handle:
+        for output in expected:
+            assert_same_bits(model(x), output)
+        assert handle.stats().bytes_moved > 0
+        assert_same_bits(dict(model.state_dict()), dict(twin.state_dict()))
+        notes = handle.stats().notes
+        for name in handle.plan.resident:
+            assert handle.plan.mechanism_of(name) == "resident"
+        assert handle.stats().mechanism_bytes["resident"] == handle.plan.resident_bytes
+    assert_same_bits(model(x), twin(x))
+    return notes
+
+
+async def _later(weight: nn.Parameter) -> torch.Tensor:
+    return weight * 2
+
+
+def _rows_of(weight: nn.Parameter) -> Iterator[torch.Tensor]:
+    yield from weight.unbind()
+
+
+@promoted
+@pytest.mark.parametrize(
+    ("give", "take"),
+    [
+        (lambda w: w, lambda g: g[0]),
+        (lambda w: w[:3], lambda g: g.sum(0)),
+        (lambda w: w[None].expand(5, DIM, DIM), lambda g: g[4, 1]),
+        (lambda w: w.t(), lambda g: g[2]),
+        (lambda w: {"rows": (w[1:2], 7), "none": None}, lambda g: g["rows"][0][0]),
+        (lambda w: w.detach()[1:], lambda g: g[0]),
+        (lambda w: w.data, lambda g: g[0]),
+        (lambda w: lambda: w * 3, lambda g: g()[0]),
+        (_rows_of, lambda g: next(g)),
+        (_later, lambda g: asyncio.run(g)[0]),
+        (lambda w: w.view(torch.int32)[:1], lambda g: g.view(torch.float32)[0]),
+    ],
+    ids=["whole", "rows", "expand", "t", "nested", "detach", "data", "closure", "generator", "coroutine", "dtype"],
+)
+def test_returned_weights(give: Callable[..., Any], take: Callable[..., Any]) -> None:
+    (note,) = judged(Around(give, take), rows())
+    assert note.endswith("table.weight")
+
+
+def test_an_output_that_nothing_looks_into_is_refused() -> None:
+    model = Around(lambda w: Opaque(w[:2]), lambda g: g.tensor[0]).eval()
+    with (
+        penstock.offload(model, EVERYTHING),
+        pytest.raises(OutsideAccessError, match=r"a view of table\.weight was kept beyond the forward of its Table"),
+    ):
+        model(rows())
+
+
+@promoted
+def test_a_view_that_is_returned_and_kept_is_refused() -> None:
+    kept: list[torch.Tensor] = []
+    model = Around(lambda w: (kept.append(w.t()), w[:2])[1], lambda g: g[0]).eval()
+    with (
+        penstock.offload(model, EVERYTHING),
+        pytest.raises(OutsideAccessError, match=r"a view of table\.weight was kept beyond the forward of its Table"),
+    ):
+        model(rows())
+
+
+class Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(DIM, DIM)
+        self.last: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last.append(self.lin.weight.t())
+        return self.lin(x)
+
+
+def test_a_view_kept_by_a_module_that_returns_nothing_is_refused() -> None:
+    kept: list[torch.Tensor] = []
+    model = Around(lambda w: kept.append(w.t()), lambda g: kept[0][0]).eval()
+    with (
+        penstock.offload(model, EVERYTHING),
+        pytest.raises(OutsideAccessError, match=r"a view of table\.weight was kept beyond the forward of its Table"),
+    ):
+        model(rows())
+
+
+def test_a_kept_view_is_refused_in_every_forward() -> None:
+    model = nn.Sequential(Keeps(), Keeps()).eval()
+    with penstock.offload(model, EVERYTHING):
+        for _ in range(2):
+            with pytest.raises(
+                OutsideAccessError, match=r"\('0\.lin\.weight', 'resident'\).*or let the module keep a c"
+            ):
+                model(rows())
+    with penstock.offload(model, penstock.Rules([("lin.weight", "resident"), ("lin", "prefetch")])):
+        assert_same_bits(model(rows()), nn.Sequential(*model)(rows()))
+
+
+@promoted
+@pytest.mark.parametrize("calls", [True, False])
+@pytest.mark.parametrize("policy", [EVERYTHING, penstock.Prefetch(1, 1, 2, params=["ALL_MODEL_PARAMS"])])
+def test_a_parent_that_reads_a_childs_weight(calls: bool, policy: penstock.Prefetch) -> None:
+    (note,) = judged(Reads(calls), rows(), policy)
+    assert note.endswith(" lin.weight")
+
+
+@promoted
+def test_only_in_some_later_forward() -> None:
+    model, x = Reads().eval(), rows()
+    model.reads = False
+    before = model(x)
+    model.reads = True
+    after = model(x)
+    with penstock.offload(model, EVERYTHING) as handle:
+        model.reads = False
+        for _ in range(3):
+            assert_same_bits(model(x), before)
+        assert handle.stats().notes == ()
+        model.reads = True
+        assert_same_bits(model(x), after)
+        assert "lin.weight" in handle.stats().notes[0]
+
+
+class Direct(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer.forward(x)
+        return x
+
+
+@pytest.mark.filterwarnings("error")
+def test_forward_called_directly() -> None:
+    assert judged(Direct(), rows()) == ()
+
+
+def test_promotion_says_so_once_and_names_the_rule() -> None:
+    model = Reads().eval()
+    with penstock.offload(model, EVERYTHING) as handle:
+        before = handle.plan
+        with pytest.warns(PenstockWarning, match=r"lin\.weight was given to aten\.linear") as caught:
+            nn.Sequential(model, model)(rows())
+        assert len(caught) == 1
+        assert "(rules=[('lin.weight', 'resident')], --offload-rule lin.weight=resident)" in str(caught[0].message)
+        assert handle.plan.resident_bytes == before.resident_bytes + DIM * DIM * 4
+        assert handle.plan.device_bytes == before.device_bytes + DIM * DIM * 4
+        assert handle.plan.mechanism_of("lin.weight") == "resident"
+        assert handle.plan.weight_bytes == before.weight_bytes
+
+
+@pytest.mark.filterwarnings("ignore:.*has no room for it beside the plan:penstock.PenstockWarning")
+class TestNoRoom:
+    """A budget that the plan has used up: bytes are copied for every such use."""
+
+    @staticmethod
+    def tight(model: nn.Module, share: float = 0.4) -> penstock.Handle:
+        size = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
+        handle = penstock.offload(model, int(size * share))
+        handle.remove()
+        return penstock.offload(model, handle.plan.device_bytes)
+
+    def test_reads(self) -> None:
+        model = nn.Sequential(*(nn.Linear(DIM * 8, DIM * 8) for _ in range(6))).eval()
+        x, twin = torch.randn(2, DIM * 8), copy.deepcopy(model)
+        with self.tight(model) as handle:
+            plan = handle.plan
+            for unit in plan.units:
+                linear, same = model[int(unit.anchor)], twin[int(unit.anchor)]
+                assert_same_bits((x @ linear.weight, linear.weight.data * 2), (x @ same.weight, same.weight * 2))
+                assert is_resting(linear.weight)
+                assert_same_bits(model(x), twin(x))
+            assert handle.plan == plan
+            assert handle.stats().notes[0].startswith("copied for every use outside of their module's forward")
+
+    def test_views_and_writes_are_errors(self) -> None:
+        model = nn.Sequential(*(nn.Linear(DIM * 8, DIM * 8) for _ in range(6))).eval()
+        x, twin = torch.randn(2, DIM * 8), copy.deepcopy(model)
+        with self.tight(model) as handle:
+            linear = model[int(handle.plan.units[0].anchor)]
+            for step in (linear.weight.zero_, lambda: linear.weight.data.add_(1)):
+                with pytest.raises(OutsideAccessError, match="which writes it in place, and the budget of"):
+                    step()
+            view = linear.weight.t()
+            with pytest.raises(ModelChangedError, match=r"weight was written in place by aten\.mul_"):
+                view[1:].mul_(2)
+            assert_same_bits(x @ view, x @ twin[int(handle.plan.units[0].anchor)].weight.t())
+            assert_same_bits(model(x), twin(x))
+
+    def test_returned_views_are_copied(self) -> None:
+        model = Around(lambda w: w[None].expand(5, *w.shape), lambda g: g[4, 1])
+        model.table.weight = nn.Parameter(torch.randn(DIM * 16, DIM))
+        shapes = ((DIM, DIM * 16), (DIM * 16, DIM))
+        model.layers = nn.ModuleList(nn.Sequential(*(nn.Linear(*shape) for shape in shapes)) for _ in range(4))
+        model.eval()
+        twin, x = copy.deepcopy(model), rows()
+        rule = penstock.Budget(450 * 2**10, rules=[("table", "prefetch")])
+        with penstock.offload(model, rule) as handle:
+            assert handle.plan.device_bytes + DIM * DIM * 64 > rule.num_bytes
+            for _ in range(3):
+                assert_same_bits(model(x), twin(x))
+            assert handle.stats().notes[0].startswith("copied for every use")
+            model.take = lambda g: g[4].zero_()[0]
+            with pytest.raises(ModelChangedError, match=r"table\.weight was written in place by aten\.zero_"):
+                model(x)
+
+
+@pytest.mark.filterwarnings("error")
+def test_parameters_that_share_a_version_counter() -> None:
+    """Halves of one tensor: torch counts a write to either for both."""
+
+    class Halves(nn.Module):
+        def __init__(self, halves: tuple[torch.Tensor, ...]) -> None:
+            super().__init__()
+            self.first, self.second = map(nn.Parameter, halves)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x @ self.first, x @ self.second], 1)
+
+    layers = [Halves(torch.randn(DIM, DIM).chunk(2, 1)) for _ in range(3)]
+    assert all(layer.first._version == layer.second._version for layer in layers)
+    assert judged(nn.Sequential(*layers).eval(), rows(), penstock.Prefetch(1, 1, 1, params=["first", "second"])) == ()
+
+
+class Writes(nn.Module):
+    def __init__(self, write: Callable[[nn.Linear], Any]) -> None:
+        super().__init__()
+        self.lin = nn.Linear(DIM, DIM)
+        self.write = write
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.write(self.lin)
+        return self.lin(x)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda lin: lin.weight.add_(1),
+        lambda lin: lin.weight.data.add_(1),
+        lambda lin: lin.weight.data[2:].copy_(torch.ones(())),
+        lambda lin: lin.weight.t().detach().mul_(2),
+        lambda lin: torch.mul(lin.weight, 2, out=lin.weight.data),
+        lambda lin: torch._foreach_add_([lin.weight.data, torch.ones(3)], 1),
+        lambda lin: nn.init.normal_(lin.weight),
+    ],
+    ids=["add_", "data", "view", "t", "out", "foreach", "init"],
+)
+def test_writes_inside_a_forward_are_refused(write: Callable[[nn.Linear], Any], inference: bool) -> None:
+    with torch.inference_mode(inference):
+        model, x = nn.Sequential(*(Writes(lambda lin: None) for _ in range(3))).eval(), rows()
+        expected = model(x)
+        with penstock.offload(model, EVERYTHING) as handle:
+            assert_same_bits(model(x), expected)
+            model[1].write = write
+            with pytest.raises(ModelChangedError, match=r"1\.lin\.weight was written in place by aten"):
+                model(x)
+            model[1].write = lambda lin: torch.zeros(DIM).add_(lin.bias)  # others may be written with it
+            assert_same_bits(model(x), expected)
+            assert handle.stats().bytes_moved > 0
+
+
+def test_data_set_inside_a_forward_stays_and_is_refused() -> None:
+    model, x = nn.Sequential(*(Writes(lambda lin: None) for _ in range(3))).eval(), rows()
+    new = torch.randn(DIM, DIM)
+    with penstock.offload(model, EVERYTHING):
+        model[1].write = lambda lin: setattr(lin.weight, "data", new)
+        for _ in range(2):
+            with pytest.raises(ModelChangedError, match=r"1\.lin\.weight was moved"):
+                model(x)
+            model[1].write = lambda lin: None
+    assert_same_bits(model[1].lin.weight, new)
+
+
+class TestOthers:
+    """Nothing but the dispatcher sees these, and it sees all of them."""
+
+    @promoted
+    def test_another_model_with_the_same_parameter(self) -> None:
+        model, draft = Stack(4).eval(), nn.Linear(DIM, DIM, bias=False)
+        draft.weight = model.layers[1].linear.weight
+        x = torch.randn(2, DIM)
+        expected = draft(x), model(x)
+        with penstock.offload(model, all_layers(1)):
+            assert_same_bits((draft(x), model(x)), expected)
+            with pytest.raises(StateError, match=r"weight is offloaded already, as a tensor of a Stack"):
+                penstock.offload(draft, EVERYTHING)
+        assert_same_bits((draft(x), model(x)), expected)
+
+    @promoted
+    def test_another_thread(self) -> None:
+        model, x = Stack(3).eval(), torch.randn(2, DIM)
+        expected = x @ model.layers[2].linear.weight
+        found: list[torch.Tensor] = []
+        with penstock.offload(model, all_layers(1)):
+            thread = threading.Thread(target=lambda: found.append(x @ model.layers[2].linear.weight.detach()))
+            thread.start()
+            thread.join(30)
+        assert_same_bits(found, [expected])
+
+    @promoted
+    @pytest.mark.parametrize("inference", [False, True])
+    def test_writes_around_the_version_counter(self, inference: bool) -> None:
+        with torch.inference_mode(inference):
+            model, delta, x = Stack(4).eval(), torch.randn(DIM, DIM), rows()
+            twin = copy.deepcopy(model)
+            twin.layers[1].linear.weight.data += delta
+            with penstock.offload(model, all_layers(2)) as handle:
+                model(x)
+                model.layers[1].linear.weight.data += delta
+                for _ in range(2):
+                    assert_same_bits(model(x), twin(x))
+                assert_same_bits(dict(model.state_dict()), dict(twin.state_dict()))
+                assert handle.stats().bytes_moved > 0
+            assert_same_bits(model(x), twin(x))
+
+    @promoted
+    def test_an_alias_that_outlives_the_offload(self) -> None:
+        model = Stack(3).eval()
+        expected = model.layers[0].linear.weight.clone()
+        handle = penstock.offload(model, all_layers(1))
+        alias = model.layers[0].linear.weight.data
+        handle.remove()
+        del handle
+        assert not is_resting(model.layers[0].linear.weight)
+        with contextlib.suppress(StateError):  # unless the collector has not run yet
+            assert_same_bits(alias.clone(), expected)
+
+    @promoted
+    @pytest.mark.parametrize("mode", ["cpu", "disk"])
+    def test_views_that_the_model_keeps_in_a_list_see_writes(self, mode: str, tmp_path: Path) -> None:
+        class Listed(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.randn(DIM * 2, DIM))
+                self.views = list(self.weight.data.chunk(2))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x @ self.views[0] + F.linear(x, self.weight)[:, :DIM]
+
+        def build() -> nn.Module:  # a deep copy would not share memory between the weight and the views
+            torch.manual_seed(3)
+            return nn.Sequential(*(Listed() for _ in range(3))).eval()
+
+        model, twin, x = build(), build(), rows()
+        folder = save(model, tmp_path) if mode == "disk" else None
+        with penstock.offload(model, penstock.Rules([("weight", "prefetch")], mode=mode), checkpoint=folder) as handle:
+            assert_same_bits(model(x), twin(x))
+            for each in (model, twin):
+                each[1].weight.add_(1)
+            assert_same_bits(model(x), twin(x))
+            assert handle.stats().bytes_moved > 0
+        assert_same_bits(model(x), twin(x))
+
+    @promoted
+    def test_a_wrapper_that_is_taken_off(self) -> None:
+        class Wrapped(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.base_layer = nn.Linear(DIM, DIM)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.base_layer(x) * 2
+
+        model = nn.Sequential(*(Wrapped() for _ in range(3))).eval()
+        twin = nn.Sequential(*(copy.deepcopy(layer.base_layer) for layer in model))
+        with penstock.offload(model, EVERYTHING):
+            for index in range(3):
+                model[index] = model[index].base_layer
+            assert_same_bits(model(rows()), twin(rows()))
+
+    @pytest.mark.filterwarnings("error")
+    def test_what_reads_no_bytes_wakes_nothing(self) -> None:
+        model = Stack(3).eval()
+        with penstock.offload(model, all_layers(1)) as handle:
+            weight = model.layers[1].linear.weight
+            assert (weight.shape, weight.dtype, weight.device, weight.stride()) == (
+                (DIM, DIM),
+                torch.float32,
+                torch.device("cpu"),
+                (DIM, 1),
+            )
+            assert torch.zeros_like(weight).shape == weight.new_empty(DIM, DIM).shape
+            model.requires_grad_(False).to("cpu").float()
+            model.state_dict()
+            assert handle.stats().notes == ()
+            assert is_resting(weight)
+
+    def test_a_raw_pointer_is_refused(self) -> None:
+        model = Stack(3).eval()
+        with penstock.offload(model, all_layers(1)), pytest.raises(RuntimeError, match="Cannot access data pointer"):
+            model.layers[1].linear.weight.data_ptr()
+
+
+class TestTracers:
+    @promoted
+    @pytest.mark.parametrize(
+        "trace",
+        [
+            lambda model, x: torch.fx.experimental.proxy_tensor.make_fx(model)(x)(x),
+            lambda model, x: torch.func.linearize(model, x)[0],
+            lambda model, x: torch.func.vmap(model)(x),
+            lambda model, x: torch.fx.symbolic_trace(model)(x),
+        ],
+        ids=["make_fx", "linearize", "vmap", "symbolic_trace"],
+    )
+    def test_are_refused(self, trace: Callable[..., torch.Tensor]) -> None:
+
+        model, x = nn.Sequential(*(nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU()) for _ in range(3))).eval(), rows()
+        expected = model(x)
+        with penstock.offload(model, EVERYTHING):
+            with pytest.raises(StateError, match="would record what slots hold"):
+                trace(model, x)
+            assert_same_bits(model(x), expected)
+
+
+class TestRemove:
+    def test_inside_a_forward(self) -> None:
+        model, x = Stack(3).eval(), rows()
+        expected = model(x)
+        handle = penstock.offload(model, all_layers(1))
+        hook = model.layers[1].register_forward_hook(lambda *_: handle.remove())
+        with pytest.raises(StateError, match=r"remove\(\) was called inside a forward"):
+            model(x)
+        hook.remove()
+        assert_same_bits(model(x), expected)
+        handle.remove()
+        assert_same_bits(model(x), expected)
+
+    def test_leaves_a_wrapper_that_came_later(self) -> None:
+        model, x = Stack(3).eval(), rows()
+        expected = model(x)
+        handle = penstock.offload(model, all_layers(1))
+        inner, calls = model.layers[1].forward, []
+
+        def wrapper(*args: Any) -> Any:
+            calls.append(args)
+            return inner(*args)
+
+        model.layers[1].forward = wrapper  # type: ignore[method-assign]
+        handle.remove()
+        assert model.layers[1].forward is wrapper
+        assert_same_bits(model(x), expected)
+        assert len(calls) == 1
+
+    def test_holds_no_slots(self) -> None:
+        import weakref
+
+        model = Stack(3).eval()
+        handle = penstock.offload(model, all_layers(1))
+        slot = weakref.ref(handle._session._pipeline.slot_memory(0))
+        model(rows())
+        handle.remove()
+        assert slot() is None
+        assert handle.stats().bytes_moved > 0
+
+
+def test_a_forward_ended_by_an_interrupt_holds_up_no_other_thread() -> None:
+    model, x = Stack(4).eval(), rows()
+    expected = model(x)
+    with penstock.offload(model, all_layers(1)):
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        for where in (model.layers[1].linear, model.layers[2]):
+            hook = where.register_forward_pre_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                model(x)
+            hook.remove()
+            found: list[torch.Tensor] = []
+            thread = threading.Thread(target=lambda found=found: found.append(model(x)), daemon=True)
+            with torch.no_grad():
+                thread.start()
+            thread.join(5)
+            assert not thread.is_alive()
+            assert_same_bits(found[0].detach(), expected)
+            assert_same_bits(model(x), expected)
+
+
+def test_casts_are_refused() -> None:
+    model = Stack(3).eval()
+    with penstock.offload(model, all_layers(1)), pytest.raises(ModelChangedError, match="would change offloaded"):
+        model.to(memory_format=torch.channels_last, dtype=torch.float64)

@@ -1,0 +1,103 @@
+"""The promise: what a compiler traces uses a slot between wait and release, or the trace ends in an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from models import Stack, all_layers, rows
+from outside_models import EVERYTHING, Around, Reads
+from penstock.testing import assert_moved, assert_same_bits, boundaries
+
+OUTSIDE = r"outside of the forward that it is on the device for, in code that torch\.compile traces.*resident"
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    torch.compiler.reset()
+    with torch.no_grad():
+        yield
+    torch.compiler.reset()
+
+
+def compiled(model: nn.Module, backend: str) -> nn.Module:
+    return torch.compile(model, backend=backend, fullgraph=True)  # type: ignore[return-value]
+
+
+def test_a_model_that_keeps_to_itself_compiles() -> None:
+    model, x = Stack(4).eval(), rows()
+    with boundaries(model, all_layers(2)):
+        expected = compiled(model, "eager")(x)
+    torch.compiler.reset()
+    with penstock.offload(model, all_layers(2)) as handle:
+        step = compiled(model, "eager")
+        for forwards in (1, 2, 3):
+            assert_same_bits(step(x), expected)
+            assert_moved(handle, forwards)
+        assert_same_bits(model(x), expected)
+        assert handle.stats().notes == ()
+
+
+def test_after_eager_forwards_and_before() -> None:
+    model, x = Stack(4).eval(), rows()
+    expected = model(x)
+    with penstock.offload(model, all_layers(1)) as handle:
+        step = compiled(model, "eager")
+        for run in (model, step, model, step):
+            assert_same_bits(run(x), expected)
+        assert_moved(handle, 4)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_parent_that_reads_a_childs_weight(backend: str) -> None:
+    model = Reads().eval()
+    with penstock.offload(model, EVERYTHING), pytest.raises(RuntimeError, match=rf"lin\.weight is used by .*{OUTSIDE}"):
+        compiled(model, backend)(rows())
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_returned_view(backend: str) -> None:
+    model = Around(lambda w: w[:3], lambda g: g.sum(0)).eval()
+    with penstock.offload(model, EVERYTHING), pytest.raises(RuntimeError, match=rf"table\.weight is .*{OUTSIDE}"):
+        compiled(model, backend)(rows())
+
+
+@pytest.mark.filterwarnings("ignore:.*It is resident from now on:penstock.PenstockWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_a_child_that_is_never_called(backend: str) -> None:
+    """It has no window in the graph, so its weight still rests when the compiled code reads it."""
+    model, x = Reads(calls=False).eval(), rows()
+    expected = model(x)
+    with penstock.offload(model, EVERYTHING):
+        step = compiled(model, backend)
+        try:
+            outputs = [step(x), step(x)]
+        except RuntimeError as error:
+            assert "lin.weight is used by" in str(error) or "Cannot access data pointer" in str(error)  # noqa: PT017
+        else:
+            for output in outputs:
+                assert torch.allclose(output, expected) if backend == "inductor" else torch.equal(output, expected)
+
+
+def test_layers_compiled_one_by_one() -> None:
+    model, x = Stack(4).eval(), rows()
+    expected = model(x)
+    with penstock.offload(model, all_layers(2)) as handle:
+        for layer in model.layers:
+            layer.compile(backend="eager", fullgraph=True)
+        for forwards in (1, 2):
+            assert_same_bits(model(x), expected)
+            assert_moved(handle, forwards)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_is_as_without(strict: bool) -> None:
+    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))).eval(), torch.randn(2, 8)
+    expected = model(x)
+    with penstock.offload(model, penstock.Prefetch(1, 1, 1, params=["ALL_MODEL_PARAMS"])):
+        exported = torch.export.export(model, (x,), strict=strict)
+        assert_same_bits(exported.module()(x), expected)

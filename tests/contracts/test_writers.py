@@ -1,0 +1,582 @@
+"""Whatever writes, exchanges, wraps or traces the weights of an offloaded model gives equal bits or an error.
+
+Each case does one thing to an offloaded model and the same thing to a resident twin. Either the forwards agree, during
+the offload and after ``remove()``, and so do the weights; or something was raised. A silent difference is the failure.
+"""
+
+from __future__ import annotations
+
+import copy
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from models import DIM, Block, all_layers, rows
+from penstock import Prefetch
+from penstock.errors import ModelChangedError, PenstockError
+
+pytestmark = [
+    # A weight that is used outside of its forward becomes resident, with a warning; its bits are what counts here.
+    pytest.mark.filterwarnings("ignore::penstock.PenstockWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+Action = Callable[[Any], Any]  # does something to a model; returns what is to be called afterwards
+
+
+class Lora(nn.Module):
+    """A linear layer with an adapter beside it, as peft has it."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.a = nn.Parameter(torch.randn(4, base_layer.in_features) / 8)
+        self.b = nn.Parameter(torch.randn(base_layer.out_features, 4) / 8)
+        self.merged = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.base_layer(x)
+        return y if self.merged else y + x @ self.a.T @ self.b.T
+
+    def merge(self) -> None:
+        self.base_layer.weight.data += self.b @ self.a
+        self.merged = True
+
+
+class Stacked(nn.Module):
+    """Blocks one after the other, without anything that a tracer cannot follow."""
+
+    def __init__(self, lora: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        if lora:
+            for layer in self.layers:
+                layer.linear = Lora(layer.linear)
+        self.head = nn.Linear(DIM, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def plain() -> nn.Module:
+    torch.manual_seed(1)
+    return Stacked().eval().requires_grad_(False)
+
+
+def with_lora() -> nn.Module:
+    torch.manual_seed(1)
+    return Stacked(lora=True).eval().requires_grad_(False)
+
+
+def budget(model: nn.Module) -> int:
+    """Half of the weights: some of them stay where they are."""
+    return max(sum(parameter.nbytes for parameter in model.parameters()) // 2, 1)
+
+
+POLICIES = pytest.mark.parametrize(
+    "policy", [lambda model: all_layers(1), lambda model: all_layers(2)], ids=["one slot", "two slots"]
+)
+WHEN = pytest.mark.parametrize("warm", [False, True], ids=["before a forward", "behind a forward"])
+
+
+def weights_of(model: Any) -> dict[str, torch.Tensor]:
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    return {name: _whole(tensor).detach().clone() for name, tensor in state.items()}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a sharded tensor; the values of a quantised one."""
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.dequantize() if hasattr(tensor, "tensor_data_names") else tensor
+
+
+def require_same(found: Any, expected: Any) -> None:
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for name in expected:
+            assert torch.equal(found[name], expected[name]), name
+    else:
+        assert torch.equal(found, expected)
+
+
+def equal_or_refused(
+    make: Callable[[], nn.Module], act: Action, policy: Action, x: torch.Tensor, warm: bool = True
+) -> str:
+    """Hold ``act`` on an offloaded model against ``act`` on a resident one; returns ``equal`` or the error's kind."""
+    model, twin, untouched = make(), make(), make()
+    torch.manual_seed(2)
+    expected = act(twin)
+    try:
+        handle = penstock.offload(model, policy(model))
+    except PenstockError as error:
+        return f"not offloaded: {type(error).__name__}"
+    if warm:
+        require_same(_run(model, x), _run(untouched, x))
+    try:
+        torch.manual_seed(2)
+        changed = act(model)
+    except Exception as error:
+        _require_untouched(model, handle, untouched, x)
+        return type(error).__name__
+    try:
+        outputs = [_run(changed, x) for _ in range(3)]
+    except PenstockError as error:  # noticed late, but noticed
+        with suppress(PenstockError):
+            handle.remove()
+        return type(error).__name__
+    for output in outputs:
+        require_same(output, _run(expected, x))
+    handle.remove()
+    require_same(_run(changed, x), _run(expected, x))
+    if isinstance(expected, nn.Module):
+        require_same(weights_of(changed), weights_of(expected))
+    return "equal"
+
+
+def _run(module: Any, x: torch.Tensor) -> torch.Tensor:
+    output = module(x)
+    return (output if isinstance(output, torch.Tensor) else output.logits).detach()
+
+
+def _require_untouched(model: nn.Module, handle: penstock.Handle, untouched: nn.Module, x: torch.Tensor) -> None:
+    """What was refused has changed nothing, and the offload goes on."""
+    for _ in range(2):
+        require_same(_run(model, x), _run(untouched, x))
+    handle.remove()
+    require_same(_run(model, x), _run(untouched, x))
+    require_same(weights_of(model), weights_of(untouched))
+
+
+# -- writes ------------------------------------------------------------------------------------------------------------
+
+
+def add_delta(model: Any) -> Any:
+    for layer in model.layers[1:3]:
+        layer.linear.weight.data += torch.randn(DIM, DIM)
+    return model
+
+
+def add_under_no_grad(model: Any) -> Any:
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.linear.weight.add_(1.0).mul_(0.5)
+            layer.linear.bias[2] = 3.0
+    return model
+
+
+def write_through_an_alias(model: Any) -> Any:
+    alias = model.layers[2].linear.weight.detach()
+    flat = alias.view(-1)
+    flat[5:50] = 0.25
+    alias.t()[0].copy_(torch.ones(DIM))
+    return model
+
+
+def write_through_numpy(model: Any) -> Any:
+    model.layers[0].linear.weight.detach().numpy()[:] = 0.125
+    return model
+
+
+def swap_data(model: Any) -> Any:
+    first, second = (model.layers[index].linear.weight for index in (0, 3))
+    first.data, second.data = second.data.clone(), first.data.clone()
+    return model
+
+
+def exchange_the_data_of_a_resident(model: Any) -> Any:
+    model.head.weight.data = torch.randn(3, DIM)
+    return model
+
+
+def replace_a_parameter(model: Any) -> Any:
+    model.layers[1].linear.weight = nn.Parameter(torch.randn(DIM, DIM), requires_grad=False)
+    return model
+
+
+def initialise(model: Any) -> Any:
+    for layer in model.layers:
+        nn.init.normal_(layer.linear.weight, std=0.1)
+    return model
+
+
+def average(model: Any) -> Any:
+    """As model soups and the like do."""
+    mean = torch.stack([layer.linear.weight for layer in model.layers]).mean(0)
+    for layer in model.layers:
+        layer.linear.weight.data.lerp_(mean, 0.5)
+    return model
+
+
+def vector_to_parameters(model: Any) -> Any:
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
+    return model
+
+
+@WHEN
+@POLICIES
+@pytest.mark.parametrize(
+    "act",
+    [
+        add_delta,
+        add_under_no_grad,
+        write_through_an_alias,
+        write_through_numpy,
+        swap_data,
+        exchange_the_data_of_a_resident,
+        replace_a_parameter,
+        initialise,
+        average,
+        vector_to_parameters,
+    ],
+)
+def test_writes(act: Action, policy: Action, warm: bool) -> None:
+    equal_or_refused(plain, act, policy, rows(), warm)
+
+
+@WHEN
+@pytest.mark.parametrize("index", range(4))
+def test_a_write_within_a_budget(index: int, warm: bool) -> None:
+    """Larger weights: what is smaller than 64 KiB a budget keeps."""
+
+    def wide() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).eval().requires_grad_(False)
+
+    def add(model: Any) -> Any:
+        model[index].weight.data += torch.randn(256, 256)
+        return model
+
+    equal_or_refused(wide, add, budget, torch.randn(2, 256), warm)
+
+
+def merge(model: Any) -> Any:
+    for layer in model.layers:
+        layer.linear.merge()
+    return model
+
+
+def take_wrappers_off(model: Any) -> Any:
+    for layer in model.layers:
+        layer.linear = layer.linear.base_layer
+    return model
+
+
+def merge_and_take_off(model: Any) -> Any:
+    return take_wrappers_off(merge(model))
+
+
+@WHEN
+@POLICIES
+@pytest.mark.parametrize("act", [merge, take_wrappers_off, merge_and_take_off])
+def test_adapters_by_hand(act: Action, policy: Action, warm: bool) -> None:
+    equal_or_refused(with_lora, act, policy, rows(), warm)
+
+
+@POLICIES
+def test_layers_exchanged_for_what_they_wrap(policy: Action) -> None:
+    """The wrapper is the layer itself: its unit loses its anchor."""
+
+    def wrapped() -> nn.Module:
+        torch.manual_seed(1)
+        model = Stacked().eval().requires_grad_(False)
+        for index in range(4):
+            model.layers[index] = Lora(nn.Linear(DIM, DIM)).requires_grad_(False)  # type: ignore[assignment]
+        return model
+
+    def take_off(model: Any) -> Any:
+        for index in range(4):
+            model.layers[index] = model.layers[index].base_layer
+        return model
+
+    equal_or_refused(wrapped, take_off, policy, rows())
+
+
+# -- casts and moves ---------------------------------------------------------------------------------------------------
+
+
+@POLICIES
+@pytest.mark.parametrize(
+    ("cast", "error"),
+    [
+        (lambda m: m.half(), ModelChangedError),
+        (lambda m: m.bfloat16(), ModelChangedError),
+        (lambda m: m.double(), ModelChangedError),
+        (lambda m: m.to(torch.float64), ModelChangedError),
+        (lambda m: m.to("meta"), ModelChangedError),
+        # Without CUDA torch itself refuses, perhaps before penstock is asked.
+        (lambda m: m.cuda(), ModelChangedError if torch.cuda.is_available() else (ModelChangedError, AssertionError)),
+    ],
+    ids=["half", "bfloat16", "double", "to", "meta", "cuda"],
+)
+def test_casts_and_moves_are_refused_at_once(cast: Action, error: Any, policy: Action) -> None:
+    for part in (lambda m: m, lambda m: m.layers, lambda m: m.layers[2].linear):
+        model, untouched = plain(), plain()
+        handle = penstock.offload(model, policy(model))
+        with pytest.raises(error):
+            cast(part(model))
+        _require_untouched(model, handle, untouched, rows())
+
+
+# -- tracers -----------------------------------------------------------------------------------------------------------
+
+
+def traced_by_fx(model: Any) -> Any:
+    return torch.fx.symbolic_trace(model)
+
+
+def traced_by_make_fx(model: Any) -> Any:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(model)(rows())
+
+
+def traced_and_saved(model: Any) -> Any:
+    """The graph keeps constants of its own, which must not be bytes of a slot."""
+    return copy.deepcopy(traced_by_make_fx(model))
+
+
+def linearized(model: Any) -> Any:
+    output, tangent = torch.func.linearize(model, rows())
+    return lambda x: output + tangent(x)
+
+
+def mapped(model: Any) -> Any:
+    return torch.func.vmap(model)
+
+
+def called_functionally(model: Any) -> Any:
+    weights = {name: value.detach() * 0.5 for name, value in model.named_parameters()}
+    return lambda x: torch.func.functional_call(model, weights, (x,))
+
+
+def ensembled(model: Any) -> Any:
+    parameters, buffers = torch.func.stack_module_state([model, model])
+    bare = copy.deepcopy(Stacked()).to("meta")
+
+    def run(one: Any, other: Any, x: torch.Tensor) -> Any:
+        return torch.func.functional_call(bare, (one, other), (x,))
+
+    return lambda x: torch.func.vmap(run, in_dims=(0, 0, None))(parameters, buffers, x)
+
+
+def jitted(model: Any) -> Any:
+    return torch.jit.trace(model, rows())
+
+
+def exported(model: Any) -> Any:
+    return torch.export.export(model, (rows(),)).module()
+
+
+def jacobian(model: Any) -> Any:
+    return lambda x: torch.func.jacrev(model)(x)
+
+
+@POLICIES
+@pytest.mark.parametrize(
+    "act",
+    [
+        traced_by_fx,
+        traced_by_make_fx,
+        traced_and_saved,
+        linearized,
+        mapped,
+        called_functionally,
+        ensembled,
+        jitted,
+        exported,
+        jacobian,
+    ],
+)
+def test_tracers(act: Action, policy: Action) -> None:
+    x = rows()
+    if act is linearized:  # it computes once, here with a grad mode of its own
+        x = torch.zeros_like(x)
+
+    def run(model: Any) -> Any:
+        traced = act(model)
+        return lambda given: traced(given)
+
+    def at_once(model: Any) -> Any:
+        """Traced and run under the offload; the result is what is compared."""
+        output = run(model)(x)
+        return lambda given: output
+
+    for action in (run, at_once):
+        equal_or_refused(plain, action, policy, x)
+
+
+# -- FSDP --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A group of this process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def shard(model: Any) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def shard_around(model: Any) -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("alone")
+@POLICIES
+@pytest.mark.parametrize("act", [shard, shard_around], ids=["FSDP2", "FSDP1"])
+def test_sharded_after_the_offload(act: Action, policy: Action) -> None:
+    equal_or_refused(plain, act, policy, rows())
+
+
+@pytest.mark.usefixtures("alone")
+@POLICIES
+@pytest.mark.parametrize("act", [shard, shard_around], ids=["FSDP2", "FSDP1"])
+def test_sharded_before_the_offload(act: Action, policy: Action) -> None:
+    equal_or_refused(lambda: act(plain()), lambda model: model, policy, rows())
+
+
+# -- peft --------------------------------------------------------------------------------------------------------------
+
+TOKENS = torch.arange(10).view(2, 5)
+
+
+def tiny_qwen() -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = Qwen3Config(**sizes, head_dim=32, num_hidden_layers=3, vocab_size=64)
+    return Qwen3ForCausalLM(config).eval().requires_grad_(False)
+
+
+def adapted(model: Any, **options: Any) -> Any:
+    """With adapters whose weights are random, so that merging them changes something."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], **{"init_lora_weights": False, **options})
+    return peft.get_peft_model(model, config).eval().requires_grad_(False)
+
+
+def adapted_qwen() -> Any:
+    return adapted(tiny_qwen())
+
+
+def merge_adapter(model: Any) -> Any:
+    model.merge_adapter()
+    return model
+
+
+def merge_and_unmerge(model: Any) -> Any:
+    model.merge_adapter()
+    model.unmerge_adapter()
+    return model
+
+
+def disabled(model: Any) -> Any:
+    def run(tokens: torch.Tensor) -> Any:
+        with model.disable_adapter():
+            return model(tokens)
+
+    return run
+
+
+def merged_and_disabled(model: Any) -> Any:
+    """Disabling unmerges."""
+    return disabled(merge_adapter(model))
+
+
+IN_LAYERS = pytest.mark.parametrize(
+    "policy",
+    [
+        lambda m: Prefetch(params=["q_proj", "down_proj"]),
+        lambda m: Prefetch(params=["mlp", "self_attn"], prefetch_step=2),
+    ],
+    ids=["targets", "all"],
+)
+
+
+@WHEN
+@IN_LAYERS
+@pytest.mark.parametrize(
+    "act",
+    [
+        merge_adapter,
+        merge_and_unmerge,
+        lambda m: m.merge_and_unload(),
+        lambda m: m.merge_and_unload(safe_merge=True),
+        lambda m: m.unload(),
+        disabled,
+        merged_and_disabled,
+    ],
+    ids=["merge", "merge, unmerge", "merge_and_unload", "safe merge", "unload", "disable", "merge, disable"],
+)
+def test_peft_on_an_adapted_model(act: Action, policy: Action, warm: bool) -> None:
+    pytest.importorskip("peft")
+    equal_or_refused(adapted_qwen, act, policy, TOKENS, warm)
+
+
+@IN_LAYERS
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_dora": True},
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "olora"},
+        {"init_lora_weights": "orthogonal"},
+    ],
+    ids=["LoRA", "DoRA", "PiSSA", "OLoRA", "orthogonal"],
+)
+@pytest.mark.parametrize(
+    "then", [lambda m: m, merge_adapter, lambda m: m.merge_and_unload()], ids=["add", "merge", "unload"]
+)
+def test_peft_on_an_offloaded_model(options: dict[str, Any], then: Action, policy: Action) -> None:
+    """DoRA reads norms of the weights when it is made; PiSSA and OLoRA write the weights as well."""
+    pytest.importorskip("peft")
+    equal_or_refused(tiny_qwen, lambda model: then(adapted(model, **options)), policy, TOKENS)
+
+
+# -- torchao -----------------------------------------------------------------------------------------------------------
+
+
+def quantised(model: Any) -> Any:
+    quantization = pytest.importorskip("torchao.quantization")
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    return model
+
+
+@WHEN
+@POLICIES
+def test_torchao_on_an_offloaded_model(policy: Action, warm: bool) -> None:
+    pytest.importorskip("torchao")
+    equal_or_refused(plain, quantised, policy, rows(), warm)
+
+
+@POLICIES
+def test_torchao_before_the_offload(policy: Action) -> None:
+    pytest.importorskip("torchao")
+    equal_or_refused(lambda: quantised(plain()), lambda model: model, policy, rows())

@@ -1,0 +1,308 @@
+"""Offloaders of engines: layers handed over as they are built, plans over the whole model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from engines import EngineModel, Layer, Wrapped, build, ids, is_lookup
+from penstock import UVA, Budget, Prefetch
+from penstock.errors import OptionError, SelectionError, StateError
+from penstock.offloaders.engine import EngineOffloader, EnginePolicy
+from penstock.testing import NoCopyOffloader
+
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+
+SOME = 7 * 2**20  # of 9 MiB
+POLICIES = {
+    "prefetch": Prefetch(4, 1, 1),
+    "two of three": Prefetch(3, 2, 2),
+    "named": Prefetch(2, 1, 1, ["mlp"]),
+    "uva": UVA(2**40),
+    "uva, limited": UVA(1_000_000),
+    "budget": Budget(SOME),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@torch.inference_mode()
+def test_same_bits_and_bytes_moved(policy: EnginePolicy) -> None:
+    resident, _ = build(None)
+    model, offloader = build(policy)
+    assert offloader is not None
+    for rows in (1, 3, 3, 1):
+        assert torch.equal(model(ids(rows)), resident(ids(rows)))
+    plan, stats = offloader.plan, offloader.stats()
+    assert plan.offloaded_bytes > 0
+    assert all(unit.runs == 4 and unit.bytes_moved > 0 for unit in stats.units)
+    if isinstance(policy, UVA):
+        assert not plan.units
+        assert plan.uva_bytes > 500_000
+    if isinstance(policy, Prefetch):
+        assert [unit.anchor for unit in plan.units][:1] == [f"model.layers.{policy.group_size - policy.num_in_group}"]
+
+
+def test_compiled_as_engines_do() -> None:
+    """The decoder alone is compiled, with its layers' hooks inside and those of the model outside."""
+    resident, _ = build(None)
+    model, offloader = build(Prefetch(4, 1, 1))
+    assert offloader is not None
+    model.model.forward = torch.compile(model.model.forward, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
+    with torch.inference_mode():
+        for _ in range(3):
+            # The compiler rounds in another order than eager code; a stale slot would be wrong altogether.
+            torch.testing.assert_close(model(ids()), resident(ids()), rtol=1e-2, atol=1e-3)
+    assert sum(unit.runs for unit in offloader.stats().units) == 6
+
+
+@pytest.mark.parametrize("policy", [Prefetch(4, 1, 1), Prefetch(1, 1, 2), Budget(SOME)], ids=str)
+def test_compiled_bits_equal_those_of_the_same_boundaries(policy: EnginePolicy) -> None:
+    """Contract 1, as an engine compiles: the reference is traced alike and moves nothing."""
+    outputs = []
+    for kind in (EngineOffloader, NoCopyOffloader):
+        torch._dynamo.reset()
+        model, offloader = build(policy, kind)
+        assert offloader is not None
+        model.model.forward = torch.compile(model.model.forward, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
+        with torch.inference_mode():
+            outputs.append([model(ids(rows)) for rows in (3, 3, 1)])
+        moved = sum(unit.bytes_moved for unit in offloader.stats().units)
+        assert (moved > 0) == (kind is EngineOffloader)
+        offloader.remove()
+    assert all(torch.equal(mine, reference) for mine, reference in zip(*outputs, strict=True))
+
+
+def test_a_budget_keeps_what_is_not_called_resident_and_looks_rows_up_in_place() -> None:
+    _, offloader = build(Budget(SOME))
+    assert offloader is not None
+    plan = offloader.plan
+    assert "lm_head.weight" in plan.resident
+    assert "visual.0.weight" in plan.resident
+    assert plan.device_bytes <= SOME
+
+
+def test_a_budget_for_everything_is_refused() -> None:
+    with pytest.raises(OptionError, match="offloads nothing: all weights together have"):
+        build(Budget("1GiB"))
+
+
+def test_a_pattern_reaches_a_tower() -> None:
+    resident, _ = build(None)
+    model, offloader = build(Prefetch(4, 1, 1, ["visual", "mlp"]))
+    assert offloader is not None
+    assert set(offloader.plan.uva) == {"visual.0.weight", "visual.1.weight"}
+    assert len(offloader.plan.units) == 2
+    with torch.inference_mode():
+        assert torch.equal(model(ids()), resident(ids()))
+
+
+def test_a_tower_alone() -> None:
+    _, offloader = build(UVA(2**40, ["visual"]))
+    assert offloader is not None
+    assert set(offloader.plan.uva) == {"visual.0.weight", "visual.1.weight"}
+
+
+def test_a_pattern_that_matches_nothing() -> None:
+    with pytest.raises(SelectionError, match="'expert' matches none"):
+        build(Prefetch(4, 1, 1, ["expert"]))
+
+
+def test_patterns_find_layers_that_lora_has_wrapped() -> None:
+    resident, _ = build(None)
+    torch.manual_seed(7)
+    models: list[EngineModel] = []
+    offloader = EngineOffloader(Prefetch(4, 1, 1, ["mlp.down_proj.weight"]), lambda: models[0])
+    models.append(EngineModel(offloader))
+    for layer in models[0].model.layers:
+        layer.mlp.down_proj = Wrapped(layer.mlp.down_proj)
+    offloader.post_init()
+    assert [entry.storage for unit in offloader.plan.units for entry in unit.entries] == [
+        f"model.layers.{index}.mlp.down_proj.base_layer.weight" for index in (3, 7)
+    ]
+    with torch.inference_mode():
+        assert torch.equal(models[0](ids()), resident(ids()))
+
+
+def build_wrapped(policy: EnginePolicy, layers: range) -> EngineOffloader:
+    models: list[EngineModel] = []
+    offloader = EngineOffloader(policy, lambda: models[0], is_lookup=is_lookup)
+    models.append(EngineModel(offloader))
+    for index in layers:
+        mlp = models[0].model.layers[index].mlp
+        mlp.down_proj = Wrapped(mlp.down_proj)
+    offloader.post_init()
+    return offloader
+
+
+def test_patterns_find_layers_of_which_lora_has_wrapped_some() -> None:
+    offloader = build_wrapped(Prefetch(2, 1, 1, ["mlp.down_proj.weight"]), range(4))
+    assert [unit.anchor for unit in offloader.plan.units] == [f"model.layers.{index}" for index in (1, 3, 5, 7)]
+
+
+def test_rules_find_layers_that_lora_has_wrapped() -> None:
+    rules = [("down_proj.weight", "uva"), ("o_proj.weight", "resident")]
+    offloader = build_wrapped(Budget("7MiB", (), "cpu", rules), range(8))  # type: ignore[arg-type]
+    assert all(f"model.layers.{index}.mlp.down_proj.base_layer.weight" in offloader.plan.uva for index in range(8))
+
+
+@pytest.mark.parametrize("kind", [EngineOffloader, NoCopyOffloader])
+def test_what_an_engine_keeps_elsewhere_stays_there(kind: type[EngineOffloader]) -> None:
+    torch.manual_seed(7)
+    models: list[EngineModel] = []
+    offloader = kind(Prefetch(4, 1, 1), lambda: models[0], is_lookup=is_lookup)
+    models.append(EngineModel(offloader))
+    models[0].model.register_buffer("elsewhere", torch.zeros(4, device="meta"))
+    two = TwoTensor(*(torch.zeros(4, device="meta") for _ in range(2)))
+    models[0].model.packed = nn.Parameter(two, requires_grad=False)  # type: ignore[assignment]
+    offloader.post_init()
+    assert [unit.anchor for unit in offloader.plan.units][:1] == ["model.layers.3"]
+    assert models[0].model.elsewhere.is_meta
+    assert not any("packed" in name for name in offloader.plan.resident)
+
+
+def test_a_draft_model_stays_resident() -> None:
+    torch.manual_seed(7)
+    models: list[EngineModel] = []
+    offloader = EngineOffloader(Prefetch(4, 1, 1), lambda: models[0])
+    models.append(EngineModel(offloader))
+    draft = EngineModel(offloader, num_layers=4)
+    offloader.post_init()
+    assert len(offloader.plan.units) == 2
+    before = draft.model.layers[3].mlp.down_proj.weight
+    assert torch.isfinite(before).all()
+
+
+@pytest.mark.parametrize("kind", [EngineOffloader, NoCopyOffloader])
+def test_set_too_late(kind: type[EngineOffloader]) -> None:
+    model, _ = build(None)
+    offloader = kind(Prefetch(4, 1, 1), lambda: model)
+    with pytest.raises(StateError, match="before the model is built"):
+        offloader.post_init()
+
+
+def test_post_init_twice_is_once() -> None:
+    _, offloader = build(Prefetch(4, 1, 1))
+    assert offloader is not None
+    plan = offloader.plan
+    offloader.post_init()
+    assert offloader.plan is plan
+
+
+KEPT = """
+import sys
+import torch
+from engines import build, ids
+from penstock import Prefetch
+
+if sys.argv[1] == "load":  # hooks are numbered by the history of the process
+    for _ in range(37):
+        torch.nn.Linear(1, 1).register_forward_hook(lambda *_: None)
+model, offloader = build(Prefetch(4, 1, 1))
+torch._dynamo.config.enable_aot_compile = True
+with torch.inference_mode():
+    expected = model(ids())
+    forward = model.model.forward
+    if sys.argv[1] == "save":
+        options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+        compiled = torch.compile(forward, fullgraph=True, dynamic=False, options=options).aot_compile(((ids(),), {}))
+        compiled.save_compiled_function(sys.argv[2])
+    else:
+        with open(sys.argv[2], "rb") as file:
+            compiled = torch.compiler.load_compiled_function(file)
+    model.model.forward = lambda given: compiled(model.model, given)
+    for _ in range(3):
+        torch.testing.assert_close(model(ids()), expected, rtol=1e-2, atol=1e-3)
+assert [unit.runs for unit in offloader.stats().units] == [4, 4]
+assert all(unit.misses == 0 for unit in offloader.stats().units)
+"""
+
+
+def test_code_kept_on_disk_is_right_in_the_next_process(tmp_path: Path) -> None:
+    """As vLLM keeps it: without guards, so what it refers to has to be found by the same path from the model."""
+    for step in ("save", "load"):
+        command = [sys.executable, "-c", KEPT, step, str(tmp_path / "code")]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=SUPPORT, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+class CountingLayer(Layer):
+    """Writes buffers in every forward, a small one and a large one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("count", torch.zeros(1))
+        self.register_buffer("counts", torch.zeros(width, width))
+
+    def forward(self, *given: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        self.count += 1
+        self.counts += 1
+        return super().forward(*given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", [Budget(SOME), UVA(2**40)], ids=str)
+@torch.inference_mode()
+def test_without_names_neither_buffers_nor_tiny_tensors_leave(
+    policy: EnginePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engines.Layer", CountingLayer)
+    model, offloader = build(policy)
+    assert offloader is not None
+    for _ in range(3):
+        model(ids())
+    assert all(layer.count == 3 and layer.counts.eq(3).all() for layer in model.model.layers)
+    plan = offloader.plan
+    assert plan.offloaded_bytes > 0
+    moved = {*plan.uva, *(entry.storage for unit in plan.units for entry in unit.entries)}
+    assert "model.layers.7.norm.weight" not in moved
+    assert moved.isdisjoint(f"model.layers.{index}.{name}" for index in range(8) for name in ("count", "counts"))
+
+
+@torch.inference_mode()
+def test_a_budget_beside_a_rule_that_reads_in_place() -> None:
+    """On a machine without a rate for that, too; it was taken for a lack of host memory."""
+    resident, _ = build(None)
+    model, offloader = build(Budget("7MiB", ["mlp"], "cpu", [("down_proj", "uva")]))
+    assert offloader is not None
+    assert offloader.plan.uva
+    assert all("down_proj" in name or "embed" in name for name in offloader.plan.uva)
+    assert torch.equal(model(ids()), resident(ids()))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [UVA(2**40), Budget("3MiB"), Prefetch(1, 1, 1, ["layers"]), Prefetch(1, 1, 1, ["ALL_MODEL_PARAMS"])],
+    ids=str,
+)
+def test_norms_stay_where_they_are(policy: EnginePolicy) -> None:
+    _, offloader = build(policy)
+    assert offloader is not None
+    plan = offloader.plan
+    names = [*plan.uva, *(entry.storage for unit in plan.units for entry in unit.entries)]
+    assert names
+    assert not [name for name in names if "norm" in name]
+
+
+def test_model_code_that_reads_the_data_of_a_norm_compiles() -> None:
+    """As vLLM's norms do, in inference mode; a budget for next to nothing would offload whatever it may."""
+
+    def forward(layer: Layer, positions: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None) -> Any:
+        residual = x if residual is None else x + residual
+        x = layer.self_attn(residual * layer.norm.weight.data)
+        return layer.mlp(x), residual
+
+    model, offloader = build(Budget("3MiB"))
+    assert offloader is not None
+    for layer in model.model.layers:
+        layer.__dict__["forward"] = partial(forward, layer)
+    model.model.forward = torch.compile(model.model.forward, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
+    with torch.inference_mode():
+        assert torch.equal(model(ids()), model(ids()))
+    assert all(unit.bytes_moved > 0 for unit in offloader.stats().units)

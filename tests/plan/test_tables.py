@@ -1,0 +1,57 @@
+"""Published tables are those of the raw results beside them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = sorted((ROOT / "docs" / "benchmarks").glob("*.jsonl"))
+FIELDS = {
+    "table",
+    "case",
+    "rows",
+    "ms",
+    "spread_ms",
+    "floor_ms",
+    "resident_ms",
+    "bytes_moved",
+    "link_gb_per_s",
+    "peak_device_bytes",
+    "planned_device_bytes",
+    "bit_equal",
+}
+
+
+# Of tables that are no steps.
+OTHER_FIELDS = {
+    "overhead": {"case", "before_ms", "after_ms", "difference_ms", "rounds", "bit_equal"},
+    "overhead-rounds": {"case", "tree", "round", "ms", "bytes_moved", "bit_equal"},
+    "summary": {"way", "equal", "differs", "crashed", "refused", "timeout"},
+    "families": {"family", "way", "what", "detail", "moved_bytes"},
+}
+
+
+def test_tables_agree_with_the_raw_results() -> None:
+    command = [sys.executable, ROOT / "benchmarks" / "tables.py", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
+def test_raw_results_are_complete(path: Path) -> None:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert rows
+    for row in rows:
+        assert row.keys() >= OTHER_FIELDS.get(row["table"], FIELDS)
+        if row["table"] in ("summary", "families"):
+            assert row.get("differs", 0) == 0
+            assert row.get("what") != "differs", row["family"]
+            continue
+        why = row.get("why_not_equal")  # a compiler may round otherwise; then the report says how much
+        assert row["bit_equal"] or why, f"{row['case']}, {row['rows']} rows: published although the bits differ"
+    assert path.with_suffix(".md").exists()

@@ -1,0 +1,424 @@
+"""The promise: ranks that share the bytes of a model compute what one alone does, or say soon what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import penstock
+from models import MoE, OddStack, ScaledStack, Stack, all_layers, rows, save
+from penstock.errors import OptionError, PeerError, PenstockWarning, TransferError
+from penstock.memory.symmetric import SymmetricMemory
+from penstock.plan.striping import Striping
+from penstock.ranks.digest import checksum
+from penstock.ranks.peers import Channel, Peers, PeerWatch
+from penstock.runtime import parts as sharing
+from penstock.stores.sharded import PartStore
+from penstock.testing import assert_moved, assert_same_bits, boundaries
+from ranks import outcomes, run_ranks
+
+KINDS = {"sharded": {"mode": "sharded_gpu"}, "pooled": {"mode": "cpu", "pool_links": True}}
+
+
+def share(model: nn.Module, kind: str, slots: int = 2, **options: Any) -> penstock.Handle:
+    """Offload every layer over all ranks."""
+    mode = KINDS[kind]["mode"]
+    pool = bool(KINDS[kind].get("pool_links"))
+    return penstock.offload(model, all_layers(slots, mode), group=dist.group.WORLD, pool_links=pool, **options)  # type: ignore[arg-type]
+
+
+def store_of(handle: penstock.Handle) -> PartStore:
+    store = handle._session._store
+    assert isinstance(store, PartStore)
+    return store
+
+
+class TestStriping:
+    @settings(max_examples=200, deadline=None)
+    @given(st.integers(1, 300), st.integers(1, 9), st.one_of(st.none(), st.integers(1, 20)))
+    def test_every_byte_belongs_to_one_rank(self, blocks: int, ranks: int, max_chunk: int | None) -> None:
+        limit = None if max_chunk is None else 256 * max_chunk
+        striping = Striping.of(256 * blocks, ranks, limit)
+        covered = [(s.start, s.end) for _, s in striping.in_order()]
+        assert covered[0][0] == 0
+        assert covered[-1][1] == 256 * blocks
+        assert all(one[1] == other[0] for one, other in itertools.pairwise(covered))
+        for rank in range(ranks):
+            mine = list(striping.stretches(rank))
+            assert [s.offset for s in mine] == [sum(t.num_bytes for t in mine[:i]) for i in range(len(mine))]
+            assert striping.part_bytes(rank) == sum(s.num_bytes for s in mine) <= striping.part_bytes(0)
+            assert all(limit is None or s.num_bytes <= limit for s in mine)
+            assert limit is not None or len(mine) <= 1
+        assert striping.part_bytes(0) <= 256 * blocks / ranks + 256 * max(1, len(list(striping.stretches(0))))
+
+
+class TestChecksum:
+    @settings(max_examples=60, deadline=None)
+    @given(st.binary(min_size=1, max_size=60), st.integers(0, 9), st.integers(0, 59), st.integers(1, 255))
+    def test_sees_every_byte_and_no_address(self, data: bytes, offset: int, place: int, change: int) -> None:
+        blob = torch.tensor(list(data), dtype=torch.uint8)
+        moved = torch.cat([torch.zeros(offset, dtype=torch.uint8), blob])[offset:]
+        assert checksum(moved) == checksum(blob)
+        moved[place % len(data)] ^= change
+        assert checksum(moved) != checksum(blob)
+
+    def test_order_and_length_count(self) -> None:
+        blob = torch.arange(3 << 20, dtype=torch.int64).view(torch.uint8)
+        other = blob.clone()
+        other[:8], other[8:16] = blob[8:16], blob[:8]
+        blocks = torch.cat([blob[8 << 20 :], blob[: 8 << 20]])
+        assert len({checksum(blob), checksum(other), checksum(blob[:-1]), checksum(blocks)}) == 4
+
+
+def forwards(rank: int, kind: str, folder: str | None) -> dict[str, Any]:
+    """Two eager forwards of several models, with small chunks; what is left afterwards."""
+    sharing.CHUNK_BYTES = 1024
+    threads, fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    facts: dict[str, Any] = {}
+    with torch.no_grad():
+        for cls in (Stack, OddStack, ScaledStack, MoE):
+            torch.manual_seed(1)
+            model = cls().eval()
+            x = torch.arange(9) if cls is MoE else rows()
+            expected = model(x)
+            before = dict(model.named_parameters())
+            state = {name: t.clone() for name, t in model.state_dict().items() if cls is not ScaledStack}
+            handle = share(model, kind, 2)
+            for _ in range(2):
+                assert_same_bits(model(x), expected)
+            assert_moved(handle, 2)
+            store = store_of(handle)
+            assert store.host_bytes <= handle.plan.prefetched_bytes / dist.get_world_size() + 4096
+            if cls is not ScaledStack:
+                assert_same_bits(dict(model.state_dict()), state)
+            handle.remove()
+            assert_same_bits(model(x), expected)
+            assert all(p is before[name] for name, p in model.named_parameters())
+            del handle, store
+        if folder is not None:
+            facts["from files"] = from_files(kind, Path(folder))
+    gc.collect()
+    facts["threads"] = threading.active_count() - threads
+    facts["fds"] = len(os.listdir("/proc/self/fd")) - fds
+    return facts
+
+
+def from_files(kind: str, folder: Path) -> bool:
+    """A model on meta, every rank reading its own part of the files only."""
+    torch.manual_seed(1)
+    source = Stack().eval()
+    with torch.device("meta"):
+        model = Stack().eval()
+    handle = share(model, kind, 2, checkpoint=folder)
+    assert_same_bits(model(rows()), source(rows()))
+    handle.remove()
+    assert_same_bits(dict(model.named_parameters()), dict(source.named_parameters()))
+    return True
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_bits_bytes_and_what_is_left(num_ranks: int, kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    save(Stack(), tmp_path)
+    for facts in outcomes(num_ranks, forwards, kind, str(tmp_path)):
+        assert facts["from files"]
+        assert facts["threads"] <= 0 + 2  # gloo's own device thread and torch's heartbeat stay with the process
+        assert facts["fds"] <= 4
+
+
+def compiled(rank: int) -> bool:
+    model = Stack(3).eval()
+    with torch.no_grad():
+        with boundaries(model, all_layers(2)):
+            expected = torch.compile(model, fullgraph=True)(rows())
+        for kind in KINDS:
+            torch._dynamo.reset()
+            handle = share(model, kind)
+            run = torch.compile(model, fullgraph=True)
+            for _ in range(3):
+                assert_same_bits(run(rows()), expected)
+            assert_moved(handle, 3)
+            handle.remove()
+    return True
+
+
+def test_compiled() -> None:
+    assert outcomes(2, compiled, timeout_s=60) == [True, True]
+
+
+def disagree(rank: int, kind: str, what: str) -> str:
+    torch.manual_seed(rank if what == "weights" else 0)
+    model = Stack().eval()
+    tensors = {name: p.data_ptr() for name, p in model.named_parameters()}
+    slots = 1 + rank if what == "plan" else 2
+    with pytest.raises(OptionError) as caught:
+        share(model, kind, slots)
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == tensors
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_ranks_that_differ_are_refused(kind: str) -> None:
+    first, second = outcomes(2, disagree, kind, "plan")
+    assert first.startswith("rank 0 and rank 1 have different plans and cannot share a store: slots: 1 here, 2 there;")
+    assert second.startswith("rank 1 and rank 0 have different plans and cannot share a store: slots: 2 here, 1 there;")
+    for message in outcomes(2, disagree, kind, "weights"):
+        assert "other weights" in message
+
+
+def forget_to_pool(rank: int) -> Any:
+    """A mode of its own in one rank: that one goes on, and the other is told at once."""
+    begin = time.monotonic()
+    model = Stack().eval()
+    try:
+        penstock.offload(model, all_layers(2), group=dist.group.WORLD, pool_links=not rank)
+    except OptionError as error:
+        return str(error), time.monotonic() - begin
+
+
+def test_links_that_only_some_ranks_pool_are_named() -> None:
+    (message, seconds), other = outcomes(2, forget_to_pool)
+    assert "pool_links: True here, False there. Give every rank" in message
+    assert seconds < 5
+    assert other is None
+
+
+def die(rank: int, kind: str, moment: str) -> Any:
+    model = Stack(6).eval()
+    expected = model(rows())
+    if rank == 1 and moment == "opening":
+        os.kill(os.getpid(), signal.SIGKILL)
+    handle = share(model, kind)
+    with torch.no_grad():
+        assert_same_bits(model(rows()), expected)
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        begin = time.monotonic()
+        if moment == "forward":
+            for _ in range(100):
+                assert_same_bits(model(rows()), expected)
+        handle.remove()
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize("moment", ["opening", "forward", "remove"])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_killed_rank_is_an_error_on_the_others(kind: str, moment: str) -> None:
+    begin = time.monotonic()
+    found = run_ranks(2, die, kind, moment, timeout_s=8)
+    assert found[1] is None
+    if moment == "opening":  # nobody has heard of it, so only the timeout of the group tells
+        assert isinstance(found[0], PeerError), found[0]
+        assert "rank 0 has waited 8 s for rank 1" in str(found[0])
+        assert "raise the timeout of the process group" in str(found[0])
+    else:
+        assert isinstance(found[0], TransferError), found[0]
+        message = str(found[0])
+        assert "rank 0 of 2: the connection to rank 1 was closed: it has ended" in message
+        assert "restart all ranks together" in message
+        assert not any(word in message for word in ("within", "gloo", "pair.cc"))
+    assert time.monotonic() - begin < 45
+
+
+def late(rank: int) -> Any:
+    model = Stack(6).eval()
+    handle = share(model, "pooled")
+    if rank == 1:
+        time.sleep(9)
+        return "late"
+    with torch.no_grad():
+        for _ in range(3):
+            model(rows())
+    return handle
+
+
+def test_a_rank_that_does_not_come_is_an_error_within_the_timeout() -> None:
+    found = run_ranks(2, late, timeout_s=3)
+    assert isinstance(found[0], TransferError)
+    assert "within 3 s" in str(found[0])
+
+
+def out_of_order(rank: int) -> Any:
+    model = Stack(6).eval()
+    if rank == 1:
+        model.order = [0, 2, 1, 3, 4, 5]
+    share(model, "pooled")
+    with torch.no_grad():
+        for _ in range(2):
+            model(rows())
+
+
+def test_ranks_out_of_step_are_an_error() -> None:
+    found = run_ranks(2, out_of_order, timeout_s=8)
+    assert all(isinstance(error, TransferError) for error in found)
+    assert any("in the same order" in str(error) for error in found)
+
+
+def broken_source(rank: int, folder: str) -> Any:
+    """One rank cannot read its part of the files."""
+    with torch.device("meta"):
+        model = Stack().eval()
+    if rank == 1:
+
+        def fail(*args: object) -> None:
+            raise TransferError("planted")
+
+        sharing._From.read = fail  # type: ignore[method-assign,assignment]
+    share(model, "sharded", checkpoint=folder)
+
+
+def test_a_rank_that_cannot_load_fails_all(tmp_path: Path) -> None:
+    save(Stack(), tmp_path)
+    found = run_ranks(2, broken_source, str(tmp_path))
+    assert "planted" in str(found[1])
+    assert "rank 1 could not load its part" in str(found[0])
+
+
+def other_files(rank: int, folders: list[str]) -> str:
+    with torch.device("meta"):
+        model = Stack().eval()
+    with pytest.raises(OptionError) as caught:
+        share(model, "pooled", checkpoint=folders[rank])
+    return str(caught.value)
+
+
+def test_ranks_with_other_files_are_refused(tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+        save(Stack(), folder)
+    assert all("other checkpoint files" in text for text in outcomes(2, other_files, list(map(str, folders))))
+
+
+def refusals(rank: int) -> list[str]:
+    found = []
+    model = Stack().eval()
+    for policy, options in (
+        (all_layers(2, "sharded_gpu"), {}),
+        (all_layers(2, "meta"), {"group": dist.group.WORLD, "pool_links": True}),
+    ):
+        with pytest.raises(OptionError) as caught:
+            penstock.offload(model, policy, **options)
+        found.append(str(caught.value))
+    with penstock.offload(model, penstock.UVA(params=["layers"]), group=dist.group.WORLD, pool_links=True) as handle:
+        found.append(",".join({handle.plan.mechanism_of("layers.0.linear.weight")}))
+    os.environ["PENSTOCK_DEBUG"] = "1"
+    with pytest.warns(PenstockWarning, match="checks no units that are split"):
+        share(model, "pooled").remove()
+    return found
+
+
+class TestDevicesWithoutPeerAccess:
+    """Said with the mend. torch is asked as on GPUs, and answers as it does where they cannot address one another."""
+
+    def ask(self, monkeypatch: pytest.MonkeyPatch, *, room: bool = True) -> None:
+        def empty(shape: tuple[int, ...], *rest: Any) -> torch.Tensor:
+            if not room:
+                raise RuntimeError("CUDA driver error: out of memory")
+            return torch.empty(shape, dtype=torch.uint8)
+
+        def rendezvous(*args: Any) -> Any:
+            raise RuntimeError("CUDASymmetricMemory: peer access from device 0 to device 1 is not supported\n  at ...")
+
+        memory: Any = type("Fake", (), {"empty_strided_p2p": staticmethod(empty)})
+        monkeypatch.setattr("penstock.memory.symmetric._SymmetricMemory", memory)
+        monkeypatch.setattr("penstock.memory.symmetric.symm.rendezvous", rendezvous)
+        monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+        group: Any = type("Group", (), {"group_name": "0"})
+        peers: Any = type("Ranks", (), {"rank": 0, "size": 2, "timeout_s": 10.0, "group": group})
+        SymmetricMemory(1 << 20, torch.device("cuda", 0), peers)
+
+    def test_names_the_device_the_reason_and_the_mend(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(OptionError) as caught:
+            self.ask(monkeypatch)
+        message = str(caught.value)
+        assert message.startswith("cuda:0 and the devices of the other ranks cannot address one another's memory")
+        assert "(CUDASymmetricMemory: peer access from device 0 to device 1 is not supported)" in message
+        assert "with peer access (nvidia-smi topo -p2p r), or offload without group=" in message
+
+    def test_no_room_is_another_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(torch.OutOfMemoryError, match="cuda:0: no room for 1048576 bytes: CUDA driver error"):
+            self.ask(monkeypatch, room=False)
+
+
+def watched(rank: int) -> Any:
+    watch = PeerWatch(Channel(Peers(dist.group.WORLD)))  # type: ignore[arg-type]
+    assert watch.on_one_host
+    assert watch.lost == []
+    watch.require_alive()
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while not watch.lost and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with pytest.raises(TransferError, match=r"rank (0, )?1(, 2)? has ended"):  # others may have gone since
+        watch.require_alive()
+    watch.close()
+    return watch.lost
+
+
+def test_a_killed_process_is_noticed_without_asking_it() -> None:
+    assert run_ranks(3, watched) == [[], None, []]
+
+
+def budgets(rank: int) -> None:
+    x = rows(128)
+    for pool, mode in ((False, "sharded_gpu"), (True, "cpu")):
+        model = Stack(8, 128).eval()
+        expected = model(x)
+        total = sum(p.nbytes for p in model.parameters())
+        budget = total * 5 // 6
+        handle = penstock.offload(
+            model,
+            penstock.Budget(budget, mode=mode),  # type: ignore[arg-type]
+            group=dist.group.WORLD,
+            pool_links=pool,
+        )
+        plan, store = handle.plan, store_of(handle)
+        assert plan.num_ranks == 2
+        assert plan.uva == {}
+        assert plan.part_bytes <= store.host_bytes <= plan.part_bytes + 256 * len(plan.units)
+        own = plan.resident_bytes + sum(plan.slot_bytes)
+        assert plan.device_bytes == own + (0 if pool else plan.part_bytes) <= budget
+        assert pool or own + plan.part_bytes > budget - 128 * 128 * 4, "memory is left that could hold residents"
+        with torch.no_grad():
+            assert_same_bits(model(x), expected)
+        assert_moved(handle, 1)
+        handle.remove()
+
+
+def test_a_budget_counts_what_the_parts_take() -> None:
+    outcomes(2, budgets)
+
+
+def idle(rank: int) -> None:
+    with pytest.warns(PenstockWarning, match="group=... has no effect: mode 'cpu'"):
+        penstock.offload(Stack().eval(), all_layers(2), group=dist.group.WORLD)
+
+
+def test_a_group_without_effect_is_said() -> None:
+    outcomes(1, idle)
+
+
+def test_options() -> None:
+    no_group, meta, moved = outcomes(1, refusals)[0]
+    assert "no process group was given" in no_group
+    assert "found mode 'meta'" in meta
+    assert moved == "prefetch"

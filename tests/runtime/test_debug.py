@@ -1,0 +1,179 @@
+"""The promise: with ``PENSTOCK_DEBUG=1`` no race goes unseen, and none is seen where there is none.
+
+The races are planted. Without the variable each of them changes the output, so the plants are real.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from models import MoE, OddStack, Stack, all_layers, rows, save
+from penstock.env import debug_enabled
+from penstock.errors import OptionError, RaceError
+from penstock.model.inventory import take_inventory
+from penstock.plan import build_plan
+from penstock.runtime.debug import POISON, Guard
+from penstock.stores.host import CpuStore
+from penstock.stores.store import Load
+from penstock.testing import EarlyLink, SlowLink, TramplingLink, assert_same_bits, offload_over
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def debug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_DEBUG", "1")
+
+
+class TestPlantedRaces:
+    def early(self) -> tuple[Any, torch.Tensor, torch.Tensor, Any]:
+        model = Stack(5).eval()
+        x = rows()
+        expected = model(x)
+        return model, x, expected, offload_over(model, all_layers(2), EarlyLink(max_delay_s=0.2))
+
+    def trampled(self, layer: int) -> tuple[Any, torch.Tensor, torch.Tensor, Any]:
+        model = Stack(5).eval()
+        x = rows()
+        expected = model(x)
+        link = TramplingLink()
+        handle = offload_over(model, all_layers(2), link)
+        assert_same_bits(model(x), expected)
+        model.layers[layer].norm.register_forward_pre_hook(lambda module, args: link.trample())
+        return model, x, expected, handle
+
+    def test_a_copy_declared_done_too_early_changes_the_output(self) -> None:
+        model, x, expected, handle = self.early()
+        assert not torch.equal(model(x), expected)
+        handle.remove()
+        assert_same_bits(model(x), expected)
+
+    @pytest.mark.usefixtures("debug")
+    def test_a_copy_declared_done_too_early_is_caught(self) -> None:
+        model, x, expected, handle = self.early()
+        # Whichever it is: on a busy machine the first ones may have landed before anybody reads them.
+        message = r"unit (\d) \(layers\.\1\): checksum [0-9a-f]{8} in the store, [0-9a-f]{8} in its slot when it"
+        with pytest.raises(RaceError, match=message):
+            model(x)
+        handle.remove()
+        assert_same_bits(model(x), expected)
+
+    @pytest.mark.parametrize("layer", [0, 2, 4])
+    def test_a_slot_overwritten_while_it_is_read_changes_the_output(self, layer: int) -> None:
+        model, x, expected, handle = self.trampled(layer)
+        assert not torch.equal(model(x), expected)
+        handle.remove()
+
+    @pytest.mark.usefixtures("debug")
+    @pytest.mark.parametrize("layer", [0, 2, 4])
+    def test_a_slot_overwritten_while_it_is_read_is_caught(self, layer: int) -> None:
+        model, x, expected, handle = self.trampled(layer)
+        message = rf"unit {layer} \(layers\.{layer}\): .* after its module ran: the slot was overwritten while"
+        for _ in range(2):
+            with pytest.raises(RaceError, match=message):
+                model(x)
+        model.layers[layer].norm._forward_pre_hooks.clear()
+        for _ in range(2):
+            assert_same_bits(model(x), expected)
+        handle.remove()
+
+
+@pytest.mark.usefixtures("debug")
+class TestNoFalseAlarms:
+    def test_all_small_schedules(self) -> None:
+        x = rows(8)
+        for num_units, slots in itertools.product(range(2, 8), range(1, 6)):
+            if slots > num_units:
+                continue
+            model = Stack(num_units, dim=8).eval()
+            expected = model(x)
+            handle = offload_over(model, all_layers(slots), SlowLink(max_delay_s=0.0002))
+            for _ in range(3):
+                assert_same_bits(model(x), expected)
+            assert handle.stats().bytes_moved >= 3 * handle.plan.prefetched_bytes
+            handle.remove()
+
+    def test_out_of_order(self) -> None:
+        model = Stack(5).eval()
+        x = rows()
+        orders = [[0, 2, 4], [4, 3, 2, 1, 0], [1, 1, 1], [0, 1, 2, 3, 4]]
+        expected = []
+        for model.order in orders:
+            expected.append(model(x))
+        with penstock.offload(model, all_layers(2)) as handle:
+            for model.order, output in zip(orders, expected, strict=True):
+                assert_same_bits(model(x), output)
+            assert handle.stats().misses > 0
+
+    @pytest.mark.parametrize("model", [MoE(4), OddStack(3)], ids=lambda m: type(m).__name__)
+    def test_models_from_disk(self, model: nn.Module, tmp_path: Path) -> None:
+        model.eval()
+        x = torch.arange(5) if isinstance(model, MoE) else rows()
+        expected = model(x)
+        params = ["experts"] if isinstance(model, MoE) else ["mask"]
+        policy = penstock.Prefetch(params=params, mode="disk")
+        with penstock.offload(model, policy, checkpoint=save(model, tmp_path)) as handle:
+            for _ in range(3):
+                assert_same_bits(model(x), expected)
+            assert handle.stats().bytes_moved > 0
+
+    def test_compiled(self) -> None:
+        model = Stack(5).eval()
+        x = rows()
+        expected = model(x)
+        with penstock.offload(model, all_layers(2)) as handle:
+            step = torch.compile(model, backend="eager", fullgraph=True)
+            for run in (step, step, model, step):
+                assert_same_bits(run(x), expected)
+            assert [unit.runs for unit in handle.stats().units] == [4] * 5
+
+    def test_mode_meta_has_no_bytes_to_check(self) -> None:
+        with torch.device("meta"):
+            model = Stack(3).eval()
+        with penstock.offload(model, all_layers(2, "meta")) as handle:
+            assert handle.stats().bytes_moved > 0
+        assert all(tensor.is_meta for tensor in model.parameters())
+
+
+def test_released_slots_are_poisoned() -> None:
+    model = Stack(2)
+    inventory = take_inventory(model)
+    plan = build_plan(inventory, all_layers(1))
+    store = CpuStore({s.name: torch.zeros(s.num_bytes, dtype=torch.uint8) for s in inventory.storages})
+    loads: list[Load] = [store.load(unit) for unit in plan.units]
+    guard = Guard(plan, [load.segments for load in loads])
+    slot = torch.zeros(plan.slot_bytes[0], dtype=torch.uint8)
+    guard.arrived(0, slot)
+    guard.leaving(0, slot)
+    assert slot.eq(POISON).all()
+    assert slot.view(torch.float32).isnan().all()
+    with pytest.raises(RaceError):
+        guard.arrived(0, slot)
+
+
+@pytest.mark.parametrize(("value", "expected"), [(None, False), ("", False), ("0", False), ("1", True)])
+def test_the_variable(monkeypatch: pytest.MonkeyPatch, value: str | None, expected: bool) -> None:
+    if value is not None:
+        monkeypatch.setenv("PENSTOCK_DEBUG", value)
+    assert debug_enabled() is expected
+
+
+def test_a_bad_value_is_refused_before_the_model_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_DEBUG", "yes")
+    model = Stack(3).eval()
+    before = {name: t.data_ptr() for name, t in model.state_dict().items()}
+    with pytest.raises(OptionError, match="PENSTOCK_DEBUG='yes': expected 0 or 1"):
+        penstock.offload(model, all_layers())
+    assert {name: t.data_ptr() for name, t in model.state_dict().items()} == before

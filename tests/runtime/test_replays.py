@@ -1,0 +1,389 @@
+"""The promise: whatever an engine captures, replays and runs by hand, compute reads the unit that it waited for.
+
+Without a GPU: a device of two streams that does what it was given in any order that events allow. The pipeline is the
+real one; the link of device_model.py gives its copies, marks and waits to that device, or to the graph captured.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from device_model import BYTES, Device, DeviceLink, Graph, Op, plan_and_store
+from penstock.runtime.prefetcher import SlotPipeline
+from penstock.stats import Recorder
+from penstock.stores.store import Load, Segment
+from penstock.transfer.link import Mark, Transfer
+
+
+class Engine:
+    """Runs forwards over a pipeline as an engine does: by hand, captured, replayed after an announcement."""
+
+    def __init__(self, num_units: int, num_slots: int, seed: int, announced: bool) -> None:
+        self.device = Device(seed)
+        self.link = DeviceLink(self.device)
+        self.plan, store = plan_and_store(num_units, num_slots)
+        self.pipeline = SlotPipeline(self.plan, store, self.link, Recorder(), replays_announced=announced)
+        self.pipeline.prime()
+        self._random = random.Random(seed)
+        self.graphs: list[Graph] = []
+        self.pieces: list[list[Graph]] = []
+        self.reads = 0
+
+    def forward(self, skipped: Sequence[int] = ()) -> None:
+        self.pipeline.begin_forward()
+        for unit in range(len(self.plan.units)):
+            if unit not in skipped:
+                self.run_unit(unit)
+        self.pipeline.finish_forward()
+
+    def run_unit(self, unit: int) -> None:
+        self.pipeline.wait(unit)
+        memory = self.pipeline.slot_memory(unit)
+        self.link.give(self.link.current, self._reader(unit, memory))
+        self.pipeline.release(unit)
+
+    def _reader(self, unit: int, memory: torch.Tensor) -> Callable[[], None]:
+        def read() -> None:
+            found = memory.unique().tolist()
+            assert found == [unit], f"unit {unit} read {found}"
+            self.reads += 1
+
+        return read
+
+    def skip_last(self) -> None:
+        self.forward([len(self.plan.units) - 1])
+
+    def skip_first(self) -> None:
+        self.forward([0])
+
+    def capture(self, forward: Callable[[], None] | None = None) -> None:
+        self.pipeline.join()
+        self.link.graph = Graph()
+        (forward or self.forward)()
+        self.pipeline.join()
+        self.graphs.append(self.link.graph)
+        self.link.graph = None
+
+    def capture_pieces(self) -> None:
+        """Each unit in a graph of its own, between the hooks of a model that runs by hand."""
+        pieces: list[Graph] = []
+        self.pipeline.begin_forward()
+        for unit in range(len(self.plan.units)):
+            self.pipeline.join()
+            self.link.graph = Graph()
+            self.run_unit(unit)
+            self.pipeline.join()
+            pieces.append(self.link.graph)
+            self.link.graph = None
+        self.pipeline.finish_forward()
+        self.pieces.append(pieces)
+
+    def capture_cuts(self) -> None:
+        """What lies between the units, in graphs of its own: a model that is cut at both ends of each unit."""
+        self.pipeline.begin_forward()
+        for unit in range(len(self.plan.units)):
+            self.pipeline.join()
+            self.link.graph = Graph()
+            self.pipeline.join()
+            self.link.graph = None
+            self.run_unit(unit)
+        self.pipeline.finish_forward()
+
+    def replay_pieces(self, which: int) -> None:
+        self.pipeline.begin_forward()
+        for graph in self.pieces[which % len(self.pieces)]:
+            self.pipeline.join()
+            graph.launch(self.device)
+        self.pipeline.finish_forward()
+
+    def replay(self, which: int) -> None:
+        self.pipeline.join()
+        self.graphs[which % len(self.graphs)].launch(self.device)
+
+    def announce(self) -> None:
+        """Of a replay of something else, a draft model perhaps."""
+        self.pipeline.join()
+
+    def prepare(self) -> None:
+        self.pipeline.finish_forward(whole=False)
+
+
+class RoughEngine(Engine):
+    """Also stops in the middle, runs modules by hand, gives captures up, and captures forwards that skip modules."""
+
+    def cut(self, reading: bool = False) -> None:
+        """A module raises; ``reading``: inside compiled code, which does not release then."""
+        self.pipeline.begin_forward()
+        last = self._random.randrange(len(self.plan.units))
+        for unit in range(last):
+            self.run_unit(unit)
+        if reading:
+            self.pipeline.wait(last)
+            self.link.give(self.link.current, self._reader(last, self.pipeline.slot_memory(last)))
+        self.pipeline.finish_forward(whole=False)
+
+    def cut_while_reading(self) -> None:
+        self.cut(reading=True)
+
+    def by_hand(self) -> None:
+        self.run_unit(self._random.randrange(len(self.plan.units)))
+
+    def abort(self) -> None:
+        self.capture(self.cut)
+        self.graphs.pop()
+
+    def capture_some(self) -> None:
+        units = range(len(self.plan.units))
+        self.capture(lambda: self.forward([unit for unit in units if self._random.random() < 0.4]))
+
+
+KINDS = ["forward", "capture", "replay", "replay", "prepare", "skip_last", "skip_first", "announce", "capture_cuts"]
+STEPS = st.lists(st.sampled_from(KINDS), min_size=1, max_size=14)
+
+
+@pytest.mark.filterwarnings("ignore:.*offloaded modules did not run")
+@given(
+    steps=STEPS,
+    num_units=st.integers(1, 7),
+    num_slots=st.integers(1, 4),
+    seed=st.integers(0, 1000),
+    announced=st.booleans(),
+)
+@settings(max_examples=400, deadline=None)
+def test_every_read_finds_its_unit(
+    steps: list[str], num_units: int, num_slots: int, seed: int, announced: bool
+) -> None:
+    engine = Engine(num_units, num_slots, seed, announced)
+    expected = 0
+    for number, step in enumerate(steps):
+        if step == "replay" and not engine.graphs:
+            continue
+        whole = step in ("forward", "replay", "capture_cuts")
+        expected += num_units * whole + (num_units - 1) * step.startswith("skip")
+        engine.replay(seed + number) if step == "replay" else getattr(engine, step)()
+    engine.device.finish()
+    assert engine.reads == expected
+    skips = any(step.startswith("skip") for step in steps)
+    assert skips or all(stats.misses == 0 for stats in engine.pipeline.stats)
+
+
+ROUGH = st.lists(
+    st.sampled_from([*KINDS[:5], *KINDS[7:], "cut", "cut_while_reading", "by_hand", "abort", "capture_some"]),
+    max_size=14,
+)
+
+
+@pytest.mark.filterwarnings("ignore:.*offloaded modules did not run")
+@given(
+    steps=ROUGH,
+    num_units=st.integers(1, 6),
+    num_slots=st.integers(1, 4),
+    seed=st.integers(0, 1000),
+    announced=st.booleans(),
+)
+@settings(max_examples=400, deadline=None)
+def test_every_read_finds_its_unit_after_what_went_wrong(
+    steps: list[str], num_units: int, num_slots: int, seed: int, announced: bool
+) -> None:
+    engine = RoughEngine(num_units, num_slots, seed, announced)
+    for number, step in enumerate(steps):
+        if step != "replay":
+            getattr(engine, step)()
+        elif engine.graphs:
+            engine.replay(seed + number)
+    engine.device.finish()
+
+
+@pytest.mark.filterwarnings("ignore:.*offloaded modules did not run")
+@pytest.mark.parametrize("first", ["forward", "capture"])
+@pytest.mark.parametrize("announced", [True, False], ids=["announced", "joined"])
+def test_a_module_run_by_hand_leaves_in_its_slot_what_a_replay_expects(first: str, announced: bool) -> None:
+    for unit in range(5):
+        engine = Engine(5, 2, unit, announced)
+        getattr(engine, first)()
+        engine.run_unit(unit)
+        engine.capture()
+        engine.run_unit(unit) if first == "capture" else None
+        engine.replay(0)
+        engine.forward()
+        engine.device.finish()
+
+
+@pytest.mark.parametrize("announced", [True, False], ids=["announced", "joined"])
+def test_a_module_run_by_hand_on_another_stream_overtakes_no_forward(announced: bool) -> None:
+    """What has read a slot whose refill is left to the next forward still counts."""
+    for seed in range(20):
+        engine = Engine(4, 2, seed, announced)
+        engine.capture()
+        engine.forward()
+        engine.link.current = "another"
+        engine.run_unit(seed % 4)
+        engine.device.finish()
+
+
+@pytest.mark.parametrize("announced", [True, False], ids=["announced", "joined"])
+def test_a_replay_after_compiled_code_that_raised(announced: bool) -> None:
+    """Between its wait and its release, so that the slot still counts as being read."""
+    for stuck in range(4):
+        engine = Engine(4, 2, stuck, announced)
+        engine.capture()
+        engine.forward()
+        engine.pipeline.begin_forward()
+        for unit in range(stuck):
+            engine.run_unit(unit)
+        engine.pipeline.wait(stuck)
+        engine.pipeline.finish_forward(whole=False)
+        engine.replay(0)
+        engine.device.finish()
+
+
+@pytest.mark.filterwarnings("ignore:.*offloaded modules did not run")
+def test_copies_wait_for_a_graph_that_leaves_no_mark() -> None:
+    """It skips the last unit of a slot; the mark of that slot is then another graph's, and long reached."""
+    for seed in range(30):
+        engine = Engine(4, 1, seed, announced=True)
+        engine.capture()
+        engine.capture(engine.skip_last)
+        for which in (0, 1, 0, 1):
+            engine.replay(which)
+            engine.prepare()
+        engine.device.finish()
+
+
+def test_a_unit_that_has_its_slot_alone_gathers_no_marks() -> None:
+    """Each is an event, and nothing waits for it."""
+    engine = Engine(3, 2, 0, announced=False)
+    for _ in range(20):
+        engine.forward()
+    assert all(len(slot.marks) <= 1 for slot in engine.pipeline._live)
+
+
+def test_copies_for_the_next_replay_wait_for_the_last_read_and_not_for_the_end() -> None:
+    """They run on beside what the engine does after a replay, which is the point of it."""
+    engine = Engine(4, 2, 0, announced=True)
+    engine.capture()
+    engine.replay(0)
+    engine.device.finish()
+    never = Op(lambda: None, [Op(lambda: None)])  # sampling that does not end
+    engine.replay(0)
+    engine.link.give("compute", never.run, never.after)
+    engine.prepare()
+    while engine.device.advance():
+        pass
+    assert engine.pipeline.slot_memory(0).unique().tolist() == [0]
+    assert engine.pipeline.slot_memory(1).unique().tolist() == [1]
+
+
+def first_units_there(engine: Engine) -> bool:
+    return all(engine.pipeline.slot_memory(unit).unique().tolist() == [unit] for unit in range(2))
+
+
+def test_copies_for_the_next_forward_stand_behind_its_inputs() -> None:
+    """Behind a large batch, which runs without a graph: a copy engine would make the inputs wait for our copies."""
+    engine = Engine(4, 2, 0, announced=True)
+    engine.capture()
+    engine.forward()
+    engine.prepare()
+    engine.device.finish()
+    assert not first_units_there(engine)
+    inputs = engine.link.give("compute", lambda: None)
+    held = Op(lambda: None, [Op(lambda: None)])
+    inputs_under_way = engine.device.give("compute", held)
+    engine.pipeline.begin_forward()
+    while engine.device.advance():
+        pass
+    assert inputs.done
+    assert not inputs_under_way.done
+    assert not first_units_there(engine)
+    held.after.clear()
+    engine.device.finish()
+    assert first_units_there(engine)
+
+
+def test_a_replay_behind_an_eager_forward_finds_its_first_units() -> None:
+    engine = Engine(4, 2, 0, announced=True)
+    engine.capture()
+    engine.forward()
+    engine.pipeline.join()
+    engine.device.finish()
+    assert first_units_there(engine)
+
+
+def test_without_graphs_a_forward_copies_ahead_for_the_next() -> None:
+    """Then small batches run like that, too, and the link is what they wait for."""
+    engine = Engine(4, 2, 0, announced=True)
+    engine.forward()
+    engine.device.finish()
+    assert first_units_there(engine)
+
+
+def test_where_only_pieces_are_graphs_a_forward_copies_ahead_for_the_next() -> None:
+    """Then small batches run no other way than large ones, and the link is what they wait for."""
+    engine = Engine(4, 2, 0, announced=True)
+    engine.capture_cuts()
+    engine.forward()
+    engine.prepare()
+    engine.device.finish()
+    assert first_units_there(engine)
+
+
+def test_the_test_sees_a_replay_that_was_not_announced() -> None:
+    engine = Engine(4, 2, 0, announced=True)
+    engine.capture()
+    engine.replay(0)
+    engine.graphs[0].launch(engine.device)
+    with pytest.raises(AssertionError, match="unit 0 read"):
+        engine.device.finish()
+
+
+def test_the_test_sees_a_copy_that_waits_for_nothing() -> None:
+    class Careless(DeviceLink):
+        def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> Transfer:
+            return super().copy(load, slot, ())
+
+    wrong = 0
+    for seed in range(20):
+        engine = Engine(4, 2, seed, announced=True)
+        engine.link.__class__ = Careless
+        try:
+            engine.forward()
+            engine.device.finish()
+        except AssertionError:
+            wrong += 1
+    assert wrong > 0
+
+
+def test_segments_are_what_the_store_says() -> None:
+    """The link above reads them itself, so they have to be right."""
+    plan, store = plan_and_store(2, 1)
+    segments: Sequence[Segment] = store.load(plan.units[1]).segments
+    assert [(segment.slot_offset, segment.num_bytes) for segment in segments] == [(0, BYTES)]
+
+
+PIECES = st.lists(
+    st.sampled_from(["forward", "capture", "replay", "capture_pieces", "replay_pieces", "replay_pieces"]),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(steps=PIECES, num_units=st.integers(1, 6), num_slots=st.integers(1, 3), seed=st.integers(0, 1000))
+@settings(max_examples=300, deadline=None)
+def test_graphs_of_pieces(steps: list[str], num_units: int, num_slots: int, seed: int) -> None:
+    """Where an engine keeps units inside the graphs of pieces, replays are not announced as such."""
+    engine = Engine(num_units, num_slots, seed, announced=False)
+    expected = 0
+    for number, step in enumerate(steps):
+        kind, _, pieces = step.partition("_")
+        if kind == "replay" and not (engine.pieces if pieces else engine.graphs):
+            continue
+        expected += num_units * (kind != "capture")
+        getattr(engine, step)(*([seed + number] if kind == "replay" else []))
+    engine.device.finish()
+    assert engine.reads == expected

@@ -1,0 +1,221 @@
+"""The promise: ``stats()`` proves what moved, and the timeline shows when (contract 2)."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from models import Stack, all_layers, rows, save
+from penstock import UVA
+from penstock.model.inventory import take_inventory
+from penstock.stats import Recorder
+from penstock.testing import SlowLink, assert_moved, offload_over
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+class TestStats:
+    def test_per_unit_and_in_total(self) -> None:
+        model, x = Stack(5).eval(), rows()
+        with penstock.offload(model, all_layers(2)) as handle:
+            before = handle.stats()
+            assert [unit.copies for unit in before.units] == [1, 1, 0, 0, 0]
+            for _ in range(3):
+                model(x)
+            stats = handle.stats()
+            size = handle.plan.units[0].payload_bytes
+            assert [unit.anchor for unit in stats.units] == [f"layers.{i}" for i in range(5)]
+            assert [unit.copies for unit in stats.units] == [4, 4, 3, 3, 3]
+            assert [unit.bytes_moved for unit in stats.units] == [4 * size, 4 * size, 3 * size, 3 * size, 3 * size]
+            assert [unit.runs for unit in stats.units] == [3] * 5
+            assert stats.bytes_moved == 17 * size
+            assert stats.copies == 17
+            assert stats.misses == 0
+            assert stats.bytes_moved - before.bytes_moved == 3 * handle.plan.moved_bytes, "a snapshot stands still"
+
+    def test_bytes_by_mechanism(self) -> None:
+        model = Stack(5).eval()
+        for policy, mechanism in ((all_layers(2), "prefetch"), (UVA(params=["layers"]), "uva")):
+            with penstock.offload(model, policy) as handle:
+                found = handle.stats().mechanism_bytes
+                assert sum(found.values()) == sum(p.nbytes for p in model.parameters())
+                assert found["resident"] == model.head.weight.nbytes + model.head.bias.nbytes
+                assert found[mechanism] == handle.plan.offloaded_bytes
+
+    def test_bytes_by_store(self, tmp_path: Path) -> None:
+        model = Stack(5).eval()
+        sizes = {s.name: s.num_bytes for s in take_inventory(model).storages}
+        folder = save(model, tmp_path)
+        for mode, where in (("cpu", "adopted"), ("disk", "file")):
+            with penstock.offload(model, all_layers(2, mode), checkpoint=folder if mode == "disk" else None) as handle:
+                found, plan = handle.stats().store_bytes, handle.plan
+                slots = sum(plan.slot_bytes)
+                assert found == {"resident": plan.resident_bytes, "slots": slots, where: plan.offloaded_bytes}
+                assert plan.store_bytes == {"resident": plan.resident_bytes, "slots": slots, mode: plan.offloaded_bytes}
+                assert found["resident"] + found[where] == sum(sizes.values())
+                assert handle.stats().to_json()["store_bytes"] == found
+        with torch.device("meta"):
+            empty = Stack(5).eval()
+        with penstock.offload(empty, all_layers(2, "cpu"), checkpoint=folder) as handle:
+            assert handle.stats().store_bytes["host"] == handle.plan.offloaded_bytes
+
+    def test_stalls(self) -> None:
+        model, x = Stack(4).eval(), rows()
+        handle = offload_over(model, all_layers(1), SlowLink(max_delay_s=0.02, seed=3))
+        model(x)
+        stats = handle.stats()
+        assert 1 <= stats.stalls <= 4
+        assert stats.stalls == sum(unit.stalls for unit in stats.units)
+        for unit in stats.units:
+            assert (unit.stall_s > 0) == (unit.stalls > 0)
+            assert unit.last_stall_s == pytest.approx(unit.stall_s)
+        assert stats.stall_s == pytest.approx(sum(unit.stall_s for unit in stats.units))
+        handle.remove()
+
+    def test_no_stall_once_all_units_are_there(self) -> None:
+        model, x = Stack(3).eval(), rows()
+        with penstock.offload(model, all_layers(3)) as handle:
+            model(x)
+            settled = handle.stats()
+            model(x)
+            assert handle.stats().stalls == settled.stalls
+            assert handle.stats().bytes_moved == settled.bytes_moved
+            assert [unit.last_stall_s for unit in handle.stats().units] == [0.0] * 3
+
+    def test_to_json(self) -> None:
+        model, x = Stack(3).eval(), rows()
+        with penstock.offload(model, all_layers(1)) as handle:
+            model(x)
+            stats = handle.stats()
+        back = json.loads(json.dumps(stats.to_json()))
+        assert back["bytes_moved"] == stats.bytes_moved > 0
+        assert [unit["anchor"] for unit in back["units"]] == ["layers.0", "layers.1", "layers.2"]
+        assert back["mechanism_bytes"] == stats.mechanism_bytes
+
+
+def events(path: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == kind]
+
+
+class TestTrace:
+    @pytest.fixture(autouse=True)
+    def _slow_copies(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("penstock.runtime.session.ThreadLink", partial(SlowLink, 0.005))
+
+    def test_is_a_chrome_trace(self, tmp_path: Path) -> None:
+        model, x = Stack(5, max_pause_s=0.002).eval(), rows()
+        handle = penstock.offload(model, all_layers(2))
+        for _ in range(3):
+            model(x)
+        assert_moved(handle, 3)
+        handle.remove()  # so that the last copies are in it
+        handle.trace(tmp_path / "trace.json")
+        trace = json.loads((tmp_path / "trace.json").read_text())
+        assert trace["displayTimeUnit"] == "ms"
+        names = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
+        assert {"MainThread"} < set(names.values())
+        assert any(name.startswith("penstock-reader") for name in names.values())
+        spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+        assert {event["tid"] for event in spans} == set(names)
+        for event in spans:
+            assert event["ts"] >= 0
+            assert event["dur"] >= 0
+            assert event["name"] == f"{event['cat']} layers.{event['args']['unit']}"
+        copied = sum(event["args"]["bytes"] for event in events(tmp_path / "trace.json", "copy"))
+        assert copied == handle.stats().bytes_moved
+        assert len(events(tmp_path / "trace.json", "compute")) == 15
+        assert len(events(tmp_path / "trace.json", "stall")) == handle.stats().stalls
+
+    def test_copies_and_compute_overlap_in_time(self, tmp_path: Path) -> None:
+        model, x = Stack(6, max_pause_s=0.01).eval(), rows()
+        handle = penstock.offload(model, all_layers(2))
+        for _ in range(3):
+            model(x)
+        handle.remove()
+        handle.trace(tmp_path / "trace.json")
+        compute = events(tmp_path / "trace.json", "compute")
+        overlapping = [
+            (c["args"]["unit"], k["args"]["unit"])
+            for c in events(tmp_path / "trace.json", "copy")
+            for k in compute
+            if c["ts"] < k["ts"] + k["dur"] and k["ts"] < c["ts"] + c["dur"]
+        ]
+        assert overlapping, "nothing ran side by side"
+        assert all(copied != computed for copied, computed in overlapping), "a unit is copied while it is read"
+
+    def test_spans_on_one_track_do_not_cross(self, tmp_path: Path) -> None:
+        model, x = Stack(5).eval(), rows()
+        with penstock.offload(model, all_layers(2)) as handle:
+            model(x)
+            handle.trace(tmp_path / "trace.json")
+        for kind in ("compute", "stall"):
+            spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events(tmp_path / "trace.json", kind))
+            assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+
+    def test_nothing_to_show(self, tmp_path: Path) -> None:
+        with penstock.offload(Stack(3).eval(), UVA(params=["layers"])) as handle:
+            handle.trace(tmp_path / "trace.json")
+        assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == []
+
+
+def test_the_record_is_bounded_and_safe_to_read_while_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.stats._MAX_SPANS", 300)
+    recorder = Recorder()
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            recorder.copy(0, 1, 0)
+
+    threads = [threading.Thread(target=write) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for index in range(20):
+        recorder.write(tmp_path / f"{index}.json", ["unit"])
+    stop.set()
+    for thread in threads:
+        thread.join()
+    for _ in range(305):
+        recorder.compute(0, 0)
+    assert len(recorder.spans) == 300
+
+
+@pytest.fixture
+def switching() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval_s)
+
+
+@pytest.mark.parametrize("attempt", range(5))
+def test_a_thread_may_record_its_first_span_while_spans_are_read(switching: None, attempt: int) -> None:
+    recorder = Recorder()
+    done = threading.Event()
+
+    def record() -> None:
+        for number in range(3000):
+            threading.current_thread().name = f"thread {number}"
+            recorder.copy(number, 1, 0)
+        done.set()
+
+    thread = threading.Thread(target=record)
+    thread.start()
+    while not done.is_set():
+        assert all(span.track == f"thread {span.unit}" for span in recorder.spans)
+    thread.join()

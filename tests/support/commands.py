@@ -1,0 +1,28 @@
+"""The command line inside the test process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.testing import CliRunner
+
+from penstock.cli import app
+from penstock.demo.model import ModelSize
+
+TINY = ModelSize(hidden=128, intermediate=384, layers=4, heads=4, key_value_heads=2)
+
+
+def run(*args: object, stdin: str | None = None) -> Any:
+    """The command line in this process: exit_code, stdout, stderr."""
+    return CliRunner().invoke(app, [str(arg) for arg in args], input=stdin, prog_name="penstock")
+
+
+def error_of(*args: object) -> str:
+    """The one line that the failing command prints; nothing goes to stdout."""
+    result = run(*args)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert "Traceback" not in result.stderr
+    return lines[0]

@@ -1,0 +1,58 @@
+"""A registrar that pins nothing and remembers everything, for tests of the pinned store without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.runtime import store_factory as opening
+from penstock.stores.pinned_host import PinnedStore
+
+
+class Ledger:
+    """Counts like a driver: a page is registered once, and given back once.
+
+    Attributes:
+        held: bytes by address, of what is registered now.
+        log: every call, in order.
+        refusals: codes to answer the next registrations with, in order; 0 accepts.
+    """
+
+    def __init__(self, refusals: list[int] | None = None, capturing: bool = False) -> None:
+        self.held: dict[int, int] = {}
+        self.log: list[tuple[str, int, int]] = []
+        self.refusals = refusals or []
+        self.capturing = capturing
+
+    def register(self, address: int, num_bytes: int) -> int:
+        code = self.refusals.pop(0) if self.refusals else 0
+        self.log.append(("refuse" if code else "register", address, num_bytes))
+        if code:
+            return code
+        assert not any(a < address + num_bytes and address < a + n for a, n in self.held.items()), "overlap"
+        self.held[address] = num_bytes
+        return 0
+
+    def unregister(self, address: int) -> None:
+        assert not self.capturing
+        self.log.append(("unregister", address, self.held.pop(address)))
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        self.log.append(("allocate", 0, num_bytes))
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def pin_by(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> list[PinnedStore]:
+    """Offloads on the CPU use the store of a GPU; returns the stores made."""
+    stores: list[PinnedStore] = []
+
+    def opened(plan: Any, bound: Any, device: Any, weights: Any, disk: Any, peers: Any, held: Any) -> Any:
+        names = [entry.storage for unit in plan.units for entry in unit.entries] + list(plan.uva)
+        store, rooms = opening.open_pinned(plan, {name: bound[name] for name in names}, ledger)
+        stores.append(store)
+        return store, rooms
+
+    monkeypatch.setattr("penstock.runtime.session.open_store", opened)
+    return stores

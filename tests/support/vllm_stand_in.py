@@ -1,0 +1,408 @@
+"""A stand-in for vLLM on a CPU: the modules, signatures and order of calls that penstock's worker sees, no more.
+
+``test_vllm_worker.py`` holds it to the same list of names (``interface.NAMES``) that a real vLLM is held to.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from engines import VOCABULARY, WIDTH, Head, Layer, Linear, Table
+
+NUM_LAYERS = 8
+PROFILED = torch.zeros(2, 3, dtype=torch.long)
+
+# What of a real process is global: set by `install`.
+state = SimpleNamespace()
+
+# -- offloader.base, offloader.prefetch, offloader.uva -----------------------------------------------------------------
+
+
+class BaseOffloader:
+    def wrap_modules(self, modules_generator: Iterable[nn.Module]) -> list[nn.Module]:
+        raise NotImplementedError
+
+    def post_init(self) -> None:
+        return
+
+    def sync_prev_onload(self) -> None:
+        return
+
+    def join_after_forward(self) -> None:
+        return
+
+
+class NoopOffloader(BaseOffloader):
+    def wrap_modules(self, modules_generator: Iterable[nn.Module]) -> list[nn.Module]:
+        return list(modules_generator)
+
+
+class PrefetchOffloader(NoopOffloader):
+    def __init__(self) -> None:
+        self.module_offloaders: list[nn.Module] = []
+
+    def wrap_modules(self, modules_generator: Iterable[nn.Module]) -> list[nn.Module]:
+        self.module_offloaders = list(modules_generator)
+        return self.module_offloaders
+
+
+class UVAOffloader(NoopOffloader):
+    def __init__(self) -> None:
+        self.cpu_offload_bytes = 0
+
+
+def get_offloader() -> BaseOffloader:
+    return state.offloader
+
+
+def set_offloader(instance: BaseOffloader) -> None:
+    state.offloader = instance
+
+
+def create_offloader(config: OffloadConfig) -> BaseOffloader:
+    if config.prefetch.offload_group_size > 0:
+        return PrefetchOffloader()
+    return UVAOffloader() if config.uva.cpu_offload_gb > 0 else NoopOffloader()
+
+
+# -- config ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class UVAOffloadConfig:
+    cpu_offload_gb: float = 0
+    cpu_offload_params: set[str] = field(default_factory=set)
+
+
+@dataclass
+class PrefetchOffloadConfig:
+    offload_group_size: int = 0
+    offload_num_in_group: int = 1
+    offload_prefetch_step: int = 1
+    offload_params: set[str] = field(default_factory=set)
+
+
+@dataclass
+class OffloadConfig:
+    offload_backend: str = "auto"
+    uva: UVAOffloadConfig = field(default_factory=UVAOffloadConfig)
+    prefetch: PrefetchOffloadConfig = field(default_factory=PrefetchOffloadConfig)
+
+
+@dataclass
+class CompilationConfig:
+    splitting_ops: list[str] | None = field(default_factory=lambda: ["vllm::unified_attention"])
+    use_inductor_graph_partition: bool = False
+
+
+@dataclass
+class ParallelConfig:
+    enable_eplb: bool = False
+    enable_dbo: bool = False
+    ubatch_size: int = 0
+    data_parallel_rank_local: int | None = None
+    data_parallel_master_port: int = 29500
+
+
+@dataclass
+class VllmConfig:
+    """``use_v2_model_runner`` and below: what vLLM reads from elsewhere. ``profiles``: before it warms up."""
+
+    offload_config: OffloadConfig = field(default_factory=OffloadConfig)
+    compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
+    parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
+    additional_config: Any = field(default_factory=dict)
+    use_v2_model_runner: bool = False
+    width: int = WIDTH
+    change_model: Callable[[Model], Any] = lambda model: None
+    draft_layers: int = 0
+    profiles: bool = True
+
+    def compute_hash(self) -> str:
+        return str(sorted(self.additional_config.items(), key=str))
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+class VocabParallelEmbedding(Table):
+    pass
+
+
+class ParallelLMHead(VocabParallelEmbedding):
+    forward = Head.forward
+
+
+class PPMissingLayer(nn.Identity):
+    pass
+
+
+def make_layers(
+    num_hidden_layers: int, layer_fn: Callable[..., nn.Module], prefix: str
+) -> tuple[int, int, nn.ModuleList]:
+    rank, size = state.pipeline
+    start, end = rank * num_hidden_layers // size, (rank + 1) * num_hidden_layers // size
+    modules = nn.ModuleList(
+        [PPMissingLayer() for _ in range(start)]
+        + get_offloader().wrap_modules(layer_fn(prefix=f"{prefix}.{index}") for index in range(start, end))
+        + [PPMissingLayer() for _ in range(end, num_hidden_layers)]
+    )
+    return start, end, modules
+
+
+class Decoder(nn.Module):
+    def __init__(self, num_layers: int, width: int) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(VOCABULARY, width)
+        self.start, self.end, self.layers = make_layers(num_layers, lambda prefix: Layer(width), prefix="model.layers")
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, residual = self.embed_tokens(ids), None
+        positions = torch.arange(ids.shape[-1])
+        for layer in self.layers[self.start : self.end]:
+            x, residual = layer(positions, x, residual)
+        return x if residual is None else x + residual
+
+
+class Model(nn.Module):
+    """With a tower that is not built by ``make_layers``."""
+
+    def __init__(self, num_layers: int, width: int) -> None:
+        super().__init__()
+        self.model = Decoder(num_layers, width)
+        self.visual = nn.ModuleList(Linear(width, width) for _ in range(2))
+        self.lm_head = ParallelLMHead(VOCABULARY, width)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.model(ids)
+        for layer in self.visual:
+            x = layer(x)
+        return functional.linear(x, self.lm_head.weight)
+
+
+@contextmanager
+def device_loading_context(module: nn.Module, target_device: torch.device) -> Iterator[nn.Module]:
+    """Of use on a GPU only; it is among what penstock relies on."""
+    yield module
+    for parameter in module.parameters():
+        parameter._vllm_is_uva_offloaded = True  # type: ignore[attr-defined]
+
+
+# -- runners and worker ------------------------------------------------------------------------------------------------
+
+
+class CUDAGraphWrapper:
+    """Every call is a replay: it is announced."""
+
+    def __init__(self, runnable: nn.Module) -> None:
+        self.runnable = runnable
+
+    def unwrap(self) -> nn.Module:
+        return self.runnable
+
+    def __call__(self, *args: Any) -> Any:
+        get_offloader().sync_prev_onload()
+        output = self.runnable(*args)
+        get_offloader().join_after_forward()
+        return output
+
+
+class CudaGraphManager:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def capture(self) -> None:
+        get_offloader().sync_prev_onload()
+        get_offloader().join_after_forward()
+
+    def run_fullgraph(self, *args: Any) -> Any:
+        get_offloader().sync_prev_onload()
+        return self.model(*args)
+
+
+class FirstRunner:
+    """Sets an offloader, and ends loading with ``post_init``."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self.vllm_config = vllm_config
+        set_offloader(create_offloader(vllm_config.offload_config))
+
+    def load_model(self, load_dummy_weights: bool = False) -> None:
+        model, self.drafter, self.model_memory_usage = load(self.vllm_config)
+        self.model = CUDAGraphWrapper(model)
+        get_offloader().post_init()
+
+    def get_model(self) -> nn.Module:
+        return self.model.unwrap()
+
+    def execute(self, *args: Any) -> Any:
+        return self.model(*args)
+
+
+class SecondRunner:
+    """Does neither."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self.vllm_config = vllm_config
+
+    def load_model(self, load_dummy_weights: bool = False, *args: Any, **kwargs: Any) -> None:
+        self.model, self.drafter, self.model_memory_usage = load(self.vllm_config)
+        self.graphs = CudaGraphManager(self.model)
+
+    def get_model(self) -> nn.Module:
+        return self.model
+
+    def execute(self, *args: Any) -> Any:
+        return self.graphs.run_fullgraph(*args)
+
+
+def load(config: VllmConfig) -> tuple[nn.Module, nn.Module | None, int]:
+    """The model, a draft model, and the bytes of both."""
+    torch.manual_seed(7)
+    model = Model(NUM_LAYERS, config.width)
+    config.change_model(model)
+    draft = Model(config.draft_layers, config.width) if config.draft_layers else None
+    models = [model] if draft is None else [model, draft]
+    return model, draft, sum(p.nbytes for each in models for p in each.parameters())
+
+
+class WorkerBase:
+    def __init__(self, vllm_config: VllmConfig, rank: int) -> None:
+        self.vllm_config = vllm_config
+        self.rank = rank
+
+
+class Worker(WorkerBase):
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        local_rank: int,
+        rank: int,
+        distributed_init_method: str,
+        is_driver_worker: bool = False,
+    ) -> None:
+        super().__init__(vllm_config, rank)
+        self.calls: list[str] = []
+
+    def init_device(self) -> None:
+        runner = SecondRunner if self.vllm_config.use_v2_model_runner else FirstRunner
+        self.model_runner: Any = runner(self.vllm_config)
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        self.model_runner.load_model(load_dummy_weights=load_dummy_weights)
+
+    def determine_available_memory(self) -> int:
+        """Profiles the model, unless what the cache gets was said (as vLLM's worker for CPUs has it)."""
+        if self.vllm_config.profiles:
+            self.execute_model(PROFILED)
+        return 10**9
+
+    def compile_or_warm_up_model(self) -> float:
+        if not self.vllm_config.profiles:
+            self.execute_model(PROFILED)
+        return 0.5  # seconds of compilation
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+    def execute_model(self, scheduler_output: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            return self.model_runner.execute(scheduler_output)
+
+    def sample_tokens(self, grammar_output: None = None, *, draft_replays: int = 0) -> None:
+        """With a draft model, pieces of which are graphs."""
+        for _ in range(draft_replays):
+            get_offloader().sync_prev_onload()
+
+    def sleep(self, level: int = 1) -> None:
+        self.calls.append(f"sleep {level}")
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        self.calls.append("reload_weights")
+
+    def start_weight_update(self) -> None:
+        self.calls.append("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.calls.append("update_weights")
+
+
+def get_dp_group() -> Any:
+    return state.data_parallel
+
+
+class Logger:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def info(self, text: str, *args: Any) -> None:
+        self.lines.append("info: " + text % args)
+
+    def warning(self, text: str, *args: Any) -> None:
+        self.lines.append("warning: " + text % args)
+
+
+def init_logger(name: str) -> Logger:
+    return state.logger
+
+
+_MODULES: dict[str, list[Any]] = {
+    "vllm": [],
+    "vllm.logger": [init_logger],
+    "vllm.config.vllm": [VllmConfig],
+    "vllm.config.compilation": [CompilationConfig],
+    "vllm.config.parallel": [ParallelConfig],
+    "vllm.config.offload": [OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig],
+    "vllm.compilation.cuda_graph": [CUDAGraphWrapper],
+    "vllm.distributed.parallel_state": [get_dp_group],
+    "vllm.model_executor.offloader.base": [BaseOffloader, NoopOffloader, get_offloader, set_offloader],
+    "vllm.model_executor.offloader.prefetch": [PrefetchOffloader],
+    "vllm.model_executor.offloader.uva": [UVAOffloader],
+    "vllm.model_executor.model_loader.utils": [device_loading_context],
+    "vllm.model_executor.models.utils": [make_layers, PPMissingLayer],
+    "vllm.model_executor.layers.vocab_parallel_embedding": [VocabParallelEmbedding, ParallelLMHead],
+    "vllm.v1.worker.worker_base": [WorkerBase],
+    "vllm.v1.worker.gpu_worker": [Worker],
+    "vllm.v1.worker.gpu_model_runner": [FirstRunner],
+    "vllm.v1.worker.gpu.model_runner": [SecondRunner],
+    "vllm.v1.worker.gpu.cudagraph_utils": [CudaGraphManager],
+}
+_RUNNERS = (FirstRunner, SecondRunner)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.26.0") -> None:
+    """Put the stand-in where vLLM would be, in its first state, until the test ends."""
+    state.offloader, state.pipeline, state.logger = NoopOffloader(), (0, 1), Logger()
+    state.data_parallel = SimpleNamespace(world_size=1, cpu_group=None)
+    for name, things in _MODULES.items():
+        _put(monkeypatch, name)
+        for thing in things:
+            monkeypatch.setattr(thing, "__module__", name)
+            known_as = "GPUModelRunner" if thing in _RUNNERS else thing.__name__
+            setattr(sys.modules[name], known_as, thing)
+    sys.modules["vllm"].__version__ = version  # type: ignore[attr-defined]
+
+
+def _put(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """An empty module ``name``, and the packages above it."""
+    parent, _, last = name.rpartition(".")
+    if parent and not hasattr(sys.modules.get(parent), "stands_in"):
+        _put(monkeypatch, parent)
+    module = ModuleType(name)
+    module.__path__ = []
+    module.__spec__ = ModuleSpec(name, None, is_package=True)
+    module.stands_in = True  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name, module)
+    if parent:
+        setattr(sys.modules[parent], last, module)
