@@ -24,7 +24,7 @@ from penstock.runtime.arguments import require_group, require_kinds
 from penstock.runtime.limits import describe_device
 from penstock.runtime.memory_check import require_room
 from penstock.runtime.parts import splits_units
-from penstock.runtime.planning import budget_planner, planner_for, split_planner
+from penstock.runtime.planning import planner_for, split_planner
 from penstock.runtime.session import OffloadSession, Progress
 from penstock.runtime.state_dict import place_of
 from penstock.runtime.store_factory import compute_device
@@ -227,7 +227,7 @@ def _make_plan(
     given = policy if isinstance(policy, Plan) else as_policy(policy)
     plan = given if isinstance(given, Plan) else planner.plan(given)
     plan = _settle(inventory, plan, device, peers, made_here=plan is not given)
-    require_room(model, plan, inventory, device, budget_planner(planner, policy, plan.mode))
+    require_room(model, plan, inventory, device)
     if planner.spill is None or given.mode is not None:  # else the files were at hand, and were not needed
         _warn_about_idle_options(model, plan, weights, disk)
     return plan

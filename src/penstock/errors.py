@@ -65,7 +65,7 @@ class LimitError(OptionError):
         limit: which one: ``"device memory"``, ``"free host memory"``, ``"cgroup memory limit"``, ...
         needed_bytes: what carrying out the plan would add to what is in use.
         available_bytes: what the limit leaves.
-        budget_bytes: a device-memory budget that does fit, if one is known.
+        budget_bytes: a device-memory budget that should fit: an estimate, not a search; ``None`` if there is none.
     """
 
     def __init__(

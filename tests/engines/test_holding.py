@@ -76,7 +76,7 @@ def needed_pinned_bytes(monkeypatch: pytest.MonkeyPatch, held_names: list[str], 
     monkeypatch.setattr(room, "held_storages", lambda *given: dict.fromkeys(held_names, stretch))
     monkeypatch.setattr(room, "read_limits", lambda *given, **options: Limits())
     found: list[int] = []
-    monkeypatch.setattr(room, "check_limits", lambda p, limits, needs, replan: found.append(needs(p).pinned_bytes))
+    monkeypatch.setattr(room, "check_limits", lambda p, limits, needs: found.append(needs.pinned_bytes))
     room.require_room(model, plan, inventory, torch.device("cuda"))
     return found[0]
 

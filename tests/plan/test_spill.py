@@ -34,7 +34,7 @@ from penstock.plan.predict import forecast
 from penstock.plan.ring_layout import RING_BYTES, ring_bytes
 from penstock.runtime import planning
 from penstock.runtime.limits import Limits, needs_of
-from penstock.runtime.planning import budget_planner, planner_for
+from penstock.runtime.planning import planner_for
 from plans import check_plan, layered, models
 from spills import DISK, GIB, KIB, MIB, SPILL
 
@@ -348,10 +348,3 @@ class TestWhoMaySpill:
         assert any(
             re.fullmatch(r"batch 1024 instead of 1: 1,0\d\dx the tokens for 0% more step time", t) for t in texts
         )
-
-    def test_another_budget_may_spill_as_well(self) -> None:
-        planner = Planner(self.INVENTORY, DISK, ModelProfile(), spill=Spill(free_bytes=900 * KIB, ring_bytes=0))
-        half = self.INVENTORY.num_bytes // 2
-        for policy in (Budget(half), str(half) + "B", half):
-            assert budget_planner(planner, policy, "cpu")(half).staged_units
-        assert not budget_planner(planner, Budget(half, mode="cpu"), "cpu")(half).staged_units

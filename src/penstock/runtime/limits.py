@@ -9,24 +9,29 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 
 import torch
 
 from penstock.config import format_gib
 from penstock.env import pin_memory_disabled
-from penstock.errors import BudgetError, LimitError, OptionError
+from penstock.errors import LimitError
 from penstock.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes
 from penstock.plan.machine import Machine
 from penstock.plan.plan import Plan, slab_bytes
 from penstock.plan.ring_layout import ring_bytes
 
-__all__ = ["Limits", "Needs", "check_limits", "describe_device", "last_true", "needs_of", "read_limits", "require_disk"]
+__all__ = ["Limits", "Needs", "check_limits", "describe_device", "needs_of", "read_limits", "require_disk"]
 
-_SEARCH_STEPS = 256
 # Stores whose bytes are host memory; those of shm_cpu are there once for all ranks of a host, whichever rank asks.
 _HOST_MODES = ("cpu", "shm_cpu")
+_MIB = 2**20
+
+_DEVICE = "device memory"
+_HOST = "host memory"
+_CGROUP = "host memory under its cgroup's limit"
+_MEMLOCK = "locked memory (RLIMIT_MEMLOCK)"
 
 
 @dataclass(frozen=True)
@@ -134,203 +139,98 @@ def _offloaded(plan: Plan) -> Iterator[tuple[str, int]]:
     yield from ((entry.storage, entry.num_bytes) for unit in plan.units for entry in unit.entries)
 
 
-@dataclass(frozen=True)
-class _Shortfall:
-    """A limit that the needs exceed."""
-
-    limit: str
-    needed_bytes: int
-    available_bytes: int
-
-    @property
-    def missing_bytes(self) -> int:
-        return self.needed_bytes - self.available_bytes
-
-
-def check_limits(
-    plan: Plan,
-    limits: Limits,
-    needs: Callable[[Plan], Needs],
-    replan: Callable[[int], Plan] | None = None,
-) -> None:
-    """Refuse ``plan`` if ``limits`` have no room for it; pure.
-
-    Args:
-        limits: of :func:`read_limits`.
-        needs: what carrying out a plan takes, as :func:`needs_of` says it.
-        replan: makes the plan for a device-memory budget in bytes, so that the refusal can name one that fits; raises
-            ``BudgetError`` with the minimum for one that is too small.
+def check_limits(plan: Plan, limits: Limits, needs: Needs) -> None:
+    """Refuse ``plan`` if ``limits`` (:func:`read_limits`) have no room for its ``needs`` (:func:`needs_of`); pure.
 
     Raises:
-        LimitError: names the limit that misses most, by how much, and a budget that fits.
+        LimitError: names the limit that misses most, by how much, and a device-memory budget that should fit.
     """
-    shortfalls = list(_shortfalls(needs(plan), limits))
-    if not shortfalls:
+    exceeded = [
+        (needed - available, limit, needed, available)
+        for limit, needed, available in (
+            (_DEVICE, needs.device_bytes, limits.device_free_bytes),
+            (_HOST, needs.host_bytes, limits.host_available_bytes),
+            (_CGROUP, needs.host_bytes, limits.cgroup_available_bytes),
+            (_MEMLOCK, needs.pinned_bytes, limits.memlock_bytes),
+        )
+        if available is not None and needed > available
+    ]
+    if not exceeded:
         return
-    worst = max(shortfalls, key=lambda shortfall: shortfall.missing_bytes)
-    search = None if replan is None else _Search(plan, limits, needs, replan, worst)
-    budget = None if search is None else search.run()
+    missing, limit, needed, available = max(exceeded, key=lambda shortfall: shortfall[0])
+    budget = _fitting_budget(plan, limit, missing, limits, needs)
     raise LimitError(
-        f"the plan needs {format_gib(worst.needed_bytes)} ({worst.needed_bytes} bytes) of {worst.limit}, and "
-        f"{format_gib(worst.available_bytes)} ({worst.available_bytes} bytes) can be had: "
-        f"{format_gib(worst.missing_bytes)} ({worst.missing_bytes} bytes) too little. "
-        f"{_advice(search, budget)}{_mend(worst, limits, plan)}; nothing was allocated",
-        worst.limit,
-        worst.needed_bytes,
-        worst.available_bytes,
+        f"the plan needs {format_gib(needed)} ({needed} bytes) of {limit}, and {format_gib(available)} ({available} "
+        f"bytes) can be had: {format_gib(missing)} ({missing} bytes) too little. {_advice(plan, budget)}"
+        f"{_fix(plan, limit, limits.device_free_bytes is not None)}; nothing was allocated",
+        limit,
+        needed,
+        available,
         budget,
     )
 
 
-def require_disk(folder: str | os.PathLike[str], num_bytes: int, mend: str) -> None:
-    """Refuse to write ``num_bytes`` below ``folder`` if its file system has no room for them.
+def _fitting_budget(plan: Plan, limit: str, missing: int, limits: Limits, needs: Needs) -> int | None:
+    """A device-memory budget that should fit, in whole MiB where that is possible; ``None`` if none would.
 
-    An offload itself writes nothing: its disk store reads the unmodified files.
-
-    Args:
-        mend: what to do about it.
-
-    Raises:
-        LimitError: it has not.
+    A first-order estimate: every byte of weights that does not rest in one memory rests in the other.
     """
-    free = shutil.disk_usage(folder).free
-    if num_bytes > free:
-        raise LimitError(
-            f"{format_gib(num_bytes)} are to be written in {folder} and {format_gib(free)} are free on its disk: "
-            f"{format_gib(num_bytes - free)} too little; {mend}",
-            "disk space",
-            num_bytes,
-            free,
-        )
+    if limits.device_free_bytes is None:  # on a CPU both are host memory
+        return _whole_mib(plan.device_bytes - missing)
+    if limit == _DEVICE:
+        host = (limits.host_available_bytes, limits.cgroup_available_bytes)
+        spare = min((found - needs.host_bytes for found in host if found is not None), default=missing)
+        return None if plan.mode in _HOST_MODES and spare < missing else _whole_mib(plan.device_bytes - missing)
+    # Residents pass through host memory one storage at a time; a rank holds only its part of a split unit.
+    staging = max((num_bytes for _, num_bytes in _offloaded(plan)), default=0)
+    more = (missing + staging) * (plan.num_ranks if plan.mode == "cpu" else 1)
+    if plan.mode not in _HOST_MODES or more > min(plan.offloaded_bytes, limits.device_free_bytes - needs.device_bytes):
+        return None
+    return -(-(plan.device_bytes + more) // _MIB) * _MIB
 
 
-_DEVICE = "device memory"
-_HOST = "host memory"
-_CGROUP = "host memory under its cgroup's limit"
-_MEMLOCK = "locked memory (RLIMIT_MEMLOCK)"
+def _whole_mib(num_bytes: int) -> int | None:
+    return None if num_bytes <= 0 else num_bytes // _MIB * _MIB or num_bytes
 
 
-def _shortfalls(needs: Needs, limits: Limits) -> Iterator[_Shortfall]:
-    for name, needed, available in (
-        (_DEVICE, needs.device_bytes, limits.device_free_bytes),
-        (_HOST, needs.host_bytes, limits.host_available_bytes),
-        (_CGROUP, needs.host_bytes, limits.cgroup_available_bytes),
-        (_MEMLOCK, needs.pinned_bytes, limits.memlock_bytes),
-    ):
-        if available is not None and needed > available:
-            yield _Shortfall(name, needed, available)
-
-
-def _advice(search: _Search | None, budget: int | None) -> str:
-    if search is None:
-        return "Offload less or in smaller units, or "
+def _advice(plan: Plan, budget: int | None) -> str:
     if budget is None:
-        return f"No {'larger' if search.grow else 'smaller'} device-memory budget fits this machine as it is: "
-    which = "smallest budget that leaves little enough to host memory" if search.grow else "largest budget that fits"
-    size = f"{budget // 2**20}MiB" if budget % 2**20 == 0 else f"{budget}B"
-    return f"The {which} is --device-memory {size}; use it, or "
+        return "Offload less or in smaller units, or "
+    size = f"{budget // _MIB}MiB" if budget % _MIB == 0 else f"{budget}B"
+    which = "larger" if budget > plan.device_bytes else "smaller"
+    return f"A {which} budget should fit, about --device-memory {size}; use it, or "
 
 
-def _mend(worst: _Shortfall, limits: Limits, plan: Plan) -> str:
-    in_files = plan.mode in _HOST_MODES and (limits.device_free_bytes is None or worst.limit != _DEVICE)
+def _fix(plan: Plan, limit: str, on_gpu: bool) -> str:
     first = {
         _DEVICE: "free device memory first",
         _HOST: "free host memory first",
         _CGROUP: "raise the limit of the container or group (memory.max)",
         _MEMLOCK: "raise `ulimit -l`",
-    }[worst.limit]
-    if not in_files:
+    }[limit]
+    if plan.mode not in _HOST_MODES or (on_gpu and limit == _DEVICE):
         return first
-    some = "" if limits.device_free_bytes is None else ", or what does not fit: pass checkpoint=FOLDER and no mode"
+    some = ", or what does not fit: pass checkpoint=FOLDER and no mode" if on_gpu else ""
     return f"{first}, or let the weights rest in the files (--offload-mode disk){some}"
 
 
-class _Search:
-    """For the device-memory budget nearest to ``plan`` that fits, to half a percent of the weights.
+def require_disk(folder: str | os.PathLike[str], num_bytes: int, fix: str) -> None:
+    """Refuse to write ``num_bytes`` below ``folder`` if its file system has no room for them.
 
-    A smaller budget takes less device memory and, on a GPU, more host memory, so the budgets that satisfy one side are
-    those below, or above, a border. The search looks for the border of the side that ``worst`` is on, from where
-    arithmetic expects it, and believes only a budget whose plan fits all limits.
+    An offload itself writes nothing: its disk store reads the unmodified files.
+
+    Args:
+        fix: what the message tells the user to do.
+
+    Raises:
+        LimitError: there is not enough room.
     """
-
-    def __init__(
-        self,
-        plan: Plan,
-        limits: Limits,
-        needs: Callable[[Plan], Needs],
-        replan: Callable[[int], Plan],
-        worst: _Shortfall,
-    ) -> None:
-        self.grow = limits.device_free_bytes is not None and worst.limit != _DEVICE
-        self._limits, self._needs, self._replan = limits, needs, replan
-        on_gpu = limits.device_free_bytes is not None
-        device_alone = Limits(device_free_bytes=limits.device_free_bytes)
-        self._side = replace(limits, device_free_bytes=None) if self.grow else device_alone if on_gpu else limits
-        self._step = 1 << max(0, (plan.weight_bytes // _SEARCH_STEPS).bit_length() - 1)
-        self._guess = plan.device_bytes + (worst.missing_bytes if self.grow else -worst.missing_bytes)
-        self._weight_bytes = plan.weight_bytes
-        self._tried: dict[int, Needs | None] = {}
-
-    def run(self) -> int | None:
-        """The largest budget that fits, or with ``grow`` the smallest; ``None`` if none does."""
-        low = self._minimum()
-        high = low + self._weight_bytes  # everything is resident there
-        best = self._border(high, -(-low // self._step), -1) if self.grow else self._border(low, high // self._step, 1)
-        return best if self._fits(best, self._limits) else None
-
-    def _border(self, sure: int, end: int, sign: int) -> int:
-        """The last multiple of the step from ``sure``, which should satisfy its side, towards ``end`` that does too."""
-        if not self._fits(sure, self._side):
-            return sure
-        start = sign * sure // self._step + 1
-        found = last_true(
-            lambda index: self._fits(sign * index * self._step, self._side),
-            start,
-            sign * end,
-            sign * self._guess // self._step,
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        raise LimitError(
+            f"{format_gib(num_bytes)} are to be written in {folder} and {format_gib(free)} are free on its disk: "
+            f"{format_gib(num_bytes - free)} too little; {fix}",
+            "disk space",
+            num_bytes,
+            free,
         )
-        return sure if found < start else sign * found * self._step
-
-    def _fits(self, budget: int, limits: Limits) -> bool:
-        if budget not in self._tried:  # a plan for a large model takes most of a second
-            self._tried[budget] = self._needs_for(budget)
-        found = self._tried[budget]
-        return found is not None and not any(_shortfalls(found, limits))
-
-    def _needs_for(self, budget: int) -> Needs | None:
-        try:
-            return self._needs(self._replan(budget))
-        except OptionError:
-            return None
-
-    def _minimum(self) -> int:
-        try:
-            return self._replan(1).device_bytes
-        except BudgetError as error:
-            return error.minimum_bytes
-        except OptionError:
-            return 1
-
-
-def last_true(holds: Callable[[int], bool], first: int, last: int, guess: int) -> int:
-    """The largest of ``first``..``last`` for which ``holds``, which is true up to a border; ``first - 1`` for none.
-
-    Steps away from ``guess`` in doubling strides, then halves: a good guess costs two or three calls.
-    """
-    below, above = first - 1, last + 1  # holds, holds not
-    if below + 1 >= above:
-        return below
-    probe, stride = min(max(guess, first), last), 1
-    rising = holds(probe)
-    below, above = (probe, above) if rising else (below, probe)
-    while above - below > 1:
-        probe = min(below + stride, above - 1) if rising else max(above - stride, below + 1)
-        if holds(probe) != rising:
-            below, above = (below, probe) if rising else (probe, above)
-            break
-        below, above = (probe, above) if rising else (below, probe)
-        stride *= 2
-    while above - below > 1:
-        probe = (below + above) // 2
-        below, above = (probe, above) if holds(probe) else (below, probe)
-    return below

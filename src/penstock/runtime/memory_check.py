@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -12,7 +12,7 @@ from penstock.model.inventory import Inventory
 from penstock.model.live_tensors import bind
 from penstock.plan import Plan
 from penstock.plan.plan import slab_bytes
-from penstock.runtime.limits import Needs, check_limits, needs_of, read_limits
+from penstock.runtime.limits import check_limits, needs_of, read_limits
 from penstock.runtime.under_construction import Holding, held_storages, strayed_storages
 
 __all__ = ["require_room"]
@@ -23,18 +23,16 @@ def require_room(
     plan: Plan,
     inventory: Inventory,
     device: torch.device,
-    replan: Callable[[int], Plan] | None = None,
     holding: Holding | None = None,
 ) -> None:
     """Refuse ``plan`` if ``device`` or the host has no room for what it adds; ``model`` is not touched.
 
     Args:
         inventory: of ``model`` as it is now.
-        replan: the plan for a budget in bytes, for the budget that the refusal names.
         holding: pinned memory in which weights lie already; what the store keeps there adds nothing.
 
     Raises:
-        LimitError: the limit, by how much it is exceeded, and a budget that is not.
+        LimitError: the limit, by how much it is exceeded, and a budget that should fit.
     """
     bound = bind(model, inventory.storages)
     held = held_storages(bound, holding)
@@ -42,17 +40,10 @@ def require_room(
     elsewhere |= strayed_storages(bound)
     on_meta = {name for name, storage in bound.items() if storage.on_meta}
 
-    def needs(candidate: Plan) -> Needs:
-        needed = needs_of(candidate, on_gpu=device.type == "cuda", elsewhere=elsewhere, on_meta=on_meta)
-        there = slab_bytes(held[name].num_bytes for name in _kept(candidate, held))
-        return replace(
-            needed,
-            host_bytes=max(0, needed.host_bytes - there),
-            pinned_bytes=max(0, needed.pinned_bytes - there),
-        )
-
-    limits = read_limits(device, pinned_bytes=needs(plan).pinned_bytes)
-    check_limits(plan, limits, needs, replan)
+    needs = needs_of(plan, on_gpu=device.type == "cuda", elsewhere=elsewhere, on_meta=on_meta)
+    there = slab_bytes(held[name].num_bytes for name in _kept(plan, held))
+    needs = replace(needs, host_bytes=max(0, needs.host_bytes - there), pinned_bytes=max(0, needs.pinned_bytes - there))
+    check_limits(plan, read_limits(device, pinned_bytes=needs.pinned_bytes), needs)
 
 
 def _kept(plan: Plan, held: Collection[str]) -> list[str]:

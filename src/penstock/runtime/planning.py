@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
 from torch import nn
 
 from penstock.checkpoint.weight_map import WeightMap
-from penstock.config import Budget, Mode
 from penstock.env import pin_memory_disabled, uva_disabled
-from penstock.errors import CheckpointError, PenstockWarning
+from penstock.errors import CheckpointError
 from penstock.model.inventory import Inventory, StorageInfo
 from penstock.model.memory_profile import traits_of
-from penstock.plan import Plan
 from penstock.plan.cost_model import Rates
 from penstock.plan.disk_fallback import Spill
 from penstock.plan.planner import Planner
@@ -24,7 +21,7 @@ from penstock.runtime.limits import read_limits
 from penstock.stores.file_reader import DiskOptions
 from penstock.transfer.probe import planning_rates
 
-__all__ = ["budget_planner", "not_in_files", "planner_for", "split_planner"]
+__all__ = ["not_in_files", "planner_for", "split_planner"]
 
 _HEADROOM_BYTES = 1 << 30
 
@@ -98,25 +95,6 @@ def _streams(storage: StorageInfo, weights: WeightMap) -> bool:
     except CheckpointError:
         return False
     return True
-
-
-def budget_planner(planner: Planner, policy: object, mode: Mode) -> Callable[[int], Plan]:
-    """What ``--device-memory`` in place of ``policy`` would give: a function from bytes to the plan for them."""
-    given = Budget(policy) if isinstance(policy, str | int) else policy
-
-    def replan(num_bytes: int) -> Plan:
-        # Who named no store may have got two, and gets them again.
-        named = planner.spill is None or not isinstance(given, Budget) or given.mode is not None
-        budget = replace(
-            given if isinstance(given, Budget) else Budget(1),
-            device_memory=num_bytes,
-            mode=mode if named else None,
-        )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PenstockWarning)
-            return planner.plan(budget)
-
-    return replan
 
 
 def not_in_files(inventory: Inventory, weights: WeightMap) -> list[str]:

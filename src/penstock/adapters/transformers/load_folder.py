@@ -40,7 +40,7 @@ from penstock.runtime.agreement import attempt
 from penstock.runtime.arguments import require_group, require_kinds
 from penstock.runtime.limits import describe_device
 from penstock.runtime.memory_check import require_room
-from penstock.runtime.planning import budget_planner, not_in_files, planner_for, split_planner
+from penstock.runtime.planning import not_in_files, planner_for, split_planner
 from penstock.runtime.session import Progress
 from penstock.runtime.store_factory import compute_device
 from penstock.stores.disk import DiskOptions
@@ -103,7 +103,7 @@ def load(
         planner = _planner(model, inventory, found.weights, target, disk)
         planner = split_planner(planner, policy, peers)
         plan = policy if isinstance(policy, Plan) else planner.plan(as_policy(policy))
-        _refuse_early(model, plan, policy, planner, target)
+        _refuse_early(model, plan, inventory, target)
         _materialise(model, found, plan)
         _take_generation_config(model, Path(path))
         model.train(False)
@@ -126,13 +126,11 @@ def _planner(
     return planner_for(model, inventory, device, weights, unstreamable=not_in_files(inventory, weights), disk=disk)
 
 
-def _refuse_early(
-    model: PreTrainedModel, plan: Plan, policy: Policy | Plan | str | int, planner: Planner, device: torch.device
-) -> None:
+def _refuse_early(model: PreTrainedModel, plan: Plan, inventory: Inventory, device: torch.device) -> None:
     """What :func:`penstock.offload` will refuse is refused here, before tensors that cannot be streamed are made."""
-    plan.check(planner.inventory)
+    plan.check(inventory)
     plan.check_machine(describe_device(device))
-    require_room(model, plan, planner.inventory, device, budget_planner(planner, policy, plan.mode))
+    require_room(model, plan, inventory, device)
 
 
 def weight_map(model: PreTrainedModel, checkpoint: Checkpoint) -> WeightMap:
