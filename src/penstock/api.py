@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
@@ -14,17 +13,15 @@ from torch import nn
 
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Budget, Policy, as_policy
-from penstock.env import pin_memory_disabled, uva_disabled
 from penstock.errors import OptionError, OptionTypeError, PenstockWarning, StateError
 from penstock.model.inventory import Inventory, take_inventory
-from penstock.plan import Plan, move_on_demand
+from penstock.plan import Plan
 from penstock.ranks.peers import Peers
 from penstock.runtime.agreement import Attempt, attempt, compare_plans, spans_ranks
 from penstock.runtime.arguments import require_group, require_kinds
-from penstock.runtime.limits import describe_device
 from penstock.runtime.memory_check import require_room
-from penstock.runtime.parts import splits_units
 from penstock.runtime.planning import planner_for, split_planner
+from penstock.runtime.prepare import settle_plan
 from penstock.runtime.session import OffloadSession, Progress
 from penstock.runtime.state_dict import place_of
 from penstock.runtime.store_factory import compute_device
@@ -226,27 +223,11 @@ def _make_plan(
     planner = split_planner(planner_for(model, inventory, device, weights, disk=disk), policy, peers)
     given = policy if isinstance(policy, Plan) else as_policy(policy)
     plan = given if isinstance(given, Plan) else planner.plan(given)
-    plan = _settle(inventory, plan, device, peers, made_here=plan is not given)
+    plan = settle_plan(plan, inventory, device, peers, made_here=plan is not given)
     require_room(model, plan, inventory, device)
     if planner.spill is None or given.mode is not None:  # else the files were at hand, and were not needed
         _warn_about_idle_options(model, plan, weights, disk)
     return plan
-
-
-def _settle(inventory: Inventory, plan: Plan, device: torch.device, peers: Peers | None, made_here: bool) -> Plan:
-    """``plan`` checked against the model and the machine, in the form that this machine can carry out."""
-    here = describe_device(device)
-    plan.check(inventory)
-    plan.check_machine(here)
-    made_for = here if made_here else plan.made_for
-    split = splits_units(plan, peers)  # and then no rank has a whole tensor to read in place
-    num_ranks = peers.size if peers is not None and split else 1
-    if split or (device.type == "cuda" and (uva_disabled() or pin_memory_disabled())):  # unpinned: no device address
-        moved = move_on_demand(inventory, plan)
-        return replace(moved, model_name=plan.model_name, made_for=made_for, num_ranks=num_ranks)
-    if (made_for, num_ranks) == (plan.made_for, plan.num_ranks):
-        return plan
-    return replace(plan, made_for=made_for, num_ranks=num_ranks)
 
 
 def _budget_of(policy: Policy | Plan | str | int) -> int | None:

@@ -104,6 +104,21 @@ def test_a_pattern_reaches_a_tower() -> None:
         assert torch.equal(model(ids()), resident(ids()))
 
 
+@pytest.mark.parametrize("kind", [EngineOffloader, NoCopyOffloader])
+def test_a_tower_needs_to_be_read_in_place(kind: type[EngineOffloader], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU with PENSTOCK_DISABLE_UVA: layers are moved on demand, and what is outside of them is refused."""
+    monkeypatch.setattr("penstock.runtime.prepare.can_read_in_place", lambda device: False)
+    resident, _ = build(None)
+    model, offloader = build(UVA(2**40), kind)
+    assert offloader is not None
+    assert not offloader.plan.uva
+    assert len(offloader.plan.units) == 8
+    with torch.inference_mode():
+        assert torch.equal(model(ids()), resident(ids()))
+    with pytest.raises(OptionError, match=r"visual\.0\.weight lies outside the layers.*PENSTOCK_DISABLE_UVA"):
+        build(UVA(2**40, ["visual"]), kind)
+
+
 def test_a_tower_alone() -> None:
     _, offloader = build(UVA(2**40, ["visual"]))
     assert offloader is not None

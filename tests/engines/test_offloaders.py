@@ -25,7 +25,10 @@ from penstock import (
     set_offloader,
 )
 from penstock.errors import OptionError, SelectionError, StateError
+from penstock.model.inventory import take_inventory
 from penstock.offloaders import register_offloader
+from penstock.plan import build_plan
+from penstock.runtime.prepare import can_read_in_place
 from penstock.testing import assert_same_bits
 
 
@@ -153,6 +156,27 @@ class TestPrefetch:
             assert_same_bits(second(first(x)), expected)
         assert offloader.stats().bytes_moved > 0
 
+    def test_a_layer_that_is_called_twice_counts_once(self) -> None:
+        """What comes behind it keeps its own place in the stack, and is the one that is offloaded."""
+        offloader = PrefetchOffloader(1, 1, 1, ["linear"])
+        again = Block()
+        layers = offloader.wrap_modules([Block(), again, again, Block()])
+        model = nn.Sequential(*layers).eval()
+        expected = model(rows())
+        offloader.post_init()
+        assert [unit.anchor for unit in offloader.plan.units] == ["0.0", "0.1", "0.3"]
+        assert_same_bits(model(rows()), expected)
+
+    def test_a_plan_for_another_model_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        other = build_plan(take_inventory(Stack(3)), Prefetch(1, 1, 1, ["layers"]))
+        monkeypatch.setattr(PrefetchOffloader, "_make_plan", lambda self, inventory: other)
+        offloader = PrefetchOffloader(1, 1, 1)
+        engine = Engine(offloader, 2)
+        addresses = [p.data_ptr() for p in engine.parameters()]
+        with pytest.raises(OptionError, match="the plan was made for another model"):
+            offloader.post_init()
+        assert [p.data_ptr() for p in engine.parameters()] == addresses
+
     def test_calls_at_the_wrong_moment(self) -> None:
         offloader = PrefetchOffloader(1, 1, 1, ["linear"])
         with pytest.raises(StateError, match=r"nothing is offloaded yet: call post_init\(\)"):
@@ -188,6 +212,25 @@ class TestUVA:
         assert offloader.stats().mechanism_bytes["uva"] == 3 * DIM * DIM * 4
         offloader.remove()
         assert_same_bits(engine(rows()), expected)
+
+    def test_moves_on_demand_where_nothing_can_be_read_in_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As on a GPU with PENSTOCK_DISABLE_UVA or PENSTOCK_DISABLE_PIN_MEMORY."""
+        monkeypatch.setattr("penstock.runtime.prepare.can_read_in_place", lambda device: False)
+        offloader = UVAOffloader(3 * DIM * DIM * 4, ["linear.weight"])
+        engine = Engine(offloader).eval()
+        expected = engine(rows())
+        offloader.post_init()
+        assert not offloader.plan.uva
+        assert [unit.anchor for unit in offloader.plan.units] == [f"0.{i}" for i in range(3)]
+        assert_same_bits(engine(rows()), expected)
+        assert offloader.stats().bytes_moved > 0
+
+    @pytest.mark.parametrize("name", ["PENSTOCK_DISABLE_UVA", "PENSTOCK_DISABLE_PIN_MEMORY"])
+    def test_the_switches_are_for_gpus(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert can_read_in_place(torch.device("cuda"))
+        monkeypatch.setenv(name, "1")
+        assert not can_read_in_place(torch.device("cuda"))
+        assert can_read_in_place(torch.device("cpu"))
 
     def test_experts_first(self) -> None:
         offloader = UVAOffloader(10**9, ["experts"])

@@ -113,11 +113,6 @@ class EngineOffloader(StackedOffloader):
         here = [s for s in inventory.storages if elsewhere.isdisjoint(n.partition(":")[0] for n in s.names)]
         return replace(inventory, storages=tuple(s for s in here if s.num_bytes >= TINY_BYTES))
 
-    def _layers(self) -> list[list[str]]:
-        names = {id(module): name for name, module in self._model().named_modules()}
-        stacks = [[names.get(id(layer), "") for layer in stack.children()] for stack in self._stacks]
-        return [found for stack in stacks if (found := [name for name in stack if name])]
-
     def _main_stack(self, inventory: Inventory) -> list[str]:
         stacks = self._layers()
         if not stacks:
@@ -195,19 +190,26 @@ class EngineOffloader(StackedOffloader):
                 f"device_memory = {self._policy.num_bytes} bytes offloads nothing: all weights together have "
                 f"{inventory.num_bytes} bytes; leave device_memory out, or lower it"
             )
-        plan = self._plan_for(inventory)
-        self._require_hooks(plan)
-        return plan
+        return self._plan_for(inventory)
 
-    def _require_hooks(self, plan: Plan) -> None:
-        """Compilers of parts of a model replace ``__call__``, and what they put there runs no hooks."""
+    def _check_plan(self, plan: Plan, inventory: Inventory) -> None:
         model = self._model()
+        # Compilers of parts of a model replace __call__, and what they put there runs no hooks.
         for unit in plan.units:
             anchor = model.get_submodule(unit.anchor)
             if not _runs_hooks(anchor):
                 raise OptionError(
                     f"{unit.anchor} ({type(anchor).__name__}) replaces Module.__call__, so nothing would wait for its "
                     f"weights: read them in place ('{unit.anchor}=uva'), or leave them out of what is offloaded"
+                )
+        layers = [layer for stack in self._layers() for layer in stack]
+        for name in (entry.storage for unit in plan.units for entry in unit.entries):
+            storage = inventory.by_name[name]
+            if not storage.is_lookup and _outside(storage, layers):
+                raise OptionError(
+                    f"{name} lies outside the layers that are handed over, where an engine may use weights without "
+                    f"calling their module, so it has to be read in place, which PENSTOCK_DISABLE_UVA=1 and "
+                    f"PENSTOCK_DISABLE_PIN_MEMORY=1 forbid: unset them, or leave it out of --offload-params"
                 )
 
     def _plan_for(self, inventory: Inventory) -> Plan:

@@ -16,6 +16,7 @@ from penstock.offloaders.build_time_filter import EarlyRule
 from penstock.plan.plan import Plan
 from penstock.ranks.peers import Peers
 from penstock.runtime.memory_check import require_room
+from penstock.runtime.prepare import settle_plan
 from penstock.runtime.session import OffloadSession
 from penstock.runtime.store_factory import compute_device
 from penstock.runtime.under_construction import Holding
@@ -58,8 +59,9 @@ class StackedOffloader(BaseOffloader):
             raise StateError("post_init was called twice; call remove() in between to take over new weights")
         model = self._model()
         inventory = self._take_inventory(model)
-        plan = self._make_plan(inventory)
         device = self._device(model)
+        plan = settle_plan(self._make_plan(inventory), inventory, device, self._peers, made_here=True)
+        self._check_plan(plan, inventory)
         require_room(model, plan, inventory, device, holding=self._holding)
         self._session = OffloadSession(
             model,
@@ -114,8 +116,10 @@ class StackedOffloader(BaseOffloader):
         return take_inventory(model)
 
     def _layers(self) -> list[list[str]]:
-        """Names within :meth:`_model` of the layers, by stack."""
-        return [[f"{i}.{j}" for j in range(len(list(stack.children())))] for i, stack in enumerate(self._stacks)]
+        """Names within :meth:`_model` of the layers, by stack; a layer that is called several times counts once."""
+        names = {id(module): name for name, module in self._model().named_modules()}
+        stacks = [[names.get(id(layer), "") for layer in stack.children()] for stack in self._stacks]
+        return [found for stack in stacks if (found := [name for name in stack if name])]
 
     def _entry(self, model: nn.Module, plan: Plan) -> nn.Module | None:
         """The module whose forward begins one; ``None``: the model's."""
@@ -129,6 +133,9 @@ class StackedOffloader(BaseOffloader):
     def _keeps_addresses(self) -> bool:
         """Whether the engine compiles or captures layers without a word, and so relies on where weights are."""
         return False
+
+    def _check_plan(self, plan: Plan, inventory: Inventory) -> None:
+        """Raise ``OptionError`` for a plan that the engine cannot run, though ``penstock.offload`` could."""
 
     @abstractmethod
     def _make_plan(self, inventory: Inventory) -> Plan:

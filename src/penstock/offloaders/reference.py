@@ -17,6 +17,7 @@ from penstock.ops import new_token
 from penstock.plan import Plan
 from penstock.runtime.hooks import ForwardHook, UnitHook
 from penstock.runtime.planning import planner_for
+from penstock.runtime.prepare import settle_plan
 from penstock.runtime.store_factory import compute_device
 from penstock.stats import Stats, UnitStats
 
@@ -40,6 +41,7 @@ def boundaries(model: nn.Module, policy: Policy | Plan | str | int) -> Iterator[
     inventory, device = take_inventory(model), compute_device(model)
     planner = planner_for(model, inventory, device)
     plan = policy if isinstance(policy, Plan) else planner.plan(as_policy(policy))
+    plan = settle_plan(plan, inventory, device, None, made_here=plan is not policy)
     with _boundaries_of(model, plan, inventory, device, model):
         yield plan
 
@@ -49,7 +51,6 @@ def _boundaries_of(
     model: nn.Module, plan: Plan, inventory: Inventory, device: torch.device, entry: nn.Module
 ) -> Iterator[None]:
     """``entry``: the module whose forward begins one."""
-    plan.check(inventory)
     bound = bind(model, inventory.storages)
     token = new_token(device)
     hooks: list[UnitHook | ForwardHook] = []
@@ -87,9 +88,12 @@ class NoCopyOffloader(EngineOffloader):
             self._require_layers()
             model = self._model()
             inventory = self._take_inventory(model)
-            self._still_plan = plan = self._make_plan(inventory)
+            device = self._device(model)
+            plan = settle_plan(self._make_plan(inventory), inventory, device, self._peers, made_here=True)
+            self._check_plan(plan, inventory)
+            self._still_plan = plan
             entry = self._entry(model, plan) or model
-            self._boundaries = _boundaries_of(model, plan, inventory, self._device(model), entry)
+            self._boundaries = _boundaries_of(model, plan, inventory, device, entry)
             self._boundaries.__enter__()
 
     def remove(self) -> None:
