@@ -149,11 +149,11 @@ def _store(path: Path, num_bytes: int, direct: bool, *, cold: bool) -> None:
     def run() -> PinnedStore:
         store = PinnedStore(units, {}, CudaRegistrar(device))
         rows = (
-            Delivery(f"{i}", size, partial(_stretch, file, i * size, size), store.room(f"{i}"))
+            Delivery(f"{i}", size, partial(_stretch, file, i * size, size), store.destination(f"{i}"))
             for i in range(len(units))
         )
-        deliver(rows, num_threads=CORES, landed=store.landed, cpus=cpus_near(device))
-        store.seal()
+        deliver(rows, num_threads=CORES, landed=store.on_loaded, cpus=cpus_near(device))
+        store.finish()
         return store
 
     how = "direct" if direct else "buffered"

@@ -424,18 +424,14 @@ class TestUploads:
 
         return run
 
-    def test_are_pinned_by_what_pins_the_store(self, load: Callable[[Store], Any]) -> None:
-        ledger = Ledger()
-        assert load(PinnedStore([], {}, ledger)) is ledger
-        assert load(PinnedStore([], {}, None)) is None
-
-    def test_are_pinned_where_the_store_pins_nothing(
-        self, load: Callable[[Store], Any], monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("store", [DiskStore({}), PinnedStore([], {}, None)])
+    def test_use_pinned_buffers_with_every_store_unless_forbidden(
+        self, store: Store, load: Callable[[Store], Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Of the copies of mode 'disk' none was: 7.5 GB/s on an H200's host, where mode 'cpu' had 13 and more."""
-        assert isinstance(load(DiskStore({})), CudaRegistrar)
+        assert isinstance(load(store), CudaRegistrar)
         monkeypatch.setenv("PENSTOCK_DISABLE_PIN_MEMORY", "1")
-        assert load(DiskStore({})) is None
+        assert load(store) is None
 
 
 GROWTH = """

@@ -127,7 +127,7 @@ def test_each_rank_touches_what_it_brings() -> None:
     store = SharedStore([], sizes, None, shared, meeting, [0, 1])
     store.touch()
     pages = 2 * 3  # of c and d; the slab begins where the file does
-    touched = [torch.count_nonzero(resident(store.room(name))).item() for name in "abcd"]
+    touched = [torch.count_nonzero(resident(store.destination(name))).item() for name in "abcd"]
     if touched[3] == 3 * HUGE_PAGE_BYTES // 4096:  # whole
         assert touched == [0, 0, *[pages // 2 * 512] * 2]
     else:  # a kernel that cannot: one page of each

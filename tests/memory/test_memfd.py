@@ -174,10 +174,9 @@ def open_store(ledger: Ledger | None) -> tuple[SharedStore, dict[str, torch.Tens
     store = SharedStore(UNITS, IN_PLACE, ledger, memory, meeting, [0], max_slab_bytes=6000)
     written = {}
     for name in store.mine:
-        written[name] = torch.randint(0, 256, store.room(name).shape, dtype=torch.uint8)
-        store.room(name).copy_(written[name])
-        store.landed(name)
-    store.seal()
+        written[name] = torch.randint(0, 256, store.destination(name).shape, dtype=torch.uint8)
+        store.destination(name).copy_(written[name])
+        store.on_loaded(name)
     return store, written
 
 
@@ -186,11 +185,11 @@ class TestSharedStore:
     def test_layout_is_that_of_the_pinned_store(self, pinned: bool) -> None:
         ledger = Ledger() if pinned else None
         store, written = open_store(ledger)
-        store.finish(lambda: None)
+        store.finish()
         assert sorted(written) == ["table", "u0.0", "u0.1", "u1.0", "u2.0"]
         assert store.account == {"host_shared": shared_bytes(UNITS, IN_PLACE, 6000)}
         for name, blob in written.items():
-            assert torch.equal(store.room(name), blob)
+            assert torch.equal(store.destination(name), blob)
         for one in UNITS:
             slab = store.load(one).slab
             assert slab is not None
@@ -203,7 +202,7 @@ class TestSharedStore:
         ledger = Ledger()
         store, _ = open_store(ledger)
         assert ledger.held == {}, "not before all ranks have brought their share"
-        store.finish(lambda: None)
+        store.finish()
         spans = sorted(ledger.held.items())
         assert sum(num_bytes for _, num_bytes in spans) == sum(one.num_bytes for one in UNITS) + 9216
         assert all(start % PAGE == 0 for start, _ in spans)
@@ -219,7 +218,7 @@ class TestSharedStore:
         ledger = Ledger(refusals=[0, 1])
         store, _ = open_store(ledger)
         with pytest.raises(OptionError, match=r"error 1\); check `ulimit -l`"):
-            store.finish(lambda: None)
+            store.finish()
         store.unpin()
         store.close()
         assert ledger.held == {}

@@ -37,11 +37,11 @@ def unit(index: int, *sizes: int) -> Unit:
 def fill(store: PinnedStore, units: Sequence[Unit], in_place: Mapping[str, int]) -> dict[str, torch.Tensor]:
     written = {}
     for name in [entry.storage for u in units for entry in u.entries] + list(in_place):
-        room = store.room(name)
+        room = store.destination(name)
         written[name] = torch.randint(0, 256, room.shape, dtype=torch.uint8)
         room.copy_(written[name])
-        store.landed(name)
-    store.seal()
+        store.on_loaded(name)
+    store.finish()
     return written
 
 
@@ -158,22 +158,22 @@ class TestStore:
     def test_a_slab_is_registered_when_its_last_storage_has_landed(self) -> None:
         ledger = Ledger()
         store = PinnedStore(self.units, {}, ledger, max_slab_bytes=1)
-        store.landed("u0.0")
-        store.landed("u2.0")
-        store.landed("u1.0")
-        store.landed("u0.1")
-        store.seal()
+        store.on_loaded("u0.0")
+        store.on_loaded("u2.0")
+        store.on_loaded("u1.0")
+        store.on_loaded("u0.1")
+        store.finish()
         assert [n for _, _, n in ledger.log] == [self.units[1].num_bytes, self.units[0].num_bytes]
 
     def test_pinned_first_for_a_device_to_write(self) -> None:
         ledger = Ledger()
         store = PinnedStore(self.units, self.in_place, ledger)
-        before = store.room("table").data_ptr()
+        before = store.destination("table").data_ptr()
         store.pin_now()
         assert sum(ledger.held.values()) == store.host_bytes
         fill(store, self.units, self.in_place)
         assert len(ledger.log) == 1
-        assert store.room("table").data_ptr() == before
+        assert store.destination("table").data_ptr() == before
 
     @pytest.mark.parametrize("first", [True, False])
     def test_a_refused_slab_moves(self, first: bool) -> None:
@@ -231,7 +231,7 @@ class TestAdoption:
         blob = torch.ones(70_000, dtype=torch.uint8)
         store = PinnedStore(self.units, {}, Ledger(refusals=[712]), adopt={"u0.0": blob})
         assert store.adopted == frozenset()
-        assert store.room("u0.0").data_ptr() != blob.data_ptr()
+        assert store.destination("u0.0").data_ptr() != blob.data_ptr()
 
     def test_only_large_whole_anonymous_memory(self, tmp_path: object) -> None:
         big = torch.zeros(MIN_BYTES, dtype=torch.uint8)

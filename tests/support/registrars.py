@@ -50,9 +50,9 @@ def pin_by(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> list[PinnedStore]
 
     def opened(plan: Any, bound: Any, device: Any, weights: Any, disk: Any, peers: Any, held: Any) -> Any:
         names = [entry.storage for unit in plan.units for entry in unit.entries] + list(plan.uva)
-        store, rooms = opening.open_pinned(plan, {name: bound[name] for name in names}, ledger)
+        store, destinations = opening.open_pinned(plan, {name: bound[name] for name in names}, ledger)
         stores.append(store)
-        return store, rooms
+        return opening.OpenedStore(store, destinations)
 
     monkeypatch.setattr("penstock.runtime.session.open_store", opened)
     return stores

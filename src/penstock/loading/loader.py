@@ -24,7 +24,6 @@ from penstock.stores.adoption import MIN_BYTES
 from penstock.stores.disk import DiskOptions, DiskStore
 from penstock.stores.host import MemorySource
 from penstock.stores.io_policy import Ways
-from penstock.stores.pinned_host import PinnedStore
 from penstock.stores.store import Segment, Store
 
 __all__ = ["WeightLoader", "require_weights"]
@@ -103,8 +102,6 @@ class WeightLoader:
         self._copy_live()
         self._copy_from_files()
         self._make()
-        if isinstance(self._store, PinnedStore):
-            self._store.seal()
         if self._freed_bytes:
             trim_heap()
 
@@ -186,8 +183,6 @@ class WeightLoader:
     def _make_uploader(self, names: Sequence[str]) -> CudaUploader | None:
         if all(self._goals[name].is_cpu for name in names):
             return None
-        if isinstance(self._store, PinnedStore):
-            return CudaUploader(self._device, self._store.registrar)
         return CudaUploader(self._device, None if pin_memory_disabled() else CudaRegistrar(self._device))
 
     def _copy_from_devices(self) -> None:
@@ -199,8 +194,8 @@ class WeightLoader:
             torch.cuda.synchronize(home)  # the host reads next, and it is told of no event
         for name in names:
             self._moved(self._bound[name].info.num_bytes)
-            if name in self._rooms and isinstance(self._store, PinnedStore):
-                self._store.landed(name)
+            if name in self._rooms:
+                self._store.on_loaded(name)
 
     def _moved(self, num_bytes: int) -> None:
         self._done_bytes += num_bytes
@@ -209,14 +204,14 @@ class WeightLoader:
     def _landed(self, name: str) -> None:
         if name in self._recipes:
             self._trim_after(self._bound[name].info.num_bytes)
-        if name not in self._rooms or not isinstance(self._store, PinnedStore):
+        if name not in self._rooms:
             return
         bound = self._bound[name]
         if not bound.on_meta and self._store.takes_over:
             bound.point_at(self._rooms[name])
             bound.forget_original()
             self._trim_after(bound.info.num_bytes)
-        self._store.landed(name)
+        self._store.on_loaded(name)
 
     def _trim_after(self, num_bytes: int) -> None:
         """Freed blocks below glibc's mapping threshold stay with the heap until it is told to give them back."""

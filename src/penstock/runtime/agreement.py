@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -38,7 +39,7 @@ from penstock.stores.io_policy import Ways
 from penstock.stores.shared_host import SharedStore, shared_bytes
 from penstock.stores.store import new_blob, writable_view
 
-__all__ = ["Attempt", "attempt", "compare_plans", "finish_shared", "open_shared", "spans_ranks"]
+__all__ = ["Attempt", "attempt", "compare_plans", "open_shared", "spans_ranks"]
 
 _DYING_S = 2.0
 
@@ -141,9 +142,10 @@ def open_shared(
     offloaded: Mapping[str, BoundStorage],
     registrar: HostRegistrar | None,
     weights: WeightMap | None,
+    disk: DiskOptions | None,
     peers: Peers,
 ) -> tuple[SharedStore, dict[str, torch.Tensor]]:
-    """The store of all ranks of this host, and the rooms in it that this rank has to fill.
+    """The store of all ranks of this host, and the destinations in it that this rank has to fill.
 
     Nothing is allocated before every rank of the group has been found to have the same plan.
 
@@ -168,36 +170,29 @@ def open_shared(
         meeting.fail(str(error))
         raise
     store.doubted = {r for r in here if said[r]["files"] != said[meeting.rank]["files"]}
-    return store, {name: store.room(name) for name in store.mine}
+    store.check = partial(_check_others, store, offloaded, weights, disk)
+    return store, {name: store.destination(name) for name in store.mine}
 
 
-def finish_shared(
+def _check_others(
     store: SharedStore,
     bound: Mapping[str, BoundStorage],
     weights: WeightMap | None,
     disk: DiskOptions | None,
 ) -> None:
-    """The rooms of this rank are full: return when every rank of the host can read everything.
+    """Raise ``CheckpointError`` if this rank's weights differ from what the others have brought in their place.
 
-    Live tensors are compared with what another rank has brought in their place. Tensors on ``meta`` are too where that
-    rank has read other files than this one would (a copy, say); the same files are not read twice.
-
-    Raises:
-        CheckpointError: this rank's weights differ.
-        PeerError, OptionError: see :meth:`SharedStore.finish`.
+    Live tensors are compared. Tensors on ``meta`` are too where the other rank has read other files than this one would
+    (a copy, say); the same files are not read twice.
     """
     others = {name: rank for name, rank in store.owners.items() if name not in store.mine}
     live = [name for name in others if not bound[name].on_meta]
     unread = [name for name in others if bound[name].on_meta and others[name] in store.doubted]
-
-    def check() -> None:
-        for name in live:
-            _require_same(name, bound[name].original_bytes().cpu(), store, others[name])
-        if unread:
-            _warn_of_other_files(unread, others)
-            _compare_files(unread, bound, require_weights(weights), disk, store)
-
-    store.finish(check)
+    for name in live:
+        _require_same(name, bound[name].original_bytes().cpu(), store, others[name])
+    if unread:
+        _warn_of_other_files(unread, others)
+        _compare_files(unread, bound, require_weights(weights), disk, store)
 
 
 def _join_memory(meeting: Rendezvous, leader: int, num_bytes: int) -> SharedMemory:
@@ -315,7 +310,7 @@ def _compare_files(
 
 
 def _require_same(name: str, blob: torch.Tensor, store: SharedStore, owner: int) -> None:
-    if not torch.equal(blob, store.room(name)):
+    if not torch.equal(blob, store.destination(name)):
         raise CheckpointError(
             f"{name}: this rank's values differ from those of rank {owner}, with which it was to share them; load the "
             f"same weights in every rank of the group, or give each its own copy with mode 'cpu'"

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from penstock.runtime.hooks import NotCopyable
-from penstock.stores.disk import DiskStore
+from penstock.stores.store import Store
 
 __all__ = ["MappedFilesGuard"]
 
@@ -21,7 +21,7 @@ class MappedFilesGuard(NotCopyable):
     program (SIGBUS, mmap(2)). Compiled code does not look: it would have to leave its graph for it.
     """
 
-    def __init__(self, model: nn.Module, store: DiskStore) -> None:
+    def __init__(self, model: nn.Module, store: Store) -> None:
         self._store = store
         self._model = model
         self._handles: list[RemovableHandle] = []
@@ -38,4 +38,4 @@ class MappedFilesGuard(NotCopyable):
 
     def _compare(self, *_: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._store.require_unchanged(mapped=True)
+            self._store.require_mapped_unchanged()

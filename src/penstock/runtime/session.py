@@ -23,26 +23,17 @@ from penstock.model.live_tensors import BoundStorage, bind
 from penstock.ops import new_token
 from penstock.plan.plan import Plan, slab_bytes
 from penstock.ranks.peers import Peers
-from penstock.runtime.agreement import finish_shared
 from penstock.runtime.hooks import ForwardHook, NotCopyable, UnitHook
 from penstock.runtime.mapped import MappedFilesGuard
 from penstock.runtime.notes import notes_on
-from penstock.runtime.parts import FilledParts
 from penstock.runtime.prefetcher import SlotPipeline, release_left
 from penstock.runtime.promotion import Promoter
 from penstock.runtime.state_dict import StateGuard
 from penstock.runtime.store_factory import open_store
 from penstock.runtime.under_construction import Holding, held_storages, strayed_storages
 from penstock.stats import Recorder, Stats
-from penstock.stores.composite import SpillStore
-from penstock.stores.disk import DiskOptions, DiskStore
-from penstock.stores.host import CpuStore
-from penstock.stores.pinned_host import PinnedStore
-from penstock.stores.sharded import PartStore
-from penstock.stores.shared_host import SharedStore
-from penstock.stores.store import Store, new_blob
-from penstock.transfer.cpu_threads import ThreadLink
-from penstock.transfer.cuda_stream import StreamLink
+from penstock.stores.disk import DiskOptions
+from penstock.stores.store import new_blob
 from penstock.transfer.link import Link
 from penstock.transfer.ring_streams import RingLink
 
@@ -115,19 +106,20 @@ class OffloadSession(NotCopyable):
         self._held = held_storages(self._bound, holding)
         self._strayed = strayed_storages(self._bound)
         self._link: Link | None = None  # before the pipeline has it
-        self._store, rooms = open_store(plan, self._bound, device, weights, disk, peers, self._held)
+        opened = open_store(plan, self._bound, device, weights, disk, peers, self._held)
+        self._store = opened.store
         try:
             self._start_link(link, measure_stalls)
-            self._load(rooms, disk, progress)
-            if isinstance(self._store, SharedStore):
-                finish_shared(self._store, self._bound, weights, disk)
+            self._load(opened.destinations, disk, progress)
+            self._store.finish()
             self._account = self._store.account
-            self._link = self._link or self._make_link(measure_stalls)  # at once: an interrupt must find it
+            if self._link is None:  # the session has it at once: an interrupt must find it
+                self._link = opened.make_link(device, self.recorder, measure_stalls)
             self._attach_units(self._link, entry)
             self._promoter.serve(self._store)
             for name in plan.uva:
                 self._bound[name].point_at(self._in_place(name))
-            if plan.uva and isinstance(self._store, DiskStore) and device.type == "cpu":
+            if plan.uva and plan.mode == "disk" and device.type == "cpu":
                 self._hook(MappedFilesGuard(model, self._store))
             self._hook(StateGuard(model, [self._bound[name] for name in self.plan.offloaded_names], self._state_bytes))
             self.rewind()
@@ -235,14 +227,7 @@ class OffloadSession(NotCopyable):
         if self._link is not None and self.plan.units:
             self._link.start(self.plan, [self._store.load(unit) for unit in self.plan.units])
 
-    def _make_link(self, measure_stalls: bool) -> Link:
-        if isinstance(self._store, FilledParts):
-            return self._store.make_link(self._device, self.recorder, measure_stalls)
-        if self._device.type == "cuda":
-            return StreamLink(self._device, measure_stalls=measure_stalls)
-        return ThreadLink(recorder=self.recorder)
-
-    def _load(self, rooms: dict[str, torch.Tensor], disk: DiskOptions | None, progress: Progress | None) -> None:
+    def _load(self, destinations: dict[str, torch.Tensor], disk: DiskOptions | None, progress: Progress | None) -> None:
         elsewhere = [self._bound[name] for name in self.plan.resident if self._must_arrive(name)]
         places = self._resident_places(elsewhere)
         nothing = {b.info.name for b in elsewhere if self.plan.mode == "meta" and b.on_meta}
@@ -250,8 +235,8 @@ class OffloadSession(NotCopyable):
             places[name].zero_()  # takes its room, like the slots
         loader = WeightLoader(
             self._bound,
-            self._host_store,
-            rooms,
+            self._store,
+            destinations,
             {name: place for name, place in places.items() if name not in nothing},
             device=self._device,
             weights=self._weights,
@@ -268,7 +253,7 @@ class OffloadSession(NotCopyable):
             link.close()
             self._link = None
             return
-        debug = debug_enabled() and not isinstance(self._store, PartStore)
+        debug = debug_enabled() and not self._store.is_split
         try:
             self._pipeline = SlotPipeline(self.plan, self._store, link, self.recorder, debug, self._replays_announced)
         except torch.OutOfMemoryError as error:
@@ -314,7 +299,7 @@ class OffloadSession(NotCopyable):
 
     def _forget_originals(self) -> None:
         for name in self.plan.offloaded_names:
-            if not self._is_adopted(name):
+            if not self._store.adopts(name):
                 self._bound[name].forget_original()
         for name in self.plan.resident:
             if self._must_arrive(name):
@@ -326,18 +311,6 @@ class OffloadSession(NotCopyable):
     def _must_arrive(self, name: str) -> bool:
         """Whether a resident is not in the memory of the device yet."""
         return self._bound[name].home != self._device or name in self._held or name in self._strayed
-
-    def _is_adopted(self, name: str) -> bool:
-        """Whether the store uses the memory the model came with."""
-        if self.plan.store_of(name) == "disk":
-            return False
-        store = self._host_store
-        return name in store.adopted if isinstance(store, PinnedStore) else isinstance(store, CpuStore)
-
-    @property
-    def _host_store(self) -> Store:
-        """The store without what it has in files."""
-        return self._store.host if isinstance(self._store, SpillStore) else self._store
 
     # -- bringing back ----------------------------------------------------------------------------------------------
 
@@ -371,8 +344,7 @@ class OffloadSession(NotCopyable):
         if name in self.plan.resident:
             return self._bound[name].current_bytes()
         if name in self.plan.uva and self.plan.mode != "meta":  # may have been written to, unlike what is in slots
-            if isinstance(self._store, DiskStore):
-                self._store.require_unchanged(mapped=True)
+            self._store.require_mapped_unchanged()
             return self._bound[name].current_bytes().clone()
         blob = new_blob(self._bound[name].info.num_bytes)
         self._store.read(name, blob)
@@ -384,7 +356,7 @@ class OffloadSession(NotCopyable):
         # Of shared memory a GPU's tensors see the very pages that other ranks read; a CPU's have pages of their own.
         store = self.plan.store_of(name)
         own = store == "cpu" or (store == "shm_cpu" and self._device.type == "cpu")
-        whole = own and not isinstance(self._store, PartStore)
+        whole = own and not self._store.is_split
         return self._store.in_place(name) if whole else self._current_bytes(name)
 
     # -- taking apart -----------------------------------------------------------------------------------------------
@@ -405,6 +377,5 @@ class OffloadSession(NotCopyable):
         finally:
             for bound in self._bound.values():
                 bound.restore()
-            if isinstance(self._host_store, PinnedStore):
-                self._host_store.unpin()  # tensors moved into it stay there, in ordinary memory
+            self._store.unpin()  # tensors moved into it stay there, in ordinary memory
             self._store.close()

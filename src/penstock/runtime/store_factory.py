@@ -1,8 +1,9 @@
-"""Which store a plan needs on a device, and what is still to be brought there."""
+"""Which store and link a plan needs on a device, and what is still to be loaded into the store."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from penstock.plan.plan import Plan
 from penstock.ranks.peers import Peers, require_peers
 from penstock.runtime.agreement import open_shared
 from penstock.runtime.parts import open_parts, splits_units
+from penstock.stats import Recorder
 from penstock.stores.adoption import can_adopt
 from penstock.stores.composite import SpillStore
 from penstock.stores.disk import DiskOptions, DiskStore
@@ -25,8 +27,35 @@ from penstock.stores.host import CpuStore
 from penstock.stores.meta import MetaStore
 from penstock.stores.pinned_host import Held, PinnedStore
 from penstock.stores.store import Store, new_blob
+from penstock.transfer.cpu_threads import ThreadLink
+from penstock.transfer.cuda_stream import StreamLink
+from penstock.transfer.link import Link
 
-__all__ = ["compute_device", "open_pinned", "open_store"]
+__all__ = ["OpenedStore", "compute_device", "open_pinned", "open_store"]
+
+# From the device of compute, the recorder of reads, and whether waits are to be timed.
+MakeLink = Callable[[torch.device, Recorder, bool], Link]
+
+
+def make_link(device: torch.device, recorder: Recorder, measure_stalls: bool) -> Link:
+    """The link of a store whose units this process holds as a whole."""
+    if device.type == "cuda":
+        return StreamLink(device, measure_stalls=measure_stalls)
+    return ThreadLink(recorder=recorder)
+
+
+class OpenedStore(NamedTuple):
+    """A store, and what is to be done with it.
+
+    Attributes:
+        store: takes what ``destinations`` are filled with.
+        destinations: by storage name, memory of the store that is still to be filled (uint8, 1-D, host).
+        make_link: the link that brings the store's units; called when the store is filled.
+    """
+
+    store: Store
+    destinations: dict[str, torch.Tensor]
+    make_link: MakeLink = make_link
 
 
 def open_store(
@@ -37,10 +66,8 @@ def open_store(
     disk: DiskOptions | None,
     peers: Peers | None = None,
     held: Mapping[str, Held] | None = None,
-) -> tuple[Store, dict[str, torch.Tensor]]:
-    """The store of ``plan`` and, by storage name, the rooms in it (uint8, 1-D, host) that are still to be filled.
-
-    The model is not touched, and what a room is for is not read yet.
+) -> OpenedStore:
+    """The store of ``plan``, not filled yet. The model is not touched.
 
     Raises:
         CheckpointError, OptionError: files or a mode that will not do.
@@ -53,25 +80,27 @@ def open_store(
     names = plan.offloaded_names
     offloaded = {name: bound[name] for name in names}
     if plan.mode == "meta":
-        return _meta_store(offloaded), {}
+        return OpenedStore(_meta_store(offloaded), {})
     if splits_units(plan, peers):
-        return open_parts(plan, offloaded, device, weights, disk, require_peers(peers, f"mode {plan.mode!r}")), {}
+        parts = open_parts(plan, offloaded, device, weights, disk, require_peers(peers, f"mode {plan.mode!r}"))
+        return OpenedStore(parts, {}, parts.make_link)
     if plan.mode == "shm_cpu":
         registrar = CudaRegistrar(device) if device.type == "cuda" and not pinning_disabled() else None
-        return open_shared(plan, offloaded, registrar, weights, require_peers(peers, f"mode {plan.mode!r}"))
+        peers = require_peers(peers, f"mode {plan.mode!r}")
+        return OpenedStore(*open_shared(plan, offloaded, registrar, weights, disk, peers))
     staged = {entry.storage for unit in plan.staged_units for entry in unit.entries}
     in_files = {name: bound for name, bound in offloaded.items() if plan.mode == "disk" or name in staged}
     # Files first: if they will not do, no host memory is taken.
     files = _disk_store(plan, in_files, device, _files_for(plan, weights), disk) if in_files else None
     if files is not None and plan.mode == "disk":
-        return files, {}
+        return OpenedStore(files, {})
     try:
-        host, rooms = _host_store(plan, {n: b for n, b in offloaded.items() if n not in in_files}, device, held)
+        host, destinations = _host_store(plan, {n: b for n, b in offloaded.items() if n not in in_files}, device, held)
     except BaseException:
         if files is not None:
             files.close()
         raise
-    return (host if files is None else SpillStore(host, files, in_files)), rooms
+    return OpenedStore(host if files is None else SpillStore(host, files, in_files), destinations)
 
 
 def _files_for(plan: Plan, weights: WeightMap | None) -> WeightMap:
@@ -98,7 +127,7 @@ def open_pinned(
     registrar: HostRegistrar | None,
     held: Mapping[str, Held] | None = None,
 ) -> tuple[PinnedStore, dict[str, torch.Tensor]]:
-    """A pinned store for ``plan``, and its rooms still to be filled.
+    """A pinned store for ``plan``, and its destinations still to be filled.
 
     Large live tensors are adopted where they lie, and so is what is ``held`` in pinned memory.
     """
@@ -110,13 +139,13 @@ def open_pinned(
     store = PinnedStore(units, plan.uva, registrar, adopt=adopt, held=held)
     if registrar is not None and any(storage.home.type == "cuda" for storage in offloaded.values()):
         store.pin_now()
-    return store, {name: store.room(name) for name in offloaded if name not in store.adopted | store.kept}
+    return store, {name: store.destination(name) for name in offloaded if name not in store.adopted | store.kept}
 
 
 def _cpu_store(offloaded: dict[str, BoundStorage]) -> tuple[CpuStore, dict[str, torch.Tensor]]:
-    rooms = {name: new_blob(bound.info.num_bytes) for name, bound in offloaded.items() if bound.on_meta}
-    adopted = {name: bound.original_bytes() for name, bound in offloaded.items() if name not in rooms}
-    return CpuStore({**adopted, **rooms}, rooms), rooms
+    made = {name: new_blob(bound.info.num_bytes) for name, bound in offloaded.items() if bound.on_meta}
+    adopted = {name: bound.original_bytes() for name, bound in offloaded.items() if name not in made}
+    return CpuStore({**adopted, **made}, made), made
 
 
 def compute_device(model: nn.Module, device: torch.device | str | None = None) -> torch.device:

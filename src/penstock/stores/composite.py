@@ -29,6 +29,22 @@ class SpillStore(Store):
         self.files = files
         self._in_files = frozenset(in_files)
 
+    @property
+    def takes_over(self) -> bool:  # type: ignore[override]
+        return self.host.takes_over
+
+    def adopts(self, storage: str) -> bool:
+        return self._of(storage).adopts(storage)
+
+    def on_loaded(self, storage: str) -> None:
+        self._of(storage).on_loaded(storage)
+
+    def finish(self) -> None:
+        self.host.finish()
+
+    def unpin(self) -> None:
+        self.host.unpin()
+
     def segments(self, storage: str) -> list[Segment]:
         return self._of(storage).segments(storage)
 

@@ -85,9 +85,13 @@ class DiskStore(Store):
         tensor = source.parts[0].tensor
         return torch.frombuffer(self._map(tensor.path), dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.offset)
 
-    def require_unchanged(self, *, mapped: bool = False) -> None:
-        """Raise ``TransferError`` if a file was written to; ``mapped``: one of those that are mapped."""
-        for path in self._maps if mapped else self._files:
+    def require_unchanged(self) -> None:
+        """Raise ``TransferError`` if a file was written to since it was opened."""
+        for file in self._files.values():
+            file.require_unchanged()
+
+    def require_mapped_unchanged(self) -> None:
+        for path in self._maps:
             self._files[path].require_unchanged()
 
     @property

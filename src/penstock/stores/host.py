@@ -44,6 +44,9 @@ class CpuStore(Store):
     def in_place(self, storage: str) -> torch.Tensor:
         return self._blobs[storage]
 
+    def adopts(self, storage: str) -> bool:
+        return storage not in self._made
+
     @property
     def host_bytes(self) -> int:
         return sum(blob.numel() for blob in self._blobs.values())

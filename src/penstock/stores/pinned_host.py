@@ -79,10 +79,11 @@ def slab_sizes(units: Sequence[Unit], in_place: Mapping[str, int], max_slab_byte
 
 
 class PinnedStore(Store):
-    """Slabs of units, and storages that are read in place; made empty, then filled, then sealed.
+    """Slabs of units, and storages that are read in place; made empty, then filled, then finished.
 
-    Write each storage to its :meth:`room` and say so with :meth:`landed`; a slab whose storages have all landed is
-    registered in the background. :meth:`seal` waits for that. To fill from a device, call :meth:`pin_now` first.
+    Write each storage to its :meth:`destination` and report it with :meth:`on_loaded`; a slab whose storages are all
+    loaded is registered in the background. :meth:`finish` waits for that. To fill from a device, call :meth:`pin_now`
+    first.
 
     Attributes:
         registrar: what pins; ``None``: nothing is pinned.
@@ -91,7 +92,7 @@ class PinnedStore(Store):
     """
 
     mode: ClassVar[Mode] = "cpu"
-    takes_over: ClassVar[bool] = True  # live tensors look into it as soon as they lie there
+    takes_over: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -192,7 +193,7 @@ class PinnedStore(Store):
 
     # -- filling ------------------------------------------------------------------------------------------------------
 
-    def room(self, storage: str) -> torch.Tensor:
+    def destination(self, storage: str) -> torch.Tensor:
         """Where the bytes of ``storage`` go: uint8, 1-D, host."""
         return self._view(self._storages[storage])
 
@@ -207,16 +208,19 @@ class PinnedStore(Store):
             if missing:
                 populate_parallel(self._slabs[index].blob, pin_threads())
                 self._register(index)
-        self.seal()
+        self.finish()
 
-    def landed(self, storage: str) -> None:
-        """``storage`` lies in its room; the last one of a slab starts its registration."""
+    def adopts(self, storage: str) -> bool:
+        return storage in self.adopted
+
+    def on_loaded(self, storage: str) -> None:
+        """``storage`` is in its destination; the last one of a slab starts its registration."""
         index = self._storages[storage].slab
         self._missing[index].discard(storage)
         if not self._missing[index]:
             self._register(index)
 
-    def seal(self) -> None:
+    def finish(self) -> None:
         """Wait for the registrations; what the driver refuses is moved to memory of torch's pinned allocator.
 
         Raises:
@@ -245,7 +249,7 @@ class PinnedStore(Store):
     # -- at rest ------------------------------------------------------------------------------------------------------
 
     def segments(self, storage: str) -> list[Segment]:
-        blob = self.room(storage)
+        blob = self.destination(storage)
         return [Segment(MemorySource(blob), 0, blob.numel())]
 
     def load(self, unit: Unit) -> Load:
@@ -256,7 +260,7 @@ class PinnedStore(Store):
         return Load(unit.index, segments, pieces=tuple((entry.offset, self._view(place)) for entry, place in places))
 
     def in_place(self, storage: str) -> torch.Tensor:
-        return self.room(storage)
+        return self.destination(storage)
 
     @property
     def host_bytes(self) -> int:
@@ -269,10 +273,7 @@ class PinnedStore(Store):
         return {"host" if self.registrar is None else "host_pinned": kept, "adopted": adopted}
 
     def unpin(self) -> None:
-        """Unregister now, even where somebody still looks into the memory, which stays as ordinary memory.
-
-        What is held was pinned before, and tensors of a GPU look into it.
-        """
+        """See :class:`Store`. What is held was pinned before, and tensors of a GPU look into it: it stays pinned."""
         self._pool.shutdown(cancel_futures=True)
         for slab in self._slabs[self._num_held :]:
             slab.unregister()

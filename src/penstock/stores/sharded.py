@@ -111,6 +111,8 @@ class PartStore(Store):
         rank: this process.
     """
 
+    is_split = True
+
     def __init__(self, units: Sequence[Unit], layout: PartLayout, parts: Parts, rank: int, mode: Mode) -> None:
         """``parts`` are uninitialised: :meth:`own_stretches` says what belongs where."""
         self.mode = mode  # type: ignore[misc]

@@ -53,12 +53,13 @@ def share_out(sizes: Mapping[str, int], num_parts: int) -> list[list[str]]:
 
 
 class SharedStore(PinnedStore):
-    """Slabs in shared memory, brought by several ranks: fill the rooms of :attr:`mine`, then :meth:`finish`.
+    """Slabs in shared memory, brought by several ranks: fill the destinations of :attr:`mine`, then :meth:`finish`.
 
     Attributes:
         mine: the storages that this rank brings.
         owners: the rank that brings each storage.
         doubted: ranks that read other files than this one.
+        check: compares what others have brought with what this rank would have; raises if it differs.
     """
 
     mode = "shm_cpu"
@@ -93,6 +94,7 @@ class SharedStore(PinnedStore):
         shares = dict(zip(host_ranks, share_out(sizes, len(host_ranks)), strict=True))
         self.owners = {name: rank for rank, names in shares.items() for name in names}
         self.doubted: Collection[int] = ()
+        self.check: Callable[[], None] | None = None
         self.mine: Collection[str] = frozenset(shares[meeting.rank])
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
@@ -110,26 +112,23 @@ class SharedStore(PinnedStore):
             start, end = min(p.start for p in places), max(p.start + p.num_bytes for p in places)
             collapse_parallel(self._slabs[slab].blob[start:end], pin_threads())
 
-    def landed(self, storage: str) -> None:
+    def on_loaded(self, storage: str) -> None:
         """Nothing to do: a slab is whole when all ranks say so."""
 
-    def seal(self) -> None:
-        """Nothing to wait for; see :meth:`finish`."""
-
-    def finish(self, check: Callable[[], None]) -> None:
-        """The rooms of :attr:`mine` are full: wait for the others', and make the memory ready to be read.
-
-        Args:
-            check: compares what others have brought with what this rank would have; raises if it differs.
+    def finish(self) -> None:
+        """The destinations of :attr:`mine` are full: wait for the others', and make the memory ready to be read.
 
         Raises:
+            CheckpointError: what :attr:`check` found.
             PeerError: another rank failed, ended or did not come in time.
             OptionError: the driver refuses to register the memory.
         """
         assert self._meeting is not None
         self._meeting.post("loaded", True)
         self._meeting.collect("loaded", self._host_ranks)
-        check()
+        check, self.check = self.check, None
+        if check is not None:
+            check()
         if self.registrar is None:
             self._map_privately()
         else:
@@ -163,5 +162,6 @@ class SharedStore(PinnedStore):
         if self._meeting is not None:
             self._meeting.fail(str(sys.exception() or "its offload was given up"))
             self._meeting = None
+        self.check = None
         super().close()
         self._memory.close()

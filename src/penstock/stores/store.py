@@ -1,4 +1,4 @@
-"""What every store answers: how to read a unit, how to bring a storage back, how to reach it in place."""
+"""The interface of every store: filling it, reading a unit or a storage from it, reaching a storage in place."""
 
 from __future__ import annotations
 
@@ -51,9 +51,35 @@ class Store(ABC):
     """Bytes of the offloaded storages, by storage name.
 
     A store owns what it opened and gives it back in :meth:`close`; views handed out stay valid (contract 6).
+
+    Attributes:
+        mode: its name in policies and plans.
+        takes_over: live tensors may look into the store's memory as soon as their bytes are loaded there.
+        is_split: this process holds only a part of every unit.
     """
 
     mode: ClassVar[Mode]
+    takes_over: ClassVar[bool] = False
+    is_split: ClassVar[bool] = False
+
+    # -- filling ------------------------------------------------------------------------------------------------------
+
+    def adopts(self, storage: str) -> bool:
+        """Whether ``storage`` stays in the memory that the model came with."""
+        return False
+
+    def on_loaded(self, storage: str) -> None:
+        """Called when the bytes of ``storage`` are in their destination; see ``open_store``."""
+
+    def finish(self) -> None:
+        """Called once, when everything is loaded: return when all of it can be read. May be collective.
+
+        Raises:
+            StateError: another thread is capturing a graph.
+            PeerError, CheckpointError, OptionError: a store that ranks share, see ``SharedStore``.
+        """
+
+    # -- reading ------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def segments(self, storage: str) -> list[Segment]:
@@ -77,9 +103,8 @@ class Store(ABC):
         """
         return {"host": self.host_bytes}
 
-    @abstractmethod
-    def close(self) -> None:
-        """Give back files and memory; idempotent."""
+    def require_mapped_unchanged(self) -> None:
+        """Raise ``TransferError`` if a file that is read in place was written to since it was opened."""
 
     def load(self, unit: Unit) -> Load:
         """What a link needs to bring ``unit``."""
@@ -98,6 +123,15 @@ class Store(ABC):
         view = writable_view(into)
         for segment in self.segments(storage):
             segment.source.read(0, view[segment.slot_offset : segment.slot_offset + segment.num_bytes])
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def unpin(self) -> None:
+        """Unregister pinned memory now, even while tensors look into it; it stays as ordinary memory."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back files and memory; idempotent."""
 
 
 def new_blob(num_bytes: int) -> torch.Tensor:
