@@ -37,7 +37,8 @@ MODES = ("prefetch", "disk", "budget")
 GOOD = ("right", "repeated", "not reached")
 SOURCES = str(Path(__file__).resolve().parents[2] / "src" / "penstock")
 # What changes models, threads and files; the rest of offload() only plans.
-CHANGING = tuple(os.path.join(SOURCES, name) for name in ("handle", "offloaders", "link", "store", "ops"))
+ROOMS = ("api", "loading", "memory", "model/live_tensors", "offloaders", "ops", "runtime", "stores", "transfer")
+CHANGING = tuple(os.path.join(SOURCES, name) for name in ROOMS)
 WAIT_S = 5.0  # for a forward in another thread
 LIMIT_S = 45.0  # for a run: several such waits
 COMMAND = [sys.executable, str(Path(__file__).resolve()), "--worker"]
