@@ -36,7 +36,7 @@ from penstock.stats import Recorder
 from penstock.stores.disk import DiskOptions
 from penstock.stores.store import Load, Source
 from penstock.transfer.cpu_threads import ThreadLink, ThreadTransfer
-from penstock.transfer.link import Link, Mark, Transfer
+from penstock.transfer.link import ComputeEvent, Link, Transfer
 
 __all__ = [
     "EarlyLink",
@@ -119,7 +119,7 @@ class SlowLink(ThreadLink):
         self._random = random.Random(seed)
         self._max_delay_s = max_delay_s
 
-    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> ThreadTransfer:
+    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> ThreadTransfer:
         delayed = (
             replace(segment, source=_Delayed(segment.source, self._random.uniform(0, self._max_delay_s)))
             for segment in load.segments
@@ -142,7 +142,7 @@ class TramplingLink(ThreadLink):
         self._loads: dict[int, tuple[Load, torch.Tensor]] = {}
         self._reading: int | None = None
 
-    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> ThreadTransfer:
+    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> ThreadTransfer:
         self._loads[load.unit] = (load, slot)
         return super().copy(load, slot, after)
 

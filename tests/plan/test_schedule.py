@@ -23,7 +23,7 @@ from penstock.runtime.prefetcher import SlotPipeline
 from penstock.stats import Recorder
 from penstock.stores.host import CpuStore
 from penstock.stores.store import Load
-from penstock.transfer.link import Link, Mark, Transfer
+from penstock.transfer.link import ComputeEvent, Link, Transfer
 
 MAX_UNITS, MAX_SLOTS, ROUNDS = 12, 8, 3
 CASES = [(n, s) for n in range(1, MAX_UNITS + 1) for s in range(1, min(n, MAX_SLOTS) + 1)]
@@ -90,10 +90,10 @@ class WorstLink(Link):
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
 
-    def fork(self) -> Mark | None:
+    def record_compute(self) -> ComputeEvent | None:
         return None
 
-    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> Transfer:
+    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> Transfer:
         self.log.append(("copy", load.unit))
         transfer = _Done(load.unit)
         self.pending.append((load, slot))

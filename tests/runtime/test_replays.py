@@ -18,7 +18,7 @@ from device_model import BYTES, Device, DeviceLink, Graph, Op, plan_and_store
 from penstock.runtime.prefetcher import SlotPipeline
 from penstock.stats import Recorder
 from penstock.stores.store import Load, Segment
-from penstock.transfer.link import Mark, Transfer
+from penstock.transfer.link import ComputeEvent, Transfer
 
 
 class Engine:
@@ -344,7 +344,7 @@ def test_the_test_sees_a_replay_that_was_not_announced() -> None:
 
 def test_the_test_sees_a_copy_that_waits_for_nothing() -> None:
     class Careless(DeviceLink):
-        def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> Transfer:
+        def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> Transfer:
             return super().copy(load, slot, ())
 
     wrong = 0

@@ -12,7 +12,7 @@ from penstock.model.inventory import Inventory, Location, StorageInfo, TensorInf
 from penstock.plan.plan import Plan, UnitDraft, assemble
 from penstock.stores.host import CpuStore
 from penstock.stores.store import Load, Store
-from penstock.transfer.link import Link, Mark, Transfer
+from penstock.transfer.link import ComputeEvent, Link, Transfer
 
 BYTES = 256
 
@@ -95,7 +95,7 @@ class DeviceLink(Link):
         self.device = device
         self.graph: Graph | None = None
         self.current = "compute"  # the stream that the caller has made current
-        self.replay_marks: dict[int, Event] = {}
+        self.replay_events: dict[int, Event] = {}
         self._last: dict[str, Op | None] = {"compute": None, "copy": None}
 
     def give(self, stream: str, run: Callable[[], None], after: Sequence[Op] = (), external: Event | None = None) -> Op:
@@ -114,17 +114,17 @@ class DeviceLink(Link):
     def capturing(self) -> bool:
         return self.graph is not None
 
-    def fork(self) -> Mark:
+    def record_compute(self) -> ComputeEvent:
         return Event(self.give(self.current, lambda: None), self.capturing)
 
-    def leave_replay_mark(self, slot: int) -> None:
-        event = self.replay_marks.setdefault(slot, Event())
+    def leave_replay_event(self, slot: int) -> None:
+        event = self.replay_events.setdefault(slot, Event())
         self.give(self.current, lambda: None, external=event)
 
-    def replay_mark(self, slot: int) -> Mark | None:
-        return self.replay_marks.get(slot)
+    def replay_event(self, slot: int) -> ComputeEvent | None:
+        return self.replay_events.get(slot)
 
-    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> Transfer:
+    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> Transfer:
         marks = [mark for mark in after if isinstance(mark, Event)]
         assert all(mark.in_graph == self.capturing for mark in marks), "an event of another capture"
         before = [mark.op for mark in marks if mark.op is not None]

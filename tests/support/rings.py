@@ -25,7 +25,7 @@ from penstock.runtime.prefetcher import SlotPipeline
 from penstock.stats import Recorder, StagingStats
 from penstock.stores.disk import DiskOptions, DiskStore
 from penstock.stores.store import Load, Segment, Store
-from penstock.transfer.link import Link, Mark, Transfer
+from penstock.transfer.link import ComputeEvent, Link, Transfer
 from penstock.transfer.ring import READ_BYTES, RingServer
 from penstock.transfer.ring_readers import ReaderProcess
 from penstock.transfer.ring_staging import StagingRing, parts_in_files, parts_of
@@ -154,10 +154,10 @@ class FakeRingLink(Link):
     def capturing(self) -> bool:
         return self.stream.graph is not None
 
-    def fork(self) -> Mark | None:
+    def record_compute(self) -> ComputeEvent | None:
         return None
 
-    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> Transfer:
+    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> Transfer:
         self.ring.check()
         self.log.append(load.unit)
         if load.slab is not None:

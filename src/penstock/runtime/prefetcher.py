@@ -199,7 +199,7 @@ class SlotPipeline:
         for index, slot in enumerate(self._live):
             if len(chain(index, len(self._plan.units), len(self._live))) > 1:
                 slot.unit = slot.transfer = None
-                mark = None if index in self._unmarked else self._link.replay_mark(index)
+                mark = None if index in self._unmarked else self._link.replay_event(index)
                 slot.marks = [*slot.marks, mark] if mark is not None else []
 
     def wait(self, unit: int, reader: Reader | None = None) -> None:
@@ -366,7 +366,7 @@ class SlotPipeline:
         following = first if self._loose else next_in_chain(unit, len(self._plan.units), len(self._live))
         if self._announced and self._link.capturing and following < unit:
             slot.unit, slot.transfer, slot.marks, slot.unmarked = None, None, [], False
-            self._link.leave_replay_mark(following)  # a first unit has the number of its slot
+            self._link.leave_replay_event(following)  # a first unit has the number of its slot
         elif self._inputs_first and following < unit and not self._loose:
             slot.unit = None  # see the note on inputs
         elif following != unit:
@@ -395,7 +395,7 @@ class SlotPipeline:
             slot.transfer = None
         # A replay that was not announced leaves no marks, and those made before it do not say when it has read a slot.
         is_stale = self._has_graphs and not self._announced and not self._link.capturing
-        if (is_stale or not slot.marks) and (mark := self._link.fork()) is not None:
+        if (is_stale or not slot.marks) and (mark := self._link.record_compute()) is not None:
             slot.marks.append(mark)
         marks, slot.marks = slot.marks, []
         slot.transfer = self._link.copy(self._loads[unit], slot.memory, marks)
@@ -438,7 +438,7 @@ class SlotPipeline:
             self._free.notify_all()
 
     def _mark(self, slot: Slot) -> None:
-        if (mark := self._link.fork()) is not None:
+        if (mark := self._link.record_compute()) is not None:
             slot.marks.append(mark)
 
     def _await_readers(self, unit: int, slot: Slot) -> None:

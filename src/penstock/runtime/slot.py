@@ -7,7 +7,7 @@ import threading
 import torch
 
 from penstock.runtime.readers import Reader
-from penstock.transfer.link import Mark, Transfer
+from penstock.transfer.link import ComputeEvent, Transfer
 
 __all__ = ["Slot"]
 
@@ -29,7 +29,7 @@ class Slot:
         self.unit = unit
         self.transfer: Transfer | None = None
         self.readers: list[Reader] = []
-        self.marks: list[Mark] = []
+        self.marks: list[ComputeEvent] = []
         self.unmarked = False
 
     @property

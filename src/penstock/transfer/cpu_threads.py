@@ -23,7 +23,7 @@ from penstock.env import reader_threads
 from penstock.errors import OptionError, StateError, TransferError
 from penstock.stats import Recorder
 from penstock.stores.store import Load, Segment, new_blob, writable_view
-from penstock.transfer.link import Link, Mark, Transfer
+from penstock.transfer.link import ComputeEvent, Link, Transfer
 
 __all__ = ["ThreadLink", "ThreadTransfer"]
 
@@ -87,7 +87,7 @@ class ThreadTransfer:
 
 
 class ThreadLink(Link):
-    """Fork / copy / done / wait with threads."""
+    """Copy / wait with threads."""
 
     def __init__(self, num_threads: int | None = None, recorder: Recorder | None = None) -> None:
         """``num_threads``: workers; default ``PENSTOCK_READERS`` or one per core.
@@ -122,10 +122,10 @@ class ThreadLink(Link):
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return new_blob(num_bytes)
 
-    def fork(self) -> Mark | None:
+    def record_compute(self) -> ComputeEvent | None:
         return None
 
-    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> ThreadTransfer:
+    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> ThreadTransfer:
         if not self._finish.alive:
             raise StateError("this link is closed; offload the model again")
         self._refuse_fork()

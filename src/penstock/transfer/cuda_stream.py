@@ -1,14 +1,14 @@
-"""The CUDA link: one copy stream, forked from and joined to compute by events.
+"""The CUDA link: one copy stream, ordered with compute by events.
 
 A copy engine runs beside the multiprocessors, and one stream saturates the bus (two bring nothing), so there is exactly
-one copy stream per offload. ``fork`` records an event on whatever stream compute uses now; the copy stream waits for
-it, so a slot is overwritten only after the last kernel that reads it. ``wait`` lets the compute stream wait for the
-event behind the copy. Neither blocks the host.
+one copy stream per offload. ``record_compute`` records an event on the current stream and the copy stream waits for it,
+so a slot is overwritten only after the last kernel that reads it. ``wait`` lets the compute stream wait for the event
+behind the copy. Neither blocks the host.
 
 [Note: capture] Inside a capture both edges become edges of the graph, and copies become its memcpy nodes. Two rules
-follow. Every copy forked inside has to be joined before the capture ends (``join``). And an event recorded outside must
+follow. Compute has to wait for every copy started inside before the capture ends. And an event recorded outside must
 not be waited on inside: what it stands for has happened before the graph ever runs, because the bytes that a graph
-finds in the slots at its start are the same at every replay (see ``[Note: two timelines]`` in the pipeline).
+finds in the slots at its start are the same at every replay (see ``[Note: two timelines]`` in runtime/capture.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from penstock.errors import StateError, TransferError
 from penstock.stores.store import Load
-from penstock.transfer.link import Link, Mark, Transfer
+from penstock.transfer.link import ComputeEvent, Link, Transfer
 
 __all__ = ["StreamLink", "StreamTransfer"]
 
@@ -43,7 +43,7 @@ class StreamTransfer:
 
 
 class StreamLink(Link):
-    """Fork / copy / done / wait with streams and events."""
+    """Record / copy / wait with streams and events."""
 
     def __init__(self, device: torch.device, *, measure_stalls: bool = False, per_tensor: bool = False) -> None:
         """``device``: a CUDA device.
@@ -54,7 +54,7 @@ class StreamLink(Link):
         self._device = device
         self._per_tensor = per_tensor
         self._stream = torch.cuda.Stream(device)
-        self._replay_marks: dict[int, torch.cuda.Event] = {}  # external: recorded by a node of each graph
+        self._replay_events: dict[int, torch.cuda.Event] = {}  # external: recorded by a node of each graph
         self._stalls: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] | None = {} if measure_stalls else None
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
@@ -64,20 +64,20 @@ class StreamLink(Link):
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    def fork(self) -> Mark | None:
+    def record_compute(self) -> ComputeEvent | None:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def leave_replay_mark(self, slot: int) -> None:
-        self._replay_marks.setdefault(slot, torch.cuda.Event(external=True)).record(
+    def leave_replay_event(self, slot: int) -> None:
+        self._replay_events.setdefault(slot, torch.cuda.Event(external=True)).record(
             torch.cuda.current_stream(self._device)
         )
 
-    def replay_mark(self, slot: int) -> Mark | None:
-        return self._replay_marks.get(slot)
+    def replay_event(self, slot: int) -> ComputeEvent | None:
+        return self._replay_events.get(slot)
 
-    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> StreamTransfer:
+    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> StreamTransfer:
         captured = self.capturing
         self._require_copyable(load, captured)
         # Ask for the compute stream's capture state before entering the side stream: inside, current_stream is ours.

@@ -1,12 +1,12 @@
-"""The contract every link keeps: fork, copy, done, wait.
+"""The contract every link keeps: record compute, copy, wait.
 
-* ``fork()`` marks the point that compute has reached. A copy given that mark starts only after everything compute did
-  before it, so the last kernel that reads a slot is done before the slot is overwritten.
+* ``record_compute()`` records an event behind everything that compute has been given so far. A copy that is given this
+  event starts only after it, so the last kernel that reads a slot is done before the slot is overwritten.
 * ``copy()`` starts moving a unit and returns a :class:`Transfer` at once.
 * ``wait()`` holds compute (not necessarily the caller) until a transfer is done.
 
-On a CPU compute is synchronous, so a mark is nothing and waiting blocks the caller. On a GPU marks and transfers are
-events, and waiting orders streams without blocking anybody.
+On a CPU compute is synchronous, so there is no event and waiting blocks the caller. On a GPU transfers end in events,
+and waiting orders streams without blocking the host.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from penstock.plan.plan import Plan
 from penstock.stats import StagingStats
 from penstock.stores.store import Load
 
-__all__ = ["Link", "Mark", "Transfer"]
+__all__ = ["ComputeEvent", "Link", "Transfer"]
 
 
-class Mark(Protocol):
-    """A point in compute, made by :meth:`Link.fork`."""
+class ComputeEvent(Protocol):
+    """A point in compute, made by :meth:`Link.record_compute`."""
 
 
 class Transfer(Protocol):
@@ -67,21 +67,21 @@ class Link(ABC):
         return False
 
     @abstractmethod
-    def fork(self) -> Mark | None:
-        """Mark what compute has been given so far; ``None`` where compute is synchronous."""
+    def record_compute(self) -> ComputeEvent | None:
+        """Record an event behind all that compute has been given so far; ``None`` where compute is synchronous."""
 
-    def leave_replay_mark(self, slot: int) -> None:
-        """In a capture: mark what compute has been given so far, for every replay of the graph to come by.
+    def leave_replay_event(self, slot: int) -> None:
+        """In a capture: record an event behind all that compute has been given so far, at every replay of the graph.
 
-        There is one mark per slot, in whichever graphs leave it.
+        There is one event per slot, which all graphs share.
         """
 
-    def replay_mark(self, slot: int) -> Mark | None:
-        """The mark that the latest replay left, or is about to leave; ``None`` where no graph does."""
+    def replay_event(self, slot: int) -> ComputeEvent | None:
+        """The event that the latest replay has recorded or will record; ``None`` where no graph does."""
         return None
 
     @abstractmethod
-    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> Transfer:
+    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> Transfer:
         """Start moving a unit into ``slot`` once all of ``after`` is reached. Copies arrive in order of submission."""
 
     @abstractmethod

@@ -36,7 +36,7 @@ from penstock.stats import Recorder
 from penstock.stores.store import Load
 from penstock.transfer.cpu_threads import ThreadLink, ThreadTransfer
 from penstock.transfer.cuda_stream import StreamLink, StreamTransfer
-from penstock.transfer.link import Mark
+from penstock.transfer.link import ComputeEvent
 
 __all__ = ["PooledStreamLink", "PooledThreadLink"]
 
@@ -55,7 +55,7 @@ class PooledThreadLink(ThreadLink):
         self._passing = _Passing(channel)
         self._slots: dict[int, ThreadTransfer] = {}
 
-    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> ThreadTransfer:
+    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> ThreadTransfer:
         # As in the base: a caller that was interrupted may have lost sight of its last copy into this slot.
         if (previous := self._slots.get(slot.data_ptr())) is not None:
             previous.settle()
@@ -176,7 +176,7 @@ class PooledStreamLink(StreamLink):
         self._slots[memory.local.data_ptr()] = memory
         return memory.local
 
-    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> StreamTransfer:
+    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> StreamTransfer:
         if load.slab is None:
             raise TransferError(f"unit {load.unit} has no part in pinned host memory on this rank")
         captured = self.capturing
@@ -202,7 +202,7 @@ class PooledStreamLink(StreamLink):
         self._last.clear()
         self._watch.close()
 
-    def _events(self, marks: Sequence[Mark]) -> Iterator[torch.cuda.Event]:
+    def _events(self, marks: Sequence[ComputeEvent]) -> Iterator[torch.cuda.Event]:
         for mark in marks:
             assert isinstance(mark, torch.cuda.Event)
             yield mark

@@ -29,7 +29,7 @@ from penstock.plan.ring_layout import ENTRY_BYTES, MAX_ENTRIES, lay_out_ring_of
 from penstock.stats import Recorder, StagingStats
 from penstock.stores.store import Load
 from penstock.transfer.cuda_stream import StreamLink, StreamTransfer
-from penstock.transfer.link import Mark, Transfer
+from penstock.transfer.link import ComputeEvent, Transfer
 from penstock.transfer.ring import MAX_READERS, SPARE_ONE_CORE_IN, STUCK_S
 from penstock.transfer.ring_readers import ReaderProcess
 from penstock.transfer.ring_staging import StagingRing, parts_in_files
@@ -125,7 +125,7 @@ class RingLink(StreamLink):
         self._copies.try_out()  # before the readers look at the words
         self._readers.serve()
 
-    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> StreamTransfer:
+    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> StreamTransfer:
         self.check()
         return super().copy(load, slot, after)
 

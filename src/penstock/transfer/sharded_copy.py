@@ -16,7 +16,7 @@ from penstock.plan.striping import PartLayout
 from penstock.stores.sharded import SymmetricParts
 from penstock.stores.store import Load
 from penstock.transfer.cuda_stream import StreamLink, StreamTransfer
-from penstock.transfer.link import Mark
+from penstock.transfer.link import ComputeEvent
 
 __all__ = ["ShardedStreamLink"]
 
@@ -34,7 +34,7 @@ class ShardedStreamLink(StreamLink):
         order = [(parts.rank + step) % layout.num_ranks for step in range(1, layout.num_ranks + 1)]
         self._lanes = {rank: torch.cuda.Stream(device) for rank in order}
 
-    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[Mark]) -> StreamTransfer:
+    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> StreamTransfer:
         if load.slab is None:
             raise TransferError(f"unit {load.unit} has no part on this rank's device")
         captured = self.capturing
