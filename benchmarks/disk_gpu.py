@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import sys
 import tempfile
@@ -27,13 +26,12 @@ import torch
 from safetensors.torch import save_file
 
 import penstock
-from penstock.bench.cuda_step import LinkProbe
-from penstock.bench.measure import Timing
-from penstock.bench.plain import read_plainly
-from penstock.bench.shapes import QWEN3_8B, DecoderShape, Stack, build_stack
+from harness import LinkProbe, Timing, append, capture, writable_file, writable_folder
+from penstock.bench.reference_step import QWEN3_8B, DecoderShape, Stack, build_stack
 from penstock.config import ALL_MODEL_PARAMS
 from penstock.plan.ring_layout import ring_bytes
 from penstock.stores.disk import DiskOptions
+from plain_reads import read_plainly
 
 SECONDS_PER_VARIANT = 6.0
 MIN_STEPS, MAX_STEPS = 4, 40
@@ -75,20 +73,13 @@ def step_times(step: Callable[[], object]) -> Timing:
     return Timing(tuple(a.elapsed_time(b) for a, b in pairwise(marks)))
 
 
-def captured(stack: Stack, x: torch.Tensor) -> tuple[Callable[[], None], torch.Tensor]:
-    stack(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = stack(x)
-    return graph.replay, out
-
-
 def prepare(folder: Path, shape: DecoderShape, rows: int, device: torch.device) -> Ground:
     """Write the file; measure the resident step and the link."""
     stack = build_stack(shape, torch.bfloat16, device, device)
     x = torch.randn(rows, shape.hidden, device=device, generator=torch.Generator(device).manual_seed(rows))
     x = x.to(torch.bfloat16)
-    replay, out = captured(stack, x)
+    stack(x)
+    replay, out = capture(lambda: stack(x))
     resident_ms = step_times(replay).ms
     probe = LinkProbe(device)
     link = probe.num_bytes / (step_times(probe.copy).ms / 1e3)
@@ -114,7 +105,8 @@ def measure(ground: Ground, options: DiskOptions, device: torch.device) -> Itera
     replay = out = None
     for how in ("eager", "graph"):
         if how == "graph":
-            replay, out = captured(stack, ground.x)
+            stack(ground.x)
+            replay, out = capture(lambda: stack(ground.x))
         step = replay or (lambda: stack(ground.x))
         rates = [read_rate(ground.path, options)]
         start_stats, start = handle.stats(), time.perf_counter()
@@ -158,9 +150,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=10, help="of 386 MB each")
     parser.add_argument("--rows", type=int, default=1)
-    parser.add_argument("--folder", type=Path, help="on the disk to read from (default: temporary files)")
+    parser.add_argument("--folder", type=writable_folder, help="on the disk to read from (default: temporary files)")
     parser.add_argument("--files", choices=("both", "direct", "cached"), default="both", help="how they are read")
-    parser.add_argument("--out", type=Path, help="append results to this file, one JSON object per line")
+    parser.add_argument("--out", type=writable_file, help="append results here, one JSON object per line")
     args = parser.parse_args()
     start = time.perf_counter()
     device = torch.device("cuda", 0)
@@ -179,9 +171,8 @@ def main() -> None:
                     f"bits {'equal' if row['bit_equal'] else 'DIFFER'}",
                     flush=True,
                 )
-    if args.out is not None:
-        with args.out.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+    for row in rows:
+        append(row, args.out)
     worst = max(row["share_of_floor"] for row in rows)
     print(f"worst share of the floor {worst:.3f} (bar: 1.10); {time.perf_counter() - start:.0f} s in all")
     if not all(row["bit_equal"] for row in rows):

@@ -29,7 +29,11 @@ def measure() -> list[dict[str, Any]]:
 
     import penstock
     from penstock.bench.measure import time_cuda
-    from penstock.bench.shapes import QWEN3_8B, DecoderShape, build_stack
+
+    try:
+        from penstock.bench.reference_step import QWEN3_8B, DecoderShape, build_stack
+    except ImportError:  # a tree from before the stack and its step became one file
+        from penstock.bench.shapes import QWEN3_8B, DecoderShape, build_stack
 
     found: list[dict[str, Any]] = []
     device = torch.device("cuda")

@@ -12,12 +12,10 @@ without a GPU the same runs over gloo, as a smoke test: give it small sizes.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +23,8 @@ import torch.distributed as dist
 from torch import nn
 
 import penstock
-from penstock.bench.shapes import QWEN3_8B, build_stack
+from harness import append, capture, writable_file
+from penstock.bench.reference_step import QWEN3_8B, build_stack
 from penstock.runtime import parts as sharing
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -102,16 +101,13 @@ def steps_of(
     yield False, lambda: model(x)
     if device.type == "cuda":
         model(x)
-        torch.cuda.synchronize(device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = model(x)
+        replay, out = capture(lambda: model(x))
 
-        def replay() -> torch.Tensor:
-            graph.replay()
+        def step() -> torch.Tensor:
+            replay()
             return out
 
-        yield True, replay
+        yield True, step
 
 
 def measure(case: str, model: nn.Module, x: torch.Tensor, way: str, rounds: int, device: torch.device) -> list[Row]:
@@ -175,7 +171,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=QWEN3_8B.hidden, help="smaller for a smoke test")
     parser.add_argument("--chunk-mib", type=float, default=sharing.CHUNK_BYTES / 2**20, help="of pooled links")
     parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--out", type=Path, help="JSON lines")
+    parser.add_argument("--out", type=writable_file, help="append results here, one JSON object per line")
     return parser.parse_args()
 
 
@@ -209,8 +205,8 @@ def main() -> None:
     rows = slowest(rows)
     if dist.get_rank() == 0:
         show(rows)
-        if args.out:
-            args.out.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+        for row in rows:
+            append(asdict(row), args.out)
     dist.destroy_process_group()
 
 

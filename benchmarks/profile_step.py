@@ -17,8 +17,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import penstock
-from penstock.bench.cuda_step import parse_variant
-from penstock.bench.shapes import QWEN3_8B, build_stack
+from harness import capture
+from penstock.bench.reference_step import QWEN3_8B, build_stack, parse_policy
 from penstock.model.inventory import take_inventory
 
 
@@ -60,18 +60,16 @@ def main() -> None:
     device = torch.device("cuda", 0)
     stack = build_stack(QWEN3_8B, torch.bfloat16, "cpu", device)
     num_bytes = take_inventory(stack).num_bytes
-    spec = parse_variant("even:0.25", num_bytes, num_bytes // QWEN3_8B.num_layers)
-    handle = penstock.offload(stack, spec.policy, device=device, measure_stalls=True)
+    policy = parse_policy("even:0.25", num_bytes, num_bytes // QWEN3_8B.num_layers)
+    handle = penstock.offload(stack, policy, device=device, measure_stalls=True)
     x = torch.randn(rows, QWEN3_8B.hidden, device=device).to(torch.bfloat16)
     for _ in range(2):
         stack(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        stack(x)
+    replay, _ = capture(lambda: stack(x))
 
     def two_steps() -> None:
-        graph.replay()
-        graph.replay()
+        replay()
+        replay()
 
     two_steps()
     torch.cuda.synchronize()

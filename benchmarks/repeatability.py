@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from penstock.bench.decoder import CONFIGS, DecodeStep, build_model
+from decoder_models import CONFIGS, DecodeStep, build_model
 
 
 @torch.no_grad()

@@ -727,21 +727,12 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     [
         (("step", "--device", "tpu"), "--device 'tpu': expected cpu, cuda or cuda:N"),
         (("step", "--device", "cuda:99"), "--device 'cuda:99': torch sees"),
-        (("load", "--device", "cuda:99"), "--device 'cuda:99': torch sees"),
-        (("load", "--plain-blocks", "0.5"), "--plain-blocks '0.5': expected sizes in MiB, each at least 1"),
-        (("plan", "--rows", "1,0"), "--rows '1,0': expected numbers of rows, each at least 1"),
-        (("plan", "--shares", "half"), "--shares 'half': expected numbers above 0"),
-        (("plan", "--shares", "0"), "--shares '0': expected numbers above 0"),
         (("step", "--device", ""), "--device '': expected cpu, cuda or cuda:N"),
         *(
             (("step", "--device", "cpu", flag, value), f"{flag} has no effect with --device cpu, whose step is always")
-            for flag, value in (("--rows", "77"), ("--variants", "zzz"), ("--layers", "36"), ("--model", "foo"))
+            for flag, value in (("--rows", "77"), ("--variants", "zzz"), ("--layers", "36"))
         ),
-        *(
-            ((verb, "--out", "/nonexistent/o.jsonl"), "--out '/nonexistent/o.jsonl': expected a file name in a folder")
-            for verb in ("step", "plan", "load")
-        ),
-        (("load", "--folder", "/nonexistent/x"), "--folder '/nonexistent/x': expected a folder, found no such folder"),
+        (("step", "--out", "/nonexistent/o.jsonl"), "--out '/nonexistent/o.jsonl': expected a file name in a folder"),
     ],
 )
 def test_benchmarks_refuse_before_they_begin(args: tuple[str, ...], message: str) -> None:

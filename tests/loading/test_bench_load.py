@@ -1,18 +1,26 @@
-"""The promise: ``bench load`` compares ways of loading with plain reads of the same files, and says how they read."""
+"""The promise: benchmarks compare loading with plain reads of the same files, and refuse wrong arguments first."""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from penstock.bench.load import summary
-from penstock.bench.plain import forget, read_plainly, touch_fresh
-from penstock.cli import app
+from load_checkpoint import summary
+from plain_reads import forget, read_plainly, touch_fresh
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def script(name: str, *args: object) -> subprocess.CompletedProcess[str]:
+    """One of the benchmarks, in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, BENCHMARKS / f"{name}.py", *map(str, args)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -51,12 +59,11 @@ def test_the_summary_compares_with_the_faster_plain_read() -> None:
     assert lines[3].endswith("2.00 s")
 
 
-def test_rows_tell_how_the_files_were_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+def test_rows_tell_how_the_files_were_read(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    command = ["bench", "load", "--device", "cpu", "--layers", "2", "--ways", "penstock,penstock-buffered"]
-    done = CliRunner().invoke(app, [*command, "--files", "cached", "--folder", str(tmp_path), "--out", str(out)])
-    assert done.exit_code == 0, done.output
+    args = ("--device", "cpu", "--layers", 2, "--ways", "penstock,penstock-buffered", "--files", "cached")
+    done = script("load_checkpoint", *args, "--folder", tmp_path, "--out", out)
+    assert done.returncode == 0, done.stderr
     rows = {row["case"]: row for row in map(json.loads, out.read_text().splitlines())}
     assert rows.keys() == {"plain read", "penstock", "penstock-buffered"}
     auto, buffered = rows["penstock"]["reads_bytes"], rows["penstock-buffered"]["reads_bytes"]
@@ -64,12 +71,27 @@ def test_rows_tell_how_the_files_were_read(tmp_path: Path, monkeypatch: pytest.M
     assert total > 100_000_000
     assert (buffered["direct"], buffered["cached"]) == (0, 0)
     assert auto["direct"] + auto["cached"] + auto["buffered"] == total
-    assert rows["penstock-buffered"]["reads"] in done.output
+    assert rows["penstock-buffered"]["reads"] in done.stdout
     assert rows["penstock"]["bit_equal"]
+    assert json.loads(done.stdout.splitlines()[-1]) == {"bench": "load", "cases": 3, "not_bit_equal": []}
 
 
-@pytest.mark.parametrize(("option", "value"), [("--ways", "penstok"), ("--files", "warm")])
-def test_unknown_words_are_refused(option: str, value: str) -> None:
-    done = CliRunner().invoke(app, ["bench", "load", "--device", "cpu", option, value])
-    assert done.exit_code == 2
-    assert f"{option}: expected some of" in " ".join(done.stderr.split())
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("load_checkpoint", "--ways", "penstok"), "argument --ways: expected some of penstock, penstock-direct"),
+        (("load_checkpoint", "--files", "warm"), "argument --files: expected some of cached, cold, found 'warm'"),
+        (("load_checkpoint", "--plain-blocks", "0.5"), "--plain-blocks: expected whole numbers, each at least 1"),
+        (("load_checkpoint", "--folder", "/nonexistent/x"), "--folder: expected a folder that can be written to"),
+        (("plan_predictions", "--rows", "1,0"), "argument --rows: expected whole numbers, each at least 1"),
+        (("plan_predictions", "--shares", "half"), "argument --shares: expected numbers above 0"),
+        (("plan_predictions", "--shares", "0"), "argument --shares: expected numbers above 0"),
+        (("plan_predictions", "--out", "/nonexistent/o.jsonl"), "--out: expected a file that can be written, in a"),
+        (("decode_step", "--model", "gpt-2"), "argument --model: invalid choice: 'gpt-2'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_wrong_arguments_are_refused_before_anything_is_measured(args: tuple[str, ...], message: str) -> None:
+    done = script(*args)
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.split())

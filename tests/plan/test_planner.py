@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.bench.moe import DEEPSEEK_V2_LITE, MoeStack
-from penstock.bench.shapes import QWEN3_8B, Stack
+from decoder_models import DEEPSEEK_V2_LITE, MoeStack
+from penstock.bench.reference_step import QWEN3_8B, Stack
 from penstock.config import Budget, Workload
 from penstock.errors import BudgetError, PenstockWarning
 from penstock.model.inventory import Inventory, take_inventory

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from penstock.bench.plan_step import Contest, Planner, build
 from penstock.model.inventory import take_inventory
 from penstock.plan.predict import forecast
 from penstock.transfer.probe import read_probe
+from plan_predictions import Contest, Planner, build
 
 REPORT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "2026-11-21-plan-h200.jsonl"
 PROBE = REPORT.with_name("2026-11-21-plan-h200-probe.json")

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 import penstock
 from models import Stack, all_layers
-from penstock.bench.plan_step import build
 from penstock.cli.probe import _rates as table_of
 from penstock.config import Budget, Workload
 from penstock.errors import PenstockWarning
@@ -31,6 +30,7 @@ from penstock.plan.split import split_rates
 from penstock.plan.striping import CHUNK_BYTES
 from penstock.transfer import peer_rates as measuring
 from penstock.transfer.probe import Probe, read_probe
+from plan_predictions import build
 from ranks import outcomes
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -1,4 +1,4 @@
-"""Interleaved timing: every variant is run in every round, so that a drift of the machine hits all of them."""
+"""The protocol of every benchmark: variants take turns in rounds, so that a drift of the machine hits all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from itertools import pairwise
 
 import torch
 
-__all__ = ["Timing", "interleave", "time_cuda", "time_host"]
+from penstock.memory.pinning import pinned_region
+
+__all__ = ["LinkProbe", "Step", "Timing", "capture", "interleave", "time_cuda", "time_host"]
 
 WARM_UP_S = 0.2
 
@@ -40,10 +42,8 @@ class Timing:
 
 
 def time_cuda(step: Step, repeats: int) -> list[float]:
-    """Device time of each of ``repeats`` runs in ms, by events; 0.2 s of runs before them is not counted.
-
-    A variant that waits for the link cools the device, and what comes after it runs at a higher clock for a while.
-    """
+    """Device time of each of ``repeats`` runs in ms, by events; the runs of the first 0.2 s are not counted."""
+    # A variant that waits for the link cools the device, and the next one runs at a higher clock for a while.
     start = time.perf_counter()
     while time.perf_counter() - start < WARM_UP_S:
         step()
@@ -58,7 +58,7 @@ def time_cuda(step: Step, repeats: int) -> list[float]:
 
 
 def time_host(step: Step, repeats: int) -> list[float]:
-    """Wall time of each of ``repeats`` runs in ms; one run before them is not counted."""
+    """Wall time of each of ``repeats`` runs in ms; the run before them is not counted."""
     step()
     samples = []
     for _ in range(repeats):
@@ -76,3 +76,34 @@ def interleave(steps: Mapping[str, Step], rounds: int, repeats: int, timer: Time
         for name in shuffle.sample(list(steps), len(steps)):
             samples[name] += timer(steps[name], repeats)
     return {name: Timing(tuple(values)) for name, values in samples.items()}
+
+
+def capture(step: Callable[[], torch.Tensor]) -> tuple[Step, torch.Tensor]:
+    """Capture ``step``, which has run before, in one CUDA graph.
+
+    Returns:
+        The replay of the graph, and the tensor that each replay writes.
+    """
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    # Slots have the contents of the last replay, not of the capture: two replays reach the steady state.
+    graph.replay()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph.replay, out
+
+
+class LinkProbe:
+    """One large copy from pinned memory to the device: the rate that the floor is computed with."""
+
+    num_bytes = 1 << 30
+
+    def __init__(self, device: torch.device) -> None:
+        self._host = pinned_region(self.num_bytes)
+        self._slot = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+
+    def copy(self) -> None:
+        """Move 1 GiB."""
+        self._slot.copy_(self._host, non_blocking=True)

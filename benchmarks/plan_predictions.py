@@ -1,4 +1,6 @@
-"""``penstock bench plan``: what the planner predicts against what is measured, and against what users set by hand.
+"""What the planner predicts against measurements on a GPU, and against settings made by hand.
+
+    python benchmarks/plan_predictions.py [--model qwen3-8b] [--rivals 4/1/1,4/1/2] [--rows 1,256] [--out FILE.jsonl]
 
 For each budget (a share of the weights) and each number of rows a plan is made by the rates of this machine, run, and
 compared with its prediction. Each hand-made setting is run beside the plan that penstock makes for the device memory
@@ -16,23 +18,19 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.bench.measure import interleave, time_cuda
-from penstock.bench.moe import DEEPSEEK_V2_LITE, MoeStack
-from penstock.bench.shapes import QWEN3_8B, Stack, fill
+from decoder_models import DEEPSEEK_V2_LITE, MoeStack
+from harness import append, capture, counts, finish, interleave, numbers, parser_of, time_cuda
+from penstock.bench.reference_step import QWEN3_8B, Stack, fill
 from penstock.config import UVA, Budget, Prefetch, Workload
-from penstock.errors import OptionError
 from penstock.model.inventory import Inventory, take_inventory
 from penstock.model.profile_facts import ModelProfile
 from penstock.plan import Plan, build_plan
 from penstock.plan.cost_model import Rates
 from penstock.plan.plan import assemble
 from penstock.plan.predict import forecast
-from penstock.transfer.probe import Probe
-
-__all__ = ["RIVALS", "STACKS", "run"]
+from penstock.transfer.probe import Probe, load, measure, save
 
 STACKS = ("qwen3-8b", "deepseek-v2-lite")
-RIVALS = ("4/1/1", "4/1/2", "2/1/1", "2/1/2", "1/1/2")
 
 # Of one round of variants that live side by side; what does not fit waits for the next round.
 _HOST_BYTES = 88 * 2**30
@@ -75,10 +73,8 @@ def build(name: str) -> tuple[nn.Module, ModelProfile]:
     with torch.device("meta"):
         if name == "qwen3-8b":
             return Stack(QWEN3_8B, torch.bfloat16, "meta"), ModelProfile()
-        if name == "deepseek-v2-lite":
-            traits = ModelProfile(experts_per_token=DEEPSEEK_V2_LITE.experts_per_token)
-            return MoeStack(DEEPSEEK_V2_LITE, torch.bfloat16), traits
-    raise OptionError(f"--model {name!r}: expected one of {', '.join(STACKS)}")
+        traits = ModelProfile(experts_per_token=DEEPSEEK_V2_LITE.experts_per_token)
+        return MoeStack(DEEPSEEK_V2_LITE, torch.bfloat16), traits
 
 
 class Planner:
@@ -182,13 +178,7 @@ def _prepare(running: _Running, x: torch.Tensor) -> None:
     torch.cuda.synchronize()
     running.peak_bytes[rows] = running.own_bytes + torch.cuda.max_memory_allocated() - before
     del out
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = running.model(x)
-    graph.replay()
-    torch.cuda.synchronize()
-    running.outputs[rows] = out
-    running.steps[rows] = graph.replay
+    running.steps[rows], running.outputs[rows] = capture(lambda: running.model(x))
 
 
 def run(
@@ -203,7 +193,7 @@ def run(
     """Yield one result per contest, plan and number of rows."""
     rates = probe.gpu_rates()
     if rates is None:
-        raise OptionError("penstock bench plan needs a CUDA device; there is none here")
+        raise SystemExit("this benchmark needs a CUDA device; there is none here")
     device = torch.device("cuda", torch.cuda.current_device())
     with torch.no_grad():
         model, traits = build(stack)
@@ -262,3 +252,40 @@ def _measure(
             }
         for variant in taking_part:
             del variant.steps[count], variant.outputs[count]
+
+
+def describe(row: dict[str, Any]) -> str:
+    """One line about one result."""
+    over_mib = (row["peak_device_bytes"] - row["planned_device_bytes"]) / 2**20
+    return (
+        f"{row['contest']:>6} {row['case']:<32} {row['rows']:>5} rows  predicted {row['predicted_ms']:9.2f}  "
+        f"measured {row['ms']:9.2f} ms  error {row['error']:+7.1%}  memory {over_mib:+6.0f} MiB  "
+        f"{'same bits' if row['bit_equal'] else 'OTHER BITS'}"
+    )
+
+
+def main() -> None:
+    parser = parser_of(__doc__, rounds=3, repeats=3)
+    parser.add_argument("--model", choices=STACKS, default=STACKS[0], help="a stack of that shape")
+    parser.add_argument(
+        "--shares", type=numbers, default=[0.1, 0.25, 0.5, 0.75], help="budgets as shares of the weights"
+    )
+    parser.add_argument("--rivals", default="", help="group rules to compare with, GROUP/NUMBER/STEP,...")
+    parser.add_argument("--rows", type=counts, default=[1, 16, 256, 2048], help="rows per step")
+    given = parser.parse_args()
+    probe = load()
+    if probe is None:
+        probe = measure()
+        save(probe)
+    rivals = [rival for rival in given.rivals.split(",") if rival]
+    results = []
+    for row in run(given.model, given.shares, rivals, given.rows, given.rounds, given.repeats, probe):
+        results.append(row)
+        print(describe(row), flush=True)
+        append(row, given.out)
+    errors = sorted(abs(row["error"]) for row in results)
+    finish("plan", results, median_error=errors[len(errors) // 2], worst_error=errors[-1])
+
+
+if __name__ == "__main__":
+    main()

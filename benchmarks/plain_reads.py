@@ -1,6 +1,6 @@
-"""What a disk, or the page cache, can give: files read front to back by one thread per core, into memory there already.
+"""The limit of a disk, or of the page cache: one thread per core reads files front to back, into touched memory.
 
-None of penstock's own reading is used, so that it can be measured against this.
+penstock's own reading is not used, so that it can be compared with this.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import torch
 
 from penstock.memory.pages import map_pages, populate_parallel
 from penstock.memory.system import num_cores
-
-__all__ = ["forget", "read_plainly", "touch_fresh"]
 
 
 def forget(files: Sequence[Path]) -> None:
@@ -64,9 +62,9 @@ def read_plainly(files: Sequence[Path], direct: bool, block_bytes: int) -> float
 
 
 def touch_fresh(num_bytes: int) -> float:
-    """Seconds until ``num_bytes`` of memory that nobody had yet are there, touched by one thread per core.
+    """Seconds until one thread per core has touched ``num_bytes`` of memory for the first time.
 
-    What a load brings into memory of its own waits for this too, and a virtual machine may have to ask its host for it.
+    A load into new memory waits for this too, and a virtual machine may have to ask its host for the pages.
     """
     memory = torch.frombuffer(map_pages(num_bytes), dtype=torch.uint8)
     begin = time.perf_counter()

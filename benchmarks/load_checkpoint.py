@@ -1,17 +1,19 @@
-"""``penstock bench load``: from a checkpoint on disk to the first step, half of the layers' bytes offloaded.
+"""From a checkpoint on disk to the first step, half of the layers' bytes offloaded.
+
+    python benchmarks/load_checkpoint.py [--layers 16] [--ways penstock,pin_memory] [--files cold] [--out FILE.jsonl]
 
 Each way of loading runs in a process of its own, imports, the CUDA context and the loading of kernels not counted, with
-the files in the page cache and without:
+the files in the page cache and without. The ways:
 
-* ``penstock``: :func:`penstock.adapters.transformers.load` with a budget, reading as it finds best; ``penstock-direct``
-  and ``penstock-buffered``: past the page cache, and through it; ``penstock-disk``: what is offloaded stays in the
-  files, and every step reads it from there;
-* ``pin_memory``: ``from_pretrained`` on the CPU, then torch's ``pin_memory()`` for what is offloaded and
-  ``.to(device)`` for the rest; layers copy their weights to the device before they run;
+* ``penstock``: :func:`penstock.adapters.transformers.load` with a budget, reads as it chooses; ``penstock-direct``
+  and ``penstock-buffered``: past the page cache, and through it; ``penstock-disk``: offloaded weights stay in the
+  files, and every step reads them there;
+* ``pin_memory``: ``from_pretrained`` on the CPU, then torch's ``pin_memory()`` for offloaded layers and
+  ``.to(device)`` for the rest; offloaded layers copy their weights to the device before they run;
 * ``accelerate``: ``load_checkpoint_and_dispatch`` with every other layer on the CPU.
 
-``plain read`` is the same files read by as many threads into memory that is there already: what the disk, or the page
-cache, can give. ``fresh memory`` is half as much memory touched for the first time, with nothing read. A virtual disk
+``plain read`` reads the same files with as many threads into memory that is touched already: the limit of the disk, or
+of the page cache. ``fresh memory`` touches half as much memory for the first time, and reads nothing. A virtual disk
 changes from minute to minute, so all of them take turns, in another order in each repeat. All ways have to give the
 same logits.
 """
@@ -34,14 +36,13 @@ from typing import Any
 
 import torch
 
-from penstock.bench.decoder import CONFIGS, build_model
-from penstock.bench.plain import forget, read_plainly, touch_fresh
+from decoder_models import CONFIGS, build_model
+from harness import append, counts, finish, parser_of, words_of, writable_folder
 from penstock.config import Mode
 from penstock.memory.page_cache import teller_for
 from penstock.memory.system import PeakMeter, rss_bytes
 from penstock.stores.file_reader import DiskOptions
-
-__all__ = ["WAYS", "run", "run_child", "summary"]
+from plain_reads import forget, read_plainly, touch_fresh
 
 _PENSTOCK: dict[str, tuple[Mode, DiskOptions | None]] = {
     "penstock": ("cpu", None),
@@ -145,7 +146,7 @@ def _fresh(num_bytes: int) -> dict[str, Any]:
 
 
 def _in_child(way: str, folder: str, device: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "penstock.bench.load", way, folder, device]
+    command = [sys.executable, __file__, "--child", way, folder, device]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{way} failed:\n{done.stderr[-4000:]}")
@@ -274,5 +275,45 @@ def _layers_bytes(folder: str) -> int:
     return sum(tensor.num_bytes for name, tensor in Checkpoint.open(folder).tensors.items() if ".layers." in name)
 
 
+def describe(row: dict[str, Any]) -> str:
+    """One line about one result."""
+    rate = f"{row['gb_per_s']:6.2f} GB/s" if "gb_per_s" in row else ""
+    step = f"first step after {row['first_step_s']:6.2f} s" if "first_step_s" in row else ""
+    beyond = (row["rss_growth_bytes"] - row["offloaded_bytes"]) / 2**20 if "offloaded_bytes" in row else None
+    memory = "" if beyond is None else f"resident memory - offloaded bytes {beyond:+8.0f} MiB"
+    where = "cold" if row["cold"] else "cached"
+    return f"{where:<7} {row['case']:<25} {row['load_s']:7.2f} s  {rate:<12}  {step}  {memory}  {row.get('reads', '')}"
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        print(json.dumps(run_child(*sys.argv[2:])))
+        return
+    parser = parser_of(__doc__, repeats=1)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--layers", type=int, default=16, help="layers of Qwen3-8B's shape in the checkpoint")
+    parser.add_argument("--ways", type=words_of(WAYS), default=list(WAYS), help=f"of {', '.join(WAYS)}")
+    parser.add_argument("--plain-blocks", type=counts, default=[8], help="requests of the plain direct reads, in MiB")
+    parser.add_argument("--files", type=words_of(("cached", "cold")), default=["cached", "cold"])
+    parser.add_argument("--folder", type=writable_folder, help="where the checkpoint is written (default: temporary)")
+    given = parser.parse_args()
+    states = [word == "cold" for word in given.files]
+    rows = []
+    for row in run(
+        given.folder,
+        given.layers,
+        given.ways,
+        given.device,
+        repeats=given.repeats,
+        block_mib=given.plain_blocks,
+        states=states,
+    ):
+        rows.append(row)
+        print(describe(row), flush=True)
+        append(row, given.out)
+    print("\n".join(["", *summary(rows)]))
+    finish("load", rows)
+
+
 if __name__ == "__main__":
-    print(json.dumps(run_child(sys.argv[1], sys.argv[2], sys.argv[3])))
+    main()

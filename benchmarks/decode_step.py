@@ -1,4 +1,6 @@
-"""``penstock bench step --model``: a decode step of a real ``transformers`` model on a GPU, against the floor.
+"""A decode step of a real ``transformers`` model on a GPU, offloaded in several ways, against the floor.
+
+    python benchmarks/decode_step.py --model qwen3-8b --rows 1,16 --variants resident+graph,even:0.25,accelerate
 
 Every variant holds its own copy of the weights and its own cache; a step is the same token at the same position again
 and again. All of them use the plain (math) attention: with the fused kernels the *resident* model does not repeat its
@@ -16,19 +18,16 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import penstock
-from penstock.bench.cuda_step import LinkProbe, parse_variant
-from penstock.bench.decoder import CONFIGS, DecodeStep, build_model, own_routing, routers, routing, spread_routing
-from penstock.bench.fresh import FreshOnload
-from penstock.bench.measure import Timing, interleave, time_cuda
+from decoder_models import CONFIGS, DecodeStep, build_model, own_routing, routers, routing, spread_routing
+from harness import LinkProbe, Timing, append, capture, counts, finish, interleave, parser_of, print_step, time_cuda
+from penstock.bench.reference_step import parse_policy
 from penstock.config import UVA, Budget, Policy, Prefetch
-from penstock.errors import OptionError
 from penstock.memory.pinning import device_view, pinned_region
 from penstock.model.inventory import Inventory, take_inventory
 from penstock.plan import Plan
 from penstock.plan.plan import assemble
 from penstock.testing import boundaries
-
-__all__ = ["run"]
+from step_ablation import FreshOnload
 
 _GATHER_ROWS = 64
 
@@ -73,12 +72,7 @@ class _Variant:
         if not self.graph:
             return step, out.clone()
         step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = step()
-        graph.replay()
-        return graph.replay, out
+        return capture(step)
 
 
 def _offload(model: Any, kind: str, fresh: bool, device: torch.device) -> Any:
@@ -103,8 +97,7 @@ def _policy(model: Any, text: str) -> Policy:
     """The policy of a variant, confined to the layers; shares are of the layers' bytes."""
     storages = take_inventory(model).storages
     layer_bytes = sum(s.num_bytes for s in storages if ".layers." in s.name)
-    policy = parse_variant(text, layer_bytes, layer_bytes // model.config.num_hidden_layers).policy
-    assert isinstance(policy, Budget | Prefetch | UVA)
+    policy = parse_policy(text, layer_bytes, layer_bytes // model.config.num_hidden_layers)
     if isinstance(policy, Budget):
         outside = sum(s.num_bytes for s in storages) - layer_bytes
         return Budget(policy.num_bytes + outside, ["layers"])
@@ -159,8 +152,6 @@ def run(
     model_name: str, variants: Sequence[str], batches: Sequence[int], rounds: int, repeats: int
 ) -> Iterator[dict[str, Any]]:
     """Yield one result per variant and batch size."""
-    if model_name not in CONFIGS:
-        raise OptionError(f"--model {model_name!r}: expected one of {', '.join(CONFIGS)}")
     device = torch.device("cuda", torch.cuda.current_device())
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         models = [_Variant(model_name, text, device) for text in ["resident", *variants]]
@@ -232,3 +223,26 @@ class _GatherProbe:
     def copy(self) -> None:
         """Gather them."""
         self._rows[self._chosen]
+
+
+def main() -> None:
+    parser = parser_of(__doc__, rounds=5, repeats=8)
+    parser.add_argument("--model", choices=CONFIGS, required=True)
+    parser.add_argument("--rows", type=counts, default=[1, 16], help="sequences that decode together")
+    parser.add_argument(
+        "--variants",
+        default="even:0.25,group:4/1/2,group:1/1/2",
+        help="even:F, memory:F, group:A/B/C, each with +graph, +compile or +fresh; still:F, accelerate, diffusers, "
+        "experts, unselected, resident",
+    )
+    given = parser.parse_args()
+    results = []
+    for row in run(given.model, given.variants.split(","), given.rows, given.rounds, given.repeats):
+        results.append(row)
+        print_step(row)
+        append(row, given.out)
+    finish("decode step", results)
+
+
+if __name__ == "__main__":
+    main()

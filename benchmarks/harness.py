@@ -1,0 +1,123 @@
+"""What every script here shares: the protocol of :mod:`penstock.bench.measure`, types of arguments, rows, the end.
+
+A script prints the floor, the median, the spread and the share of the floor, checks the values it times, appends one
+JSON object per result to ``--out``, and ends with one line of JSON and exit code 1 if bits differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.bench.measure import LinkProbe, Timing, capture, interleave, time_cuda, time_host
+
+__all__ = [
+    "LinkProbe",
+    "Timing",
+    "append",
+    "capture",
+    "counts",
+    "finish",
+    "interleave",
+    "numbers",
+    "parser_of",
+    "print_step",
+    "time_cuda",
+    "time_host",
+    "words_of",
+    "writable_file",
+    "writable_folder",
+]
+
+
+def parser_of(
+    description: str | None, *, rounds: int | None = None, repeats: int | None = None
+) -> argparse.ArgumentParser:
+    """A parser with ``--out``, and with ``--rounds`` and ``--repeats`` where they have a default."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds, help="rounds in which all variants take turns")
+    if repeats is not None:
+        parser.add_argument("--repeats", type=int, default=repeats, help="of each variant, per round if there are any")
+    parser.add_argument("--out", type=writable_file, help="append results here, one JSON object per line")
+    return parser
+
+
+def counts(text: str) -> list[int]:
+    """Whole numbers from 1 on, separated by commas."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"expected whole numbers, each at least 1, such as 1,16,256, found {text!r}")
+    return [int(part) for part in parts]
+
+
+def numbers(text: str) -> list[float]:
+    """Numbers above zero, separated by commas; an empty text is none."""
+    try:
+        found = [float(part) for part in text.split(",") if part]
+    except ValueError:
+        found = [0.0]
+    if min(found, default=1.0) <= 0:
+        raise argparse.ArgumentTypeError(f"expected numbers above 0, separated by commas, found {text!r}")
+    return found
+
+
+def words_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Some of ``known``, separated by commas."""
+
+    def parse(text: str) -> list[str]:
+        found = [word for word in text.split(",") if word]
+        if unknown := [word for word in found if word not in known]:
+            raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, found {unknown[0]!r}")
+        return found
+
+    return parse
+
+
+def writable_file(text: str) -> Path:
+    """A file that can be written, found out before hours of work go into it."""
+    path = Path(text)
+    if not path.parent.is_dir() or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(
+            f"expected a file that can be written, in a folder that exists, found {text!r}"
+        )
+    return path
+
+
+def writable_folder(text: str) -> Path:
+    """A folder that files can be made in."""
+    if not Path(text).is_dir() or not os.access(text, os.W_OK):
+        raise argparse.ArgumentTypeError(f"expected a folder that can be written to, found {text!r}")
+    return Path(text)
+
+
+def append(row: Mapping[str, Any], out: Path | None) -> None:
+    """Keep one result."""
+    if out is not None:
+        with out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def print_step(row: Mapping[str, Any]) -> None:
+    """One line about a step."""
+    print(
+        f"{row['case']:<28} {row['rows']:>5} rows  floor {row['floor_ms']:9.2f}  median {row['ms']:9.2f} ms "
+        f"(spread {row['spread_ms']:.2f}, {row['ms'] / row['floor_ms']:.3f} x floor)  "
+        f"resident {row['resident_ms']:9.2f}  {row['bytes_moved'] / 1e9:.2f} GB at {row['link_gb_per_s']:.1f} GB/s  "
+        f"peak - plan {(row['peak_device_bytes'] - row['planned_device_bytes']) / 2**20:+.0f} MiB  "
+        f"{'same bits' if row['bit_equal'] else 'OTHER BITS'}",
+        flush=True,
+    )
+
+
+def finish(name: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> None:
+    """Print the last line of JSON; exit code 1 if the bits of a result differ."""
+    broken = [f"{row['case']} rows {row.get('rows', '')}" for row in rows if not row.get("bit_equal", True)]
+    print(json.dumps({"bench": name, "cases": len(rows), "not_bit_equal": broken, **more}))
+    if broken:
+        sys.exit(1)

@@ -1,0 +1,376 @@
+"""``penstock bench step``: one step of a reference stack, offloaded in several ways, against the floor.
+
+The stack has the layers of a decoder of a published shape, seeded random weights, and no attention state. A step reads
+every weight that a decode step of the real model reads, in the same order and sizes, and needs neither a tokenizer nor
+a KV cache, so that the measurement is of the offloading. Every variant has to give the bits of the resident stack.
+
+    floor on a GPU = max(resident step, bytes moved / host-to-device rate)
+    floor on a CPU = max(resident step, time to read the bytes, (CPU s of compute + CPU s of reading) / cores)
+
+The third term of the CPU is there because reading is work too: copies out of the page cache take the cores that compute
+wants. All terms are measured in the run: the CPU reads with the store and link of the offload, and computes nothing.
+``accelerate.disk_offload`` of the same stack takes its turn with the others.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import nn
+
+import penstock
+from penstock.bench.measure import LinkProbe, Step, capture, interleave, time_cuda, time_host
+from penstock.checkpoint.safetensors_header import Checkpoint
+from penstock.checkpoint.weight_map import WeightMap
+from penstock.config import Budget, Policy, Prefetch
+from penstock.errors import OptionError
+from penstock.memory.system import PeakMeter
+from penstock.model.inventory import take_inventory
+from penstock.plan import Plan, build_plan
+from penstock.stores.disk import DiskOptions, DiskStore
+from penstock.transfer.cpu_threads import ThreadLink
+
+__all__ = ["QWEN3_8B", "DecoderShape", "Stack", "Variant", "build_stack", "fill", "parse_policy", "run_cpu", "run_cuda"]
+
+Model = TypeVar("Model", bound=nn.Module)
+# A variant's own way to offload the stack; returns what has the plan.
+Offload = Callable[["Stack", Policy, torch.device], Any]
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """Sizes of a dense decoder layer with grouped-query attention and a gated MLP, in elements.
+
+    Attributes:
+        hidden, intermediate: widths of the residual stream and of the MLP.
+        query, key_value: widths of the query and of each of the key and value projections.
+    """
+
+    name: str
+    num_layers: int
+    hidden: int
+    intermediate: int
+    query: int
+    key_value: int
+
+
+# Qwen3-8B: config.json of the published checkpoint (32 query and 8 key-value heads of 128).
+QWEN3_8B = DecoderShape("qwen3-8b", 36, 4096, 12288, 4096, 1024)
+
+
+class Layer(nn.Module):
+    """The projections of one decoder layer; attention is replaced by an elementwise mix of the same widths."""
+
+    def __init__(self, shape: DecoderShape, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+
+        def linear(inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=False, dtype=dtype, device=device)
+
+        self.input_norm = nn.RMSNorm(shape.hidden, eps=1e-6, dtype=dtype, device=device)
+        self.q_proj = linear(shape.hidden, shape.query)
+        self.k_proj = linear(shape.hidden, shape.key_value)
+        self.v_proj = linear(shape.hidden, shape.key_value)
+        self.o_proj = linear(shape.query, shape.hidden)
+        self.post_norm = nn.RMSNorm(shape.hidden, eps=1e-6, dtype=dtype, device=device)
+        self.gate_proj = linear(shape.hidden, shape.intermediate)
+        self.up_proj = linear(shape.hidden, shape.intermediate)
+        self.down_proj = linear(shape.intermediate, shape.hidden)
+        self._repeat = shape.query // shape.key_value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``: [rows, hidden]."""
+        h = self.input_norm(x)
+        x = x + self.o_proj(self.q_proj(h) + (self.k_proj(h) * self.v_proj(h)).repeat(1, self._repeat))
+        h = self.post_norm(x)
+        return x + self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h))  # type: ignore[no-any-return]
+
+
+class Stack(nn.Module):
+    """``num_layers`` layers, nothing else."""
+
+    def __init__(self, shape: DecoderShape, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(shape, dtype, device) for _ in range(shape.num_layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``: [rows, hidden] -> the same."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def build_stack(
+    shape: DecoderShape, dtype: torch.dtype, rest: torch.device | str, generate_on: torch.device | str, seed: int = 0
+) -> Stack:
+    """A stack whose weights are on ``rest``; random numbers are drawn on ``generate_on``."""
+    return fill(Stack(shape, dtype, "meta"), rest, generate_on, seed)
+
+
+def fill(model: Model, rest: torch.device | str, generate_on: torch.device | str, seed: int = 0) -> Model:
+    """Give ``model``, which is on ``meta``, seeded weights on ``rest``.
+
+    Random numbers are drawn on ``generate_on``, parameter by parameter, so that a model that is too large for the
+    device is filled at the device's speed. The scale keeps activations finite through any number of layers.
+    """
+    model.eval().requires_grad_(False)
+    generator = torch.Generator(device=generate_on).manual_seed(seed)
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                value = torch.empty(parameter.shape, dtype=parameter.dtype, device=generate_on)
+                value.fill_(1.0) if value.dim() == 1 else value.normal_(0.0, 0.02, generator=generator)
+                setattr(module, name, nn.Parameter(value.to(rest), requires_grad=False))
+    return model
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+
+def parse_policy(text: str, weight_bytes: int, layer_bytes: int) -> Policy:
+    """The policy of ``even:0.25``, ``memory:0.8`` or ``group:4/1/2``; what follows a ``+`` is not looked at.
+
+    ``even:F`` offloads at least the share F of the weights, spread over all layers; ``memory:F`` allows the share F of
+    the weights as device memory, slots included; ``group:A/B/C`` is the group rule.
+    """
+    kind, _, value = text.partition("+")[0].partition(":")
+    if kind == "group":
+        size, number, step = (int(part) for part in value.split("/"))
+        return Prefetch(size, number, step)
+    if kind == "even":
+        # Two slots of this share of a layer come on top of what stays.
+        return Budget(int(weight_bytes * (1 - float(value)) + 2.1 * float(value) * layer_bytes))
+    if kind == "memory":
+        return Budget(int(weight_bytes * float(value)))
+    raise OptionError(f"variant {text!r}: expected even:F, memory:F or group:A/B/C")
+
+
+def _offload(stack: Stack, policy: Policy, device: torch.device) -> penstock.Handle:
+    return penstock.offload(stack, build_plan(take_inventory(stack), policy), device=device)
+
+
+class Variant:
+    """A stack under one policy (``None``: resident); ``+eager`` in its name runs it without a CUDA graph."""
+
+    def __init__(
+        self, name: str, shape: DecoderShape, policy: Policy | None, device: torch.device, offload: Offload = _offload
+    ) -> None:
+        self.name = name
+        torch.cuda.synchronize()
+        base_bytes = torch.cuda.memory_allocated(device)
+        self.stack = build_stack(shape, torch.bfloat16, device if policy is None else "cpu", device)
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        self.handle = None if policy is None else offload(self.stack, policy, device)
+        self.plan: Plan | None = self.handle.plan if self.handle is not None else None
+        # Measured for the weights here; activations are added per number of rows.
+        self._own_bytes = torch.cuda.memory_allocated(device) - base_bytes
+        self._load_peak_bytes = torch.cuda.max_memory_allocated(device) - base_bytes
+
+    def prepare(self, x: torch.Tensor) -> None:
+        """Warm up, measure memory, and capture the step for the rows of ``x``."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before_bytes = torch.cuda.memory_allocated()
+        for _ in range(2):
+            out = self.stack(x)
+        torch.cuda.synchronize()
+        self.activation_bytes = torch.cuda.max_memory_allocated() - before_bytes
+        self.peak_bytes = max(self._load_peak_bytes, self._own_bytes + self.activation_bytes)
+        self.step: Step = partial(self.stack, x)
+        self.output = out.clone()
+        if "+eager" not in self.name:
+            del out
+            self.step, self.output = capture(partial(self.stack, x))
+
+
+def run_cuda(
+    shape: DecoderShape, variants: Sequence[str], rows: Sequence[int], rounds: int, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """Yield one result per variant and number of rows, rows ascending as given; all variants live side by side."""
+    for text in variants:
+        if unknown := set(text.split("+")[1:]) - {"eager"}:
+            raise OptionError(f"variant {text!r}: unknown option {', '.join(sorted(unknown))}; the only one is +eager")
+    device = torch.device("cuda", torch.cuda.current_device())
+    with torch.no_grad():
+        weight_bytes = take_inventory(Stack(shape, torch.bfloat16, "meta")).num_bytes
+        layer_bytes = weight_bytes // shape.num_layers
+        policies = {text: parse_policy(text, weight_bytes, layer_bytes) for text in variants}
+        models = [Variant(text, shape, policy, device) for text, policy in [("resident", None), *policies.items()]]
+        yield from measure_cuda(models, shape, rows, rounds, repeats)
+
+
+def measure_cuda(
+    models: Sequence[Variant], shape: DecoderShape, rows: Sequence[int], rounds: int, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """Time ``models``, the first of which is the resident one, interleaved with the link alone."""
+    device = next(models[0].stack.parameters()).device
+    probe, resident, weight_bytes = LinkProbe(device), models[0], take_inventory(models[0].stack).num_bytes
+    for count in rows:
+        generator = torch.Generator(device=device).manual_seed(count)
+        x = torch.randn(count, shape.hidden, device=device, generator=generator).to(torch.bfloat16)
+        for model in models:
+            model.prepare(x)
+        timings = interleave({**{m.name: m.step for m in models}, "link": probe.copy}, rounds, repeats, time_cuda)
+        link_bytes_per_s = probe.num_bytes / (timings["link"].ms / 1e3)
+        for model in models:
+            model.step()  # after the timing: bytes that the interleaving damaged in a slot show here
+            torch.cuda.synchronize()
+            plan, timing = model.plan, timings[model.name]
+            moved_bytes = plan.moved_bytes if plan else 0
+            floor_ms = max(timings["resident"].ms, moved_bytes / link_bytes_per_s * 1e3)
+            yield {
+                "case": model.name,
+                "rows": count,
+                "ms": timing.ms,
+                "spread_ms": timing.spread_ms,
+                "floor_ms": floor_ms,
+                "share_of_floor": timing.ms / floor_ms,
+                "resident_ms": timings["resident"].ms,
+                "bytes_moved": moved_bytes,
+                "link_gb_per_s": link_bytes_per_s / 1e9,
+                "peak_device_bytes": model.peak_bytes,
+                "planned_device_bytes": (plan.device_bytes if plan else weight_bytes) + resident.activation_bytes,
+                "bit_equal": bool(torch.equal(model.output, resident.output)),
+                "num_units": len(plan.units) if plan else 0,
+                "num_slots": plan.num_slots if plan else 0,
+            }
+
+
+# -- on a CPU, from files ----------------------------------------------------------------------------------------------
+
+CPU_SHAPE = DecoderShape("cpu-reference", 8, 1536, 4096, 1536, 512)
+CPU_POLICY = Prefetch(1, 1, 2, mode="disk")
+CPU_ROWS = (1, 256)  # bound by reading, and by compute
+
+
+def run_cpu(rounds: int, repeats: int) -> Iterator[dict[str, Any]]:
+    """Yield one result per case: each number of rows, with the files in the page cache and past it."""
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder, torch.inference_mode(False), torch.no_grad():
+        resident = build_stack(CPU_SHAPE, torch.float32, "cpu", "cpu")
+        save_file(dict(resident.state_dict()), str(Path(folder) / "model.safetensors"))
+        accelerated = _accelerate(folder)
+        for disk in (DiskOptions(), DiskOptions(direct=True)):
+            for rows in CPU_ROWS:
+                others: dict[str, nn.Module] = {"resident": resident}
+                if accelerated is not None and not disk.direct:
+                    others["accelerate"] = accelerated
+                yield from _measure_cpu(others, folder, disk, rows, rounds, repeats)
+
+
+def _accelerate(folder: str) -> nn.Module | None:
+    try:
+        from accelerate import disk_offload
+    except ImportError:
+        return None
+    model = build_stack(CPU_SHAPE, torch.float32, "cpu", "cpu")
+    offload_dir = Path(folder) / "accelerate"
+    offload_dir.mkdir()
+    return disk_offload(model, str(offload_dir), execution_device=torch.device("cpu"))  # type: ignore[no-any-return]
+
+
+def _measure_cpu(
+    others: dict[str, nn.Module], folder: str, disk: DiskOptions, rows: int, rounds: int, repeats: int
+) -> Iterator[dict[str, Any]]:
+    x = torch.randn(rows, CPU_SHAPE.hidden, generator=torch.Generator().manual_seed(rows))
+    streamed = Stack(CPU_SHAPE, torch.float32, "meta").eval().requires_grad_(False)
+    expected = others["resident"](x)
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        growth_bytes = pool.submit(_stream_alone, folder, disk, rows).result()
+    with penstock.offload(streamed, CPU_POLICY, checkpoint=folder, disk=disk) as handle:
+        plan, reader = handle.plan, _Reader(handle.plan, folder, disk)
+        models = {**others, "penstock": streamed}
+        equal = {name: all(torch.equal(model(x), expected) for _ in range(3)) for name, model in models.items()}
+        steps = {name: _Metered(partial(model, x)) for name, model in models.items()}
+        steps["read"] = _Metered(reader.step)
+        timings = interleave(steps, rounds, repeats, time_host)
+        equal["penstock"] &= torch.equal(streamed(x), expected)
+        reader.link.close()
+    cores = len(os.sched_getaffinity(0))
+    cpu_ms = {name: statistics.median(steps[name].cpu_ms) for name in ("resident", "read")}
+    common = {
+        "rows": rows,
+        "floor_ms": max(timings["resident"].ms, timings["read"].ms, sum(cpu_ms.values()) / cores),
+        "resident_ms": timings["resident"].ms,
+        "read_ms": timings["read"].ms,
+        "cpu_ms": cpu_ms,
+        "cores": cores,
+        "bytes_moved": plan.moved_bytes,
+        "link_gb_per_s": plan.moved_bytes / timings["read"].ms / 1e6,
+        "planned_device_bytes": plan.device_bytes,
+    }
+    for name in [name for name in ("penstock", "accelerate") if name in models]:
+        yield {
+            "case": f"{name}, {'direct' if disk.direct else 'page cache'}",
+            "ms": timings[name].ms,
+            "spread_ms": timings[name].spread_ms,
+            "bit_equal": equal[name],
+            **common,
+            "peak_device_bytes": growth_bytes if name == "penstock" else plan.device_bytes,
+        }
+
+
+def _stream_alone(folder: str, disk: DiskOptions, rows: int) -> int:
+    """In a process that does nothing else: how much its peak resident memory grows by three steps, in bytes."""
+    with torch.no_grad():
+        tiny = build_stack(DecoderShape("tiny", 1, 64, 64, 64, 64), torch.float32, "cpu", "cpu")
+        tiny(torch.randn(rows, 64))  # buffers of the kernels are not counted
+        x = torch.randn(rows, CPU_SHAPE.hidden)
+        streamed = Stack(CPU_SHAPE, torch.float32, "meta").eval().requires_grad_(False)
+        build_plan(take_inventory(streamed), CPU_POLICY)
+        meter = PeakMeter()
+        with penstock.offload(streamed, CPU_POLICY, checkpoint=folder, disk=disk):
+            for _ in range(3):
+                streamed(x)
+            return meter.growth_bytes()
+
+
+class _Reader:
+    """Reads all units of a plan in order through the slots, with no compute in between."""
+
+    def __init__(self, plan: Plan, folder: str, disk: DiskOptions) -> None:
+        weights = WeightMap.identity(Checkpoint.open(folder))
+        inventory = take_inventory(Stack(CPU_SHAPE, torch.float32, "meta"))
+        names = {entry.storage for unit in plan.units for entry in unit.entries}
+        self.link, self._units = ThreadLink(), plan.units
+        store = DiskStore({name: weights.source(inventory.by_name[name]) for name in names}, disk)
+        self._loads = [store.load(unit) for unit in plan.units]
+        self._slots = [self.link.allocate(num_bytes) for num_bytes in plan.slot_bytes]
+
+    def step(self) -> None:
+        """Read every unit once; as many copies are under way as there are slots."""
+        pending: list[Any] = [None] * len(self._slots)
+        for unit, load in zip(self._units, self._loads, strict=True):
+            if pending[unit.slot] is not None:
+                self.link.wait(pending[unit.slot])
+            pending[unit.slot] = self.link.copy(load, self._slots[unit.slot], ())
+        for transfer in pending:
+            self.link.wait(transfer)
+
+
+class _Metered:
+    """A step that notes the CPU time of all threads at each run, under the load of that moment."""
+
+    def __init__(self, step: Callable[[], object]) -> None:
+        self._step = step
+        self.cpu_ms: list[float] = []
+
+    def __call__(self) -> None:
+        before = time.process_time()
+        self._step()
+        self.cpu_ms.append((time.process_time() - before) * 1e3)
