@@ -23,7 +23,7 @@ from harness import append, capture, counts, finish, interleave, numbers, parser
 from penstock.bench.reference_step import QWEN3_8B, Stack, fill
 from penstock.config import UVA, Budget, Prefetch, Workload
 from penstock.model.inventory import Inventory, take_inventory
-from penstock.model.profile_facts import ModelProfile
+from penstock.model.memory_profile import ModelProfile
 from penstock.plan import Plan, build_plan
 from penstock.plan.cost_model import Rates
 from penstock.plan.plan import assemble

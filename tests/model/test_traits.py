@@ -17,8 +17,7 @@ import penstock
 from penstock.config import Workload
 from penstock.errors import OptionError
 from penstock.model.inventory import take_inventory
-from penstock.model.memory_profile import traits_of
-from penstock.model.profile_facts import ModelProfile
+from penstock.model.memory_profile import ModelProfile, traits_of
 
 SIZE = {
     "hidden_size": 64,

@@ -21,7 +21,7 @@ from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Budget, Workload
 from penstock.errors import BudgetError, PenstockWarning
 from penstock.model.inventory import Inventory, take_inventory
-from penstock.model.profile_facts import ModelProfile
+from penstock.model.memory_profile import ModelProfile
 from penstock.plan import Plan, build_plan
 from penstock.plan.build import question_of
 from penstock.plan.candidates import CandidateTable

@@ -22,7 +22,7 @@ from penstock.cli.probe import _rates as table_of
 from penstock.config import Budget, Workload
 from penstock.errors import PenstockWarning
 from penstock.model.inventory import take_inventory
-from penstock.model.profile_facts import ModelProfile
+from penstock.model.memory_profile import ModelProfile
 from penstock.plan import build_plan
 from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates
 from penstock.plan.planner import Planner

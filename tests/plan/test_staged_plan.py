@@ -14,7 +14,7 @@ from models import MoE, Stack, all_layers, save
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Budget
 from penstock.model.inventory import take_inventory
-from penstock.model.profile_facts import ModelProfile
+from penstock.model.memory_profile import ModelProfile
 from penstock.plan import Plan, build_plan
 from penstock.plan.cost_model import NOMINAL_GPU, Curve, Rates
 from penstock.plan.machine import Machine

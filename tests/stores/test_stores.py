@@ -18,7 +18,7 @@ from models import MoE, QuantStack, Stack, all_layers, rows, save
 from penstock.config import Budget
 from penstock.errors import OptionError, PenstockWarning
 from penstock.model.inventory import take_inventory
-from penstock.model.profile_facts import ModelProfile
+from penstock.model.memory_profile import ModelProfile
 from penstock.plan import Plan, build_plan
 from penstock.plan.build import move_on_demand
 from penstock.plan.disk_fallback import Spill

@@ -9,8 +9,8 @@ from dataclasses import replace
 from penstock.config import Budget, Mode, Policy, Prefetch, Rules
 from penstock.errors import PenstockWarning, RuleError, SelectionError
 from penstock.model.inventory import Inventory, StorageInfo
+from penstock.model.memory_profile import ModelProfile
 from penstock.model.patterns import matching, select
-from penstock.model.profile_facts import ModelProfile
 from penstock.model.semantic_groups import semantic_groups
 from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Rates
 from penstock.plan.disk_fallback import Spill

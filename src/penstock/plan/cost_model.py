@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.model.inventory import Inventory, StorageInfo
-from penstock.model.profile_facts import ModelProfile
+from penstock.model.memory_profile import ModelProfile
 from penstock.plan.layers import find_stacks, reader_of
 from penstock.plan.plan import UnitDraft
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.config import Budget, Mode, Policy, Workload
 from penstock.model.inventory import Inventory
-from penstock.model.profile_facts import ModelProfile
+from penstock.model.memory_profile import ModelProfile
 from penstock.plan.alternatives import Alternative, alternatives
 from penstock.plan.build import build_plan, question_of
 from penstock.plan.candidates import CandidateTable

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from penstock.model.inventory import Inventory
-from penstock.model.profile_facts import ModelProfile
+from penstock.model.memory_profile import ModelProfile
 from penstock.plan.cost_model import Rates, find_stages, stages_compute_s, storage_cost
 from penstock.plan.plan import Plan
 from penstock.plan.ring_layout import RING_BYTES

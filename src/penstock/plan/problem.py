@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from penstock.config import Mechanism, Mode
 from penstock.model.inventory import Inventory, StorageInfo
-from penstock.model.profile_facts import ModelProfile
+from penstock.model.memory_profile import ModelProfile
 from penstock.plan.cost_model import Rates, Stage, find_stages
 from penstock.plan.disk_fallback import Spill
 from penstock.plan.layers import find_stacks, outside_units, stranded
