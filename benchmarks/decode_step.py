@@ -22,7 +22,7 @@ from decoder_models import CONFIGS, DecodeStep, build_model, own_routing, router
 from harness import LinkProbe, Timing, append, capture, counts, finish, interleave, parser_of, print_step, time_cuda
 from penstock.bench.reference_step import parse_policy
 from penstock.config import UVA, Budget, Policy, Prefetch
-from penstock.memory.pinning import device_view, pinned_region
+from penstock.memory.pinned import device_view, pinned_region
 from penstock.model.inventory import Inventory, take_inventory
 from penstock.plan import Plan
 from penstock.plan.plan import assemble

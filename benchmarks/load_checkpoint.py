@@ -39,7 +39,6 @@ import torch
 from decoder_models import CONFIGS, build_model
 from harness import append, counts, finish, parser_of, words_of, writable_folder
 from penstock.config import Mode
-from penstock.memory.page_cache import teller_for
 from penstock.memory.system import PeakMeter, rss_bytes
 from penstock.stores.file_reader import DiskOptions
 from plain_reads import forget, read_plainly, touch_fresh
@@ -218,14 +217,7 @@ def _penstock(way: str, folder: str, device: torch.device) -> tuple[Any, dict[st
         "offloaded_bytes": handle.plan.offloaded_bytes,
         "reads": str(reads),
         "reads_bytes": asdict(reads),
-        "page_cache_told_by": _teller(folder),
     }
-
-
-def _teller(folder: str) -> str | None:
-    """What tells here which pages of the files are cached."""
-    with next(Path(folder).glob("*.safetensors")).open("rb") as file:
-        return teller_for(file.fileno())
 
 
 def _pin_memory(folder: str, device: torch.device) -> tuple[Any, dict[str, Any]]:

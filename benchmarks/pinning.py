@@ -26,9 +26,9 @@ import numpy as np
 import torch
 
 from penstock.loading.read_pool import Delivery, deliver
-from penstock.memory.numa import cpus_near
 from penstock.memory.pages import map_pages, pieces, populate, populate_parallel, whole_pages
 from penstock.memory.pinned import CudaRegistrar
+from penstock.memory.system import cpus_near
 from penstock.plan.plan import SlabEntry, Unit
 from penstock.stores.disk import DiskOptions, File
 from penstock.stores.pinned_host import PinnedStore
@@ -49,7 +49,7 @@ def timed(run: Callable[[], object]) -> float:
 
 
 def fresh(num_bytes: int, huge: bool = True) -> torch.Tensor:
-    return torch.frombuffer(map_pages(num_bytes, huge=huge), dtype=torch.uint8)
+    return torch.from_numpy(map_pages(num_bytes, huge=huge))
 
 
 def in_threads(num_threads: int, run: Callable[[int, int], object], num_bytes: int, piece: int) -> float:

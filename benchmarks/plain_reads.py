@@ -66,7 +66,7 @@ def touch_fresh(num_bytes: int) -> float:
 
     A load into new memory waits for this too, and a virtual machine may have to ask its host for the pages.
     """
-    memory = torch.frombuffer(map_pages(num_bytes), dtype=torch.uint8)
+    memory = torch.from_numpy(map_pages(num_bytes))
     begin = time.perf_counter()
     populate_parallel(memory, num_cores())
     return time.perf_counter() - begin

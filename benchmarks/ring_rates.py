@@ -25,8 +25,7 @@ import torch
 
 from penstock.memory.memfd import SharedMemory
 from penstock.memory.pages import collapse_parallel, populate_parallel
-from penstock.memory.pinned import CudaRegistrar, PinnedBuffer
-from penstock.memory.pinning import pin_shared, pin_threads
+from penstock.memory.pinned import CudaRegistrar, PinnedBuffer, pin_shared, pin_threads
 from penstock.plan.ring_layout import ENTRY_BYTES, MAX_ENTRIES, lay_out_ring
 from penstock.stores.file_reader import DiskOptions, File, FileStretch
 from penstock.stores.store import Load, Segment

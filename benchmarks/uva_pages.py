@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 
 from penstock.memory.pages import map_pages, populate_parallel
-from penstock.memory.pinned import CudaRegistrar, PinnedBuffer
-from penstock.memory.pinning import device_view, pin_threads
+from penstock.memory.pinned import CudaRegistrar, PinnedBuffer, device_view, pin_threads
 
 EXPERT_ROWS, COLUMNS = 2816, 2048
 EXPERT_BYTES = EXPERT_ROWS * COLUMNS * 2
@@ -47,7 +46,7 @@ def _rows(expert: torch.Tensor, row: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _registered(num_bytes: int, huge: bool) -> torch.Tensor:
-    pinned = PinnedBuffer(torch.frombuffer(map_pages(num_bytes, huge=huge), dtype=torch.uint8))
+    pinned = PinnedBuffer(torch.from_numpy(map_pages(num_bytes, huge=huge)))
     populate_parallel(pinned.blob, pin_threads())
     assert pinned.register(CudaRegistrar()) == 0
     return pinned.blob

@@ -158,15 +158,11 @@ class ReadStats:
         direct: past the page cache.
         cached: found in the page cache.
         buffered: through the page cache, whether they were in it or not.
-        direct_s: seconds of all readers together, of direct reads.
-        buffered_s: the same of reads through the page cache, where the choice was open.
     """
 
     direct: int = 0
     cached: int = 0
     buffered: int = 0
-    direct_s: float = 0.0
-    buffered_s: float = 0.0
 
     def __str__(self) -> str:
         named = (("direct", self.direct), ("page cache", self.cached), ("through the page cache", self.buffered))

@@ -474,12 +474,12 @@ class TestTransfers:
         (mapped,) = {part.tensor.path for part in sources["0.weight"].parts}
         (other,) = {path for path in weights.checkpoint.files if path != mapped}
         other.write_bytes(bytes(other.stat().st_size))
-        store.require_unchanged(mapped=True)
+        store.require_mapped_unchanged()
         with pytest.raises(TransferError, match="it was written to while in use"):
             store.require_unchanged()
         mapped.write_bytes(bytes(mapped.stat().st_size))
         with pytest.raises(TransferError, match="it was written to while in use"):
-            store.require_unchanged(mapped=True)
+            store.require_mapped_unchanged()
         store.close()
 
     def test_an_error_of_the_disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from gpu_models import build
 
 import penstock
 from faulty_readers import Faults
-from penstock.memory.pinning import pinned_region
+from penstock.memory.pinned import pinned_region
 
 __all__ = ["faults"]
 

@@ -84,7 +84,7 @@ UNPRIVILEGED = """
 import os, resource, torch, warnings
 from penstock.runtime.limits import read_limits
 from penstock.memory.system import memlock_bytes
-from penstock.memory.pinning import pinned_region
+from penstock.memory.pinned import pinned_region
 torch.empty(1, device="cuda")
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
 os.setgroups([]); os.setgid(65534); os.setuid(65534)

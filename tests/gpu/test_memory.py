@@ -14,7 +14,7 @@ from gpu_models import build, offloaded
 import penstock
 from penstock import UVA, Prefetch
 from penstock.errors import BudgetError, OptionError
-from penstock.memory import pinning
+from penstock.memory import pinned as pinning
 
 MIB = 2**20
 

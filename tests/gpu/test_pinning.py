@@ -140,7 +140,7 @@ def test_what_is_dropped_during_a_capture_is_unregistered_after_it() -> None:
 
 def test_a_refusal_leaves_no_error_behind() -> None:
     registrar = CudaRegistrar()
-    blob = torch.frombuffer(map_pages(8 * MIB), dtype=torch.uint8)
+    blob = torch.from_numpy(map_pages(8 * MIB))
     populate_parallel(blob, 2)
     assert registrar.register(blob.data_ptr(), blob.numel()) == 0
     try:

@@ -298,8 +298,8 @@ class TestOffload:
         assert_same_bits(model(tokens), expected)
 
     def test_large_live_tensors_are_adopted_in_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("penstock.stores.adoption.MIN_BYTES", 1 << 20)
-        monkeypatch.setattr("penstock.stores.adoption.is_anonymous", lambda *args: True)
+        monkeypatch.setattr("penstock.memory.pinned.MIN_ADOPTED_BYTES", 1 << 20)
+        monkeypatch.setattr("penstock.memory.pinned.is_anonymous", lambda *args: True)
         ledger = Ledger()
         stores = pin_by(ledger, monkeypatch)
         model = nn.Sequential(*(nn.Linear(600, 600, bias=False) for _ in range(4))).eval()

@@ -23,8 +23,7 @@ from penstock.checkpoint.safetensors_header import Checkpoint
 from penstock.checkpoint.weight_map import Conversion
 from penstock.errors import PenstockWarning, TransferError
 from penstock.loading.convert import TensorConverter
-from penstock.stores.file_reader import DiskOptions
-from penstock.stores.io_policy import Ways
+from penstock.stores.file_reader import DiskOptions, ReadCounter
 from penstock.stores.store import Segment, writable_view
 from registrars import Ledger, pin_by
 from shm_ranks import ranks
@@ -146,8 +145,8 @@ class TestMaker:
             recipe = Conversion((f"sum{i}", f"turned{i}"), inputs, lambda tensors, i=i: made(tensors, i))  # type: ignore[misc]
             recipes |= {f"store.{name}": (name, recipe) for name in recipe.names}
         shuffled = dict(sorted(recipes.items()))  # all sums, then all that was turned
-        ways = Ways()
-        maker = TensorConverter(shuffled, DiskOptions(), ways, num_threads=2)
+        counter = ReadCounter()
+        maker = TensorConverter(shuffled, DiskOptions(), counter, num_threads=2)
         assert sorted(maker.order) == sorted(shuffled)
         for name in maker.order:
             (segment,) = maker.segments(name)
@@ -157,14 +156,16 @@ class TestMaker:
             expected = torch.full((8, 8), 4.0 * i + 1 if "sum" in name else -1.0)
             assert bytes(blob) == bytes(writable_view(expected.view(torch.uint8).reshape(-1)))
         maker.close()
-        assert ways.stats.buffered == 12 * 256, "every part once"
+        assert counter.stats.buffered == 12 * 256, "every part once"
         assert most == 2, "the parts of one recipe"
 
     def test_a_file_written_to_since_is_refused(self, tmp_path: Path) -> None:
         save_file({"p": torch.ones(8, 8)}, tmp_path / "model.safetensors")
         checkpoint = Checkpoint.open(tmp_path)
         recipe = Conversion(("t",), (checkpoint["p"],), lambda tensors: {"t": tensors["p"].t().contiguous()})
-        maker = TensorConverter({"t": ("t", recipe)}, DiskOptions(), Ways(), num_threads=1, stamps=checkpoint.stamps)
+        maker = TensorConverter(
+            {"t": ("t", recipe)}, DiskOptions(), ReadCounter(), num_threads=1, stamps=checkpoint.stamps
+        )
         os.utime(tmp_path / "model.safetensors", ns=(1, 1))
         with pytest.raises(TransferError, match="it was written to while in use"):
             maker.segments("t")
@@ -175,7 +176,7 @@ class TestMaker:
         assert EXPERTS in weights.recipes
         assert EXPERTS not in weights.sources
         recipe = weights.recipes[EXPERTS]
-        maker = TensorConverter({EXPERTS: (EXPERTS, recipe)}, DiskOptions(), Ways(), num_threads=1)
+        maker = TensorConverter({EXPERTS: (EXPERTS, recipe)}, DiskOptions(), ReadCounter(), num_threads=1)
         (segment,) = maker.segments(EXPERTS)
         assert isinstance(segment, Segment)
         assert segment.num_bytes == resident(transposed).get_parameter(EXPERTS).nbytes

@@ -176,7 +176,7 @@ def test_many_parts_share_a_buffer(tmp_path: Path, direct: bool, size: int) -> N
         Part(FileStretch(file, 7), start, target[start : start + size]) for start in range(0, target.numel(), size)
     ]
     device = Device()
-    ring = UploadRing(torch.frombuffer(map_pages(_ROOM_BYTES), dtype=torch.uint8).split(_ROOM_BYTES), device.start)
+    ring = UploadRing(torch.from_numpy(map_pages(_ROOM_BYTES)).split(_ROOM_BYTES), device.start)
     ring.upload(parts)
     device.close()
     file.close()

@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.memory.mapping import HUGE_PAGE_BYTES, collapse, map_file
 from penstock.memory.memfd import SharedMemory
-from penstock.memory.pages import TOUCH_BYTES, collapse_parallel
+from penstock.memory.pages import HUGE_PAGE_BYTES, TOUCH_BYTES, collapse, collapse_parallel, map_file
 from penstock.stores.shared_host import SharedStore, shared_bytes
 
 NAME = "penstock-test-mapping"

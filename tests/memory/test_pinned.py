@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import PenstockWarning, StateError
 from penstock.memory.pages import map_pages, pack, pieces, populate, populate_parallel
-from penstock.memory.pinned import PinnedBuffer
+from penstock.memory.pinned import MIN_ADOPTED_BYTES, PinnedBuffer, can_pin_in_place, is_anonymous
 from penstock.plan.plan import SlabEntry, Unit
-from penstock.stores.adoption import MIN_BYTES, can_adopt, is_anonymous
 from penstock.stores.pinned_host import Held, PinnedStore
 from registrars import Ledger
 
@@ -47,7 +46,7 @@ def fill(store: PinnedStore, units: Sequence[Unit], in_place: Mapping[str, int])
 
 class TestPages:
     def test_populate_makes_every_page_real_and_keeps_bytes(self) -> None:
-        blob = torch.frombuffer(map_pages(8 * MIB + 123, huge=False), dtype=torch.uint8)
+        blob = torch.from_numpy(map_pages(8 * MIB + 123, huge=False))
         blob[5 * MIB] = 7
         before = resident_pages()
         populate(blob[MIB + 1 : -1])
@@ -58,7 +57,7 @@ class TestPages:
 
     def test_an_older_kernel_is_served_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("penstock.memory.pages._MADV_POPULATE_WRITE", 9999)
-        blob = torch.frombuffer(map_pages(8 * MIB + 1, huge=False), dtype=torch.uint8)
+        blob = torch.from_numpy(map_pages(8 * MIB + 1, huge=False))
         blob[-1] = 3
         before = resident_pages()
         populate_parallel(blob, 2, MIB + 1)
@@ -234,18 +233,20 @@ class TestAdoption:
         assert store.destination("u0.0").data_ptr() != blob.data_ptr()
 
     def test_only_large_whole_anonymous_memory(self, tmp_path: object) -> None:
-        big = torch.zeros(MIN_BYTES, dtype=torch.uint8)
-        assert can_adopt(big, read_in_place=False)
-        assert can_adopt(big, read_in_place=True) == (big.data_ptr() % 256 == 0)
-        assert not can_adopt(torch.zeros(MIN_BYTES - 1, dtype=torch.uint8), read_in_place=False)
-        assert not can_adopt(torch.zeros(2 * MIN_BYTES, dtype=torch.uint8)[:MIN_BYTES], read_in_place=False)
+        big = torch.zeros(MIN_ADOPTED_BYTES, dtype=torch.uint8)
+        assert can_pin_in_place(big, alignment=1)
+        assert can_pin_in_place(big, alignment=256) == (big.data_ptr() % 256 == 0)
+        assert not can_pin_in_place(torch.zeros(MIN_ADOPTED_BYTES - 1, dtype=torch.uint8), alignment=1)
+        assert not can_pin_in_place(
+            torch.zeros(2 * MIN_ADOPTED_BYTES, dtype=torch.uint8)[:MIN_ADOPTED_BYTES], alignment=1
+        )
 
     def test_a_mapped_file_is_no_host_memory(self, tmp_path: os.PathLike[str]) -> None:
         path = os.path.join(tmp_path, "weights")
         with open(path, "wb") as file:
-            file.truncate(MIN_BYTES)
-        mapped = torch.from_file(path, shared=False, size=MIN_BYTES, dtype=torch.uint8)
-        assert not can_adopt(mapped, read_in_place=False)
+            file.truncate(MIN_ADOPTED_BYTES)
+        mapped = torch.from_file(path, shared=False, size=MIN_ADOPTED_BYTES, dtype=torch.uint8)
+        assert not can_pin_in_place(mapped, alignment=1)
 
     @pytest.mark.parametrize(
         ("start", "end", "expected"),

@@ -1,4 +1,4 @@
-"""The promise: bytes of files are the same whichever way they are read, and a load finds the faster way."""
+"""The promise: bytes of files are the same whichever way they are read; a load uses the page cache, and spares it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,10 @@ from hypothesis import strategies as st
 from penstock.errors import CheckpointError, TransferError
 from penstock.loading.read_pool import Delivery, Part, deliver
 from penstock.loading.upload import read_staged
-from penstock.memory import page_cache
-from penstock.memory.page_cache import cached_bytes, teller_for
-from penstock.memory.pages import map_pages
+from penstock.memory.pages import map_file, map_pages, resident_bytes
 from penstock.stats import ReadStats
 from penstock.stores import file_reader as files
 from penstock.stores.file_reader import ALIGN_BYTES, DiskOptions, File, FileStretch
-from penstock.stores.io_policy import Ways
 from penstock.stores.store import Segment, writable_view
 
 SIZE = 1_000_007
@@ -68,11 +65,11 @@ class TestSameBytes:
             patch.setattr(files, "BLOCK_BYTES", data.draw(st.sampled_from([ALIGN_BYTES, 1 << 16, 4 * MIB])))
             patch.setattr(files, "_local", threading.local())  # buffers of that size
             forget(path)
-            file = File(path, options, ways=Ways(trial_bytes=1 << 14, between_bytes=1 << 15))
+            file = File(path, options)
             file.scatter(offset, [memoryview(view) for view in views])
             file.close()
         assert b"".join(views) == content[offset : ends[-1]]
-        stats = file.ways.stats
+        stats = file.counter.stats
         assert stats.direct + stats.cached + stats.buffered == ends[-1] - offset
         assert direct is not True or stats.direct == ends[-1] - offset
 
@@ -82,7 +79,7 @@ class TestSameBytes:
         path, content = written
         forget(path)
         file = File(path, direct_or_skip(path, direct))
-        blob = torch.frombuffer(map_pages(4 * MIB), dtype=torch.uint8)
+        blob = torch.from_numpy(map_pages(4 * MIB))
         free = blob
         for size in (300_000, 1000, 0, 1):
             size = min(size, SIZE - offset)
@@ -94,7 +91,7 @@ class TestSameBytes:
     def test_a_full_staging_buffer_is_read_without_room(self, written: tuple[Path, bytes]) -> None:
         path, content = written
         file = File(path, direct_or_skip(path, True))
-        free = torch.frombuffer(map_pages(ALIGN_BYTES), dtype=torch.uint8)[5:]
+        free = torch.from_numpy(map_pages(ALIGN_BYTES))[5:]
         staged, free = read_staged(Part(FileStretch(file, 3), 0, torch.empty(4091, dtype=torch.uint8)), free)
         assert (bytes(writable_view(staged)), free.numel()) == (content[3 : 3 + 4091], 0)
         file.close()
@@ -108,7 +105,7 @@ class TestSameBytes:
         path, content = written
         forget(path)
         file = File(path, direct_or_skip(path, direct))
-        free = torch.frombuffer(map_pages((1 << 17) + 4 * ALIGN_BYTES), dtype=torch.uint8)
+        free = torch.from_numpy(map_pages((1 << 17) + 4 * ALIGN_BYTES))
         left = (1 << 17) - ALIGN_BYTES  # as much as a job has
         for offset in range(3, 3 + left, size):
             part = Part(FileStretch(file, offset), 0, torch.empty(min(size, left), dtype=torch.uint8))
@@ -151,40 +148,21 @@ def test_neighbours_in_a_file_are_read_in_one_go(written: tuple[Path, bytes], mo
 
 
 class TestPageCache:
-    @pytest.mark.parametrize("teller", ["cachestat", "mincore"])
-    def test_tells_what_is_there(self, tmp_path: Path, teller: Any) -> None:
+    def test_tells_what_is_there(self, tmp_path: Path) -> None:
         path = tmp_path / "weights"
         path.write_bytes(os.urandom(3 * MIB))
         forget(path)
         fd = os.open(path, os.O_RDONLY)
-        if cached_bytes(fd, 0, 4096, teller) is None:
-            pytest.skip(f"no {teller} here")
-        if cached_bytes(fd, 0, 3 * MIB, teller):
+        mapped = map_file(fd, 0, 3 * MIB, read_only=True)
+        if resident_bytes(mapped):
             pytest.skip("this file system keeps its pages")
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
         os.pread(fd, 64 << 10, MIB)
-        assert cached_bytes(fd, 0, 3 * MIB, teller) == 64 << 10
-        assert cached_bytes(fd, MIB, 64 << 10, teller) == 64 << 10
-        assert cached_bytes(fd, 2 * MIB, MIB, teller) == 0
+        assert resident_bytes(mapped) == 64 << 10
+        assert resident_bytes(mapped[MIB : MIB + (64 << 10)]) == 64 << 10
+        assert resident_bytes(mapped[MIB + 100 : MIB + 200]) == 4096
+        assert resident_bytes(mapped[2 * MIB :]) == 0
         os.close(fd)
-
-    def test_an_old_kernel_is_asked_the_old_way(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        path = tmp_path / "weights"
-        path.write_bytes(bytes(100))
-        monkeypatch.setattr(page_cache, "_CACHESTAT", 100_000)
-        with path.open("rb") as file:
-            assert teller_for(file.fileno()) == "mincore"
-
-    def test_who_may_not_know_is_told_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """To who neither owns a file nor may write it ``mincore`` calls every page resident."""
-        monkeypatch.setattr(page_cache, "_by_cachestat", lambda fd, offset, num_bytes: None)
-        (tmp_path / "a").write_bytes(bytes(9000))
-        with (tmp_path / "a").open("rb") as file:
-            owner = os.fstat(file.fileno()).st_uid
-            monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-            for may_write, teller in ((True, "mincore"), (False, None)):
-                monkeypatch.setattr(os, "access", lambda *args, answer=may_write, **options: answer)
-                assert teller_for(file.fileno()) == teller
 
     def test_what_is_not_in_the_cache_goes_past_it_at_first(self, tmp_path: Path) -> None:
         """Once, for a load: pages that are there are used, and pages that are not do not push others out."""
@@ -193,35 +171,18 @@ class TestPageCache:
         path.write_bytes(content)
         forget(path)
         file = File(path, direct_or_skip(path, None))
-        teller = teller_for(file.fd)
-        if teller is None or cached_bytes(file.fd, 0, len(content), teller):
-            pytest.skip("this system does not tell, or keeps its pages")
+        mapped = map_file(file.fd, 0, len(content), read_only=True)
+        if resident_bytes(mapped):
+            pytest.skip("this file system keeps its pages")
         into = bytearray(len(content) - 10)
         file.read(7, memoryview(into))
         assert into == content[7:-3]
-        assert cached_bytes(file.fd, 0, len(content), teller) == 0, "it went past the cache"
-        assert (file.ways.stats.direct, file.ways.stats.cached) == (len(into), 0)
+        assert resident_bytes(mapped) == 0, "it went past the cache"
+        assert (file.counter.stats.direct, file.counter.stats.cached) == (len(into), 0)
         path.read_bytes()
         file.read(7, memoryview(into))
         assert into == content[7:-3]
-        assert (file.ways.stats.direct, file.ways.stats.cached) == (len(into), len(into))
-        file.close()
-
-    def test_where_nothing_is_told_both_ways_are_tried(
-        self, written: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        path, content = written
-        options = direct_or_skip(path, None)
-        monkeypatch.setattr(files, "teller_for", lambda fd: None)
-        monkeypatch.setattr(files, "BLOCK_BYTES", 1 << 14)
-        monkeypatch.setattr(files, "_local", threading.local())
-        file = File(path, options, ways=Ways(trial_bytes=1 << 16))
-        into = bytearray(SIZE)
-        file.read(0, memoryview(into))
-        assert into == content
-        stats = file.ways.stats
-        assert stats.direct >= 1 << 16
-        assert stats.buffered >= 1 << 16
+        assert (file.counter.stats.direct, file.counter.stats.cached) == (len(into), len(into))
         file.close()
 
     def test_where_a_direct_read_fails_files_are_read_all_the_same(
@@ -244,7 +205,7 @@ class TestPageCache:
         into = bytearray(1000)
         file.read(11, memoryview(into))
         assert into == content[11:1011]
-        assert file.ways.stats.direct == 0
+        assert file.counter.stats.direct == 0
         with pytest.raises(CheckpointError, match="may not support --disk-direct"):
             File(path, DiskOptions(direct=True))
         file.close()
@@ -267,55 +228,11 @@ class TestPageCache:
         into = bytearray(1000)
         file.read(11, memoryview(into))
         assert into == content[11:1011]
-        assert file.ways.stats.direct == 0
+        assert file.counter.stats.direct == 0
         file.close()
 
 
-class TestWays:
-    @pytest.mark.parametrize("slow", ["direct", "buffered"])
-    def test_settles_for_the_faster_way_and_tries_the_other_now_and_then(self, slow: str) -> None:
-        ways = Ways(trial_bytes=10, between_bytes=100)
-        chosen = []
-        for _ in range(1000):
-            direct = ways.choose(1)
-            chosen.append(direct)
-            ways.took(direct, 1, 2.0 if direct is (slow == "direct") else 1.0)
-        fast = chosen.count(slow != "direct")
-        assert chosen[:20] == [True] * 10 + [False] * 10
-        assert len(set(chosen[20:120])) == 1
-        assert 0.92 <= fast / 1000 <= 0.98
-        assert (ways.stats.direct, ways.stats.buffered) == (chosen.count(True), chosen.count(False))
-        assert ways.stats.direct_s / ways.stats.direct == (2.0 if slow == "direct" else 1.0)
-
-    def test_changes_its_mind_when_the_disk_does(self) -> None:
-        ways = Ways(trial_bytes=10, between_bytes=100)
-        chosen = []
-        for step in range(2000):
-            direct = ways.choose(1)
-            chosen.append(direct)
-            ways.took(direct, 1, 2.0 if direct is (step < 1000) else 1.0)
-        assert chosen[:1000].count(False) > 900
-        assert chosen[1000:].count(True) > 200
-        assert all(chosen[-200:])
-
-    def test_a_little_faster_changes_nothing(self) -> None:
-        ways = Ways(trial_bytes=10, between_bytes=100)
-        chosen = []
-        for step in range(400):
-            direct = ways.choose(1)
-            chosen.append(direct)
-            ways.took(direct, 1, 1.05 if direct is (step < 100) else 1.0)
-        assert chosen[20:].count(False) > 350
-
-    def test_a_way_without_a_result_yet_is_not_judged(self) -> None:
-        ways = Ways(trial_bytes=10, between_bytes=100)
-        started = [ways.choose(5) for _ in range(20)]  # threads that have not come back
-        assert started[:4] == [True, True, False, False]
-        assert set(started[4:]) == {False}, "the last trial goes on"
-        for direct in started:
-            ways.took(direct, 5, 3.0 if direct else 1.0)
-        assert {ways.choose(5) for _ in range(20)} == {False}
-
+class TestReadStats:
     def test_says_what_was_read(self) -> None:
         assert str(ReadStats(14_200_000_000, 600_000_000)) == "direct 14.20 GB, page cache 0.60 GB"
         assert str(ReadStats(buffered=10**9)) == "through the page cache 1.00 GB"
@@ -349,13 +266,12 @@ class TestRequests:
         path.write_bytes(os.urandom(32 * MIB))
         forget(path)
         file = File(path, DiskOptions(drop_cache=True))
-        teller = teller_for(file.fd)
-        if teller is None or cached_bytes(file.fd, 0, 32 * MIB, teller):
-            pytest.skip("this system does not tell, or keeps its pages")
+        mapped = map_file(file.fd, 0, 32 * MIB, read_only=True)
+        if resident_bytes(mapped):
+            pytest.skip("this file system keeps its pages")
         into = bytearray(MIB)
         for start in range(1000, 31 * MIB, MIB):
             file.read(start, memoryview(into))
-        left = cached_bytes(file.fd, 0, 32 * MIB, teller)
+        left = resident_bytes(mapped)
         file.close()
-        assert left is not None
         assert left <= 33 * ALIGN_BYTES  # the page that two reads share

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import torch
 
-from penstock.memory.pinning import pinned_region
+from penstock.memory.pinned import pinned_region
 
 __all__ = ["LinkProbe", "Step", "Timing", "capture", "interleave", "time_cuda", "time_host"]
 

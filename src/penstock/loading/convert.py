@@ -15,8 +15,8 @@ from penstock.checkpoint.fingerprint import FileFingerprint
 from penstock.checkpoint.weight_map import Conversion, TensorSource
 from penstock.loading.read_pool import Delivery, deliver
 from penstock.stores.disk import DiskOptions, DiskStore
+from penstock.stores.file_reader import ReadCounter
 from penstock.stores.host import MemorySource
-from penstock.stores.io_policy import Ways
 from penstock.stores.store import Segment, new_blob
 
 __all__ = ["TensorConverter"]
@@ -28,7 +28,7 @@ class TensorConverter:
     Args:
         recipes: by storage name, the name of the tensor that covers it, and its recipe.
         disk: how the files are read.
-        ways: counts what is read.
+        counter: of what is read.
         num_threads: readers.
         stamps: what the files have to be at every read.
         cpus: they stay on these processors.
@@ -38,7 +38,7 @@ class TensorConverter:
         self,
         recipes: Mapping[str, tuple[str, Conversion]],
         disk: DiskOptions,
-        ways: Ways,
+        counter: ReadCounter,
         *,
         num_threads: int,
         stamps: Iterable[FileFingerprint] = (),
@@ -49,7 +49,7 @@ class TensorConverter:
         self._cpus = cpus
         parts = {part.name: part for _, recipe in recipes.values() for part in recipe.parts}
         sources = {name: TensorSource.of(part) for name, part in parts.items()}
-        self._files = DiskStore(sources, disk, stamps=stamps, ways=ways)
+        self._files = DiskStore(sources, disk, stamps=stamps, counter=counter)
         self._ready: dict[str, torch.Tensor] = {}  # made beside another, and not asked for yet
 
     @property

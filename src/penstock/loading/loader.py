@@ -14,16 +14,13 @@ from penstock.errors import OptionError
 from penstock.loading.convert import TensorConverter
 from penstock.loading.read_pool import Delivery, Progress, deliver
 from penstock.loading.upload import CudaUploader
-from penstock.memory.numa import cpus_near
-from penstock.memory.pinned import CudaRegistrar
-from penstock.memory.pinning import pin_threads
-from penstock.memory.system import trim_heap
+from penstock.memory.pinned import MIN_ADOPTED_BYTES, CudaRegistrar, pin_threads
+from penstock.memory.system import cpus_near, trim_heap
 from penstock.model.live_tensors import BoundStorage
 from penstock.stats import ReadStats
-from penstock.stores.adoption import MIN_BYTES
 from penstock.stores.disk import DiskOptions, DiskStore
+from penstock.stores.file_reader import ReadCounter
 from penstock.stores.host import MemorySource
-from penstock.stores.io_policy import Ways
 from penstock.stores.store import Segment, Store
 
 __all__ = ["WeightLoader", "require_weights"]
@@ -78,7 +75,7 @@ class WeightLoader:
         self._device = device
         self._disk = disk or DiskOptions(direct=None)
         self._stamps = () if weights is None else weights.checkpoint.stamps
-        self._ways = Ways()
+        self._counter = ReadCounter()
         self._progress = progress or (lambda done, total: None)
         self._sources: dict[str, TensorSource] = {}
         self._recipes: dict[str, tuple[str, Conversion]] = {}
@@ -108,7 +105,7 @@ class WeightLoader:
     @property
     def reads(self) -> ReadStats:
         """How the bytes that came from files were read."""
-        return self._ways.stats
+        return self._counter.stats
 
     def _find(self, name: str, weights: WeightMap) -> None:
         recipe = weights.recipe(self._bound[name].info)
@@ -126,7 +123,7 @@ class WeightLoader:
 
     def _copy_from_files(self) -> None:
         # Compared from time to time and behind all reads, and not by the readers: nothing looks at the bytes before.
-        files = DiskStore(self._sources, self._disk, stamps=self._stamps, ways=self._ways, compares=False)
+        files = DiskStore(self._sources, self._disk, stamps=self._stamps, counter=self._counter, compares=False)
         stored = sorted(self._sources, key=lambda name: _position(self._sources[name]))
         compare = _at_most_every(COMPARE_EVERY_S, files.require_unchanged)
 
@@ -145,7 +142,7 @@ class WeightLoader:
         readers = pin_threads(_MIN_FILE_READERS)
         cpus = cpus_near(self._device)
         maker = TensorConverter(
-            self._recipes, self._disk, self._ways, num_threads=readers, stamps=self._stamps, cpus=cpus
+            self._recipes, self._disk, self._counter, num_threads=readers, stamps=self._stamps, cpus=cpus
         )
         try:
             self._bring_in_small_pieces(maker.order, maker.segments)
@@ -215,7 +212,7 @@ class WeightLoader:
 
     def _trim_after(self, num_bytes: int) -> None:
         """Freed blocks below glibc's mapping threshold stay with the heap until it is told to give them back."""
-        if num_bytes >= MIN_BYTES:
+        if num_bytes >= MIN_ADOPTED_BYTES:
             return
         before = self._freed_bytes // _TRIM_BYTES
         self._freed_bytes += num_bytes

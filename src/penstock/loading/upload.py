@@ -92,7 +92,7 @@ class CudaUploader:
         self._stream = torch.cuda.Stream(device)
         # The allocator may hand out memory that kernels given to the current stream still read.
         self._stream.wait_stream(torch.cuda.current_stream(device))
-        self._pinned = PinnedBuffer(torch.frombuffer(map_pages(NUM_BUFFERS * _ROOM_BYTES), dtype=torch.uint8))
+        self._pinned = PinnedBuffer(torch.from_numpy(map_pages(NUM_BUFFERS * _ROOM_BYTES)))
         if registrar is not None:
             self._pinned.register(registrar)
         # Not a method of this: of a cycle the garbage collector would have to find the buffers.

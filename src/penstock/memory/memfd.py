@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from penstock.errors import BudgetError, PeerError
-from penstock.memory.mapping import map_file
+from penstock.memory.pages import map_file
 from penstock.memory.system import above_standard_streams
 
 __all__ = ["SharedMemory"]

@@ -1,27 +1,54 @@
-"""Host memory made known to the driver, and taken back from it when nobody looks into it any more.
+"""Page-locked (pinned) host memory: registered with the driver, given back to it, and seen by a device.
 
-Registration pins pages that are there already: about 30 GB/s, against 3 for an allocation by the driver. It must not
-overlap the capture of a graph, which it would invalidate: registering is refused then, and what ends during a capture
-is unregistered later. Garbage is collected in any thread, and to unregister is to wait for the device: so no device may
-wait for a thread of this process.
+Registration pins pages that exist already: about 30 GB/s, against 3 for an allocation by the driver. It must not
+overlap the capture of a graph, which it would invalidate: registering is refused then, and memory that ends during a
+capture is unregistered later. Garbage is collected in any thread, and to unregister is to wait for the device: so no
+device may wait for a thread of this process.
 """
 
 from __future__ import annotations
 
+import re
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from penstock.errors import StateError
+from penstock.config import format_gib
+from penstock.env import pin_memory_disabled, reader_threads
+from penstock.errors import OptionError, PenstockWarning, StateError
+from penstock.memory.pages import RawMemory, map_pages, populate_parallel
 
-__all__ = ["CudaRegistrar", "HostRegistrar", "PinnedBuffer", "refuse_capture"]
+__all__ = [
+    "MIN_ADOPTED_BYTES",
+    "CudaRegistrar",
+    "HostRegistrar",
+    "PinnedBuffer",
+    "can_pin_in_place",
+    "device_view",
+    "fresh",
+    "is_anonymous",
+    "new_pinned",
+    "pin_shared",
+    "pin_threads",
+    "pinned_region",
+    "pinning_disabled",
+    "refuse_capture",
+    "warn_refused",
+]
 
+MAX_TOUCH_THREADS = 16
+# glibc never raises its threshold for mappings above this (DEFAULT_MMAP_THRESHOLD_MAX, mallopt(3)), so a larger tensor
+# shares no page with anything else that may be pinned one day.
+MIN_ADOPTED_BYTES = 32 << 20
 # cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread (CUDA runtime API, cudaError).
 _CAPTURE_ERRORS = range(900, 909)
+_MAPS_LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ (\d+)")
 
 
 class HostRegistrar(Protocol):
@@ -85,21 +112,16 @@ def refuse_capture(registrar: HostRegistrar) -> None:
         )
 
 
-class _Owner:
-    """Carries memory to numpy by the array interface (version 3); its end unregisters, then frees."""
+class _Owner(RawMemory):
+    """The memory of a buffer and its registration; its end unregisters, then frees."""
 
     def __init__(self, memory: torch.Tensor) -> None:
-        self._memory = memory
+        super().__init__(memory.data_ptr(), memory.numel(), keeps=memory)
+        self._address, self._num_bytes = memory.data_ptr(), memory.numel()
         self._registrar: HostRegistrar | None = None
-        self.__array_interface__: dict[str, Any] = {
-            "shape": (memory.numel(),),
-            "typestr": "|u1",
-            "data": (memory.data_ptr(), False),
-            "version": 3,
-        }
 
     def register(self, registrar: HostRegistrar) -> int:
-        code = registrar.register(self._memory.data_ptr(), self._memory.numel())
+        code = registrar.register(self._address, self._num_bytes)
         if code == 0:
             self._registrar = registrar
         return code
@@ -107,7 +129,7 @@ class _Owner:
     def unregister(self) -> None:
         registrar, self._registrar = self._registrar, None
         if registrar is not None:
-            registrar.unregister(self._memory.data_ptr())
+            registrar.unregister(self._address)
 
     def __del__(self) -> None:
         if self._registrar is None:
@@ -181,3 +203,149 @@ class PinnedBuffer:
         """Unpin it now, for memory that lives on as ordinary memory; no effect when it is not pinned."""
         self._owner.unregister()
         _unregister_late()
+
+
+# -- making ------------------------------------------------------------------------------------------------------------
+
+
+def pin_threads(at_least: int = 1) -> int:
+    """Threads that touch or fill host memory, see :func:`reader_threads`; more than sixteen bring nothing."""
+    return min(MAX_TOUCH_THREADS, reader_threads(at_least))
+
+
+def pinning_disabled() -> bool:
+    """Whether ``PENSTOCK_DISABLE_PIN_MEMORY=1``; warns of what that costs."""
+    if pin_memory_disabled():
+        warnings.warn(
+            "PENSTOCK_DISABLE_PIN_MEMORY=1: copies from ordinary memory are about five times slower, block the host "
+            "and cannot be captured",
+            PenstockWarning,
+            stacklevel=2,
+        )
+        return True
+    return False
+
+
+def pinned_region(num_bytes: int) -> torch.Tensor:
+    """Page-locked host memory: uint8, 1-D, exactly ``num_bytes`` long.
+
+    Falls back to torch's pinned allocator, with a warning, when the driver refuses to register; is ordinary memory,
+    with a warning, under ``PENSTOCK_DISABLE_PIN_MEMORY=1``.
+
+    Raises:
+        StateError: a graph is being captured.
+    """
+    if num_bytes == 0 or pinning_disabled():
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    registrar = CudaRegistrar()
+    pinned, code = new_pinned(num_bytes, registrar)
+    if code == 0:
+        return pinned.blob
+    warn_refused(num_bytes, code)
+    return registrar.allocate(num_bytes)
+
+
+def new_pinned(num_bytes: int, registrar: HostRegistrar) -> tuple[PinnedBuffer, int]:
+    """Host memory of exactly ``num_bytes``, and the code with which the driver took (0) or refused to register it.
+
+    Raises:
+        BudgetError: the system has no memory for it.
+        StateError: a graph is being captured.
+    """
+    memory = PinnedBuffer(fresh(num_bytes))
+    populate_parallel(memory.blob, pin_threads())
+    return memory, memory.register(registrar)
+
+
+def pin_shared(memory: PinnedBuffer, registrar: HostRegistrar, mend: str) -> None:
+    """Pin memory that other processes share, which therefore cannot be replaced by memory of torch's allocator.
+
+    Raises:
+        BudgetError: the system has no memory for it.
+        OptionError: the driver refuses to register it; ``mend`` says what to do besides checking limits.
+        StateError: a graph is being captured.
+    """
+    populate_parallel(memory.blob, pin_threads())  # pages may be there, but not yet in this process's tables
+    code = memory.register(registrar)
+    if code != 0:
+        raise OptionError(
+            f"the driver refused to register {memory.blob.numel()} bytes of shared memory (cudaHostRegister: error "
+            f"{code}); check `ulimit -l`, or {mend}"
+        )
+
+
+def fresh(num_bytes: int) -> torch.Tensor:
+    """Ordinary memory of exactly ``num_bytes``, untouched: uint8, 1-D, host."""
+    return torch.from_numpy(map_pages(num_bytes))
+
+
+def warn_refused(num_bytes: int, code: int) -> None:
+    """Of memory that the driver has not registered, and that comes from torch's allocator instead."""
+    warnings.warn(
+        f"the driver refused to register {format_gib(num_bytes)} of host memory (cudaHostRegister: error {code}); "
+        f"torch's pinned allocator is used instead, which is slower and rounds sizes up. Check `ulimit -l`",
+        PenstockWarning,
+        stacklevel=3,
+    )
+
+
+def device_view(blob: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Pinned host memory as a tensor of ``device``: same bytes, same address, nothing is copied.
+
+    Under unified addressing the address of pinned memory is valid on the device; its kernels read over the link.
+
+    Raises:
+        OptionError: the device cannot address host memory.
+    """
+    try:
+        view = torch.as_tensor(RawMemory(blob.data_ptr(), blob.numel(), keeps=blob), device=device)
+    except (RuntimeError, ValueError) as error:
+        raise OptionError(
+            f"{device} cannot read host memory in place ({error}); set PENSTOCK_DISABLE_UVA=1 to move these tensors on "
+            f"demand, or prefetch them"
+        ) from error
+    if view.data_ptr() != blob.data_ptr():
+        raise OptionError(
+            f"{device} has no unified addressing: a view of pinned memory became a copy; set PENSTOCK_DISABLE_UVA=1"
+        )
+    return view
+
+
+# -- pinning memory that exists ---------------------------------------------------------------------------------------
+
+
+def can_pin_in_place(blob: torch.Tensor, alignment: int = 1, maps: str | None = None) -> bool:
+    """Whether ``blob`` (uint8, 1-D, host) may be pinned where it lies.
+
+    Args:
+        blob: all its storage, but for one part in a hundred; the rest would be kept for nothing.
+        alignment: of its address; kernels that read it in place need that of a slab for the same bits, copies do not.
+        maps: ``/proc/self/maps``; default read now.
+    """
+    if not blob.is_cpu or blob.numel() < MIN_ADOPTED_BYTES or blob.is_pinned():
+        return False
+    if blob.untyped_storage().nbytes() > 1.01 * blob.numel():
+        return False
+    if blob.data_ptr() % alignment:
+        return False
+    text = Path("/proc/self/maps").read_text() if maps is None else maps
+    return is_anonymous(text, blob.data_ptr(), blob.data_ptr() + blob.numel())
+
+
+def is_anonymous(maps: str, start: int, end: int) -> bool:
+    """Whether the addresses from ``start`` to ``end`` are private, writable and no file's (proc_pid_maps(5)).
+
+    Pinning pages of a mapped file would copy each of them, one by one.
+    """
+    for line in maps.splitlines():
+        found = _MAPS_LINE.match(line)
+        if found is None:
+            continue
+        first, last = int(found[1], 16), int(found[2], 16)
+        if first <= start < last:
+            if not found[3].startswith("rw") or found[3][3] != "p" or found[4] != "0":
+                return False
+            start = last
+        if start >= end:
+            return True
+    return False

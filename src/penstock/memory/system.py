@@ -1,4 +1,4 @@
-"""What the kernel says about this process: memory and CPU time."""
+"""What the kernel says about this process and its machine: memory, CPU time, and which cores are near a GPU."""
 
 from __future__ import annotations
 
@@ -8,24 +8,32 @@ import os
 import re
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "PeakMeter",
     "above_standard_streams",
     "cgroup_available_bytes",
     "cpu_seconds",
+    "cpus_near",
     "host_available_bytes",
+    "local_cpus",
     "memlock_bytes",
     "num_cores",
+    "parse_cpu_list",
     "peak_rss_bytes",
     "pss_bytes",
     "rss_bytes",
     "trim_heap",
 ]
 
+_SYSFS = Path("/sys")
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _CAP_IPC_LOCK = 14  # capabilities(7), linux/capability.h
 
@@ -140,6 +148,50 @@ def memlock_bytes(status: str | None = None, soft_limit: int | None = None) -> i
     if limit == resource.RLIM_INFINITY or (capabilities and int(capabilities[1], 16) >> _CAP_IPC_LOCK & 1):
         return None
     return max(0, limit - _kib_line("VmLck", text))
+
+
+# The processors near a GPU, as the kernel says: Documentation/ABI/testing/sysfs-bus-pci, sysfs-devices-node.
+
+
+def parse_cpu_list(text: str) -> frozenset[int]:
+    """The processors of a kernel list such as ``"0-3,8,10-11"``; an empty one has none.
+
+    Raises:
+        ValueError: not of that form.
+    """
+    cpus: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)
+
+
+def local_cpus(address: str, allowed: Collection[int], sysfs: Path = _SYSFS) -> frozenset[int] | None:
+    """Those of ``allowed`` that share a memory node with the PCI device at ``address`` (``"0000:1b:00.0"``).
+
+    ``None`` where there is nothing to choose: one node, a device without a node, or none of its processors allowed.
+    """
+    if len(list((sysfs / "devices/system/node").glob("node[0-9]*"))) < 2:
+        return None
+    folder = sysfs / "bus/pci/devices" / address
+    try:
+        if int((folder / "numa_node").read_text()) < 0:
+            return None
+        near = parse_cpu_list((folder / "local_cpulist").read_text()) & frozenset(allowed)
+    except (OSError, ValueError):  # a container without the device's folder
+        return None
+    return near if near and near != frozenset(allowed) else None
+
+
+def cpus_near(device: torch.device) -> frozenset[int] | None:
+    """The processors of this process near ``device``; ``None`` for a CPU or where there is nothing to choose."""
+    if device.type != "cuda":
+        return None
+    import torch  # not at the top: the process that fills a staging ring has no torch
+
+    found: Any = torch.cuda.get_device_properties(device)
+    address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"  # as sysfs writes it
+    return local_cpus(address, os.sched_getaffinity(0))
 
 
 def _memory_levels(membership: str, root: Path) -> Iterator[Path]:

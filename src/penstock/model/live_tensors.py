@@ -15,7 +15,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.errors import ModelChangedError, PenstockWarning, StateError
-from penstock.memory.pinning import device_view
+from penstock.memory.pinned import device_view
 from penstock.model.inventory import Location, StorageInfo, TensorInfo
 from penstock.model.tensor_guards import GiveBack, guarded, is_resting, resting_like, storage_id
 

@@ -35,7 +35,7 @@ from penstock.ranks.peers import Peers
 from penstock.ranks.rendezvous import Rendezvous, this_host
 from penstock.runtime.parts import splits_units
 from penstock.stores.disk import DiskOptions, DiskStore
-from penstock.stores.io_policy import Ways
+from penstock.stores.file_reader import ReadCounter
 from penstock.stores.shared_host import SharedStore, shared_bytes
 from penstock.stores.store import new_blob, writable_view
 
@@ -297,7 +297,7 @@ def _compare_files(
     sources = {name: weights.source(bound[name].info) for name in names if name not in recipes}
     stamps, options = weights.checkpoint.stamps, disk or DiskOptions()
     files = DiskStore(sources, options, stamps=stamps)
-    maker = TensorConverter(recipes, options, Ways(), num_threads=reader_threads(), stamps=stamps)
+    maker = TensorConverter(recipes, options, ReadCounter(), num_threads=reader_threads(), stamps=stamps)
     try:
         for name in [*sources, *maker.order]:
             blob = new_blob(bound[name].info.num_bytes)

@@ -21,10 +21,9 @@ from penstock.errors import OptionError, PenstockWarning, TransferError
 from penstock.loading.loader import require_weights
 from penstock.loading.read_pool import Delivery, deliver
 from penstock.loading.upload import CudaUploader
-from penstock.memory.numa import cpus_near
-from penstock.memory.pinned import CudaRegistrar, refuse_capture
-from penstock.memory.pinning import pin_threads, pinned_region, pinning_disabled
+from penstock.memory.pinned import CudaRegistrar, pin_threads, pinned_region, pinning_disabled, refuse_capture
 from penstock.memory.symmetric import SymmetricMemory
+from penstock.memory.system import cpus_near
 from penstock.model.live_tensors import BoundStorage
 from penstock.plan.plan import Plan
 from penstock.plan.striping import CHUNK_BYTES, PartLayout

@@ -17,7 +17,7 @@ from penstock.env import debug_enabled
 from penstock.errors import BudgetError, StateError
 from penstock.loading.loader import WeightLoader
 from penstock.loading.read_pool import Progress
-from penstock.memory.pinning import device_view
+from penstock.memory.pinned import device_view
 from penstock.model.inventory import Inventory
 from penstock.model.live_tensors import BoundStorage, bind
 from penstock.ops import new_token

@@ -12,15 +12,19 @@ from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import format_gib
 from penstock.errors import CheckpointError, OptionError
 from penstock.loading.loader import require_weights
-from penstock.memory.pinned import CudaRegistrar, HostRegistrar, refuse_capture
-from penstock.memory.pinning import pinning_disabled
+from penstock.memory.pinned import (
+    CudaRegistrar,
+    HostRegistrar,
+    can_pin_in_place,
+    pinning_disabled,
+    refuse_capture,
+)
 from penstock.model.live_tensors import BoundStorage
-from penstock.plan.plan import Plan
+from penstock.plan.plan import SLAB_ALIGNMENT_BYTES, Plan
 from penstock.ranks.peers import Peers, require_peers
 from penstock.runtime.agreement import open_shared
 from penstock.runtime.parts import open_parts, splits_units
 from penstock.stats import Recorder
-from penstock.stores.adoption import can_adopt
 from penstock.stores.composite import SpillStore
 from penstock.stores.disk import DiskOptions, DiskStore
 from penstock.stores.host import CpuStore
@@ -134,7 +138,11 @@ def open_pinned(
     if registrar is not None:
         refuse_capture(registrar)
     live = {name: storage.original_bytes() for name, storage in offloaded.items() if storage.home.type == "cpu"}
-    adopt = {name: blob for name, blob in live.items() if can_adopt(blob, read_in_place=name in plan.uva)}
+    adopt = {
+        name: blob
+        for name, blob in live.items()
+        if can_pin_in_place(blob, SLAB_ALIGNMENT_BYTES if name in plan.uva else 1)
+    }
     units = [unit for unit in plan.units if unit.store == plan.mode]
     store = PinnedStore(units, plan.uva, registrar, adopt=adopt, held=held)
     if registrar is not None and any(storage.home.type == "cuda" for storage in offloaded.values()):

@@ -19,8 +19,8 @@ from torch import nn
 
 from penstock.env import pin_memory_disabled, uva_disabled
 from penstock.errors import BudgetError, PenstockWarning
-from penstock.memory.pinned import CudaRegistrar, HostRegistrar, PinnedBuffer
-from penstock.memory.pinning import device_view, new_pinned
+from penstock.memory.pages import RawMemory
+from penstock.memory.pinned import CudaRegistrar, HostRegistrar, PinnedBuffer, device_view, new_pinned
 from penstock.model.inventory import take_inventory
 from penstock.model.live_tensors import BoundStorage
 from penstock.plan.plan import slab_bytes
@@ -138,17 +138,9 @@ def strayed_storages(bound: Mapping[str, BoundStorage]) -> frozenset[str]:
     return frozenset(name for name, storage in marked.items() if _is_pinned(storage.original_bytes()))
 
 
-class _Address:
-    """Carries an address to numpy by the array interface (version 3); nobody reads there."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        data = (tensor.data_ptr(), False)
-        self.__array_interface__ = {"shape": (tensor.numel(),), "typestr": "|u1", "data": data, "version": 3}
-
-
 def _is_pinned(blob: torch.Tensor) -> bool:
     """Whether a tensor of a GPU (uint8, 1-D) lies in pinned host memory; the driver knows by the address."""
-    return bool(torch.from_numpy(np.asarray(_Address(blob))).is_pinned())
+    return bool(torch.from_numpy(np.asarray(RawMemory(blob.data_ptr(), blob.numel()))).is_pinned())
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:

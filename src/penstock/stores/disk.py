@@ -13,9 +13,8 @@ from penstock.checkpoint.fingerprint import FileFingerprint
 from penstock.checkpoint.weight_map import TensorSource
 from penstock.errors import CheckpointError
 from penstock.memory.pages import pieces
-from penstock.memory.pinning import pin_threads, pinned_region
-from penstock.stores.file_reader import DiskOptions, File, FileStretch
-from penstock.stores.io_policy import Ways
+from penstock.memory.pinned import pin_threads, pinned_region
+from penstock.stores.file_reader import DiskOptions, File, FileStretch, ReadCounter
 from penstock.stores.store import Segment, Store, writable_view
 
 __all__ = ["DiskOptions", "DiskStore", "File"]
@@ -35,7 +34,7 @@ class DiskStore(Store):
         *,
         stamps: Iterable[FileFingerprint] = (),
         pin_in_place: bool = False,
-        ways: Ways | None = None,
+        counter: ReadCounter | None = None,
         compares: bool = True,
     ) -> None:
         """Open the files; nothing is read.
@@ -46,16 +45,16 @@ class DiskStore(Store):
             stamps: what files have to be; those without may change.
             pin_in_place: what is read in place is copied into pinned memory first, because a GPU cannot address a
                 mapped file.
-            ways: counts what is read, and chooses where ``options`` leave it open; default one of its own.
+            counter: of what is read; default one of its own.
             compares: files with their stamps at every read; else the caller asks :meth:`require_unchanged`.
         """
         self._sources = dict(sources)
         options = options or DiskOptions()
         paths = {part.tensor.path for source in self._sources.values() for part in source.parts}
         expected = {stamp.path: stamp for stamp in stamps}
-        self._ways = ways or Ways()
+        counter = counter or ReadCounter()
         self._files = {
-            path: File(path, options, expected.get(path), self._ways, compares=compares) for path in sorted(paths)
+            path: File(path, options, expected.get(path), counter, compares=compares) for path in sorted(paths)
         }
         self._maps: dict[Path, mmap.mmap] = {}
         self._pin_in_place = pin_in_place

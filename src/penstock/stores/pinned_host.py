@@ -20,8 +20,7 @@ import torch
 
 from penstock.config import Mode
 from penstock.memory.pages import pack, populate_parallel
-from penstock.memory.pinned import HostRegistrar, PinnedBuffer
-from penstock.memory.pinning import fresh, pin_threads, warn_refused
+from penstock.memory.pinned import HostRegistrar, PinnedBuffer, fresh, pin_threads, warn_refused
 from penstock.plan.plan import Unit, slab_bytes
 from penstock.stores.host import MemorySource
 from penstock.stores.store import Load, Segment, Store

@@ -23,8 +23,7 @@ import torch
 
 from penstock.memory.memfd import SharedMemory
 from penstock.memory.pages import collapse_parallel, whole_pages
-from penstock.memory.pinned import HostRegistrar, PinnedBuffer
-from penstock.memory.pinning import pin_shared, pin_threads
+from penstock.memory.pinned import HostRegistrar, PinnedBuffer, pin_shared, pin_threads
 from penstock.plan.plan import Unit
 from penstock.ranks.rendezvous import Rendezvous
 from penstock.stores.pinned_host import SLAB_BYTES, PinnedStore, Place, slab_sizes

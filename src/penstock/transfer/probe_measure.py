@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from penstock.memory.pinning import device_view, pinned_region
+from penstock.memory.pinned import device_view, pinned_region
 from penstock.stores.disk import DiskOptions, File
 from penstock.transfer.peer_rates import peer_rates
 

@@ -10,7 +10,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from penstock.memory.mapping import Bytes
+from penstock.memory.pages import Bytes
 from penstock.plan.ring_layout import STATUS_BYTES, WORD_BYTES, RingLayout
 from penstock.stats import StagingStats
 

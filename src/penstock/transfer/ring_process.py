@@ -29,7 +29,7 @@ from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
 from penstock.errors import TransferError
-from penstock.memory.mapping import map_file
+from penstock.memory.pages import map_file
 from penstock.transfer.ring import RingServer
 from penstock.transfer.ring_memory import Counter, RingMemory
 from penstock.transfer.ring_task import RingTask

@@ -22,8 +22,7 @@ from penstock.env import pin_memory_disabled, reader_threads
 from penstock.errors import OptionError, StateError
 from penstock.memory.memfd import SharedMemory
 from penstock.memory.pages import collapse_parallel
-from penstock.memory.pinned import CudaRegistrar, PinnedBuffer, refuse_capture
-from penstock.memory.pinning import pin_shared, pin_threads
+from penstock.memory.pinned import CudaRegistrar, PinnedBuffer, pin_shared, pin_threads, refuse_capture
 from penstock.plan.plan import Plan
 from penstock.plan.ring_layout import ENTRY_BYTES, MAX_ENTRIES, lay_out_ring_of
 from penstock.stats import Recorder, StagingStats

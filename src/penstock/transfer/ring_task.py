@@ -11,7 +11,6 @@ from typing import Any
 from penstock.checkpoint.fingerprint import FileFingerprint
 from penstock.plan.ring_layout import Piece, RingLayout
 from penstock.stores.file_reader import DiskOptions, File
-from penstock.stores.io_policy import Ways
 from penstock.transfer.ring import Part
 
 __all__ = ["RingTask"]
@@ -74,8 +73,7 @@ class RingTask:
     def load(cls, text: str) -> RingTask:
         """The task, with files that this process now owns; they are compared with their stamps by :meth:`verify`."""
         told = json.loads(text)
-        ways = Ways()
-        files = [_inherited(file, ways) for file in told["files"]]
+        files = [_inherited(file) for file in told["files"]]
         pieces = tuple(Piece(*piece) for piece in told["pieces"])
         # Who gives the copies needs to know the positions of a unit, and who serves them does not.
         layout = RingLayout(told["entry_bytes"], told["num_entries"], pieces, {}, tuple(told["following"]))
@@ -94,10 +92,8 @@ def _describe(file: File) -> dict[str, Any]:
     }
 
 
-def _inherited(told: dict[str, Any], ways: Ways) -> File:
+def _inherited(told: dict[str, Any]) -> File:
     fd, direct_fd = told["descriptors"]
     path, options = Path(told["path"]), DiskOptions(told["direct"], told["drop_cache"])
     stamp = None if told["stamp"] is None else FileFingerprint(path, *told["stamp"])
-    # Nobody asks this process what it has counted, and to count takes a lock: only a choice of the way needs it.
-    needed = ways if options.direct is None else None
-    return File(path, options, stamp, needed, opened=(fd, direct_fd), compares=False)
+    return File(path, options, stamp, opened=(fd, direct_fd), compares=False)
