@@ -31,7 +31,7 @@ from penstock.cli.model import OpenedModel, open_model
 from penstock.config import Budget, Workload
 from penstock.model.memory_profile import traits_of
 from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU
-from penstock.plan.machine import Machine
+from penstock.plan.plan import Machine
 from penstock.plan.ring_layout import RING_BYTES
 from penstock.runtime.limits import needs_of
 

@@ -25,9 +25,9 @@ from penstock.model.inventory import take_inventory
 from penstock.model.memory_profile import ModelProfile
 from penstock.plan import build_plan
 from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates
+from penstock.plan.plan import CHUNK_BYTES
 from penstock.plan.planner import Planner
 from penstock.plan.split import split_rates
-from penstock.plan.striping import CHUNK_BYTES
 from penstock.transfer import peer_rates as measuring
 from penstock.transfer.probe import Probe, read_probe
 from plan_predictions import build

@@ -17,8 +17,7 @@ from penstock.model.inventory import take_inventory
 from penstock.model.memory_profile import ModelProfile
 from penstock.plan import Plan, build_plan
 from penstock.plan.cost_model import NOMINAL_GPU, Curve, Rates
-from penstock.plan.machine import Machine
-from penstock.plan.plan import slab_bytes
+from penstock.plan.plan import Machine, slab_bytes
 from penstock.plan.predict import forecast
 from penstock.plan.report import render
 from penstock.plan.ring_layout import lay_out_ring, ring_bytes

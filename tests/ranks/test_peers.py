@@ -23,7 +23,7 @@ import penstock
 from models import MoE, OddStack, ScaledStack, Stack, all_layers, rows, save
 from penstock.errors import OptionError, PeerError, PenstockWarning, TransferError
 from penstock.memory.symmetric import SymmetricMemory
-from penstock.plan.striping import Striping
+from penstock.plan.plan import Striping
 from penstock.ranks.digest import checksum
 from penstock.ranks.peers import Channel, Peers, PeerWatch
 from penstock.runtime import parts as sharing

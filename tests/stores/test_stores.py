@@ -22,8 +22,8 @@ from penstock.model.memory_profile import ModelProfile
 from penstock.plan import Plan, build_plan
 from penstock.plan.build import move_on_demand
 from penstock.plan.disk_fallback import Spill
-from penstock.plan.machine import Machine
 from penstock.plan.outlook import PredictionReport
+from penstock.plan.plan import Machine
 from penstock.plan.planner import Planner
 from penstock.plan.report import render
 from penstock.plan.ring_layout import lay_out_ring, lay_out_ring_of

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from penstock.model.inventory import Inventory
     from penstock.plan import Plan
     from penstock.plan.cost_model import Rates
-    from penstock.plan.machine import Machine
+    from penstock.plan.plan import Machine
     from penstock.plan.planner import Planner
     from penstock.stores.disk import DiskOptions
 

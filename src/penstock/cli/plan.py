@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.plan.cost_model import Rates
-    from penstock.plan.machine import Machine
+    from penstock.plan.plan import Machine
 
 __all__ = ["plan"]
 

@@ -17,11 +17,10 @@ import numpy.typing as npt
 
 from penstock.config import Mechanism, Mode
 from penstock.model.inventory import StorageInfo
-from penstock.plan.plan import UnitDraft
+from penstock.plan.plan import SLAB_ALIGNMENT_BYTES, UnitDraft
 from penstock.plan.problem import RoleSets
 from penstock.plan.ring_layout import RING_BYTES
 from penstock.plan.simulate import StageTimes, step_s
-from penstock.plan.striping import CHUNK_ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
     from penstock.plan.candidates import CandidateTable
@@ -138,7 +137,7 @@ class Costed:
                 np.copyto(first[slot], size, where=here & (units < wanted))
             units += has
             if ranks is not None:
-                parts_bytes += np.ceil(slab / (ranks * CHUNK_ALIGNMENT_BYTES)) * CHUNK_ALIGNMENT_BYTES
+                parts_bytes += np.ceil(slab / (ranks * SLAB_ALIGNMENT_BYTES)) * SLAB_ALIGNMENT_BYTES
             moved += size
         self.num_units = units
         self.num_slots = np.minimum(wanted, units)

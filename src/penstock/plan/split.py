@@ -1,6 +1,6 @@
 """The copy rates of units that are split over ranks: what comes over the own link, and what from the peers.
 
-Each of N ranks keeps 1/N of a unit of b bytes (:mod:`penstock.plan.striping`), so (N - 1) / N of it come from peers:
+Each of N ranks keeps 1/N of a unit of b bytes (:mod:`penstock.plan.plan`), so (N - 1) / N of it come from peers:
 
 * ``sharded_gpu``: out of their device memory, all peers at once, beside a copy of the rank's own part on the device;
 * pooled links: b / N come over the own link, chunk by chunk, and each chunk is passed on while the next one comes.
@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from penstock.config import Mode
 from penstock.plan.cost_model import Curve, Rates
-from penstock.plan.striping import CHUNK_BYTES
+from penstock.plan.plan import CHUNK_BYTES
 
 __all__ = ["split_rates"]
 

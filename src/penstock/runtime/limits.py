@@ -18,8 +18,7 @@ from penstock.config import format_gib
 from penstock.env import pin_memory_disabled
 from penstock.errors import LimitError
 from penstock.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes
-from penstock.plan.machine import Machine
-from penstock.plan.plan import Plan, slab_bytes
+from penstock.plan.plan import Machine, Plan, slab_bytes
 from penstock.plan.ring_layout import ring_bytes
 
 __all__ = ["Limits", "Needs", "check_limits", "describe_device", "needs_of", "read_limits", "require_disk"]

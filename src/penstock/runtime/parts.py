@@ -25,8 +25,7 @@ from penstock.memory.pinned import CudaRegistrar, pin_threads, pinned_region, pi
 from penstock.memory.symmetric import SymmetricMemory
 from penstock.memory.system import cpus_near
 from penstock.model.live_tensors import BoundStorage
-from penstock.plan.plan import Plan
-from penstock.plan.striping import CHUNK_BYTES, PartLayout
+from penstock.plan.plan import CHUNK_BYTES, PartLayout, Plan
 from penstock.ranks.digest import checksum, json_digest
 from penstock.ranks.peers import Channel, Peers, PeerWatch
 from penstock.stats import Recorder

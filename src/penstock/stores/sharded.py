@@ -15,8 +15,7 @@ import torch
 from penstock.config import Mode
 from penstock.errors import OptionError, StateError
 from penstock.memory.symmetric import SymmetricMemory
-from penstock.plan.plan import Unit
-from penstock.plan.striping import PartLayout, Stretch
+from penstock.plan.plan import PartLayout, Stretch, Unit
 from penstock.ranks.peers import Channel
 from penstock.stores.host import MemorySource
 from penstock.stores.store import Load, Segment, Store, new_blob

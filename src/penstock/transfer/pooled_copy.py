@@ -30,7 +30,7 @@ import torch
 
 from penstock.errors import StateError, TransferError
 from penstock.memory.symmetric import SymmetricMemory
-from penstock.plan.striping import PartLayout, Striping
+from penstock.plan.plan import PartLayout, Striping
 from penstock.ranks.peers import Channel, Peers, PeerWatch
 from penstock.stats import Recorder
 from penstock.stores.store import Load

@@ -23,7 +23,7 @@ import torch
 
 from penstock.errors import OptionError, PenstockWarning
 from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates
-from penstock.plan.machine import Machine
+from penstock.plan.plan import Machine
 from penstock.ranks.digest import json_digest
 from penstock.transfer.probe_measure import measured_rates
 

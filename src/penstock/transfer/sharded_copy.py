@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock.errors import TransferError
-from penstock.plan.striping import PartLayout
+from penstock.plan.plan import PartLayout
 from penstock.stores.sharded import SymmetricParts
 from penstock.stores.store import Load
 from penstock.transfer.cuda_stream import StreamLink, StreamTransfer
