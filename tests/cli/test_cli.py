@@ -30,7 +30,7 @@ from penstock.cli.group import expand_lists
 from penstock.cli.model import open_model
 from penstock.cli.options import OffloadFlags
 from penstock.config import UVA, Budget, Prefetch, Rules, Workload, parse_size
-from penstock.demo.model import ensure_model
+from penstock.demo.synthetic_model import ensure_model
 from penstock.errors import OptionError, PenstockError, SizeError
 from penstock.plan.report import gib
 from penstock.stores.file_reader import DiskOptions, File
@@ -66,7 +66,7 @@ FLAGS = {
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A causal language model of 4 MB, with a byte-level tokenizer."""
     folder = tmp_path_factory.mktemp("cli") / "tiny"
-    ensure_model(folder, TINY, lambda done, total: None)
+    ensure_model(folder, TINY)
     return folder
 
 
@@ -546,7 +546,7 @@ def test_a_device_that_is_not_there(model: Path, device: str) -> None:
 
 
 def test_a_plan_of_another_model_is_refused(model: Path, tmp_path: Path) -> None:
-    ensure_model(tmp_path / "other", replace(TINY, layers=5), lambda done, total: None)
+    ensure_model(tmp_path / "other", replace(TINY, layers=5))
     file = tmp_path / "plan.json"
     assert run("plan", tmp_path / "other", "--device-memory", "2MiB", "--save", file).exit_code == 0
     for verb in (("plan", model), ("generate", model, "--prompt", "a")):

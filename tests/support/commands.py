@@ -7,7 +7,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from penstock.cli import app
-from penstock.demo.model import ModelSize
+from penstock.demo.synthetic_model import ModelSize
 
 TINY = ModelSize(hidden=128, intermediate=384, layers=4, heads=4, key_value_heads=2)
 

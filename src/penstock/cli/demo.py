@@ -4,36 +4,31 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.console import byte_bar, stderr, stdout
+from penstock.cli.console import stderr, stdout
 from penstock.cli.values import require_folder
 from penstock.errors import OptionError
 from penstock.memory.system import num_cores
 
 if TYPE_CHECKING:
-    from penstock.demo.jobs import Result
-    from penstock.demo.model import ModelSize
-    from penstock.demo.report import Comparison
+    from penstock.demo.comparison import Comparison
+    from penstock.demo.measured_run import Job
 
 __all__ = ["demo"]
 
 _GENERATOR = "Qwen3 architecture, random weights"
-_NEEDS = {
-    "transformers": "penstock[transformers]",
-    "tokenizers": "penstock[transformers]",
-    "matplotlib": "penstock[plot]",
-}
 
 
 def demo(
-    folder: Annotated[
-        Path, typer.Option("--folder", metavar="DIR", help="Where the model, the timeline and the trace go.")
-    ] = Path("penstock-demo"),
+    folder: Annotated[Path, typer.Option("--folder", metavar="DIR", help="Where the model and the trace go.")] = Path(
+        "penstock-demo"
+    ),
     keep: Annotated[bool, typer.Option("--keep", help="Keep the model (1.2 GB) for the next time.")] = False,
 ) -> None:
     """Run two models resident and streamed from disk; compare bits, memory and speed. Downloads nothing.
@@ -41,28 +36,23 @@ def demo(
     Takes two to three minutes, 1.3 GB of disk and as much memory. Exit code 1 if one bit differs or a memory limit is
     broken.
     """
-    _require_packages()
+    from importlib.util import find_spec
+
+    if find_spec("transformers") is None or find_spec("tokenizers") is None:
+        raise OptionError("the demo needs packages that are not installed: pip install penstock[transformers]")
     _note_busy_machine()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OptionError(f"--folder {str(folder)!r}: expected a folder that can be written to: {error}") from error
-    require_folder("--folder", folder)  # that it is there does not mean that it may be written to
+    require_folder("--folder", folder)  # a folder that exists may still be closed
     with TemporaryDirectory(dir=folder, prefix="runs-") as runs:
-        broken = [*_part_a(Path(runs)), *_part_b(folder, Path(runs), keep)]
+        broken = [*_embed_sentences(Path(runs)), *_generate_text(folder, Path(runs), keep)]
     for promise in broken:
         stdout.print(f"[red]broken: {promise}[/]")
     if broken:
         raise typer.Exit(1)
     stdout.print("[green]Every bit is equal, and memory stayed within the plan.[/]")
-
-
-def _require_packages() -> None:
-    from importlib.util import find_spec
-
-    missing = {extra for name, extra in _NEEDS.items() if find_spec(name) is None}
-    if missing:
-        raise OptionError(f"the demo needs packages that are not installed: pip install {' '.join(sorted(missing))}")
 
 
 def _note_busy_machine() -> None:
@@ -76,82 +66,53 @@ def _note_busy_machine() -> None:
         )
 
 
-def _part_a(runs: Path) -> list[str]:
-    from penstock.demo.parts import ENCODER_SHARE, compare, embed_job, find_encoder
+def _embed_sentences(runs: Path) -> list[str]:
+    from penstock.demo.comparison import ENCODER_SHARE, SENTENCES, embed_job, find_encoder, most_similar
 
     model = find_encoder()
     stdout.rule("Part A: real weights, all-MiniLM-L6-v2 embeds English sentences")
-    _print_plan(model, ENCODER_SHARE, "all-MiniLM-L6-v2")
-    with stdout.status("embedding, resident and streamed"):
-        found = compare(
-            "all-MiniLM-L6-v2", "sentences", lambda budget: embed_job(model, budget), ENCODER_SHARE, runs / "a"
-        )
-    _print_comparison(found)
-    _print_pairs(found.streamed)
+    found = _compare(model, "all-MiniLM-L6-v2", "sentences", embed_job, ENCODER_SHARE, runs / "a")
+    stdout.print("The most similar sentences, by the streamed run:")
+    for cosine, first, second in most_similar(found.streamed, 2):
+        stdout.print(f"  {cosine:.3f}  {SENTENCES[first]}\n         {SENTENCES[second]}", highlight=False)
     return found.broken
 
 
-def _part_b(folder: Path, runs: Path, keep: bool) -> list[str]:
-    from penstock.demo.model import ModelSize
-    from penstock.demo.parts import GENERATOR_SHARE, compare, generate_job
+def _generate_text(folder: Path, runs: Path, keep: bool) -> list[str]:
+    from penstock.demo.comparison import GENERATOR_SHARE, generate_job
+    from penstock.demo.measured_run import TRACE_FILE
+    from penstock.demo.synthetic_model import ModelSize, ensure_model
 
     stdout.rule(f"Part B: a language model of 1 GB ({_GENERATOR}) generates text")
-    model = folder / "model"
-    written = _write_model(model, ModelSize())
+    model, trace = folder / "model", folder / TRACE_FILE
+    with stdout.status("writing the model"):
+        written = ensure_model(model, ModelSize())
+    stdout.print(f"{'wrote' if written else 'found'} {model}")
     try:
-        _print_plan(model, GENERATOR_SHARE, _GENERATOR)
-        with stdout.status("generating, resident and streamed"):
-            found = compare(
-                _GENERATOR, "tokens", lambda budget: generate_job(model, budget), GENERATOR_SHARE, runs / "b"
-            )
+        found = _compare(model, _GENERATOR, "tokens", generate_job, GENERATOR_SHARE, runs / "b")
     finally:
         if written and not keep:
             shutil.rmtree(model, ignore_errors=True)
-    _print_comparison(found)
-    _save_timeline(folder, found)
+    shutil.copyfile(runs / "b" / "streamed" / TRACE_FILE, trace)
+    stdout.print(f"trace: {trace} (open it at https://ui.perfetto.dev)", highlight=False)
     return found.broken
 
 
-def _write_model(model: Path, size: ModelSize) -> bool:
-    from penstock.demo.model import ensure_model
-
-    with byte_bar("writing the model", stdout) as progress:
-        written = ensure_model(model, size, progress)
-    stdout.print(f"{'wrote' if written else 'found'} {model}")
-    return written
-
-
-def _print_plan(model: Path, share: float, name: str) -> None:
+def _compare(
+    model: Path, name: str, item: str, make_job: Callable[[Path, int | None], Job], share: float, runs: Path
+) -> Comparison:
+    """Print the plan, run the job resident and streamed, print the comparison."""
     import torch
 
     from penstock.cli.model import open_model
     from penstock.config import Budget
+    from penstock.demo.comparison import compare, comparison_table
     from penstock.plan.report import render
 
     opened = open_model(str(model))
     planner = opened.planner(torch.device("cpu"))
     stdout.print(render(planner.plan(Budget(int(opened.weights.checkpoint.num_bytes * share))), name))
-
-
-def _print_comparison(found: Comparison) -> None:
-    from penstock.demo.report import comparison_table
-
+    with stdout.status("running, resident and streamed"):
+        found = compare(name, item, lambda budget: make_job(model, budget), share, runs)
     stdout.print(comparison_table(found))
-
-
-def _print_pairs(result: Result) -> None:
-    from penstock.demo.report import most_similar
-    from penstock.demo.sentences import SENTENCES
-
-    stdout.print("The most similar sentences, by the streamed run:")
-    for cosine, first, second in most_similar(result.tensors["embeddings"], 2):
-        stdout.print(f"  {cosine:.3f}  {SENTENCES[first]}\n         {SENTENCES[second]}", highlight=False)
-
-
-def _save_timeline(folder: Path, found: Comparison) -> None:
-    from penstock.demo.timeline import draw, read_trace
-
-    trace, picture = folder / "trace.json", folder / "timeline.png"
-    shutil.copyfile(found.streamed.trace_path, trace)
-    draw(read_trace(trace), picture, f"penstock demo: {found.name}, streamed from disk")
-    stdout.print(f"timeline: {picture}\ntrace:    {trace} (open it at https://ui.perfetto.dev)", highlight=False)
+    return found
