@@ -276,7 +276,8 @@ def run_all(
         # The number of lines differs a little from run to run, as waits for threads do.
         ats = list(range(result["lines"])) if every == "event" else result["first_and_last"]
         if points is not None:
-            ats = sorted({*_spread(ats, points // 3), *_spread(result["changing"], points - points // 3)})
+            changing = _spread(result["changing"], points - points // 3)
+            ats = sorted([*changing, *_spread([at for at in ats if at not in changing], points // 3)])
         runs += [{**job, "at": at} for at in ats]
     for job, result in run_jobs(COMMAND, runs, jobs, LIMIT_S):
         yield job, _worded(result)
