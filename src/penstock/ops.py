@@ -33,7 +33,7 @@ disk finds them again in the next process.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -56,14 +56,6 @@ class Boundary(Protocol):
 _boundaries: weakref.WeakValueDictionary[int, Boundary] = weakref.WeakValueDictionary()
 
 _library = torch.library.Library("penstock", "DEF")
-
-# By default the inductor hands a custom op its arguments in the strides they were traced with, and for a value it has
-# not computed yet that means a copy: the op would order the copy and not the value.
-_FREE_LAYOUT = (torch.Tag.flexible_layout,)
-_library.define("wait(Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor(c!)[] inputs) -> ()")
-_library.define("release(Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor(c!)[] outputs) -> ()")
-_library.define("begin(Tensor tag, Tensor(a!) token) -> ()")
-_library.define("join(Tensor tag, Tensor(a!) token, Tensor[] inputs) -> ()")
 
 
 def new_tag(boundary: Boundary, device: torch.device) -> torch.Tensor:
@@ -91,15 +83,21 @@ def _boundary(tag: torch.Tensor) -> Boundary:
     return boundary
 
 
-def _wait(
-    tag: torch.Tensor, token: torch.Tensor, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> None:
+def _define(name: str, arguments: str, run: Callable[..., None]) -> None:
+    """Register the op ``name`` with its kernel; on fake tensors it does nothing, because it has no output."""
+    _library.define(f"{name}({arguments}) -> ()")
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"penstock::{name}", lambda *_: None, lib=_library)
+
+
+_Tensors = Sequence[torch.Tensor]
+
+
+def _wait(tag: torch.Tensor, token: torch.Tensor, tensors: _Tensors, inputs: _Tensors) -> None:
     _boundary(tag).enter_compiled(tensors)
 
 
-def _release(
-    tag: torch.Tensor, token: torch.Tensor, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-) -> None:
+def _release(tag: torch.Tensor, token: torch.Tensor, tensors: _Tensors, outputs: _Tensors) -> None:
     _boundary(tag).leave_compiled(tensors)
 
 
@@ -107,35 +105,11 @@ def _begin(tag: torch.Tensor, token: torch.Tensor) -> None:
     _boundary(tag).enter_compiled(())
 
 
-def _join(tag: torch.Tensor, token: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
+def _join(tag: torch.Tensor, token: torch.Tensor, inputs: _Tensors) -> None:
     _boundary(tag).leave_compiled(inputs)
 
 
-def _fake_wait(
-    tag: torch.Tensor, token: torch.Tensor, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> None:
-    """Shapes only: nothing to infer."""
-
-
-def _fake_release(
-    tag: torch.Tensor, token: torch.Tensor, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-) -> None:
-    """Shapes only: nothing to infer."""
-
-
-def _fake_begin(tag: torch.Tensor, token: torch.Tensor) -> None:
-    """Shapes only: nothing to infer."""
-
-
-def _fake_join(tag: torch.Tensor, token: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
-    """Shapes only: nothing to infer."""
-
-
-_library.impl("wait", _wait, "CompositeExplicitAutograd")
-_library.impl("release", _release, "CompositeExplicitAutograd")
-_library.impl("begin", _begin, "CompositeExplicitAutograd")
-_library.impl("join", _join, "CompositeExplicitAutograd")
-torch.library.register_fake("penstock::wait", _fake_wait, lib=_library)
-torch.library.register_fake("penstock::release", _fake_release, lib=_library)
-torch.library.register_fake("penstock::begin", _fake_begin, lib=_library)
-torch.library.register_fake("penstock::join", _fake_join, lib=_library)
+_define("wait", "Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor(c!)[] inputs", _wait)
+_define("release", "Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor(c!)[] outputs", _release)
+_define("begin", "Tensor tag, Tensor(a!) token", _begin)
+_define("join", "Tensor tag, Tensor(a!) token, Tensor[] inputs", _join)
