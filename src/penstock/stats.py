@@ -223,13 +223,4 @@ class Stats:
     def to_json(self) -> dict[str, Any]:
         """Totals and units as plain numbers."""
         totals = {name: getattr(self, name) for name in ("bytes_moved", "copies", "stalls", "stall_s", "misses")}
-        return {
-            **totals,
-            "mechanism_bytes": self.mechanism_bytes,
-            "store_bytes": self.store_bytes,
-            "moved_by_store": self.moved_by_store,
-            "notes": list(self.notes),
-            "staging": None if self.staging is None else asdict(self.staging),
-            "loading": asdict(self.loading),
-            "units": [asdict(unit) for unit in self.units],
-        }
+        return {**totals, "moved_by_store": self.moved_by_store, **asdict(self)}
