@@ -32,28 +32,12 @@ _RESTING_KEY, _GUARDED_KEY = (torch._C._dispatch_key_parse(name) for name in (_R
 _GUARDED_KEYS = torch._C.DispatchKeySet(_GUARDED_KEY)
 
 # These neither read nor write bytes: bookkeeping, aliases, and factories that only ask for shape, dtype and device.
-_TOUCHES_NOTHING = (
-    "set_data",
-    "_has_compatible_shallow_copy_type",
-    "detach",
-    "alias",
-    "requires_grad_",
-    "retain_grad",
-    "record_stream",
-    "is_pinned",
-    "is_same_size",
-    "empty_like",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "rand_like",
-    "randn_like",
-    "new_empty",
-    "new_empty_strided",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-)
+_TOUCHES_NOTHING = {
+    "set_data", "_has_compatible_shallow_copy_type", "detach", "alias", "requires_grad_", "retain_grad",
+    "record_stream", "is_pinned", "is_same_size",
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
+    "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full",
+}  # fmt: skip
 
 # Ends a loan of bytes: takes the output of the operator (None if it has failed), returns what its caller gets.
 GiveBack = Callable[[Any], Any]
