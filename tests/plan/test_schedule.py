@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from penstock.model.inventory import Inventory, Location, StorageInfo, TensorInfo
 from penstock.plan.plan import Plan, UnitDraft, assemble
 from penstock.plan.slots import chain, first_units, next_in_chain, slot_of
-from penstock.runtime.prefetcher import SlotPipeline
+from penstock.runtime.prefetcher import Prefetcher
 from penstock.stats import Recorder
 from penstock.stores.host import CpuStore
 from penstock.stores.store import Load
@@ -125,7 +125,7 @@ class _Done:
     done: bool = True
 
 
-def make_pipeline(num_units: int, num_slots: int, link: Link) -> tuple[SlotPipeline, Plan]:
+def make_pipeline(num_units: int, num_slots: int, link: Link) -> tuple[Prefetcher, Plan]:
     """Unit ``u`` consists of ``8 + u`` bytes of value ``u``."""
     storages = [
         StorageInfo((TensorInfo((Location(f"l{u}", "w", "parameter"),), 0, (8 + u,), (1,), torch.uint8),), 8 + u)
@@ -134,10 +134,10 @@ def make_pipeline(num_units: int, num_slots: int, link: Link) -> tuple[SlotPipel
     inventory = Inventory(tuple(storages), (), {f"l{u}": "Linear" for u in range(num_units)})
     plan = assemble(inventory, [UnitDraft(f"l{u}", (s,)) for u, s in enumerate(storages)], num_slots, "cpu")
     store = CpuStore({s.name: torch.full((s.num_bytes,), u, dtype=torch.uint8) for u, s in enumerate(storages)})
-    return SlotPipeline(plan, store, link, Recorder()), plan
+    return Prefetcher(plan, store, link, Recorder()), plan
 
 
-def run_unit(pipeline: SlotPipeline, unit: int) -> None:
+def run_unit(pipeline: Prefetcher, unit: int) -> None:
     pipeline.wait(unit)
     read = pipeline.slot_memory(unit)[: 8 + unit]
     assert read.eq(unit).all(), f"unit {unit} reads {read.unique().tolist()}"
@@ -149,7 +149,7 @@ def test_pipeline_over_all_small_cases(lazy: bool) -> None:
     for num_units, num_slots in CASES:
         link = WorstLink(lazy=lazy)
         pipeline, plan = make_pipeline(num_units, num_slots, link)
-        pipeline.prime()
+        pipeline.prefetch_first()
         for _ in range(ROUNDS):
             pipeline.begin_forward()
             for unit in range(num_units):
@@ -173,7 +173,7 @@ def test_any_order_of_units_reads_the_right_bytes(data: st.DataObject) -> None:
     """Skipped, repeated, backwards (trap 10): slower, and counted, never wrong."""
     num_units, num_slots = data.draw(st.sampled_from(CASES))
     pipeline, _ = make_pipeline(num_units, num_slots, WorstLink(lazy=data.draw(st.booleans())))
-    pipeline.prime()
+    pipeline.prefetch_first()
     for _ in range(ROUNDS):
         pipeline.begin_forward()
         for unit in data.draw(st.lists(st.integers(0, num_units - 1), max_size=20)):
@@ -187,7 +187,7 @@ def test_an_interrupted_wait_leaves_the_copy_on_record() -> None:
     """Ctrl-C while an abandoned copy is awaited: it goes on, and the next one must still not start before its end."""
     link = WorstLink(lazy=True)
     pipeline, _ = make_pipeline(4, 2, link)
-    pipeline.prime()
+    pipeline.prefetch_first()
     link.interrupt = True
     with pytest.raises(KeyboardInterrupt):
         pipeline.wait(2)
@@ -198,7 +198,7 @@ def test_an_interrupted_wait_leaves_the_copy_on_record() -> None:
 
 def test_a_repeated_unit_is_a_miss_and_moves_again() -> None:
     pipeline, plan = make_pipeline(4, 2, WorstLink(lazy=True))
-    pipeline.prime()
+    pipeline.prefetch_first()
     for unit in (0, 0, 1):
         run_unit(pipeline, unit)
     assert [stats.misses for stats in pipeline.stats] == [1, 0, 0, 0]
@@ -207,7 +207,7 @@ def test_a_repeated_unit_is_a_miss_and_moves_again() -> None:
 
 def test_a_thread_that_reads_a_slot_keeps_it() -> None:
     pipeline, _ = make_pipeline(2, 1, WorstLink(lazy=False))
-    pipeline.prime()
+    pipeline.prefetch_first()
     pipeline.wait(0)
     other = threading.Thread(target=run_unit, args=(pipeline, 1))
     other.start()

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from device_model import BYTES, Device, DeviceLink, Graph, Op, plan_and_store
-from penstock.runtime.prefetcher import SlotPipeline
+from penstock.runtime.prefetcher import Prefetcher
 from penstock.stats import Recorder
 from penstock.stores.store import Load, Segment
 from penstock.transfer.link import ComputeEvent, Transfer
@@ -28,8 +28,8 @@ class Engine:
         self.device = Device(seed)
         self.link = DeviceLink(self.device)
         self.plan, store = plan_and_store(num_units, num_slots)
-        self.pipeline = SlotPipeline(self.plan, store, self.link, Recorder(), replays_announced=announced)
-        self.pipeline.prime()
+        self.pipeline = Prefetcher(self.plan, store, self.link, Recorder(), replays_announced=announced)
+        self.pipeline.prefetch_first()
         self._random = random.Random(seed)
         self.graphs: list[Graph] = []
         self.pieces: list[list[Graph]] = []
@@ -63,10 +63,10 @@ class Engine:
         self.forward([0])
 
     def capture(self, forward: Callable[[], None] | None = None) -> None:
-        self.pipeline.join()
+        self.pipeline.wait_all()
         self.link.graph = Graph()
         (forward or self.forward)()
-        self.pipeline.join()
+        self.pipeline.wait_all()
         self.graphs.append(self.link.graph)
         self.link.graph = None
 
@@ -75,10 +75,10 @@ class Engine:
         pieces: list[Graph] = []
         self.pipeline.begin_forward()
         for unit in range(len(self.plan.units)):
-            self.pipeline.join()
+            self.pipeline.wait_all()
             self.link.graph = Graph()
             self.run_unit(unit)
-            self.pipeline.join()
+            self.pipeline.wait_all()
             pieces.append(self.link.graph)
             self.link.graph = None
         self.pipeline.finish_forward()
@@ -88,9 +88,9 @@ class Engine:
         """What lies between the units, in graphs of its own: a model that is cut at both ends of each unit."""
         self.pipeline.begin_forward()
         for unit in range(len(self.plan.units)):
-            self.pipeline.join()
+            self.pipeline.wait_all()
             self.link.graph = Graph()
-            self.pipeline.join()
+            self.pipeline.wait_all()
             self.link.graph = None
             self.run_unit(unit)
         self.pipeline.finish_forward()
@@ -98,17 +98,17 @@ class Engine:
     def replay_pieces(self, which: int) -> None:
         self.pipeline.begin_forward()
         for graph in self.pieces[which % len(self.pieces)]:
-            self.pipeline.join()
+            self.pipeline.wait_all()
             graph.launch(self.device)
         self.pipeline.finish_forward()
 
     def replay(self, which: int) -> None:
-        self.pipeline.join()
+        self.pipeline.wait_all()
         self.graphs[which % len(self.graphs)].launch(self.device)
 
     def announce(self) -> None:
         """Of a replay of something else, a draft model perhaps."""
-        self.pipeline.join()
+        self.pipeline.wait_all()
 
     def prepare(self) -> None:
         self.pipeline.finish_forward(whole=False)
@@ -261,7 +261,7 @@ def test_a_unit_that_has_its_slot_alone_gathers_no_marks() -> None:
     engine = Engine(3, 2, 0, announced=False)
     for _ in range(20):
         engine.forward()
-    assert all(len(slot.marks) <= 1 for slot in engine.pipeline._live)
+    assert all(len(slot.events) <= 1 for slot in engine.pipeline._live)
 
 
 def test_copies_for_the_next_replay_wait_for_the_last_read_and_not_for_the_end() -> None:
@@ -310,7 +310,7 @@ def test_a_replay_behind_an_eager_forward_finds_its_first_units() -> None:
     engine = Engine(4, 2, 0, announced=True)
     engine.capture()
     engine.forward()
-    engine.pipeline.join()
+    engine.pipeline.wait_all()
     engine.device.finish()
     assert first_units_there(engine)
 

@@ -21,7 +21,7 @@ from penstock.memory.memfd import SharedMemory
 from penstock.model.inventory import Inventory, Location, StorageInfo, TensorInfo
 from penstock.plan.plan import Plan, UnitDraft, assemble
 from penstock.plan.ring_layout import WORD_BYTES, RingLayout, lay_out_ring_of
-from penstock.runtime.prefetcher import SlotPipeline
+from penstock.runtime.prefetcher import Prefetcher
 from penstock.stats import Recorder, StagingStats
 from penstock.stores.disk import DiskOptions, DiskStore
 from penstock.stores.store import Load, Segment, Store
@@ -314,8 +314,8 @@ class Machine:
         self.plan, self.store = make_plan(num_units, num_slots, pause_s)
         self.link = link or FakeRingLink(max_pause_s=pause_s, **options)  # type: ignore[arg-type]
         self.wrong: list[str] = []
-        self.pipeline = SlotPipeline(self.plan, store or self.store, self.link, Recorder())
-        self.pipeline.prime()
+        self.pipeline = Prefetcher(self.plan, store or self.store, self.link, Recorder())
+        self.pipeline.prefetch_first()
 
     def run(self, unit: int) -> None:
         self.pipeline.wait(unit)

@@ -39,11 +39,14 @@ class BoundTensor:
     def __init__(self, model: nn.Module, info: TensorInfo) -> None:
         self.info = info
         self.places = [(model.get_submodule(place.module), place) for place in info.locations]
-        self._holder = _holder(*self.places[0])
-        self.tensor = _get(*self.places[0])
+        module, place = self.places[0]
+        self._holder = _holder(module, place)
+        tensor = _find(module, place.attr, place.inner)
+        assert tensor is not None, place.name  # the inventory was taken a moment ago
+        self.tensor = tensor
         self.original = self.tensor
         self.original_data = self.tensor.data
-        self._forgotten: _Forgotten | None = None
+        self._revive: Callable[[], torch.Tensor | None] | None = None  # memory of the original, if it was let go of
         self.lost = False  # the model holds another tensor, or none, in its place
         self.in_slot: torch.Tensor | None = None  # over slot memory; None: not brought by a unit (any more)
         self._unguarded: torch.Tensor | None = None  # the same for compiled code, which counts as writing
@@ -64,7 +67,10 @@ class BoundTensor:
         if self.tensor.device.type != "meta":
             self.tensor.data = view
         else:
-            self._replace(view)
+            if self.info.kind == "parameter" and not self.info.locations[0].inner:
+                view = nn.Parameter(view, requires_grad=self.tensor.requires_grad)
+            self._put(view)
+            self.tensor = view
         self._address = view.data_ptr()
         self.note_version()
 
@@ -89,8 +95,8 @@ class BoundTensor:
         """The unit is in its slot: let the tensor look there.
 
         Raises:
-            ModelChangedError: its data was set since :meth:`rest`. A replaced or deleted tensor is the caller's right:
-                it is reported once, and the new one is used as it is.
+            ModelChangedError: it was moved or written since :meth:`rest`. A replaced or deleted tensor is the caller's
+                right: it is reported once, and the new one is used as it is.
         """
         if self.in_slot is None:
             return
@@ -101,29 +107,44 @@ class BoundTensor:
         elif self.tensor.untyped_storage()._cdata == self._resting_storage or not self.has_other_data:
             self.tensor.data = self.in_slot  # where an interrupt may have left it
         else:
-            raise self.moved()
+            raise self._moved()
 
-    def rest(self) -> bool:
-        """The slot may get another unit: let the tensor rest. ``False``: its data was set since :meth:`open`."""
-        if self._resting is None or self.in_slot is None or self.lost:
-            return True
+    def rest(self) -> ModelChangedError | None:
+        """The slot may get another unit: let the tensor rest.
+
+        Returns:
+            what is wrong, if it was moved or written since :meth:`open`.
+        """
+        if self.in_slot is None or self.lost:
+            return None
+        if self._resting is None:
+            error = self._change()
+            self.note_version()
+            return error
         found = self.tensor.untyped_storage()._cdata
         if found == self._slot_storage:
             self.tensor.data = self._resting
-        return found in (self._slot_storage, self._resting_storage)
+        return None if found in (self._slot_storage, self._resting_storage) else self._moved()
 
     def _find_loss(self) -> bool:
-        place = self.places[0][1]
+        """Whether the model holds another tensor, or none, in its place, which is reported once."""
+        module, place = self.places[0]
         if place.inner or place.kind == "attribute":
-            self.lost = not self.is_held_by(self.places[0][0], place.attr, place.inner)
+            self.lost = not self.is_held_by(module, place.attr, place.inner)
         else:  # what getattr() finds, without its detour
             self.lost = self._holder.get(place.attr) is not self.tensor
-        if self.lost:
-            self._report_loss(place)
+        if self.lost and not self._reported:
+            self._reported = True
+            what = "replaced" if hasattr(module, place.attr) else "deleted"
+            warnings.warn(
+                f"{place.name} was {what} after it was offloaded; penstock leaves the new state alone and the tensor "
+                f"is resident from now on. Offload again to bring it back under the plan",
+                PenstockWarning,
+                stacklevel=2,
+            )
         return self.lost
 
-    def moved(self) -> ModelChangedError:
-        """What is wrong with a tensor whose data was set."""
+    def _moved(self) -> ModelChangedError:
         return ModelChangedError(
             f"{self.name} was moved (.data = ... or a private way to move it) while offloaded; its bytes are in the "
             f"store, not in the tensor: call handle.remove() first, then move, then offload again"
@@ -197,12 +218,12 @@ class BoundTensor:
     def forget_original(self) -> None:
         """Let go of the memory the tensor had."""
         if self.original.device.type != "meta":
-            self._forgotten = self._forgotten or _Forgotten(self.original_data)
+            self._revive = self._revive or _reviver(self.original_data)
             self.original_data = self.tensor.data
 
     def revived_data(self) -> torch.Tensor | None:
         """What :meth:`forget_original` let go of, if views that the model keeps elsewhere hold it still."""
-        return None if self._forgotten is None else self._forgotten.data()
+        return None if self._revive is None else self._revive()
 
     def is_held_by(self, module: nn.Module, attr: str, inner: tuple[str, ...] = ()) -> bool:
         """Whether ``module`` has this very tensor at ``attr`` now; ``inner``: the path inside a subclass."""
@@ -214,15 +235,20 @@ class BoundTensor:
         Raises:
             ModelChangedError: moved, or written in place.
         """
+        if error := self._change():
+            raise error
+
+    def _change(self) -> ModelChangedError | None:
         if self._find_loss():
-            return
+            return None
         if self.tensor.data_ptr() != self._address:
-            raise self.moved()
+            return self._moved()
         if self._version is not None and _version(self.tensor) != self._version:
-            raise ModelChangedError(
+            return ModelChangedError(
                 f"{self.name} was written in place while offloaded; the write is lost with the next copy: call "
                 f"handle.remove() first, or leave this tensor out of the selection"
             )
+        return None
 
     @property
     def has_other_data(self) -> bool:
@@ -253,51 +279,14 @@ class BoundTensor:
         if _version(self.tensor) is not None:
             torch.autograd.graph.increment_version(self.tensor)
 
-    def _report_loss(self, place: Location) -> None:
-        if self._reported:
-            return
-        self._reported = True
-        what = "replaced" if hasattr(self.places[0][0], place.attr) else "deleted"
-        warnings.warn(
-            f"{place.name} was {what} after it was offloaded; penstock leaves the new state alone and the tensor is "
-            f"resident from now on. Offload again to bring it back under the plan",
-            PenstockWarning,
-            stacklevel=2,
-        )
-
-    def _replace(self, view: torch.Tensor) -> None:
-        if self.info.kind == "parameter" and not self.info.locations[0].inner:
-            view = nn.Parameter(view, requires_grad=self.tensor.requires_grad)
-        self._put(view)
-        self.tensor = view
-
     def _put(self, tensor: torch.Tensor) -> None:
         for module, place in self.places:
             if not self.is_held_by(module, place.attr, place.inner):
                 continue  # replaced since; the new one stays
             if place.inner:
-                owner = _get(module, Location(place.module, place.attr, place.kind, place.inner[:-1]))
-                setattr(owner, place.inner[-1], tensor)
+                setattr(_find(module, place.attr, place.inner[:-1]), place.inner[-1], tensor)
             else:
                 _holder(module, place)[place.attr] = tensor
-
-
-class _Forgotten:
-    """Memory that others may hold, and the tensor in it that was let go of."""
-
-    def __init__(self, data: torch.Tensor) -> None:
-        self._storage = StorageWeakRef(data.untyped_storage())
-        self._geometry = (data.storage_offset(), data.shape, data.stride())
-        self._like = (data.dtype, data.device, data.is_inference())
-
-    def data(self) -> torch.Tensor | None:
-        """The tensor, if its memory is still there."""
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
-        if storage is None:
-            return None
-        dtype, device, is_inference = self._like
-        with torch.inference_mode(is_inference):
-            return torch.empty(0, dtype=dtype, device=device).set_(storage, *self._geometry)
 
 
 class BoundStorage:
@@ -375,6 +364,22 @@ class BoundStorage:
             tensor.forget_original()
 
 
+def _reviver(data: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+    """A function that makes ``data`` again as long as another tensor keeps its memory alive."""
+    weak = StorageWeakRef(data.untyped_storage())
+    geometry = (data.storage_offset(), data.shape, data.stride())
+    dtype, device, is_inference = data.dtype, data.device, data.is_inference()
+
+    def revive() -> torch.Tensor | None:
+        storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+        if storage is None:
+            return None
+        with torch.inference_mode(is_inference):
+            return torch.empty(0, dtype=dtype, device=device).set_(storage, *geometry)
+
+    return revive
+
+
 def live_tensors(module: nn.Module, paths: Iterable[Path]) -> Iterator[torch.Tensor]:
     """The tensors at ``paths`` right now; traced by the compiler, hence without any state of ours."""
     for path in paths:
@@ -383,12 +388,6 @@ def live_tensors(module: nn.Module, paths: Iterable[Path]) -> Iterator[torch.Ten
             found = getattr(found, attr, None)  # type: ignore[assignment]
         if isinstance(found, torch.Tensor):  # or deleted since
             yield found
-
-
-def _get(module: nn.Module, place: Location) -> torch.Tensor:
-    tensor = _find(module, place.attr, place.inner)
-    assert tensor is not None, place.name  # the inventory was taken a moment ago
-    return tensor
 
 
 def _find(module: nn.Module, attr: str, inner: tuple[str, ...]) -> torch.Tensor | None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from penstock.runtime.hooks import NotCopyable
+from penstock.runtime.state_dict import NotCopyable
 from penstock.stores.store import Store
 
 __all__ = ["MappedFilesGuard"]

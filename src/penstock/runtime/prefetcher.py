@@ -1,62 +1,35 @@
-"""Slots over a link: which unit is where, who reads it, and what is on its way.
+"""Keeps units flowing through a link into slots: which unit is where, who reads it, and what is copied next.
 
-The pipeline follows the slot schedule as long as modules run in the declared order, and stays right when they do not:
-a unit whose slot holds another one is fetched on the spot (a *miss*), which is slower and shows in ``stats()``.
+The prefetcher follows the slot schedule as long as modules run in the declared order, and stays right when they do not:
+a unit whose slot holds another one is fetched on demand (a *miss*), which is slower and shows in ``stats()``.
 
 Two threads may call the model: a slot that one of them reads is not refilled before it lets go.
 
-[Note: two timelines] While a graph is captured nothing runs: copies become nodes of the graph, and the slots keep what
-they had. So there are two records of what the slots hold. The *live* one follows what has been given to the device.
-The *captured* one follows what will have happened at that point of a replay; it begins with the first units in the
-slots, because that is what every forward, eager or replayed, leaves behind. In a capture, a slot's content is trusted
-only if it is one of these or was copied by a node of the same capture; anything else is copied again in the graph.
-
-[Note: the held-back slot] A graph ends when its last copy is joined, so a slot refilled after the last unit would add a
-whole copy with no compute beside it, while the link idles at the start of the next replay. Therefore, once there are
-graphs, the slot of the last unit is refilled not at the end of a forward but at the beginning of the next, where the
-first layers hide it. Between forwards that slot holds nothing, on either timeline.
-
-[Note: announced replays] An engine that says before each replay that one is coming (``join``) allows more. A graph then
-begins with the first units in the slots, the held-back one too, and refills none of them at its end; an event inside it
-says when each can be. Behind that the copies for the next forward run outside of any graph, beside whatever the engine
-does between two of them. What the slots hold after a replay is what nobody may rely on, so they are given up when it is
-announced and filled again when the engine says that it is under way (``prime``), or else at the next announcement.
-An event says nothing of a graph that reads the slot and leaves none there (it skips the last unit of a chain): once
-there is such a graph, copies into this slot wait for the end of the replay.
-
-[Note: inputs of the next forward] An engine copies them to the device between two forwards, and a copy engine takes one
-copy after the other: behind a unit of 300 MB they are 5 ms late, and compute stands still. Where the link is what a
-forward waits for, that costs nothing. Once there are graphs of whole forwards, it is the large batches that run without
-one, so behind such a forward the copies for the next one are left to its beginning, which stands behind its inputs.
-Where only pieces between units are graphs, small batches run like that too, and nothing is left.
-
-[Note: loose modules] Pieces of a model may be replayed one by one with offloaded modules run by hand between them. What
-the live record says of the slots is then out of date, and no forward begins that would refill the held-back one. So a
-module that runs outside a forward once graphs exist gets its unit copied anew, behind whatever compute has been given,
-and its slot gets back, joined at once, what replays expect to find there: slow, and right.
+What graphs change about this is in capture.py.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
 
-import torch
+from torch import Tensor
 
-from penstock.errors import StateError, TransferError
+from penstock.errors import SlotConflictError, StateError, TransferError
 from penstock.plan.plan import Plan
-from penstock.plan.slots import chain, first_units, next_in_chain, slot_of
+from penstock.plan.slots import first_units, next_in_chain, slot_of
+from penstock.runtime.capture import GraphRecord
 from penstock.runtime.debug import Guard
-from penstock.runtime.readers import Forwards, Reader, nested_units, stuck_thread
-from penstock.runtime.slot import Slot
+from penstock.runtime.slot import Reader, Slot, SlotState
 from penstock.stats import Recorder, StagingStats, UnitStats
 from penstock.stores.store import Store
 from penstock.transfer.link import Link
 
-__all__ = ["SlotPipeline", "release_left"]
+__all__ = ["Prefetcher", "release_left"]
 
 # A forward that holds a slot for longer than this is taken to be stuck, not slow.
 CONFLICT_TIMEOUT_S = 600.0
@@ -65,8 +38,12 @@ CONFLICT_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
 
 
-class SlotPipeline:
-    """Keeps units flowing from ``store`` through ``link`` into slots."""
+class Prefetcher:
+    """Copies units from ``store`` through ``link`` into slots ahead of their use.
+
+    Each forward calls :meth:`begin_forward`, then :meth:`wait` and :meth:`release` around every module that reads a
+    unit, then :meth:`finish_forward`.
+    """
 
     def __init__(
         self,
@@ -77,27 +54,20 @@ class SlotPipeline:
         debug: bool = False,
         replays_announced: bool = False,
     ) -> None:
-        """``debug``: poison and check slots. ``replays_announced``: see the note of that name."""
-        self._announced = replays_announced
+        """``debug``: poison and check slots. ``replays_announced``: see the note of that name in capture.py."""
         self._plan = plan
         self._link = link
         self._recorder = recorder
         self._loads = [store.load(unit) for unit in plan.units]
         link.prepare(plan, self._loads)
-        self._live = [Slot(link.allocate(num_bytes)) for num_bytes in plan.slot_bytes]
-        self._captured: list[Slot] | None = None
-        self._unmarked: set[int] = set()  # slots that some graph reads without leaving a mark for replays
-        self._has_graphs = False
-        self._inputs_first = False  # see the note on inputs
-        self._gave_up_slots = False  # to a replay, since they were last filled
-        self._forwards = Forwards()
-        num_units, num_slots = len(plan.units), len(self._live)
-        holds_back = num_units > num_slots and not replays_announced
-        self._held_back = slot_of(num_units - 1, num_slots) if holds_back else None
+        self._live = [Slot(index, link.allocate(num_bytes)) for index, num_bytes in enumerate(plan.slot_bytes)]
+        self._num_units, self._num_slots = len(plan.units), len(self._live)
+        self._graphs = GraphRecord(self._num_units, self._num_slots, replays_announced)
+        self._forwards: dict[int, int] = {}  # idents of the threads inside a forward of the model -> its number
+        self._forward_numbers = itertools.count()
         # Held directly, for a Ctrl-C inside the condition's own Python code could leave it taken for ever.
         self._lock = threading.RLock()
         self._free = threading.Condition(self._lock)
-        self._started_ns: dict[tuple[int, int], int] = {}
         self._closed = False
         self._stopping = False
         self._pid = os.getpid()
@@ -105,107 +75,93 @@ class SlotPipeline:
         self._guard = Guard(plan, [load.segments for load in self._loads]) if debug and has_bytes else None
         self.stats = [UnitStats(unit.anchor, unit.store) for unit in plan.units]
 
-    def slot_memory(self, unit: int) -> torch.Tensor:
-        """The slot of ``unit``: uint8, 1-D, fixed for the life of the pipeline."""
-        return self._live[slot_of(unit, len(self._live))].memory
+    def slot_memory(self, unit: int) -> Tensor:
+        """The slot of ``unit``: uint8, 1-D, fixed for the life of the prefetcher."""
+        return self._live[slot_of(unit, self._num_slots)].memory
 
-    def prime(self, behind_compute: bool = False) -> None:
-        """Start the units that a forward needs first, unless they are there or are held back for its beginning.
+    # -- a forward --------------------------------------------------------------------------------------------------
 
-        ``behind_compute``: each behind all that compute has been given, and not only behind what reads its slot.
+    def prefetch_first(self, held_back: bool = False) -> None:
+        """Start the units that a forward needs first, where other units are in their slots, or none.
+
+        ``held_back``: also those left to the beginning of the next forward.
         """
         with self._lock:
-            self._gave_up_slots = False
             slots = self._slots()
-            for unit in first_units(len(self._plan.units), len(slots)):
-                if not (self._has_graphs and unit == self._held_back):
-                    self._start_if_free(unit, slots, behind_compute)
+            for unit in first_units(self._num_units, self._num_slots):
+                slot = slots[unit]
+                if slot.unit == unit or slot.readers or self._closed:
+                    continue
+                if held_back or slot.state is not SlotState.HELD_BACK:
+                    self._start(unit, slot)
 
     def begin_forward(self) -> None:
-        """A forward begins: start what was held back for it."""
+        """A forward begins: start what was left to it, behind all that compute has been given."""
         self._require_own_process()
         with self._lock:
             self._require_open(begins=True)
-            self._forwards.begin()
+            self._forwards[threading.get_ident()] = next(self._forward_numbers)
             self._link.check()
             if self._link.capturing:
-                self._end_capture()  # whatever an aborted one has left
-            slots = self._slots()
-            if self._announced and not self._link.capturing:
-                self.prime(behind_compute=self._inputs_first)
-            # Only an empty slot: a compiler that moved this call behind the first units must do no harm.
-            if self._held_back is not None and slots[self._held_back].unit is None:
-                self._start_if_free(self._held_back, slots)
+                self._graphs.end_capture()  # of a capture that was aborted
+            # Only slots without a unit: a compiler that moved this call behind the first units must do no harm.
+            for slot in self._slots():
+                if slot.state in (SlotState.EMPTY, SlotState.HELD_BACK):
+                    self._start(slot.index, slot, behind_compute=True)
 
     def finish_forward(self, whole: bool = True) -> None:
-        """The model has returned: make the slots ready for the next forward, however it will run.
+        """The model has returned: make the slots ready for the next forward, eager or replayed.
 
         ``whole``: it was not cut short by an exception.
 
-        In a capture all copies are joined, as the graph demands. Once graphs exist an eager forward joins too: a replay
-        asks nobody, so what it finds in the slots has to be ordered before it.
+        A graph has to wait for all copies that it starts. Once graphs exist an eager forward waits, too: a replay
+        checks nothing, so what it finds in the slots has to be ordered before it.
         """
         if self._is_forked:
             return
         with self._lock:
-            self._forwards.end()
+            self._forwards.pop(threading.get_ident(), None)
             self._free.notify_all()
             if self._closed:
                 return
-            for slot in self._slots():
-                self._drop_stale_readers(slot)  # compiled code that raises does not release
-            if self._announced and self._link.capturing:
-                self._inputs_first = True
-                self._join_captured()
-            elif self._gave_up_slots or not self._inputs_first:
-                self.prime()
-            if self._has_graphs and not self._announced:
-                self.join()
-                self._empty_held_back()
+            slots, graphs = self._slots(), self._graphs
+            for slot in slots:
+                self._drop_stale_readers(slot)
+            if graphs.announced and self._link.capturing:
+                graphs.of_whole_forwards = True
+            else:
+                if (index := graphs.held_back) is not None and not slots[index].readers:
+                    self._wait_for(slots[index])  # of a forward that was cut short or skipped its last unit
+                    slots[index].to_held_back()
+                self.prefetch_first()
+            if self._link.capturing or (graphs.exist and not graphs.announced):
+                self._wait_for_copies(slots)
             if whole:
                 self._link.check()
 
-    def join(self) -> None:
+    def wait_all(self) -> None:
         """Order compute behind every copy under way; no effect when there is none.
 
-        Where replays are announced this is how, except inside a forward, whose pieces may be graphs of their own.
+        This also announces a replay, where they are announced, except inside a forward, whose pieces may be graphs.
         """
         self._require_own_process()
         with self._lock:
-            if self._link.capturing:
-                self._join_captured()
-            elif not self._announced:
-                self._join_live()
-            elif not self._forwards.inside:
-                self.prime()
-                self._join_live()
-                self._give_up_slots()
+            slots, graphs = self._slots(), self._graphs
+            if self._link.capturing or not graphs.announced:
+                self._wait_for_copies(slots)
+            elif threading.get_ident() not in self._forwards:
+                for slot in slots:
+                    self._drop_stale_readers(slot)
+                self.prefetch_first(held_back=True)
+                self._wait_for_copies(slots)
+                graphs.give_up(slots, self._link)
 
-    def _join_live(self) -> None:
-        for slot in self._live:
-            if slot.transfer is not None:
-                self._link.wait(slot.transfer)
-
-    def _join_captured(self) -> None:
-        # Engines do this between the pieces of a forward whose capture goes on: the record of it must last.
-        for slot in self._slots():
-            if slot.transfer is not None:
-                self._link.wait(slot.transfer)
-                slot.transfer = None
-
-    def _give_up_slots(self) -> None:
-        """To a replay that follows; what it leaves in them can be overwritten behind its marks."""
-        self._gave_up_slots = True
-        for index, slot in enumerate(self._live):
-            if len(chain(index, len(self._plan.units), len(self._live))) > 1:
-                slot.unit = slot.transfer = None
-                mark = None if index in self._unmarked else self._link.replay_event(index)
-                slot.marks = [*slot.marks, mark] if mark is not None else []
+    # -- a unit -----------------------------------------------------------------------------------------------------
 
     def wait(self, unit: int, reader: Reader | None = None) -> None:
         """Return when compute may read ``unit``; it stays in its slot until :meth:`release`.
 
-        ``reader``: this run of the unit; by default it goes on as long as the forward that it is in.
+        ``reader``: this run of the unit; by default one that goes on as long as the forward that it is in.
 
         Raises:
             TransferError: its bytes did not arrive; the next call tries again.
@@ -214,20 +170,22 @@ class SlotPipeline:
         """
         self._require_own_process()
         with self._lock:
-            self._require_open(begins=not self._forwards.inside)
-            slots = self._slots()
-            slot = slots[slot_of(unit, len(slots))]
-            self._drop_stale_readers(slot)
-            if slot.unit != unit:
+            forward = self._forwards.get(threading.get_ident())
+            self._require_open(begins=forward is None)
+            slot = self._slots()[slot_of(unit, self._num_slots)]
+            if slot.readers:
+                self._drop_stale_readers(slot)
                 self._await_readers(unit, slot)
-            if self._loose and not slot.readers:
-                slot.unit = None
-                self._mark(slot)
+            if self._is_loose and not slot.readers:
+                slot.to_empty()
+                self._record_read(slot)
             self._bring(unit, slot)
-            slot.readers.append(reader or self._forwards.this_one())
-            slot.unmarked = True
+            reader = reader or Reader(forward)
+            slot.to_in_use(reader)
+            if self._link.capturing:
+                self._graphs.note_read(slot)
             self.stats[unit].runs += 1
-            self._started_ns[threading.get_ident(), unit] = time.perf_counter_ns()
+            reader.started_ns = time.perf_counter_ns()
 
     def release(self, unit: int, reader: Reader | None = None) -> None:
         """Compute has been given everything that reads ``unit``; its slot may be refilled behind it.
@@ -237,24 +195,155 @@ class SlotPipeline:
         if self._is_forked:
             return
         with self._lock:
-            slots = self._slots()
-            slot = slots[slot_of(unit, len(slots))]
-            me = threading.get_ident()
-            started_ns = self._started_ns.pop((me, unit), None)
-            if slot.unit != unit or not slot.is_mine or (reader is not None and reader not in slot.readers):
+            slot = self._slots()[slot_of(unit, self._num_slots)]
+            reader = reader or slot.latest_reader()
+            if slot.unit != unit or reader not in slot.readers:
                 return  # the wait before it failed
-            if started_ns is not None:
-                self._recorder.compute(unit, started_ns)
-            slot.let_go(reader)
+            if reader.started_ns:
+                self._recorder.compute(unit, reader.started_ns)
+            slot.readers.remove(reader)
             if self._guard and not slot.readers and not self._link.capturing:
-                self._check_out(unit, slot)  # before the fork: the refill must come after the poison
-            if self._guard or next_in_chain(unit, len(self._plan.units), len(slots)) != unit:  # or nothing comes behind
-                self._mark(slot)
+                slot.to_empty()  # if the check raises, no later run may read these bytes
+                self._guard.leaving(unit, slot.memory)
+            if self._guard or next_in_chain(unit, self._num_units, self._num_slots) != unit:
+                self._record_read(slot)  # behind the poison
             if not slot.readers and not self._closed:
                 self._refill(unit, slot)
-                if self._loose and slot.transfer is not None:
-                    self._link.wait(slot.transfer)
                 self._free.notify_all()
+
+    def _drop_stale_readers(self, slot: Slot) -> None:
+        """Take the slot from runs of this thread that an error or interrupt ended before they could release it."""
+        stale = slot.stale_readers(self._forwards.get(threading.get_ident())) if slot.readers else []
+        for reader in stale:
+            slot.readers.remove(reader)
+            reader.drop()
+        if stale:
+            self._record_read(slot)
+            self._free.notify_all()
+
+    def _await_readers(self, unit: int, slot: Slot) -> None:
+        """Return when no module reads another unit in ``slot``."""
+        holder = slot.unit
+        if not slot.readers or holder == unit:
+            return
+        name, held = self._plan.units[unit].anchor, "another unit"
+        if holder is not None:
+            held = f"{self._plan.units[holder].anchor} (unit {holder})"
+        if slot.latest_reader() is not None:
+            raise SlotConflictError(
+                f"{name} (unit {unit}) runs inside {held}, and both need the same slot: use another number of slots "
+                f"(--offload-prefetch-step), or keep one of the two resident (--offload-rule {name}=resident)"
+            )
+        if not self._free.wait_for(lambda: not slot.readers, CONFLICT_TIMEOUT_S):
+            raise SlotConflictError(
+                f"{name} (unit {unit}) needs the slot of {held}, which another thread has been running for "
+                f"{CONFLICT_TIMEOUT_S:.0f} s; use one offloaded model per thread"
+            )
+
+    def _bring(self, unit: int, slot: Slot) -> None:
+        """Let compute wait for ``unit``, which is copied now unless it was before."""
+        if slot.unit == unit:
+            try:
+                return self._wait_measured(unit, slot)
+            except TransferError:
+                # A copy ahead of use failed, perhaps long ago and for a reason that is gone: once more, on demand.
+                if slot.readers:
+                    raise
+        elif slot.state is not SlotState.HELD_BACK:
+            self.stats[unit].misses += 1
+        self._start(unit, slot)
+        self._wait_measured(unit, slot)
+
+    def _refill(self, unit: int, slot: Slot) -> None:
+        """Start what ``slot`` has to hold next, now that ``unit`` has run."""
+        following, is_loose = next_in_chain(unit, self._num_units, self._num_slots), self._is_loose
+        if following == unit:
+            if slot.unit is None:
+                self._start(unit, slot)  # alone in its slot, and poisoned
+            return
+        if (is_loose or following < unit) and self._graphs.leave_refill(slot, is_loose, self._link):
+            return
+        if is_loose:
+            following = slot.index
+        if slot.unit != following:
+            self._start(following, slot)
+        if is_loose:
+            self._wait_for(slot)
+
+    def _start(self, unit: int, slot: Slot, behind_compute: bool = False) -> None:
+        """Issue the copy of ``unit``; ``behind_compute``: behind all compute, not only what reads the slot."""
+        was_waited_for = slot.state is SlotState.READY
+        slot.to_empty()
+        # One copy at a time per slot: a late piece of an abandoned unit must not land on top of this one. It stays on
+        # record until it is done, since the wait may be interrupted.
+        if slot.transfer is not None and not was_waited_for:
+            with suppress(TransferError):
+                self._link.wait(slot.transfer)
+        slot.transfer = None
+        capturing = self._link.capturing
+        # A replay that was not announced records no event, and those from before it say nothing about its reads.
+        events_are_old = self._graphs.exist and not self._graphs.announced and not capturing
+        if behind_compute or events_are_old or not slot.events:
+            self._record_read(slot)
+        events, slot.events = slot.events, []
+        slot.to_arriving(unit, self._link.copy(self._loads[unit], slot.memory, events))
+        if capturing:
+            self.stats[unit].captured_copies += 1
+        else:
+            self.stats[unit].copies += 1
+            self.stats[unit].bytes_moved += self._plan.units[unit].payload_bytes
+
+    def _wait_measured(self, unit: int, slot: Slot) -> None:
+        """Let compute wait for ``unit``, which its module needs now."""
+        begin = time.perf_counter_ns()
+        try:
+            stalled_s = self._wait_for(slot, measure=True)
+            if self._guard and slot.transfer is not None and not self._link.capturing:
+                self._guard.arrived(unit, slot.memory)
+        except BaseException:
+            if not slot.readers:
+                slot.to_empty()
+            if slot.transfer is not None and slot.transfer.done:
+                slot.transfer = None
+            raise
+        if stalled_s > 0.0:
+            self.stats[unit].stalls += 1
+            self.stats[unit].stall_s += stalled_s
+            self._recorder.stall(unit, begin)
+
+    def _wait_for(self, slot: Slot, measure: bool = False) -> float:
+        if slot.transfer is None:
+            return 0.0
+        stalled_s = self._link.wait(slot.transfer, measure)
+        if slot.state is SlotState.ARRIVING:
+            slot.to_ready()
+        return stalled_s
+
+    def _wait_for_copies(self, slots: list[Slot]) -> None:
+        for slot in slots:
+            self._wait_for(slot)
+            if self._link.capturing:
+                slot.transfer = None  # its event means nothing to the graph of the next piece
+
+    def _record_read(self, slot: Slot) -> None:
+        """The next copy into ``slot`` waits for all that compute has been given so far."""
+        if (event := self._link.record_compute()) is not None:
+            slot.events.append(event)
+
+    def _slots(self) -> list[Slot]:
+        """The slots of the timeline that compute is on now."""
+        if self._link.capturing:
+            return self._graphs.slots or self._graphs.begin_capture(self._live)
+        if self._graphs.slots is not None:
+            self._graphs.end_capture()
+        return self._live
+
+    @property
+    def _is_loose(self) -> bool:
+        """Whether a module that runs now does so by itself, between replays; see the note in capture.py."""
+        return self._graphs.exist and not self._link.capturing and threading.get_ident() not in self._forwards
+
+    # -- the end ----------------------------------------------------------------------------------------------------
 
     def stop(self, graphs_released: bool) -> None:
         """Let no more forwards begin, and wait for those of other threads to end.
@@ -264,7 +353,7 @@ class SlotPipeline:
         """
         self._require_own_process()
         with self._lock:
-            if self._has_graphs and not graphs_released:
+            if self._graphs.exist and not graphs_released:
                 raise StateError(
                     "graphs were captured over this offload, and a replay after remove() would read memory that is "
                     "gone: delete the graphs, then call remove(graphs_released=True)"
@@ -272,7 +361,7 @@ class SlotPipeline:
             self._stopping = True
             for slot in self._live:
                 self._drop_stale_readers(slot)
-            self._forwards.end()
+            self._forwards.pop(threading.get_ident(), None)
             if not self._free.wait_for(self._is_idle, STOP_TIMEOUT_S):
                 self._stopping = False
                 raise StateError(
@@ -287,8 +376,8 @@ class SlotPipeline:
 
     def _is_idle(self) -> bool:
         alive = {thread.ident for thread in threading.enumerate()}
-        readers = {reader.thread for slot in self._live for reader in slot.readers}
-        return alive.isdisjoint((readers | self._forwards.threads) - {threading.get_ident()})
+        busy = {reader.thread for slot in self._live for reader in slot.readers} | self._forwards.keys()
+        return alive.isdisjoint(busy - {threading.get_ident()})
 
     def abandon(self) -> None:
         """An interrupt has ended what the calling thread did: hold up no other thread."""
@@ -301,14 +390,15 @@ class SlotPipeline:
             self._link.close()
             # Views of the store and slots: a handle kept after remove() must not keep them alive.
             self._loads.clear()
-            self._live, self._captured = [], None
+            self._live = []
+            self._graphs.end_capture()
             self._guard = None
 
     def snapshot(self) -> tuple[UnitStats, ...]:
         """The counters now, with the stall of each unit's latest run where the link can tell.
 
         Raises:
-            TransferError: bytes failed to arrive, in a replay for instance, since anybody was told.
+            TransferError: bytes failed to arrive, in a replay for instance, since the last call that raised.
         """
         with self._lock:
             self._link.check()
@@ -319,133 +409,6 @@ class SlotPipeline:
     def staging(self) -> StagingStats | None:
         """Counters of the link's ring, if it has one."""
         return self._link.staging_stats()
-
-    def _slots(self) -> list[Slot]:
-        """The slots of the timeline that compute is on now."""
-        if not self._link.capturing:
-            self._end_capture()
-            return self._live
-        if self._captured is None:
-            # Who ran a module by hand before there were graphs has left another unit in its slot than a forward does.
-            there = [self._announced or (u == slot.unit and u != self._held_back) for u, slot in enumerate(self._live)]
-            self._captured = [Slot(slot.memory, u if there[u] else None) for u, slot in enumerate(self._live)]
-            for slot in (slot for u, slot in enumerate(self._live) if not there[u] and not self._has_graphs):
-                slot.unit = None
-            self._has_graphs = True
-        return self._captured
-
-    def _end_capture(self) -> None:
-        self._unmarked.update(index for index, slot in enumerate(self._captured or ()) if slot.unmarked)
-        self._captured = None
-
-    @property
-    def _loose(self) -> bool:
-        """Whether a module that runs now does so by itself, between replays."""
-        return self._has_graphs and not self._link.capturing and not self._forwards.inside
-
-    def _empty_held_back(self) -> None:
-        """A forward that was cut short or skipped its last unit leaves something there, which a replay will replace."""
-        if self._held_back is not None and not self._link.capturing:
-            slot = self._live[self._held_back]
-            if not slot.readers:
-                slot.unit = None
-
-    def _start_if_free(self, unit: int, slots: list[Slot], behind_compute: bool = False) -> None:
-        if slots[unit].unit != unit and not slots[unit].readers and not self._closed:
-            if behind_compute:
-                self._mark(slots[unit])
-            self._start(unit, slots[unit])
-
-    def _refill(self, unit: int, slot: Slot) -> None:
-        last, first = len(self._plan.units) - 1, slot_of(unit, len(self._live))
-        if self._has_graphs and first == self._held_back and (unit == last or self._loose):
-            slot.unit = None
-            if self._link.capturing:
-                slot.transfer, slot.marks = None, []  # events of this capture mean nothing to the next
-            return
-        following = first if self._loose else next_in_chain(unit, len(self._plan.units), len(self._live))
-        if self._announced and self._link.capturing and following < unit:
-            slot.unit, slot.transfer, slot.marks, slot.unmarked = None, None, [], False
-            self._link.leave_replay_event(following)  # a first unit has the number of its slot
-        elif self._inputs_first and following < unit and not self._loose:
-            slot.unit = None  # see the note on inputs
-        elif following != unit:
-            self._start(following, slot)
-        elif self._guard and not self._link.capturing:
-            self._start(unit, slot)  # poisoned, so it has to come again
-
-    def _bring(self, unit: int, slot: Slot) -> None:
-        if slot.unit == unit:
-            try:
-                return self._land(unit, slot)
-            except TransferError:
-                pass  # a copy ahead of use failed, perhaps long ago and for a reason that is gone: once more, on demand
-        elif not (self._has_graphs and unit == self._held_back):
-            self.stats[unit].misses += 1
-        self._start(unit, slot)
-        self._land(unit, slot)
-
-    def _start(self, unit: int, slot: Slot) -> None:
-        slot.unit = None
-        # One copy at a time per slot: a late piece of an abandoned unit must not land on top of this one. It stays on
-        # record until it is done, since the wait may be interrupted.
-        if slot.transfer is not None:
-            with suppress(TransferError):
-                self._link.wait(slot.transfer)
-            slot.transfer = None
-        # A replay that was not announced leaves no marks, and those made before it do not say when it has read a slot.
-        is_stale = self._has_graphs and not self._announced and not self._link.capturing
-        if (is_stale or not slot.marks) and (mark := self._link.record_compute()) is not None:
-            slot.marks.append(mark)
-        marks, slot.marks = slot.marks, []
-        slot.transfer = self._link.copy(self._loads[unit], slot.memory, marks)
-        slot.unit = unit
-        if self._link.capturing:
-            self.stats[unit].captured_copies += 1
-        else:
-            self.stats[unit].copies += 1
-            self.stats[unit].bytes_moved += self._plan.units[unit].payload_bytes
-
-    def _land(self, unit: int, slot: Slot) -> None:
-        transfer = slot.transfer
-        if transfer is None:
-            return
-        begin = time.perf_counter_ns()
-        try:
-            stalled_s = self._link.wait(transfer, measure=True)
-            if self._guard and not self._link.capturing:
-                self._guard.arrived(unit, slot.memory)
-        except BaseException:
-            # Interrupted or failed: the slot holds nothing anybody may read.
-            slot.unit = None
-            if transfer.done:
-                slot.transfer = None
-            raise
-        if stalled_s > 0.0:
-            self.stats[unit].stalls += 1
-            self.stats[unit].stall_s += stalled_s
-            self._recorder.stall(unit, begin)
-
-    def _check_out(self, unit: int, slot: Slot) -> None:
-        assert self._guard is not None
-        slot.unit = None  # if this raises, nobody may read what is there
-        self._guard.leaving(unit, slot.memory)
-        slot.unit = unit
-
-    def _drop_stale_readers(self, slot: Slot) -> None:
-        if slot.drop_stale():
-            self._mark(slot)
-            self._free.notify_all()
-
-    def _mark(self, slot: Slot) -> None:
-        if (mark := self._link.record_compute()) is not None:
-            slot.marks.append(mark)
-
-    def _await_readers(self, unit: int, slot: Slot) -> None:
-        if slot.is_mine:
-            raise nested_units(self._plan, unit, slot.unit)
-        if not self._free.wait_for(lambda: not slot.readers, CONFLICT_TIMEOUT_S):
-            raise stuck_thread(self._plan, unit, slot.unit, CONFLICT_TIMEOUT_S)
 
     def _require_open(self, begins: bool) -> None:
         if self._closed:

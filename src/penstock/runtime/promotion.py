@@ -17,7 +17,7 @@ from penstock.model.live_tensors import BoundStorage, BoundTensor
 from penstock.model.tensor_guards import GiveBack
 from penstock.plan.plan import Plan
 from penstock.runtime.graph_check import check_trace
-from penstock.runtime.hooks import NotCopyable
+from penstock.runtime.state_dict import NotCopyable
 from penstock.stores.store import Store, new_blob
 
 __all__ = ["Promoter"]

@@ -23,12 +23,12 @@ from penstock.model.live_tensors import BoundStorage, bind
 from penstock.ops import new_token
 from penstock.plan.plan import Plan, slab_bytes
 from penstock.ranks.peers import Peers
-from penstock.runtime.hooks import ForwardHook, NotCopyable, UnitHook
+from penstock.runtime.hooks import ForwardHook, UnitHook
 from penstock.runtime.mapped import MappedFilesGuard
 from penstock.runtime.notes import notes_on
-from penstock.runtime.prefetcher import SlotPipeline, release_left
+from penstock.runtime.prefetcher import Prefetcher, release_left
 from penstock.runtime.promotion import Promoter
-from penstock.runtime.state_dict import StateGuard
+from penstock.runtime.state_dict import NotCopyable, StateGuard
 from penstock.runtime.store_factory import open_store
 from penstock.runtime.under_construction import Holding, held_storages, strayed_storages
 from penstock.stats import Recorder, Stats
@@ -100,7 +100,7 @@ class OffloadSession(NotCopyable):
         self._rests = not keeps_addresses
         self._hooks: list[Hook] = []
         self._units: list[UnitHook] = []
-        self._pipeline: SlotPipeline | None = None
+        self._pipeline: Prefetcher | None = None
         self._removed = False
         self._replays_announced = replays_announced
         self._held = held_storages(self._bound, holding)
@@ -163,7 +163,7 @@ class OffloadSession(NotCopyable):
     def join(self) -> None:
         """Order compute behind every copy under way."""
         if self._pipeline is not None:
-            self._pipeline.join()
+            self._pipeline.wait_all()
 
     def remove(self, graphs_released: bool = False) -> None:
         """Give the model its tensors back, where they were, and everything else to the system. Idempotent.
@@ -255,7 +255,7 @@ class OffloadSession(NotCopyable):
             return
         debug = debug_enabled() and not self._store.is_split
         try:
-            self._pipeline = SlotPipeline(self.plan, self._store, link, self.recorder, debug, self._replays_announced)
+            self._pipeline = Prefetcher(self.plan, self._store, link, self.recorder, debug, self._replays_announced)
         except torch.OutOfMemoryError as error:
             needed = sum(self.plan.slot_bytes)
             raise BudgetError(

@@ -1,57 +1,132 @@
-"""One slot on one timeline, as the pipeline keeps it (see ``[Note: two timelines]`` there)."""
+"""One slot: which unit it holds, which modules read it, and who owns its bytes."""
 
 from __future__ import annotations
 
 import threading
+from enum import Enum, auto
 
 import torch
 
-from penstock.runtime.readers import Reader
+from penstock.errors import StateError
 from penstock.transfer.link import ComputeEvent, Transfer
 
-__all__ = ["Slot"]
+__all__ = ["Reader", "Slot", "SlotState"]
+
+
+class SlotState(Enum):
+    """What a slot holds, and who owns its bytes.
+
+    - EMPTY: No unit. The bytes are free, except that the link may still write them while ``transfer``, a copy that
+      failed or was abandoned, has not ended.
+    - HELD_BACK: No unit, either. The copy of the first unit is left to the beginning of the next forward or replay.
+    - ARRIVING: The copy of ``unit`` was issued. The link owns the bytes; compute may read them behind ``transfer``.
+    - READY: ``unit`` is there for every stream that has waited for ``transfer``. The prefetcher owns the bytes and may
+      overwrite them behind ``events``.
+    - IN_USE: Modules run on ``unit``. Its ``readers`` own the bytes: no copy may be issued.
+    """
+
+    EMPTY = auto()
+    HELD_BACK = auto()
+    ARRIVING = auto()
+    READY = auto()
+    IN_USE = auto()
+
+
+class Reader:
+    """One run of a unit's module in the thread that creates this.
+
+    Attributes:
+        thread: its ident.
+        forward: number of the forward of the model that the thread is in; ``None`` outside of one.
+        started_ns: when compute was first allowed to read the unit.
+    """
+
+    def __init__(self, forward: int | None = None) -> None:
+        self.thread = threading.get_ident()
+        self.forward = forward
+        self.started_ns = 0
+
+    def goes_on(self, forward: int | None) -> bool:
+        """Whether the module still runs, asked in its thread, which is in ``forward`` now.
+
+        Compiled code that raises does not release its slot, so its runs are taken to end with their forward.
+        """
+        return forward is not None and self.forward == forward
+
+    def drop(self) -> None:
+        """The slot was taken from this reader, whose run an error or interrupt has ended."""
 
 
 class Slot:
-    """One device buffer on one timeline.
+    """One device buffer on one timeline (see ``[Note: two timelines]`` in capture.py).
+
+    The state follows from ``readers`` while there are any, so an interrupt between two lines leaves no contradiction.
 
     Attributes:
-        unit: what it holds or, until ``transfer`` is done, what is on its way into it.
-        transfer: the copy that brought ``unit``. Kept after it has landed, because each stream that reads the slot has
-            to be ordered behind it; ``None`` once that is settled for all streams.
-        readers: who is running its unit.
-        marks: where the readers that have let go already were in their streams.
-        unmarked: of a captured slot: it was read, and no mark for replays was left behind that.
+        index: its number, which is also that of its first unit.
+        memory: uint8, 1-D, at a fixed address.
+        unit: what it holds or, while ARRIVING, will hold; ``None`` if EMPTY or HELD_BACK.
+        transfer: the latest copy into it. Kept when it was waited for, because every stream that reads the slot has to
+            wait for it; ``None`` once that is settled for all streams.
+        readers: the runs that read ``unit`` now.
+        events: recorded behind earlier readers; the next copy into the slot waits for them.
     """
 
-    def __init__(self, memory: torch.Tensor, unit: int | None = None) -> None:
+    def __init__(self, index: int, memory: torch.Tensor, unit: int | None = None) -> None:
+        self.index = index
         self.memory = memory
         self.unit = unit
         self.transfer: Transfer | None = None
         self.readers: list[Reader] = []
-        self.marks: list[ComputeEvent] = []
-        self.unmarked = False
+        self.events: list[ComputeEvent] = []
+        self._state = SlotState.EMPTY if unit is None else SlotState.READY
 
     @property
-    def is_mine(self) -> bool:
-        """Whether the calling thread is one of its readers."""
-        return any(reader.thread == threading.get_ident() for reader in self.readers)
+    def state(self) -> SlotState:
+        """What the slot holds now."""
+        return SlotState.IN_USE if self.readers else self._state
 
-    def let_go(self, reader: Reader | None = None) -> None:
-        """``reader`` ends, by default the latest one of the calling thread."""
-        if reader is not None:
-            self.readers.remove(reader)
-            return
-        for index in reversed(range(len(self.readers))):
-            if self.readers[index].thread == threading.get_ident():
-                del self.readers[index]
-                return
+    def to_empty(self) -> None:
+        """Its unit is given up."""
+        self._require(self.state is not SlotState.IN_USE, SlotState.EMPTY)
+        self.unit = None
+        self._state = SlotState.EMPTY
 
-    def drop_stale(self) -> bool:
-        """Drop readers of the calling thread that were interrupted, and say whether there were any."""
-        me = threading.get_ident()
-        stale = [reader for reader in self.readers if reader.thread == me and not reader.runs()]
-        for reader in stale:
-            self.readers.remove(reader)
-            reader.drop()
-        return bool(stale)
+    def to_held_back(self) -> None:
+        """Its unit is given up, and the next one comes with the next forward or replay."""
+        self.to_empty()
+        self._state = SlotState.HELD_BACK
+
+    def to_arriving(self, unit: int, transfer: Transfer) -> None:
+        """A copy of ``unit`` was issued."""
+        self.transfer = transfer  # even if the check fails, the copy must stay on record
+        self._require(self.state in (SlotState.EMPTY, SlotState.HELD_BACK), SlotState.ARRIVING)
+        self._state = SlotState.ARRIVING
+        self.unit = unit
+
+    def to_ready(self) -> None:
+        """A stream has waited for the copy."""
+        self._require(self.state is SlotState.ARRIVING, SlotState.READY)
+        self._state = SlotState.READY
+
+    def to_in_use(self, reader: Reader) -> None:
+        """``reader`` begins; others may be reading the same unit."""
+        self._require(self.state in (SlotState.READY, SlotState.IN_USE), SlotState.IN_USE)
+        self.readers.append(reader)
+
+    def latest_reader(self) -> Reader | None:
+        """The one of the calling thread that began last."""
+        thread = threading.get_ident()
+        return next((reader for reader in reversed(self.readers) if reader.thread == thread), None)
+
+    def stale_readers(self, forward: int | None) -> list[Reader]:
+        """Readers of the calling thread, which is in ``forward``, that ended without a release."""
+        thread = threading.get_ident()
+        return [reader for reader in self.readers if reader.thread == thread and not reader.goes_on(forward)]
+
+    def _require(self, is_legal: bool, target: SlotState) -> None:
+        if not is_legal:
+            raise StateError(
+                f"slot {self.index} with unit {self.unit} cannot become {target.name}, because it is "
+                f"{self.state.name}; this is a bug in penstock: please report it, and offload the model again"
+            )

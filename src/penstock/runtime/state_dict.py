@@ -10,22 +10,35 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from penstock.errors import ModelChangedError
+from penstock.errors import ModelChangedError, StateError
 from penstock.model.live_tensors import BoundStorage, BoundTensor
-from penstock.runtime.hooks import NotCopyable
 
-__all__ = ["StateGuard", "place_of"]
+__all__ = ["NotCopyable", "StateGuard", "place_of"]
 
 _MARK = "_penstock_offloaded"
 
 Read = Callable[[str], torch.Tensor]
 # By the path to an inner tensor; under () what is no subclass.
 _Parts = dict[tuple[str, ...], tuple[BoundStorage, BoundTensor]]
+
+
+class NotCopyable:
+    """Refuses ``copy.deepcopy`` and ``pickle`` of whatever holds it."""
+
+    def __reduce_ex__(self, protocol: Any = None) -> Any:
+        raise StateError(
+            "an offloaded model cannot be copied or pickled: its weights rest elsewhere; use its state_dict(), or call "
+            "handle.remove() first"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.__reduce_ex__()
 
 
 class StateGuard(NotCopyable):
@@ -51,37 +64,36 @@ class StateGuard(NotCopyable):
         self._tensors = [tensor.tensor for storage in storages for tensor in storage.tensors]
         self._model = model
         self._handles: list[RemovableHandle] = []
+        self._attributes: list[tuple[dict[str, Any], str]] = []  # what remove() deletes
 
     def attach(self) -> None:
         """Put everything in place; an interrupt leaves what :meth:`remove` takes off."""
-        for module in self._parts:
-            self._handles.append(module.register_state_dict_post_hook(partial(self._put_true_tensors)))
-        # On every module around the owners too: loading goes from the outside in, and must not stop half-way.
-        for module in self._around:
-            self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
-            module.__dict__["_apply"] = partial(self._apply_to_residents, module)
-            module.__dict__["__getstate__"] = self.__reduce_ex__  # of pickle and deepcopy, before they reach a tensor
         owner = f"a {type(self._model).__name__}"
         names = {module: name for name, module in self._model.named_modules()}
         for module in self._parts:
-            module.__dict__[_MARK] = f"{names[module]!r} of {owner}" if names.get(module) else owner
+            self._handles.append(module.register_state_dict_post_hook(partial(self._put_true_tensors)))
+            self._set(module, _MARK, f"{names[module]!r} of {owner}" if names.get(module) else owner)
+        # On every module around the owners too: loading goes from the outside in, and must not stop half-way.
+        for module in self._around:
+            self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
+            self._set(module, "_apply", partial(self._apply_to_residents, module))
+            self._set(module, "__getstate__", self.__reduce_ex__)  # of pickle and deepcopy, before they reach a tensor
         # One Parameter may hang in two models, of which the other knows nothing of this one.
         for tensor in self._tensors:
-            setattr(tensor, _MARK, owner)
-            vars(tensor)["__reduce_ex__"] = self.__reduce_ex__
+            self._set(tensor, _MARK, owner)
+            self._set(tensor, "__reduce_ex__", self.__reduce_ex__)
+
+    def _set(self, owner: nn.Module | torch.Tensor, name: str, value: Any) -> None:
+        attributes = vars(owner)
+        self._attributes.append((attributes, name))
+        attributes[name] = value
 
     def remove(self) -> None:
         """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
-        for module in self._parts:
-            module.__dict__.pop(_MARK, None)
-        for module in self._around:
-            module.__dict__.pop("_apply", None)
-            module.__dict__.pop("__getstate__", None)
-        for tensor in self._tensors:
-            vars(tensor).pop(_MARK, None)
-            vars(tensor).pop("__reduce_ex__", None)
+        for attributes, name in self._attributes:
+            attributes.pop(name, None)
 
     def _apply_to_residents(self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
         """``module._apply(fn)``, unless ``fn`` would change an offloaded tensor.
