@@ -1,22 +1,27 @@
-"""Weights that are used outside of their module's forward: moved to the device for good, or refused."""
+"""Weights that are used outside of their module's forward: moved to the device for good, or refused.
+
+In eager code an operator that is given a resting tensor comes to :meth:`Promoter.wake`. Weights that compiled code uses
+do not rest (it relies on addresses), so nothing would notice such a use at run time: there
+:meth:`Promoter.check_trace` checks the graph that torch.compile traces.
+"""
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from penstock.errors import OutsideAccessError, PenstockWarning
 from penstock.model.live_tensors import BoundStorage, BoundTensor
-from penstock.model.tensor_guards import GiveBack
+from penstock.model.tensor_guards import GiveBack, storage_id
 from penstock.plan.plan import Plan
-from penstock.runtime.graph_check import check_trace
 from penstock.runtime.state_dict import NotCopyable
 from penstock.stores.store import Store, new_blob
 
@@ -130,9 +135,27 @@ class Promoter(NotCopyable):
         return tree_map_only(torch.Tensor, moved, output), held
 
     def check_trace(self) -> None:
-        """Raise ``OutsideAccessError`` if the graph that is being traced uses a slot outside of wait and release."""
-        tensors = (tensor for storage in self._bound.values() for tensor in storage.tensors)
-        check_trace([tensor for tensor in tensors if tensor.in_slot is not None])
+        """Check what Dynamo has traced so far; no effect under another tracer.
+
+        Raises:
+            OutsideAccessError: an operator takes a tensor in a slot, or a view of it, before its unit's wait or after
+                its release, or its module returns a view of it.
+        """
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        try:
+            graph: fx.Graph = InstructionTranslator.current_tx().output.graph
+        except AttributeError:  # torch.export without Dynamo
+            return
+        tensors = [tensor for storage in self._bound.values() for tensor in storage.tensors]
+        in_slot = {id(tensor.tensor): tensor for tensor in tensors if tensor.in_slot is not None}
+        by_storage: dict[int, BoundTensor] = {}
+        for node in graph.find_nodes(op="placeholder"):
+            live = getattr(node.meta.get("grapharg"), "example", None)  # the tensor behind this graph input
+            storage = _storage_of(node)
+            if id(live) in in_slot and storage is not None:
+                by_storage[storage] = in_slot[id(live)]
+        _check_graph(graph, by_storage)
 
     check_trace._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.stay_in_slots
 
@@ -201,6 +224,42 @@ class Promoter(NotCopyable):
                 f"{storage.info.name} is used {_OUTSIDE}, and {self._device} has no memory for it: leave more to it, "
                 f"or {_fix(storage.tensors[0])}"
             ) from error
+
+
+def _check_graph(graph: fx.Graph, by_storage: Mapping[int, BoundTensor]) -> None:
+    wait, release, join = (getattr(torch.ops.penstock, name) for name in ("wait", "release", "join"))
+    waited, released = (_storages(node.args[2] for node in graph.nodes if _calls(node, op)) for op in (wait, release))
+    # A window that began in the graph before this one (a graph break inside a layer) is open from the start.
+    open_now = released - waited
+    for node in graph.nodes:
+        outside, how = set(), f"is used by {node.target}"
+        if _calls(node, wait):
+            open_now |= _storages([node.args[2]])
+        elif _calls(node, release):
+            open_now -= _storages([node.args[2]])
+            outside, how = _storages([node.args[3]]), "is returned by its module, whole or as a view"
+        elif node.op in ("call_function", "call_method", "call_module") and not _calls(node, join):
+            outside = _storages([node.all_input_nodes]) - open_now
+        for storage in outside & by_storage.keys():
+            bound = by_storage[storage]
+            raise OutsideAccessError(f"{bound.name} {how} {_OUTSIDE}, in code that torch.compile traces: {_fix(bound)}")
+
+
+def _calls(node: fx.Node, packet: Any) -> bool:
+    return node.target in (packet, packet.default)
+
+
+def _storages(groups: Iterable[Any]) -> set[int]:
+    nodes = (node for group in groups for node in group if isinstance(node, fx.Node))
+    return {storage for node in nodes if (storage := _storage_of(node)) is not None}
+
+
+def _storage_of(node: fx.Node) -> int | None:
+    """The storage of the fake tensor that stands for ``node``; views share it."""
+    value = node.meta.get("example_value")
+    if not isinstance(value, torch.Tensor) or hasattr(value, "__tensor_flatten__"):
+        return None
+    return storage_id(value)
 
 
 _OUTSIDE = "outside of the forward that it is on the device for"
