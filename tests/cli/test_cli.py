@@ -827,8 +827,8 @@ def test_a_config_that_is_nested_too_deeply(model: Path, tmp_path: Path) -> None
 def test_odd_names_of_shards(model: Path, tmp_path: Path, name: str) -> None:
     folder = copied(model, tmp_path / "odd")
     (folder / "sub").mkdir()
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     index = folder / "model.safetensors.index.json"
-    index.unlink()
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
     result = run("plan", folder)
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
