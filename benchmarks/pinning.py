@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -26,13 +25,13 @@ import numpy as np
 import torch
 
 from penstock.loading.read_pool import Delivery, deliver
+from penstock.memory.byte_ranges import ByteRange, Copy
 from penstock.memory.pages import map_pages, pieces, populate, populate_parallel, whole_pages
 from penstock.memory.pinned import CudaRegistrar
 from penstock.memory.system import cpus_near
 from penstock.plan.plan import SlabEntry, Unit
 from penstock.stores.disk import DiskOptions, File
 from penstock.stores.pinned_host import PinnedStore
-from penstock.stores.store import Segment
 
 MIB, GIB = 1 << 20, 1 << 30
 CORES = len(os.sched_getaffinity(0))
@@ -149,10 +148,10 @@ def _store(path: Path, num_bytes: int, direct: bool, *, cold: bool) -> None:
     def run() -> PinnedStore:
         store = PinnedStore(units, {}, CudaRegistrar(device))
         rows = (
-            Delivery(f"{i}", size, partial(_stretch, file, i * size, size), store.destination(f"{i}"))
+            Delivery(f"{i}", size, partial(_copies, file, i * size, size), store.destination(f"{i}"))
             for i in range(len(units))
         )
-        deliver(rows, num_threads=CORES, landed=store.on_loaded, cpus=cpus_near(device))
+        deliver(rows, num_threads=CORES, on_loaded=store.on_loaded, cpus=cpus_near(device))
         store.finish()
         return store
 
@@ -160,17 +159,8 @@ def _store(path: Path, num_bytes: int, direct: bool, *, cold: bool) -> None:
     say(f"{'cold' if cold else 'cached'} file -> PinnedStore, {how}", num_bytes, timed(run))
 
 
-@dataclass(frozen=True)
-class _At:
-    file: File
-    offset: int
-
-    def read(self, start: int, into: memoryview) -> None:
-        self.file.read(self.offset + start, into)
-
-
-def _stretch(file: File, offset: int, num_bytes: int) -> list[Segment]:
-    return [Segment(_At(file, offset), 0, num_bytes)]
+def _copies(file: File, offset: int, num_bytes: int) -> list[Copy]:
+    return [Copy(ByteRange(file, offset, num_bytes), 0)]
 
 
 def _read_plainly(path: Path, num_bytes: int, direct: bool) -> None:

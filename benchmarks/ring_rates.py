@@ -23,12 +23,13 @@ from pathlib import Path
 
 import torch
 
+from penstock.memory.byte_ranges import ByteRange, Copy
 from penstock.memory.memfd import SharedMemory
 from penstock.memory.pages import collapse_parallel, populate_parallel
 from penstock.memory.pinned import CudaRegistrar, PinnedBuffer, pin_shared, pin_threads
 from penstock.plan.ring_layout import ENTRY_BYTES, MAX_ENTRIES, lay_out_ring
-from penstock.stores.file_reader import DiskOptions, File, FileStretch
-from penstock.stores.store import Load, Segment
+from penstock.stores.file_reader import DiskOptions, File
+from penstock.stores.store import Load
 from penstock.transfer.ring import READ_BYTES, STUCK_S
 from penstock.transfer.ring_memory import WANTED
 from penstock.transfer.ring_readers import ReaderProcess
@@ -90,7 +91,7 @@ def serving(path: Path, readers: int, size: tuple[int, int], read_bytes: int) ->
     unit_bytes = path.stat().st_size // NUM_UNITS
     layout = lay_out_ring([unit_bytes] * NUM_UNITS, 1, *size)
     file = File(path, DiskOptions())
-    loads = [Load(u, (Segment(FileStretch(file, u * unit_bytes), 0, unit_bytes),)) for u in range(NUM_UNITS)]
+    loads = [Load(u, (Copy(ByteRange(file, u * unit_bytes, unit_bytes), 0),)) for u in range(NUM_UNITS)]
     shared = SharedMemory.create(layout.num_bytes)
     pinned = PinnedBuffer(shared.map(0, layout.num_bytes))
     collapse_parallel(pinned.blob, pin_threads())

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten
 from penstock.api import Handle
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Policy, as_policy
+from penstock.memory.byte_ranges import Source
 from penstock.model.inventory import take_inventory
 from penstock.offloaders.reference import NoCopyOffloader, boundaries
 from penstock.plan import Plan
@@ -34,7 +35,7 @@ from penstock.runtime.session import OffloadSession
 from penstock.runtime.store_factory import compute_device
 from penstock.stats import Recorder
 from penstock.stores.disk import DiskOptions
-from penstock.stores.store import Load, Source
+from penstock.stores.store import Load
 from penstock.transfer.cpu_threads import ThreadLink, ThreadTransfer
 from penstock.transfer.link import ComputeEvent, Link, Transfer
 
@@ -120,11 +121,12 @@ class SlowLink(ThreadLink):
         self._max_delay_s = max_delay_s
 
     def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> ThreadTransfer:
+        longest = self._max_delay_s
         delayed = (
-            replace(segment, source=_Delayed(segment.source, self._random.uniform(0, self._max_delay_s)))
-            for segment in load.segments
+            replace(copy, src=replace(copy.src, source=_Delayed(copy.src.source, self._random.uniform(0, longest))))
+            for copy in load.copies
         )
-        return super().copy(replace(load, segments=tuple(delayed)), slot, after)
+        return super().copy(replace(load, copies=tuple(delayed)), slot, after)
 
 
 class EarlyLink(SlowLink):
@@ -162,13 +164,13 @@ class TramplingLink(ThreadLink):
 
 
 @dataclass(frozen=True)
-class _Delayed:
+class _Delayed(Source):
     source: Source
     delay_s: float
 
-    def read(self, start: int, into: memoryview) -> None:
+    def read(self, offset: int, into: memoryview) -> None:
         time.sleep(self.delay_s)
-        self.source.read(start, into)
+        self.source.read(offset, into)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -33,11 +33,12 @@ from penstock.errors import (
     SizeError,
     TransferError,
 )
+from penstock.memory.byte_ranges import ByteRange, Copy, Source
 from penstock.model.inventory import take_inventory
 from penstock.runtime import prefetcher as pipeline
 from penstock.stores.disk import DiskStore
 from penstock.stores.file_reader import File
-from penstock.stores.host import CpuStore
+from penstock.stores.store import CpuStore
 from penstock.testing import assert_moved, assert_same_bits
 from penstock.transfer.cpu_threads import ThreadLink
 
@@ -505,13 +506,12 @@ class TestTransfers:
         handle = penstock.offload(model, all_layers(1))
         model(rows())
 
-        class Broken:
-            def read(self, start: int, into: memoryview) -> None:
+        class Broken(Source):
+            def read(self, offset: int, into: memoryview) -> None:
                 raise ZeroDivisionError("source")
 
         loads = handle._session._pipeline._loads
-        segment = type(loads[2].segments[0])(Broken(), 0, 8)
-        loads[2] = type(loads[2])(2, (segment,))
+        loads[2] = type(loads[2])(2, (Copy(ByteRange(Broken(), 0, 8), 0),))
         with pytest.raises(TransferError, match=r"unit 2 did not arrive: ZeroDivisionError\('source'\)"):
             model(rows())
         handle.remove()

@@ -28,16 +28,16 @@ from penstock.checkpoint.safetensors_header import Checkpoint
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.errors import StateError, TransferError
 from penstock.loading.loader import WeightLoader
-from penstock.loading.read_pool import Delivery, Part, deliver
+from penstock.loading.read_pool import Delivery, Read, deliver
+from penstock.memory.byte_ranges import ByteRange, Copy, Source, writable_view
 from penstock.memory.pinned import CudaRegistrar
 from penstock.model.inventory import take_inventory
 from penstock.model.live_tensors import bind
 from penstock.plan import Plan, build_plan
 from penstock.runtime.session import OffloadSession
 from penstock.stores.disk import DiskStore
-from penstock.stores.host import MemorySource
 from penstock.stores.pinned_host import PinnedStore
-from penstock.stores.store import Load, Segment, Store, writable_view
+from penstock.stores.store import Load, Store
 from penstock.testing import assert_moved, assert_same_bits
 from penstock.transfer.cpu_threads import ThreadLink
 from registrars import Ledger, pin_by
@@ -51,8 +51,8 @@ def delivery(name: str, data: torch.Tensor, cuts: list[int], into: torch.Tensor)
     """``data`` in stretches that end at ``cuts``."""
     ends = [*sorted(cuts), data.numel()]
     starts = [0, *ends[:-1]]
-    segments = [Segment(MemorySource(data[a:b]), a, b - a) for a, b in zip(starts, ends, strict=True) if b > a]
-    return Delivery(name, data.numel(), lambda: segments, into)
+    copies = [Copy(ByteRange.of(data[a:b]), a) for a, b in zip(starts, ends, strict=True) if b > a]
+    return Delivery(name, data.numel(), lambda: copies, into)
 
 
 class Ring:
@@ -65,10 +65,10 @@ class Ring:
         self.finished = 0
         self.there: dict[int, torch.Tensor] = {}
 
-    def upload(self, parts: list[Part]) -> None:
-        self.sizes.append(sum(part.into.numel() for part in parts))
-        for part in parts:
-            part.source.read(part.start, writable_view(part.into.host))  # type: ignore[attr-defined]
+    def upload(self, reads: list[Read]) -> None:
+        self.sizes.append(sum(read.into.numel() for read in reads))
+        for read in reads:
+            read.src.read(writable_view(read.into.host))  # type: ignore[attr-defined]
 
     def finish(self) -> None:
         self.finished += 1
@@ -116,8 +116,8 @@ class TestDeliver:
             ),
             num_threads=threads,
             uploader=ring,
-            landed=check,
-            moved=moved.append,
+            on_loaded=check,
+            on_progress=moved.append,
             piece_bytes=piece,
         )
         assert landed == [str(i) for i in range(len(shapes))]
@@ -132,36 +132,37 @@ class TestDeliver:
         deliver(
             [delivery(str(i), blob, [], torch.zeros_like(blob)) for i, blob in enumerate(data)],
             num_threads=2,
-            moved=moved.append,
+            on_progress=moved.append,
             piece_bytes=400,
         )
         assert moved == [30, 400, 400, 200]
 
-    @pytest.mark.parametrize("place", ["source", "landed", "moved", "segments"])
+    @pytest.mark.parametrize("place", ["source", "on_loaded", "on_progress", "copies"])
     def test_a_failure_stops_everything(self, place: str) -> None:
         def fail(*args: object) -> Any:
             raise TransferError("planted")
 
-        class Broken:
-            read = staticmethod(fail)
+        class Broken(Source):
+            def read(self, offset: int, into: memoryview) -> None:
+                fail()
 
         room = torch.zeros(100, dtype=torch.uint8)
-        source: Any = Broken() if place == "source" else MemorySource(torch.ones(100, dtype=torch.uint8))
-        first = Delivery("a", 100, fail if place == "segments" else lambda: [Segment(source, 0, 100)], room)
+        source = ByteRange(Broken(), 0, 100) if place == "source" else ByteRange.of(torch.ones(100, dtype=torch.uint8))
+        first = Delivery("a", 100, fail if place == "copies" else lambda: [Copy(source, 0)], room)
         threads = threading.active_count()
         with pytest.raises(TransferError, match="planted"):
             deliver(
                 [first] * 50,
                 num_threads=2,
-                landed=fail if place == "landed" else lambda name: None,
-                moved=fail if place == "moved" else lambda num_bytes: None,
+                on_loaded=fail if place == "on_loaded" else lambda name: None,
+                on_progress=fail if place == "on_progress" else lambda num_bytes: None,
                 piece_bytes=10,
             )
         assert threading.active_count() == threads
 
     def test_a_source_that_does_not_add_up(self) -> None:
         blob = torch.ones(10, dtype=torch.uint8)
-        short = Delivery("w", 11, lambda: [Segment(MemorySource(blob), 0, 10)], torch.zeros(11, dtype=torch.uint8))
+        short = Delivery("w", 11, lambda: [Copy(ByteRange.of(blob[:10]), 0)], torch.zeros(11, dtype=torch.uint8))
         with pytest.raises(TransferError, match="w: expected sources of 11 bytes, found 10"):
             deliver([short], num_threads=1)
 
@@ -178,10 +179,10 @@ class TestDeliver:
                 blob = torch.from_numpy(array)
                 del array
                 most = max(most, sum(ref() is not None for ref in alive))
-                segments = [Segment(MemorySource(blob), 0, 100)]
+                copies = [Copy(ByteRange.of(blob), 0)]
                 del blob
-                yield Delivery(str(i), 100, segments.copy, torch.empty(100, dtype=torch.uint8))
-                del segments
+                yield Delivery(str(i), 100, copies.copy, torch.empty(100, dtype=torch.uint8))
+                del copies
 
         deliver(deliveries(), num_threads=2, piece_bytes=100)
         assert 1 <= most <= 6
@@ -395,7 +396,7 @@ class Uploads:
     def __init__(self, device: torch.device, registrar: Any) -> None:
         self.made.append((device, registrar))
 
-    def upload(self, parts: list[Part]) -> None:
+    def upload(self, reads: list[Read]) -> None:
         pass
 
     def finish(self) -> None:

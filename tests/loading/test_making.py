@@ -23,8 +23,8 @@ from penstock.checkpoint.safetensors_header import Checkpoint
 from penstock.checkpoint.weight_map import Conversion
 from penstock.errors import PenstockWarning, TransferError
 from penstock.loading.convert import TensorConverter
+from penstock.memory.byte_ranges import Copy, writable_view
 from penstock.stores.file_reader import DiskOptions, ReadCounter
-from penstock.stores.store import Segment, writable_view
 from registrars import Ledger, pin_by
 from shm_ranks import ranks
 
@@ -149,9 +149,9 @@ class TestMaker:
         maker = TensorConverter(shuffled, DiskOptions(), counter, num_threads=2)
         assert sorted(maker.order) == sorted(shuffled)
         for name in maker.order:
-            (segment,) = maker.segments(name)
-            blob = bytearray(segment.num_bytes)
-            segment.source.read(0, memoryview(blob))
+            (copy,) = maker.copies(name)
+            blob = bytearray(copy.num_bytes)
+            copy.src.read(memoryview(blob))
             i = int(name[-1])
             expected = torch.full((8, 8), 4.0 * i + 1 if "sum" in name else -1.0)
             assert bytes(blob) == bytes(writable_view(expected.view(torch.uint8).reshape(-1)))
@@ -168,18 +168,18 @@ class TestMaker:
         )
         os.utime(tmp_path / "model.safetensors", ns=(1, 1))
         with pytest.raises(TransferError, match="it was written to while in use"):
-            maker.segments("t")
+            maker.copies("t")
         maker.close()
 
-    def test_segments_cover_the_tensor(self, transposed: Path) -> None:
+    def test_copies_cover_the_tensor(self, transposed: Path) -> None:
         weights = weight_map(build_meta_model(transposed), Checkpoint.open(transposed))
         assert EXPERTS in weights.recipes
         assert EXPERTS not in weights.sources
         recipe = weights.recipes[EXPERTS]
         maker = TensorConverter({EXPERTS: (EXPERTS, recipe)}, DiskOptions(), ReadCounter(), num_threads=1)
-        (segment,) = maker.segments(EXPERTS)
-        assert isinstance(segment, Segment)
-        assert segment.num_bytes == resident(transposed).get_parameter(EXPERTS).nbytes
+        (copy,) = maker.copies(EXPERTS)
+        assert isinstance(copy, Copy)
+        assert copy.num_bytes == resident(transposed).get_parameter(EXPERTS).nbytes
         maker.close()
 
 

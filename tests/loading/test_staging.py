@@ -15,12 +15,11 @@ import pytest
 import torch
 
 from penstock.errors import CheckpointError, TransferError
-from penstock.loading.read_pool import Part
+from penstock.loading.read_pool import Read
 from penstock.loading.upload import _ROOM_BYTES, BUFFER_BYTES, NUM_BUFFERS, CudaUploader, UploadRing
+from penstock.memory.byte_ranges import ByteRange, MemorySource, Source, writable_view
 from penstock.memory.pages import map_pages
-from penstock.stores.file_reader import DiskOptions, File, FileStretch
-from penstock.stores.host import MemorySource
-from penstock.stores.store import writable_view
+from penstock.stores.file_reader import DiskOptions, File
 from registrars import Ledger
 
 SIZE = 64
@@ -60,11 +59,11 @@ class Device:
             given[1].set()
 
 
-def pieces(content: bytes, target: torch.Tensor) -> list[list[Part]]:
+def pieces(content: bytes, target: torch.Tensor) -> list[list[Read]]:
     """Each of two parts."""
     source = MemorySource(torch.frombuffer(bytearray(content), dtype=torch.uint8))
     return [
-        [Part(source, at, target[at : at + size]) for at, size in ((start, 5), (start + 5, SIZE - 5))]
+        [Read(ByteRange(source, at, size), target[at : at + size]) for at, size in ((start, 5), (start + 5, SIZE - 5))]
         for start in range(0, len(content), SIZE)
     ]
 
@@ -73,15 +72,15 @@ def buffers(count: int) -> list[torch.Tensor]:
     return [torch.zeros(SIZE + 4 * 4096, dtype=torch.uint8) for _ in range(count)]
 
 
-class Planted:
+class Planted(Source):
     """A source whose reads do something first."""
 
     def __init__(self, source: MemorySource, before: Callable[[], None]) -> None:
         self._source, self._before = source, before
 
-    def read(self, start: int, into: memoryview) -> None:
+    def read(self, offset: int, into: memoryview) -> None:
         self._before()
-        self._source.read(start, into)
+        self._source.read(offset, into)
 
 
 @pytest.mark.parametrize("threads", [1, 8])
@@ -149,7 +148,7 @@ def test_a_failure_leaves_no_buffer_behind(place: str) -> None:
 
     ring = UploadRing(buffers(1), start)
     source = Planted(MemorySource(torch.frombuffer(bytearray(content), dtype=torch.uint8)), lambda: fail("read"))
-    piece = [Part(source, 0, target)]
+    piece = [Read(ByteRange(source, 0, SIZE), target)]
     with pytest.raises(TransferError, match="planted"):
         ring.upload(piece)
     failing[0] = False
@@ -173,7 +172,8 @@ def test_many_parts_share_a_buffer(tmp_path: Path, direct: bool, size: int) -> N
         pytest.skip("no direct reads on this file system")
     target = torch.zeros(CudaUploader.piece_bytes, dtype=torch.uint8)
     parts = [
-        Part(FileStretch(file, 7), start, target[start : start + size]) for start in range(0, target.numel(), size)
+        Read(ByteRange(file, 7 + start, len(into)), into)
+        for start, into in zip(range(0, target.numel(), size), target.split(size), strict=True)
     ]
     device = Device()
     ring = UploadRing(torch.from_numpy(map_pages(_ROOM_BYTES)).split(_ROOM_BYTES), device.start)

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import PenstockWarning, StateError
+from penstock.memory.byte_ranges import fill
 from penstock.memory.pages import map_pages, pack, pieces, populate, populate_parallel
 from penstock.memory.pinned import MIN_ADOPTED_BYTES, PinnedBuffer, can_pin_in_place, is_anonymous
 from penstock.plan.plan import SlabEntry, Unit
@@ -33,7 +34,7 @@ def unit(index: int, *sizes: int) -> Unit:
     return Unit(index, f"layers.{index}", 0, tuple(entries), offset, "cpu")
 
 
-def fill(store: PinnedStore, units: Sequence[Unit], in_place: Mapping[str, int]) -> dict[str, torch.Tensor]:
+def fill_store(store: PinnedStore, units: Sequence[Unit], in_place: Mapping[str, int]) -> dict[str, torch.Tensor]:
     written = {}
     for name in [entry.storage for u in units for entry in u.entries] + list(in_place):
         room = store.destination(name)
@@ -131,7 +132,7 @@ class TestStore:
         ledger = Ledger()
         store = PinnedStore(self.units, self.in_place, ledger, max_slab_bytes=limit)
         assert ledger.log == [], "nothing is pinned before it is there"
-        written = fill(store, self.units, self.in_place)
+        written = fill_store(store, self.units, self.in_place)
         for name, expected in written.items():
             assert torch.equal(store.in_place(name), expected)
             assert store.in_place(name).data_ptr() % 256 == 0
@@ -170,7 +171,7 @@ class TestStore:
         before = store.destination("table").data_ptr()
         store.pin_now()
         assert sum(ledger.held.values()) == store.host_bytes
-        fill(store, self.units, self.in_place)
+        fill_store(store, self.units, self.in_place)
         assert len(ledger.log) == 1
         assert store.destination("table").data_ptr() == before
 
@@ -181,10 +182,10 @@ class TestStore:
         if first:
             with pytest.warns(PenstockWarning, match="refused to register"):
                 store.pin_now()
-            written = fill(store, self.units, self.in_place)
+            written = fill_store(store, self.units, self.in_place)
         else:
             with pytest.warns(PenstockWarning, match="refused to register"):
-                written = fill(store, self.units, self.in_place)
+                written = fill_store(store, self.units, self.in_place)
         assert [what for what, _, _ in ledger.log] == ["register", "refuse", "allocate"]
         for name, expected in written.items():
             assert torch.equal(store.in_place(name), expected)
@@ -192,7 +193,7 @@ class TestStore:
     def test_unpinned_on_request_while_views_live(self) -> None:
         ledger = Ledger()
         store = PinnedStore(self.units, self.in_place, ledger)
-        written = fill(store, self.units, self.in_place)
+        written = fill_store(store, self.units, self.in_place)
         view = store.in_place("table")
         store.unpin()
         store.close()
@@ -204,7 +205,7 @@ class TestStore:
 
     def test_no_registrar_pins_nothing(self) -> None:
         store = PinnedStore(self.units, self.in_place, None)
-        written = fill(store, self.units, self.in_place)
+        written = fill_store(store, self.units, self.in_place)
         assert torch.equal(store.in_place("u1.0"), written["u1.0"])
 
 
@@ -302,12 +303,11 @@ class TestHeld:
         store = PinnedStore([whole], {}, ledger, held=held)
         load = store.load(whole)
         assert load.slab is None
-        assert [(start, piece.numel()) for start, piece in load.stretches] == [(0, 1000), (1024, 700)]
-        for (_, piece), memory in zip(load.stretches, memories, strict=True):
+        assert [(start, piece.numel()) for start, piece in load.in_memory] == [(0, 1000), (1024, 700)]
+        for (_, piece), memory in zip(load.in_memory, memories, strict=True):
             assert torch.equal(piece, memory.blob)
         slab = torch.zeros(whole.num_bytes, dtype=torch.uint8)
-        for segment in load.segments:
-            segment.source.read(0, slab.numpy().data[segment.slot_offset : segment.slot_offset + segment.num_bytes])
+        fill(slab, load.copies)
         assert torch.equal(slab[1024:1724], memories[1].blob)
 
     def test_an_offload_that_fails_leaves_what_was_held_pinned(self) -> None:
@@ -326,7 +326,7 @@ class TestHeld:
         held = {"u0.0": Held(self.memory(1000, ledger), 0, 1000)}
         store = PinnedStore([whole], {}, ledger, held=held)
         assert not store.kept
-        written = fill(store, [whole], {})
+        written = fill_store(store, [whole], {})
         assert torch.equal(store.in_place("u0.0"), written["u0.0"])
 
     def test_what_is_read_in_place_stays_where_it_is(self) -> None:

@@ -16,13 +16,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.memory.byte_ranges import fill
 from penstock.model.inventory import Inventory, Location, StorageInfo, TensorInfo
 from penstock.plan.plan import Plan, UnitDraft, assemble
 from penstock.plan.slots import chain, first_units, next_in_chain, slot_of
 from penstock.runtime.prefetcher import Prefetcher
 from penstock.stats import Recorder
-from penstock.stores.host import CpuStore
-from penstock.stores.store import Load
+from penstock.stores.store import CpuStore, Load
 from penstock.transfer.link import ComputeEvent, Link, Transfer
 
 MAX_UNITS, MAX_SLOTS, ROUNDS = 12, 8, 3
@@ -114,8 +114,7 @@ class WorstLink(Link):
 
     def _flush(self) -> None:
         for load, slot in self.pending:
-            for segment in load.segments:
-                segment.source.read(0, memoryview(slot.numpy())[segment.slot_offset :][: segment.num_bytes])
+            fill(slot, load.copies)
         self.pending.clear()
 
 

@@ -21,8 +21,7 @@ from penstock.errors import OptionError, RaceError
 from penstock.model.inventory import take_inventory
 from penstock.plan import build_plan
 from penstock.runtime.debug import POISON, Guard
-from penstock.stores.host import CpuStore
-from penstock.stores.store import Load
+from penstock.stores.store import CpuStore, Load
 from penstock.testing import EarlyLink, SlowLink, TramplingLink, assert_same_bits, offload_over
 
 
@@ -153,7 +152,7 @@ def test_released_slots_are_poisoned() -> None:
     plan = build_plan(inventory, all_layers(1))
     store = CpuStore({s.name: torch.zeros(s.num_bytes, dtype=torch.uint8) for s in inventory.storages})
     loads: list[Load] = [store.load(unit) for unit in plan.units]
-    guard = Guard(plan, [load.segments for load in loads])
+    guard = Guard(plan, [load.copies for load in loads])
     slot = torch.zeros(plan.slot_bytes[0], dtype=torch.uint8)
     guard.arrived(0, slot)
     guard.leaving(0, slot)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from device_model import BYTES, Device, DeviceLink, Graph, Op, plan_and_store
 from penstock.runtime.prefetcher import Prefetcher
 from penstock.stats import Recorder
-from penstock.stores.store import Load, Segment
+from penstock.stores.store import Load
 from penstock.transfer.link import ComputeEvent, Transfer
 
 
@@ -359,11 +359,10 @@ def test_the_test_sees_a_copy_that_waits_for_nothing() -> None:
     assert wrong > 0
 
 
-def test_segments_are_what_the_store_says() -> None:
+def test_copies_are_what_the_store_says() -> None:
     """The link above reads them itself, so they have to be right."""
     plan, store = plan_and_store(2, 1)
-    segments: Sequence[Segment] = store.load(plan.units[1]).segments
-    assert [(segment.slot_offset, segment.num_bytes) for segment in segments] == [(0, BYTES)]
+    assert [(copy.dst_offset, copy.num_bytes) for copy in store.load(plan.units[1]).copies] == [(0, BYTES)]
 
 
 PIECES = st.lists(

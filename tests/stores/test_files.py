@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import CheckpointError, TransferError
-from penstock.loading.read_pool import Delivery, Part, deliver
+from penstock.loading.read_pool import Delivery, deliver
 from penstock.loading.upload import read_staged
+from penstock.memory.byte_ranges import ByteRange, Copy, writable_view
 from penstock.memory.pages import map_file, map_pages, resident_bytes
 from penstock.stats import ReadStats
 from penstock.stores import file_reader as files
-from penstock.stores.file_reader import ALIGN_BYTES, DiskOptions, File, FileStretch
-from penstock.stores.store import Segment, writable_view
+from penstock.stores.file_reader import ALIGN_BYTES, DiskOptions, File
 
 SIZE = 1_000_007
 MIB = 1 << 20
@@ -83,8 +83,7 @@ class TestSameBytes:
         free = blob
         for size in (300_000, 1000, 0, 1):
             size = min(size, SIZE - offset)
-            part = Part(FileStretch(file, offset), 0, torch.empty(size, dtype=torch.uint8))
-            staged, free = read_staged(part, free)
+            staged, free = read_staged(ByteRange(file, offset, size), free)
             assert bytes(writable_view(staged)) == content[offset : offset + size]
         file.close()
 
@@ -92,7 +91,7 @@ class TestSameBytes:
         path, content = written
         file = File(path, direct_or_skip(path, True))
         free = torch.from_numpy(map_pages(ALIGN_BYTES))[5:]
-        staged, free = read_staged(Part(FileStretch(file, 3), 0, torch.empty(4091, dtype=torch.uint8)), free)
+        staged, free = read_staged(ByteRange(file, 3, 4091), free)
         assert (bytes(writable_view(staged)), free.numel()) == (content[3 : 3 + 4091], 0)
         file.close()
 
@@ -108,10 +107,10 @@ class TestSameBytes:
         free = torch.from_numpy(map_pages((1 << 17) + 4 * ALIGN_BYTES))
         left = (1 << 17) - ALIGN_BYTES  # as much as a job has
         for offset in range(3, 3 + left, size):
-            part = Part(FileStretch(file, offset), 0, torch.empty(min(size, left), dtype=torch.uint8))
-            left -= part.into.numel()
+            part = ByteRange(file, offset, min(size, left))
+            left -= part.num_bytes
             staged, free = read_staged(part, free, left)
-            assert bytes(writable_view(staged)) == content[offset : offset + part.into.numel()]
+            assert bytes(writable_view(staged)) == content[offset : offset + part.num_bytes]
         assert left == 0
         file.close()
 
@@ -136,7 +135,7 @@ def test_neighbours_in_a_file_are_read_in_one_go(written: tuple[Path, bytes], mo
     rooms = [torch.zeros(1000, dtype=torch.uint8) for _ in range(200)]
     deliver(
         [
-            Delivery(str(i), 1000, lambda i=i: [Segment(FileStretch(file, 5 + 1000 * i), 0, 1000)], room)  # type: ignore[misc]
+            Delivery(str(i), 1000, lambda i=i: [Copy(ByteRange(file, 5 + 1000 * i, 1000), 0)], room)  # type: ignore[misc]
             for i, room in enumerate(rooms)
         ],
         num_threads=2,

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from penstock.memory.byte_ranges import fill
 from penstock.model.inventory import Inventory, Location, StorageInfo, TensorInfo
 from penstock.plan.plan import Plan, UnitDraft, assemble
-from penstock.stores.host import CpuStore
-from penstock.stores.store import Load, Store
+from penstock.stores.store import CpuStore, Load, Store
 from penstock.transfer.link import ComputeEvent, Link, Transfer
 
 BYTES = 256
@@ -130,9 +130,7 @@ class DeviceLink(Link):
         before = [mark.op for mark in marks if mark.op is not None]
 
         def move() -> None:
-            for segment in load.segments:
-                into = slot.numpy().data[segment.slot_offset : segment.slot_offset + segment.num_bytes]
-                segment.source.read(0, into)
+            fill(slot, load.copies)
 
         # In two halves: half of another unit must never be seen.
         self.give("copy", lambda: slot.fill_(254), before)

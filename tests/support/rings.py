@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from penstock.checkpoint.safetensors_header import Checkpoint
 from penstock.checkpoint.weight_map import FilePart, TensorSource
+from penstock.memory.byte_ranges import ByteRange, Copy, Source
 from penstock.memory.memfd import SharedMemory
 from penstock.model.inventory import Inventory, Location, StorageInfo, TensorInfo
 from penstock.plan.plan import Plan, UnitDraft, assemble
@@ -24,7 +25,7 @@ from penstock.plan.ring_layout import WORD_BYTES, RingLayout, lay_out_ring_of
 from penstock.runtime.prefetcher import Prefetcher
 from penstock.stats import Recorder, StagingStats
 from penstock.stores.disk import DiskOptions, DiskStore
-from penstock.stores.store import Load, Segment, Store
+from penstock.stores.store import Load, Store
 from penstock.transfer.link import ComputeEvent, Link, Transfer
 from penstock.transfer.ring import READ_BYTES, RingServer
 from penstock.transfer.ring_readers import ReaderProcess
@@ -223,7 +224,7 @@ class ProcessRingLink(FakeRingLink):
             self.readers.close()
 
 
-class PatternSource:
+class PatternSource(Source):
     """Bytes that tell unit and position: ``(7 * unit + position // 64) mod 251``."""
 
     def __init__(self, unit: int, num_bytes: int, max_pause_s: float = 0.0) -> None:
@@ -232,12 +233,12 @@ class PatternSource:
         self.before: Callable[[], None] = lambda: None
         self.reads = 0
 
-    def read(self, start: int, into: memoryview) -> None:
+    def read(self, offset: int, into: memoryview) -> None:
         self.reads += 1
         self.before()
         if self._max_pause_s and _random.random() < 0.3:
             time.sleep(_random.uniform(0, self._max_pause_s))
-        into[:] = memoryview(self.bytes.numpy())[start : start + len(into)]
+        into[:] = memoryview(self.bytes.numpy())[offset : offset + len(into)]
 
 
 class PatternStore(Store):
@@ -248,10 +249,10 @@ class PatternStore(Store):
     def __init__(self, sources: dict[str, PatternSource]) -> None:
         self.sources = sources
 
-    def segments(self, storage: str) -> list[Segment]:
+    def copies(self, storage: str) -> list[Copy]:
         source = self.sources[storage]
-        half = source.bytes.numel() // 2  # two segments, so that pieces begin and end within either
-        return [Segment(source, 0, half), Segment(_From(source, half), half, source.bytes.numel() - half)]
+        half = source.bytes.numel() // 2  # two copies, so that pieces begin and end within either
+        return [Copy(ByteRange(source, 0, half), 0), Copy(ByteRange(source, half, source.bytes.numel() - half), half)]
 
     def in_place(self, storage: str) -> torch.Tensor:
         return self.sources[storage].bytes
@@ -262,15 +263,6 @@ class PatternStore(Store):
 
     def close(self) -> None:
         pass
-
-
-@dataclass(frozen=True)
-class _From:
-    source: PatternSource
-    offset: int
-
-    def read(self, start: int, into: memoryview) -> None:
-        self.source.read(self.offset + start, into)
 
 
 def make_plan(num_units: int, num_slots: int, pause_s: float = 0.0) -> tuple[Plan, PatternStore]:

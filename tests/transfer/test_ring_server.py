@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from penstock.checkpoint.fingerprint import opened
 from penstock.errors import TransferError
+from penstock.memory.byte_ranges import ByteRange, Copy
 from penstock.plan.ring_layout import cut, lay_out_ring
 from penstock.stores.disk import DiskOptions
 from penstock.stores.file_reader import File
-from penstock.stores.store import Load, Segment
+from penstock.stores.store import Load
 from penstock.transfer.ring import PAUSE_S, Part, RingServer
 from penstock.transfer.ring_memory import POISON, WANTED, RingMemory
 from penstock.transfer.ring_staging import parts_of
@@ -105,14 +106,14 @@ class TestReads:
         for unit, size in enumerate(sizes):
             middle = data.draw(st.integers(0, size))  # two tensors, wherever the first ends
             halves = ((f"{unit}a", 0, middle), (f"{unit}b", middle, size - middle))
-            segments = [Segment(name, at, n) for name, at, n in halves if n]  # type: ignore[arg-type]
-            loads.append(Load(unit, tuple(segments)))
+            copies = [Copy(ByteRange(name, 0, n), at) for name, at, n in halves if n]  # type: ignore[arg-type]
+            loads.append(Load(unit, tuple(copies)))
         for piece, reads in zip(layout.pieces, parts_of(layout, loads, read_bytes), strict=True):
             found = []
             for read in reads:
                 assert 0 < read.num_bytes <= read_bytes
-                segment = next(s for s in loads[piece.unit].segments if s.source is read.source)
-                assert segment.slot_offset + read.start == piece.start + read.offset
+                copy = next(copy for copy in loads[piece.unit].copies if copy.src.source is read.source)
+                assert copy.dst_offset + read.start == piece.start + read.offset
                 found += range(read.offset, read.offset + read.num_bytes)
             assert found == list(range(piece.num_bytes))
 
@@ -242,8 +243,7 @@ class TestPoison:
             gate.set()
 
 
-def test_the_readers_own_files_count_nothing_and_look_once_for_a_piece(tmp_path: Path) -> None:
-    """To count takes a lock that all readers share, and nobody asks that process."""
+def test_the_readers_look_at_a_file_once_for_a_piece(tmp_path: Path) -> None:
     path = tmp_path / "weights"
     path.write_bytes(bytes(2 * PIECE_BYTES))
     layout = lay_out_ring([PIECE_BYTES] * 2, 1, PIECE_BYTES, 2)
@@ -254,7 +254,6 @@ def test_the_readers_own_files_count_nothing_and_look_once_for_a_piece(tmp_path:
     kept = [os.dup(fd) for fd in told.descriptors]  # load() takes them over
     task = RingTask.load(told.dump())
     mine = task.files[0]
-    assert mine.ways is None
     into = bytearray(PIECE_BYTES)
     task.verify(0)
     os.utime(path, ns=(1, 1))

@@ -14,10 +14,10 @@ import torch
 from penstock.checkpoint.fingerprint import FileFingerprint
 from penstock.checkpoint.weight_map import Conversion, TensorSource
 from penstock.loading.read_pool import Delivery, deliver
+from penstock.memory.byte_ranges import ByteRange, Copy
 from penstock.stores.disk import DiskOptions, DiskStore
 from penstock.stores.file_reader import ReadCounter
-from penstock.stores.host import MemorySource
-from penstock.stores.store import Segment, new_blob
+from penstock.stores.store import new_blob
 
 __all__ = ["TensorConverter"]
 
@@ -58,7 +58,7 @@ class TensorConverter:
         first = {recipe.names: number for number, (_, recipe) in reversed([*enumerate(self._recipes.values())])}
         return sorted(self._recipes, key=lambda storage: first[self._recipes[storage][1].names])
 
-    def segments(self, storage: str) -> Sequence[Segment]:
+    def copies(self, storage: str) -> Sequence[Copy]:
         """The bytes of ``storage``, made now; they are let go of with what is returned.
 
         Raises:
@@ -66,8 +66,7 @@ class TensorConverter:
         """
         if storage not in self._ready:
             self._make(self._recipes[storage][1])
-        blob = self._ready.pop(storage)
-        return [Segment(MemorySource(blob), 0, blob.numel())]
+        return [Copy(ByteRange.of(self._ready.pop(storage)), 0)]
 
     def close(self) -> None:
         """Give back files and memory."""
@@ -84,7 +83,7 @@ class TensorConverter:
         blobs = {part.name: new_blob(part.num_bytes) for part in recipe.parts}
         deliver(
             (
-                Delivery(part.name, part.num_bytes, partial(self._files.segments, part.name), blobs[part.name])
+                Delivery(part.name, part.num_bytes, partial(self._files.copies, part.name), blobs[part.name])
                 for part in recipe.parts
             ),
             num_threads=self._num_threads,

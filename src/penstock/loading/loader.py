@@ -14,14 +14,14 @@ from penstock.errors import OptionError
 from penstock.loading.convert import TensorConverter
 from penstock.loading.read_pool import Delivery, Progress, deliver
 from penstock.loading.upload import CudaUploader
+from penstock.memory.byte_ranges import ByteRange, Copy
 from penstock.memory.pinned import MIN_ADOPTED_BYTES, CudaRegistrar, pin_threads
 from penstock.memory.system import cpus_near, trim_heap
 from penstock.model.live_tensors import BoundStorage
 from penstock.stats import ReadStats
 from penstock.stores.disk import DiskOptions, DiskStore
 from penstock.stores.file_reader import ReadCounter
-from penstock.stores.host import MemorySource
-from penstock.stores.store import Segment, Store
+from penstock.stores.store import Store
 
 __all__ = ["WeightLoader", "require_weights"]
 
@@ -36,19 +36,19 @@ _MIN_FILE_READERS = 8
 
 COMPARE_EVERY_S = 0.1
 
-Segments = Callable[[str], Sequence[Segment]]
+CopiesOf = Callable[[str], Sequence[Copy]]
 
 
 class WeightLoader:
-    """Fills rooms: ``rooms`` of the store, and ``residents`` where compute will read them.
+    """Fills ``destinations`` in the store, and ``residents`` where compute will read them.
 
     What the model has in host memory is let go of, storage by storage, as soon as it lies in a pinned store: its
     tensors look into the store from then on, so that the two are never there together.
 
     Args:
         bound: all storages, by name.
-        store: with room for those of ``rooms``.
-        rooms: names of the storages that the store lacks.
+        store: owns the memory of ``destinations``.
+        destinations: by name, memory of the store that is still to be filled (uint8, 1-D, host).
         residents: by name, where the bytes go (uint8, 1-D).
         device: where compute runs.
         weights: the checkpoint, for tensors on ``meta``.
@@ -60,7 +60,7 @@ class WeightLoader:
         self,
         bound: Mapping[str, BoundStorage],
         store: Store,
-        rooms: Mapping[str, torch.Tensor],
+        destinations: Mapping[str, torch.Tensor],
         residents: Mapping[str, torch.Tensor],
         *,
         device: torch.device,
@@ -70,8 +70,8 @@ class WeightLoader:
     ) -> None:
         self._bound = bound
         self._store = store
-        self._rooms = rooms
-        self._goals = {**rooms, **residents}
+        self._in_store = destinations
+        self._destinations = {**destinations, **residents}
         self._device = device
         self._disk = disk or DiskOptions(direct=None)
         self._stamps = () if weights is None else weights.checkpoint.stamps
@@ -79,10 +79,10 @@ class WeightLoader:
         self._progress = progress or (lambda done, total: None)
         self._sources: dict[str, TensorSource] = {}
         self._recipes: dict[str, tuple[str, Conversion]] = {}
-        for name in self._goals:
+        for name in self._destinations:
             if bound[name].on_meta:
                 self._find(name, require_weights(weights))
-        self._total_bytes = sum(bound[name].info.num_bytes for name in self._goals)
+        self._total_bytes = sum(bound[name].info.num_bytes for name in self._destinations)
         self._done_bytes = 0
         self._freed_bytes = 0
 
@@ -92,9 +92,9 @@ class WeightLoader:
         Raises:
             TransferError, CheckpointError: bytes that cannot be had.
         """
-        if not self._goals:
+        if not self._destinations:
             return
-        self._moved(0)
+        self._on_progress(0)
         self._copy_from_devices()
         self._copy_live()
         self._copy_from_files()
@@ -116,10 +116,10 @@ class WeightLoader:
 
     def _copy_live(self) -> None:
         """Live tensors first, and alone: what they free is there for the rest."""
-        live = [name for name in self._goals if self._bound[name].home.type == "cpu"]
-        self._bring_in_small_pieces([name for name in live if name in self._rooms], self._segments_of)
-        staying = [name for name in live if name not in self._rooms]
-        self._bring(staying, self._segments_of, pin_threads())
+        live = [name for name in self._destinations if self._bound[name].home.type == "cpu"]
+        self._bring_in_small_pieces([name for name in live if name in self._in_store], self._live_copies)
+        staying = [name for name in live if name not in self._in_store]
+        self._bring(staying, self._live_copies, pin_threads())
 
     def _copy_from_files(self) -> None:
         # Compared from time to time and behind all reads, and not by the readers: nothing looks at the bytes before.
@@ -127,12 +127,12 @@ class WeightLoader:
         stored = sorted(self._sources, key=lambda name: _position(self._sources[name]))
         compare = _at_most_every(COMPARE_EVERY_S, files.require_unchanged)
 
-        def moved(num_bytes: int) -> None:
+        def on_progress(num_bytes: int) -> None:
             compare()
-            self._moved(num_bytes)
+            self._on_progress(num_bytes)
 
         try:
-            self._bring(stored, files.segments, pin_threads(_MIN_FILE_READERS), moved)
+            self._bring(stored, files.copies, pin_threads(_MIN_FILE_READERS), on_progress)
             files.require_unchanged()
         finally:
             files.close()
@@ -145,67 +145,67 @@ class WeightLoader:
             self._recipes, self._disk, self._counter, num_threads=readers, stamps=self._stamps, cpus=cpus
         )
         try:
-            self._bring_in_small_pieces(maker.order, maker.segments)
+            self._bring_in_small_pieces(maker.order, maker.copies)
         finally:
             maker.close()
 
     def _bring(
         self,
         names: Sequence[str],
-        segments: Segments,
+        copies: CopiesOf,
         num_threads: int,
-        moved: Callable[[int], None] | None = None,
+        on_progress: Callable[[int], None] | None = None,
         **options: int,
     ) -> None:
         deliver(
-            (self._delivery(name, partial(segments, name)) for name in names),
+            (self._delivery(name, partial(copies, name)) for name in names),
             num_threads=num_threads,
             uploader=self._make_uploader(names),
-            landed=self._landed,
-            moved=moved or self._moved,
+            on_loaded=self._on_loaded,
+            on_progress=on_progress or self._on_progress,
             cpus=cpus_near(self._device),
             **options,
         )
 
-    def _bring_in_small_pieces(self, names: Sequence[str], segments: Segments) -> None:
+    def _bring_in_small_pieces(self, names: Sequence[str], copies: CopiesOf) -> None:
         threads = pin_threads()
-        self._bring(names, segments, threads, piece_bytes=_LIVE_PIECE_BYTES, max_jobs=threads + _LIVE_EXTRA_JOBS)
+        self._bring(names, copies, threads, piece_bytes=_LIVE_PIECE_BYTES, max_jobs=threads + _LIVE_EXTRA_JOBS)
 
-    def _segments_of(self, name: str) -> list[Segment]:
-        return [Segment(MemorySource(self._bound[name].original_bytes()), 0, self._bound[name].info.num_bytes)]
+    def _live_copies(self, name: str) -> list[Copy]:
+        return [Copy(ByteRange.of(self._bound[name].original_bytes()), 0)]
 
-    def _delivery(self, name: str, segments: Callable[[], Sequence[Segment]]) -> Delivery:
-        return Delivery(name, self._bound[name].info.num_bytes, segments, self._goals[name])
+    def _delivery(self, name: str, copies: Callable[[], Sequence[Copy]]) -> Delivery:
+        return Delivery(name, self._bound[name].info.num_bytes, copies, self._destinations[name])
 
     def _make_uploader(self, names: Sequence[str]) -> CudaUploader | None:
-        if all(self._goals[name].is_cpu for name in names):
+        if all(self._destinations[name].is_cpu for name in names):
             return None
         return CudaUploader(self._device, None if pin_memory_disabled() else CudaRegistrar(self._device))
 
     def _copy_from_devices(self) -> None:
         """What lies on a GPU goes at the rate of its link into memory that is pinned already."""
-        names = [name for name in self._goals if self._bound[name].home.type == "cuda"]
+        names = [name for name in self._destinations if self._bound[name].home.type == "cuda"]
         for name in names:
-            self._goals[name].copy_(self._bound[name].original_bytes(), non_blocking=True)
+            self._destinations[name].copy_(self._bound[name].original_bytes(), non_blocking=True)
         for home in {self._bound[name].home for name in names}:
             torch.cuda.synchronize(home)  # the host reads next, and it is told of no event
         for name in names:
-            self._moved(self._bound[name].info.num_bytes)
-            if name in self._rooms:
+            self._on_progress(self._bound[name].info.num_bytes)
+            if name in self._in_store:
                 self._store.on_loaded(name)
 
-    def _moved(self, num_bytes: int) -> None:
+    def _on_progress(self, num_bytes: int) -> None:
         self._done_bytes += num_bytes
         self._progress(self._done_bytes, self._total_bytes)
 
-    def _landed(self, name: str) -> None:
+    def _on_loaded(self, name: str) -> None:
         if name in self._recipes:
             self._trim_after(self._bound[name].info.num_bytes)
-        if name not in self._rooms:
+        if name not in self._in_store:
             return
         bound = self._bound[name]
         if not bound.on_meta and self._store.takes_over:
-            bound.point_at(self._rooms[name])
+            bound.point_at(self._in_store[name])
             bound.forget_original()
             self._trim_after(bound.info.num_bytes)
         self._store.on_loaded(name)

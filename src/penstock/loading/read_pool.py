@@ -19,11 +19,10 @@ from typing import Protocol
 import torch
 
 from penstock.errors import TransferError
+from penstock.memory.byte_ranges import ByteRange, Copy, writable_view
 from penstock.memory.pages import pack
-from penstock.stores.file_reader import File, FileStretch
-from penstock.stores.store import Segment, Source, writable_view
 
-__all__ = ["PIECE_BYTES", "Delivery", "Part", "Progress", "Uploader", "deliver"]
+__all__ = ["PIECE_BYTES", "Delivery", "Progress", "Read", "Uploader", "deliver"]
 
 PIECE_BYTES = 16 << 20
 JOBS_PER_THREAD = 2
@@ -39,22 +38,21 @@ class Delivery:
     Attributes:
         name: of the storage.
         num_bytes: of it.
-        segments: gives its stretches, offsets relative to its first byte; called when its turn comes.
+        copies: gives what makes it up, with offsets relative to its first byte; called when its turn comes.
         into: where it goes (uint8, 1-D), on the host or on the device of the uploader.
     """
 
     name: str
     num_bytes: int
-    segments: Callable[[], Sequence[Segment]]
+    copies: Callable[[], Sequence[Copy]]
     into: torch.Tensor
 
 
 @dataclass(frozen=True)
-class Part:
-    """The bytes of ``source`` from ``start`` on that fill ``into``."""
+class Read:
+    """The bytes of ``src``, which fill ``into`` (uint8, 1-D)."""
 
-    source: Source
-    start: int
+    src: ByteRange
     into: torch.Tensor
 
 
@@ -63,8 +61,8 @@ class Uploader(Protocol):
 
     piece_bytes: int
 
-    def upload(self, parts: Sequence[Part]) -> None:
-        """Read ``parts``, at most ``piece_bytes`` together, and have them copied; called by several threads.
+    def upload(self, reads: Sequence[Read]) -> None:
+        """Read ``reads``, at most ``piece_bytes`` together, and have them copied; called by several threads.
 
         The copies may be started by another thread that is in here.
         """
@@ -76,7 +74,7 @@ class Uploader(Protocol):
 @dataclass
 class _Job:
     uploads: bool
-    parts: list[Part] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     num_bytes: int = 0
 
@@ -86,8 +84,8 @@ def deliver(
     *,
     num_threads: int,
     uploader: Uploader | None = None,
-    landed: Callable[[str], None] = lambda name: None,
-    moved: Callable[[int], None] = lambda num_bytes: None,
+    on_loaded: Callable[[str], None] = lambda name: None,
+    on_progress: Callable[[int], None] = lambda num_bytes: None,
     cpus: Collection[int] | None = None,
     piece_bytes: int = PIECE_BYTES,
     max_jobs: int | None = None,
@@ -98,15 +96,15 @@ def deliver(
         deliveries: taken one by one, as their turn comes.
         num_threads: readers.
         uploader: for destinations on a device.
-        landed: called in this thread with the name of each storage that is complete (on a device: on its way).
-        moved: called in this thread with the bytes of each job that is done.
+        on_loaded: called in this thread with the name of each storage that is complete (on a device: on its way).
+        on_progress: called in this thread with the bytes of each job that is done.
         cpus: the readers stay on these processors, whose memory the pages they touch then are.
         piece_bytes: of one job; to a device, a job goes in several pieces, as large as the uploader takes them.
         max_jobs: under way or waiting to be reported; default twice the readers.
 
     Raises:
-        TransferError: bytes that cannot be had; nothing is under way any more. The same for whatever ``landed``,
-            ``moved`` or the caller's interrupt raise.
+        TransferError: bytes that cannot be had; nothing is under way any more. The same for whatever ``on_loaded``,
+            ``on_progress`` or the caller's interrupt raise.
     """
     pool = ThreadPoolExecutor(num_threads, "penstock-load", initializer=_stay_on, initargs=(cpus,))
     under_way: deque[tuple[_Job, Future[None]]] = deque()
@@ -116,11 +114,11 @@ def deliver(
     def settle() -> None:
         job, future = under_way.popleft()
         future.result()
-        moved(job.num_bytes)
+        on_progress(job.num_bytes)
         finished = job.finished
-        del job, future  # they hold the sources, which landed() may let go of
+        del job, future  # they hold the sources, which on_loaded() may let go of
         for name in finished:
-            landed(name)
+            on_loaded(name)
 
     try:
         for job in _jobs(deliveries, piece_bytes, device_bytes):
@@ -140,30 +138,29 @@ def _jobs(deliveries: Iterable[Delivery], piece_bytes: int, device_bytes: int) -
     job = _Job(False)
     for delivery in deliveries:
         uploads = not delivery.into.is_cpu
-        if job.uploads != uploads and job.parts:
+        if job.uploads != uploads and job.reads:
             yield job
             job = _Job(uploads)
         job.uploads = uploads
-        for part in _parts(delivery, device_bytes if uploads else piece_bytes):
-            if job.parts and job.num_bytes + part.into.numel() > piece_bytes:
+        for read in _reads(delivery, device_bytes if uploads else piece_bytes):
+            if job.reads and job.num_bytes + read.into.numel() > piece_bytes:
                 yield job
                 job = _Job(uploads)
-            job.parts.append(part)
-            job.num_bytes += part.into.numel()
-            del part
+            job.reads.append(read)
+            job.num_bytes += read.into.numel()
+            del read
         job.finished.append(delivery.name)
         del delivery
-    if job.parts or job.finished:
+    if job.reads or job.finished:
         yield job
 
 
-def _parts(delivery: Delivery, limit: int) -> Iterator[Part]:
+def _reads(delivery: Delivery, limit: int) -> Iterator[Read]:
     covered = 0
-    for segment in delivery.segments():
-        covered += segment.num_bytes
-        for start in range(0, segment.num_bytes, limit):
-            size = min(limit, segment.num_bytes - start)
-            yield Part(segment.source, start, delivery.into[segment.slot_offset + start :][:size])
+    for copy in delivery.copies():
+        covered += copy.num_bytes
+        for piece in copy.pieces(limit):
+            yield Read(piece.src, delivery.into[piece.dst_offset : piece.dst_end])
     if covered != delivery.num_bytes:
         raise TransferError(
             f"{delivery.name}: expected sources of {delivery.num_bytes} bytes, found {covered}; the checkpoint has "
@@ -173,42 +170,26 @@ def _parts(delivery: Delivery, limit: int) -> Iterator[Part]:
 
 def _run(job: _Job, uploader: Uploader | None, device_bytes: int) -> None:
     if not job.uploads:
-        _read(job.parts)
+        _fill(job.reads)
         return
     assert uploader is not None
-    for run in pack([part.into.numel() for part in job.parts], device_bytes):
-        uploader.upload(job.parts[run.start : run.stop])
+    for run in pack([read.into.numel() for read in job.reads], device_bytes):
+        uploader.upload(job.reads[run.start : run.stop])
 
 
-def _read(parts: Sequence[Part]) -> None:
-    """Fill host memory; what lies side by side in a file is read in one go, whatever rooms it goes to."""
-    for first, views in _runs(parts):
-        if isinstance(first.source, FileStretch):
-            first.source.file.scatter(first.source.offset + first.start, views)
-        else:
-            first.source.read(first.start, views[0])
-
-
-def _runs(parts: Sequence[Part]) -> Iterator[tuple[Part, list[memoryview]]]:
-    """The first part of each run of neighbours in a file, and where they all go; other parts one by one."""
-    run: list[memoryview] = []
-    first: Part | None = None
-    end: tuple[File, int] | None = None  # the file of the run, and the offset that follows it
-    for part in parts:
-        here = _place(part)
-        if first is not None and (here is None or here != end or len(run) == _MAX_RUN):
-            yield first, run
-            run, first = [], None
-        first = first or part
-        run.append(writable_view(part.into))
-        end = None if here is None else (here[0], here[1] + part.into.numel())
-    if first is not None:
-        yield first, run
-
-
-def _place(part: Part) -> tuple[File, int] | None:
-    source = part.source
-    return (source.file, source.offset + part.start) if isinstance(source, FileStretch) else None
+def _fill(reads: Sequence[Read]) -> None:
+    """Fill host memory; what is side by side in a file is read in one go, whatever destinations it goes to."""
+    start = 0
+    while start < len(reads):
+        first = reads[start].src
+        end, stop = first.offset, start
+        while stop < min(len(reads), start + _MAX_RUN):
+            following = reads[stop].src
+            if following.source is not first.source or following.offset != end:
+                break
+            end, stop = end + following.num_bytes, stop + 1
+        first.source.scatter(first.offset, [writable_view(read.into) for read in reads[start:stop]])
+        start = stop
 
 
 def _stay_on(cpus: Collection[int] | None) -> None:

@@ -16,11 +16,11 @@ from functools import partial
 
 import torch
 
-from penstock.loading.read_pool import Part
+from penstock.loading.read_pool import Read
+from penstock.memory.byte_ranges import ByteRange, writable_view
 from penstock.memory.pages import map_pages
 from penstock.memory.pinned import HostRegistrar, PinnedBuffer
-from penstock.stores.file_reader import ALIGN_BYTES, read_around
-from penstock.stores.store import writable_view
+from penstock.stores.file_reader import ALIGN_BYTES
 
 __all__ = ["CudaUploader", "UploadRing", "read_staged"]
 
@@ -30,7 +30,7 @@ NUM_BUFFERS = 12
 _ROOM_BYTES = BUFFER_BYTES + 4 * ALIGN_BYTES
 
 # Where bytes go, and where they are.
-Copy = tuple[torch.Tensor, torch.Tensor]
+Upload = tuple[torch.Tensor, torch.Tensor]
 Wait = Callable[[], None]
 
 
@@ -42,20 +42,20 @@ class UploadRing:
         start: starts copies and returns what waits until they are done; called by one thread at a time.
     """
 
-    def __init__(self, buffers: Iterable[torch.Tensor], start: Callable[[Sequence[Copy]], Wait]) -> None:
+    def __init__(self, buffers: Iterable[torch.Tensor], start: Callable[[Sequence[Upload]], Wait]) -> None:
         self._start = start
         self._free: queue.SimpleQueue[tuple[torch.Tensor, Wait]] = queue.SimpleQueue()
         for buffer in buffers:
             self._free.put((buffer, _nothing))
-        self._filled: deque[tuple[torch.Tensor, list[Copy]]] = deque()
+        self._filled: deque[tuple[torch.Tensor, list[Upload]]] = deque()
         self._starting = threading.Lock()
 
-    def upload(self, parts: Sequence[Part]) -> None:
-        """Read ``parts`` into one buffer; this thread, or another one that is in here, starts their copies."""
+    def upload(self, reads: Sequence[Read]) -> None:
+        """Read ``reads`` into one buffer; this thread, or another one that is in here, starts their copies."""
         buffer, wait = self._free.get()
         try:
             wait()
-            self._filled.append((buffer, _read(parts, buffer)))
+            self._filled.append((buffer, _read(reads, buffer)))
         except BaseException:
             self._free.put((buffer, wait))
             raise
@@ -67,7 +67,7 @@ class UploadRing:
                 self._starting.release()
 
     def _start_filled(self) -> None:
-        filled: list[tuple[torch.Tensor, list[Copy]]] = []
+        filled: list[tuple[torch.Tensor, list[Upload]]] = []
         with suppress(IndexError):
             while True:
                 filled.append(self._filled.popleft())
@@ -98,16 +98,16 @@ class CudaUploader:
         # Not a method of this: of a cycle the garbage collector would have to find the buffers.
         self._ring = UploadRing(self._pinned.blob.split(_ROOM_BYTES), partial(_start_on, self._stream))
 
-    def upload(self, parts: Sequence[Part]) -> None:
+    def upload(self, reads: Sequence[Read]) -> None:
         """See :class:`~penstock.loading.read_pool.Uploader`."""
-        self._ring.upload(parts)
+        self._ring.upload(reads)
 
     def finish(self) -> None:
         """Return when every copy is done."""
         self._stream.synchronize()
 
 
-def _start_on(stream: torch.cuda.Stream, copies: Sequence[Copy]) -> Wait:
+def _start_on(stream: torch.cuda.Stream, copies: Sequence[Upload]) -> Wait:
     done = torch.cuda.Event()
     # A thread begins on device 0, and to return to that device's stream would make a context there.
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
@@ -126,25 +126,24 @@ def _nothing() -> None:
     """For a buffer that no copy reads."""
 
 
-def _read(parts: Sequence[Part], buffer: torch.Tensor) -> list[Copy]:
-    copies: list[Copy] = []
-    left = sum(part.into.numel() for part in parts)
-    for part in parts:
-        left -= part.into.numel()
-        staged, buffer = read_staged(part, buffer, left)
-        copies.append((part.into, staged))
+def _read(reads: Sequence[Read], buffer: torch.Tensor) -> list[Upload]:
+    copies: list[Upload] = []
+    left = sum(read.into.numel() for read in reads)
+    for read in reads:
+        left -= read.into.numel()
+        staged, buffer = read_staged(read.src, buffer, left)
+        copies.append((read.into, staged))
     return copies
 
 
-def read_staged(part: Part, free: torch.Tensor, reserved_bytes: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes of ``part``, read to somewhere in ``free`` (uint8, 1-D, host), and what is free behind them.
+def read_staged(src: ByteRange, free: torch.Tensor, reserved_bytes: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes of ``src``, read to somewhere in ``free`` (uint8, 1-D, host), and what is free behind them.
 
-    ``reserved_bytes`` of ``free`` are left for the parts that follow, however many of them there are.
+    ``reserved_bytes`` of ``free`` are left for the reads that follow, however many of them there are.
     """
-    num_bytes = part.into.numel()
     # At a page's start, if that leaves enough: then what comes from a disk needs no other buffer.
     gap = -free.data_ptr() % ALIGN_BYTES
     end = free.numel() - reserved_bytes
-    begin = gap if gap + num_bytes <= end else 0
-    start = begin + read_around(part.source, part.start, num_bytes, writable_view(free[begin:end]))
-    return free[start : start + num_bytes], free[start + num_bytes :]
+    begin = gap if gap + src.num_bytes <= end else 0
+    start = begin + src.source.read_around(src.offset, src.num_bytes, writable_view(free[begin:end]))
+    return free[start : start + src.num_bytes], free[start + src.num_bytes :]

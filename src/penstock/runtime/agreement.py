@@ -25,6 +25,7 @@ from penstock.env import reader_threads
 from penstock.errors import CheckpointError, OptionError, PeerError, PenstockWarning
 from penstock.loading.convert import TensorConverter
 from penstock.loading.loader import require_weights
+from penstock.memory.byte_ranges import fill
 from penstock.memory.memfd import SharedMemory
 from penstock.memory.pinned import HostRegistrar, refuse_capture
 from penstock.model.inventory import Inventory, StorageInfo
@@ -37,7 +38,7 @@ from penstock.runtime.parts import splits_units
 from penstock.stores.disk import DiskOptions, DiskStore
 from penstock.stores.file_reader import ReadCounter
 from penstock.stores.shared_host import SharedStore, shared_bytes
-from penstock.stores.store import new_blob, writable_view
+from penstock.stores.store import new_blob
 
 __all__ = ["Attempt", "attempt", "compare_plans", "open_shared", "spans_ranks"]
 
@@ -301,8 +302,7 @@ def _compare_files(
     try:
         for name in [*sources, *maker.order]:
             blob = new_blob(bound[name].info.num_bytes)
-            for segment in files.segments(name) if name in sources else maker.segments(name):
-                segment.source.read(0, writable_view(blob[segment.slot_offset :][: segment.num_bytes]))
+            fill(blob, files.copies(name) if name in sources else maker.copies(name))
             _require_same(name, blob, store, store.owners[name])
     finally:
         files.close()

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 import torch
 
 from penstock.errors import RaceError
+from penstock.memory.byte_ranges import Copy, fill
 from penstock.plan.plan import Plan
-from penstock.stores.store import Segment, new_blob, writable_view
+from penstock.stores.store import new_blob
 
 __all__ = ["POISON", "Guard"]
 
@@ -25,9 +26,9 @@ POISON = 0xFF
 class Guard:
     """Checksums and poison for the slots of one pipeline."""
 
-    def __init__(self, plan: Plan, segments: Sequence[Sequence[Segment]]) -> None:
+    def __init__(self, plan: Plan, copies: Sequence[Sequence[Copy]]) -> None:
         self._plan = plan
-        self._segments = segments
+        self._copies = copies
         self._expected: dict[int, int] = {}
 
     def arrived(self, unit: int, slot: torch.Tensor) -> None:
@@ -51,9 +52,7 @@ class Guard:
 
     def _checksum_at_rest(self, unit: int) -> int:
         blob = new_blob(self._plan.units[unit].num_bytes)
-        view = writable_view(blob)
-        for segment in self._segments[unit]:
-            segment.source.read(0, view[segment.slot_offset : segment.slot_offset + segment.num_bytes])
+        fill(blob, self._copies[unit])
         return self._checksum(unit, blob)
 
     def _checksum(self, unit: int, blob: torch.Tensor) -> int:

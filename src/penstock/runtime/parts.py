@@ -21,6 +21,7 @@ from penstock.errors import OptionError, PenstockWarning, TransferError
 from penstock.loading.loader import require_weights
 from penstock.loading.read_pool import Delivery, deliver
 from penstock.loading.upload import CudaUploader
+from penstock.memory.byte_ranges import ByteRange, Copy
 from penstock.memory.pinned import CudaRegistrar, pin_threads, pinned_region, pinning_disabled, refuse_capture
 from penstock.memory.symmetric import SymmetricMemory
 from penstock.memory.system import cpus_near
@@ -30,9 +31,8 @@ from penstock.ranks.digest import checksum, json_digest
 from penstock.ranks.peers import Channel, Peers, PeerWatch
 from penstock.stats import Recorder
 from penstock.stores.disk import DiskOptions, DiskStore
-from penstock.stores.host import MemorySource
 from penstock.stores.sharded import HostParts, Parts, PartStore, SymmetricParts
-from penstock.stores.store import Segment, Source, new_blob
+from penstock.stores.store import new_blob
 from penstock.transfer.link import Link
 from penstock.transfer.pooled_copy import PooledStreamLink, PooledThreadLink
 from penstock.transfer.sharded_copy import ShardedStreamLink
@@ -261,26 +261,9 @@ def _deliveries(store: PartStore, storages: Mapping[str, BoundStorage], files: D
             yield Delivery(f"{name}[{start}:{end}]", into.numel(), partial(_clipped, bound, files, start, end), into)
 
 
-def _clipped(bound: BoundStorage, files: DiskStore, start: int, end: int) -> list[Segment]:
-    """The bytes of a storage from ``start`` to ``end``, offsets relative to ``start``."""
+def _clipped(bound: BoundStorage, files: DiskStore, start: int, end: int) -> list[Copy]:
+    """The bytes of a storage from ``start`` to ``end``, with offsets relative to ``start``."""
     if not bound.on_meta:
-        return [Segment(MemorySource(bound.original_bytes()[start:end]), 0, end - start)]
-    clipped = []
-    for segment in files.segments(bound.info.name):
-        first = max(start, segment.slot_offset)
-        last = min(end, segment.slot_offset + segment.num_bytes)
-        if first < last:
-            source = _From(segment.source, first - segment.slot_offset)
-            clipped.append(Segment(source, first - start, last - first))
-    return clipped
-
-
-@dataclass(frozen=True)
-class _From:
-    """A source without its first ``skipped_bytes``."""
-
-    source: Source
-    skipped_bytes: int
-
-    def read(self, start: int, into: memoryview) -> None:
-        self.source.read(self.skipped_bytes + start, into)
+        return [Copy(ByteRange.of(bound.original_bytes()[start:end]), 0)]
+    found = (copy.within(start, end) for copy in files.copies(bound.info.name))
+    return [copy for copy in found if copy is not None]

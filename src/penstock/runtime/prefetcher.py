@@ -72,7 +72,7 @@ class Prefetcher:
         self._stopping = False
         self._pid = os.getpid()
         has_bytes = plan.mode != "meta"
-        self._guard = Guard(plan, [load.segments for load in self._loads]) if debug and has_bytes else None
+        self._guard = Guard(plan, [load.copies for load in self._loads]) if debug and has_bytes else None
         self.stats = [UnitStats(unit.anchor, unit.store) for unit in plan.units]
 
     def slot_memory(self, unit: int) -> Tensor:

@@ -25,12 +25,9 @@ from penstock.ranks.peers import Peers, require_peers
 from penstock.runtime.agreement import open_shared
 from penstock.runtime.parts import open_parts, splits_units
 from penstock.stats import Recorder
-from penstock.stores.composite import SpillStore
 from penstock.stores.disk import DiskOptions, DiskStore
-from penstock.stores.host import CpuStore
-from penstock.stores.meta import MetaStore
 from penstock.stores.pinned_host import Held, PinnedStore
-from penstock.stores.store import Store, new_blob
+from penstock.stores.store import CpuStore, MetaStore, SpillStore, Store, new_blob
 from penstock.transfer.cpu_threads import ThreadLink
 from penstock.transfer.cuda_stream import StreamLink
 from penstock.transfer.link import Link

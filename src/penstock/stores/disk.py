@@ -12,10 +12,10 @@ import torch
 from penstock.checkpoint.fingerprint import FileFingerprint
 from penstock.checkpoint.weight_map import TensorSource
 from penstock.errors import CheckpointError
-from penstock.memory.pages import pieces
+from penstock.memory.byte_ranges import ByteRange, Copy, writable_view
 from penstock.memory.pinned import pin_threads, pinned_region
-from penstock.stores.file_reader import DiskOptions, File, FileStretch, ReadCounter
-from penstock.stores.store import Segment, Store, writable_view
+from penstock.stores.file_reader import DiskOptions, File, ReadCounter
+from penstock.stores.store import Store
 
 __all__ = ["DiskOptions", "DiskStore", "File"]
 
@@ -60,13 +60,9 @@ class DiskStore(Store):
         self._pin_in_place = pin_in_place
         self._pinned: dict[str, torch.Tensor] = {}
 
-    def segments(self, storage: str) -> list[Segment]:
+    def copies(self, storage: str) -> list[Copy]:
         return [
-            Segment(
-                FileStretch(self._files[part.tensor.path], part.tensor.offset),
-                part.offset,
-                part.tensor.num_bytes,
-            )
+            Copy(ByteRange(self._files[part.tensor.path], part.tensor.offset, part.tensor.num_bytes), part.offset)
             for part in self._sources[storage].parts
         ]
 
@@ -109,21 +105,13 @@ class DiskStore(Store):
 
     def _read_pinned(self, storage: str) -> torch.Tensor:
         """A copy of ``storage`` in pinned memory, read by several threads."""
-        segments = self.segments(storage)
-        blob = pinned_region(sum(segment.num_bytes for segment in segments))
+        copies = self.copies(storage)
+        blob = pinned_region(sum(copy.num_bytes for copy in copies))
         view = writable_view(blob)
-
-        def read(segment: Segment, start: int, end: int) -> None:
-            segment.source.read(start, view[segment.slot_offset + start : segment.slot_offset + end])
-
+        pieces = (piece for copy in copies for piece in copy.pieces(PINNED_PIECE_BYTES))
         with ThreadPoolExecutor(pin_threads()) as pool:
-            reads = [
-                pool.submit(read, segment, start, end)
-                for segment in segments
-                for start, end in pieces(segment.num_bytes, PINNED_PIECE_BYTES)
-            ]
-            for one in reads:
-                one.result()
+            for _ in pool.map(lambda piece: piece.src.read(view[piece.dst_offset : piece.dst_end]), pieces):
+                pass
         return blob
 
     def _map(self, path: Path) -> mmap.mmap:

@@ -23,12 +23,12 @@ import numpy as np
 
 from penstock.checkpoint.fingerprint import FileFingerprint, require_file, too_many_open
 from penstock.errors import CheckpointError, TransferError
+from penstock.memory.byte_ranges import Source
 from penstock.memory.pages import map_file, resident_bytes
 from penstock.memory.system import above_standard_streams
 from penstock.stats import ReadStats
-from penstock.stores.source import Source
 
-__all__ = ["ALIGN_BYTES", "DiskOptions", "File", "FileStretch", "ReadCounter", "read_around"]
+__all__ = ["ALIGN_BYTES", "DiskOptions", "File", "ReadCounter"]
 
 ALIGN_BYTES = 4096
 BLOCK_BYTES = 2 << 20
@@ -76,8 +76,8 @@ class ReadCounter:
         return ReadStats(**counts)
 
 
-class File:
-    """One open file; reads any stretch into any buffer."""
+class File(Source):
+    """One open file."""
 
     def __init__(
         self,
@@ -133,24 +133,20 @@ class File:
         self.scatter(offset, [into])
 
     def scatter(self, offset: int, views: Sequence[memoryview]) -> None:
-        """Fill ``views``, one behind the other, with the bytes from ``offset`` on; raises as :meth:`read`."""
         num_bytes = sum(map(len, views))
         with self._reading(offset, num_bytes):
             self._scatter(offset, views, num_bytes)
 
-    def read_around(self, offset: int, num_bytes: int, room: memoryview) -> int:
-        """Read into ``room`` (at least ``num_bytes``) and return where in it the bytes begin; raises as :meth:`read`.
-
-        A direct read needs no buffer in between if ``room`` starts at a multiple of 4096 and has 8 KiB to spare.
-        """
+    def read_around(self, offset: int, num_bytes: int, buffer: memoryview) -> int:
+        """See :class:`Source`; a direct read needs a ``buffer`` that starts at a page and has 8 KiB to spare."""
         skip = offset % ALIGN_BYTES
         span = _round_up(skip + num_bytes)
-        aligned = np.frombuffer(room, np.uint8).ctypes.data % ALIGN_BYTES == 0
-        if self._direct_fd is None or not aligned or span > len(room) or self._is_cached(offset, num_bytes):
-            self.read(offset, room[:num_bytes])
+        aligned = np.frombuffer(buffer, np.uint8).ctypes.data % ALIGN_BYTES == 0
+        if self._direct_fd is None or not aligned or span > len(buffer) or self._is_cached(offset, num_bytes):
+            self.read(offset, buffer[:num_bytes])
             return 0
         with self._reading(offset, num_bytes):
-            self._read_fully(self._direct_fd, offset - skip, [room[:span]], skip + num_bytes)
+            self._read_fully(self._direct_fd, offset - skip, [buffer[:span]], skip + num_bytes)
         self.counter.add("direct", num_bytes)
         return skip
 
@@ -226,26 +222,6 @@ class File:
             source = np.frombuffer(bounce, np.uint8, len(view), start)
             np.copyto(np.frombuffer(view, np.uint8), source)
             start += len(view)
-
-
-@dataclass(frozen=True)
-class FileStretch:
-    """The bytes of ``file`` from ``offset`` on."""
-
-    file: File
-    offset: int
-
-    def read(self, start: int, into: memoryview) -> None:
-        """See :class:`~penstock.stores.store.Source`."""
-        self.file.read(self.offset + start, into)
-
-
-def read_around(source: Source, start: int, num_bytes: int, room: memoryview) -> int:
-    """:meth:`File.read_around` for any source; what is no file is read to the start of ``room``."""
-    if isinstance(source, FileStretch):
-        return source.file.read_around(source.offset + start, num_bytes, room)
-    source.read(start, room[:num_bytes])
-    return 0
 
 
 def _open(path: Path, options: DiskOptions) -> tuple[int, int | None]:

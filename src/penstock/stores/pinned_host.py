@@ -19,11 +19,11 @@ from typing import ClassVar
 import torch
 
 from penstock.config import Mode
+from penstock.memory.byte_ranges import ByteRange, Copy
 from penstock.memory.pages import pack, populate_parallel
 from penstock.memory.pinned import HostRegistrar, PinnedBuffer, fresh, pin_threads, warn_refused
 from penstock.plan.plan import Unit, slab_bytes
-from penstock.stores.host import MemorySource
-from penstock.stores.store import Load, Segment, Store
+from penstock.stores.store import Load, Store
 
 __all__ = [
     "Held",
@@ -247,16 +247,15 @@ class PinnedStore(Store):
 
     # -- at rest ------------------------------------------------------------------------------------------------------
 
-    def segments(self, storage: str) -> list[Segment]:
-        blob = self.destination(storage)
-        return [Segment(MemorySource(blob), 0, blob.numel())]
+    def copies(self, storage: str) -> list[Copy]:
+        return [Copy(ByteRange.of(self.destination(storage)), 0)]
 
     def load(self, unit: Unit) -> Load:
-        segments = tuple(self.unit_segments(unit))
+        copies = tuple(self.unit_copies(unit))
         if unit.index in self._units:
-            return Load(unit.index, segments, self._view(self._units[unit.index]))
+            return Load(unit.index, copies, self._view(self._units[unit.index]))
         places = zip(unit.entries, self._pieces[unit.index], strict=True)
-        return Load(unit.index, segments, pieces=tuple((entry.offset, self._view(place)) for entry, place in places))
+        return Load(unit.index, copies, pieces=tuple((entry.offset, self._view(place)) for entry, place in places))
 
     def in_place(self, storage: str) -> torch.Tensor:
         return self.destination(storage)

@@ -14,11 +14,11 @@ import torch
 
 from penstock.config import Mode
 from penstock.errors import OptionError, StateError
+from penstock.memory.byte_ranges import ByteRange, Copy
 from penstock.memory.symmetric import SymmetricMemory
 from penstock.plan.plan import PartLayout, Stretch, Unit
 from penstock.ranks.peers import Channel
-from penstock.stores.host import MemorySource
-from penstock.stores.store import Load, Segment, Store, new_blob
+from penstock.stores.store import Load, Store, new_blob
 
 __all__ = ["HostParts", "PartStore", "Parts", "SymmetricParts"]
 
@@ -125,9 +125,9 @@ class PartStore(Store):
         for _, start, part_start, num_bytes in self._runs(storage, ranks=[self.rank]):
             yield start, self.parts.local[part_start : part_start + num_bytes]
 
-    def segments(self, storage: str) -> list[Segment]:
+    def copies(self, storage: str) -> list[Copy]:
         """This rank's runs; the others' are not here."""
-        return [Segment(MemorySource(blob), start, blob.numel()) for start, blob in self.own_stretches(storage)]
+        return [Copy(ByteRange.of(blob), start) for start, blob in self.own_stretches(storage)]
 
     def load(self, unit: Unit) -> Load:
         """What this rank brings of ``unit``; ``slab`` is its part."""
@@ -136,7 +136,7 @@ class PartStore(Store):
         part = self.parts.local[begin : begin + striping.part_bytes(self.rank)]
         if not part.is_cpu:
             return Load(unit.index, (), part)
-        return Load(unit.index, tuple(_segments(part, striping.stretches(self.rank))), part)
+        return Load(unit.index, tuple(_copies(part, striping.stretches(self.rank))), part)
 
     def read(self, storage: str, into: torch.Tensor) -> None:
         """Copy all of ``storage`` into ``into``. Collective where the parts are host memory.
@@ -177,7 +177,6 @@ class PartStore(Store):
                     yield rank, first - home.offset, begin + stretch.offset + first - stretch.start, last - first
 
 
-def _segments(part: torch.Tensor, stretches: Iterator[Stretch]) -> Iterator[Segment]:
+def _copies(part: torch.Tensor, stretches: Iterator[Stretch]) -> Iterator[Copy]:
     for stretch in stretches:
-        source = MemorySource(part[stretch.offset : stretch.offset + stretch.num_bytes])
-        yield Segment(source, stretch.start, stretch.num_bytes)
+        yield Copy(ByteRange.of(part[stretch.offset : stretch.offset + stretch.num_bytes]), stretch.start)

@@ -1,49 +1,41 @@
-"""The interface of every store: filling it, reading a unit or a storage from it, reaching a storage in place."""
+"""The interface of every store, and the three stores that need no mechanism of their own."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from penstock.config import Mode
+from penstock.memory.byte_ranges import ByteRange, Copy, Source, fill
 from penstock.plan.plan import Unit
-from penstock.stores.source import Source
 
-__all__ = ["Load", "Segment", "Source", "Store", "new_blob", "writable_view"]
-
-
-@dataclass(frozen=True)
-class Segment:
-    """One stretch of a unit: ``num_bytes`` of ``source``, which go to ``slot_offset``."""
-
-    source: Source
-    slot_offset: int
-    num_bytes: int
+__all__ = ["CpuStore", "Load", "MetaStore", "SpillStore", "Store", "new_blob"]
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a link needs to bring one unit: its stretches, and its whole slab if that lies ready in host memory.
+    """What a link needs to bring one unit: its bytes, and its whole slab if that is ready in host memory.
 
     Attributes:
         unit: index in the plan.
-        segments: stretches with offsets relative to the slab, for links that read.
+        copies: of the whole unit into its slot, for links that read.
         slab: the slab as it will be in the slot (uint8, 1-D, host), for links that copy; ``None`` where the store has
             no such thing.
-        pieces: in place of a slab, pinned stretches of it that do not lie side by side: (offset in the slot, bytes).
+        pieces: in place of a slab, pinned parts of it that are not side by side: (offset in the slot, bytes).
     """
 
     unit: int
-    segments: tuple[Segment, ...]
+    copies: tuple[Copy, ...]
     slab: torch.Tensor | None = None
     pieces: tuple[tuple[int, torch.Tensor], ...] = ()
 
     @property
-    def stretches(self) -> tuple[tuple[int, torch.Tensor], ...]:
-        """What a link that copies has to copy, with offsets in the slot; empty if it cannot."""
+    def in_memory(self) -> tuple[tuple[int, torch.Tensor], ...]:
+        """What a link that copies has to copy: (offset in the slot, bytes); empty if it cannot."""
         return self.pieces if self.slab is None else ((0, self.slab),)
 
 
@@ -82,8 +74,8 @@ class Store(ABC):
     # -- reading ------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def segments(self, storage: str) -> list[Segment]:
-        """The stretches that make up ``storage``, offsets relative to its first byte."""
+    def copies(self, storage: str) -> list[Copy]:
+        """What makes up ``storage``, with offsets relative to its first byte."""
 
     @abstractmethod
     def in_place(self, storage: str) -> torch.Tensor:
@@ -108,21 +100,15 @@ class Store(ABC):
 
     def load(self, unit: Unit) -> Load:
         """What a link needs to bring ``unit``."""
-        return Load(unit.index, tuple(self.unit_segments(unit)))
+        return Load(unit.index, tuple(self.unit_copies(unit)))
 
-    def unit_segments(self, unit: Unit) -> list[Segment]:
-        """The stretches of a whole unit, offsets relative to the start of its slab."""
-        return [
-            Segment(segment.source, entry.offset + segment.slot_offset, segment.num_bytes)
-            for entry in unit.entries
-            for segment in self.segments(entry.storage)
-        ]
+    def unit_copies(self, unit: Unit) -> list[Copy]:
+        """What makes up a whole unit, with offsets relative to the start of its slab."""
+        return [copy.moved(entry.offset) for entry in unit.entries for copy in self.copies(entry.storage)]
 
     def read(self, storage: str, into: torch.Tensor) -> None:
         """Copy ``storage`` into ``into`` (uint8, 1-D, on the CPU), in the calling thread."""
-        view = writable_view(into)
-        for segment in self.segments(storage):
-            segment.source.read(0, view[segment.slot_offset : segment.slot_offset + segment.num_bytes])
+        fill(into, self.copies(storage))
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -139,6 +125,123 @@ def new_blob(num_bytes: int) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
-def writable_view(blob: torch.Tensor) -> memoryview:
-    """The memory of a uint8 CPU tensor as a buffer that ``preadv`` can fill."""
-    return blob.numpy().data
+class CpuStore(Store):
+    """``cpu`` for compute on the CPU: keeps the given tensors alive and reads from them; copies nothing."""
+
+    mode = "cpu"
+
+    def __init__(self, blobs: Mapping[str, torch.Tensor], made: Collection[str] = ()) -> None:
+        """``blobs``: per storage name its bytes (uint8, 1-D, CPU). ``made``: those allocated for this store."""
+        self._blobs = dict(blobs)
+        self._made = frozenset(made)
+
+    def adopts(self, storage: str) -> bool:
+        return storage not in self._made
+
+    def copies(self, storage: str) -> list[Copy]:
+        return [Copy(ByteRange.of(self._blobs[storage]), 0)]
+
+    def in_place(self, storage: str) -> torch.Tensor:
+        return self._blobs[storage]
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(blob.numel() for blob in self._blobs.values())
+
+    @property
+    def account(self) -> dict[str, int]:
+        made = sum(self._blobs[name].numel() for name in self._made & self._blobs.keys())
+        return {"host": made, "adopted": self.host_bytes - made}
+
+    def close(self) -> None:
+        self._blobs.clear()
+
+
+class _Nothing(Source):
+    def read(self, offset: int, into: memoryview) -> None:
+        """Leave the destination unchanged."""
+
+
+class MetaStore(Store):
+    """``meta``, no bytes at all: schedules, hooks and memory can be sized without weights; outputs mean nothing."""
+
+    mode = "meta"
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        """``sizes``: bytes per storage name."""
+        self._sizes = dict(sizes)
+
+    def copies(self, storage: str) -> list[Copy]:
+        return [Copy(ByteRange(_Nothing(), 0, self._sizes[storage]), 0)]
+
+    def in_place(self, storage: str) -> torch.Tensor:
+        return new_blob(self._sizes[storage])
+
+    @property
+    def host_bytes(self) -> int:
+        return 0
+
+    @property
+    def account(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class SpillStore(Store):
+    """Two stores for one plan: units in host memory, and in files those that do not fit there.
+
+    Attributes:
+        host: the store of everything that is not in files.
+        files: the store of the rest.
+    """
+
+    mode = "cpu"
+
+    def __init__(self, host: Store, files: Store, in_files: Collection[str]) -> None:
+        """``in_files``: names of the storages that ``files`` holds."""
+        self.host = host
+        self.files = files
+        self._in_files = frozenset(in_files)
+
+    @property
+    def takes_over(self) -> bool:  # type: ignore[override]
+        return self.host.takes_over
+
+    def adopts(self, storage: str) -> bool:
+        return self._of(storage).adopts(storage)
+
+    def on_loaded(self, storage: str) -> None:
+        self._of(storage).on_loaded(storage)
+
+    def finish(self) -> None:
+        self.host.finish()
+
+    def copies(self, storage: str) -> list[Copy]:
+        return self._of(storage).copies(storage)
+
+    def load(self, unit: Unit) -> Load:
+        # A unit in host memory comes with its slab and one in files without: that is how a link tells them apart.
+        return (self.files if unit.store == "disk" else self.host).load(unit)
+
+    def in_place(self, storage: str) -> torch.Tensor:
+        return self._of(storage).in_place(storage)
+
+    @property
+    def host_bytes(self) -> int:
+        return self.host.host_bytes + self.files.host_bytes
+
+    @property
+    def account(self) -> dict[str, int]:
+        return {**self.host.account, **self.files.account}
+
+    def unpin(self) -> None:
+        self.host.unpin()
+
+    def close(self) -> None:
+        self.files.close()
+        self.host.close()
+
+    def _of(self, storage: str) -> Store:
+        return self.files if storage in self._in_files else self.host

@@ -21,8 +21,9 @@ import torch
 
 from penstock.env import reader_threads
 from penstock.errors import OptionError, StateError, TransferError
+from penstock.memory.byte_ranges import ByteRange, writable_view
 from penstock.stats import Recorder
-from penstock.stores.store import Load, Segment, new_blob, writable_view
+from penstock.stores.store import Load, new_blob
 from penstock.transfer.link import ComputeEvent, Link, Transfer
 
 __all__ = ["ThreadLink", "ThreadTransfer"]
@@ -129,7 +130,7 @@ class ThreadLink(Link):
         if not self._finish.alive:
             raise StateError("this link is closed; offload the model again")
         self._refuse_fork()
-        pieces = [piece for segment in load.segments for piece in _pieces(segment)]
+        pieces = [piece for copy in load.copies for piece in copy.pieces(PIECE_BYTES)]
         transfer = ThreadTransfer(load.unit, len(pieces))
         view = writable_view(slot)
         # A caller that was interrupted may have lost sight of its last copy into this slot.
@@ -138,9 +139,9 @@ class ThreadLink(Link):
         sent = 0
         try:
             self._latest[slot.data_ptr()] = transfer  # from here on an error has to end it
-            for segment, start, num_bytes in pieces:
-                into = view[segment.slot_offset + start :][:num_bytes]
-                self._jobs.put(_read_job(transfer, segment, start, into, self._recorder))
+            for piece in pieces:
+                into = view[piece.dst_offset : piece.dst_end]
+                self._jobs.put(_read_job(transfer, piece.src, into, self._recorder))
                 sent += 1
         except BaseException as error:
             transfer.finish(len(pieces) - sent, error)
@@ -177,20 +178,13 @@ class ThreadLink(Link):
             worker.join()
 
 
-def _pieces(segment: Segment) -> list[tuple[Segment, int, int]]:
-    return [
-        (segment, start, min(PIECE_BYTES, segment.num_bytes - start))
-        for start in range(0, segment.num_bytes, PIECE_BYTES)
-    ]
-
-
-def _read_job(transfer: ThreadTransfer, segment: Segment, start: int, into: memoryview, recorder: Recorder) -> _Job:
+def _read_job(transfer: ThreadTransfer, src: ByteRange, into: memoryview, recorder: Recorder) -> _Job:
     def job() -> None:
         error: BaseException | None = None
         begin = time.perf_counter_ns()
         try:
             if not transfer.failed:
-                segment.source.read(start, into)
+                src.read(into)
         except BaseException as caught:  # a worker must survive, and the caller must hear of it
             error = caught
         recorder.copy(transfer.unit, len(into), begin)

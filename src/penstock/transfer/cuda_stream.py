@@ -91,9 +91,9 @@ class StreamLink(Link):
         return StreamTransfer(load.unit, event, captured)
 
     def _require_copyable(self, load: Load, captured: bool) -> None:
-        if not load.stretches:
+        if not load.in_memory:
             raise TransferError(f"unit {load.unit} has no pinned host slab; a GPU cannot copy from this store")
-        if captured and not all(piece.is_pinned() for _, piece in load.stretches):
+        if captured and not all(piece.is_pinned() for _, piece in load.in_memory):
             raise StateError(
                 "a copy from memory that is not pinned cannot be captured; unset PENSTOCK_DISABLE_PIN_MEMORY"
             )
@@ -105,9 +105,9 @@ class StreamLink(Link):
 
     def _stretches(self, load: Load) -> Sequence[tuple[int, torch.Tensor]]:
         if self._per_tensor and load.slab is not None:
-            ranges = [(part.slot_offset, part.slot_offset + part.num_bytes) for part in load.segments]
+            ranges = [(copy.dst_offset, copy.dst_end) for copy in load.copies]
             return [(start, load.slab[start:end]) for start, end in ranges]
-        return load.stretches
+        return load.in_memory
 
     def wait(self, transfer: Transfer, measure: bool = False) -> float:
         assert isinstance(transfer, StreamTransfer)

@@ -38,7 +38,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from penstock.errors import TransferError
-from penstock.stores.source import Source
+from penstock.memory.byte_ranges import Source
 from penstock.transfer.ring_memory import POISON, Counter, RingMemory
 
 __all__ = ["MAX_READERS", "READ_BYTES", "SPARE_ONE_CORE_IN", "STUCK_S", "Part", "RingServer"]

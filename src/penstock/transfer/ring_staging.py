@@ -10,7 +10,7 @@ import torch
 from penstock.errors import OptionError, TransferError
 from penstock.plan.ring_layout import RingLayout, cut
 from penstock.stats import StagingStats
-from penstock.stores.file_reader import FileStretch
+from penstock.stores.file_reader import File
 from penstock.stores.store import Load
 from penstock.transfer.ring import READ_BYTES, Part
 from penstock.transfer.ring_memory import WANTED, RingMemory
@@ -66,29 +66,25 @@ def parts_of(layout: RingLayout, loads: Sequence[Load], read_bytes: int = READ_B
 
 
 def _reads(load: Load, start: int, num_bytes: int, read_bytes: int) -> Iterator[Part]:
-    for segment in load.segments:
-        first = max(segment.slot_offset, start)
-        end = min(segment.slot_offset + segment.num_bytes, start + num_bytes)
-        if first < end:
-            for at, size in cut(end - first, read_bytes):
-                yield Part(segment.source, first - segment.slot_offset + at, first - start + at, size)
+    for copy in load.copies:
+        found = copy.within(start, start + num_bytes)
+        if found is not None:
+            for at, size in cut(found.num_bytes, read_bytes):
+                yield Part(found.src.source, found.src.offset + at, found.dst_offset + at, size)
 
 
 def parts_in_files(layout: RingLayout, loads: Sequence[Load], read_bytes: int = READ_BYTES) -> list[list[Part]]:
-    """:func:`parts_of` with the files themselves as sources, which another process can read.
+    """:func:`parts_of` units in files, which another process can read.
 
     Raises:
-        OptionError: a stretch is none of a file.
+        OptionError: a range is none of a file.
     """
-    by_piece = zip(layout.pieces, parts_of(layout, loads, read_bytes), strict=True)
-    return [[_in_file(part, piece.unit) for part in parts] for piece, parts in by_piece]
-
-
-def _in_file(part: Part, unit: int) -> Part:
-    source = part.source
-    if not isinstance(source, FileStretch):
-        raise OptionError(
-            f"unit {unit}: what comes to a GPU through the staging ring has to lie in files, found {source!r}; use "
-            f"mode 'cpu' (--offload-mode cpu) for it"
-        )
-    return part._replace(source=source.file, start=source.offset + part.start)
+    parts = parts_of(layout, loads, read_bytes)
+    for piece, reads in zip(layout.pieces, parts, strict=True):
+        for read in reads:
+            if not isinstance(read.source, File):
+                raise OptionError(
+                    f"unit {piece.unit}: what comes to a GPU through the staging ring has to be in files, found "
+                    f"{read.source!r}; use mode 'cpu' (--offload-mode cpu) for it"
+                )
+    return parts

@@ -158,11 +158,11 @@ class RingLink(StreamLink):
     def _require_copyable(self, load: Load, captured: bool) -> None:
         if self._ring is None:
             raise StateError("this link is closed; offload the model again")
-        if load.stretches:
+        if load.in_memory:
             super()._require_copyable(load, captured)
 
     def _enqueue(self, load: Load, slot: torch.Tensor) -> None:
-        if load.stretches:
+        if load.in_memory:
             super()._enqueue(load, slot)
             return
         assert self._ring is not None

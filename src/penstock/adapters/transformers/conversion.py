@@ -26,7 +26,6 @@ from penstock.checkpoint.weight_map import Conversion, TensorSource, WeightMap
 from penstock.errors import CheckpointError
 from penstock.model.inventory import take_inventory
 from penstock.stores.disk import DiskStore
-from penstock.stores.store import new_blob, writable_view
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -304,11 +303,11 @@ def _same_bytes(one: FileTensor, other: FileTensor) -> bool:
 
 
 def _pieces(store: DiskStore, name: str) -> Iterator[bytes]:
-    for segment in store.segments(name):
-        for start in range(0, segment.num_bytes, _COMPARED_BYTES):
-            blob = new_blob(min(_COMPARED_BYTES, segment.num_bytes - start))
-            segment.source.read(start, writable_view(blob))
-            yield bytes(writable_view(blob))
+    for copy in store.copies(name):
+        for piece in copy.pieces(_COMPARED_BYTES):
+            found = bytearray(piece.num_bytes)
+            piece.src.read(memoryview(found))
+            yield bytes(found)
 
 
 def _nothing_in_common(model: PreTrainedModel, checkpoint: Checkpoint) -> str:
