@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
@@ -13,7 +12,7 @@ from torch import nn
 
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Budget, Policy, as_policy
-from penstock.errors import OptionError, OptionTypeError, PenstockWarning, StateError
+from penstock.errors import OptionError, OptionTypeError, StateError, warn_user
 from penstock.model.inventory import Inventory, take_inventory
 from penstock.plan import Plan
 from penstock.ranks.peers import Peers
@@ -274,20 +273,16 @@ def _warn_about_idle_options(model: nn.Module, plan: Plan, weights: WeightMap | 
         ("disk", disk is not None and not on_meta),
     ):
         if given and not plan.reads_files:
-            warnings.warn(
-                f"{name}=... has no effect: mode {plan.mode!r} takes the weights from the model itself, not from files",
-                PenstockWarning,
-                stacklevel=4,
+            warn_user(
+                f"{name}=... has no effect: mode {plan.mode!r} takes the weights from the model itself, not from files"
             )
 
 
 def _warn_about_idle_group(plan: Plan, peers: Peers | None) -> None:
     if peers is not None and not spans_ranks(plan, peers):
-        warnings.warn(
+        warn_user(
             f"group=... has no effect: mode {plan.mode!r} is each process's own; use mode 'shm_cpu' or 'sharded_gpu', "
-            f"or pool_links=True",
-            PenstockWarning,
-            stacklevel=3,
+            f"or pool_links=True"
         )
 
 
@@ -295,9 +290,7 @@ def _warn_about_training(model: nn.Module, plan: Plan, inventory: Inventory) -> 
     offloaded = [name for name in inventory.by_name if plan.mechanism_of(inventory.by_name[name].name) != "resident"]
     trainable = [n for n, p in model.named_parameters() if p.requires_grad]
     if model.training and set(trainable) & set(offloaded):
-        warnings.warn(
+        warn_user(
             "the model is in training mode; penstock is for inference, and a backward pass through an offloaded tensor "
-            "is refused by autograd. Call model.eval()",
-            PenstockWarning,
-            stacklevel=3,
+            "is refused by autograd. Call model.eval()"
         )

@@ -20,10 +20,16 @@
 
     PenstockWarning        (UserWarning) something works, but not as asked; said once
 
-Each message names the thing, what was expected, what was found, and the mend.
+Each message names the thing, what was expected, what was found, and the fix.
 """
 
 from __future__ import annotations
+
+import os
+import sys
+import warnings
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 class PenstockError(Exception):
@@ -120,3 +126,11 @@ class RaceError(StateError):
 
 class PenstockWarning(UserWarning):
     """Something works, but not as asked."""
+
+
+def warn_user(message: str) -> None:
+    """Warn with a :class:`PenstockWarning` that points at the first frame outside of this package."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, PenstockWarning, stacklevel=level)

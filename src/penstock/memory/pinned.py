@@ -9,7 +9,6 @@ device may wait for a thread of this process.
 from __future__ import annotations
 
 import re
-import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,7 +20,7 @@ import torch
 
 from penstock.config import format_gib
 from penstock.env import pin_memory_disabled, reader_threads
-from penstock.errors import OptionError, PenstockWarning, StateError
+from penstock.errors import OptionError, StateError, warn_user
 from penstock.memory.pages import RawMemory, map_pages, populate_parallel
 
 __all__ = [
@@ -216,11 +215,9 @@ def pin_threads(at_least: int = 1) -> int:
 def pinning_disabled() -> bool:
     """Whether ``PENSTOCK_DISABLE_PIN_MEMORY=1``; warns of what that costs."""
     if pin_memory_disabled():
-        warnings.warn(
+        warn_user(
             "PENSTOCK_DISABLE_PIN_MEMORY=1: copies from ordinary memory are about five times slower, block the host "
-            "and cannot be captured",
-            PenstockWarning,
-            stacklevel=2,
+            "and cannot be captured"
         )
         return True
     return False
@@ -281,11 +278,9 @@ def fresh(num_bytes: int) -> torch.Tensor:
 
 def warn_refused(num_bytes: int, code: int) -> None:
     """Of memory that the driver has not registered, and that comes from torch's allocator instead."""
-    warnings.warn(
+    warn_user(
         f"the driver refused to register {format_gib(num_bytes)} of host memory (cudaHostRegister: error {code}); "
-        f"torch's pinned allocator is used instead, which is slower and rounds sizes up. Check `ulimit -l`",
-        PenstockWarning,
-        stacklevel=3,
+        f"torch's pinned allocator is used instead, which is slower and rounds sizes up. Check `ulimit -l`"
     )
 
 

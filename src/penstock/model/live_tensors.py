@@ -7,14 +7,13 @@ that hold them.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from penstock.errors import ModelChangedError, PenstockWarning, StateError
+from penstock.errors import ModelChangedError, StateError, warn_user
 from penstock.memory.pinned import device_view
 from penstock.model.inventory import Location, StorageInfo, TensorInfo
 from penstock.model.tensor_guards import GiveBack, guarded, is_resting, resting_like, storage_id
@@ -136,11 +135,9 @@ class BoundTensor:
         if self.lost and not self._reported:
             self._reported = True
             what = "replaced" if hasattr(module, place.attr) else "deleted"
-            warnings.warn(
+            warn_user(
                 f"{place.name} was {what} after it was offloaded; penstock leaves the new state alone and the tensor "
-                f"is resident from now on. Offload again to bring it back under the plan",
-                PenstockWarning,
-                stacklevel=2,
+                f"is resident from now on. Offload again to bring it back under the plan"
             )
         return self.lost
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from penstock.config import Budget, Mode, Policy, Prefetch, Rules
-from penstock.errors import PenstockWarning, RuleError, SelectionError
+from penstock.errors import RuleError, SelectionError, warn_user
 from penstock.model.inventory import Inventory, StorageInfo
 from penstock.model.memory_profile import ModelProfile
 from penstock.model.patterns import matching, select
@@ -219,11 +218,9 @@ def _brought_with(inventory: Inventory, layer: str) -> list[StorageInfo]:
 def _warn_of_unreached(inventory: Inventory, params: Sequence[str], names: Collection[str]) -> None:
     for pattern in params:
         if matching(inventory, pattern).isdisjoint(names):
-            warnings.warn(
+            warn_user(
                 f"pattern {pattern!r} selects nothing in the layers that the group rule offloads; what it names stays "
-                f"resident (a budget, --device-memory, can also offload modules outside the layers)",
-                PenstockWarning,
-                stacklevel=6,
+                f"resident (a budget, --device-memory, can also offload modules outside the layers)"
             )
 
 
@@ -252,11 +249,9 @@ def _fixed(inventory: Inventory, mode: Mode, unstreamable: Collection[str]) -> f
 
 def _warn_of_unsaved(storages: Iterable[StorageInfo]) -> None:
     if names := [storage.name for storage in storages]:
-        warnings.warn(
+        warn_user(
             f"{some_names(names)}: buffers that are not persistent are in no state dict, so no checkpoint file holds "
-            f"them, and mode 'disk' cannot stream them: they stay resident",
-            PenstockWarning,
-            stacklevel=5,
+            f"them, and mode 'disk' cannot stream them: they stay resident"
         )
 
 
@@ -266,11 +261,9 @@ def _candidates(inventory: Inventory, params: Sequence[str]) -> list[StorageInfo
 
 def _usable_slots(prefetch_step: int, num_units: int) -> int:
     if prefetch_step > num_units:
-        warnings.warn(
+        warn_user(
             f"prefetch_step = {prefetch_step} is larger than the number of units; {num_units} slot(s) are used "
-            f"(--offload-prefetch-step {num_units} says the same)",
-            PenstockWarning,
-            stacklevel=5,
+            f"(--offload-prefetch-step {num_units} says the same)"
         )
     return min(prefetch_step, num_units)
 

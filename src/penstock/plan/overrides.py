@@ -6,11 +6,10 @@ rule that matches nothing, one that earlier rules leave nothing to, and one that
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 
 from penstock.config import Mechanism, Rule
-from penstock.errors import PenstockWarning, RuleError
+from penstock.errors import RuleError, warn_user
 from penstock.model.inventory import Inventory, StorageInfo
 from penstock.model.patterns import matching
 from penstock.plan.layers import draft_units, stranded, why_stranded
@@ -113,18 +112,16 @@ def _report(rule: Rule, num_settled: int, reasons: Mapping[str, str]) -> None:
     )
     if len(reasons) == num_settled:
         raise RuleError(message)
-    warnings.warn(f"{message}. They stay resident", PenstockWarning, stacklevel=6)
+    warn_user(f"{message}. They stay resident")
 
 
 def warn_of_stranded(inventory: Inventory, storages: Sequence[StorageInfo]) -> None:
     """Say that ``storages``, of :func:`penstock.plan.layers.stranded`, stay resident, and why, if there are any."""
     if storages:
-        warnings.warn(
+        warn_user(
             f"{some_names([s.name for s in storages])}: cannot be prefetched, because "
             f"{why_stranded(inventory, storages[0])}. They stay resident; read them in place "
-            f"(--offload-rule '{storages[0].name}=uva'), or hold them in a module whose forward reads them",
-            PenstockWarning,
-            stacklevel=6,
+            f"(--offload-rule '{storages[0].name}=uva'), or hold them in a module whose forward reads them"
         )
 
 

@@ -13,14 +13,13 @@ as many units in files as do not fit into it, and is timed with them there.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from penstock.config import Budget, Mode, format_gib
-from penstock.errors import BudgetError, PenstockWarning
+from penstock.errors import BudgetError, warn_user
 from penstock.model.inventory import Inventory
 from penstock.plan.candidates import CandidateTable, Choice, Costed, Floats, Ints
 from penstock.plan.overrides import warn_of_stranded
@@ -172,20 +171,16 @@ def _most_promising(group: Costed, total_bytes: int, host_bytes: int | None) -> 
 
 
 def _warn_no_host_memory(mode: Mode) -> None:
-    warnings.warn(
+    warn_user(
         f"--host-memory has no effect: in mode {mode!r} no weights rest in host memory; leave it out, or say "
-        f"--offload-mode cpu",
-        PenstockWarning,
-        stacklevel=5,
+        f"--offload-mode cpu"
     )
 
 
 def _warn_nothing_to_do(inventory: Inventory, budget: Budget) -> None:
-    warnings.warn(
+    warn_user(
         f"the weights ({format_gib(inventory.num_bytes)}) fit the budget ({format_gib(budget.num_bytes)}): nothing is "
-        f"offloaded; give a smaller --device-memory to offload some of them",
-        PenstockWarning,
-        stacklevel=5,
+        f"offloaded; give a smaller --device-memory to offload some of them"
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import uuid
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -22,7 +21,7 @@ from torch import nn
 
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.env import reader_threads
-from penstock.errors import CheckpointError, OptionError, PeerError, PenstockWarning
+from penstock.errors import CheckpointError, OptionError, PeerError, warn_user
 from penstock.loading.convert import TensorConverter
 from penstock.loading.loader import require_weights
 from penstock.memory.byte_ranges import fill
@@ -268,22 +267,18 @@ def _warn_of_further_copies(said: Said, rank: int) -> None:
     boot = said[rank]["host"][0]
     parts = list({tuple(s["host"]): r for r, s in reversed(said.items()) if s["host"][0] == boot}.values())
     if len(parts) > 1 and rank in parts:
-        warnings.warn(
+        warn_user(
             f"the ranks of this host run in {len(parts)} PID namespaces or as several users, which cannot open each "
             f"other's memory, so the host keeps {len(parts)} copies of the offloaded weights; start its ranks in one "
-            f"container and as one user",
-            PenstockWarning,
-            stacklevel=2,
+            f"container and as one user"
         )
 
 
 def _warn_of_other_files(unread: list[str], owners: Mapping[str, int]) -> None:
     ranks = sorted({owners[name] for name in unread})
-    warnings.warn(
+    warn_user(
         f"rank {', '.join(map(str, ranks))} of this host has read other files than this rank was given, so this rank "
-        f"reads its own too, to compare; give all ranks of a host the same folder",
-        PenstockWarning,
-        stacklevel=2,
+        f"reads its own too, to compare; give all ranks of a host the same folder"
     )
 
 

@@ -7,7 +7,6 @@ reads its own part, from the model's tensors or from the files, and no bytes of 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ import torch
 
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.env import debug_enabled
-from penstock.errors import OptionError, PenstockWarning, TransferError
+from penstock.errors import OptionError, TransferError, warn_user
 from penstock.loading.loader import require_weights
 from penstock.loading.read_pool import Delivery, deliver
 from penstock.loading.upload import CudaUploader
@@ -102,11 +101,7 @@ def open_parts(
     if device.type == "cuda":
         refuse_capture(CudaRegistrar(device))
     if debug_enabled():
-        warnings.warn(
-            "PENSTOCK_DEBUG=1 checks no units that are split over ranks: no rank has a whole one to compare with",
-            PenstockWarning,
-            stacklevel=2,
-        )
+        warn_user("PENSTOCK_DEBUG=1 checks no units that are split over ranks: no rank has a whole one to compare with")
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # NCCL takes the current one
         return _open(plan, offloaded, device, weights, disk, peers)
 

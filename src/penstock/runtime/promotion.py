@@ -8,7 +8,6 @@ do not rest (it relies on addresses), so nothing would notice such a use at run 
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from penstock.errors import OutsideAccessError, PenstockWarning
+from penstock.errors import OutsideAccessError, warn_user
 from penstock.model.live_tensors import BoundStorage, BoundTensor
 from penstock.model.tensor_guards import GiveBack, storage_id
 from penstock.plan.plan import Plan
@@ -186,22 +185,18 @@ class Promoter(NotCopyable):
             self.plan = replace(self.plan, units=units, resident=resident)
             self.promoted.append(name)
         if len(self.promoted) == 1:
-            warnings.warn(
+            warn_user(
                 f"{how} {_OUTSIDE}. It is resident from now on ({storage.info.num_bytes} bytes more on "
-                f"{self._device}); stats().notes lists all such tensors. To plan for it: {_fix(tensor)}",
-                PenstockWarning,
-                stacklevel=4,
+                f"{self._device}); stats().notes lists all such tensors. To plan for it: {_fix(tensor)}"
             )
         return True
 
     def _warn_no_room(self, tensor: BoundTensor, how: str) -> None:
         if not self.lent:
-            warnings.warn(
+            warn_user(
                 f"{how} {_OUTSIDE}, and the budget of {self.budget_bytes} bytes has no room for it beside the plan: "
                 f"its bytes are copied for every such use, which is slow and takes memory of its size meanwhile; "
-                f"stats().notes lists all such tensors. Give it room: {_fix(tensor)}, or raise the budget",
-                PenstockWarning,
-                stacklevel=4,
+                f"stats().notes lists all such tensors. Give it room: {_fix(tensor)}, or raise the budget"
             )
         if tensor.info.name not in self.lent:
             self.lent.append(tensor.info.name)

@@ -9,7 +9,6 @@ weights are final they are where a store wants them, and nothing is copied or pi
 
 from __future__ import annotations
 
-import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 
 from penstock.env import pin_memory_disabled, uva_disabled
-from penstock.errors import BudgetError, PenstockWarning
+from penstock.errors import BudgetError, warn_user
 from penstock.memory.pages import RawMemory
 from penstock.memory.pinned import CudaRegistrar, HostRegistrar, PinnedBuffer, device_view, new_pinned
 from penstock.model.inventory import take_inventory
@@ -157,10 +156,8 @@ def _bytes_in(parameter: nn.Parameter) -> torch.Tensor:
 def _can_hold() -> bool:
     if not (uva_disabled() or pin_memory_disabled()):
         return True
-    warnings.warn(
+    warn_user(
         "PENSTOCK_DISABLE_UVA or PENSTOCK_DISABLE_PIN_MEMORY is set: weights stay on the GPU until all of them are "
-        "loaded, so the model has to fit there once",
-        PenstockWarning,
-        stacklevel=2,
+        "loaded, so the model has to fit there once"
     )
     return False

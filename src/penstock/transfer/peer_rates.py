@@ -6,14 +6,13 @@ gather at once each gets less than a pair alone does.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from penstock.errors import PenstockWarning
+from penstock.errors import warn_user
 
 __all__ = ["PEER_SIZES", "mutual_peers", "peer_rates"]
 
@@ -39,7 +38,7 @@ def peer_rates(
         every = {count: _gather(devices[:count], sizes[-1], median_s) for count in range(2, len(devices) + 1)}
     except RuntimeError as error:  # no room on a peer that others use, a driver that refuses; plans do without
         reason = str(error).strip().splitlines()[0]
-        warnings.warn(f"copies between devices could not be measured: {reason}", PenstockWarning, stacklevel=2)
+        warn_user(f"copies between devices could not be measured: {reason}")
         return {}
     return {"peer_bytes_per_s": pair, "gather_bytes_per_s": every}
 

@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import stat
-import warnings
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
@@ -21,7 +20,7 @@ from uuid import uuid4
 
 import torch
 
-from penstock.errors import OptionError, PenstockWarning
+from penstock.errors import OptionError, warn_user
 from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates
 from penstock.plan.plan import Machine
 from penstock.ranks.digest import json_digest
@@ -213,7 +212,7 @@ def load() -> Probe | None:
 
 @cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, PenstockWarning, stacklevel=4)
+    warn_user(message)
 
 
 def _content(path: Path) -> bytes:

@@ -12,7 +12,6 @@ folder is run.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from penstock.api import Handle, offload
 from penstock.checkpoint.safetensors_header import Checkpoint
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Policy, as_policy, format_gib
-from penstock.errors import CheckpointError, PenstockWarning
+from penstock.errors import CheckpointError, warn_user
 from penstock.model.inventory import Inventory, StorageInfo, take_inventory
 from penstock.model.live_tensors import bind
 from penstock.model.tensor_guards import storage_id
@@ -286,4 +285,4 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, PenstockWarning, stacklevel=4)
+    warn_user(message)
