@@ -17,11 +17,12 @@ from torch import nn
 
 import penstock
 from harness import append, counts, finish, parser_of, print_step
+from penstock.api import start
 from penstock.bench.reference_step import QWEN3_8B, Stack, Variant, measure_cuda, parse_policy
 from penstock.config import Policy, Prefetch
 from penstock.model.inventory import take_inventory
 from penstock.plan import Plan, build_plan
-from penstock.runtime.session import OffloadSession
+from penstock.runtime.prepare import prepare
 from penstock.transfer.cuda_stream import StreamLink
 
 
@@ -72,10 +73,8 @@ class FreshOnload:
 
 
 def offload_per_tensor(stack: Stack, policy: Policy, device: torch.device) -> penstock.Handle:
-    inventory = take_inventory(stack)
-    link = StreamLink(device, per_tensor=True)
-    plan = build_plan(inventory, policy)
-    return penstock.Handle(stack, OffloadSession(stack, plan, inventory, device=device, link=link))
+    plan = build_plan(take_inventory(stack), policy)
+    return start(prepare(stack, plan, device=device), link=StreamLink(device, per_tensor=True))
 
 
 def variant(text: str, weight_bytes: int, device: torch.device) -> Variant:

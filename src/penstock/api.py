@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -11,38 +10,32 @@ import torch
 from torch import nn
 
 from penstock.checkpoint.weight_map import WeightMap
-from penstock.config import Budget, Policy, as_policy
+from penstock.config import Policy
 from penstock.errors import OptionError, OptionTypeError, StateError, warn_user
-from penstock.model.inventory import Inventory, take_inventory
 from penstock.plan import Plan
 from penstock.ranks.peers import Peers
-from penstock.runtime.agreement import Attempt, attempt, compare_plans, spans_ranks
-from penstock.runtime.arguments import require_group, require_kinds
-from penstock.runtime.memory_check import require_room
-from penstock.runtime.planning import planner_for, split_planner
-from penstock.runtime.prepare import settle_plan
-from penstock.runtime.session import OffloadSession, Progress
+from penstock.runtime.agreement import attempt, spans_ranks
+from penstock.runtime.prepare import Prepared, prepare, require_group, require_kinds
+from penstock.runtime.session import OffloadSession, Progress, SessionOptions
 from penstock.runtime.state_dict import place_of
-from penstock.runtime.store_factory import compute_device
 from penstock.stats import Stats
-from penstock.stores.disk import DiskOptions
+from penstock.stores.file_reader import DiskOptions
+from penstock.transfer.link import Link
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from penstock.checkpoint.safetensors_header import Checkpoint
 
-__all__ = ["Handle", "offload"]
-
-Weights = "WeightMap | Checkpoint | str | os.PathLike[str]"
+__all__ = ["Handle", "offload", "start"]
 
 
 class Handle:
     """An offload in force. Leaving its ``with`` block, or :meth:`remove`, ends it; dropping the handle does not."""
 
-    def __init__(self, model: nn.Module, attachment: OffloadSession) -> None:
+    def __init__(self, model: nn.Module, session: OffloadSession) -> None:
         self.model = model
-        self._session = attachment
+        self._session = session
 
     def __repr__(self) -> str:
         on_device, in_all = self.plan.device_bytes / 2**30, self.plan.weight_bytes / 2**30
@@ -94,10 +87,6 @@ class Handle:
         self._session.remove(graphs_released)
         if _handle_of(self.model) is self:
             del self.model.__dict__[_MARK]
-
-    def _hold_to_budget(self, policy: Policy | Plan | str | int) -> None:
-        """Hold promoted tensors to the budget of ``policy``, if it is one, from which the plan in force was made."""
-        self._session.limit(_budget_of(policy))
 
     def __enter__(self) -> Handle:
         return self
@@ -168,71 +157,49 @@ def offload(
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper; the code behind it retraces by itself
     was_offloaded = isinstance(model, nn.Module) and _handle_of(model) is not None
     try:
-        with attempt(None if group is None else Peers(group, pool_links)) as peers:
+        with attempt(None if group is None else Peers(group, pool_links)) as ranks:
             if not isinstance(model, nn.Module):
                 raise OptionTypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
             _refuse_second_offload(model)
             require_kinds(device, disk)
             weights = None if checkpoint is None else WeightMap.open(checkpoint)
-            target = compute_device(model, device)
-            inventory = take_inventory(model)
-            plan = _make_plan(model, policy, inventory, target, weights, disk, peers)
-            _warn_about_training(model, plan, inventory)
-            _warn_about_idle_group(plan, peers)
-            if peers is not None:
-                compare_plans(plan, model, inventory, weights, peers)
-            OffloadSession(
-                model,
-                plan,
-                inventory,
-                device=target,
-                weights=weights,
-                disk=disk,
-                progress=progress,
-                measure_stalls=measure_stalls,
-                peers=peers,
-                budget_bytes=_budget_of(policy),
-                never_promotes=None if group is None else "the ranks of a group keep to one plan",
-                on_attached=partial(_conclude, model, plan, peers),
-            )
-            return vars(model)[_MARK]  # type: ignore[no-any-return]
-    except BaseException:  # an interrupt, at a point where only remove() undoes it
+            prepared = prepare(model, policy, device=device, weights=weights, disk=disk, ranks=ranks)
+            return start(prepared, progress=progress, measure_stalls=measure_stalls)
+    except BaseException:  # an interrupt behind the offload itself
         if not was_offloaded and isinstance(model, nn.Module) and (handle := _handle_of(model)) is not None:
             handle.remove()
         raise
 
 
-def _conclude(model: nn.Module, plan: Plan, peers: Attempt | None, attachment: OffloadSession) -> None:
-    """Until here everything can be undone, so here the ranks wait for one another."""
-    if peers is not None and spans_ranks(plan, peers):
-        peers.meeting.settle()
-    model.__dict__[_MARK] = Handle(model, attachment)
-
-
-def _make_plan(
-    model: nn.Module,
-    policy: Policy | Plan | str | int,
-    inventory: Inventory,
-    device: torch.device,
-    weights: WeightMap | None,
-    disk: DiskOptions | None,
-    peers: Peers | None,
-) -> Plan:
-    """What ``policy`` comes to on this machine, which has room for it; warns of files that it does not need."""
-    planner = split_planner(planner_for(model, inventory, device, weights, disk=disk), policy, peers)
-    given = policy if isinstance(policy, Plan) else as_policy(policy)
-    plan = given if isinstance(given, Plan) else planner.plan(given)
-    plan = settle_plan(plan, inventory, device, peers, made_here=plan is not given)
-    require_room(model, plan, inventory, device)
-    if planner.spill is None or given.mode is not None:  # else the files were at hand, and were not needed
-        _warn_about_idle_options(model, plan, weights, disk)
-    return plan
-
-
-def _budget_of(policy: Policy | Plan | str | int) -> int | None:
-    """The bytes of device memory that ``policy`` allows for weights, if it says."""
-    given = policy if isinstance(policy, Plan) else as_policy(policy)
-    return given.num_bytes if isinstance(given, Budget) else None
+def start(
+    prepared: Prepared,
+    *,
+    progress: Progress | None = None,
+    measure_stalls: bool = False,
+    link: Link | None = None,
+) -> Handle:
+    """Carry out a prepared plan; what :func:`offload` raises then, with the model as it was."""
+    _warn_about_training(prepared)
+    if prepared.ranks is not None and not spans_ranks(prepared.plan, prepared.ranks):
+        warn_user(
+            f"group=... has no effect: mode {prepared.plan.mode!r} is each process's own; use mode 'shm_cpu' or "
+            f"'sharded_gpu', or pool_links=True"
+        )
+    options = SessionOptions(
+        progress=progress,
+        link=link,
+        measure_stalls=measure_stalls,
+        never_promotes=None if prepared.ranks is None else "the ranks of a group keep to one plan",
+    )
+    session = OffloadSession(prepared, options)
+    handle = Handle(prepared.model, session)
+    try:
+        session.attach()
+        vars(prepared.model)[_MARK] = handle
+        return handle
+    except BaseException:
+        handle.remove()  # no effect unless an interrupt came behind attach(), which undoes its own part
+        raise
 
 
 def _handle_of(module: nn.Module) -> Handle | None:
@@ -266,30 +233,12 @@ def _refuse_again(name: str, module: nn.Module, place: str, owner: str) -> NoRet
     )
 
 
-def _warn_about_idle_options(model: nn.Module, plan: Plan, weights: WeightMap | None, disk: DiskOptions | None) -> None:
-    on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    for name, given in (
-        ("checkpoint", weights is not None and not on_meta),
-        ("disk", disk is not None and not on_meta),
+def _warn_about_training(prepared: Prepared) -> None:
+    model, plan, by_name = prepared.model, prepared.plan, prepared.inventory.by_name
+    if model.training and any(
+        p.requires_grad and name in by_name and plan.mechanism_of(by_name[name].name) != "resident"
+        for name, p in model.named_parameters()
     ):
-        if given and not plan.reads_files:
-            warn_user(
-                f"{name}=... has no effect: mode {plan.mode!r} takes the weights from the model itself, not from files"
-            )
-
-
-def _warn_about_idle_group(plan: Plan, peers: Peers | None) -> None:
-    if peers is not None and not spans_ranks(plan, peers):
-        warn_user(
-            f"group=... has no effect: mode {plan.mode!r} is each process's own; use mode 'shm_cpu' or 'sharded_gpu', "
-            f"or pool_links=True"
-        )
-
-
-def _warn_about_training(model: nn.Module, plan: Plan, inventory: Inventory) -> None:
-    offloaded = [name for name in inventory.by_name if plan.mechanism_of(inventory.by_name[name].name) != "resident"]
-    trainable = [n for n, p in model.named_parameters() if p.requires_grad]
-    if model.training and set(trainable) & set(offloaded):
         warn_user(
             "the model is in training mode; penstock is for inference, and a backward pass through an offloaded tensor "
             "is refused by autograd. Call model.eval()"

@@ -23,16 +23,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from penstock.api import Handle
+from penstock.api import Handle, start
 from penstock.checkpoint.weight_map import WeightMap
-from penstock.config import Policy, as_policy
+from penstock.config import Policy
 from penstock.memory.byte_ranges import Source
-from penstock.model.inventory import take_inventory
 from penstock.offloaders.reference import NoCopyOffloader, boundaries
 from penstock.plan import Plan
-from penstock.runtime.planning import planner_for
-from penstock.runtime.session import OffloadSession
-from penstock.runtime.store_factory import compute_device
+from penstock.runtime.prepare import prepare
 from penstock.stats import Recorder
 from penstock.stores.disk import DiskOptions
 from penstock.stores.store import Load
@@ -60,12 +57,8 @@ def offload_over(
     disk: DiskOptions | None = None,
 ) -> Handle:
     """:func:`penstock.offload`, with copies made by ``link``; the handle closes it."""
-    inventory = take_inventory(model)
     weights = None if checkpoint is None else WeightMap.open(checkpoint)
-    device = compute_device(model)
-    planner = planner_for(model, inventory, device)
-    plan = policy if isinstance(policy, Plan) else planner.plan(as_policy(policy))
-    return Handle(model, OffloadSession(model, plan, inventory, device=device, weights=weights, disk=disk, link=link))
+    return start(prepare(model, policy, weights=weights, disk=disk), link=link)
 
 
 def assert_same_bits(found: Any, expected: Any, what: str = "output") -> None:

@@ -5,6 +5,9 @@ Without a GPU: parameters of a CPU count as those of one, and a registrar pins n
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -13,71 +16,74 @@ from penstock.config import Mode, Prefetch
 from penstock.memory.pinned import PinnedBuffer
 from penstock.model.inventory import take_inventory
 from penstock.model.live_tensors import bind
-from penstock.offloaders.build_time_filter import EarlyRule, early_rule
 from penstock.plan import build_plan
-from penstock.runtime import memory_check as room
-from penstock.runtime import session as attachment
-from penstock.runtime import under_construction as module_of_holding
+from penstock.plan.plan import Machine
+from penstock.runtime import prepare as prepare_module
+from penstock.runtime import under_construction
 from penstock.runtime.limits import Limits
-from penstock.runtime.under_construction import Holding, strayed_storages
+from penstock.runtime.prepare import prepare
+from penstock.runtime.session import OffloadSession
+from penstock.runtime.under_construction import BuildTimeFilter, BuildTimePool, storages_in_engine_memory
 from penstock.stores.pinned_host import Held
 from registrars import Ledger
 
 
 @pytest.fixture
-def holding(monkeypatch: pytest.MonkeyPatch) -> Holding:
-    is_plain = module_of_holding._is_plain
+def pool(monkeypatch: pytest.MonkeyPatch) -> BuildTimePool:
+    is_plain = under_construction._is_plain
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     assert is_plain(nn.Parameter(torch.zeros(2)))
     monkeypatch.setattr(
-        module_of_holding, "device_view", lambda blob, device: torch.frombuffer(blob.numpy(), dtype=torch.uint8)
+        under_construction, "device_view", lambda blob, device: torch.frombuffer(blob.numpy(), dtype=torch.uint8)
     )
-    return Holding(lambda device: Ledger())
+    return BuildTimePool(lambda device: Ledger())
 
 
 @pytest.mark.parametrize("apart", [True, False])
-def test_placeholders_stay(holding: Holding, apart: bool) -> None:
+def test_placeholders_stay(pool: BuildTimePool, apart: bool) -> None:
     """Engines keep parameters without elements; memory of no bytes cannot be mapped."""
     layer = nn.Linear(4, 4)
     layer.scale = nn.Parameter(torch.empty(0))
     before = layer.weight.detach().clone()
-    assert holding.hold(layer, lambda name, num_bytes: True, apart=apart) == 80
+    assert pool.take(layer, lambda name, num_bytes: True, apart=apart) == 80
     assert torch.equal(layer.weight, before)
     assert layer.scale.numel() == 0
 
 
 @pytest.mark.parametrize("apart", [True, False])
-def test_what_shares_memory_goes_on_sharing_it(holding: Holding, apart: bool) -> None:
+def test_what_shares_memory_goes_on_sharing_it(pool: BuildTimePool, apart: bool) -> None:
     """Weights are loaded after this: one of two views would keep what it had before."""
     layer = nn.Linear(4, 4)
     layer.twin = nn.Parameter(layer.weight.detach())
     layer.turned = layer.weight.detach().t()
-    assert holding.hold(layer, lambda name, num_bytes: True, apart=apart) == 16  # the bias
+    assert pool.take(layer, lambda name, num_bytes: True, apart=apart) == 16  # the bias
     layer.weight.data.fill_(7.0)
     assert layer.twin.eq(7.0).all()
     assert layer.turned.eq(7.0).all()
 
 
-def test_one_parameter_of_two_names_is_held_once(holding: Holding) -> None:
+def test_one_parameter_of_two_names_is_held_once(pool: BuildTimePool) -> None:
     layers = [nn.Linear(4, 4, bias=False) for _ in range(2)]
     layers[1].weight = layers[0].weight
-    assert [holding.hold(layer, lambda name, num_bytes: True, apart=True) for layer in layers] == [64, 0]
+    assert [pool.take(layer, lambda name, num_bytes: True, apart=True) for layer in layers] == [64, 0]
     assert layers[1].weight is layers[0].weight
-    assert holding.num_bytes == 256
+    assert pool.num_bytes == 256
 
 
 def needed_pinned_bytes(monkeypatch: pytest.MonkeyPatch, held_names: list[str], mode: Mode) -> int:
-    """What :func:`require_room` compares with the limits, for a model of which these storages are held."""
+    """What :func:`prepare` compares with the limits, for a model on a GPU of which these storages are in the pool."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)) for _ in range(2)))
     inventory = take_inventory(model)
     plan = build_plan(inventory, Prefetch(1, 1, 1, ["re:.*weight"], mode))
     stretch = Held(PinnedBuffer(torch.zeros(256 * 1024, dtype=torch.uint8)), 0, 256 * 1024)
-    monkeypatch.setattr(room, "held_storages", lambda *given: dict.fromkeys(held_names, stretch))
-    monkeypatch.setattr(room, "read_limits", lambda *given, **options: Limits())
+    pool: Any = SimpleNamespace(find_storages=lambda bound: dict.fromkeys(held_names, stretch))
+    monkeypatch.setattr(prepare_module, "compute_device", lambda model, device: torch.device("cuda", 0))
+    monkeypatch.setattr(prepare_module, "describe_device", lambda device: Machine("a GPU"))
+    monkeypatch.setattr(prepare_module, "read_limits", lambda *given, **options: Limits())
     found: list[int] = []
-    monkeypatch.setattr(room, "check_limits", lambda p, limits, needs: found.append(needs.pinned_bytes))
-    room.require_room(model, plan, inventory, torch.device("cuda"))
+    monkeypatch.setattr(prepare_module, "check_limits", lambda p, limits, needs: found.append(needs.pinned_bytes))
+    prepare(model, plan, pool=pool)
     return found[0]
 
 
@@ -102,20 +108,20 @@ def test_the_shared_copy_is_made_beside_what_is_held(monkeypatch: pytest.MonkeyP
 NAMES = ["self_attn.o_proj.weight", "mlp.up_proj.weight", "norm.weight"]
 
 
-def leaving(rule: EarlyRule, index: int, names: list[str]) -> tuple[bool, list[str]]:
+def leaving(rule: BuildTimeFilter, index: int, names: list[str]) -> tuple[bool, list[str]]:
     is_exact = rule.is_exact
     return is_exact, [name for name in names if rule(index, name, 2**20 if "proj" in name else 100)]
 
 
 def test_a_word_for_a_group_leaves_early_too() -> None:
     """No module is called ``attention``, so the plan will take the group; a model too large has to leave before."""
-    rule = early_rule(Prefetch(1, 1, 1, ["attention"]))
+    rule = BuildTimeFilter(Prefetch(1, 1, 1, ["attention"]))
     assert leaving(rule, 0, NAMES) == (True, [])
     assert leaving(rule, 1, NAMES) == (False, NAMES[:2])
 
 
 def test_a_word_that_is_a_name_means_the_name() -> None:
-    rule = early_rule(Prefetch(1, 1, 1, ["mlp", "experts"]))
+    rule = BuildTimeFilter(Prefetch(1, 1, 1, ["mlp", "experts"]))
     assert leaving(rule, 0, NAMES) == (True, NAMES[1:2])
     assert leaving(rule, 1, ["mlp.experts.w2_proj", *NAMES]) == (False, ["mlp.experts.w2_proj", NAMES[1]])
     assert leaving(rule, 2, NAMES) == (True, NAMES[1:2])
@@ -126,11 +132,11 @@ def test_what_the_engine_has_moved_away_is_told_by_mark_and_address(monkeypatch:
     bound = bind(model, take_inventory(model).storages)
     for storage in bound.values():
         storage.home = torch.device("cuda")
-    assert strayed_storages(bound) == frozenset()
+    assert storages_in_engine_memory(bound) == frozenset()
     model.weight._vllm_is_uva_offloaded = True  # type: ignore[attr-defined]
-    assert strayed_storages(bound) == frozenset()  # it lies on the device in spite of the mark
+    assert storages_in_engine_memory(bound) == frozenset()  # it lies on the device in spite of the mark
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
-    assert strayed_storages(bound) == {"weight"}
+    assert storages_in_engine_memory(bound) == {"weight"}
 
 
 @torch.inference_mode()
@@ -139,12 +145,12 @@ def test_what_the_engine_has_moved_away_comes_back_if_it_is_to_be_resident(monke
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
     given = torch.randn(2, 256)
     expected, before = model(given), {name: p.data_ptr() for name, p in model.named_parameters()}
-    inventory = take_inventory(model)
-    plan = build_plan(inventory, Prefetch(3, 1, 1))
-    monkeypatch.setattr(attachment, "strayed_storages", lambda bound: frozenset({"0.weight"}))
-    attached = attachment.OffloadSession(model, plan, inventory, device=torch.device("cpu"))
+    monkeypatch.setattr(prepare_module, "storages_in_engine_memory", lambda bound: frozenset({"0.weight"}))
+    prepared = prepare(model, Prefetch(3, 1, 1))
+    plan, session = prepared.plan, OffloadSession(prepared)
+    session.attach()
     moved = {name for name, p in model.named_parameters() if name in plan.resident and p.data_ptr() != before[name]}
     assert moved == {"0.weight"}
     assert torch.equal(model(given), expected)
-    attached.remove()
+    session.remove()
     assert torch.equal(model(given), expected)

@@ -47,6 +47,7 @@ from penstock.model.inventory import take_inventory
 from penstock.model.memory_profile import traits_of
 from penstock.plan.cost_model import NOMINAL_GPU, Curve
 from penstock.plan.planner import Planner
+from penstock.runtime.prepare import Prepared
 
 pytestmark = pytest.mark.filterwarnings("error::penstock.PenstockWarning")
 
@@ -468,15 +469,15 @@ class TestPlanning:
         """Each of four keeps a quarter, and it comes over the links of four."""
         given: list[tuple[penstock.Plan, Planner]] = []
 
-        def offload(model: Any, plan: penstock.Plan, **options: Any) -> SimpleNamespace:
-            given.append((plan, Planner(take_inventory(model), rates, traits_of(model), num_ranks=4)))
-            return SimpleNamespace(_hold_to_budget=lambda policy: None)
+        def start(prepared: Prepared, **options: Any) -> None:
+            model = prepared.model
+            given.append((prepared.plan, Planner(prepared.inventory, rates, traits_of(model), num_ranks=4)))
 
         rates = replace(NOMINAL_GPU, peer_bytes_per_s=Curve.of({1: 1e12}))
-        monkeypatch.setattr("penstock.adapters.transformers.load_folder.offload", offload)
+        monkeypatch.setattr("penstock.adapters.transformers.load_folder.start", start)
         monkeypatch.setattr("penstock.adapters.transformers.load_folder.require_group", lambda group: None)
         monkeypatch.setattr("penstock.adapters.transformers.load_folder.attempt", nullcontext)
-        monkeypatch.setattr("penstock.runtime.planning.planning_rates", lambda *_: rates)
+        monkeypatch.setattr("penstock.runtime.prepare.planning_rates", lambda *_: rates)
         folder, group = saved("qwen3"), SimpleNamespace(size=lambda: 4)
         num_bytes = take_inventory(build_meta_model(folder)).num_bytes
         budget = penstock.Budget(num_bytes * 3 // 4, params=["mlp"], mode="sharded_gpu")

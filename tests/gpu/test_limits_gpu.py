@@ -16,7 +16,7 @@ from gpu_models import build
 import penstock
 from penstock import Budget, Plan, Prefetch
 from penstock.errors import LimitError, OptionError
-from penstock.runtime import memory_check as room
+from penstock.runtime import prepare as prepare_module
 from penstock.runtime.limits import Limits, describe_device, read_limits
 
 GPU = torch.device("cuda", 0)
@@ -43,7 +43,9 @@ def test_too_large_for_the_device_is_refused_with_a_budget_that_works(monkeypatc
     model.load_state_dict(resident.state_dict())
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     devices = {p.device for p in model.parameters()}
-    monkeypatch.setattr(room, "read_limits", lambda device, pinned_bytes=0: Limits(device_free_bytes=total // 2))
+    monkeypatch.setattr(
+        prepare_module, "read_limits", lambda device, pinned_bytes=0: Limits(device_free_bytes=total // 2)
+    )
     gc.collect()  # what earlier tests left in cycles is not to go while this one looks
     allocated = torch.cuda.memory_allocated()
     with pytest.raises(

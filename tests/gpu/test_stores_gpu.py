@@ -19,7 +19,7 @@ from penstock.errors import BudgetError, TransferError
 from penstock.model.inventory import take_inventory
 from penstock.plan import build_plan
 from penstock.plan.ring_layout import RING_BYTES, ring_bytes
-from penstock.runtime import planning
+from penstock.runtime import prepare as prepare_module
 from penstock.runtime.limits import Limits, needs_of
 from penstock.transfer.ring_streams import RingLink
 
@@ -134,8 +134,8 @@ class TestBudget:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A budget that names no store; the ring counted at what it takes here and not at half a GiB."""
-        spill = planning.Spill
-        monkeypatch.setattr(planning, "Spill", partial(spill, ring_bytes=0))
+        spill = prepare_module.Spill
+        monkeypatch.setattr(prepare_module, "Spill", partial(spill, ring_bytes=0))
         resident = build()
         model = copy.deepcopy(resident)
         total = take_inventory(model).num_bytes
@@ -156,7 +156,7 @@ class TestBudget:
         model = build(2)
         folder = save(model, tmp_path)
         limits = Limits(host_available_bytes=free)
-        monkeypatch.setattr(planning, "read_limits", lambda device, pinned_bytes=0: limits)
+        monkeypatch.setattr(prepare_module, "read_limits", lambda device, pinned_bytes=0: limits)
         if free < RING_BYTES:
             with pytest.raises(BudgetError, match=r"free host memory of 0\.\d+ GiB .* with the staging ring"):
                 penstock.offload(model, "4MiB", checkpoint=folder)

@@ -33,8 +33,9 @@ from penstock.memory.byte_ranges import ByteRange, Copy, Source, writable_view
 from penstock.memory.pinned import CudaRegistrar
 from penstock.model.inventory import take_inventory
 from penstock.model.live_tensors import bind
-from penstock.plan import Plan, build_plan
-from penstock.runtime.session import OffloadSession
+from penstock.plan import Plan
+from penstock.runtime.prepare import prepare
+from penstock.runtime.session import OffloadSession, SessionOptions
 from penstock.stores.disk import DiskStore
 from penstock.stores.pinned_host import PinnedStore
 from penstock.stores.store import Load, Store
@@ -340,10 +341,10 @@ class Beginning(ThreadLink):
 
 def attach(model: nn.Module, folder: Path, link: ThreadLink, **options: Any) -> OffloadSession:
     """``model`` is on ``meta``, its checkpoint in ``folder``."""
-    inventory = take_inventory(model)
-    plan = build_plan(inventory, all_layers(2, "disk"))
-    device, weights = torch.device("cpu"), WeightMap.open(folder)
-    return OffloadSession(model, plan, inventory, device=device, weights=weights, link=link, **options)
+    prepared = prepare(model, all_layers(2, "disk"), weights=WeightMap.open(folder))
+    session = OffloadSession(prepared, SessionOptions(link=link, **options))
+    session.attach()
+    return session
 
 
 @pytest.mark.parametrize("fails", [False, True])

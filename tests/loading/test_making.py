@@ -24,6 +24,7 @@ from penstock.checkpoint.weight_map import Conversion
 from penstock.errors import PenstockWarning, TransferError
 from penstock.loading.convert import TensorConverter
 from penstock.memory.byte_ranges import Copy, writable_view
+from penstock.runtime.prepare import Prepared
 from penstock.stores.file_reader import DiskOptions, ReadCounter
 from registrars import Ledger, pin_by
 from shm_ranks import ranks
@@ -92,13 +93,13 @@ class TestSameBits:
     def test_nothing_is_made_before_the_offload(self, transposed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The model has no bytes for them when the store is opened."""
         empty: list[bool] = []
-        plain = penstock.api.offload
+        plain = penstock.api.start
 
-        def offload(model: Any, *args: Any, **options: Any) -> Any:
-            empty.append(model.get_parameter(EXPERTS).is_meta)
-            return plain(model, *args, **options)
+        def start(prepared: Prepared, **options: Any) -> Any:
+            empty.append(prepared.model.get_parameter(EXPERTS).is_meta)
+            return plain(prepared, **options)
 
-        monkeypatch.setattr("penstock.adapters.transformers.load_folder.offload", offload)
+        monkeypatch.setattr("penstock.adapters.transformers.load_folder.start", start)
         for policy in (experts("cpu"), "1GiB"):
             load(transposed, policy)[1].remove()
         assert empty == [True, True]

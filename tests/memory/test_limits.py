@@ -21,7 +21,7 @@ from penstock.errors import LimitError, OptionError
 from penstock.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes
 from penstock.model.inventory import take_inventory
 from penstock.plan import build_plan
-from penstock.runtime import memory_check as room
+from penstock.runtime import prepare as prepare_module
 from penstock.runtime.limits import Limits, Needs, check_limits, needs_of, read_limits, require_disk
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -274,7 +274,7 @@ class TestRefusals:
 
 
 def limited(monkeypatch: pytest.MonkeyPatch, **limits: int) -> None:
-    monkeypatch.setattr(room, "read_limits", lambda device, pinned_bytes=0: Limits(**limits))
+    monkeypatch.setattr(prepare_module, "read_limits", lambda device, pinned_bytes=0: Limits(**limits))
 
 
 class TestOffload:

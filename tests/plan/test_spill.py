@@ -32,9 +32,9 @@ from penstock.plan.plan import UnitDraft, assemble
 from penstock.plan.planner import Planner
 from penstock.plan.predict import forecast
 from penstock.plan.ring_layout import RING_BYTES, ring_bytes
-from penstock.runtime import planning
+from penstock.runtime import prepare as prepare_module
 from penstock.runtime.limits import Limits, needs_of
-from penstock.runtime.planning import planner_for
+from penstock.runtime.prepare import make_planner
 from plans import check_plan, layered, models
 from spills import DISK, GIB, KIB, MIB, SPILL
 
@@ -316,27 +316,27 @@ class TestWhoMaySpill:
             asked.append(pinned_bytes)
             return Limits(host_available_bytes=32 * GIB, cgroup_available_bytes=16 * GIB)
 
-        monkeypatch.setattr(planning, "read_limits", limits)
-        monkeypatch.setattr(planning, "planning_rates", lambda *_: NOMINAL_GPU)
+        monkeypatch.setattr(prepare_module, "read_limits", limits)
+        monkeypatch.setattr(prepare_module, "planning_rates", lambda *_: NOMINAL_GPU)
         gpu = torch.device("cuda", 0)
-        spill = planner_for(model, inventory, gpu, weights).spill
+        spill = make_planner(model, inventory, gpu, weights).spill
         assert spill is not None
         assert spill.unstreamable == frozenset()
         largest = max(storage.num_bytes for storage in inventory.storages)
         assert spill.free_bytes == 16 * GIB - largest - GIB
         assert asked == [inventory.num_bytes]
-        elsewhere = planner_for(model, inventory, gpu, weights, NOMINAL_GPU, ["head.weight"]).spill
+        elsewhere = make_planner(model, inventory, gpu, weights, NOMINAL_GPU, ["head.weight"]).spill
         assert elsewhere == Spill(frozenset(["head.weight"]), None), "another machine's memory is not known here"
-        assert planner_for(model, inventory, gpu).spill is None
-        assert planner_for(model, inventory, torch.device("cpu"), weights).spill is None
+        assert make_planner(model, inventory, gpu).spill is None
+        assert make_planner(model, inventory, torch.device("cpu"), weights).spill is None
         monkeypatch.setenv("PENSTOCK_DISABLE_PIN_MEMORY", "1")
-        assert planner_for(model, inventory, gpu, weights).spill is None
+        assert make_planner(model, inventory, gpu, weights).spill is None
 
     def test_files_of_another_form_are_not_streamed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         weights = WeightMap.open(save(Stack(3), tmp_path))
         model = Stack(4).half()
         inventory = take_inventory(model)
-        spill = planner_for(model, inventory, torch.device("cuda", 0), weights, NOMINAL_GPU).spill
+        spill = make_planner(model, inventory, torch.device("cuda", 0), weights, NOMINAL_GPU).spill
         assert spill is not None
         assert spill.unstreamable == {storage.name for storage in inventory.storages}
 

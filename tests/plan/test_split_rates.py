@@ -177,7 +177,7 @@ class TestPlanning:
 
 
 def offload_with_links(rank: int) -> list[list[int]]:
-    penstock.runtime.planning.planning_rates = lambda *_: LINKED  # type: ignore[attr-defined]
+    penstock.runtime.prepare.planning_rates = lambda *_: LINKED  # type: ignore[attr-defined]
     found = []
     for pool, mode, share in ((False, "sharded_gpu", 5 / 6), (True, "cpu", 0.7)):
         model = Stack(8, 128).eval()

@@ -46,8 +46,8 @@ MISTAKES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("CheckpointError: /no/such", {"checkpoint": "/no/such/folder"}, {}),
     ("OptionTypeError: model", {"model": "a model"}, {}),
     ("SizeError", {"policy": "lots"}, {}),
-    ("LimitError: planted", {}, {"penstock.api.require_room": fail_planned}),
-    ("KeyboardInterrupt", {}, {"penstock.api.take_inventory": interrupt}),
+    ("LimitError: planted", {}, {"penstock.runtime.prepare.check_limits": fail_planned}),
+    ("KeyboardInterrupt", {}, {"penstock.runtime.prepare.take_inventory": interrupt}),
     # After the store was filled: the others have read everything, and undo that.
     ("LimitError: planted", {}, {"penstock.runtime.session.OffloadSession._attach_units": fail_planned}),
 ]
@@ -156,7 +156,7 @@ def die_while_planning(rank: int, talk: Connection, when: str) -> Any:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
     elif rank == 1:
-        vars(penstock.api)["take_inventory"] = lambda model: os.kill(os.getpid(), signal.SIGKILL)
+        vars(penstock.runtime.prepare)["take_inventory"] = lambda model: os.kill(os.getpid(), signal.SIGKILL)
     try:
         offload(build())
     except penstock.PenstockError as error:

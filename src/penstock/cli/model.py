@@ -47,10 +47,10 @@ class OpenedModel:
 
         ``disk``: how files are read.
         """
-        from penstock.runtime.planning import not_in_files, planner_for
+        from penstock.runtime.prepare import make_planner, not_in_files
 
         fixed = not_in_files(self.inventory, self.weights)
-        return planner_for(self.module, self.inventory, device, self.weights, rates, fixed, disk)
+        return make_planner(self.module, self.inventory, device, self.weights, rates, fixed, disk)
 
     def plan(self, planner: Planner, policy: Policy | Plan | None, machine: Machine) -> Plan:
         """The plan for ``policy``; ``None`` keeps every tensor resident; a finished plan is compared with the model.

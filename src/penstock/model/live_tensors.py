@@ -323,6 +323,13 @@ class BoundStorage:
         for tensor in self.tensors:
             tensor.point_at(blob)
 
+    def adopt(self, blob: torch.Tensor) -> None:
+        """Make ``blob`` the memory that the model came with: for what was on ``meta`` and is computed, not read."""
+        self.point_at(blob)
+        for tensor in self.tensors:
+            tensor.original, tensor.original_data = tensor.tensor, tensor.tensor.data
+        self.home = blob.device
+
     def return_to_original(self) -> bool:
         """Point every tensor at the memory that the model came with, if it is there; views of it may be, too."""
         found = [tensor.original_data if self.keeps_original else tensor.revived_data() for tensor in self.tensors]

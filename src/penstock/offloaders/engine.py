@@ -21,13 +21,13 @@ from penstock.errors import OptionError, StateError
 from penstock.model.inventory import Inventory, StorageInfo, is_embedding, is_within, take_inventory
 from penstock.model.patterns import is_segments, matching
 from penstock.model.semantic_groups import semantic_groups
-from penstock.offloaders.build_time_filter import early_rule
 from penstock.offloaders.layerwise import StackedOffloader
 from penstock.plan.build import build_plan, plan_group_rule
 from penstock.plan.layers import TINY_BYTES, worth_moving
 from penstock.plan.plan import Plan
 from penstock.ranks.peers import Peers
-from penstock.runtime.planning import planner_for
+from penstock.runtime.prepare import make_planner
+from penstock.runtime.under_construction import BuildTimeFilter
 
 __all__ = ["EngineOffloader", "EnginePolicy"]
 
@@ -63,7 +63,7 @@ class EngineOffloader(StackedOffloader):
         :meth:`sync_prev_onload` before every capture and every replay of a whole forward, and puts neither end of a
         unit into a graph of a part of one.
         """
-        super().__init__(early_rule(policy), peers=peers, measure_stalls=measure_stalls)
+        super().__init__(BuildTimeFilter(policy), peers=peers, measure_stalls=measure_stalls)
         self._policy = policy
         self._find_model = find_model
         self._is_lookup = is_lookup
@@ -231,7 +231,7 @@ class EngineOffloader(StackedOffloader):
         return [_pattern_of(inventory, layers), *tables]
 
     def _planned(self, inventory: Inventory, budget: Budget, layers: Sequence[str]) -> Plan:
-        planner = planner_for(self._model(), inventory, self._device(self._model()))
+        planner = make_planner(self._model(), inventory, self._device(self._model()))
         rules = [(_through_wrappers(inventory, pattern), mechanism) for pattern, mechanism in budget.rules]
         outside = {s.name for s in inventory.storages if not s.is_lookup and _outside(s, layers)}
         return planner.plan(replace(budget, rules=(*rules, *_rules_for(outside, inventory, budget.params, rules))))

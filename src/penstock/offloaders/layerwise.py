@@ -12,14 +12,11 @@ from torch import nn
 from penstock.errors import StateError
 from penstock.model.inventory import Inventory, take_inventory
 from penstock.offloaders.base import BaseOffloader
-from penstock.offloaders.build_time_filter import EarlyRule
 from penstock.plan.plan import Plan
 from penstock.ranks.peers import Peers
-from penstock.runtime.memory_check import require_room
-from penstock.runtime.prepare import settle_plan
-from penstock.runtime.session import OffloadSession
-from penstock.runtime.store_factory import compute_device
-from penstock.runtime.under_construction import Holding
+from penstock.runtime.prepare import Prepared, compute_device, prepare
+from penstock.runtime.session import OffloadSession, SessionOptions
+from penstock.runtime.under_construction import BuildTimeFilter, BuildTimePool
 from penstock.stats import Stats
 
 __all__ = ["StackedOffloader"]
@@ -32,16 +29,16 @@ class StackedOffloader(BaseOffloader):
     a place in a model.
     """
 
-    def __init__(self, early: EarlyRule, *, peers: Peers | None = None, measure_stalls: bool = False) -> None:
-        """``early``: which parameters leave the device as soon as their layer is built.
+    def __init__(self, leaves: BuildTimeFilter, *, peers: Peers | None = None, measure_stalls: bool = False) -> None:
+        """``leaves``: which parameters leave the device as soon as their layer is built.
 
         ``peers``: for stores that span processes. ``measure_stalls``: time every wait, for :meth:`stats`.
         """
-        self._early = early
+        self._leaves = leaves
         self._peers = peers
         self._measure_stalls = measure_stalls
         self._stacks = nn.ModuleList()
-        self._holding = Holding()
+        self._pool = BuildTimePool()
         self._session: OffloadSession | None = None
 
     def wrap_modules(self, modules_generator: Iterable[nn.Module]) -> list[nn.Module]:
@@ -51,31 +48,38 @@ class StackedOffloader(BaseOffloader):
         self._stacks.append(stack)
         for index, module in enumerate(modules_generator):
             stack.append(module)
-            self._holding.hold(module, partial(self._early, index), apart=not self._early.is_exact)
+            self._pool.take(module, partial(self._leaves, index), apart=not self._leaves.is_exact)
         return list(stack)
 
     def post_init(self) -> None:
         if self._session is not None:
             raise StateError("post_init was called twice; call remove() in between to take over new weights")
-        model = self._model()
-        inventory = self._take_inventory(model)
-        device = self._device(model)
-        plan = settle_plan(self._make_plan(inventory), inventory, device, self._peers, made_here=True)
-        self._check_plan(plan, inventory)
-        require_room(model, plan, inventory, device, holding=self._holding)
-        self._session = OffloadSession(
-            model,
-            plan,
-            inventory,
-            device=device,
-            entry=self._entry(model, plan),
-            holding=self._holding,
-            peers=self._peers,
+        prepared = self._prepare(allocates=True)
+        options = SessionOptions(
+            entry=self._entry(prepared.model, prepared.plan),
             measure_stalls=self._measure_stalls,
-            replays_announced=self._announces_replays(model),
+            replays_announced=self._announces_replays(prepared.model),
             keeps_addresses=self._keeps_addresses,
             never_promotes="an engine that has counted its memory has no room for more",
         )
+        session = OffloadSession(prepared, options)
+        session.attach()
+        self._session = session
+
+    def _prepare(self, allocates: bool) -> Prepared:
+        model = self._model()
+        inventory = self._take_inventory(model)
+        prepared = prepare(
+            model,
+            self._make_plan(inventory),
+            inventory=inventory,
+            device=self._device(model),
+            ranks=self._peers,
+            pool=self._pool,
+            allocates=allocates,
+        )
+        self._check_plan(prepared.plan, inventory)
+        return prepared
 
     def sync_prev_onload(self) -> None:
         if self._session is not None:

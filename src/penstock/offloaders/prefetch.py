@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from penstock.config import Mode, Prefetch
 from penstock.model.inventory import Inventory
-from penstock.offloaders.build_time_filter import early_rule
 from penstock.offloaders.layerwise import StackedOffloader
 from penstock.plan.build import plan_group_rule
 from penstock.plan.plan import Plan
+from penstock.runtime.under_construction import BuildTimeFilter
 
 __all__ = ["PrefetchOffloader"]
 
@@ -27,7 +27,7 @@ class PrefetchOffloader(StackedOffloader):
     ) -> None:
         """See :class:`penstock.Prefetch` for the arguments; ``offload_params`` is its ``params``."""
         self._policy = Prefetch(group_size, num_in_group, prefetch_step, tuple(offload_params or ()), mode)
-        super().__init__(early_rule(self._policy))
+        super().__init__(BuildTimeFilter(self._policy))
 
     def _make_plan(self, inventory: Inventory) -> Plan:
         return plan_group_rule(inventory, self._policy, self._layers())

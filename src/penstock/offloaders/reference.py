@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-import torch
 from torch import nn
 
-from penstock.config import Policy, as_policy
+from penstock.config import Policy
 from penstock.errors import StateError
-from penstock.model.inventory import Inventory, take_inventory
-from penstock.model.live_tensors import bind
 from penstock.offloaders.engine import EngineOffloader
 from penstock.ops import new_token
 from penstock.plan import Plan
 from penstock.runtime.hooks import ForwardHook, UnitHook
-from penstock.runtime.planning import planner_for
-from penstock.runtime.prepare import settle_plan
-from penstock.runtime.store_factory import compute_device
+from penstock.runtime.prepare import Prepared, prepare
 from penstock.stats import Stats, UnitStats
 
 __all__ = ["NoCopyOffloader", "boundaries"]
@@ -38,26 +33,20 @@ def boundaries(model: nn.Module, policy: Policy | Plan | str | int) -> Iterator[
     Yields:
         the plan whose units set the boundaries.
     """
-    inventory, device = take_inventory(model), compute_device(model)
-    planner = planner_for(model, inventory, device)
-    plan = policy if isinstance(policy, Plan) else planner.plan(as_policy(policy))
-    plan = settle_plan(plan, inventory, device, None, made_here=plan is not policy)
-    with _boundaries_of(model, plan, inventory, device, model):
-        yield plan
+    prepared = prepare(model, policy, allocates=False)
+    with _boundaries_of(prepared, model):
+        yield prepared.plan
 
 
 @contextmanager
-def _boundaries_of(
-    model: nn.Module, plan: Plan, inventory: Inventory, device: torch.device, entry: nn.Module
-) -> Iterator[None]:
+def _boundaries_of(prepared: Prepared, entry: nn.Module) -> Iterator[None]:
     """``entry``: the module whose forward begins one."""
-    bound = bind(model, inventory.storages)
-    token = new_token(device)
+    model, token = prepared.model, new_token(prepared.device)
     hooks: list[UnitHook | ForwardHook] = []
     try:
         units = []
-        for unit in plan.units:
-            storages = [bound[entry.storage] for entry in unit.entries]
+        for unit in prepared.plan.units:
+            storages = [prepared.bound[entry.storage] for entry in unit.entries]
             units.append(UnitHook(model.get_submodule(unit.anchor), unit.index, storages, None, token))
             hooks.append(units[-1])
         hooks.append(ForwardHook(model, entry, units, None, token))
@@ -86,14 +75,9 @@ class NoCopyOffloader(EngineOffloader):
     def post_init(self) -> None:
         if self._boundaries is None:
             self._require_layers()
-            model = self._model()
-            inventory = self._take_inventory(model)
-            device = self._device(model)
-            plan = settle_plan(self._make_plan(inventory), inventory, device, self._peers, made_here=True)
-            self._check_plan(plan, inventory)
-            self._still_plan = plan
-            entry = self._entry(model, plan) or model
-            self._boundaries = _boundaries_of(model, plan, inventory, device, entry)
+            prepared = self._prepare(allocates=False)
+            self._traced_plan = prepared.plan
+            self._boundaries = _boundaries_of(prepared, self._entry(prepared.model, prepared.plan) or prepared.model)
             self._boundaries.__enter__()
 
     def remove(self) -> None:
@@ -106,7 +90,7 @@ class NoCopyOffloader(EngineOffloader):
         """The plan whose units set the boundaries; after ``post_init``."""
         if self._boundaries is None:
             raise StateError("nothing is traced yet: call post_init() once the weights are loaded")
-        return self._still_plan
+        return self._traced_plan
 
     def stats(self) -> Stats:
         """Nothing has moved."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from penstock.config import UVA
 from penstock.model.inventory import Inventory
-from penstock.offloaders.build_time_filter import early_rule
 from penstock.offloaders.layerwise import StackedOffloader
 from penstock.plan.build import build_plan
 from penstock.plan.plan import Plan
+from penstock.runtime.under_construction import BuildTimeFilter
 
 __all__ = ["UVAOffloader"]
 
@@ -20,7 +20,7 @@ class UVAOffloader(StackedOffloader):
     def __init__(self, cpu_offload_max_bytes: int, cpu_offload_params: Sequence[str] | None = None) -> None:
         """See :class:`penstock.UVA` for the arguments."""
         self._policy = UVA(cpu_offload_max_bytes, tuple(cpu_offload_params or ()))
-        super().__init__(early_rule(self._policy))
+        super().__init__(BuildTimeFilter(self._policy))
 
     def _make_plan(self, inventory: Inventory) -> Plan:
         return build_plan(inventory, self._policy)

@@ -17,7 +17,6 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import nn
 
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.env import reader_threads
@@ -27,8 +26,8 @@ from penstock.loading.loader import require_weights
 from penstock.memory.byte_ranges import fill
 from penstock.memory.memfd import SharedMemory
 from penstock.memory.pinned import HostRegistrar, refuse_capture
-from penstock.model.inventory import Inventory, StorageInfo
-from penstock.model.live_tensors import BoundStorage, bind
+from penstock.model.inventory import StorageInfo
+from penstock.model.live_tensors import BoundStorage
 from penstock.plan.plan import Plan
 from penstock.ranks.digest import json_digest
 from penstock.ranks.peers import Peers
@@ -114,9 +113,7 @@ def spans_ranks(plan: Plan, peers: Peers) -> bool:
     return plan.mode == "shm_cpu" or splits_units(plan, peers)
 
 
-def compare_plans(
-    plan: Plan, model: nn.Module, inventory: Inventory, weights: WeightMap | None, attempt: Attempt
-) -> None:
+def compare_plans(plan: Plan, bound: Mapping[str, BoundStorage], weights: WeightMap | None, attempt: Attempt) -> None:
     """Say what this rank is about to do, and where units are split over ranks, require the same of all.
 
     A store that ranks share asks by itself (:func:`open_shared`). Any other mode is each rank's own: it is said for
@@ -131,7 +128,7 @@ def compare_plans(
         return
     if plan.mode == "shm_cpu":
         return
-    offloaded = bind(model, [inventory.by_name[name] for name in plan.offloaded_names])
+    offloaded = {name: bound[name] for name in plan.offloaded_names}
     attempt.meeting.limit(attempt.timeout_s, "the timeout of the process group")
     said = attempt.meeting.exchange("plan", _say(plan, offloaded, weights, attempt))
     _require_same_plan(said, attempt.rank)

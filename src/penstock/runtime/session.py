@@ -1,134 +1,153 @@
 """A plan in force on a model: tensors pointed at slots, files or host memory, hooks in place, copies running.
 
-:class:`OffloadSession` is what the handle and the engines' offloaders have in common. Building one either succeeds or
-leaves the model as it was.
+:class:`OffloadSession` is what the handle and the engines' offloaders have in common.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import format_gib
 from penstock.env import debug_enabled
 from penstock.errors import BudgetError, StateError
 from penstock.loading.loader import WeightLoader
 from penstock.loading.read_pool import Progress
 from penstock.memory.pinned import device_view
-from penstock.model.inventory import Inventory
-from penstock.model.live_tensors import BoundStorage, bind
+from penstock.model.live_tensors import BoundStorage
+from penstock.model.patterns import compile_pattern
 from penstock.ops import new_token
 from penstock.plan.plan import Plan, slab_bytes
-from penstock.ranks.peers import Peers
+from penstock.runtime.agreement import Attempt, compare_plans, spans_ranks
 from penstock.runtime.hooks import ForwardHook, UnitHook
-from penstock.runtime.mapped import MappedFilesGuard
-from penstock.runtime.notes import notes_on
 from penstock.runtime.prefetcher import Prefetcher, release_left
+from penstock.runtime.prepare import Prepared
 from penstock.runtime.promotion import Promoter
 from penstock.runtime.state_dict import NotCopyable, StateGuard
-from penstock.runtime.store_factory import open_store
-from penstock.runtime.under_construction import Holding, held_storages, strayed_storages
+from penstock.runtime.store_factory import OpenedStore, open_store
 from penstock.stats import Recorder, Stats
-from penstock.stores.disk import DiskOptions
-from penstock.stores.store import new_blob
+from penstock.stores.store import Store, new_blob
 from penstock.transfer.link import Link
 from penstock.transfer.ring_streams import RingLink
 
-__all__ = ["OffloadSession", "Progress"]
+__all__ = ["OffloadSession", "Progress", "SessionOptions"]
+
+
+class MappedFilesGuard(NotCopyable):
+    """Compares files that a CPU reads in place with what was opened, before and after every forward of ``model``.
+
+    Nothing can be compared while a matrix product reads them, and a page that a shorter file has no longer ends the
+    program (SIGBUS, mmap(2)). Compiled code does not look: it would have to leave its graph for it.
+    """
+
+    def __init__(self, model: nn.Module, store: Store) -> None:
+        self._store = store
+        self._model = model
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self) -> None:
+        """Put the hooks in place; an interrupt leaves what :meth:`remove` takes off."""
+        self._handles.append(self._model.register_forward_pre_hook(self._compare, prepend=True))
+        self._handles.append(self._model.register_forward_hook(self._compare))
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _compare(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._store.require_mapped_unchanged()
+
+
+# By which implementation reads them in place.
+_EXPERTS = {
+    "grouped_mm": "each routed expert crosses the link once per step, the others not at all",
+    "batched_mm": "only routed experts cross the link, once per token that chose them; 'grouped_mm' reads each once",
+    "eager": "only routed experts cross the link, but the host waits for the routing and the step cannot be captured; "
+    "model.set_experts_implementation('grouped_mm') does without",
+}
 
 Hook = UnitHook | ForwardHook | StateGuard | MappedFilesGuard
 
 
-class OffloadSession(NotCopyable):
-    """Executes ``plan`` on ``model`` until :meth:`remove`.
+@dataclass(frozen=True)
+class SessionOptions:
+    """How a prepared plan is carried out.
 
-    Args:
-        model: on any one device; tensors on ``meta`` are filled from ``weights``.
-        plan: made from ``inventory``.
-        inventory: of ``model`` as it is now.
-        device: where compute runs; residents are moved there.
-        weights: the checkpoint; needed for what rests in ``disk`` and for tensors on ``meta``.
-        disk: how checkpoint files are read.
+    Attributes:
         progress: called with (bytes loaded, bytes to load) while weights are read or moved.
         link: moves the units; by default worker threads on a CPU, a copy stream on a GPU.
         entry: the module whose forward begins a forward of the model; default the model itself.
         measure_stalls: on a GPU, time every wait (two event records each); a CPU always does.
-        peers: for stores and links that span processes.
-        holding: where weights wait in pinned memory already; what of it is offloaded stays there.
-        replays_announced: :meth:`join` is called before every capture and every replay of a whole forward, and
-            :meth:`rewind` soon after it.
-        budget_bytes: device memory that weights may take, also when a tensor is promoted; ``None``: no such limit.
+        replays_announced: :meth:`OffloadSession.join` is called before every capture and every replay of a whole
+            forward, and :meth:`OffloadSession.rewind` soon after it.
         keeps_addresses: an engine compiles or captures the model: tensors look into their slots all the time.
         never_promotes: why a tensor that is used outside of its module's forward is an error; ``None``: it is promoted.
-        on_attached: called with this as soon as all is in place: from then on :meth:`remove` undoes it, also if an
-            interrupt ends the rest.
-
-    Raises:
-        CheckpointError, OptionError, BudgetError, TransferError: with everything undone.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        inventory: Inventory,
-        *,
-        device: torch.device,
-        weights: WeightMap | None = None,
-        disk: DiskOptions | None = None,
-        progress: Progress | None = None,
-        link: Link | None = None,
-        measure_stalls: bool = False,
-        entry: nn.Module | None = None,
-        peers: Peers | None = None,
-        holding: Holding | None = None,
-        replays_announced: bool = False,
-        on_attached: Callable[[OffloadSession], None] | None = None,
-        budget_bytes: int | None = None,
-        keeps_addresses: bool = False,
-        never_promotes: str | None = None,
-    ) -> None:
+    progress: Progress | None = None
+    link: Link | None = None
+    entry: nn.Module | None = None
+    measure_stalls: bool = False
+    replays_announced: bool = False
+    keeps_addresses: bool = False
+    never_promotes: str | None = None
+
+
+class OffloadSession(NotCopyable):
+    """Executes a prepared plan from :meth:`attach` to :meth:`remove`."""
+
+    def __init__(self, prepared: Prepared, options: SessionOptions = SessionOptions()) -> None:
         self.recorder = Recorder()
-        self._model = model
-        self._device = device
-        self._weights = weights
-        self._bound = bind(model, inventory.storages)
-        self._promoter = Promoter(plan, self._bound, device, budget_bytes, never_promotes)
-        self._rests = not keeps_addresses
+        self._prepared: Prepared | None = prepared  # until attach() is done
+        self._options = options
+        self._model, self._device, self._bound = prepared.model, prepared.device, prepared.bound
+        self._promoter = Promoter(
+            prepared.plan, self._bound, self._device, prepared.budget_bytes, options.never_promotes
+        )
         self._hooks: list[Hook] = []
         self._units: list[UnitHook] = []
         self._pipeline: Prefetcher | None = None
-        self._removed = False
-        self._replays_announced = replays_announced
-        self._held = held_storages(self._bound, holding)
-        self._strayed = strayed_storages(self._bound)
-        self._link: Link | None = None  # before the pipeline has it
-        opened = open_store(plan, self._bound, device, weights, disk, peers, self._held)
+        self._link = options.link  # before the pipeline has it
+        self._in_force = False
+
+    def attach(self) -> None:
+        """Load the weights and take the model over; returns when the first copies are under way.
+
+        Raises:
+            CheckpointError, OptionError, BudgetError, TransferError, PeerError: with everything undone. An interrupt
+                while originals are released, at the very end, leaves what :meth:`remove` undoes.
+        """
+        assert self._prepared is not None, "attached once already"
+        prepared, ranks = self._prepared, self._prepared.ranks
+        if isinstance(ranks, Attempt):
+            compare_plans(prepared.plan, self._bound, prepared.weights, ranks)
+        opened = open_store(
+            prepared.plan, self._bound, self._device, prepared.weights, prepared.disk, ranks, prepared.pooled
+        )
         self._store = opened.store
+        self._in_force = True
         try:
-            self._start_link(link, measure_stalls)
-            self._load(opened.destinations, disk, progress)
+            self._start_link()
+            self._load(prepared, opened.destinations)
             self._store.finish()
             self._account = self._store.account
-            if self._link is None:  # the session has it at once: an interrupt must find it
-                self._link = opened.make_link(device, self.recorder, measure_stalls)
-            self._attach_units(self._link, entry)
-            self._promoter.serve(self._store)
-            for name in plan.uva:
-                self._bound[name].point_at(self._in_place(name))
-            if plan.uva and plan.mode == "disk" and device.type == "cpu":
-                self._hook(MappedFilesGuard(model, self._store))
-            self._hook(StateGuard(model, [self._bound[name] for name in self.plan.offloaded_names], self._state_bytes))
+            self._attach_hooks(prepared.plan, opened)
             self.rewind()
-            if on_attached is not None:
-                on_attached(self)
+            # Up to here each rank can undo its part, so here the ranks wait for one another.
+            if isinstance(ranks, Attempt) and spans_ranks(prepared.plan, ranks):
+                ranks.meeting.settle()
         except BaseException:
             self._undo()
             raise
-        self._forget_originals()
+        self._forget_originals(prepared)
+        self._prepared = None
 
     @property
     def plan(self) -> Plan:
@@ -147,13 +166,7 @@ class OffloadSession(NotCopyable):
         staging = self._pipeline.staging() if self._pipeline else None
         stores = {"resident": plan.resident_bytes, "slots": sum(plan.slot_bytes), **self._account}
         sizes_by_store = {name: size for name, size in stores.items() if size}
-        return Stats(
-            units, sizes, (*notes_on(self._model, plan), *self._promotions()), sizes_by_store, staging, self._reads
-        )
-
-    def limit(self, budget_bytes: int | None) -> None:
-        """Device memory that weights may take, promoted tensors included."""
-        self._promoter.budget_bytes = budget_bytes
+        return Stats(units, sizes, self._notes(), sizes_by_store, staging, self._reads)
 
     def rewind(self) -> None:
         """No forward runs, whether one was interrupted or not: make the slots hold what the next one needs first."""
@@ -176,7 +189,7 @@ class OffloadSession(NotCopyable):
             BudgetError: the model came from a GPU on which its weights no longer fit; the offload stays in force.
             StateError: called inside a forward, or while another thread does not end one; graphs may still be replayed.
         """
-        if self._removed:
+        if not self._in_force:
             return
         if any(hook.runs_here for hook in self._hooks if isinstance(hook, UnitHook | ForwardHook)):
             raise StateError("remove() was called inside a forward of the model: call it when the forward has returned")
@@ -205,7 +218,7 @@ class OffloadSession(NotCopyable):
             self._give_back(name, restored.get(name))
         self._detach()
         self._store.close()
-        self._removed = True
+        self._in_force = False
         self._promoter.close()
         self._bound, self._units = {}, []
 
@@ -219,43 +232,56 @@ class OffloadSession(NotCopyable):
 
     # -- building ---------------------------------------------------------------------------------------------------
 
-    def _start_link(self, link: Link | None, measure_stalls: bool) -> None:
-        """The readers of a ring come up while weights are loaded."""
-        self._link = link
-        if link is None and self._device.type == "cuda" and self.plan.staged_units:
-            self._link = RingLink(self._device, measure_stalls=measure_stalls, recorder=self.recorder)
+    def _start_link(self) -> None:
+        """The readers of a ring start while weights are loaded."""
+        if self._link is None and self._device.type == "cuda" and self.plan.staged_units:
+            self._link = RingLink(self._device, measure_stalls=self._options.measure_stalls, recorder=self.recorder)
         if self._link is not None and self.plan.units:
             self._link.start(self.plan, [self._store.load(unit) for unit in self.plan.units])
 
-    def _load(self, destinations: dict[str, torch.Tensor], disk: DiskOptions | None, progress: Progress | None) -> None:
-        elsewhere = [self._bound[name] for name in self.plan.resident if self._must_arrive(name)]
-        places = self._resident_places(elsewhere)
-        nothing = {b.info.name for b in elsewhere if self.plan.mode == "meta" and b.on_meta}
-        for name in nothing:
-            places[name].zero_()  # takes its room, like the slots
+    def _load(self, prepared: Prepared, destinations: dict[str, torch.Tensor]) -> None:
+        moving = [self._bound[name] for name in self.plan.resident if prepared.must_move(name)]
+        places = self._resident_places(moving)
+        without_bytes = {b.info.name for b in moving if self.plan.mode == "meta" and b.on_meta}
+        for name in without_bytes:
+            places[name].zero_()  # the memory is used, like that of the slots
         loader = WeightLoader(
             self._bound,
             self._store,
             destinations,
-            {name: place for name, place in places.items() if name not in nothing},
+            {name: place for name, place in places.items() if name not in without_bytes},
             device=self._device,
-            weights=self._weights,
-            disk=disk,
-            progress=progress,
+            weights=prepared.weights,
+            disk=prepared.disk,
+            progress=self._options.progress,
         )
         loader.run()
         self._reads = loader.reads
-        for bound in elsewhere:
+        for bound in moving:
             bound.point_at(places[bound.info.name])
 
-    def _attach_units(self, link: Link, entry: nn.Module | None) -> None:
+    def _attach_hooks(self, plan: Plan, opened: OpenedStore) -> None:
+        if self._link is None:  # the session has it at once: an interrupt must find it
+            self._link = opened.make_link(self._device, self.recorder, self._options.measure_stalls)
+        self._attach_units(self._link)
+        self._promoter.serve(self._store)
+        for name in plan.uva:
+            blob = self._store.in_place(name)
+            self._bound[name].point_at(device_view(blob, self._device) if self._device.type == "cuda" else blob)
+        if plan.uva and plan.mode == "disk" and self._device.type == "cpu":
+            self._hook(MappedFilesGuard(self._model, self._store))
+        self._hook(StateGuard(self._model, [self._bound[name] for name in plan.offloaded_names], self._state_bytes))
+
+    def _attach_units(self, link: Link) -> None:
         if not self.plan.units:
             link.close()
             self._link = None
             return
         debug = debug_enabled() and not self._store.is_split
         try:
-            self._pipeline = Prefetcher(self.plan, self._store, link, self.recorder, debug, self._replays_announced)
+            self._pipeline = Prefetcher(
+                self.plan, self._store, link, self.recorder, debug, self._options.replays_announced
+            )
         except torch.OutOfMemoryError as error:
             needed = sum(self.plan.slot_bytes)
             raise BudgetError(
@@ -264,26 +290,23 @@ class OffloadSession(NotCopyable):
                 needed,
             ) from error
         token = new_token(self._device)
-        session = self._promoter if self._rests else None
+        session = None if self._options.keeps_addresses else self._promoter
         for unit in self.plan.units:
             memory = self._pipeline.slot_memory(unit.index)
             storages = [self._bound[part.storage] for part in unit.entries]
             for part, bound in zip(unit.entries, storages, strict=True):
                 slot = memory[part.offset : part.offset + part.num_bytes]
-                bound.point_at_slot(slot, self._promoter.wake if self._rests else None)
+                bound.point_at_slot(slot, None if session is None else session.wake)
             anchor = self._model.get_submodule(unit.anchor)
             self._units.append(UnitHook(anchor, unit.index, storages, self._pipeline, token, session, self._units))
             self._hook(self._units[-1])
-        self._hook(ForwardHook(self._model, entry or self._model, self._units, self._pipeline, token, session))
+        entry = self._options.entry or self._model
+        self._hook(ForwardHook(self._model, entry, self._units, self._pipeline, token, session))
 
     def _hook(self, hook: Hook) -> None:
         """Keep it first: an interrupt while it is attached must find it."""
         self._hooks.append(hook)
         hook.attach()
-
-    def _in_place(self, name: str) -> torch.Tensor:
-        blob = self._store.in_place(name)
-        return device_view(blob, self._device) if self._device.type == "cuda" else blob
 
     def _resident_places(self, storages: Sequence[BoundStorage]) -> dict[str, torch.Tensor]:
         """Where each resident goes; on a GPU, all in one allocation.
@@ -297,20 +320,15 @@ class OffloadSession(NotCopyable):
         parts = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device).split(sizes)
         return {b.info.name: part[: b.info.num_bytes] for b, part in zip(storages, parts, strict=True)}
 
-    def _forget_originals(self) -> None:
-        for name in self.plan.offloaded_names:
+    def _forget_originals(self, prepared: Prepared) -> None:
+        for name in prepared.plan.offloaded_names:
             if not self._store.adopts(name):
                 self._bound[name].forget_original()
-        for name in self.plan.resident:
-            if self._must_arrive(name):
+        for name in prepared.plan.resident:
+            if prepared.must_move(name):
                 self._bound[name].forget_original()
-        self._held, self._strayed = {}, frozenset()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # whole blocks of the old weights would stay with the allocator otherwise
-
-    def _must_arrive(self, name: str) -> bool:
-        """Whether a resident is not in the memory of the device yet."""
-        return self._bound[name].home != self._device or name in self._held or name in self._strayed
 
     # -- bringing back ----------------------------------------------------------------------------------------------
 
@@ -333,12 +351,21 @@ class OffloadSession(NotCopyable):
                 bound.info.num_bytes,
             ) from error
 
-    def _promotions(self) -> list[str]:
-        told = (
+    def _notes(self) -> tuple[str, ...]:
+        """What a user should know about how the offload runs."""
+        notes = []
+        # Set by transformers on models with experts.
+        experts = getattr(getattr(self._model, "config", None), "_experts_implementation", None)
+        if experts is not None and any(map(compile_pattern("experts"), self.plan.uva)):
+            meaning = _EXPERTS.get(experts, "whether it reads only the routed experts is not known to penstock")
+            notes.append(f"experts are read in place by {experts!r}: {meaning}")
+        for what, names in (
             ("resident since they were used outside of their module's forward", self._promoter.promoted),
             ("copied for every use outside of their module's forward, for want of room", self._promoter.lent),
-        )
-        return [f"{what}: {', '.join(names)}" for what, names in told if names]
+        ):
+            if names:
+                notes.append(f"{what}: {', '.join(names)}")
+        return tuple(notes)
 
     def _current_bytes(self, name: str) -> torch.Tensor:
         if name in self.plan.resident:
@@ -371,7 +398,7 @@ class OffloadSession(NotCopyable):
             self._link.close()
 
     def _undo(self) -> None:
-        self._removed = True
+        self._in_force = False
         try:
             self._detach()
         finally:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import format_gib
@@ -32,7 +31,7 @@ from penstock.transfer.cpu_threads import ThreadLink
 from penstock.transfer.cuda_stream import StreamLink
 from penstock.transfer.link import Link
 
-__all__ = ["OpenedStore", "compute_device", "open_pinned", "open_store"]
+__all__ = ["OpenedStore", "open_pinned", "open_store"]
 
 # From the device of compute, the recorder of reads, and whether waits are to be timed.
 MakeLink = Callable[[torch.device, Recorder, bool], Link]
@@ -151,25 +150,6 @@ def _cpu_store(offloaded: dict[str, BoundStorage]) -> tuple[CpuStore, dict[str, 
     made = {name: new_blob(bound.info.num_bytes) for name, bound in offloaded.items() if bound.on_meta}
     adopted = {name: bound.original_bytes() for name, bound in offloaded.items() if name not in made}
     return CpuStore({**adopted, **made}, made), made
-
-
-def compute_device(model: nn.Module, device: torch.device | str | None = None) -> torch.device:
-    """Where ``model`` will run: ``device``, or the one device its tensors are on (a CPU if all are on ``meta``).
-
-    Raises:
-        OptionError: tensors on several devices and none named; a device that is neither a CPU nor CUDA.
-    """
-    found = sorted({str(t.device) for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"})
-    if device is None and len(found) > 1:
-        raise OptionError(f"the model's tensors are on {', '.join(found)}; say where it runs with device=...")
-    target = torch.device(device if device is not None else found[0] if found else "cpu")
-    if target.type not in ("cpu", "cuda"):
-        raise OptionError(f"device {target}: expected a CPU or a CUDA device")
-    if target.type == "cuda" and not torch.cuda.is_available():
-        raise OptionError(f"device {target}: torch sees no CUDA device here; leave device out to run on the CPU")
-    if target.type == "cuda" and target.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return target
 
 
 def _meta_store(offloaded: dict[str, BoundStorage]) -> MetaStore:

@@ -7,7 +7,7 @@ target, settle the dtype, convert. It differs in what flows through: stretches o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from penstock.adapters.transformers.stretches import Stretches
 from penstock.checkpoint.safetensors_header import Checkpoint, FileTensor
 from penstock.checkpoint.weight_map import Conversion, TensorSource, WeightMap
 from penstock.errors import CheckpointError
-from penstock.model.inventory import take_inventory
+from penstock.model.inventory import Inventory, take_inventory
 from penstock.stores.disk import DiskStore
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ class Match:
         missing: names in the model that nothing in the checkpoint provides, those transformers tolerates left out.
         unexpected: names in the checkpoint that the model has no place for, those transformers tolerates left out.
         untied: names that the configuration ties to others, but the checkpoint holds with other values.
+        inventory: of the model, as adapted to the checkpoint.
     """
 
     weights: WeightMap
@@ -112,6 +113,7 @@ class Match:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     untied: tuple[str, ...]
+    inventory: Inventory
 
     @property
     def loaded(self) -> frozenset[str]:
@@ -150,8 +152,9 @@ def match(model: PreTrainedModel, checkpoint: Checkpoint) -> Match:
     recipes = {name: recipe for entry in rearranged for recipe in [entry.recipe(model)] for name in entry.names}
     weights = WeightMap(checkpoint, sources, recipes)
     loaded = {*sources, *(name for entry in rearranged for name in entry.names)}
-    missing, unexpected = _tolerated(model, _missing(model, loaded), unused)
-    return Match(weights, tuple(rearranged), missing, unexpected, untied)
+    inventory = take_inventory(model)
+    missing, unexpected = _tolerated(model, _missing(inventory, state.keys(), loaded), unused)
+    return Match(weights, tuple(rearranged), missing, unexpected, untied, inventory)
 
 
 _Collected = dict[str, tuple[WeightConverter | None, list[tuple[str, FileTensor]]]]
@@ -240,10 +243,9 @@ def _stream(model: PreTrainedModel, assembly: Assembly) -> tuple[dict[str, Tenso
         return {}, f"rearranged by {assembly.operations}"
 
 
-def _missing(model: PreTrainedModel, loaded: set[str]) -> set[str]:
+def _missing(inventory: Inventory, persistent: Collection[str], loaded: set[str]) -> set[str]:
     """Names of the state dict whose memory no loaded tensor provides; a tie to a loaded tensor provides it."""
-    persistent = model.state_dict().keys()
-    storages = [storage.names for storage in take_inventory(model).storages]
+    storages = [storage.names for storage in inventory.storages]
     return {name for names in storages if loaded.isdisjoint(names) for name in names if name in persistent}
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,25 +23,28 @@ from transformers import PreTrainedModel
 
 from penstock.adapters.transformers.conversion import Match, Rearranged, match
 from penstock.adapters.transformers.meta_model import build_meta_model
-from penstock.api import Handle, offload
+from penstock.api import Handle, start
 from penstock.checkpoint.safetensors_header import Checkpoint
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Policy, as_policy, format_gib
 from penstock.errors import CheckpointError, warn_user
-from penstock.model.inventory import Inventory, StorageInfo, take_inventory
-from penstock.model.live_tensors import bind
+from penstock.model.inventory import StorageInfo, take_inventory
+from penstock.model.live_tensors import BoundStorage
 from penstock.model.tensor_guards import storage_id
 from penstock.plan import Plan
-from penstock.plan.planner import Planner
 from penstock.ranks.peers import Peers
 from penstock.runtime.agreement import attempt
-from penstock.runtime.arguments import require_group, require_kinds
-from penstock.runtime.limits import describe_device
-from penstock.runtime.memory_check import require_room
-from penstock.runtime.planning import not_in_files, planner_for, split_planner
+from penstock.runtime.prepare import (
+    Prepared,
+    compute_device,
+    make_planner,
+    not_in_files,
+    prepare,
+    require_group,
+    require_kinds,
+)
 from penstock.runtime.session import Progress
-from penstock.runtime.store_factory import compute_device
-from penstock.stores.disk import DiskOptions
+from penstock.stores.file_reader import DiskOptions
 from penstock.stores.store import new_blob
 
 if TYPE_CHECKING:
@@ -93,43 +95,25 @@ def load(
     To pool links or to measure stalls, :func:`penstock.offload` a model that is built already.
     """
     require_group(group)
-    with attempt(None if group is None else Peers(group)) as peers:
+    with attempt(None if group is None else Peers(group)) as ranks:
         require_kinds(device, disk)
         model = build_meta_model(path, model_class=model_class, dtype=dtype)
         found = match(model, Checkpoint.open(path))
         _report(model, found)
-        inventory, target = take_inventory(model), compute_device(model, device)
-        planner = _planner(model, inventory, found.weights, target, disk)
-        planner = split_planner(planner, policy, peers)
-        plan = policy if isinstance(policy, Plan) else planner.plan(as_policy(policy))
-        _refuse_early(model, plan, inventory, target)
-        _materialise(model, found, plan)
+        prepared = prepare(
+            model,
+            policy,
+            inventory=found.inventory,
+            device=device,
+            weights=found.weights,
+            unstreamable=not_in_files(found.inventory, found.weights),
+            disk=disk,
+            ranks=ranks,
+        )
+        _materialise(model, found, prepared)
         _take_generation_config(model, Path(path))
         model.train(False)
-        if plan is not policy:
-            plan = replace(plan, made_for=describe_device(target))
-        handle = offload(
-            model, plan, checkpoint=found.weights, device=device, disk=disk, progress=progress, group=group
-        )
-        handle._hold_to_budget(policy)  # the plan alone does not tell it
-    return model, handle
-
-
-def _planner(
-    model: PreTrainedModel,
-    inventory: Inventory,
-    weights: WeightMap,
-    device: torch.device,
-    disk: DiskOptions | None = None,
-) -> Planner:
-    return planner_for(model, inventory, device, weights, unstreamable=not_in_files(inventory, weights), disk=disk)
-
-
-def _refuse_early(model: PreTrainedModel, plan: Plan, inventory: Inventory, device: torch.device) -> None:
-    """What :func:`penstock.offload` will refuse is refused here, before tensors that cannot be streamed are made."""
-    plan.check(inventory)
-    plan.check_machine(describe_device(device))
-    require_room(model, plan, inventory, device)
+        return model, start(prepared, progress=progress)
 
 
 def weight_map(model: PreTrainedModel, checkpoint: Checkpoint) -> WeightMap:
@@ -148,21 +132,25 @@ def plan_for(
     model: PreTrainedModel, weights: WeightMap, policy: Policy | str | int, device: torch.device | str | None = None
 ) -> Plan:
     """The plan that :func:`load` would carry out on ``device``; loads nothing."""
-    planner = _planner(model, take_inventory(model), weights, compute_device(model, device))
+    inventory, target = take_inventory(model), compute_device(model, device)
+    planner = make_planner(model, inventory, target, weights, unstreamable=not_in_files(inventory, weights))
     return planner.plan(as_policy(policy))
 
 
 # -- what is not streamed ---------------------------------------------------------------------------------------------
 
 
-def _materialise(model: PreTrainedModel, found: Match, plan: Plan) -> None:
+def _materialise(model: PreTrainedModel, found: Match, prepared: Prepared) -> None:
     """Give data to what is neither read from the files nor made of them during the offload."""
-    inventory = take_inventory(model)
+    plan, bound, inventory = prepared.plan, prepared.bound, prepared.inventory
     if plan.mode != "meta":
         for entry in found.rearranged:
-            if not all(_made_later(inventory.by_name[name], found.weights, plan) for name in entry.names):
-                _make_now(model, inventory, found.weights, entry)
-        _allocate(model, [s for s in inventory.storages if found.loaded.isdisjoint(s.names)])
+            storages = [inventory.by_name[name] for name in entry.names]
+            if not all(_made_later(storage, found.weights, plan) for storage in storages):
+                _make_now(model, found.weights, entry, [bound[storage.name] for storage in storages])
+        for storage in inventory.storages:
+            if found.loaded.isdisjoint(storage.names):
+                _allocate(bound[storage.name])
         _allocate_empty(model, inventory.empty)
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     for name in found.loaded:
@@ -203,19 +191,19 @@ def _made_later(storage: StorageInfo, weights: WeightMap, plan: Plan) -> bool:
     return not split and weights.recipe(storage) is not None
 
 
-def _make_now(model: PreTrainedModel, inventory: Inventory, weights: WeightMap, entry: Rearranged) -> None:
+def _make_now(model: PreTrainedModel, weights: WeightMap, entry: Rearranged, storages: Iterable[BoundStorage]) -> None:
     recipe = entry.recipe(model)
     made = recipe.make({part.name: weights.checkpoint.read(part.name) for part in recipe.parts})
+    for storage in storages:
+        _allocate(storage)
     for name, value in made.items():
-        _allocate(model, [inventory.by_name[name]])
         model.get_parameter_or_buffer(name).data.copy_(value)
 
 
-def _allocate(model: PreTrainedModel, storages: Iterable[StorageInfo]) -> None:
-    """Move storages from ``meta`` to the CPU, ties and views kept, filled with zeros."""
-    for bound in bind(model, storages).values():
-        if bound.on_meta:
-            bound.point_at(new_blob(bound.info.num_bytes).zero_())
+def _allocate(storage: BoundStorage) -> None:
+    """Move a storage from ``meta`` to the CPU, ties and views kept, filled with zeros."""
+    if storage.on_meta:
+        storage.adopt(new_blob(storage.info.num_bytes).zero_())
 
 
 def _allocate_empty(model: PreTrainedModel, names: Iterable[str]) -> None:
@@ -254,14 +242,14 @@ def _take_generation_config(model: PreTrainedModel, folder: Path) -> None:
 def _report(model: PreTrainedModel, found: Match) -> None:
     root = found.weights.checkpoint.root
     if found.missing:
-        _warn(
+        warn_user(
             f"{_some(found.missing)} of {type(model).__name__} not in {root}: initialised anew, as from_pretrained "
             f"does; outputs that depend on them mean nothing until they are trained"
         )
     if found.unexpected:
-        _warn(f"{_some(found.unexpected)} in {root} not used: {type(model).__name__} has no place for them")
+        warn_user(f"{_some(found.unexpected)} in {root} not used: {type(model).__name__} has no place for them")
     if found.untied:
-        _warn(
+        warn_user(
             f"{_some(found.untied)} in {root} differ from the tensors that config.json ties them to: not tied, as "
             f"from_pretrained does; say tie_word_embeddings: false in config.json"
         )
@@ -270,7 +258,7 @@ def _report(model: PreTrainedModel, found: Match) -> None:
         sizes = {name: state[name].nbytes for entry in found.rearranged for name in entry.names}
         why = {name: entry.why for entry in found.rearranged for name in entry.names}
         named = [f"{name} ({size} bytes, {why[name]})" for name, size in sizes.items()]
-        _warn(
+        warn_user(
             f"{_some(named)}, {format_gib(sum(sizes.values()))} in all, cannot be streamed from the unmodified files: "
             f"made while loading, tensor by tensor, and resident where the rest is streamed; a checkpoint saved in the "
             f"form and dtype the model uses streams them"
@@ -282,7 +270,3 @@ def _some(names: Iterable[str]) -> str:
     more = f" and {len(every) - _NAMES_SHOWN} more" if len(every) > _NAMES_SHOWN else ""
     noun = "tensor" if len(every) == 1 else "tensors"
     return f"{len(every)} {noun} ({', '.join(every[:_NAMES_SHOWN])}{more})"
-
-
-def _warn(message: str) -> None:
-    warn_user(message)
