@@ -28,7 +28,7 @@ from penstock.plan import Plan, build_plan
 from penstock.plan.cost_model import Rates
 from penstock.plan.plan import assemble
 from penstock.plan.predict import forecast
-from penstock.transfer.probe import Probe, load, measure, save
+from penstock.transfer.machine_probe import Probe, load, measure, save
 
 STACKS = ("qwen3-8b", "deepseek-v2-lite")
 

@@ -34,7 +34,7 @@ from penstock.demo.synthetic_model import ensure_model
 from penstock.errors import OptionError, PenstockError, SizeError
 from penstock.plan.report import gib
 from penstock.stores.file_reader import DiskOptions, File
-from penstock.transfer.probe import Probe
+from penstock.transfer.machine_probe import Probe
 
 OFFLOAD_FLAGS = [
     "--device-memory",
@@ -497,7 +497,7 @@ def test_a_plan_is_drawn(model: Path, tmp_path: Path) -> None:
 def test_planning_with_files_read_past_the_page_cache(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As this machine's kept probe has it, and as the same probe in a file has it."""
     kept = Probe({"cpu": "x86"}, product_s_per_byte={1: 1e-12}, disk_read_bytes_per_s=1e8, cached_read_bytes_per_s=1e10)
-    monkeypatch.setattr("penstock.transfer.probe.load", lambda: kept)
+    monkeypatch.setattr("penstock.transfer.machine_probe.load", lambda: kept)
     args = ("plan", model, "--device-memory", "2MiB", "--json")
     outlooks = [json.loads(run(*args, *flag).stdout)["outlook"] for flag in ((), ("--disk-direct",))]
     through, past = (outlook["steps"][0]["step_s"] for outlook in outlooks)

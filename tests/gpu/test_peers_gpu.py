@@ -22,8 +22,8 @@ from penstock.errors import OptionError, TransferError
 from penstock.runtime import parts as sharing
 from penstock.stores.sharded import PartStore
 from penstock.testing import assert_moved
+from penstock.transfer.machine_probe import median_s
 from penstock.transfer.peer_rates import PEER_SIZES, mutual_peers, peer_rates
-from penstock.transfer.probe_measure import median_s
 from ranks import outcomes, run_ranks
 
 NUM_RANKS = 4 if torch.cuda.device_count() >= 4 else 2

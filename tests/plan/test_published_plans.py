@@ -15,7 +15,7 @@ import pytest
 
 from penstock.model.inventory import take_inventory
 from penstock.plan.predict import forecast
-from penstock.transfer.probe import read_probe
+from penstock.transfer.machine_probe import read_probe
 from plan_predictions import Contest, Planner, build
 
 REPORT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "2026-11-21-plan-h200.jsonl"

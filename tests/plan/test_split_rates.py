@@ -29,7 +29,7 @@ from penstock.plan.plan import CHUNK_BYTES
 from penstock.plan.planner import Planner
 from penstock.plan.split import split_rates
 from penstock.transfer import peer_rates as measuring
-from penstock.transfer.probe import Probe, read_probe
+from penstock.transfer.machine_probe import Probe, read_probe
 from plan_predictions import build
 from ranks import outcomes
 

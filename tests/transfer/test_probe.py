@@ -20,8 +20,8 @@ from models import Stack
 from penstock.cli import app
 from penstock.errors import OptionError, PenstockWarning
 from penstock.plan.cost_model import NOMINAL_CPU
-from penstock.transfer import probe as probes
-from penstock.transfer.probe import Probe, cache_path, describe_machine, load, planning_rates, read_probe, save
+from penstock.transfer import machine_probe as probes
+from penstock.transfer.machine_probe import Probe, cache_path, describe_machine, load, planning_rates, read_probe, save
 
 CPU = torch.device("cpu")
 NUM_MUTATIONS = 230

@@ -105,7 +105,7 @@ def _ground(flags: OffloadFlags, file: Path | None) -> _Ground:
         raise OptionError("--machine and --device contradict each other: the file says what device there is")
     import torch
 
-    from penstock.transfer.probe import read_probe
+    from penstock.transfer.machine_probe import read_probe
 
     probe = read_probe(file)
     rates = probe.gpu_rates()

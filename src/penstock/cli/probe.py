@@ -13,7 +13,7 @@ from penstock.cli.console import stderr, stdout
 from penstock.cli.values import require_folder
 
 if TYPE_CHECKING:
-    from penstock.transfer.probe import Probe
+    from penstock.transfer.machine_probe import Probe
 
 __all__ = ["probe"]
 
@@ -25,7 +25,7 @@ def probe(
     """Measure the link, the device, the CPU and the disk of this machine; takes about half a minute."""
     if folder is not None:
         require_folder("--folder", folder)
-    from penstock.transfer.probe import measure, save
+    from penstock.transfer.machine_probe import measure, save
 
     if not as_json:
         stderr.print("measuring ...")

@@ -32,7 +32,7 @@ from penstock.runtime.parts import splits_units
 from penstock.runtime.under_construction import BuildTimePool, storages_in_engine_memory
 from penstock.stores.file_reader import DiskOptions
 from penstock.stores.pinned_host import Held
-from penstock.transfer.probe import planning_rates
+from penstock.transfer.machine_probe import planning_rates
 
 __all__ = [
     "Prepared",

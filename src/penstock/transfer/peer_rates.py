@@ -26,7 +26,7 @@ MedianS = Callable[[Callable[[], object]], float]
 def peer_rates(
     device: torch.device, median_s: MedianS, sizes: Sequence[int] = PEER_SIZES
 ) -> dict[str, dict[int, float]]:
-    """Fields of a :class:`penstock.transfer.probe.Probe`; none where ``device`` has no peers. Raises nothing.
+    """Fields of a :class:`penstock.transfer.machine_probe.Probe`; none where ``device`` has no peers. Raises nothing.
 
     ``sizes``: bytes of one copy, ascending; the last is also that of each copy when all devices gather.
     """
