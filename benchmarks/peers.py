@@ -25,7 +25,7 @@ from torch import nn
 import penstock
 from harness import append, capture, writable_file
 from penstock.bench.reference_step import QWEN3_8B, build_stack
-from penstock.runtime import parts as sharing
+from penstock.runtime import rank_stores
 
 WAYS: dict[str, dict[str, Any]] = {
     "alone": {"mode": "cpu"},
@@ -169,7 +169,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--layers", type=int, default=6, help="of Qwen3-8B's shape")
     parser.add_argument("--hidden", type=int, default=QWEN3_8B.hidden, help="smaller for a smoke test")
-    parser.add_argument("--chunk-mib", type=float, default=sharing.CHUNK_BYTES / 2**20, help="of pooled links")
+    parser.add_argument("--chunk-mib", type=float, default=rank_stores.CHUNK_BYTES / 2**20, help="of pooled links")
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--out", type=writable_file, help="append results here, one JSON object per line")
     return parser.parse_args()
@@ -179,7 +179,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Measure, print, write."""
     args = parse()
-    sharing.CHUNK_BYTES = int(args.chunk_mib * 2**20)
+    rank_stores.CHUNK_BYTES = int(args.chunk_mib * 2**20)
     gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if gpu else "gloo")
     device = torch.device("cuda", dist.get_rank()) if gpu else torch.device("cpu")

@@ -13,9 +13,9 @@ from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Policy
 from penstock.errors import OptionError, OptionTypeError, StateError, warn_user
 from penstock.plan import Plan
-from penstock.ranks.peers import Peers
-from penstock.runtime.agreement import attempt, spans_ranks
+from penstock.ranks.group import RankGroup
 from penstock.runtime.prepare import Prepared, prepare, require_group, require_kinds
+from penstock.runtime.rank_stores import spans_ranks
 from penstock.runtime.session import OffloadSession, Progress, SessionOptions
 from penstock.runtime.state_dict import place_of
 from penstock.stats import Stats
@@ -127,7 +127,8 @@ def offload(
         progress: called with (bytes loaded, bytes to load) while weights are read or moved.
         measure_stalls: on a GPU, time every wait, in graphs too, for ``stats()``; a CPU always does.
         group: ranks that offload the same weights, for modes ``shm_cpu`` and ``sharded_gpu`` and for ``pool_links``.
-            All of them make this call, in the same order. It succeeds in all or in none, and may be tried again.
+            All of them make this call, in the same order. It succeeds in all or in none; after a failure, try again
+            with a new group.
         pool_links: each rank of ``group`` copies a part of every unit over its own link and passes it on to the others.
             Ranks run in step: they call the model for the same modules in the same order, each within the timeout of
             the group. Where the parts are host memory, ``state_dict()`` and ``remove()`` are calls that all ranks make,
@@ -142,8 +143,8 @@ def offload(
         LimitError: the device or the host has no room for the plan; found before anything is allocated.
         CheckpointError: files missing, damaged or for another model.
         StateError: the model, a part of it or a model around it is offloaded already.
-        PeerError: another rank of ``group`` failed, ended, or did not come within ``PENSTOCK_PEER_TIMEOUT`` seconds
-            (where units are split over ranks, within the timeout of the group if that is shorter).
+        PeerError: another rank of ``group`` failed, ended, or did not come within ``PENSTOCK_PEER_TIMEOUT`` seconds,
+            or the timeout of the group if that is shorter; or the group has failed before.
 
     The model is untouched when anything is raised. While it is offloaded, a parameter that is copied ahead of use has
     its bytes on the device only while its module runs. Whatever else uses it through PyTorch's dispatcher gets the same
@@ -157,7 +158,7 @@ def offload(
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper; the code behind it retraces by itself
     was_offloaded = isinstance(model, nn.Module) and _handle_of(model) is not None
     try:
-        with attempt(None if group is None else Peers(group, pool_links)) as ranks:
+        with RankGroup.open(group, pool_links) as ranks:
             if not isinstance(model, nn.Module):
                 raise OptionTypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
             _refuse_second_offload(model)

@@ -476,9 +476,9 @@ class TestPlanning:
         rates = replace(NOMINAL_GPU, peer_bytes_per_s=Curve.of({1: 1e12}))
         monkeypatch.setattr("penstock.adapters.transformers.load_folder.start", start)
         monkeypatch.setattr("penstock.adapters.transformers.load_folder.require_group", lambda group: None)
-        monkeypatch.setattr("penstock.adapters.transformers.load_folder.attempt", nullcontext)
+        monkeypatch.setattr("penstock.adapters.transformers.load_folder.RankGroup.open", nullcontext)
         monkeypatch.setattr("penstock.runtime.prepare.planning_rates", lambda *_: rates)
-        folder, group = saved("qwen3"), SimpleNamespace(size=lambda: 4)
+        folder, group = saved("qwen3"), SimpleNamespace(size=4, pool_links=False)
         num_bytes = take_inventory(build_meta_model(folder)).num_bytes
         budget = penstock.Budget(num_bytes * 3 // 4, params=["mlp"], mode="sharded_gpu")
         for policy in (budget, replace(EVERYTHING, mode="sharded_gpu")):

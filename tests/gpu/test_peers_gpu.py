@@ -19,7 +19,7 @@ from gpu_models import build
 import penstock
 from penstock import Prefetch
 from penstock.errors import OptionError, TransferError
-from penstock.runtime import parts as sharing
+from penstock.runtime import rank_stores
 from penstock.stores.sharded import PartStore
 from penstock.testing import assert_moved
 from penstock.transfer.machine_probe import median_s
@@ -49,7 +49,7 @@ def capture(model: Any, ids: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.
 @torch.no_grad()
 def bits(rank: int, kind: str, slots: int, rest: str) -> int:
     """Eager, captured, replayed and mixed, from weights on the device and in host memory; small chunks."""
-    sharing.CHUNK_BYTES = 64 << 10
+    rank_stores.CHUNK_BYTES = 64 << 10
     resident = build(7)
     model = copy.deepcopy(resident).to(rest)
     ids = torch.arange(8, device="cuda")

@@ -122,8 +122,8 @@ def test_the_first_refusal_is_the_last_try(monkeypatch: pytest.MonkeyPatch) -> N
 def test_each_rank_touches_what_it_brings() -> None:
     sizes = dict.fromkeys("abcd", 3 * HUGE_PAGE_BYTES)
     shared = SharedMemory.create(shared_bytes([], sizes))
-    meeting: Any = SimpleNamespace(rank=1, fail=lambda reason: None)
-    store = SharedStore([], sizes, None, shared, meeting, [0, 1])
+    ranks: Any = SimpleNamespace(rank=1)
+    store = SharedStore([], sizes, None, shared, ranks, [0, 1])
     store.touch()
     pages = 2 * 3  # of c and d; the slab begins where the file does
     touched = [torch.count_nonzero(resident(store.destination(name))).item() for name in "abcd"]

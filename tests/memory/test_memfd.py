@@ -23,8 +23,7 @@ from hypothesis import strategies as st
 from penstock.errors import BudgetError, OptionError, PeerError
 from penstock.memory.memfd import SharedMemory
 from penstock.plan.plan import SlabEntry, Unit
-from penstock.ranks.peers import Peers
-from penstock.ranks.rendezvous import Rendezvous
+from penstock.ranks.group import RankGroup
 from penstock.stores.shared_host import SharedStore, share_out, shared_bytes
 from registrars import Ledger
 
@@ -141,21 +140,6 @@ def test_shares_are_runs_that_cover_everything_evenly(sizes: list[int], num_part
         assert sum(named[name] for name in part) <= sum(sizes) / num_parts + max(sizes, default=0)
 
 
-class _Group:
-    """A group of one, as far as a meeting asks."""
-
-    def __init__(self) -> None:
-        self.store = dist.HashStore()
-
-    def get_group_store(self) -> dist.Store:
-        return self.store
-
-
-class _Alone(Peers):
-    rank = 0  # type: ignore[assignment]
-    size = 1  # type: ignore[assignment]
-
-
 def unit(index: int, *sizes: int) -> Unit:
     entries, offset = [], 0
     for i, size in enumerate(sizes):
@@ -169,9 +153,9 @@ IN_PLACE = {"table": 9000}
 
 
 def open_store(ledger: Ledger | None) -> tuple[SharedStore, dict[str, torch.Tensor]]:
-    meeting = Rendezvous(_Alone(_Group()), "test", timeout_s=1.0)  # type: ignore[arg-type]
+    ranks = RankGroup(dist.ProcessGroup(dist.HashStore(), 0, 1))
     memory = SharedMemory.create(shared_bytes(UNITS, IN_PLACE, 6000))
-    store = SharedStore(UNITS, IN_PLACE, ledger, memory, meeting, [0], max_slab_bytes=6000)
+    store = SharedStore(UNITS, IN_PLACE, ledger, memory, ranks, [0], max_slab_bytes=6000)
     written = {}
     for name in store.mine:
         written[name] = torch.randint(0, 256, store.destination(name).shape, dtype=torch.uint8)

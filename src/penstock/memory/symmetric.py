@@ -13,7 +13,7 @@ import torch.distributed._symmetric_memory as symm
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from penstock.errors import OptionError
-from penstock.ranks.peers import Peers
+from penstock.ranks.group import RankGroup
 
 __all__ = ["SymmetricMemory"]
 
@@ -26,23 +26,25 @@ class SymmetricMemory:
         views: the memory of each rank as a tensor on ``device`` (uint8, 1-D).
     """
 
-    def __init__(self, num_bytes: int, device: torch.device, peers: Peers) -> None:
+    def __init__(self, num_bytes: int, device: torch.device, ranks: RankGroup) -> None:
         """Collective; uninitialised.
 
         Raises:
             OptionError: the devices cannot address one another.
+            PeerError: another rank failed, ended or did not come in time.
             torch.OutOfMemoryError: no room on this one.
         """
-        self.rank = peers.rank
-        self._timeout_ms = int(peers.timeout_s * 1e3)
+        self.rank = ranks.rank
+        self._timeout_ms = int(ranks.timeout_s * 1e3)
         with torch.cuda.device(device):
             try:
                 # What symm.empty calls. That takes it from a pool, which would keep what is given back.
                 local = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
             except RuntimeError as error:
                 raise torch.OutOfMemoryError(f"{device}: no room for {num_bytes} bytes: {error}") from error
+            ranks.exchange("allocate")  # torch's rendezvous does not notice a rank that had no memory
             try:
-                self._handle = symm.rendezvous(local, peers.group.group_name)
+                self._handle = symm.rendezvous(local, ranks.process_group.group_name)
             except RuntimeError as error:
                 raise OptionError(
                     f"{device} and the devices of the other ranks cannot address one another's memory "
@@ -51,7 +53,7 @@ class SymmetricMemory:
                 ) from error
             self.views = [
                 local if rank == self.rank else self._handle.get_buffer(rank, (num_bytes,), torch.uint8)
-                for rank in range(peers.size)
+                for rank in range(ranks.size)
             ]
 
     @property

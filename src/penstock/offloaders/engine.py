@@ -25,7 +25,7 @@ from penstock.offloaders.layerwise import StackedOffloader
 from penstock.plan.build import build_plan, plan_group_rule
 from penstock.plan.layers import TINY_BYTES, worth_moving
 from penstock.plan.plan import Plan
-from penstock.ranks.peers import Peers
+from penstock.ranks.group import RankGroup
 from penstock.runtime.prepare import make_planner
 from penstock.runtime.under_construction import BuildTimeFilter
 
@@ -52,18 +52,18 @@ class EngineOffloader(StackedOffloader):
         find_model: Callable[[], nn.Module],
         *,
         is_lookup: Callable[[nn.Module], bool] = is_embedding,
-        peers: Peers | None = None,
+        ranks: RankGroup | None = None,
         measure_stalls: bool = False,
         announces_replays: bool = False,
     ) -> None:
         """``policy``: what to do; ``find_model``: asked in :meth:`post_init`.
 
-        ``is_lookup``: see :func:`penstock.model.inventory.take_inventory`. ``peers``: for mode ``shm_cpu``.
+        ``is_lookup``: see :func:`penstock.model.inventory.take_inventory`. ``ranks``: for mode ``shm_cpu``.
         ``measure_stalls``: time every wait, for :meth:`stats`. ``announces_replays``: the engine calls
         :meth:`sync_prev_onload` before every capture and every replay of a whole forward, and puts neither end of a
         unit into a graph of a part of one.
         """
-        super().__init__(BuildTimeFilter(policy), peers=peers, measure_stalls=measure_stalls)
+        super().__init__(BuildTimeFilter(policy), ranks=ranks, measure_stalls=measure_stalls)
         self._policy = policy
         self._find_model = find_model
         self._is_lookup = is_lookup

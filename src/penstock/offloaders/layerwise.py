@@ -13,7 +13,7 @@ from penstock.errors import StateError
 from penstock.model.inventory import Inventory, take_inventory
 from penstock.offloaders.base import BaseOffloader
 from penstock.plan.plan import Plan
-from penstock.ranks.peers import Peers
+from penstock.ranks.group import RankGroup
 from penstock.runtime.prepare import Prepared, compute_device, prepare
 from penstock.runtime.session import OffloadSession, SessionOptions
 from penstock.runtime.under_construction import BuildTimeFilter, BuildTimePool
@@ -29,13 +29,15 @@ class StackedOffloader(BaseOffloader):
     a place in a model.
     """
 
-    def __init__(self, leaves: BuildTimeFilter, *, peers: Peers | None = None, measure_stalls: bool = False) -> None:
+    def __init__(
+        self, leaves: BuildTimeFilter, *, ranks: RankGroup | None = None, measure_stalls: bool = False
+    ) -> None:
         """``leaves``: which parameters leave the device as soon as their layer is built.
 
-        ``peers``: for stores that span processes. ``measure_stalls``: time every wait, for :meth:`stats`.
+        ``ranks``: for stores that span processes. ``measure_stalls``: time every wait, for :meth:`stats`.
         """
         self._leaves = leaves
-        self._peers = peers
+        self._ranks = ranks
         self._measure_stalls = measure_stalls
         self._stacks = nn.ModuleList()
         self._pool = BuildTimePool()
@@ -74,7 +76,7 @@ class StackedOffloader(BaseOffloader):
             self._make_plan(inventory),
             inventory=inventory,
             device=self._device(model),
-            ranks=self._peers,
+            ranks=self._ranks,
             pool=self._pool,
             allocates=allocates,
         )

@@ -26,9 +26,9 @@ from penstock.plan.cost_model import Rates
 from penstock.plan.disk_fallback import Spill
 from penstock.plan.plan import slab_bytes
 from penstock.plan.planner import Planner
-from penstock.ranks.peers import Peers
+from penstock.ranks.group import RankGroup
 from penstock.runtime.limits import check_limits, describe_device, needs_of, read_limits
-from penstock.runtime.parts import splits_units
+from penstock.runtime.rank_stores import splits_units
 from penstock.runtime.under_construction import BuildTimePool, storages_in_engine_memory
 from penstock.stores.file_reader import DiskOptions
 from penstock.stores.pinned_host import Held
@@ -60,7 +60,7 @@ class Prepared:
         bound: the live tensors of every storage, by storage name.
         weights: the checkpoint; needed for what rests in ``disk`` and for tensors on ``meta``.
         disk: how its files are read.
-        ranks: the process group, for stores and links that span processes.
+        ranks: of the same offload, for stores and links that span processes.
         budget_bytes: device memory that weights may take, also when a tensor is promoted; ``None``: no such limit.
         pooled: where storages wait in pinned memory already; what of it is offloaded stays there.
         on_host: storages whose device is a GPU although the engine keeps their bytes in host memory.
@@ -73,7 +73,7 @@ class Prepared:
     bound: dict[str, BoundStorage] = field(repr=False)
     weights: WeightMap | None = None
     disk: DiskOptions | None = None
-    ranks: Peers | None = None
+    ranks: RankGroup | None = None
     budget_bytes: int | None = None
     pooled: Mapping[str, Held] = field(default_factory=dict, repr=False)
     on_host: frozenset[str] = frozenset()
@@ -92,7 +92,7 @@ def prepare(
     weights: WeightMap | None = None,
     unstreamable: Collection[str] = (),
     disk: DiskOptions | None = None,
-    ranks: Peers | None = None,
+    ranks: RankGroup | None = None,
     pool: BuildTimePool | None = None,
     allocates: bool = True,
 ) -> Prepared:
@@ -106,7 +106,7 @@ def prepare(
         weights: the checkpoint.
         unstreamable: storages that its files do not hold as they are (:func:`not_in_files`).
         disk: how its files are read.
-        ranks: the process group that shares the weights.
+        ranks: those that share the weights.
         pool: where weights were put while the model was built.
         allocates: the plan will be carried out, so the machine must have room for it.
 
@@ -265,7 +265,7 @@ def _free_host_bytes(device: torch.device, inventory: Inventory) -> int | None:
     return max(0, free_bytes - staging - min(_HEADROOM_BYTES, free_bytes // 16))
 
 
-def _for_ranks(planner: Planner, policy: Policy, ranks: Peers | None) -> Planner:
+def _for_ranks(planner: Planner, policy: Policy, ranks: RankGroup | None) -> Planner:
     """``planner`` for the ranks that split the units of ``policy``, if it has them split.
 
     Every rank plans for itself, and all have to come to one plan. So nothing counts that ranks may see differently: no
@@ -276,7 +276,7 @@ def _for_ranks(planner: Planner, policy: Policy, ranks: Peers | None) -> Planner
     return replace(planner, num_ranks=ranks.size, spill=None)
 
 
-def _settle(plan: Plan, inventory: Inventory, device: torch.device, ranks: Peers | None) -> Plan:
+def _settle(plan: Plan, inventory: Inventory, device: torch.device, ranks: RankGroup | None) -> Plan:
     """``plan`` checked against the model and the machine, in the form that this machine can carry out."""
     plan.check(inventory)
     plan.check_machine(describe_device(device))

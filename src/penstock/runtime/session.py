@@ -23,7 +23,6 @@ from penstock.model.live_tensors import BoundStorage
 from penstock.model.patterns import compile_pattern
 from penstock.ops import new_token
 from penstock.plan.plan import Plan, slab_bytes
-from penstock.runtime.agreement import Attempt, compare_plans, spans_ranks
 from penstock.runtime.hooks import ForwardHook, UnitHook
 from penstock.runtime.prefetcher import Prefetcher, release_left
 from penstock.runtime.prepare import Prepared
@@ -126,8 +125,6 @@ class OffloadSession(NotCopyable):
         """
         assert self._prepared is not None, "attached once already"
         prepared, ranks = self._prepared, self._prepared.ranks
-        if isinstance(ranks, Attempt):
-            compare_plans(prepared.plan, self._bound, prepared.weights, ranks)
         opened = open_store(
             prepared.plan, self._bound, self._device, prepared.weights, prepared.disk, ranks, prepared.pooled
         )
@@ -140,9 +137,8 @@ class OffloadSession(NotCopyable):
             self._account = self._store.account
             self._attach_hooks(prepared.plan, opened)
             self.rewind()
-            # Up to here each rank can undo its part, so here the ranks wait for one another.
-            if isinstance(ranks, Attempt) and spans_ranks(prepared.plan, ranks):
-                ranks.meeting.settle()
+            if ranks is not None:
+                ranks.exchange("attached")  # up to here each rank can undo its part
         except BaseException:
             self._undo()
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,9 +21,8 @@ from penstock.memory.pinned import (
 )
 from penstock.model.live_tensors import BoundStorage
 from penstock.plan.plan import SLAB_ALIGNMENT_BYTES, Plan
-from penstock.ranks.peers import Peers, require_peers
-from penstock.runtime.agreement import open_shared
-from penstock.runtime.parts import open_parts, splits_units
+from penstock.ranks.group import RankGroup, require_ranks
+from penstock.runtime.rank_stores import compare_ranks, open_parts, open_shared, splits_units
 from penstock.stats import Recorder
 from penstock.stores.disk import DiskOptions, DiskStore
 from penstock.stores.pinned_host import Held, PinnedStore
@@ -30,6 +30,7 @@ from penstock.stores.store import CpuStore, MetaStore, SpillStore, Store, new_bl
 from penstock.transfer.cpu_threads import ThreadLink
 from penstock.transfer.cuda_stream import StreamLink
 from penstock.transfer.link import Link
+from penstock.transfer.sharded_copy import link_of_parts
 
 __all__ = ["OpenedStore", "open_pinned", "open_store"]
 
@@ -64,13 +65,14 @@ def open_store(
     device: torch.device,
     weights: WeightMap | None,
     disk: DiskOptions | None,
-    peers: Peers | None = None,
+    ranks: RankGroup | None = None,
     held: Mapping[str, Held] | None = None,
 ) -> OpenedStore:
     """The store of ``plan``, not filled yet. The model is not touched.
 
     Raises:
-        CheckpointError, OptionError: files or a mode that will not do.
+        CheckpointError, OptionError: files or a mode that will not do; ranks that differ.
+        PeerError: another rank failed, ended or did not come in time.
         StateError: a graph is being captured.
     """
     if device.type == "cuda":
@@ -79,15 +81,16 @@ def open_store(
         stamp.check()  # offsets come from headers read earlier
     names = plan.offloaded_names
     offloaded = {name: bound[name] for name in names}
+    hosts = [] if ranks is None else compare_ranks(plan, offloaded, weights, ranks)
     if plan.mode == "meta":
         return OpenedStore(_meta_store(offloaded), {})
-    if splits_units(plan, peers):
-        parts = open_parts(plan, offloaded, device, weights, disk, require_peers(peers, f"mode {plan.mode!r}"))
-        return OpenedStore(parts, {}, parts.make_link)
+    if splits_units(plan, ranks):
+        present = require_ranks(ranks, f"mode {plan.mode!r}")
+        parts = open_parts(plan, offloaded, device, weights, disk, present, hosts)
+        return OpenedStore(parts, {}, partial(link_of_parts, parts))
     if plan.mode == "shm_cpu":
         registrar = CudaRegistrar(device) if device.type == "cuda" and not pinning_disabled() else None
-        peers = require_peers(peers, f"mode {plan.mode!r}")
-        return OpenedStore(*open_shared(plan, offloaded, registrar, weights, disk, peers))
+        return OpenedStore(*open_shared(plan, registrar, require_ranks(ranks, f"mode {plan.mode!r}"), hosts))
     staged = {entry.storage for unit in plan.staged_units for entry in unit.entries}
     in_files = {name: bound for name, bound in offloaded.items() if plan.mode == "disk" or name in staged}
     # Files first: if they will not do, no host memory is taken.

@@ -17,7 +17,8 @@ from penstock.errors import OptionError, StateError
 from penstock.memory.byte_ranges import ByteRange, Copy
 from penstock.memory.symmetric import SymmetricMemory
 from penstock.plan.plan import PartLayout, Stretch, Unit
-from penstock.ranks.peers import Channel
+from penstock.ranks.channel import GlooChannel
+from penstock.ranks.group import RankGroup
 from penstock.stores.store import Load, Store, new_blob
 
 __all__ = ["HostParts", "PartStore", "Parts", "SymmetricParts"]
@@ -43,7 +44,7 @@ class Parts(ABC):
 class HostParts(Parts):
     """Host memory: others' parts come over a channel, so :meth:`fetch` is collective."""
 
-    def __init__(self, memory: torch.Tensor, channel: Channel) -> None:
+    def __init__(self, memory: torch.Tensor, channel: GlooChannel) -> None:
         self._memory = memory
         self._channel = channel
 
@@ -107,17 +108,19 @@ class PartStore(Store):
     Attributes:
         parts: the memory.
         layout: who keeps what.
+        ranks: all of them.
         rank: this process.
     """
 
     is_split = True
 
-    def __init__(self, units: Sequence[Unit], layout: PartLayout, parts: Parts, rank: int, mode: Mode) -> None:
+    def __init__(self, units: Sequence[Unit], layout: PartLayout, parts: Parts, ranks: RankGroup, mode: Mode) -> None:
         """``parts`` are uninitialised: :meth:`own_stretches` says what belongs where."""
         self.mode = mode  # type: ignore[misc]
         self.layout = layout
         self.parts = parts
-        self.rank = rank
+        self.ranks = ranks
+        self.rank = ranks.rank
         self._homes = {e.storage: _Home(u.index, e.offset, e.num_bytes) for u in units for e in u.entries}
 
     def own_stretches(self, storage: str) -> Iterator[tuple[int, torch.Tensor]]:

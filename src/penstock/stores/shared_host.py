@@ -3,7 +3,7 @@
 The ranks of a host share anonymous memory (:mod:`penstock.memory.memfd`) that is laid out like the pinned slabs of the
 ``cpu`` store. Each rank brings an equal share of the bytes, so files are read once and by all readers at once; a rank
 that loaded alone would leave the others waiting. An offload is all or nothing: until every rank is ready, the failure
-or death of one is an error in all, found in milliseconds (:mod:`penstock.ranks.rendezvous`). From then on no rank needs
+or death of one is an error in all, found in milliseconds (:mod:`penstock.ranks.group`). From then on no rank needs
 another.
 
 On a GPU every rank registers the same pages with its own driver context. On a CPU, once they are full, every rank maps
@@ -15,8 +15,7 @@ left looking into memory that others can write to.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -25,7 +24,7 @@ from penstock.memory.memfd import SharedMemory
 from penstock.memory.pages import collapse_parallel, whole_pages
 from penstock.memory.pinned import HostRegistrar, PinnedBuffer, pin_shared, pin_threads
 from penstock.plan.plan import Unit
-from penstock.ranks.rendezvous import Rendezvous
+from penstock.ranks.group import RankGroup
 from penstock.stores.pinned_host import SLAB_BYTES, PinnedStore, Place, slab_sizes
 
 __all__ = ["SharedStore", "share_out", "shared_bytes"]
@@ -56,9 +55,6 @@ class SharedStore(PinnedStore):
 
     Attributes:
         mine: the storages that this rank brings.
-        owners: the rank that brings each storage.
-        doubted: ranks that read other files than this one.
-        check: compares what others have brought with what this rank would have; raises if it differs.
     """
 
     mode = "shm_cpu"
@@ -70,7 +66,7 @@ class SharedStore(PinnedStore):
         in_place: Mapping[str, int],
         registrar: HostRegistrar | None,
         memory: SharedMemory,
-        meeting: Rendezvous,
+        ranks: RankGroup,
         host_ranks: Sequence[int],
         *,
         max_slab_bytes: int = SLAB_BYTES,
@@ -80,21 +76,18 @@ class SharedStore(PinnedStore):
         Args:
             units, in_place, registrar, max_slab_bytes: as for the pinned store; the same in every rank.
             memory: of :func:`shared_bytes`; this store closes it.
-            meeting: of all ranks; this store ends it.
+            ranks: all of the group.
             host_ranks: those that share ``memory``; the first has made it.
         """
         self._memory = memory
-        self._meeting: Rendezvous | None = meeting
-        self._host_ranks = host_ranks
+        self._ranks = ranks
+        self._leads = ranks.rank == host_ranks[0]
         self._starts: list[int] = []
         self._end = 0
         super().__init__(units, in_place, registrar, max_slab_bytes=max_slab_bytes)
         sizes = {name: place.num_bytes for name, place in self._storages.items()}
-        shares = dict(zip(host_ranks, share_out(sizes, len(host_ranks)), strict=True))
-        self.owners = {name: rank for rank, names in shares.items() for name in names}
-        self.doubted: Collection[int] = ()
-        self.check: Callable[[], None] | None = None
-        self.mine: Collection[str] = frozenset(shares[meeting.rank])
+        shares = share_out(sizes, len(host_ranks))
+        self.mine: Collection[str] = frozenset(shares[host_ranks.index(ranks.rank)])
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         self._starts.append(self._end)
@@ -118,25 +111,16 @@ class SharedStore(PinnedStore):
         """The destinations of :attr:`mine` are full: wait for the others', and make the memory ready to be read.
 
         Raises:
-            CheckpointError: what :attr:`check` found.
             PeerError: another rank failed, ended or did not come in time.
             OptionError: the driver refuses to register the memory.
         """
-        assert self._meeting is not None
-        self._meeting.post("loaded", True)
-        self._meeting.collect("loaded", self._host_ranks)
-        check, self.check = self.check, None
-        if check is not None:
-            check()
+        self._ranks.exchange("loaded")
+        if self._leads:
+            self._memory.forbid_writing()  # all ranks have mapped it by now
         if self.registrar is None:
             self._map_privately()
         else:
             self._pin(self.registrar)
-        self._meeting.exchange("ready", True)
-        if self._meeting.rank == self._host_ranks[0]:
-            self._memory.forbid_writing()
-        self._meeting.leave()
-        self._meeting = None
         self._memory.close()
 
     def _map_privately(self) -> None:
@@ -158,9 +142,5 @@ class SharedStore(PinnedStore):
         return self._end
 
     def close(self) -> None:
-        if self._meeting is not None:
-            self._meeting.fail(str(sys.exception() or "its offload was given up"))
-            self._meeting = None
-        self.check = None
         super().close()
         self._memory.close()

@@ -31,7 +31,8 @@ import torch
 from penstock.errors import StateError, TransferError
 from penstock.memory.symmetric import SymmetricMemory
 from penstock.plan.plan import PartLayout, Striping
-from penstock.ranks.peers import Channel, Peers, PeerWatch
+from penstock.ranks.channel import GlooChannel
+from penstock.ranks.group import RankGroup
 from penstock.stats import Recorder
 from penstock.stores.store import Load
 from penstock.transfer.cpu_threads import ThreadLink, ThreadTransfer
@@ -47,7 +48,7 @@ class PooledThreadLink(ThreadLink):
     """Reads this rank's part by worker threads; one more thread exchanges the parts."""
 
     def __init__(
-        self, layout: PartLayout, channel: Channel, num_threads: int | None = None, recorder: Recorder | None = None
+        self, layout: PartLayout, channel: GlooChannel, num_threads: int | None = None, recorder: Recorder | None = None
     ) -> None:
         """``channel``: for this link alone; closed with it."""
         super().__init__(num_threads, recorder)
@@ -73,7 +74,7 @@ class PooledThreadLink(ThreadLink):
 class _Passing:
     """The thread that exchanges parts, in order of submission; the first failure ends it for good."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: GlooChannel) -> None:
         self._channel = channel
         self._failure: TransferError | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -144,8 +145,7 @@ class PooledStreamLink(StreamLink):
         self,
         device: torch.device,
         layout: PartLayout,
-        peers: Peers,
-        watch: PeerWatch,
+        ranks: RankGroup,
         *,
         measure_stalls: bool = False,
     ) -> None:
@@ -156,23 +156,22 @@ class PooledStreamLink(StreamLink):
         """
         super().__init__(device, measure_stalls=measure_stalls)
         self._layout = layout
-        self._peers = peers
-        self._rank = peers.rank
-        self._watch = watch
+        self._ranks = ranks
+        self._rank = ranks.rank
         self._pass = torch.cuda.Stream(device)
         # Beginning with the neighbour, so that the ranks do not all write to the same one at once.
-        others = [(peers.rank + step) % peers.size for step in range(1, peers.size)]
+        others = [(ranks.rank + step) % ranks.size for step in range(1, ranks.size)]
         self._lanes = {rank: torch.cuda.Stream(device) for rank in others}
         self._slots: dict[int, SymmetricMemory] = {}
         self._last: dict[int, StreamTransfer] = {}
-        self._word = SymmetricMemory(8, device, peers)
-        self._units = torch.empty(peers.size, dtype=torch.int64, device=device)
-        self._equal = torch.empty(peers.size, dtype=torch.bool, device=device)
+        self._word = SymmetricMemory(8, device, ranks)
+        self._units = torch.empty(ranks.size, dtype=torch.int64, device=device)
+        self._equal = torch.empty(ranks.size, dtype=torch.bool, device=device)
         self._in_step = torch.empty((), dtype=torch.bool, device=device)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Collective: every rank asks for the same slots in the same order."""
-        memory = SymmetricMemory(num_bytes, self._device, self._peers)
+        memory = SymmetricMemory(num_bytes, self._device, self._ranks)
         self._slots[memory.local.data_ptr()] = memory
         return memory.local
 
@@ -184,7 +183,11 @@ class PooledStreamLink(StreamLink):
             raise StateError(
                 "a copy from memory that is not pinned cannot be captured; unset PENSTOCK_DISABLE_PIN_MEMORY"
             )
-        self._watch.require_alive()
+        if ended := self._ranks.watch.ended:
+            raise TransferError(
+                f"rank {', '.join(map(str, sorted(ended)))} has ended, and with it the part of each unit that it "
+                f"brought; restart all ranks together"
+            )
         marks = [*self._events(after), *self._behind(slot, captured)]
         begin = self._step_in(load.unit, marks)
         for mark in marks:
@@ -200,7 +203,6 @@ class PooledStreamLink(StreamLink):
         super().close()
         self._slots.clear()
         self._last.clear()
-        self._watch.close()
 
     def _events(self, marks: Sequence[ComputeEvent]) -> Iterator[torch.cuda.Event]:
         for mark in marks:
@@ -222,7 +224,8 @@ class PooledStreamLink(StreamLink):
             torch.cat([view.view(torch.int64) for view in self._word.views], out=self._units)
             torch.all(torch.eq(self._units, unit, out=self._equal), out=self._in_step)
             torch._assert_async(self._in_step, "ranks with pooled links bring different units")
-            return _recorded(self._pass)
+            free: torch.cuda.Event = self._pass.record_event()
+        return free
 
     def _bring_and_pass(self, load: Load, slot: torch.Tensor) -> None:
         assert load.slab is not None
@@ -231,7 +234,7 @@ class PooledStreamLink(StreamLink):
             own = slot[stretch.start : stretch.end]
             with torch.cuda.stream(self._stream):
                 own.copy_(load.slab[stretch.offset : stretch.offset + stretch.num_bytes], non_blocking=True)
-                arrived = _recorded(self._stream)
+                arrived = self._stream.record_event()
             for rank, lane in self._lanes.items():
                 lane.wait_event(arrived)
                 with torch.cuda.stream(lane):
@@ -240,13 +243,8 @@ class PooledStreamLink(StreamLink):
     def _step_out(self) -> torch.cuda.Event:
         """Behind it, all parts are there."""
         for stream in (self._stream, *self._lanes.values()):
-            self._pass.wait_event(_recorded(stream))
+            self._pass.wait_event(stream.record_event())
         with torch.cuda.stream(self._pass):
             self._word.barrier()
-        return _recorded(self._pass)
-
-
-def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event()
-    event.record(stream)
-    return event
+        complete: torch.cuda.Event = self._pass.record_event()
+        return complete

@@ -13,12 +13,24 @@ import torch
 
 from penstock.errors import TransferError
 from penstock.plan.plan import PartLayout
-from penstock.stores.sharded import SymmetricParts
+from penstock.ranks.channel import GlooChannel
+from penstock.stats import Recorder
+from penstock.stores.sharded import PartStore, SymmetricParts
 from penstock.stores.store import Load
 from penstock.transfer.cuda_stream import StreamLink, StreamTransfer
-from penstock.transfer.link import ComputeEvent
+from penstock.transfer.link import ComputeEvent, Link
+from penstock.transfer.pooled_copy import PooledStreamLink, PooledThreadLink
 
-__all__ = ["ShardedStreamLink"]
+__all__ = ["ShardedStreamLink", "link_of_parts"]
+
+
+def link_of_parts(store: PartStore, device: torch.device, recorder: Recorder, measure_stalls: bool) -> Link:
+    """The link that brings whole units from the parts of all ranks. Collective."""
+    if device.type != "cuda":
+        return PooledThreadLink(store.layout, GlooChannel(store.ranks, "units"), recorder=recorder)
+    if isinstance(store.parts, SymmetricParts):
+        return ShardedStreamLink(device, store.layout, store.parts, measure_stalls=measure_stalls)
+    return PooledStreamLink(device, store.layout, store.ranks, measure_stalls=measure_stalls)
 
 
 class ShardedStreamLink(StreamLink):
@@ -41,22 +53,16 @@ class ShardedStreamLink(StreamLink):
         for mark in after:
             assert isinstance(mark, torch.cuda.Event)
             self._stream.wait_event(mark)
-        begin = _recorded(self._stream)
+        begin = self._stream.record_event()
         for rank, lane in self._lanes.items():
             lane.wait_event(begin)
             with torch.cuda.stream(lane):
                 self._gather(load.unit, slot, rank)
-            self._stream.wait_event(_recorded(lane))
-        return StreamTransfer(load.unit, _recorded(self._stream), captured)
+            self._stream.wait_event(lane.record_event())
+        return StreamTransfer(load.unit, self._stream.record_event(), captured)
 
     def _gather(self, unit: int, slot: torch.Tensor, rank: int) -> None:
         memory = self._parts.views[rank][self._layout.offsets[unit] :]
         for stretch in self._layout.stripings[unit].stretches(rank):
             part = memory[stretch.offset : stretch.offset + stretch.num_bytes]
             slot[stretch.start : stretch.end].copy_(part, non_blocking=True)
-
-
-def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event()
-    event.record(stream)
-    return event

@@ -32,8 +32,7 @@ from penstock.model.inventory import StorageInfo, take_inventory
 from penstock.model.live_tensors import BoundStorage
 from penstock.model.tensor_guards import storage_id
 from penstock.plan import Plan
-from penstock.ranks.peers import Peers
-from penstock.runtime.agreement import attempt
+from penstock.ranks.group import RankGroup
 from penstock.runtime.prepare import (
     Prepared,
     compute_device,
@@ -95,7 +94,7 @@ def load(
     To pool links or to measure stalls, :func:`penstock.offload` a model that is built already.
     """
     require_group(group)
-    with attempt(None if group is None else Peers(group)) as ranks:
+    with RankGroup.open(group) as ranks:
         require_kinds(device, disk)
         model = build_meta_model(path, model_class=model_class, dtype=dtype)
         found = match(model, Checkpoint.open(path))

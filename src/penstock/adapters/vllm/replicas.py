@@ -15,15 +15,14 @@ from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore  # type
 
 from penstock.env import peer_timeout_s
 from penstock.errors import OptionError, PeerError
-from penstock.ranks.peers import Peers
-from penstock.ranks.rendezvous import MOMENT_S, within
+from penstock.ranks.group import GRACE_S, call_within
 
-__all__ = ["replica_peers"]
+__all__ = ["replica_group"]
 
 _HOST = "127.0.0.1"
 
 
-def replica_peers(replicas: int | None, parallel: Any, rank: int) -> Peers:
+def replica_group(replicas: int | None, parallel: Any, rank: int) -> ProcessGroup:
     """The workers that hold what this one holds.
 
     Args:
@@ -39,7 +38,7 @@ def replica_peers(replicas: int | None, parallel: Any, rank: int) -> Peers:
 
     group = get_dp_group()
     if group.world_size > 1:
-        return Peers(group.cpu_group)
+        return group.cpu_group  # type: ignore[no-any-return]
     index = parallel.data_parallel_rank_local
     if replicas is None or index is None:
         raise OptionError(
@@ -53,7 +52,7 @@ def replica_peers(replicas: int | None, parallel: Any, rank: int) -> Peers:
             f"--data-parallel-size starts here"
         )
     store = _meeting_place(parallel.data_parallel_master_port, index == rank == 0, replicas)
-    return Peers(ProcessGroup(PrefixStore(f"penstock/replicas/{rank}", store), index, replicas))
+    return ProcessGroup(PrefixStore(f"penstock/replicas/{rank}", store), index, replicas)
 
 
 def _meeting_place(port: int, keeps_it: bool, replicas: int) -> Store:
@@ -61,8 +60,8 @@ def _meeting_place(port: int, keeps_it: bool, replicas: int) -> Store:
     patience = timedelta(seconds=peer_timeout_s())
     try:
         # Its own timeout does not hold where somebody else listens at the port and never answers.
-        return within(
-            patience.total_seconds() + MOMENT_S,
+        return call_within(
+            patience.total_seconds() + GRACE_S,
             lambda: TCPStore(_HOST, port, is_master=keeps_it, timeout=patience, wait_for_workers=False),
         )
     except RuntimeError as error:  # DistNetworkError and DistStoreError are ones

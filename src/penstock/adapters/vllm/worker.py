@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 from torch import nn
+from torch.distributed import ProcessGroup
 from vllm.logger import init_logger
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.offloader.base import get_offloader, set_offloader
@@ -21,14 +22,13 @@ from vllm.v1.worker import gpu_worker
 
 from penstock.adapters.vllm.interface import require_supported
 from penstock.adapters.vllm.options import REFUSED, EngineOptions, read_options
-from penstock.adapters.vllm.replicas import replica_peers
+from penstock.adapters.vllm.replicas import replica_group
 from penstock.config import format_gib
 from penstock.errors import OptionError, StateError
 from penstock.offloaders.engine import EngineOffloader
 from penstock.plan.plan import Plan
 from penstock.ranks.digest import json_digest
-from penstock.ranks.peers import Peers
-from penstock.runtime.agreement import attempt
+from penstock.ranks.group import RankGroup
 
 __all__ = ["OffloadingWorker", "Worker"]
 
@@ -73,12 +73,12 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             super().load_model(**kwargs)
             return
         _refuse_strangers(get_offloader())
-        with attempt(self._peers()) as peers:
+        with RankGroup.open(self._replicas()) as ranks:
             self._offloader = _kind_of(self._options)(
                 self._options.policy,
                 self.model_runner.get_model,
                 is_lookup=_is_lookup,
-                peers=peers,
+                ranks=ranks,
                 measure_stalls=self._options.measure_stalls,
                 announces_replays=self._announces,
             )
@@ -108,10 +108,10 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         if shut_down := getattr(super(), "shutdown", None):
             shut_down()
 
-    def _peers(self) -> Peers | None:
+    def _replicas(self) -> ProcessGroup | None:
         if self._options.mode != "shm_cpu":
             return None
-        return replica_peers(self._options.replicas, self.vllm_config.parallel_config, self.rank)
+        return replica_group(self._options.replicas, self.vllm_config.parallel_config, self.rank)
 
     @contextmanager
     def _finishing(self, offloader: EngineOffloader) -> Iterator[None]:

@@ -1,0 +1,336 @@
+"""The ranks that make one offload together: who they are, whether they live, and what they tell each other.
+
+Ranks exchange small values through the key-value store of their process group and not by collectives. A collective that
+misses a dead rank ends only after the timeout of the group (half an hour), needs device memory on an NCCL group, cannot
+run beside a graph capture, and leaves the group unusable. In an exchange every wait is bounded by one timeout, and a
+failure or a death in one rank is an error in all:
+
+* A rank that fails writes its reason under one key of the group. The others read it when they next wait, or when they
+  begin the call late.
+* The processes of one host watch each other through ``pidfd_open(2)``, which reports a death in milliseconds.
+* Anything else (a rank that never calls, a death on another host) ends after :attr:`RankGroup.timeout_s`.
+
+The failure key is never deleted, so a process group that has failed once refuses every later call. Retrying in the same
+group would need all ranks to agree on which of their calls belong together, and a new group is cheap.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from penstock.env import peer_timeout_s
+from penstock.errors import OptionError, PeerError
+
+__all__ = ["GRACE_S", "ProcessWatch", "RankGroup", "call_within", "require_ranks", "this_host"]
+
+T = TypeVar("T")
+
+_FAILED = "penstock/failed"
+_POLL_S = 0.005
+_MAX_POLL_S = 0.05
+
+# A killed process loses its sockets and files some moments before the kernel reports its end.
+GRACE_S = 2.0
+
+
+class RankGroup:
+    """All ranks of a process group during one call of ``penstock.offload``; make one with :meth:`open`.
+
+    Attributes:
+        process_group: ranks that hold the same weights. Only its key-value store is needed for an exchange, so a group
+            without a backend will do for mode ``shm_cpu``.
+        pool_links: every rank copies a part of each unit over its own link and passes it on to the others.
+        watch: the processes of the other ranks on this host, as far as they have begun a call.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, pool_links: bool = False) -> None:
+        self.process_group = process_group
+        self.pool_links = pool_links
+        self.watch = ProcessWatch()
+        self._known = {self.rank}  # ranks whose process is known
+        self._call = 0
+        self._num_exchanges = 0
+        self._is_open = True
+
+    @classmethod
+    @contextmanager
+    def open(cls, process_group: dist.ProcessGroup | None, pool_links: bool = False) -> Iterator[RankGroup | None]:
+        """Begin a call of all ranks, without waiting for them; whatever is raised inside is reported to all ranks.
+
+        Yields ``None`` without a process group.
+
+        Raises:
+            PeerError: the key-value store does not answer, or the group has failed before.
+        """
+        if process_group is None:
+            yield None
+            return
+        ranks = cls(process_group, pool_links)
+        try:
+            ranks._begin()
+            yield ranks
+        except BaseException as error:
+            ranks._report(error)
+            raise
+        finally:
+            ranks._is_open = False
+
+    @property
+    def rank(self) -> int:
+        """Of this process in the group."""
+        return int(self.process_group.rank())
+
+    @property
+    def size(self) -> int:
+        """Processes in the group."""
+        return int(self.process_group.size())
+
+    @property
+    def timeout_s(self) -> float:
+        """How long this rank waits for another: ``PENSTOCK_PEER_TIMEOUT``, or the group's timeout if it is shorter."""
+        return self._limit()[0]
+
+    @property
+    def store(self) -> Any:
+        """The key-value store of the process group."""
+        return self.process_group.get_group_store()
+
+    @property
+    def prefix(self) -> str:
+        """Of keys that belong to this call alone; the same in all ranks, which have made equally many calls."""
+        return f"penstock/{self._call}"
+
+    def exchange(self, step: str, value: object = None) -> list[Any]:
+        """``value`` (of JSON's types) of every rank, by rank. All ranks make the same exchanges in the same order.
+
+        Args:
+            step: what it is for, as shown in error messages.
+            value: this rank's.
+
+        Raises:
+            PeerError: a rank failed, ended or did not come in time.
+        """
+        self._num_exchanges += 1
+        prefix = f"{self.prefix}/{self._num_exchanges} {step}"
+        self._ask(lambda: self.store.set(f"{prefix}/{self.rank}", json.dumps(value)))
+        deadline = time.monotonic() + self.timeout_s
+        missing = list(range(self.size))
+        pause_s = _POLL_S
+        while True:
+            # Failures and deaths are read before the values: what a rank said before it failed or ended still counts.
+            failure, ended = self._failure(), self.watch.ended
+            missing = [rank for rank in missing if not self._has(f"{prefix}/{rank}")]
+            if not missing:
+                self._watch_ranks(range(self.size))
+                return [json.loads(self._get(f"{prefix}/{rank}")) for rank in range(self.size)]
+            if failure:
+                raise PeerError(failure)
+            if not ended.isdisjoint(missing):
+                raise PeerError(_gone(ended))
+            if time.monotonic() > deadline:
+                raise PeerError(self._timed_out(missing, step))
+            self._watch_ranks(missing)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_POLL_S)
+
+    def look_for_cause(self) -> None:
+        """Something of another rank is gone: raise ``PeerError`` if that rank reports why, or ends, within moments.
+
+        No effect once the call is over.
+        """
+        deadline = time.monotonic() + GRACE_S
+        while self._is_open and time.monotonic() < deadline:
+            ended = self.watch.ended
+            if failure := self._failure():
+                raise PeerError(failure)
+            if ended:
+                raise PeerError(_gone(ended))
+            time.sleep(_MAX_POLL_S)
+
+    # -- the key-value store ---------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        process = json.dumps({"pid": os.getpid(), "host": this_host()})
+        self._ask(lambda: self.store.set(f"penstock/process/{self.rank}", process))
+        self._call = self._ask(lambda: self.store.add(f"penstock/calls/{self.rank}", 1))
+        if failure := self._failure():
+            raise PeerError(failure)
+
+    def _report(self, error: BaseException) -> None:
+        """Make ``error`` the failure of the group, unless it has one."""
+        failure = json.dumps({"rank": self.rank, "reason": f"{type(error).__name__}: {error}"})
+        with suppress(Exception):  # the store may be what has failed
+            call_within(GRACE_S, lambda: self.store.compare_set(_FAILED, "", failure))
+
+    def _failure(self) -> str:
+        """The first failure in any call of the group, in words; empty if there is none."""
+        if not self._has(_FAILED):
+            return ""
+        found = json.loads(self._get(_FAILED))
+        return (
+            f"rank {found['rank']} gave up a shared offload of this process group, so all its ranks do: "
+            f"{found['reason']}. To try again, make a new group on all ranks (torch.distributed.new_group; in vLLM: "
+            f"start all engines again)"
+        )
+
+    def _watch_ranks(self, ranks: Collection[int]) -> None:
+        """Watch those of ``ranks`` that have begun a call on this host, in this call or an earlier one."""
+        for rank in set(ranks) - self._known:
+            if self._has(key := f"penstock/process/{rank}"):
+                process = json.loads(self._get(key))
+                self._known.add(rank)
+                if process["host"] == this_host():
+                    self.watch.add(rank, process["pid"])
+
+    def _has(self, key: str) -> bool:
+        return bool(self._ask(lambda: self.store.check([key])))
+
+    def _get(self, key: str) -> bytes:
+        return bytes(self._ask(lambda: self.store.get(key)))
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        """What ``call`` to the key-value store returns; bounded, whatever happens to the process that holds it.
+
+        Raises:
+            PeerError: the store does not answer.
+        """
+        try:
+            return call_within(self.timeout_s, call)
+        except (RuntimeError, OSError) as error:  # DistError, DistStoreError and DistNetworkError are RuntimeErrors
+            if isinstance(error, PeerError):
+                raise
+            # All that ended: the first to end need not have been the one that held the store.
+            ended = self.watch.wait_for_end(GRACE_S)
+            who = _gone(ended) if ended else "the process that holds it may have ended"
+            reason = str(error).partition("\n")[0]
+            raise PeerError(f"the store of the process group does not answer ({reason}): {who}") from error
+
+    def _limit(self) -> tuple[float, str]:
+        """The timeout in seconds, and the setting it comes from."""
+        limits = [(peer_timeout_s(), "PENSTOCK_PEER_TIMEOUT")]
+        for kind in ("cuda", "cpu"):
+            with suppress(RuntimeError, AttributeError):  # the group has no backend for that kind of device
+                timeout: timedelta = self.process_group._get_backend(torch.device(kind)).options._timeout
+                limits.append((timeout.total_seconds(), "the timeout of the process group"))
+        return min(limits)
+
+    def _timed_out(self, missing: Collection[int], step: str) -> str:
+        timeout_s, setting = self._limit()
+        return (
+            f"rank {self.rank} has waited {timeout_s:.0f} s for {_listed(missing)} ({step!r} of a shared offload): "
+            f"every rank of the group has to call penstock.offload, in the same order (in vLLM: to start). Look at the "
+            f"errors of those ranks; if they are only slow, raise {setting}"
+        )
+
+
+class ProcessWatch:
+    """Tells which other processes of this host have ended, without asking them; see pidfd_open(2), Linux 5.3.
+
+    Where there is no such call only the timeouts find out. The descriptors are closed with the last reference to this.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, int] = {}  # by descriptor
+        self._ended: set[int] = set()
+        self._poll = select.poll()
+        weakref.finalize(self, _close_all, self._ranks)
+
+    def add(self, rank: int, pid: int) -> None:
+        """Watch ``pid``."""
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._ended.add(rank)
+        except OSError:  # a kernel without it: the timeout remains
+            return
+        else:
+            self._ranks[descriptor] = rank
+            self._poll.register(descriptor, select.POLLIN)
+
+    @property
+    def ended(self) -> set[int]:
+        """Ranks whose process has ended; never blocks."""
+        return self.wait_for_end(0.0)
+
+    def wait_for_end(self, timeout_s: float) -> set[int]:
+        """The same, once there is one, or after ``timeout_s``."""
+        if self._ranks:
+            wait_ms = 0 if self._ended else int(1e3 * timeout_s)
+            self._ended.update(self._ranks[descriptor] for descriptor, _ in self._poll.poll(wait_ms))
+        return set(self._ended)
+
+
+def require_ranks(ranks: RankGroup | None, what: str) -> RankGroup:
+    """``ranks``, or an error that says where to get them."""
+    if ranks is None:
+        raise OptionError(
+            f"{what} spans processes and no process group was given: pass group=torch.distributed.group.WORLD (after "
+            f"torch.distributed.init_process_group) to penstock.offload"
+        )
+    return ranks
+
+
+def this_host() -> list[str]:
+    """Processes that agree on this can open each other's memory: same kernel, same PID namespace, same user."""
+    boot, namespace = socket.gethostname(), ""
+    with suppress(OSError):  # a sandbox without them
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    return [boot, namespace, str(os.geteuid())]
+
+
+def call_within(timeout_s: float, call: Callable[[], T]) -> T:
+    """What ``call`` returns or raises, in a thread of its own: a request to another process may never come back.
+
+    Raises:
+        PeerError: it has not after ``timeout_s``; its thread is left behind.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="penstock-ask", daemon=True).start()
+    done, _ = wait([outcome], timeout_s)
+    if not done:
+        raise PeerError(
+            f"the store of the process group has not answered for {timeout_s:.0f} s: the process that holds it hangs "
+            f"or is stopped; restart all ranks together"
+        )
+    return outcome.result()
+
+
+def _close_all(descriptors: dict[int, int]) -> None:
+    for descriptor in descriptors:
+        with suppress(OSError):
+            os.close(descriptor)
+
+
+def _gone(ranks: Collection[int]) -> str:
+    have = "have" if len(ranks) > 1 else "has"
+    return (
+        f"{_listed(ranks)} {have} ended, and a shared offload needs every rank of its group; nothing of it is left "
+        f"behind, restart all ranks together"
+    )
+
+
+def _listed(ranks: Collection[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"

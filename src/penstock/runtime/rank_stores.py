@@ -1,0 +1,299 @@
+"""Stores that all ranks of a group open together.
+
+First the ranks compare what they are about to do, once and in one way; nothing is allocated before they agree. Then
+either the ranks of a host share one copy of the weights (``shm_cpu``), or each rank keeps its part of every unit. Each
+rank reads an equal share of the bytes, from the model's tensors or from the files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from functools import partial
+
+import torch
+
+from penstock.checkpoint.weight_map import WeightMap
+from penstock.env import debug_enabled
+from penstock.errors import OptionError, PeerError, warn_user
+from penstock.loading.loader import require_weights
+from penstock.loading.read_pool import Delivery, deliver
+from penstock.loading.upload import CudaUploader
+from penstock.memory.byte_ranges import ByteRange, Copy
+from penstock.memory.memfd import SharedMemory
+from penstock.memory.pinned import CudaRegistrar, HostRegistrar, pin_threads, pinned_region, pinning_disabled
+from penstock.memory.symmetric import SymmetricMemory
+from penstock.memory.system import cpus_near
+from penstock.model.inventory import StorageInfo
+from penstock.model.live_tensors import BoundStorage
+from penstock.plan.plan import CHUNK_BYTES, PartLayout, Plan
+from penstock.ranks.channel import GlooChannel
+from penstock.ranks.digest import checksum, json_digest
+from penstock.ranks.group import RankGroup, this_host
+from penstock.stores.disk import DiskOptions, DiskStore
+from penstock.stores.sharded import HostParts, Parts, PartStore, SymmetricParts
+from penstock.stores.shared_host import SharedStore, shared_bytes
+from penstock.stores.store import new_blob
+
+__all__ = ["compare_ranks", "open_parts", "open_shared", "spans_ranks", "splits_units"]
+
+_SHOWN_DIFFERENCES = 3
+
+
+def splits_units(plan: Plan, ranks: RankGroup | None) -> bool:
+    """Whether each rank keeps only its part of every unit of ``plan``.
+
+    Raises:
+        OptionError: a mode that pooled links have no use for.
+    """
+    if ranks is None or not ranks.pool_links:
+        return plan.mode == "sharded_gpu"
+    if plan.mode != "cpu":
+        raise OptionError(
+            f"pool_links brings units from host memory, mode 'cpu', and found mode {plan.mode!r}; use mode 'cpu' "
+            f"(--offload-mode cpu), of which pooled ranks keep one copy in all, or leave pool_links out"
+        )
+    if plan.staged_units:
+        raise OptionError(
+            f"pool_links brings units from host memory, and {len(plan.staged_units)} of the plan's {len(plan.units)} "
+            f"rest in files; make the plan with mode 'cpu' (--offload-mode cpu), or leave pool_links out"
+        )
+    return True
+
+
+def spans_ranks(plan: Plan, ranks: RankGroup) -> bool:
+    """Whether ``plan`` needs the other ranks, and not this process alone."""
+    return plan.mode == "shm_cpu" or splits_units(plan, ranks)
+
+
+# -- what ranks compare ------------------------------------------------------------------------------------------------
+
+
+def compare_ranks(
+    plan: Plan, offloaded: Mapping[str, BoundStorage], weights: WeightMap | None, ranks: RankGroup
+) -> list[list[str]]:
+    """Exchange what every rank is about to do, and require the same of all; returns the hosts, by rank.
+
+    Where no rank uses a store that spans ranks, nothing is required.
+
+    Raises:
+        OptionError: ranks with different plans, files or weights.
+        CheckpointError: tensors on ``meta`` and no files for them.
+        PeerError: another rank failed, ended or did not come in time.
+    """
+    spans = spans_ranks(plan, ranks)
+    modes = {"mode": plan.mode, "pool_links": ranks.pool_links}
+    mine = {**modes, **_summary(plan, offloaded, weights)} if spans else modes
+    everything = ranks.exchange("plan", {"host": this_host(), "spans": spans, "plan": mine})
+    hosts: list[list[str]] = [other["host"] for other in everything]
+    if any(other["spans"] for other in everything):
+        for rank, other in enumerate(everything):
+            _require_same(mine, other["plan"], ranks.rank, rank, hosts[ranks.rank] == hosts[rank])
+    return hosts
+
+
+def _summary(plan: Plan, offloaded: Mapping[str, BoundStorage], weights: WeightMap | None) -> dict[str, object]:
+    on_meta = {name: bound.info for name, bound in offloaded.items() if bound.on_meta}
+    sources = {name: _origin(require_weights(weights), storage) for name, storage in on_meta.items()}
+    files = weights.checkpoint.stamps if weights is not None and on_meta else ()
+    return {
+        "slots": plan.num_slots,
+        "units": _short([asdict(unit) for unit in plan.units], len(plan.units), plan.prefetched_bytes),
+        "tensors read in place": _short(plan.uva, len(plan.uva), plan.uva_bytes),
+        "resident tensors": _short(plan.resident, len(plan.resident), plan.resident_bytes),
+        "tensors read from files": _short(sources, len(sources)),
+        "checkpoint files": _short([[f.path.name, f.num_bytes, f.modified_ns, f.inode] for f in files], len(files)),
+        **{f"weights of {n}": f"{checksum(b.original_bytes()):x}" for n, b in offloaded.items() if not b.on_meta},
+    }
+
+
+def _origin(weights: WeightMap, storage: StorageInfo) -> list[list[str | int]]:
+    """Which tensors of the files make ``storage``, with their bytes and where they go."""
+    recipe = weights.recipe(storage)
+    if recipe is not None:
+        return [[part.name, part.num_bytes, "made"] for part in recipe[1].parts]
+    return [[part.tensor.name, part.tensor.num_bytes, part.offset] for part in weights.source(storage).parts]
+
+
+def _short(value: object, count: int, num_bytes: int | None = None) -> str:
+    size = "" if num_bytes is None else f" of {num_bytes} bytes"
+    return f"{count}{size} ({json_digest(value)[:12]})"
+
+
+def _require_same(
+    mine: Mapping[str, object], theirs: Mapping[str, object], rank: int, other: int, same_host: bool
+) -> None:
+    # Each host has its own copy of the files, with other times and inodes; names and sizes are in their tensors.
+    compared = [what for what in {**mine, **theirs} if same_host or what != "checkpoint files"]
+    differences = [
+        f"{what}: {mine.get(what, 'none')} here, {theirs.get(what, 'none')} there"
+        for what in compared
+        if mine.get(what) != theirs.get(what)
+    ]
+    if differences:
+        shown = "; ".join(differences[:_SHOWN_DIFFERENCES])
+        further = len(differences) - _SHOWN_DIFFERENCES
+        raise OptionError(
+            f"rank {rank} and rank {other} differ and cannot share a store: {shown}"
+            f"{f'; and {further} more' if further > 0 else ''}. Give every rank of the group the same model, weights, "
+            f"policy and checkpoint folder, or the same plan file, and let only ranks that hold the same weights be in "
+            f"the group; or give each its own copy with mode 'cpu'"
+        )
+
+
+# -- one copy for all ranks of a host ----------------------------------------------------------------------------------
+
+
+def open_shared(
+    plan: Plan, registrar: HostRegistrar | None, ranks: RankGroup, hosts: list[list[str]]
+) -> tuple[SharedStore, dict[str, torch.Tensor]]:
+    """The store of all ranks of this host, and the buffers in it that this rank has to fill.
+
+    Args:
+        plan, registrar: as for the pinned store; the same plan in all ranks.
+        ranks: which have been compared.
+        hosts: of all ranks (:func:`compare_ranks`).
+
+    Raises:
+        PeerError: another rank failed, ended or did not come in time; memory that cannot be opened from here.
+    """
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[ranks.rank]]
+    parts_of_host = {tuple(host) for host in hosts if host[0] == hosts[ranks.rank][0]}
+    if len(parts_of_host) > 1:
+        warn_user(
+            f"the ranks of this host run in {len(parts_of_host)} PID namespaces or as several users, which cannot open "
+            f"each other's memory, so the host keeps {len(parts_of_host)} copies of the offloaded weights; start its "
+            f"ranks in one container and as one user"
+        )
+    store = SharedStore(plan.units, plan.uva, registrar, _join_memory(plan, ranks, here[0]), ranks, here)
+    try:
+        store.touch()
+    except BaseException:
+        store.close()
+        raise
+    return store, {name: store.destination(name) for name in store.mine}
+
+
+def _join_memory(plan: Plan, ranks: RankGroup, leader: int) -> SharedMemory:
+    """Shared memory made by the first rank of each host, and opened by the others."""
+    if ranks.rank == leader:
+        memory = SharedMemory.create(shared_bytes(plan.units, plan.uva))
+        try:
+            ranks.exchange("memory", memory.describe())
+        except BaseException:
+            memory.close()
+            raise
+        return memory
+    address = ranks.exchange("memory")[leader]
+    try:
+        return SharedMemory.open(address)
+    except PeerError:
+        ranks.look_for_cause()  # the end of that rank is a better reason than its missing file
+        raise
+
+
+# -- a part of every unit in each rank ---------------------------------------------------------------------------------
+
+
+def open_parts(
+    plan: Plan,
+    offloaded: Mapping[str, BoundStorage],
+    device: torch.device,
+    weights: WeightMap | None,
+    disk: DiskOptions | None,
+    ranks: RankGroup,
+    hosts: list[list[str]],
+) -> PartStore:
+    """This rank's part of every unit, filled. Collective; the model is not touched.
+
+    Args:
+        plan, offloaded, device, weights, disk: as for every store.
+        ranks: which have been compared.
+        hosts: of all ranks (:func:`compare_ranks`).
+
+    Raises:
+        OptionError: ranks on several hosts; devices that cannot address one another; tensors to be read in place.
+        PeerError: another rank failed, ended or did not come in time.
+    """
+    if plan.uva:
+        name = next(iter(plan.uva))
+        raise OptionError(f"{name} is to be read in place, and no rank has all of it; prefetch it (mechanism prefetch)")
+    if len({host[0] for host in hosts}) > 1:
+        raise OptionError("the ranks of group= are on several hosts; give each host a group of its own")
+    if debug_enabled():
+        warn_user("PENSTOCK_DEBUG=1 checks no units that are split over ranks: no rank has a whole one to compare with")
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # NCCL takes the current one
+        layout = PartLayout(plan.units, ranks.size, CHUNK_BYTES if ranks.pool_links else None)
+        store = PartStore(plan.units, layout, _allocate(layout, device, ranks), ranks, plan.mode)
+        try:
+            _fill(store, offloaded, device, weights, disk)
+            ranks.exchange("loaded")
+        except BaseException:
+            store.close()
+            raise
+    return store
+
+
+def _allocate(layout: PartLayout, device: torch.device, ranks: RankGroup) -> Parts:
+    if device.type == "cuda" and not ranks.pool_links:
+        return SymmetricParts(SymmetricMemory(layout.num_bytes, device, ranks))
+    if device.type == "cuda" and not pinning_disabled():
+        with _near(device):  # pages lie where the thread runs that touches them first
+            memory = pinned_region(layout.num_bytes)
+    else:
+        memory = new_blob(layout.num_bytes)
+    return HostParts(memory, GlooChannel(ranks, "parts"))
+
+
+@contextmanager
+def _near(device: torch.device) -> Iterator[None]:
+    """This thread, and those it starts, stay on the processors near ``device``."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus_near(device) or before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _fill(
+    store: PartStore,
+    offloaded: Mapping[str, BoundStorage],
+    device: torch.device,
+    weights: WeightMap | None,
+    disk: DiskOptions | None,
+) -> None:
+    on_device = {name: bound for name, bound in offloaded.items() if bound.home.type == "cuda"}
+    for name, bound in on_device.items():
+        for start, into in store.own_stretches(name):
+            into.copy_(bound.original_bytes()[start : start + into.numel()], non_blocking=True)
+    for home in {bound.home for bound in on_device.values()}:
+        torch.cuda.synchronize(home)  # other ranks read next, and no event of this process reaches them
+    sources = {name: require_weights(weights).source(b.info) for name, b in offloaded.items() if b.on_meta}
+    files = DiskStore(sources, disk, stamps=() if weights is None else weights.checkpoint.stamps)
+    try:
+        deliver(
+            _deliveries(store, {name: b for name, b in offloaded.items() if name not in on_device}, files),
+            num_threads=pin_threads(),
+            uploader=None if store.parts.local.is_cpu else CudaUploader(device, CudaRegistrar(device)),
+            cpus=cpus_near(device),
+        )
+    finally:
+        files.close()
+
+
+def _deliveries(store: PartStore, storages: Mapping[str, BoundStorage], files: DiskStore) -> Iterator[Delivery]:
+    for name, bound in storages.items():
+        for start, into in store.own_stretches(name):
+            end = start + into.numel()
+            yield Delivery(f"{name}[{start}:{end}]", into.numel(), partial(_clipped, bound, files, start, end), into)
+
+
+def _clipped(bound: BoundStorage, files: DiskStore, start: int, end: int) -> list[Copy]:
+    """The bytes of a storage from ``start`` to ``end``, with offsets relative to ``start``."""
+    if not bound.on_meta:
+        return [Copy(ByteRange.of(bound.original_bytes()[start:end]), 0)]
+    found = (copy.within(start, end) for copy in files.copies(bound.info.name))
+    return [copy for copy in found if copy is not None]
