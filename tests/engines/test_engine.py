@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from engines import EngineModel, Layer, Wrapped, build, ids, is_lookup
 from penstock import UVA, Budget, Prefetch
 from penstock.errors import OptionError, SelectionError, StateError
-from penstock.offloaders.engine import EngineOffloader, EnginePolicy
+from penstock.offloaders.layerwise import EngineOffloader, EnginePolicy
 from penstock.testing import NoCopyOffloader
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"

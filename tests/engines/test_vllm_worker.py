@@ -18,7 +18,7 @@ from engines import Wrapped
 from penstock.adapters.vllm.interface import differences
 from penstock.config import Prefetch
 from penstock.errors import OptionError, SelectionError, StateError
-from penstock.offloaders.engine import EngineOffloader
+from penstock.offloaders.layerwise import EngineOffloader
 from vllm_workers import (
     GROUP,
     RUNNERS,
@@ -245,7 +245,7 @@ def test_device_memory_that_the_offload_frees_or_takes_is_accounted_for(
 ) -> None:
     """vLLM has measured what the model takes before the plan is carried out; the KV cache gets what is left."""
     in_use = iter([5_000_000, 3_000_000])
-    monkeypatch.setattr("penstock.offloaders.engine._device_bytes", lambda device: next(in_use))
+    monkeypatch.setattr("penstock.offloaders.layerwise._device_bytes", lambda device: next(in_use))
     worker = loaded(GROUP, second=second)
     assert worker.model_runner.model_memory_usage == resident().model_runner.model_memory_usage - 2_000_000
     assert worker.penstock_stats()["added_device_bytes"] == -2_000_000
@@ -287,14 +287,14 @@ def test_a_model_in_one_piece_is_not_cut(ops: list[str] | None) -> None:
     worker = make(GROUP, compilation_config=vllm.CompilationConfig(splitting_ops=ops))
     assert worker.vllm_config.compilation_config.splitting_ops == ops
     worker.load_model()
-    assert worker._offloader._announces_replays(worker.model_runner.get_model())
+    assert worker._offloader._require_session()._options.replays_announced
 
 
 def test_where_the_compiler_cuts_the_graph_replays_are_not_relied_on() -> None:
     compilation = vllm.CompilationConfig(use_inductor_graph_partition=True)
     worker = loaded(GROUP, compilation_config=compilation)
     assert compilation.splitting_ops == ["vllm::unified_attention"]
-    assert not worker._offloader._announces_replays(worker.model_runner.get_model())
+    assert not worker._offloader._require_session()._options.replays_announced
     require_same_outputs(worker, resident())
 
 

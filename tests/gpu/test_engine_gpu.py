@@ -10,8 +10,8 @@ from torch import nn
 
 from engines import VOCABULARY, EngineModel, Head, Linear, Table
 from penstock import UVA, Budget, Prefetch
-from penstock.offloaders.engine import EngineOffloader, EnginePolicy
-from penstock.offloaders.noop import NoopOffloader
+from penstock.offloaders.base import NoopOffloader
+from penstock.offloaders.layerwise import EngineOffloader, EnginePolicy
 
 pytestmark = pytest.mark.gpu
 

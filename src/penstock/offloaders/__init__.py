@@ -6,10 +6,8 @@ from collections.abc import Callable
 
 from penstock.config import OffloadConfig
 from penstock.errors import OptionError
-from penstock.offloaders.base import BaseOffloader, get_offloader, set_offloader
-from penstock.offloaders.noop import NoopOffloader
-from penstock.offloaders.prefetch import PrefetchOffloader
-from penstock.offloaders.uva import UVAOffloader
+from penstock.offloaders.base import BaseOffloader, NoopOffloader, get_offloader, set_offloader
+from penstock.offloaders.layerwise import PrefetchOffloader, UVAOffloader
 
 __all__ = [
     "BaseOffloader",
@@ -23,8 +21,6 @@ __all__ = [
 ]
 
 Factory = Callable[[OffloadConfig], BaseOffloader]
-
-_registry: dict[str, Factory] = {}
 
 
 def register_offloader(backend: str, factory: Factory) -> None:
@@ -56,6 +52,4 @@ def _uva(config: OffloadConfig) -> BaseOffloader:
     return UVAOffloader(options.limit_bytes if options.limit_bytes is not None else 2**63 - 1, options.params)
 
 
-register_offloader("none", lambda config: NoopOffloader())
-register_offloader("prefetch", _prefetch)
-register_offloader("uva", _uva)
+_registry: dict[str, Factory] = {"none": lambda config: NoopOffloader(), "prefetch": _prefetch, "uva": _uva}

@@ -1,4 +1,4 @@
-"""The interface engines build models against, and the offloader an engine has set."""
+"""The interface engines build models against, the offloader that does nothing, and the one an engine has set."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-__all__ = ["BaseOffloader", "get_offloader", "set_offloader"]
+__all__ = ["BaseOffloader", "NoopOffloader", "get_offloader", "set_offloader"]
 
 
 class BaseOffloader(ABC):
@@ -36,6 +36,16 @@ class BaseOffloader(ABC):
         """Give the modules their tensors back; no effect by default."""
 
 
+class NoopOffloader(BaseOffloader):
+    """Builds the modules and leaves everything resident."""
+
+    def wrap_modules(self, modules_generator: Iterable[nn.Module]) -> list[nn.Module]:
+        return list(modules_generator)
+
+    def post_init(self) -> None:
+        """Nothing to take over."""
+
+
 _current: BaseOffloader | None = None
 
 
@@ -47,6 +57,4 @@ def set_offloader(offloader: BaseOffloader | None) -> None:
 
 def get_offloader() -> BaseOffloader:
     """The offloader set last, or one that does nothing. ``penstock.offload`` neither reads nor sets it."""
-    from penstock.offloaders.noop import NoopOffloader
-
     return _current if _current is not None else NoopOffloader()

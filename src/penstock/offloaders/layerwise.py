@@ -1,28 +1,50 @@
-"""What the engines' offloaders share: layers taken off the device as they are built, and one attachment over all."""
+"""Offloaders of engines: layers leave the device as they are built, and one session takes over all of them.
+
+:class:`PrefetchOffloader` and :class:`UVAOffloader` know only the layers that they were handed.
+:class:`EngineOffloader` knows the whole model in the end: its patterns reach what the engine does not build as layers
+(vision towers, tables), and a device-memory budget is planned over all of it.
+"""
 
 from __future__ import annotations
 
+import inspect
+import re
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import nn
 
-from penstock.errors import StateError
-from penstock.model.inventory import Inventory, take_inventory
+from penstock.config import UVA, Budget, Mechanism, Mode, Prefetch, Rule
+from penstock.errors import OptionError, StateError
+from penstock.model.inventory import Inventory, StorageInfo, is_embedding, is_within, take_inventory
+from penstock.model.patterns import is_segments, matching
+from penstock.model.semantic_groups import semantic_groups
 from penstock.offloaders.base import BaseOffloader
+from penstock.plan.build import build_plan, plan_group_rule
+from penstock.plan.layers import TINY_BYTES, worth_moving
 from penstock.plan.plan import Plan
 from penstock.ranks.group import RankGroup
-from penstock.runtime.prepare import Prepared, compute_device, prepare
+from penstock.runtime.prepare import Prepared, compute_device, make_planner, prepare
 from penstock.runtime.session import OffloadSession, SessionOptions
 from penstock.runtime.under_construction import BuildTimeFilter, BuildTimePool
 from penstock.stats import Stats
 
-__all__ = ["StackedOffloader"]
+__all__ = ["EngineOffloader", "EnginePolicy", "LayerwiseOffloader", "PrefetchOffloader", "UVAOffloader"]
+
+EnginePolicy = Prefetch | UVA | Budget
+
+_NEVER_PROMOTES = "an engine that has counted its memory has no room for more"
+
+# LoRA wraps a linear module in one that has it as a child of this name.
+_WRAPPED = ".base_layer."
 
 
-class StackedOffloader(BaseOffloader):
+class LayerwiseOffloader(BaseOffloader):
     """Collects the layers; subclasses say which plan is made in the end.
 
     Layers are known by stack and index (``0.17.mlp.up_proj.weight``), since an engine hands them over before they have
@@ -56,26 +78,19 @@ class StackedOffloader(BaseOffloader):
     def post_init(self) -> None:
         if self._session is not None:
             raise StateError("post_init was called twice; call remove() in between to take over new weights")
-        prepared = self._prepare(allocates=True)
-        options = SessionOptions(
-            entry=self._entry(prepared.model, prepared.plan),
-            measure_stalls=self._measure_stalls,
-            replays_announced=self._announces_replays(prepared.model),
-            keeps_addresses=self._keeps_addresses,
-            never_promotes="an engine that has counted its memory has no room for more",
-        )
-        session = OffloadSession(prepared, options)
+        prepared = self._prepare()
+        session = OffloadSession(prepared, self._options(prepared))
         session.attach()
         self._session = session
 
-    def _prepare(self, allocates: bool) -> Prepared:
-        model = self._model()
+    def _prepare(self, allocates: bool = True) -> Prepared:
+        model, device = self._model(), self._device()
         inventory = self._take_inventory(model)
         prepared = prepare(
             model,
             self._make_plan(inventory),
             inventory=inventory,
-            device=self._device(model),
+            device=device,
             ranks=self._ranks,
             pool=self._pool,
             allocates=allocates,
@@ -84,10 +99,12 @@ class StackedOffloader(BaseOffloader):
         return prepared
 
     def sync_prev_onload(self) -> None:
-        if self._session is not None:
-            self._session.join()
+        self._wait_all()
 
     def join_after_forward(self) -> None:
+        self._wait_all()
+
+    def _wait_all(self) -> None:
         if self._session is not None:
             self._session.join()
 
@@ -99,27 +116,16 @@ class StackedOffloader(BaseOffloader):
     @property
     def plan(self) -> Plan:
         """The plan in force; after ``post_init``."""
-        return self._require().plan
+        return self._require_session().plan
 
     def stats(self) -> Stats:
         """What has moved; after ``post_init``."""
-        return self._require().stats()
+        return self._require_session().stats()
 
-    def _require(self) -> OffloadSession:
+    def _require_session(self) -> OffloadSession:
         if self._session is None:
             raise StateError("nothing is offloaded yet: call post_init() once the weights are loaded")
         return self._session
-
-    def _model(self) -> nn.Module:
-        """What is offloaded: by default the stacks alone."""
-        return self._stacks
-
-    def _device(self, model: nn.Module) -> torch.device:
-        """Where compute runs."""
-        return compute_device(model)
-
-    def _take_inventory(self, model: nn.Module) -> Inventory:
-        return take_inventory(model)
 
     def _layers(self) -> list[list[str]]:
         """Names within :meth:`_model` of the layers, by stack; a layer that is called several times counts once."""
@@ -127,22 +133,307 @@ class StackedOffloader(BaseOffloader):
         stacks = [[names.get(id(layer), "") for layer in stack.children()] for stack in self._stacks]
         return [found for stack in stacks if (found := [name for name in stack if name])]
 
-    def _entry(self, model: nn.Module, plan: Plan) -> nn.Module | None:
-        """The module whose forward begins one; ``None``: the model's."""
-        return next((layer for stack in self._stacks for layer in stack.children()), None)
-
-    def _announces_replays(self, model: nn.Module) -> bool:
-        """Whether the engine calls :meth:`sync_prev_onload` before every replay."""
-        return False
-
-    @property
-    def _keeps_addresses(self) -> bool:
-        """Whether the engine compiles or captures layers without a word, and so relies on where weights are."""
-        return False
-
-    def _check_plan(self, plan: Plan, inventory: Inventory) -> None:
-        """Raise ``OptionError`` for a plan that the engine cannot run, though ``penstock.offload`` could."""
+    # -- what subclasses decide ---------------------------------------------------------------------------------------
 
     @abstractmethod
     def _make_plan(self, inventory: Inventory) -> Plan:
         """The plan for the collected layers."""
+
+    def _model(self) -> nn.Module:
+        """What is offloaded: by default the stacks alone."""
+        return self._stacks
+
+    def _device(self) -> torch.device:
+        """Where compute runs."""
+        return compute_device(self._model())
+
+    def _take_inventory(self, model: nn.Module) -> Inventory:
+        return take_inventory(model)
+
+    def _check_plan(self, plan: Plan, inventory: Inventory) -> None:
+        """Raise ``OptionError`` for a plan that the engine cannot run, though ``penstock.offload`` could."""
+
+    def _options(self, prepared: Prepared) -> SessionOptions:
+        first = next((layer for stack in self._stacks for layer in stack.children()), None)
+        return SessionOptions(entry=first, measure_stalls=self._measure_stalls, never_promotes=_NEVER_PROMOTES)
+
+
+class PrefetchOffloader(LayerwiseOffloader):
+    """Of every ``group_size`` layers the last ``num_in_group`` live in the store and are copied ahead of use."""
+
+    def __init__(
+        self,
+        group_size: int,
+        num_in_group: int,
+        prefetch_step: int,
+        offload_params: Sequence[str] | None = None,
+        mode: Mode = "cpu",
+    ) -> None:
+        """See :class:`penstock.Prefetch` for the arguments; ``offload_params`` is its ``params``."""
+        self._policy = Prefetch(group_size, num_in_group, prefetch_step, tuple(offload_params or ()), mode)
+        super().__init__(BuildTimeFilter(self._policy))
+
+    def _make_plan(self, inventory: Inventory) -> Plan:
+        return plan_group_rule(inventory, self._policy, self._layers())
+
+
+class UVAOffloader(LayerwiseOffloader):
+    """Reads tensors where they rest: up to ``cpu_offload_max_bytes``, in the order the layers are built."""
+
+    def __init__(self, cpu_offload_max_bytes: int, cpu_offload_params: Sequence[str] | None = None) -> None:
+        """See :class:`penstock.UVA` for the arguments."""
+        self._policy = UVA(cpu_offload_max_bytes, tuple(cpu_offload_params or ()))
+        super().__init__(BuildTimeFilter(self._policy))
+
+    def _make_plan(self, inventory: Inventory) -> Plan:
+        return build_plan(inventory, self._policy)
+
+
+class EngineOffloader(LayerwiseOffloader):
+    """Executes ``policy`` on the model that ``find_model`` returns once it is built.
+
+    The group rule counts the layers of the largest stack that was wrapped. What a pattern names outside all layers is
+    read in place: a tower runs by itself, and the schedule of the layers would be out of step with it. Layers that
+    belong to another model than ``find_model``'s, a draft model's, come back to the device: it runs several times per
+    step of the other.
+    """
+
+    def __init__(
+        self,
+        policy: EnginePolicy,
+        find_model: Callable[[], nn.Module],
+        *,
+        is_lookup: Callable[[nn.Module], bool] = is_embedding,
+        ranks: RankGroup | None = None,
+        measure_stalls: bool = False,
+        announces_replays: bool = False,
+    ) -> None:
+        """``policy``: what to do; ``find_model``: asked in :meth:`post_init`.
+
+        ``is_lookup``: see :func:`penstock.model.inventory.take_inventory`. ``ranks``: for mode ``shm_cpu``.
+        ``measure_stalls``: time every wait, for :meth:`stats`. ``announces_replays``: the engine calls
+        :meth:`sync_prev_onload` before every capture and every replay of a whole forward, and puts neither end of a
+        unit into a graph of a part of one.
+        """
+        super().__init__(BuildTimeFilter(policy), ranks=ranks, measure_stalls=measure_stalls)
+        self._policy = policy
+        self._find_model = find_model
+        self._is_lookup = is_lookup
+        self._announces_replays = announces_replays
+        self._others_replay = False
+        self.added_device_bytes = 0
+
+    def post_init(self) -> None:
+        """Weights are final: make the plan and carry it out. Further calls have no effect.
+
+        Attributes set:
+            added_device_bytes: device memory that was in use before and is not any more counts as negative.
+        """
+        if self._session is not None:
+            return
+        self._require_layers()
+        before = _device_bytes(self._device())
+        self._bring_back_other_models()
+        super().post_init()
+        self.added_device_bytes = _device_bytes(self._device()) - before
+
+    def _require_layers(self) -> None:
+        if next(self._stacks.parameters(), None) is None:
+            raise StateError(
+                "no layers were wrapped: set the offloader before the model is built; inside vLLM, this stage of a "
+                "pipeline has none (use fewer stages), or the model is not made of layers that are handed over"
+            )
+
+    def _bring_back_other_models(self) -> None:
+        """Parameters of wrapped layers that are no part of the model return to the device."""
+        own = {id(parameter) for parameter in self._model().parameters()}
+        for parameter in self._stacks.parameters():
+            if id(parameter) not in own and parameter.is_cuda:
+                parameter.data = parameter.data.clone()
+
+    # -- while it runs ------------------------------------------------------------------------------------------------
+
+    def prepare_next(self) -> None:
+        """A forward has been given to the device, as a replay perhaps: copy ahead for the next one."""
+        if self._session is not None:
+            self._session.rewind()
+
+    @contextmanager
+    def replays_of_others(self) -> Iterator[None]:
+        """Within, what the engine announces is none of the model's replays but, say, a draft model's."""
+        self._others_replay = True
+        try:
+            yield
+        finally:
+            self._others_replay = False
+
+    def _wait_all(self) -> None:
+        if not self._others_replay:
+            super()._wait_all()
+
+    @property
+    def has_run(self) -> bool:
+        """Whether any module that is offloaded ran."""
+        return any(unit.runs for unit in self.stats().units)
+
+    def require_all_ran(self) -> None:
+        """To be asked when the engine has run its model once, before its results count.
+
+        Raises:
+            StateError: a unit whose module did not run: what reads its weights would not wait for them.
+        """
+        units = self.stats().units
+        idle = [unit.anchor for unit in units if unit.runs == 0]
+        if idle:
+            raise StateError(
+                f"{len(idle)} of {len(units)} offloaded modules did not run when the engine ran its model "
+                f"({', '.join(idle[:3])}{', ...' if len(idle) > 3 else ''}), so nothing would wait for their weights: "
+                f"leave them out of what is offloaded, with names that do not match them (--offload-params; with "
+                f"device_memory: penstock.params, or penstock.rules such as '{idle[0]}=resident')"
+            )
+
+    # -- the plan -----------------------------------------------------------------------------------------------------
+
+    def _model(self) -> nn.Module:
+        return self._find_model()
+
+    def _device(self) -> torch.device:
+        return next(parameter.device for parameter in self._stacks.parameters())
+
+    def _take_inventory(self, model: nn.Module) -> Inventory:
+        """What lies on the device and is not tiny.
+
+        What an engine keeps elsewhere it keeps there on purpose. Norms and biases are not worth a copy, even where a
+        pattern names them; and model code that reads ``weight.data`` cannot be compiled if an op writes that weight.
+        """
+        device = self._device()
+        tensors = chain(model.named_parameters(), model.named_buffers())
+        elsewhere = {name for name, tensor in tensors if tensor.device != device}
+        inventory = take_inventory(model, self._is_lookup)
+        # The name of an inner tensor of a subclass goes on behind a colon.
+        here = [s for s in inventory.storages if elsewhere.isdisjoint(n.partition(":")[0] for n in s.names)]
+        return replace(inventory, storages=tuple(s for s in here if s.num_bytes >= TINY_BYTES))
+
+    def _make_plan(self, inventory: Inventory) -> Plan:
+        policy, stacks = self._policy, self._layers()
+        if isinstance(policy, Budget) and policy.num_bytes >= inventory.num_bytes:
+            raise OptionError(
+                f"device_memory = {policy.num_bytes} bytes offloads nothing: all weights together have "
+                f"{inventory.num_bytes} bytes; leave device_memory out, or lower it"
+            )
+        if not stacks:
+            raise StateError(
+                "the model has none of the layers that were wrapped: set the offloader before the model is built"
+            )
+        layers = max(stacks, key=lambda names: sum(s.num_bytes for name in names for s in inventory.under(name)))
+        params = tuple(_through_wrappers(inventory, pattern) for pattern in policy.params)
+        if isinstance(policy, Prefetch):
+            everywhere = list(chain.from_iterable(stacks))
+            outside = (lambda s: _is_outside(s, everywhere)) if params else (lambda s: False)
+            return plan_group_rule(inventory, replace(policy, params=params), [layers], outside, by_part=True)
+        if isinstance(policy, UVA):
+            return build_plan(inventory, replace(policy, params=params or [_pattern_of(inventory, layers)]))
+        if not params:  # layers, and tables that are only looked up; other modules may be read without a call
+            tables = [_exactly([s.name]) for s in inventory.storages if s.is_lookup]
+            params = (_pattern_of(inventory, layers), *tables)
+        rules = [(_through_wrappers(inventory, pattern), mechanism) for pattern, mechanism in policy.rules]
+        outside_names = {s.name for s in inventory.storages if not s.is_lookup and _is_outside(s, layers)}
+        rules += _rules_for(outside_names, inventory, params, rules)
+        planner = make_planner(self._model(), inventory, self._device())
+        return planner.plan(replace(policy, params=params, rules=tuple(rules)))
+
+    def _check_plan(self, plan: Plan, inventory: Inventory) -> None:
+        model, layers = self._model(), list(chain.from_iterable(self._layers()))
+        for unit in plan.units:
+            anchor = model.get_submodule(unit.anchor)
+            # Compilers of parts of a model replace __call__, and what they put there runs no hooks.
+            if not _runs_hooks(anchor):
+                raise OptionError(
+                    f"{unit.anchor} ({type(anchor).__name__}) replaces Module.__call__, so nothing would wait for its "
+                    f"weights: read them in place ('{unit.anchor}=uva'), or leave them out of what is offloaded"
+                )
+            for storage in (inventory.by_name[entry.storage] for entry in unit.entries):
+                if not storage.is_lookup and _is_outside(storage, layers):
+                    raise OptionError(
+                        f"{storage.name} lies outside the layers that are handed over, where an engine may use weights "
+                        f"without calling their module, so it has to be read in place, which PENSTOCK_DISABLE_UVA=1 "
+                        f"and PENSTOCK_DISABLE_PIN_MEMORY=1 forbid: unset them, or leave it out of --offload-params"
+                    )
+
+    def _options(self, prepared: Prepared) -> SessionOptions:
+        model, units = prepared.model, prepared.plan.units
+        runs_hooks = _runs_hooks(model)  # a model that is compiled as a whole runs none of its own
+        return SessionOptions(
+            entry=model.get_submodule(units[0].anchor) if units and not runs_hooks else None,
+            measure_stalls=self._measure_stalls,
+            replays_announced=self._announces_replays and runs_hooks,  # the hooks say where a forward ends
+            keeps_addresses=True,
+            never_promotes=_NEVER_PROMOTES,
+        )
+
+
+def _device_bytes(device: torch.device) -> int:
+    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
+
+
+def _runs_hooks(module: nn.Module) -> bool:
+    """Whether its ``__call__`` is torch's, or a wrapper that goes on to it, as transformers' layers have one."""
+    call = type(module).__call__
+    code = getattr(inspect.unwrap(call), "__code__", None)
+    return call is nn.Module.__call__ or (code is not None and "super" in code.co_names)
+
+
+def _is_outside(storage: StorageInfo, layers: Sequence[str]) -> bool:
+    return not any(is_within(module, layer) for module in storage.modules for layer in layers)
+
+
+def _rules_for(
+    outside: Collection[str], inventory: Inventory, params: Sequence[str], rules: Sequence[Rule]
+) -> list[Rule]:
+    """For storages outside the layers, no tables, that have no rule of the user's (``rules``).
+
+    An engine multiplies with a head without calling it, so that stays. The rest is read in place where ``params`` names
+    it, as by the group rule.
+
+    Raises:
+        OptionError: a rule would have something of it copied into a slot.
+    """
+    ruled: set[str] = set()
+    for pattern, mechanism in rules:
+        matched = matching(inventory, pattern) - ruled
+        if mechanism == "prefetch" and (found := sorted(matched.intersection(outside))):
+            raise OptionError(
+                f"rule '{pattern}=prefetch' reaches {found[0]}, outside the layers that are handed over, where an "
+                f"engine may use weights without calling their module: say uva or resident for it, in a rule before "
+                f"this one"
+            )
+        ruled |= matched
+    free = set(outside) - ruled
+    heads = free & semantic_groups(inventory)["lm_head"]
+    named = free.intersection(chain.from_iterable(matching(inventory, pattern) for pattern in params)) - heads
+    kinds: tuple[tuple[set[str], Mechanism], ...] = ((heads, "resident"), (named, "uva"))
+    return [(_exactly(sorted(names)), mechanism) for names, mechanism in kinds if names]
+
+
+def _pattern_of(inventory: Inventory, layers: Sequence[str]) -> str:
+    """What is offloaded of ``layers`` when no names are given: neither buffers nor what is tiny."""
+    worth = {storage.name for layer in layers for storage in worth_moving(inventory.under(layer))}
+    within = {name.removeprefix(f"{layer}.") for layer in layers for name in worth if is_within(name, layer)}
+    return f"re:(?:{'|'.join(map(re.escape, layers))})\\.(?:{'|'.join(map(re.escape, sorted(within)))})"
+
+
+def _through_wrappers(inventory: Inventory, pattern: str) -> str:
+    """``pattern``, or if wrapped modules have names that it means, the pattern for those too."""
+    wrapped = [name for name in inventory.by_name if _WRAPPED in name]
+    plain = {name.replace(_WRAPPED, "."): name for name in wrapped}
+    if not plain or not is_segments(pattern):
+        return pattern
+    segments = f".{pattern}."
+    found = [name for name in inventory.by_name if segments in f".{name}."]
+    hidden = [real for name, real in plain.items() if segments in f".{name}." and segments not in f".{real}."]
+    return _exactly([*found, *hidden]) if hidden else pattern
+
+
+def _exactly(names: Iterable[str]) -> str:
+    """The pattern that means these names and no other."""
+    return f"re:{'|'.join(map(re.escape, names))}"

@@ -9,7 +9,7 @@ from torch import nn
 
 from penstock.config import Policy
 from penstock.errors import StateError
-from penstock.offloaders.engine import EngineOffloader
+from penstock.offloaders.layerwise import EngineOffloader
 from penstock.ops import new_token
 from penstock.plan import Plan
 from penstock.runtime.hooks import ForwardHook, UnitHook
@@ -59,7 +59,7 @@ def _boundaries_of(prepared: Prepared, entry: nn.Module) -> Iterator[None]:
 
 
 class NoCopyOffloader(EngineOffloader):
-    """What an :class:`~penstock.offloaders.engine.EngineOffloader` would do, but nothing leaves the device.
+    """What an :class:`~penstock.offloaders.layerwise.EngineOffloader` would do, but nothing leaves the device.
 
     The model has to fit. Its compiled code has the same boundaries, so this is what an engine's outputs are compared
     with, bit for bit.
@@ -77,7 +77,7 @@ class NoCopyOffloader(EngineOffloader):
             self._require_layers()
             prepared = self._prepare(allocates=False)
             self._traced_plan = prepared.plan
-            self._boundaries = _boundaries_of(prepared, self._entry(prepared.model, prepared.plan) or prepared.model)
+            self._boundaries = _boundaries_of(prepared, self._options(prepared).entry or prepared.model)
             self._boundaries.__enter__()
 
     def remove(self) -> None:

@@ -26,7 +26,7 @@ from penstock.config import UVA, Budget, Mode, Prefetch, Rule, Workload, gib_lim
 from penstock.errors import OptionError, OptionTypeError
 
 if TYPE_CHECKING:
-    from penstock.offloaders.engine import EnginePolicy
+    from penstock.offloaders.layerwise import EnginePolicy
 
 __all__ = ["KEYS", "REFUSED", "EngineOptions", "read_options"]
 

@@ -25,7 +25,7 @@ from penstock.adapters.vllm.options import REFUSED, EngineOptions, read_options
 from penstock.adapters.vllm.replicas import replica_group
 from penstock.config import format_gib
 from penstock.errors import OptionError, StateError
-from penstock.offloaders.engine import EngineOffloader
+from penstock.offloaders.layerwise import EngineOffloader
 from penstock.plan.plan import Plan
 from penstock.ranks.digest import json_digest
 from penstock.ranks.group import RankGroup
