@@ -143,7 +143,7 @@ class TestBytes:
 
     def test_what_is_in_no_file_is_refused(self) -> None:
         plan, store = make_plan(3, 1)
-        with pytest.raises(OptionError, match=r"unit \d: what comes to a GPU .* has to lie in files, found .*Pattern"):
+        with pytest.raises(OptionError, match=r"unit \d: what comes to a GPU .* has to be in files, found .*Pattern"):
             ProcessRingLink().prepare(plan, [store.load(unit) for unit in plan.units])
 
 

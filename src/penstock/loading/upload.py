@@ -22,14 +22,14 @@ from penstock.memory.pages import map_pages
 from penstock.memory.pinned import HostRegistrar, PinnedBuffer
 from penstock.stores.file_reader import ALIGN_BYTES
 
-__all__ = ["CudaUploader", "UploadRing", "read_staged"]
+__all__ = ["CudaUploader", "Upload", "UploadRing", "Wait", "no_wait", "read_staged", "start_copies"]
 
 BUFFER_BYTES = 4 << 20
 NUM_BUFFERS = 12
 # Direct reads fill whole aligned pages around the bytes that are wanted.
 _ROOM_BYTES = BUFFER_BYTES + 4 * ALIGN_BYTES
 
-# Where bytes go, and where they are.
+# Where bytes go on a device, and where they are in host memory.
 Upload = tuple[torch.Tensor, torch.Tensor]
 Wait = Callable[[], None]
 
@@ -46,7 +46,7 @@ class UploadRing:
         self._start = start
         self._free: queue.SimpleQueue[tuple[torch.Tensor, Wait]] = queue.SimpleQueue()
         for buffer in buffers:
-            self._free.put((buffer, _nothing))
+            self._free.put((buffer, no_wait))
         self._filled: deque[tuple[torch.Tensor, list[Upload]]] = deque()
         self._starting = threading.Lock()
 
@@ -73,7 +73,7 @@ class UploadRing:
                 filled.append(self._filled.popleft())
         if not filled:  # another thread was faster
             return
-        wait: Wait = _nothing
+        wait: Wait = no_wait
         try:
             wait = self._start([copy for _, copies in filled for copy in copies])
         finally:
@@ -96,7 +96,7 @@ class CudaUploader:
         if registrar is not None:
             self._pinned.register(registrar)
         # Not a method of this: of a cycle the garbage collector would have to find the buffers.
-        self._ring = UploadRing(self._pinned.blob.split(_ROOM_BYTES), partial(_start_on, self._stream))
+        self._ring = UploadRing(self._pinned.blob.split(_ROOM_BYTES), partial(start_copies, self._stream))
 
     def upload(self, reads: Sequence[Read]) -> None:
         """See :class:`~penstock.loading.read_pool.Uploader`."""
@@ -107,7 +107,8 @@ class CudaUploader:
         self._stream.synchronize()
 
 
-def _start_on(stream: torch.cuda.Stream, copies: Sequence[Upload]) -> Wait:
+def start_copies(stream: torch.cuda.Stream, copies: Sequence[Upload]) -> Wait:
+    """Give ``copies`` to ``stream``; returns what waits until they are done."""
     done = torch.cuda.Event()
     # A thread begins on device 0, and to return to that device's stream would make a context there.
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
@@ -122,7 +123,7 @@ def _wait_for(done: torch.cuda.Event) -> None:
         done.synchronize()
 
 
-def _nothing() -> None:
+def no_wait() -> None:
     """For a buffer that no copy reads."""
 
 

@@ -26,12 +26,12 @@ from penstock.stats import Recorder
 from penstock.stores.store import Load, new_blob
 from penstock.transfer.link import ComputeEvent, Link, Transfer
 
-__all__ = ["ThreadLink", "ThreadTransfer"]
+__all__ = ["ThreadLink", "ThreadTransfer", "close_at_exit"]
 
 PIECE_BYTES = 2 << 20
 
 # At the end of the program a worker inside a copy would be torn out of it, which aborts the process.
-_open_links: weakref.WeakSet[ThreadLink] = weakref.WeakSet()
+_open_links: weakref.WeakSet[Link] = weakref.WeakSet()
 
 _Job = Callable[[], None]
 
@@ -110,7 +110,7 @@ class ThreadLink(Link):
         try:
             for worker in self._workers:
                 worker.start()
-            _open_links.add(self)
+            close_at_exit(self)
         except BaseException as error:
             self._finish()
             if isinstance(error, RuntimeError):
@@ -202,6 +202,11 @@ def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
 def _send_home(jobs: queue.SimpleQueue[_Job | None], count: int) -> None:
     for _ in range(count):
         jobs.put(None)
+
+
+def close_at_exit(link: Link) -> None:
+    """Close ``link`` at the end of the program, if it is still open then."""
+    _open_links.add(link)
 
 
 @atexit.register

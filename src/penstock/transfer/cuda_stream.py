@@ -13,7 +13,8 @@ finds in the slots at its start are the same at every replay (see ``[Note: two t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -77,7 +78,7 @@ class StreamLink(Link):
     def replay_event(self, slot: int) -> ComputeEvent | None:
         return self._replay_events.get(slot)
 
-    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> StreamTransfer:
+    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> Transfer:
         captured = self.capturing
         self._require_copyable(load, captured)
         # Ask for the compute stream's capture state before entering the side stream: inside, current_stream is ours.
@@ -112,15 +113,23 @@ class StreamLink(Link):
     def wait(self, transfer: Transfer, measure: bool = False) -> float:
         assert isinstance(transfer, StreamTransfer)
         stream = torch.cuda.current_stream(self._device)
-        timed = measure and self._stalls is not None
-        if timed and self._stalls is not None:
-            before, after = self._stalls.setdefault(transfer.unit, (_external_event(), _external_event()))
-            before.record(stream)
-        if transfer.captured == self.capturing:
-            stream.wait_event(transfer.event)
-        if timed:
-            after.record(stream)
+        with self._timing(transfer.unit, stream, measure):
+            if transfer.captured == self.capturing:
+                stream.wait_event(transfer.event)
         return 0.0
+
+    @contextmanager
+    def _timing(self, unit: int, stream: torch.cuda.Stream, measure: bool) -> Iterator[None]:
+        """Around a wait of ``stream``: a pair of events, if waits are to be timed."""
+        if not measure or self._stalls is None:
+            yield
+            return
+        before, after = self._stalls.setdefault(unit, (_external_event(), _external_event()))
+        before.record(stream)
+        try:
+            yield
+        finally:
+            after.record(stream)
 
     def last_stall_s(self, unit: int) -> float | None:
         if self._stalls is None or unit not in self._stalls:

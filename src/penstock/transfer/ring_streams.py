@@ -27,7 +27,7 @@ from penstock.plan.plan import Plan
 from penstock.plan.ring_layout import ENTRY_BYTES, MAX_ENTRIES, lay_out_ring_of
 from penstock.stats import Recorder, StagingStats
 from penstock.stores.store import Load
-from penstock.transfer.cuda_stream import StreamLink, StreamTransfer
+from penstock.transfer.cuda_stream import StreamLink
 from penstock.transfer.link import ComputeEvent, Transfer
 from penstock.transfer.ring import MAX_READERS, SPARE_ONE_CORE_IN, STUCK_S
 from penstock.transfer.ring_readers import ReaderProcess
@@ -124,7 +124,7 @@ class RingLink(StreamLink):
         self._copies.try_out()  # before the readers look at the words
         self._readers.serve()
 
-    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> StreamTransfer:
+    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> Transfer:
         self.check()
         return super().copy(load, slot, after)
 
