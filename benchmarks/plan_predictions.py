@@ -69,19 +69,19 @@ class Contest:
 
 
 def build(name: str) -> tuple[nn.Module, ModelProfile]:
-    """The stack of this name on ``meta``, and its traits."""
+    """The stack of this name on ``meta``, and its profile."""
     with torch.device("meta"):
         if name == "qwen3-8b":
             return Stack(QWEN3_8B, torch.bfloat16, "meta"), ModelProfile()
-        traits = ModelProfile(experts_per_token=DEEPSEEK_V2_LITE.experts_per_token)
-        return MoeStack(DEEPSEEK_V2_LITE, torch.bfloat16), traits
+        profile = ModelProfile(experts_per_token=DEEPSEEK_V2_LITE.experts_per_token)
+        return MoeStack(DEEPSEEK_V2_LITE, torch.bfloat16), profile
 
 
 class Planner:
     """Makes the contests of one stack."""
 
-    def __init__(self, inventory: Inventory, rates: Rates, traits: ModelProfile, rows: Sequence[int]) -> None:
-        self._inventory, self._rates, self._traits, self._rows = inventory, rates, traits, rows
+    def __init__(self, inventory: Inventory, rates: Rates, profile: ModelProfile, rows: Sequence[int]) -> None:
+        self._inventory, self._rates, self._profile, self._rows = inventory, rates, profile, rows
 
     def at_share(self, share: float) -> Contest:
         """penstock's plans for this share of the weights, and as much read in place as the others move."""
@@ -102,7 +102,7 @@ class Planner:
         contest = Contest(name)
         for rows in self._rows:
             budget = Budget(device_bytes, workload=Workload([rows]))
-            plan = build_plan(self._inventory, budget, rates=self._rates, traits=self._traits, zero_copy=True)
+            plan = build_plan(self._inventory, budget, rates=self._rates, profile=self._profile, zero_copy=True)
             contest.add(f"penstock, made for {rows} rows", plan, [rows])
         return contest
 
@@ -196,13 +196,13 @@ def run(
         raise SystemExit("this benchmark needs a CUDA device; there is none here")
     device = torch.device("cuda", torch.cuda.current_device())
     with torch.no_grad():
-        model, traits = build(stack)
+        model, profile = build(stack)
         inventory = take_inventory(model)
-        planner = Planner(inventory, rates, traits, rows)
+        planner = Planner(inventory, rates, profile, rows)
         contests = [planner.at_share(share) for share in shares] + [planner.against(rival) for rival in rivals]
         for together in rounds_of(contests):
             for result in _measure(together, stack, rows, rounds, repeats, device):
-                seen = forecast(result.pop("plan"), inventory, rates, traits, result["rows"])
+                seen = forecast(result.pop("plan"), inventory, rates, profile, result["rows"])
                 predicted = {"predicted_ms": seen.step_s * 1e3, "floor_ms": seen.floor_s * 1e3, "bound": seen.bound}
                 yield {"stack": stack, **result, **predicted, "error": seen.step_s * 1e3 / result["ms"] - 1}
 

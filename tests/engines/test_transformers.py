@@ -44,9 +44,9 @@ from penstock.errors import (
     StateError,
 )
 from penstock.model.inventory import take_inventory
-from penstock.model.memory_profile import traits_of
+from penstock.model.memory_profile import profile_of
+from penstock.plan.build import Planner
 from penstock.plan.cost_model import NOMINAL_GPU, Curve
-from penstock.plan.planner import Planner
 from penstock.runtime.prepare import Prepared
 
 pytestmark = pytest.mark.filterwarnings("error::penstock.PenstockWarning")
@@ -471,7 +471,7 @@ class TestPlanning:
 
         def start(prepared: Prepared, **options: Any) -> None:
             model = prepared.model
-            given.append((prepared.plan, Planner(prepared.inventory, rates, traits_of(model), num_ranks=4)))
+            given.append((prepared.plan, Planner(prepared.inventory, rates, profile_of(model), num_ranks=4)))
 
         rates = replace(NOMINAL_GPU, peer_bytes_per_s=Curve.of({1: 1e12}))
         monkeypatch.setattr("penstock.adapters.transformers.load_folder.start", start)

@@ -17,7 +17,7 @@ import penstock
 from penstock.config import Workload
 from penstock.errors import OptionError
 from penstock.model.inventory import take_inventory
-from penstock.model.memory_profile import ModelProfile, traits_of
+from penstock.model.memory_profile import ModelProfile, profile_of
 
 SIZE = {
     "hidden_size": 64,
@@ -130,8 +130,8 @@ class TestCaches:
     def test_bytes_are_those_of_the_default_cache(self, name: str, dtype: torch.dtype) -> None:
         """Before and after a window is full."""
         model = make(name, dtype)
-        traits = traits_of(model)
-        assert sizes_while_decoding(model, 3, 9) == [traits.cache_bytes(3, tokens) for tokens in range(1, 10)]
+        profile = profile_of(model)
+        assert sizes_while_decoding(model, 3, 9) == [profile.cache_bytes(3, tokens) for tokens in range(1, 10)]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -186,9 +186,9 @@ WITH_PROMPT = [name for name in MODELS if name not in ("qwen3_next", "mamba", "m
 
 def planned_and_measured(model: Any, batch: int, context: int) -> tuple[int, int]:
     """What a step takes beside the caches: as planned, and as metered."""
-    traits = traits_of(model)
-    caches = traits.cache_bytes(batch, context)
-    return traits.workload_bytes(batch, context) - caches, peak_of_step(model, batch, context) - caches
+    profile = profile_of(model)
+    caches = profile.cache_bytes(batch, context)
+    return profile.workload_bytes(batch, context) - caches, peak_of_step(model, batch, context) - caches
 
 
 class TestActivations:
@@ -224,13 +224,13 @@ class TestActivations:
 
 class TestReading:
     def test_numbers_of_the_configuration(self) -> None:
-        assert traits_of(make("qwen3_moe")).experts_per_token == 2
-        assert traits_of(make("llama")).experts_per_token is None
-        assert traits_of(make("gpt2")).max_context == 64
-        assert traits_of(make("gemma2")).window == 6
+        assert profile_of(make("qwen3_moe")).experts_per_token == 2
+        assert profile_of(make("llama")).experts_per_token is None
+        assert profile_of(make("gpt2")).max_context == 64
+        assert profile_of(make("gemma2")).window == 6
 
     def test_other_modules_claim_nothing(self) -> None:
-        assert traits_of(nn.Linear(4, 4)) == ModelProfile()
+        assert profile_of(nn.Linear(4, 4)) == ModelProfile()
 
     def test_several_models_in_one(self) -> None:
         """The configuration of all states no sizes; each part has its own."""
@@ -239,12 +239,12 @@ class TestReading:
         config = transformers.BarkConfig(**{f"{name}_config": {**part, "output_vocab_size": 50} for name in parts})
         with torch.device("meta"):
             model = transformers.BarkModel(config)
-        assert traits_of(model).kv_bytes_per_token == 2 * 2 * (64 + 64) * 4, "of two models that are causal"
+        assert profile_of(model).kv_bytes_per_token == 2 * 2 * (64 + 64) * 4, "of two models that are causal"
 
     def test_encoders_keep_nothing(self) -> None:
         config = transformers.BertConfig(**SIZE)
-        traits = traits_of(transformers.BertModel(config))
-        assert traits.cache_bytes(4, 100) == 0 < traits.activation_bytes_per_row
+        profile = profile_of(transformers.BertModel(config))
+        assert profile.cache_bytes(4, 100) == 0 < profile.activation_bytes_per_row
 
     @pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "BartForConditionalGeneration"])
     def test_a_decoder_keeps_its_own_tokens_and_those_of_the_source(self, name: str) -> None:
@@ -258,7 +258,7 @@ class TestReading:
         with torch.no_grad():
             cache = model(input_ids=ids, decoder_input_ids=ids, use_cache=True).past_key_values
         kept = bytes_of(cache.self_attention_cache) + bytes_of(cache.cross_attention_cache)
-        assert kept == traits_of(model).cache_bytes(2, 7) > 0
+        assert kept == profile_of(model).cache_bytes(2, 7) > 0
 
     def test_the_text_part_of_a_composite_model(self) -> None:
         text = transformers.Gemma3TextConfig(**{**SIZE, **HEADS, "sliding_window": 6, "layer_types": SLIDING})
@@ -268,7 +268,7 @@ class TestReading:
         model = transformers.Gemma3ForConditionalGeneration(
             transformers.Gemma3Config(text_config=text.to_dict(), vision_config=vision.to_dict())
         )
-        found, alone = traits_of(model), traits_of(make("gemma3"))
+        found, alone = profile_of(model), profile_of(make("gemma3"))
         assert found.cache_bytes(2, 50) == alone.cache_bytes(2, 50)
         assert (found.window, found.max_context) == (alone.window, alone.max_context)
 
@@ -276,7 +276,7 @@ class TestReading:
         model = make("qwen3", intermediate_size=4096)
         weights = take_inventory(model).num_bytes
         work = Workload([4], 256)
-        beside = traits_of(model).workload_bytes(4, 256)
+        beside = profile_of(model).workload_bytes(4, 256)
         with penstock.offload(model, penstock.Budget(weights + beside // 2, workload=work)) as handle:
             assert handle.plan.device_bytes <= weights - beside // 2
         with pytest.raises(OptionError, match="context of 513 tokens is longer than the 512"):

@@ -29,7 +29,7 @@ from penstock.adapters.transformers.renaming import Renamer, natural_order
 from penstock.cli import app
 from penstock.cli.model import OpenedModel, open_model
 from penstock.config import Budget, Workload
-from penstock.model.memory_profile import traits_of
+from penstock.model.memory_profile import profile_of
 from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU
 from penstock.plan.plan import Machine
 from penstock.plan.ring_layout import RING_BYTES
@@ -114,7 +114,7 @@ def test_a_plan_keeps_to_its_budgets(on_gpu: bool, opened: OpenedModel) -> None:
     device, rates = (torch.device("cuda", 0), NOMINAL_GPU) if on_gpu else (torch.device("cpu"), NOMINAL_CPU)
     plan = opened.plan(opened.planner(device, rates), budget, Machine(device.type, None))
     assert len(opened.weights.checkpoint.tensors) > 45_000
-    assert plan.device_bytes <= 80 * 2**30 - traits_of(opened.module).workload_bytes(16, 4096)
+    assert plan.device_bytes <= 80 * 2**30 - profile_of(opened.module).workload_bytes(16, 4096)
     assert plan.weight_bytes > 1200 * 2**30
     if not on_gpu:
         assert plan.mode == "disk"

@@ -19,28 +19,28 @@ from penstock.errors import BudgetError, PenstockWarning
 from penstock.model.inventory import Inventory, take_inventory
 from penstock.model.memory_profile import ModelProfile
 from penstock.plan import Plan, build_plan
-from penstock.plan.build import question_of
-from penstock.plan.candidates import CandidateTable
+from penstock.plan.build import Planner
 from penstock.plan.cost_model import NOMINAL_GPU, Rates
 from penstock.plan.layers import worth_moving
 from penstock.plan.plan import UnitDraft, assemble
-from penstock.plan.planner import Planner
 from penstock.plan.predict import forecast
 from penstock.plan.solver import curve
 from plans import KIB, SMALL, check_plan, layered, models
 
 
 def plan(
-    inventory: Inventory, num_bytes: int, rows: int = 1, traits: ModelProfile | None = None, **rates: Rates
+    inventory: Inventory, num_bytes: int, rows: int = 1, profile: ModelProfile | None = None, **rates: Rates
 ) -> Plan:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PenstockWarning)
         budget = Budget(num_bytes, workload=Workload([rows]))
-        return build_plan(inventory, budget, rates=rates.get("rates", SMALL), traits=traits, zero_copy=True)
+        return build_plan(
+            inventory, budget, rates=rates.get("rates", SMALL), profile=profile or ModelProfile(), zero_copy=True
+        )
 
 
-def step(made: Plan, inventory: Inventory, rows: int = 1, traits: ModelProfile | None = None) -> float:
-    return forecast(made, inventory, SMALL, traits or ModelProfile(), rows).step_s
+def step(made: Plan, inventory: Inventory, rows: int = 1, profile: ModelProfile | None = None) -> float:
+    return forecast(made, inventory, SMALL, profile or ModelProfile(), rows).step_s
 
 
 @given(models(), st.floats(0, 1), st.floats(0, 1), st.sampled_from([1, 64, 1024]))
@@ -107,16 +107,15 @@ def test_every_candidate_is_timed_as_its_plan_is() -> None:
     """Arrays over candidates on one side, one laid-out plan on the other: the same seconds and bytes."""
     inventory = layered(5, 300 * KIB, 100 * KIB, 64 * KIB, head=200 * KIB)
     budget = Budget(inventory.num_bytes, workload=Workload([1, 256]))
-    question = question_of(inventory, budget, rates=SMALL, zero_copy=True)
     checked = 0
-    for group in CandidateTable(question).groups:
-        rows = group.fitting(float("inf"), None)[::7]
+    for group in Planner(inventory, SMALL, zero_copy=True).candidates(budget).families:
+        rows = group.fitting(float("inf"))[::7]
         times = group.step_s(rows)
         for index, row in enumerate(rows):
             choice = group.choice(int(row))
             made = assemble(inventory, choice.drafts, choice.num_slots, "cpu", uva=choice.uva)
-            assert made.device_bytes == group.device_bytes[row]
-            assert made.moved_bytes == group.moved_bytes[row]
+            assert made.device_bytes == group.memory.device_bytes[row]
+            assert made.moved_bytes == group.memory.moved_bytes[row]
             for batch, size in enumerate((1, 256)):
                 seen = forecast(made, inventory, SMALL, ModelProfile(), size)
                 assert seen.step_s == pytest.approx(times[batch, index])
@@ -128,8 +127,7 @@ def test_every_candidate_is_timed_as_its_plan_is() -> None:
 def test_the_curve_is_what_budgets_reach() -> None:
     inventory = layered(6, 300 * KIB, 100 * KIB, head=200 * KIB)
     budget = Budget(inventory.num_bytes)
-    question = question_of(inventory, budget, rates=SMALL, zero_copy=True)
-    points = curve(CandidateTable(question))
+    points = curve(Planner(inventory, SMALL, zero_copy=True).candidates(budget))
     assert len(points) > 5
     for point in points[::3]:
         best = step(plan(inventory, max(1, point.device_bytes)), inventory)
@@ -169,37 +167,37 @@ def test_dense_weights_are_spread_evenly_through_two_slots() -> None:
 
 def test_experts_are_read_in_place_for_few_rows_and_prefetched_for_many() -> None:
     """One row needs six of 64 experts; with many all have work, and copies are faster."""
-    inventory, traits = on_meta("experts")
+    inventory, profile = on_meta("experts")
     budget = inventory.num_bytes // 4
-    few = plan(inventory, budget, 1, traits, rates=NOMINAL_GPU)
+    few = plan(inventory, budget, 1, profile, rates=NOMINAL_GPU)
     assert few.uva_bytes > 0.9 * few.offloaded_bytes
     assert all(".experts." in name for name in few.uva)
-    many = plan(inventory, budget, 4096, traits, rates=NOMINAL_GPU)
+    many = plan(inventory, budget, 4096, profile, rates=NOMINAL_GPU)
     assert many.prefetched_bytes > 0.9 * many.offloaded_bytes
 
 
 def test_the_planner_beats_the_group_rule_on_paper() -> None:
     from penstock.config import Prefetch
 
-    inventory, traits = on_meta("dense")
+    inventory, profile = on_meta("dense")
     for size, number, slots in ((4, 1, 1), (4, 1, 2), (2, 1, 1), (2, 1, 2), (1, 1, 2)):
         rule = build_plan(inventory, Prefetch(size, number, slots))
         for rows in (1, 256, 2048):
             made = plan(inventory, rule.device_bytes, rows, rates=NOMINAL_GPU)
-            ours, theirs = (forecast(p, inventory, NOMINAL_GPU, traits, rows).step_s for p in (made, rule))
+            ours, theirs = (forecast(p, inventory, NOMINAL_GPU, profile, rows).step_s for p in (made, rule))
             assert ours <= theirs * 1.0001, (size, number, slots, rows)
 
 
 def test_the_workload_takes_its_memory_first() -> None:
     inventory, _ = on_meta("dense")
-    traits = ModelProfile(kv_bytes_per_token=147456, activation_bytes_per_row=1 << 20)
-    beside = traits.workload_bytes(16, 4096)
+    profile = ModelProfile(kv_bytes_per_token=147456, activation_bytes_per_row=1 << 20)
+    beside = profile.workload_bytes(16, 4096)
     assert beside == 16 * 4096 * 147456 + 16 * 2**20
     budget = Budget(beside + inventory.num_bytes // 2, workload=Workload([1, 16], context=4096))
-    made = build_plan(inventory, budget, traits=traits, zero_copy=True)
+    made = build_plan(inventory, budget, profile=profile, zero_copy=True)
     assert made.device_bytes <= inventory.num_bytes // 2
     with pytest.raises(BudgetError, match=r"9\.016 GiB of it for the cache and activations of batch 16"):
-        build_plan(inventory, Budget(beside, workload=Workload([16], context=4096)), traits=traits)
+        build_plan(inventory, Budget(beside, workload=Workload([16], context=4096)), profile=profile)
 
 
 def test_a_limit_of_host_memory_keeps_more_on_the_device() -> None:

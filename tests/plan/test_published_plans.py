@@ -32,17 +32,17 @@ def contest_of(planner: Planner, name: str) -> Contest:
 
 
 def slowdowns(stack: str) -> Iterator[float]:
-    model, traits = build(stack)
+    model, profile = build(stack)
     inventory = take_inventory(model)
     rates = read_probe(PROBE).gpu_rates()
     assert rates is not None
     rows = published(stack)
-    planner = Planner(inventory, rates, traits, sorted({row["rows"] for row in rows}))
+    planner = Planner(inventory, rates, profile, sorted({row["rows"] for row in rows}))
     for name in sorted({row["contest"] for row in rows}):
         made = contest_of(planner, name)
         for row in (row for row in rows if row["contest"] == name):
             mine = next(plan for key, plan in made.plans.items() if "penstock" in key and row["rows"] in made.rows[key])
-            yield forecast(mine, inventory, rates, traits, row["rows"]).step_s * 1e3 / row["predicted_ms"]
+            yield forecast(mine, inventory, rates, profile, row["rows"]).step_s * 1e3 / row["predicted_ms"]
 
 
 @pytest.mark.parametrize("stack", ["qwen3-8b", "deepseek-v2-lite"])

@@ -23,13 +23,11 @@ from penstock.errors import BudgetError, PenstockWarning
 from penstock.model.inventory import Inventory, take_inventory
 from penstock.model.memory_profile import ModelProfile
 from penstock.plan import Plan, build_plan
-from penstock.plan.build import question_of
-from penstock.plan.candidates import CandidateTable
+from penstock.plan.build import Planner
+from penstock.plan.candidates import Spill, spill_order
 from penstock.plan.cost_model import NOMINAL_GPU, Rates
-from penstock.plan.disk_fallback import Spill, spill_order
 from penstock.plan.layers import worth_moving
 from penstock.plan.plan import UnitDraft, assemble
-from penstock.plan.planner import Planner
 from penstock.plan.predict import forecast
 from penstock.plan.ring_layout import RING_BYTES, ring_bytes
 from penstock.runtime import prepare as prepare_module
@@ -68,13 +66,13 @@ def spilling(
     spill: Spill = SPILL,
     rates: Rates = DISK,
     batch: int = 1,
-    traits: ModelProfile | None = None,
+    profile: ModelProfile = ModelProfile(),  # noqa: B008
     zero_copy: bool = True,
 ) -> Plan:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PenstockWarning)
         budget = Budget(device_bytes, host_memory=host_bytes, workload=Workload([batch]))
-        return build_plan(inventory, budget, rates=rates, traits=traits, zero_copy=zero_copy, spill=spill)
+        return build_plan(inventory, budget, rates=rates, profile=profile, zero_copy=zero_copy, spill=spill)
 
 
 def host_bytes(plan: Plan, ring: int = 0) -> int:
@@ -155,16 +153,16 @@ def test_close_to_the_best_there_is(inventory: Inventory, device: float, host: f
 def test_every_candidate_is_timed_as_its_plan_is() -> None:
     inventory = layered(5, 300 * KIB, 100 * KIB, 64 * KIB, head=200 * KIB)
     budget = Budget(inventory.num_bytes, workload=Workload([1, 256]))
-    question = question_of(inventory, budget, rates=DISK, zero_copy=True, spill=Spill(["head.weight"], ring_bytes=999))
+    planner = Planner(inventory, DISK, zero_copy=True, spill=Spill(["head.weight"], ring_bytes=999))
     checked = 0
     for limit in (200 * KIB, 700 * KIB):
-        for group in (group.within(limit) for group in CandidateTable(question).groups):
-            fitting = group.fitting(float("inf"), None)[::7]
-            seen, bound = group.step_s(fitting), group.bound(fitting)
+        for group in planner.candidates(budget).families:
+            fitting = group.fitting(float("inf"), limit)[::7]
+            seen, bound = group.step_s(fitting, limit), group.bound(fitting, limit)
             for index, row in enumerate(fitting):
-                choice = group.choice(int(row))
+                choice = group.choice(int(row), limit)
                 made = assemble(inventory, choice.drafts, choice.num_slots, "cpu", uva=choice.uva)
-                assert made.device_bytes == group.device_bytes[row]
+                assert made.device_bytes == group.memory.device_bytes[row]
                 assert host_bytes(made, 999) <= limit
                 for batch, size in enumerate((1, 256)):
                     expected = forecast(made, inventory, DISK, ModelProfile(), size)
@@ -177,9 +175,8 @@ def test_every_candidate_is_timed_as_its_plan_is() -> None:
 
 def test_all_in_files_are_timed_as_their_plans_are() -> None:
     inventory = layered(6, 300 * KIB, 100 * KIB, head=200 * KIB)
-    question = question_of(inventory, Budget(inventory.num_bytes, mode="disk"), rates=DISK)
-    for group in CandidateTable(question).groups:
-        every = group.fitting(float("inf"), None)[::11]
+    for group in Planner(inventory, DISK).candidates(Budget(inventory.num_bytes, mode="disk")).families:
+        every = group.fitting(float("inf"))[::11]
         seen, bound = group.step_s(every)[0], group.bound(every)
         for index, row in enumerate(every):
             choice = group.choice(int(row))
@@ -206,10 +203,10 @@ def test_no_more_on_disk_than_needed_and_nothing_without_need() -> None:
 def test_experts_of_few_rows_stay_in_place_and_the_rest_goes_to_disk() -> None:
     """One row reads two of sixteen experts where they lie; a unit in files is read whole."""
     inventory = take_inventory(wide_moe())
-    traits = ModelProfile(experts_per_token=2)
+    profile = ModelProfile(experts_per_token=2)
     total = inventory.num_bytes
     fast = replace(DISK, file_bytes_per_s=4e9)
-    made = spilling(inventory, total // 5, int(total * 0.7), traits=traits, rates=fast)
+    made = spilling(inventory, total // 5, int(total * 0.7), profile=profile, rates=fast)
     moved = {e.storage: unit.store for unit in made.units for e in unit.entries if "experts" in e.storage}
     assert set(moved.values()) == {"disk"}
     assert made.uva_bytes > total // 2
@@ -219,9 +216,9 @@ def test_experts_of_few_rows_stay_in_place_and_the_rest_goes_to_disk() -> None:
 def test_memory_of_the_device_that_is_left_keeps_experts() -> None:
     """Beside those in place and those in files: what stays need not be read, so more memory has to show."""
     inventory = take_inventory(wide_moe())
-    traits, total = ModelProfile(experts_per_token=2), inventory.num_bytes
+    profile, total = ModelProfile(experts_per_token=2), inventory.num_bytes
     fast = replace(DISK, file_bytes_per_s=4e9)
-    made = [spilling(inventory, int(total * share), total // 2, traits=traits, rates=fast) for share in (0.2, 0.35)]
+    made = [spilling(inventory, int(total * share), total // 2, profile=profile, rates=fast) for share in (0.2, 0.35)]
     for plan in made:
         assert plan.uva_bytes > total // 3
         assert plan.staged_units

@@ -24,10 +24,9 @@ from penstock.errors import PenstockWarning
 from penstock.model.inventory import take_inventory
 from penstock.model.memory_profile import ModelProfile
 from penstock.plan import build_plan
-from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates
+from penstock.plan.build import Planner
+from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates, split_rates
 from penstock.plan.plan import CHUNK_BYTES
-from penstock.plan.planner import Planner
-from penstock.plan.split import split_rates
 from penstock.transfer import peer_rates as measuring
 from penstock.transfer.machine_probe import Probe, read_probe
 from plan_predictions import build
@@ -158,16 +157,16 @@ class TestPlanning:
 
     def test_choices_know_them(self) -> None:
         planner, budget = self.planner(h200(), "sharded_gpu")
-        blind = replace(planner, rates=replace(h200(), peer_bytes_per_s=None), _spaces={}).plan(budget)
+        blind = replace(planner, rates=replace(h200(), peer_bytes_per_s=None), _tables={}).plan(budget)
         made = planner.plan(budget)
         assert planner.forecast(made, 1).step_s < 0.85 * planner.forecast(blind, 1).step_s
-        same = build_plan(planner.inventory, budget, rates=h200(), traits=planner.traits, num_ranks=4)
+        same = build_plan(planner.inventory, budget, rates=h200(), profile=planner.profile, num_ranks=4)
         assert same == made
 
     def planner(self, rates: Rates, mode: Any) -> tuple[Planner, Budget]:
-        model, traits = build("qwen3-8b")
+        model, profile = build("qwen3-8b")
         inventory = take_inventory(model)
-        return Planner(inventory, rates, traits, num_ranks=4), Budget(inventory.num_bytes // 2, mode=mode)
+        return Planner(inventory, rates, profile, num_ranks=4), Budget(inventory.num_bytes // 2, mode=mode)
 
     def test_plans_of_every_policy_name_the_ranks(self) -> None:
         planner = Planner(take_inventory(Stack(6)), LINKED, ModelProfile(), num_ranks=4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.plan import Plan
-from penstock.plan.disk_fallback import Spill
+from penstock.plan.candidates import Spill
 from plans import SMALL
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from penstock.checkpoint.weight_map import WeightMap
     from penstock.model.inventory import Inventory
     from penstock.plan import Plan
+    from penstock.plan.build import Planner
     from penstock.plan.cost_model import Rates
     from penstock.plan.plan import Machine
-    from penstock.plan.planner import Planner
     from penstock.stores.disk import DiskOptions
 
 __all__ = ["OpenedModel", "minimum_bytes", "no_collections", "open_model", "require_causal_lm"]

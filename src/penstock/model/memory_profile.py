@@ -21,7 +21,7 @@ from torch import nn
 
 from penstock.errors import OptionError
 
-__all__ = ["ModelProfile", "traits_of"]
+__all__ = ["ModelProfile", "profile_of"]
 
 _SEPARATE = (("k_proj", "v_proj"), ("key", "value"), ("k", "v"), ("k_lin", "v_lin"), ("key_proj", "value_proj"))
 _FUSED = ("qkv_proj", "c_attn", "query_key_value", "Wqkv", "qkv", "in_proj_qkv", "att_proj")
@@ -89,7 +89,7 @@ class ModelProfile:
         return self.cache_bytes(batch, context) + batch * anew
 
 
-def traits_of(model: nn.Module) -> ModelProfile:
+def profile_of(model: nn.Module) -> ModelProfile:
     """Read the configuration and the modules of ``model``, which may be on ``meta``; touches no data.
 
     Figures are those of transformers' default caches (``DynamicCache``) and of one step of ``generate``, in the

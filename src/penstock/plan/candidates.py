@@ -10,121 +10,244 @@ A *role* is a tensor's name inside its layer (``mlp.down_proj.weight``), the sam
 * what happens to the modules outside the layers: resident, prefetched or in place;
 * the number of slots.
 
-None of this depends on the budget. So more memory only ever adds candidates, and the best one gets no slower. What a
-limit of host memory does to a candidate is to leave some of its units in files, in the order of
-:mod:`penstock.plan.disk_fallback`: the fewer, the higher the limit, and the candidate gets no slower either.
+None of this depends on the budget. So more memory only ever adds candidates, and the best one gets no slower.
+
+What host memory has no room for stays in the checkpoint's files (:class:`Spill`). Reading files is many times slower
+than the link, so as little as possible is left in them, spread over the forward: while units of host memory are copied,
+the readers get a staging ring ahead. Units go to the files in one order, whatever the limit (:func:`spill_order`), so
+those in files under a larger limit are among those under a smaller one. Every unit fewer in files makes no copy later
+(:mod:`penstock.plan.simulate` knows only sums and maxima), and so more host memory is never predicted slower.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from penstock.config import Mechanism
-from penstock.model.inventory import StorageInfo
-from penstock.plan.cost_model import StorageCost, experts_in, stages_compute_s, storage_cost
-from penstock.plan.costed import HIGH, KEPT, LOW, MAX_SLOTS, Choice, Costed, Family, Floats, Ints, Kinds
-from penstock.plan.disk_fallback import spill_order
-from penstock.plan.plan import slab_bytes
-from penstock.plan.problem import PlanningProblem, RoleSets, sort_out
+from penstock.config import Mechanism, Mode
+from penstock.model.inventory import Inventory, StorageInfo
+from penstock.model.memory_profile import ModelProfile
+from penstock.plan.cost_model import Rates, experts_in, find_stages
+from penstock.plan.layers import find_stacks, outside_units, stranded
+from penstock.plan.plan import SLAB_ALIGNMENT_BYTES, UnitDraft, slab_bytes
+from penstock.plan.ring_layout import RING_BYTES
+from penstock.plan.simulate import Move, StepModel, moves_of
 
-__all__ = ["CandidateTable", "Choice", "Costed", "Floats", "Ints"]
+__all__ = ["CandidateTable", "Choice", "Family", "Floats", "Ints", "PlanningProblem", "Spill", "spill_order"]
 
-
+MAX_SLOTS = 3
+# 2 ** 6 sets of roles: the five heaviest roles of a layer one by one, and all the others together.
+_MAX_ATOMS = 6
+# What a layer is: one of the evenly spaced, one of the others, one of them that keeps what these read in place.
+LOW, HIGH, KEPT = range(3)
 # As a size: any sum with it is below zero.
 _NEVER = -1e30
 
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+Kinds = npt.NDArray[np.int8]
 
-class CandidateTable:
-    """The families of a question with their costs.
+
+@dataclass(frozen=True)
+class Spill:
+    """Files that units may rest in, for a plan whose store is host memory.
 
     Attributes:
+        unstreamable: storages that the files do not hold as they are; units with one of them rest in host memory.
+        free_bytes: host memory that can be had, for budgets that set no limit; ``None``: not known, or not limited.
+        ring_bytes: host memory of the staging ring, which the first unit in files asks for; 0 on a CPU, which has none.
+    """
+
+    unstreamable: Collection[str] = ()
+    free_bytes: int | None = None
+    ring_bytes: int = RING_BYTES
+
+
+def spill_order(count: int) -> list[int]:
+    """0 to ``count`` - 1 in an order of which every beginning is spread nearly evenly (van der Corput, base 2)."""
+    bits = max(1, (count - 1).bit_length())
+    reversed_bits = (int(f"{number:0{bits}b}"[::-1], 2) for number in range(1 << bits))
+    return [number for number in reversed_bits if number < count]
+
+
+@dataclass(frozen=True)
+class PlanningProblem:
+    """What the solver is asked.
+
+    Attributes:
+        inventory: of the model.
+        movable: storages that may leave the device; the others stay.
+        forced: storages whose mechanism a rule has settled; not among ``movable``.
+        rates: of the machine, and of the links that units come over (:func:`penstock.plan.cost_model.split_rates`).
+        profile: of the model beyond names and sizes.
+        zero_copy: whether compute may read any tensor in place, and not lookups alone.
+        lookups_in_place: whether rows of lookup tables may be; mode ``meta`` has no rows to read.
+        batch_sizes: rows of the steps that count.
+        context: tokens per sequence that attention reads from the cache.
+        ranks_on_device: over the devices of how many ranks offloaded units are split; ``None``: they rest elsewhere.
+        mode: the store.
+        spill: files for the units that host memory has no room for; ``None``: all rest in the one store.
+    """
+
+    inventory: Inventory
+    movable: Sequence[StorageInfo]
+    forced: Mapping[str, Mechanism]
+    rates: Rates
+    profile: ModelProfile
+    zero_copy: bool
+    lookups_in_place: bool
+    batch_sizes: Sequence[int]
+    context: int
+    ranks_on_device: int | None
+    mode: Mode
+    spill: Spill | None
+
+
+class CandidateTable:
+    """The storages of a problem by the part they play, and the families of candidates over them.
+
+    Attributes:
+        stages: of the model, in order.
+        layers: names of those that are layers.
+        roles: layer -> role -> storage, movable ones.
+        outside: units outside the layers.
+        always_prefetched: by anchor, what a rule has settled.
+        always_in_place: lookup tables, and what a rule has settled.
+        stranded: movable, but no module whose forward runs could wait for them.
         sizes, slabs: bytes of every storage by name, and what it takes of a slab.
     """
 
-    def __init__(self, question: PlanningProblem) -> None:
-        self.question = question
-        self.parts = sort_out(question)
-        self.sizes = {s.name: float(s.num_bytes) for s in question.inventory.storages}
-        self.slabs = {s.name: float(slab_bytes([s.num_bytes])) for s in question.inventory.storages}
-        self.groups = [Costed(self, family) for family in self._families()]
+    def __init__(self, problem: PlanningProblem) -> None:
+        self.problem = problem
+        inventory = problem.inventory
+        must_move = {s.name: s for s in inventory.storages if problem.forced.get(s.name) == "prefetch"}
+        # Rows of a lookup table are read in place: that costs neither memory nor a copy, and stays right when a model
+        # reads the table again at its end (tied weights that are not tied tensors).
+        lookups = [s for s in problem.movable if s.is_lookup and problem.lookups_in_place]
+        free = {s.name: s for s in problem.movable if not (s.is_lookup and problem.lookups_in_place)}
+        self.layers = [layer for stack in find_stacks(inventory) for layer in stack.layers]
+        inside = {layer: inventory.under(layer) for layer in self.layers}
+        self.roles = {
+            layer: {s.name.removeprefix(layer + "."): s for s in inside[layer] if s.name in free}
+            for layer in self.layers
+        }
+        always = {layer: tuple(s for s in inside[layer] if s.name in must_move) for layer in self.layers}
+        # Asked for together, so that no unit ends up inside another.
+        with_units = [layer for layer in self.layers if self.roles[layer] or always[layer]]
+        beside = outside_units(inventory, [*free.values(), *must_move.values()], with_units)
+        always |= {draft.anchor: tuple(s for s in draft.storages if s.name in must_move) for draft in beside}
+        self.always_prefetched = {anchor: storages for anchor, storages in always.items() if storages}
+        by_rule = [s for s in inventory.storages if problem.forced.get(s.name) == "uva"]
+        self.always_in_place = (*lookups, *by_rule)
+        drafts = [UnitDraft(d.anchor, tuple(s for s in d.storages if s.name in free)) for d in beside]
+        self.outside = [draft for draft in drafts if draft.storages]
+        self.stages = find_stages(inventory, beside)
+        placed = {s.name for group in (*inside.values(), *(draft.storages for draft in beside)) for s in group}
+        self.stranded = stranded(inventory, free.values(), placed)
+        self.sizes = {s.name: float(s.num_bytes) for s in inventory.storages}
+        self.slabs = {s.name: float(slab_bytes([s.num_bytes])) for s in inventory.storages}
 
     @cached_property
     def spillable(self) -> dict[str, float]:
         """``slabs``, such that a unit of which the files lack a part has less than no bytes."""
-        spill = self.question.spill
+        spill = self.problem.spill
         missing = frozenset(spill.unstreamable) if spill is not None else frozenset()
         return {name: _NEVER if name in missing else slab for name, slab in self.slabs.items()}
 
     @cached_property
     def spill_order(self) -> list[str]:
         """Anchors of all stages, in the order in which their units go to the files."""
-        return [self.parts.stages[index].anchor for index in spill_order(len(self.parts.stages))]
+        return [self.stages[index].anchor for index in spill_order(len(self.stages))]
 
     @cached_property
-    def _order(self) -> dict[str, int]:
-        return {s.name: index for index, s in enumerate(self.question.inventory.storages)}
-
-    def order(self, storage: StorageInfo) -> int:
-        """Its place in the model."""
-        return self._order[storage.name]
+    def layer_index(self) -> dict[str, int]:
+        """Position of every layer."""
+        return {layer: index for index, layer in enumerate(self.layers)}
 
     @cached_property
-    def costs(self) -> list[dict[str, StorageCost]]:
-        """Per batch size: the cost of every storage by name."""
-        question = self.question
-        experts = {s.name: n for stage in self.parts.stages for s, n in stage.storages}
+    def steps(self) -> list[StepModel]:
+        """Per batch size."""
+        problem = self.problem
         return [
-            {s.name: storage_cost(s, experts[s.name], rows, question.rates, question.traits)
-             for s in question.inventory.storages}
-            for rows in question.batch_sizes
-        ]  # fmt: skip
-
-    @cached_property
-    def stage_of(self) -> dict[str, int]:
-        """Index of the stage that reads a storage, by its name."""
-        return {s.name: number for number, stage in enumerate(self.parts.stages) for s, _ in stage.storages}
-
-    @cached_property
-    def resident_s(self) -> Floats:
-        """[batch sizes, stages]: compute with all weights resident."""
-        own = [
-            [sum(costs[s.name].resident_s for s, _ in stage.storages) for stage in self.parts.stages]
-            for costs in self.costs
+            StepModel(self.stages, problem.rates, problem.profile, rows, problem.context)
+            for rows in problem.batch_sizes
         ]
-        found: Floats = self._stage_s + np.array(own)
-        return found
 
     @cached_property
-    def _stage_s(self) -> Floats:
-        """[batch sizes, stages]: compute beside the tensors' own."""
-        question, stages = self.question, self.parts.stages
-        return np.array(
-            [stages_compute_s(stages, rows, question.rates, question.traits, question.context)
-             for rows in question.batch_sizes]
-        )  # fmt: skip
+    def families(self) -> list[Family]:
+        """All candidates, in runs that differ in numbers only."""
+        return list(self._families())
 
     def _families(self) -> Iterator[Family]:
-        roles = list(dict.fromkeys(role for mine in self.parts.roles.values() for role in mine))
-        experts = [role for role in roles if self._is_expert(role)]
+        experts = {
+            role: None
+            for mine in self.roles.values()
+            for role, storage in mine.items()
+            if experts_in(storage, in_layer=True) > 1
+        }
+        roles = dict.fromkeys(role for mine in self.roles.values() for role in mine)
         dense = [role for role in roles if role not in experts]
+        all_sets, dense_sets = RoleSets(self, list(roles)), RoleSets(self, dense)
+        expert_storages = [s for mine in self.roles.values() for role, s in mine.items() if role in experts]
         outside: list[Mechanism] = ["resident"]
-        if self.parts.outside:
-            outside += ["prefetch", "uva"] if self.question.zero_copy else ["prefetch"]
-        all_sets, dense_sets = RoleSets(self.parts, roles), RoleSets(self.parts, dense)
-        uva = tuple(s for mine in self.parts.roles.values() for r, s in mine.items() if r in experts)
+        if self.outside:
+            outside += ["prefetch", "uva"] if self.problem.zero_copy else ["prefetch"]
         for how in outside:
-            yield from self._prefetched(all_sets, how, ())
-            if self.question.zero_copy:
-                yield self._patterned(all_sets, how, in_place=True)
-                if experts and dense:
-                    yield from self._prefetched(dense_sets, how, uva)
-                if experts and self.question.spill is not None:
-                    yield from self._split(all_sets, how, frozenset(experts))
+            beside = [s for draft in self.outside for s in draft.storages] if how == "uva" else []
+            uva = (*self.always_in_place, *beside)
+            for slots in range(1, MAX_SLOTS + 1):
+                yield self._evenly_spaced(all_sets, how, uva, slots)
+            if not self.problem.zero_copy:
+                continue
+            yield self._evenly_spaced(all_sets, how, uva, 1, in_place=True)
+            if experts and dense:
+                uva = (*self.always_in_place, *expert_storages, *beside)
+                for slots in range(1, MAX_SLOTS + 1):
+                    yield self._evenly_spaced(dense_sets, how, uva, slots)
+            if experts and self.problem.spill is not None:
+                yield from self._split_experts(all_sets, how, (*self.always_in_place, *beside), frozenset(experts))
 
-    def _split(self, sets: RoleSets, outside: Mechanism, experts: frozenset[str]) -> Iterator[Family]:
+    def _evenly_spaced(
+        self,
+        sets: RoleSets,
+        outside: Mechanism,
+        uva: tuple[StorageInfo, ...],
+        num_slots: int,
+        in_place: bool = False,
+    ) -> Family:
+        """Every set of roles in every number of layers, and none or the next smaller one in the others."""
+        counts = np.arange(1, len(self.layers) + 1, dtype=np.int64)
+        runs = [np.zeros((3, 1), dtype=np.int64)]
+        for high in range(1, len(sets.sets)):
+            for low in dict.fromkeys((0, high - 1)):
+                run = counts if low == 0 else counts[:-1]
+                runs.append(np.stack([np.full_like(run, high), np.full_like(run, low), run]))
+        high, low, pattern = np.concatenate(runs, axis=1)
+        slots = np.full(len(pattern), num_slots, dtype=np.int64)
+        return Family(self, sets, high, low, pattern, slots, self._even_patterns, outside, uva, in_place)
+
+    @cached_property
+    def _even_patterns(self) -> Kinds:
+        """[layers + 1, layers]: as many ``HIGH`` layers as the row says, evenly spaced.
+
+        The gap comes after the last of them: what its slot needs next is then copied beside the compute that remains.
+        """
+        layers = len(self.layers)
+        patterns = np.full((layers + 1, layers), LOW, dtype=np.int8)
+        for count in range(1, layers + 1):
+            patterns[count, [index * layers // count for index in range(count)]] = HIGH
+        return patterns
+
+    def _split_experts(
+        self, sets: RoleSets, outside: Mechanism, uva: tuple[StorageInfo, ...], experts: frozenset[str]
+    ) -> Iterator[Family]:
         """Experts prefetched in evenly spaced layers, resident in some of the others, read in place in the rest.
 
         Of the dense roles all stay or all leave: what matters here is where the experts are.
@@ -132,44 +255,20 @@ class CandidateTable:
         index = {chosen: number for number, chosen in enumerate(sets.sets)}
         dense = frozenset[str]().union(*sets.sets) - experts
         lows = [low for low in dict.fromkeys((frozenset[str](), dense)) if {low, low | experts} <= index.keys()]
-        layers = [layer for layer, mine in self.parts.roles.items() if experts & mine.keys()]
-        if not lows or len(layers) < 2:
+        low_uva = {
+            layer: tuple(s for role, s in mine.items() if role in experts)
+            for layer, mine in self.roles.items()
+            if experts & mine.keys()
+        }
+        if not lows or len(low_uva) < 2:
             return
-        others = {layer: tuple(s for r, s in self.parts.roles[layer].items() if r in experts) for layer in layers}
-        patterns = _three_ways([layer in others for layer in self.parts.layers])
+        patterns = _three_ways([layer in low_uva for layer in self.layers])
         every = np.tile(np.arange(len(patterns)), len(lows))
-        high, low = (
-            np.repeat([index[chosen | extra] for chosen in lows], len(patterns))
-            for extra in (experts, frozenset[str]())
-        )
+        low = np.repeat([index[chosen] for chosen in lows], len(patterns))
+        high = np.repeat([index[chosen | experts] for chosen in lows], len(patterns))
         for num_slots in range(1, MAX_SLOTS + 1):
             slots = np.full(len(every), num_slots, dtype=np.int64)
-            yield Family(sets, high, low, every, slots, False, outside, (), others, patterns)
-
-    def _is_expert(self, role: str) -> bool:
-        return any(experts_in(mine[role], True) > 1 for mine in self.parts.roles.values() if role in mine)
-
-    def _prefetched(self, sets: RoleSets, outside: Mechanism, uva: tuple[StorageInfo, ...]) -> Iterator[Family]:
-        for num_slots in range(1, MAX_SLOTS + 1):
-            yield self._patterned(sets, outside, num_slots=num_slots, fixed_uva=uva)
-
-    def _patterned(
-        self,
-        sets: RoleSets,
-        outside: Mechanism,
-        in_place: bool = False,
-        num_slots: int = 1,
-        fixed_uva: tuple[StorageInfo, ...] = (),
-    ) -> Family:
-        spaced = np.arange(1, len(self.parts.layers) + 1, dtype=np.int64)
-        runs = [np.zeros((3, 1), dtype=np.int64)]
-        for high in range(1, len(sets.sets)):
-            for low in dict.fromkeys((0, high - 1)):
-                run = spaced if low == 0 else spaced[:-1]
-                runs.append(np.stack([np.full_like(run, high), np.full_like(run, low), run]))
-        high, low, spaced = np.concatenate(runs, axis=1)
-        slots = np.full(len(spaced), num_slots, dtype=np.int64)
-        return Family(sets, high, low, spaced, slots, in_place, outside, fixed_uva)
+            yield Family(self, sets, high, low, every, slots, patterns, outside, uva, low_uva=low_uva)
 
 
 def _three_ways(has_experts: Sequence[bool]) -> Kinds:
@@ -186,3 +285,296 @@ def _three_ways(has_experts: Sequence[bool]) -> Kinds:
             pattern[between[np.arange(kept) * len(between) // max(1, kept)]] = KEPT
             patterns.append(pattern)
     return np.array(patterns)
+
+
+class RoleSets:
+    """Every set of roles that may leave together, lightest first; the first one is empty."""
+
+    def __init__(self, table: CandidateTable, allowed: Sequence[str]) -> None:
+        totals = dict.fromkeys(allowed, 0)
+        for roles in table.roles.values():
+            for role in totals.keys() & roles.keys():
+                totals[role] += roles[role].num_bytes
+        ordered = sorted(totals, key=lambda role: (-totals[role], role))
+        atoms = [frozenset({role}) for role in ordered[:_MAX_ATOMS]]
+        if len(ordered) > _MAX_ATOMS:  # the light ones go together: they add choices but hardly any bytes
+            atoms[_MAX_ATOMS - 1] = frozenset(ordered[_MAX_ATOMS - 1 :])
+        sets = {
+            frozenset[str]().union(*chosen) for count in range(len(atoms) + 1) for chosen in combinations(atoms, count)
+        }
+        weight = {chosen: sum(totals[role] for role in chosen) for chosen in sets}
+        self.sets = sorted(sets, key=lambda chosen: (weight[chosen], sorted(chosen)))
+        self._names = [[mine[role].name if role in mine else None for mine in table.roles.values()] for role in ordered]
+        self._num_layers = len(table.roles)
+        self._members = np.array([[role in chosen for role in ordered] for chosen in self.sets], dtype=np.float64)
+
+    def totals(self, value: Mapping[str, float]) -> Floats:
+        """[layers, sets]: the sum of ``value`` over the storages of a set in a layer."""
+        values = [[0.0 if name is None else value[name] for name in names] for names in self._names]
+        by_role = np.array(values, dtype=np.float64).reshape(len(self._names), self._num_layers)
+        found: Floats = (self._members.reshape(len(self.sets), len(self._names)) @ by_role).T
+        return found
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One candidate, ready to be laid out."""
+
+    drafts: tuple[UnitDraft, ...]
+    uva: tuple[StorageInfo, ...]
+    num_slots: int
+
+
+class Memory(NamedTuple):
+    """What candidates take, by candidate."""
+
+    num_units: Ints
+    num_slots: Ints
+    moved_bytes: Floats
+    offloaded_bytes: Floats
+    device_bytes: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """Candidates that differ in numbers only, as arrays of one value per candidate: their memory and step times.
+
+    Where a method takes ``host_bytes``, so many of a candidate's units are in files that the rest stays within that.
+
+    Attributes:
+        table: of all families.
+        sets: the sets that ``high`` and ``low`` index.
+        high, low: the set of the ``HIGH`` layers, and that of the others.
+        pattern: row of ``patterns``.
+        slots: that are wanted; where there are fewer units there are fewer.
+        patterns: [patterns, layers]: what each layer is.
+        outside: what happens outside the layers.
+        uva: storages that all of them read in place.
+        in_place: whether the sets are read in place instead of prefetched.
+        low_uva: by layer, what is read in place there if the layer is ``LOW``.
+    """
+
+    table: CandidateTable
+    sets: RoleSets
+    high: Ints
+    low: Ints
+    pattern: Ints
+    slots: Ints
+    patterns: Kinds
+    outside: Mechanism
+    uva: tuple[StorageInfo, ...]
+    in_place: bool = False
+    low_uva: Mapping[str, tuple[StorageInfo, ...]] = field(default_factory=dict)
+
+    def _take(self, rows: Ints) -> Family:
+        """The same family with only the candidates of these indices."""
+        high, low, pattern, slots = self.high[rows], self.low[rows], self.pattern[rows], self.slots[rows]
+        return replace(self, high=high, low=low, pattern=pattern, slots=slots)
+
+    @cached_property
+    def _chosen(self) -> Ints:
+        """[layers, candidates]: the set that each has in each layer."""
+        chosen: Ints = np.where(self.patterns.T[:, self.pattern] == HIGH, self.high, self.low)
+        return chosen
+
+    def _is_low(self, layer: str) -> Bools:
+        """Per candidate: whether ``layer`` is ``LOW``."""
+        low: Bools = self.patterns[self.pattern, self.table.layer_index[layer]] == LOW
+        return low
+
+    @cached_property
+    def _always(self) -> dict[str, list[StorageInfo]]:
+        """By anchor, what every candidate prefetches there."""
+        always = {anchor: list(storages) for anchor, storages in self.table.always_prefetched.items()}
+        for draft in self.table.outside if self.outside == "prefetch" else ():
+            always.setdefault(draft.anchor, []).extend(draft.storages)
+        return always
+
+    def _units(self, value: Mapping[str, float]) -> Iterator[tuple[str, Floats]]:
+        """(anchor, value of its unit per candidate), in order, for every stage that may have a unit."""
+        totals = None if self.in_place else self.sets.totals(value)
+        for stage in self.table.stages:
+            always = float(sum(value[s.name] for s in self._always.get(stage.anchor, ())))
+            layer = self.table.layer_index.get(stage.anchor)
+            if totals is not None and layer is not None:
+                yield stage.anchor, totals[layer].take(self._chosen[layer]) + always
+            elif always:
+                yield stage.anchor, np.full(len(self.high), always)
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def memory(self) -> Memory:
+        """As :class:`~penstock.plan.plan.Plan` counts it once a candidate is laid out."""
+        count, wanted = len(self.high), self.slots
+        ranks = self.table.problem.ranks_on_device
+        parts_bytes, moved, num_units = np.zeros(count), np.zeros(count), np.zeros(count, dtype=np.int64)
+        slot_bytes, first = np.zeros((MAX_SLOTS, count)), np.zeros((MAX_SLOTS, count))
+        for (_, slab), (_, size) in zip(self._units(self.table.slabs), self._units(self.table.sizes), strict=True):
+            has = slab > 0
+            place = num_units % wanted
+            for slot in range(int(wanted.max(initial=0))):
+                here = has & (place == slot)
+                np.maximum(slot_bytes[slot], slab, out=slot_bytes[slot], where=here)
+                np.copyto(first[slot], size, where=here & (num_units < wanted))
+            num_units += has
+            if ranks is not None:
+                parts_bytes += np.ceil(slab / (ranks * SLAB_ALIGNMENT_BYTES)) * SLAB_ALIGNMENT_BYTES
+            moved += size
+        # A unit that has its slot alone is copied once and stays.
+        alone = np.arange(MAX_SLOTS)[:, None] + wanted >= num_units
+        offloaded = moved + self._in_place_bytes(self.table.sizes)
+        device_bytes = self.table.problem.inventory.num_bytes - offloaded + slot_bytes.sum(0) + parts_bytes
+        return Memory(num_units, np.minimum(wanted, num_units), moved - (first * alone).sum(0), offloaded, device_bytes)
+
+    def _in_place_bytes(self, sizes: Mapping[str, float]) -> Floats:
+        """Per candidate: what is read in place, each storage counted with its bytes in ``sizes``."""
+        found = np.full(len(self.high), float(sum(sizes[s.name] for s in self.uva)))
+        if self.in_place:
+            for totals, chosen in zip(self.sets.totals(sizes), self._chosen, strict=True):
+                found += totals.take(chosen)
+        for layer, storages in self.low_uva.items():
+            found += self._is_low(layer) * float(sum(sizes[s.name] for s in storages))
+        return found
+
+    @cached_property
+    def _host_bytes(self) -> tuple[Floats, Floats]:
+        """Per candidate: slab bytes with all units in host memory, and how much of that could be in files."""
+        host_bytes = self._in_place_bytes(self.table.slabs)
+        spillable_bytes = np.zeros(len(host_bytes))
+        for _, slab in self._units(self.table.slabs):
+            host_bytes += slab
+        for _, slab in self._units(self.table.spillable):
+            spillable_bytes += np.maximum(slab, 0.0)
+        return host_bytes, spillable_bytes
+
+    def least_host_bytes(self, rows: Ints) -> Floats:
+        """What the candidates of these indices cannot do without in host memory."""
+        spill = self.table.problem.spill
+        if spill is None:
+            return self.memory.offloaded_bytes[rows]
+        none, most = (num_bytes[rows] for num_bytes in self._host_bytes)
+        least: Floats = np.minimum(none, none - most + spill.ring_bytes)
+        return least
+
+    def _excess(self, host_bytes: int | None) -> Floats | None:
+        """Slab bytes that have to go to files, by candidate; ``None`` where none do."""
+        spill = self.table.problem.spill
+        if spill is None or host_bytes is None or host_bytes >= sum(self.table.slabs.values()):
+            return None
+        too_much = self._host_bytes[0] - host_bytes
+        return np.where(too_much > 0, too_much + spill.ring_bytes, 0.0)
+
+    def _staged(self, excess: Floats | None) -> dict[str, Bools]:
+        """By anchor of a unit: in which candidates it rests in files."""
+        if self.table.problem.mode == "disk":
+            return dict.fromkeys((stage.anchor for stage in self.table.stages), np.ones(len(self.high), dtype=bool))
+        if excess is None or not excess.any():
+            return {}
+        units = dict(self._units(self.table.spillable))
+        staged = {}
+        for anchor in self.table.spill_order:
+            if anchor in units:
+                staged[anchor] = (excess > 0) & (units[anchor] > 0)
+                excess = excess - staged[anchor] * units[anchor]
+        return staged
+
+    def fitting(self, device_bytes: float, host_bytes: int | None = None) -> Ints:
+        """Candidates within both limits."""
+        fits = self.memory.device_bytes <= device_bytes
+        if (excess := self._excess(host_bytes)) is not None:
+            fits &= excess <= self._host_bytes[1]
+        elif host_bytes is not None:
+            fits &= self.memory.offloaded_bytes <= host_bytes
+        rows: Ints = np.flatnonzero(fits & (self.slots <= np.maximum(self.memory.num_slots, 1)))
+        return rows
+
+    # -- time ----------------------------------------------------------------------------------------------------------
+
+    def step_s(self, rows: Ints, host_bytes: int | None = None) -> Floats:
+        """[batch sizes, ``rows``]: seconds of a step of the candidates of these indices."""
+        excess, taken = self._excess(host_bytes), self._take(rows)
+        rates, units = self.table.problem.rates, dict(taken._units(self.table.sizes))
+        staged = taken._staged(None if excess is None else excess[rows]) if rates.file_s_per_byte else {}
+        moves: list[Move] = moves_of(rates, self.table.stages, units, staged, len(rows))
+        slots, num_units = self.memory.num_slots[rows], self.memory.num_units[rows]
+        return np.array([step.step_s(moves, taken._read_in_place(step), slots, num_units) for step in self.table.steps])
+
+    def _read_in_place(self, step: StepModel) -> Iterator[tuple[Floats, Floats]]:
+        """Per stage, by candidate: what reading in place adds to compute, and how long it takes the link."""
+        extra = link = None
+        if self.in_place:
+            extra = self.sets.totals({name: cost.in_place_s - cost.resident_s for name, cost in step.costs.items()})
+            link = self.sets.totals({name: cost.in_place_s for name, cost in step.costs.items()})
+        for stage, always in zip(self.table.stages, step.read_in_place(s.name for s in self.uva), strict=True):
+            extra_s, link_s = (np.full(len(self.high), seconds) for seconds in always)
+            layer = self.table.layer_index.get(stage.anchor)
+            if extra is not None and link is not None and layer is not None:
+                extra_s += extra[layer].take(self._chosen[layer])
+                link_s += link[layer].take(self._chosen[layer])
+            for storage in self.low_uva.get(stage.anchor, ()):
+                cost = step.costs[storage.name]
+                extra_s += self._is_low(stage.anchor) * (cost.in_place_s - cost.resident_s)
+                link_s += self._is_low(stage.anchor) * cost.in_place_s
+            yield extra_s, link_s
+
+    def bound(self, rows: Ints, host_bytes: int | None = None) -> Floats:
+        """Mean logarithm, over the batch sizes, of a time that no schedule of the candidate can beat."""
+        rates = self.table.problem.rates
+        moved_bytes = self.memory.moved_bytes[rows]
+        moved_s = moved_bytes / max(rate for _, rate in rates.copy_bytes_per_s.points)
+        excess = self._excess(host_bytes)
+        if self.table.problem.mode == "disk":
+            moved_s = np.maximum(moved_s, moved_bytes * rates.file_s_per_byte)
+        elif excess is not None and excess[rows].any():
+            moved_s = np.maximum(moved_s, self._transfer_s(rows, excess[rows]))
+        least = [np.maximum(moved_s, compute_s) for compute_s in self._least_compute_s]
+        bound: Floats = np.log(np.array(least)).mean(axis=0) - 1e-8
+        return bound
+
+    @cached_property
+    def _least_compute_s(self) -> list[float]:
+        """Per batch size: compute that every candidate of the family has."""
+        return [
+            sum(step.resident_s) + sum(extra_s for extra_s, _ in step.read_in_place(s.name for s in self.uva))
+            for step in self.table.steps
+        ]
+
+    def _transfer_s(self, rows: Ints, excess: Floats) -> Floats:
+        """All copies and reads of a step, with as much beside one another as the ring allows."""
+        rates, taken = self.table.problem.rates, self._take(rows)
+        slots, units = self.memory.num_slots[rows], self.memory.num_units[rows]
+        staged = taken._staged(excess)
+        following = np.zeros(len(rows), np.int64)
+        links_s, disk_s = np.zeros(len(rows)), np.zeros(len(rows))
+        for anchor, size in taken._units(self.table.sizes):
+            stays = (following < slots) & (following + slots >= units)
+            in_files = staged.get(anchor, np.zeros(len(rows), dtype=bool))
+            read_s = size * rates.file_s_per_byte * in_files
+            ahead_s = np.minimum(read_s, RING_BYTES * rates.file_s_per_byte)
+            links_s += ~stays * np.maximum(rates.copies_s(size), read_s - ahead_s)
+            disk_s += ~stays * read_s
+            following += size > 0
+        return np.maximum(links_s, disk_s)
+
+    # -- one candidate -------------------------------------------------------------------------------------------------
+
+    def choice(self, candidate: int, host_bytes: int | None = None) -> Choice:
+        """The candidate of this index, ready to be laid out."""
+        table, row = self.table, np.array([candidate])
+        excess = self._excess(host_bytes)
+        staged = {} if excess is None else self._take(row)._staged(excess[row])
+        order = {s.name: index for index, s in enumerate(table.problem.inventory.storages)}
+        drafts, uva = [], list(self.uva)
+        for stage in table.stages:
+            storages = list(self._always.get(stage.anchor, ()))
+            if stage.anchor in table.roles:
+                roles = self.sets.sets[self._chosen[table.layer_index[stage.anchor], candidate]]
+                chosen = [s for role, s in table.roles[stage.anchor].items() if role in roles]
+                (uva if self.in_place else storages).extend(chosen)
+            if stage.anchor in self.low_uva and self._is_low(stage.anchor)[candidate]:
+                uva.extend(self.low_uva[stage.anchor])
+            if storages:
+                store: Mode | None = "disk" if stage.anchor in staged and staged[stage.anchor][0] else None
+                drafts.append(UnitDraft(stage.anchor, tuple(sorted(storages, key=lambda s: order[s.name])), store))
+        return Choice(tuple(drafts), tuple(uva), int(self.memory.num_slots[candidate]))

@@ -18,7 +18,7 @@ touches on average
 which then have ``r x k / touched`` rows each; a lookup touches one row per row. Copies take bytes / copy rate(bytes),
 in the order of the schedule, and units in files bytes / file rate before that, a staging ring ahead of the link; how
 all of that overlaps with the stages is :mod:`penstock.plan.simulate`'s business. Units that are split over ranks have a
-copy rate of their own: :mod:`penstock.plan.split`.
+copy rate of their own: :func:`split_rates`.
 
 Where the form comes from: decode is bound by reading weights, prefill by arithmetic (roofline, Williams et al. 2009),
 and one curve measured over rows holds both ends and what lies between. The three numbers of kernels and passes below
@@ -29,15 +29,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.config import Mode
 from penstock.model.inventory import Inventory, StorageInfo
 from penstock.model.memory_profile import ModelProfile
 from penstock.plan.layers import find_stacks, reader_of
-from penstock.plan.plan import UnitDraft
+from penstock.plan.plan import CHUNK_BYTES, UnitDraft
 
 __all__ = [
     "NOMINAL_CPU",
@@ -48,6 +49,7 @@ __all__ = [
     "StorageCost",
     "experts_in",
     "find_stages",
+    "split_rates",
     "stages_compute_s",
     "storage_cost",
 ]
@@ -175,6 +177,58 @@ NOMINAL_CPU = Rates(
 )
 
 
+# How many times as fast as the own link peers are at least, if they have links of their own. Over PCIe it is once, but
+# for what measurements differ by; a bridge of NVLink between workstation cards has twice the rate of PCIe 4.0.
+_OWN_LINKS = 1.25
+
+
+def split_rates(rates: Rates, mode: Mode, num_ranks: int) -> Rates:
+    """``rates`` whose ``copy_bytes_per_s`` is that of units split over ``num_ranks`` ranks, by bytes of the whole unit.
+
+    Each of N ranks keeps 1/N of a unit of b bytes, so (N - 1) / N of it come from peers:
+
+    * ``sharded_gpu``: out of their device memory, all peers at once, beside a copy of the rank's own part;
+    * pooled links: b / N come over the own link, chunk by chunk, and each chunk is passed on while the next one comes.
+
+    The slower of the two says how long a unit takes. The start of a pipeline, its barriers and its last chunk are not
+    counted: behind them the next unit is on its way.
+
+    Args:
+        rates: of one rank alone.
+        mode: ``sharded_gpu``, or else pooled links.
+        num_ranks: 1: nothing is split.
+
+    Without a measured ``peer_bytes_per_s`` the rates stay those of one rank's own link: less than either way has, since
+    nothing says how fast peers are. Peers that are hardly faster than the own link are taken to come over it (PCIe, not
+    NVLink): what pooled ranks bring and what they are passed then come one after the other.
+    """
+    if num_ranks < 2 or rates.peer_bytes_per_s is None:
+        return rates
+    link, peer = rates.copy_bytes_per_s, rates.peer_bytes_per_s
+    # Bytes of units of which some copy has a size that was measured.
+    sizes = {num_ranks * size for size, _ in link.points} | {float(num_ranks * CHUNK_BYTES)}
+    sizes |= {size * num_ranks / (num_ranks - 1) for size, _ in peer.points}
+    seconds = {size: _split_unit_s(rates, peer, mode, size / num_ranks, num_ranks) for size in sorted(sizes)}
+    return replace(rates, copy_bytes_per_s=Curve(tuple((size, size / unit_s) for size, unit_s in seconds.items())))
+
+
+def _split_unit_s(rates: Rates, peer: Curve, mode: Mode, part: float, num_ranks: int) -> float:
+    """Seconds of a unit of which each rank keeps ``part`` bytes."""
+    link, sharded = rates.copy_bytes_per_s, mode == "sharded_gpu"
+    chunk = part if sharded else min(part, CHUNK_BYTES)
+    # All other ranks' parts arrive while every rank gets its own from all the others. The peers' copies run side by
+    # side, so they take as long to start as a single one of all their bytes.
+    rate = peer((num_ranks - 1) * chunk)
+    if rates.gather_bytes_per_s is not None:
+        rate *= rates.gather_bytes_per_s(num_ranks) / peer.points[-1][1]
+    peers_s = (num_ranks - 1) * part / rate
+    if sharded:
+        return max(2 * part / rates.device_bytes_per_s, peers_s)  # the own part is read and written
+    shares_link = peer.points[-1][1] < _OWN_LINKS * link.points[-1][1]
+    own_s = part / link(chunk)
+    return own_s + peers_s if shares_link else max(own_s, peers_s)
+
+
 @dataclass(frozen=True)
 class Stage:
     """A module that runs on its own in the order of the model, with what it reads.
@@ -227,71 +281,56 @@ class StorageCost:
     Attributes:
         resident_s: its compute when it is on the device.
         in_place_s: the same when it is read over the link, which is then busy.
-        touched_bytes: what a step reads of it.
     """
 
     resident_s: float
     in_place_s: float
-    touched_bytes: float
 
 
-def storage_cost(storage: StorageInfo, experts: int, rows: int, rates: Rates, traits: ModelProfile) -> StorageCost:
+def storage_cost(storage: StorageInfo, experts: int, rows: int, rates: Rates, profile: ModelProfile) -> StorageCost:
     """The cost of ``storage`` in a step of ``rows`` rows; the formulas are at the top of this module."""
     if storage.is_lookup:
-        return _lookup_cost(storage, rows, rates)
-    share, share_rows = _touched(experts, rows, traits.experts_per_token)
+        row_bytes = storage.num_bytes // max(1, storage.tensors[0].shape[0])
+        touched: float = min(storage.num_bytes, rows * row_bytes)
+        resident_s = touched / rates.device_bytes_per_s
+        in_place = rates.in_place_s_per_byte
+        return StorageCost(resident_s, resident_s if in_place is None else touched * in_place(1))
+    share, rows_each = 1.0, float(rows)  # of the storage that a step reads; rows per expert that it reads
+    if experts > 1 and profile.experts_per_token is not None and profile.experts_per_token < experts:
+        share = 1.0 - (1.0 - profile.experts_per_token / experts) ** rows
+        rows_each = max(1.0, rows * profile.experts_per_token / (experts * share))
     touched = storage.num_bytes * share
     resident, in_place = rates.product_s_per_byte, rates.in_place_s_per_byte
     if experts > 1:
         resident, in_place = rates.grouped_s_per_byte, rates.in_place_grouped_s_per_byte
     # Vectors (norms, biases) belong to kernels that are counted one by one.
-    resident_s = touched * resident(share_rows) if len(storage.tensors[0].shape) > 1 else 0.0
+    resident_s = touched * resident(rows_each) if len(storage.tensors[0].shape) > 1 else 0.0
     # Without a rate of its own it is chosen only where a rule says so, and then comes as a copy would, but on demand.
-    alone_s = resident_s + rates.copy_s(touched) if in_place is None else touched * in_place(share_rows)
-    in_place_s = max(resident_s, alone_s)
-    return StorageCost(resident_s, in_place_s, touched)
-
-
-def _lookup_cost(storage: StorageInfo, rows: int, rates: Rates) -> StorageCost:
-    row_bytes = storage.num_bytes // max(1, storage.tensors[0].shape[0])
-    touched = min(storage.num_bytes, rows * row_bytes)
-    resident_s = touched / rates.device_bytes_per_s
-    in_place_s = resident_s if rates.in_place_s_per_byte is None else touched * rates.in_place_s_per_byte(1)
-    return StorageCost(resident_s, in_place_s, touched)
+    alone_s = resident_s + rates.copy_s(touched) if in_place is None else touched * in_place(rows_each)
+    return StorageCost(resident_s, max(resident_s, alone_s))
 
 
 def stages_compute_s(
-    stages: Sequence[Stage], rows: int, rates: Rates, traits: ModelProfile, context: int = 0
+    stages: Sequence[Stage], rows: int, rates: Rates, profile: ModelProfile, context: int = 0
 ) -> list[float]:
     """Seconds of each stage of a step beside what :func:`storage_cost` gives for its tensors.
 
     ``context``: tokens per sequence in the KV cache, which attention reads whole; the layers share it equally.
     """
-    layers = [stage for stage in stages if stage.is_layer]
-    attention_s = traits.cache_bytes(rows, context) / rates.device_bytes_per_s / max(1, len(layers))
-    return [_small_kernels_s(stage, rows, rates, traits) + attention_s * stage.is_layer for stage in stages]
-
-
-def _small_kernels_s(stage: Stage, rows: int, rates: Rates, traits: ModelProfile) -> float:
-    kernels = KERNELS_PER_TENSOR * sum(not storage.is_lookup for storage, _ in stage.storages)
-    if any(experts > 1 for _, experts in stage.storages):
-        kernels += KERNELS_PER_EXPERT_LAYER
-    activation_bytes = sum(_activation_bytes(s, experts, rows, traits) for s, experts in stage.storages)
-    return kernels * rates.kernel_s + ACTIVATION_PASSES * activation_bytes / rates.device_bytes_per_s
-
-
-def _activation_bytes(storage: StorageInfo, experts: int, rows: int, traits: ModelProfile) -> float:
-    """Inputs and outputs of the product with ``storage``."""
-    tensor = storage.tensors[0]
-    if storage.is_lookup or len(tensor.shape) < 2:
-        return 0.0
-    active = min(traits.experts_per_token or experts, experts) if experts > 1 else 1
-    return rows * active * sum(tensor.shape[-2:]) * tensor.dtype.itemsize
-
-
-def _touched(experts: int, rows: int, experts_per_token: int | None) -> tuple[float, float]:
-    """(share of the storage that a step reads, rows per expert that it reads)."""
-    if experts == 1 or experts_per_token is None or experts_per_token >= experts:
-        return 1.0, float(rows)
-    share = 1.0 - (1.0 - experts_per_token / experts) ** rows
-    return share, max(1.0, rows * experts_per_token / (experts * share))
+    num_layers = sum(stage.is_layer for stage in stages)
+    attention_s = profile.cache_bytes(rows, context) / rates.device_bytes_per_s / max(1, num_layers)
+    found = []
+    for stage in stages:
+        kernels, activation_bytes = 0, 0.0
+        if any(experts > 1 for _, experts in stage.storages):
+            kernels += KERNELS_PER_EXPERT_LAYER
+        for storage, experts in stage.storages:
+            tensor = storage.tensors[0]
+            if not storage.is_lookup:
+                kernels += KERNELS_PER_TENSOR
+                if len(tensor.shape) > 1:  # inputs and outputs of the product with it
+                    active = min(profile.experts_per_token or experts, experts) if experts > 1 else 1
+                    activation_bytes += rows * active * sum(tensor.shape[-2:]) * tensor.dtype.itemsize
+        passes_s = ACTIVATION_PASSES * activation_bytes / rates.device_bytes_per_s
+        found.append(kernels * rates.kernel_s + passes_s + attention_s * stage.is_layer)
+    return found

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import OptionError
+from penstock.plan.build import Planner
 from penstock.plan.cost_model import find_stages
-from penstock.plan.outlook import PredictionReport
 from penstock.plan.plan import Mechanism, Plan
-from penstock.plan.planner import Planner
+from penstock.plan.report import PredictionReport
 from penstock.plan.solver import Point
 
 __all__ = ["draw_plan", "require_picture"]

@@ -1,21 +1,34 @@
-"""What a plan will cost: the time of a step, its floor, and what bounds it."""
+"""What a plan will cost (the time of a step, its floor, what bounds it), and the nearest other things to ask for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
+from penstock.config import Budget
 from penstock.model.inventory import Inventory
 from penstock.model.memory_profile import ModelProfile
-from penstock.plan.cost_model import Rates, find_stages, stages_compute_s, storage_cost
+from penstock.plan.candidates import CandidateTable, Floats
+from penstock.plan.cost_model import Rates, find_stages
 from penstock.plan.plan import Plan
-from penstock.plan.ring_layout import RING_BYTES
-from penstock.plan.simulate import StageTimes, step_s
+from penstock.plan.simulate import StepModel, moves_of
+from penstock.plan.solver import Point, curve, host_limit, reserved_bytes
 
-__all__ = ["Bound", "Forecast", "Forecaster", "forecast"]
+__all__ = ["Alternative", "Bound", "Forecast", "Forecaster", "alternatives", "forecast"]
+
+GIB = 2**30
+# A step that much faster is worth asking for more memory.
+_WORTHWHILE = 1.3
+# A step is as good as resident within this.
+_AT_FULL_SPEED = 1.02
+# A larger batch is as good as free if a step takes no more than this much longer.
+_NEARLY_FREE = 1.1
+_LARGEST_BATCH = 1024
 
 Bound = Literal["compute", "link", "in place", "disk"]
 
@@ -55,57 +68,182 @@ class Forecast:
 
 
 def forecast(
-    plan: Plan, inventory: Inventory, rates: Rates, traits: ModelProfile, rows: int, context: int = 0
+    plan: Plan, inventory: Inventory, rates: Rates, profile: ModelProfile, rows: int, context: int = 0
 ) -> Forecast:
     """Play ``plan`` through; a pure function of sizes and rates (:mod:`penstock.plan.cost_model`).
 
-    ``rates`` are those of the links that its units come over; see :func:`penstock.plan.split.split_rates`.
+    ``rates`` are those of the links that its units come over; see :func:`penstock.plan.cost_model.split_rates`.
     """
-    return Forecaster(inventory, rates, traits, rows, context)(plan)
+    return Forecaster(inventory, rates, profile, rows, context)(plan)
 
 
 class Forecaster:
-    """:func:`forecast` of many plans for one model and step; what does not depend on the plan is reckoned once."""
+    """:func:`forecast` of many plans for one model and step; what does not depend on the plan is computed once."""
 
-    def __init__(self, inventory: Inventory, rates: Rates, traits: ModelProfile, rows: int, context: int = 0) -> None:
+    def __init__(self, inventory: Inventory, rates: Rates, profile: ModelProfile, rows: int, context: int = 0) -> None:
         self._rates, self._rows = rates, rows
         self._stages = find_stages(inventory)
+        # A unit of tied tensors may be anchored around the module that is the stage of the first of them.
         self._anchors = {s.name: stage.anchor for stage in self._stages for s, _ in stage.storages}
-        self._beside = stages_compute_s(self._stages, rows, rates, traits, context)
-        self._costs = [
-            {s.name: storage_cost(s, experts, rows, rates, traits) for s, experts in stage.storages}
-            for stage in self._stages
-        ]
-        self._resident = [
-            beside + sum(cost.resident_s for cost in costs.values())
-            for beside, costs in zip(self._beside, self._costs, strict=True)
-        ]
+        self._step = StepModel(self._stages, rates, profile, rows, context)
 
     def __call__(self, plan: Plan) -> Forecast:
-        """Play ``plan`` through."""
+        """Play ``plan`` through: a table of candidates that has one row."""
         rates = self._rates
-        stages = list(self._stage_times(plan))
-        slots, units = np.array([plan.num_slots]), np.array([len(plan.units)])
-        ring_s = RING_BYTES * rates.file_s_per_byte if plan.staged_units else 0.0
-        step = float(step_s(stages, slots, units, rates.copies_take_cores, ring_s)[0])
-        in_place_s = sum(float(stage.in_place_s[0]) for stage in stages)
+        sizes: dict[str, Floats] = {}
+        for unit in plan.units:
+            sizes[self._anchors[unit.entries[0].storage]] = np.array([float(unit.payload_bytes)])
+        in_files = {self._anchors[unit.entries[0].storage]: np.array([True]) for unit in plan.staged_units}
+        in_place = self._step.read_in_place(plan.uva)
+        step_s = self._step.step_s(
+            moves_of(rates, self._stages, sizes, in_files, 1),
+            ((np.array([extra_s]), np.array([link_s])) for extra_s, link_s in in_place),
+            np.array([plan.num_slots]),
+            np.array([len(plan.units)]),
+        )
+        in_place_s = sum(seconds for _, seconds in in_place)
         link_s = sum(rates.copy_s(unit.payload_bytes) for unit in plan.moved_units)
         disk_s = rates.file_s_per_byte * plan.read_bytes
-        resident_s = sum(self._resident)
+        resident_s = sum(self._step.resident_s)
         floor_s = max(resident_s, link_s + in_place_s, disk_s)
         link: Bound = "link" if link_s >= in_place_s else "in place"
         bound: Bound = "compute" if floor_s == resident_s else "disk" if floor_s == disk_s else link
-        return Forecast(self._rows, step, resident_s, link_s, disk_s, in_place_s, floor_s, bound)
+        return Forecast(self._rows, float(step_s[0]), resident_s, link_s, disk_s, in_place_s, floor_s, bound)
 
-    def _stage_times(self, plan: Plan) -> Iterator[StageTimes]:
-        # A unit of tied tensors may be anchored around the module that is the stage of the first of them.
-        units = {self._anchors[unit.entries[0].storage]: unit for unit in plan.units}
-        for stage, resident_s, costs in zip(self._stages, self._resident, self._costs, strict=True):
-            linked = [cost for name, cost in costs.items() if name in plan.uva]
-            in_place_s = sum(cost.in_place_s for cost in linked)
-            compute_s = resident_s + sum(cost.in_place_s - cost.resident_s for cost in linked)
-            unit = units.get(stage.anchor)
-            copied_bytes = unit.payload_bytes if unit is not None else 0
-            read_bytes = copied_bytes if unit is not None and unit.store == "disk" else 0
-            times = (compute_s, in_place_s, self._rates.copy_s(copied_bytes), self._rates.file_s_per_byte * read_bytes)
-            yield StageTimes(*(np.array([seconds], dtype=np.float64) for seconds in times))
+
+# -- alternatives ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One other choice.
+
+    Attributes:
+        text: for people, without a full stop.
+        device_bytes: device memory it takes in all.
+        batch: rows of its step.
+        speedup: tokens per second compared with the plan's.
+        step_s: its predicted step.
+    """
+
+    text: str
+    device_bytes: int
+    batch: int
+    speedup: float
+    step_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers and strings."""
+        return asdict(self)
+
+
+def alternatives(
+    table: CandidateTable, budget: Budget, plan: Plan, points: Sequence[Point] | None = None
+) -> list[Alternative]:
+    """More memory on either side, or a larger batch: two or three, the nearest first; empty where nothing is better.
+
+    ``points``: the memory curve of ``table``, if it is at hand.
+    """
+    return list(_Alternatives(table, budget, plan).find(points))
+
+
+class _Alternatives:
+    """What else ``plan``, which is that for ``budget``, could be."""
+
+    def __init__(self, table: CandidateTable, budget: Budget, plan: Plan) -> None:
+        self._table, self._problem, self._budget, self._plan = table, table.problem, budget, plan
+        self._reserved = reserved_bytes(table.problem, budget)
+        self._forecasters = [self._forecaster(rows) for rows in self._problem.batch_sizes]
+        self._now = self._times(plan)
+
+    def find(self, points: Sequence[Point] | None) -> Iterator[Alternative]:
+        """All there are."""
+        yield from self._more_memory(points or curve(self._table, host_limit(self._problem, self._budget)))
+        if self._plan.spilled_bytes and self._problem.spill is not None:
+            yield from self._more_host_memory(self._problem.spill.ring_bytes)
+        yield from self._larger_batch()
+
+    def _forecaster(self, rows: int) -> Forecaster:
+        problem = self._problem
+        return Forecaster(problem.inventory, problem.rates, problem.profile, rows, problem.context)
+
+    def _times(self, plan: Plan) -> list[float]:
+        return [forecaster(plan).step_s for forecaster in self._forecasters]
+
+    def _speedup(self, times: Iterable[float]) -> float:
+        return _mean_ratio(self._now, times)
+
+    def _more_memory(self, points: Sequence[Point]) -> Iterator[Alternative]:
+        """The least device memory that is worthwhile, and the least with which a step is as fast as resident."""
+        resident = points[-1].step_s
+        seen = 0
+        for wanted in (_WORTHWHILE, self._speedup(resident) / _AT_FULL_SPEED):
+            least = max(wanted, _AT_FULL_SPEED)
+            better = next((point for point in points if self._speedup(point.step_s) >= least), None)
+            if better is None:
+                continue
+            extra = math.ceil((better.device_bytes + self._reserved - self._budget.num_bytes) / GIB)
+            if extra <= seen:
+                continue
+            seen = extra
+            # With the memory rounded up to whole GiB, what is best within it.
+            total = self._budget.num_bytes + extra * GIB
+            within = [point for point in points if point.device_bytes <= total - self._reserved]
+            better = max(within, key=lambda point: point.device_bytes)
+            at_full_speed = _mean_ratio(better.step_s, resident) < _AT_FULL_SPEED
+            full = " (all weights at hand: as fast as resident)" if at_full_speed else ""
+            ratio = self._speedup(better.step_s)
+            text = f"{extra} GiB more device memory: {ratio:.1f}x faster{full}"
+            yield Alternative(text, total, self._problem.batch_sizes[0], ratio, better.step_s[0])
+
+    def _more_host_memory(self, ring_bytes: int) -> Iterator[Alternative]:
+        """The least host memory that is worthwhile when units in files take it, or else all that they would take.
+
+        The plan stays as it is otherwise: with the memory at hand the planner may do better.
+        """
+        staged = self._plan.staged_units
+        counts = range(1, len(staged) + 1)
+        found = bisect_left(counts, _WORTHWHILE, key=lambda count: self._speedup(self._times(self._brought_in(count))))
+        better = self._brought_in(min(found + 1, len(staged)))
+        times = self._times(better)
+        ratio = self._speedup(times)
+        if ratio >= _AT_FULL_SPEED:
+            taken = sum(unit.num_bytes for unit in staged) - sum(unit.num_bytes for unit in better.staged_units)
+            extra = max(1, math.ceil((taken - (0 if better.staged_units else ring_bytes)) / GIB))
+            rest = "" if better.staged_units else " (nothing is left on disk)"
+            text = f"{extra} GiB more host memory: {ratio:.1f}x faster{rest}"
+            yield Alternative(text, self._budget.num_bytes, self._problem.batch_sizes[0], ratio, times[0])
+
+    def _brought_in(self, count: int) -> Plan:
+        """The plan with ``count`` of its units in files in host memory: those that a higher limit would bring there."""
+        plan, order = self._plan, {anchor: index for index, anchor in enumerate(self._table.spill_order)}
+        staged = sorted(plan.staged_units, key=lambda unit: order[unit.anchor])
+        chosen = {unit.index for unit in staged[len(staged) - count :]}
+        units = (replace(unit, store=plan.mode) if unit.index in chosen else unit for unit in plan.units)
+        return replace(plan, units=tuple(units))
+
+    def _larger_batch(self) -> Iterator[Alternative]:
+        """The largest batch whose steps take hardly longer, as far as the budget has room for its cache."""
+
+        def device_bytes(rows: int) -> int:
+            return self._plan.device_bytes + self._problem.profile.workload_bytes(rows, self._problem.context)
+
+        batch = max(self._problem.batch_sizes)
+        now, best, larger = self._forecaster(batch)(self._plan), None, 2 * batch
+        while larger <= _LARGEST_BATCH and device_bytes(larger) <= self._budget.num_bytes:
+            then = self._forecaster(larger)(self._plan)
+            if then.step_s > _NEARLY_FREE * now.step_s:
+                break
+            best, larger = then, 2 * larger
+        if best is not None:
+            longer = max(0.0, best.step_s / now.step_s - 1)
+            more = best.rows_per_s / now.rows_per_s
+            times = f"{more:.3g}" if more < 999.5 else f"{more:,.0f}"
+            text = f"batch {best.rows} instead of {batch}: {times}x the tokens for {longer:.0%} more step time"
+            yield Alternative(text, device_bytes(best.rows), best.rows, more, best.step_s)
+
+
+def _mean_ratio(slow: Iterable[float], fast: Iterable[float]) -> float:
+    """Geometric mean of how many times as fast the second is."""
+    ratios = [math.log(a / b) for a, b in zip(slow, fast, strict=True)]
+    return math.exp(sum(ratios) / len(ratios))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -14,9 +14,19 @@ from rich.text import Text
 
 from penstock.config import Mode
 from penstock.plan.plan import Plan, Unit
+from penstock.plan.predict import Alternative, Forecast
 from penstock.plan.ring_layout import ring_bytes
 
-__all__ = ["compress_indices", "gib", "render", "render_weights", "role_of", "titled_table"]
+__all__ = [
+    "PredictionReport",
+    "WorkloadBytes",
+    "compress_indices",
+    "gib",
+    "render",
+    "render_weights",
+    "role_of",
+    "titled_table",
+]
 
 # Norms and biases have dozens of roles of a few KiB each; they share a row.
 _MAX_ROLE_ROWS = 12
@@ -261,3 +271,87 @@ def _storages(plan: Plan) -> Iterator[tuple[str, int, _Column]]:
             yield entry.storage, entry.num_bytes, column
     for name, num_bytes in plan.uva.items():
         yield name, num_bytes, "uva"
+
+
+# -- predictions -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WorkloadBytes:
+    """Device memory beside the weights for one batch size; zeros when no context was stated."""
+
+    batch: int
+    cache_bytes: int
+    activation_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Both together."""
+        return self.cache_bytes + self.activation_bytes
+
+
+@dataclass(frozen=True)
+class PredictionReport:
+    """Predictions for a plan.
+
+    Attributes:
+        machine: whose rates they are made with.
+        is_measured: false for nominal rates.
+        context: tokens per sequence; 0 if none was stated.
+        forecasts: one per batch size.
+        memory: beside the weights, one per batch size.
+        device_bytes: of weights: residents and slots.
+        alternatives: other choices; empty unless the plan was made for a budget.
+    """
+
+    machine: str
+    is_measured: bool
+    context: int
+    forecasts: tuple[Forecast, ...]
+    memory: tuple[WorkloadBytes, ...]
+    device_bytes: int
+    alternatives: tuple[Alternative, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers and strings; bytes and seconds."""
+        return {
+            "machine": self.machine,
+            "is_measured": self.is_measured,
+            "context": self.context,
+            "steps": [forecast.to_json() for forecast in self.forecasts],
+            "memory": [{**asdict(use), "device_bytes": self.device_bytes + use.total_bytes} for use in self.memory],
+            "alternatives": [alternative.to_json() for alternative in self.alternatives],
+        }
+
+    def render(self) -> RenderableType:
+        """A table of steps, and the alternatives below."""
+        table = titled_table(
+            "Predicted steps", "batch", "ms", "tokens/s", "floor ms", "share of floor", "bound by", "device GiB"
+        )
+        for forecast, use in zip(self.forecasts, self.memory, strict=True):
+            table.add_row(
+                str(forecast.rows),
+                _ms(forecast.step_s),
+                f"{forecast.rows_per_s:,.1f}",
+                _ms(forecast.floor_s),
+                f"{forecast.floor_s / forecast.step_s:.0%}",
+                forecast.bound,
+                gib(self.device_bytes + use.total_bytes),
+            )
+        return Group(table, self._notes())
+
+    def _notes(self) -> Text:
+        mend = "" if self.is_measured else "; run `penstock probe` on this machine for predictions that hold"
+        lines = [f"\nRates of {self.machine}{mend}."]
+        if self.context:
+            largest = max(self.memory, key=lambda use: use.batch)
+            lines.append(
+                f"Batch {largest.batch} at {self.context} tokens: {gib(largest.cache_bytes)} GiB of KV cache, "
+                f"{gib(largest.activation_bytes)} GiB of activations; device memory above includes both."
+            )
+        lines += [f"• {alternative.text}" for alternative in self.alternatives]
+        return Text("\n".join(lines))
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f}" if seconds >= 0.01 else f"{seconds * 1e3:.2f}"

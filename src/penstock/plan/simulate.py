@@ -18,17 +18,88 @@ All arguments are arrays over candidates, so that one pass over the stages times
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["StageTimes", "step_s"]
+from penstock.model.memory_profile import ModelProfile
+from penstock.plan.cost_model import Rates, Stage, stages_compute_s, storage_cost
+from penstock.plan.ring_layout import RING_BYTES
+
+__all__ = ["Move", "StageTimes", "StepModel", "moves_of", "step_s"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+
+
+class Move(NamedTuple):
+    """Seconds, by candidate, of the copy of a stage's unit, and of reading it from files; ``None``: none does."""
+
+    copy_s: Floats
+    disk_s: Floats | None
+
+
+def moves_of(
+    rates: Rates, stages: Sequence[Stage], sizes: Mapping[str, Floats], in_files: Mapping[str, Bools], count: int
+) -> list[Move]:
+    """The moves of every stage, of ``count`` candidates.
+
+    Args:
+        sizes: bytes of units by the anchor of their stage.
+        in_files: by anchor, whether they rest in files.
+    """
+    moves: list[Move] = []
+    for anchor in (stage.anchor for stage in stages):
+        if anchor not in sizes:
+            moves.append(Move(np.zeros(count), None))
+        else:
+            disk_s = sizes[anchor] * in_files[anchor] * rates.file_s_per_byte if anchor in in_files else None
+            moves.append(Move(rates.copies_s(sizes[anchor]), disk_s))
+    return moves
+
+
+class StepModel:
+    """A step of ``rows`` rows, by the cost model: of many candidates at once, or of the one that a plan is.
+
+    Attributes:
+        costs: of every storage by name.
+        resident_s: by stage, compute with all weights on the device.
+    """
+
+    def __init__(
+        self, stages: Sequence[Stage], rates: Rates, profile: ModelProfile, rows: int, context: int = 0
+    ) -> None:
+        self._rates = rates
+        self._stage_of = {s.name: index for index, stage in enumerate(stages) for s, _ in stage.storages}
+        self.costs = {s.name: storage_cost(s, n, rows, rates, profile) for stage in stages for s, n in stage.storages}
+        self.resident_s = stages_compute_s(stages, rows, rates, profile, context)
+        for name, cost in self.costs.items():
+            self.resident_s[self._stage_of[name]] += cost.resident_s
+
+    def read_in_place(self, names: Iterable[str]) -> list[tuple[float, float]]:
+        """Per stage: what reading these storages in place adds to compute, and how long it takes the link."""
+        added = [(0.0, 0.0)] * len(self.resident_s)
+        for name in names:
+            cost, stage = self.costs[name], self._stage_of[name]
+            extra_s, link_s = added[stage]
+            added[stage] = extra_s + cost.in_place_s - cost.resident_s, link_s + cost.in_place_s
+        return added
+
+    def step_s(
+        self, moves: Sequence[Move], in_place: Iterable[tuple[Floats, Floats]], num_slots: Ints, num_units: Ints
+    ) -> Floats:
+        """Seconds of a step, by candidate; ``in_place``: as :meth:`read_in_place`, by candidate."""
+        stages = (
+            StageTimes(resident_s + extra_s, link_s, copy_s, disk_s)
+            for resident_s, (extra_s, link_s), (copy_s, disk_s) in zip(self.resident_s, in_place, moves, strict=True)
+        )
+        reads_files = any(disk_s is not None for _, disk_s in moves)
+        ring_s = RING_BYTES * self._rates.file_s_per_byte if reads_files else 0.0
+        return step_s(stages, num_slots, num_units, self._rates.copies_take_cores, ring_s)
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ from penstock.env import pin_memory_disabled, uva_disabled
 from penstock.errors import CheckpointError, OptionError, OptionTypeError, warn_user
 from penstock.model.inventory import Inventory, StorageInfo, take_inventory
 from penstock.model.live_tensors import BoundStorage, bind
-from penstock.model.memory_profile import traits_of
+from penstock.model.memory_profile import profile_of
 from penstock.plan import Plan, move_on_demand
+from penstock.plan.build import Planner
+from penstock.plan.candidates import Spill
 from penstock.plan.cost_model import Rates
-from penstock.plan.disk_fallback import Spill
 from penstock.plan.plan import slab_bytes
-from penstock.plan.planner import Planner
 from penstock.ranks.group import RankGroup
 from penstock.runtime.limits import check_limits, describe_device, needs_of, read_limits
 from penstock.runtime.rank_stores import splits_units
@@ -229,7 +229,7 @@ def make_planner(
     return Planner(
         inventory,
         rates or planning_rates(device, disk is not None and bool(disk.direct)),
-        traits_of(model),
+        profile_of(model),
         zero_copy=on_gpu and can_read_in_place(device),
         default_mode="cpu" if weights is None or on_gpu else "disk",
         unstreamable=unstreamable,
