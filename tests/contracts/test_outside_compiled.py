@@ -11,6 +11,7 @@ from torch import nn
 import penstock
 from models import Stack, all_layers, rows
 from outside_models import EVERYTHING, Around, Reads
+from penstock.errors import ModelChangedError
 from penstock.testing import assert_moved, assert_same_bits, boundaries
 
 OUTSIDE = r"outside of the forward that it is on the device for, in code that torch\.compile traces.*resident"
@@ -50,6 +51,23 @@ def test_after_eager_forwards_and_before() -> None:
         for run in (model, step, model, step):
             assert_same_bits(run(x), expected)
         assert_moved(handle, 4)
+
+
+def test_an_eager_forward_that_writes_a_weight_after_compiled_ones_is_an_error_at_once() -> None:
+    """Tensors that compiled code uses look into their slots all the time, and are not guarded."""
+
+    def write_weight(layer: nn.Module, *_: object) -> None:
+        layer.linear.weight.add_(1)  # type: ignore[union-attr, operator]
+
+    model, x = Stack(4).eval(), rows()
+    expected = model(x)
+    with penstock.offload(model, all_layers(1)):
+        assert_same_bits(compiled(model, "eager")(x), expected)
+        writes = model.layers[2].register_forward_pre_hook(write_weight)
+        with pytest.raises(ModelChangedError, match=r"layers\.2\.linear\.weight was written in place while offloaded"):
+            model(x)
+        writes.remove()
+        assert_same_bits(model(x), expected)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -101,6 +101,7 @@ class BoundTensor:
             return
         if self._resting is None:
             self.check()  # looks for a loss itself
+            self.note_version()  # unknown after compiled code, whose ops count as writes
         elif self._find_loss():
             return
         elif self.tensor.untyped_storage()._cdata == self._resting_storage or not self.has_other_data:
