@@ -127,14 +127,14 @@ class Prefetcher:
             slots, graphs = self._slots(), self._graphs
             for slot in slots:
                 self._drop_stale_readers(slot)
-            if graphs.announced and self._link.capturing:
+            if graphs.announced and self._capturing:
                 graphs.of_whole_forwards = True
             else:
                 if (index := graphs.held_back) is not None and not slots[index].readers:
                     self._wait_for(slots[index])  # of a forward that was cut short or skipped its last unit
                     slots[index].to_held_back()
                 self.prefetch_first()
-            if self._link.capturing or (graphs.exist and not graphs.announced):
+            if self._capturing or (graphs.exist and not graphs.announced):
                 self._wait_for_copies(slots)
             if whole:
                 self._link.check()
@@ -147,7 +147,7 @@ class Prefetcher:
         self._require_own_process()
         with self._lock:
             slots, graphs = self._slots(), self._graphs
-            if self._link.capturing or not graphs.announced:
+            if self._capturing or not graphs.announced:
                 self._wait_for_copies(slots)
             elif threading.get_ident() not in self._forwards:
                 for slot in slots:
@@ -172,17 +172,19 @@ class Prefetcher:
         with self._lock:
             forward = self._forwards.get(threading.get_ident())
             self._require_open(begins=forward is None)
-            slot = self._slots()[slot_of(unit, self._num_slots)]
+            index = slot_of(unit, self._num_slots)
+            slot = self._slots()[index]
             if slot.readers:
                 self._drop_stale_readers(slot)
                 self._await_readers(unit, slot)
+                slot = self._slots()[index]  # another thread may have ended or begun a capture meanwhile
             if self._is_loose and not slot.readers:
                 slot.to_empty()
                 self._record_read(slot)
             self._bring(unit, slot)
             reader = reader or Reader(forward)
             slot.to_in_use(reader)
-            if self._link.capturing:
+            if self._capturing:
                 self._graphs.note_read(slot)
             self.stats[unit].runs += 1
             reader.started_ns = time.perf_counter_ns()
@@ -202,7 +204,7 @@ class Prefetcher:
             if reader.started_ns:
                 self._recorder.compute(unit, reader.started_ns)
             slot.readers.remove(reader)
-            if self._guard and not slot.readers and not self._link.capturing:
+            if self._guard and not slot.readers and not self._capturing:
                 slot.to_empty()  # if the check raises, no later run may read these bytes
                 self._guard.leaving(unit, slot.memory)
             if self._guard or next_in_chain(unit, self._num_units, self._num_slots) != unit:
@@ -280,7 +282,7 @@ class Prefetcher:
             with suppress(TransferError):
                 self._link.wait(slot.transfer)
         slot.transfer = None
-        capturing = self._link.capturing
+        capturing = self._capturing
         # A replay that was not announced records no event, and those from before it say nothing about its reads.
         events_are_old = self._graphs.exist and not self._graphs.announced and not capturing
         if behind_compute or events_are_old or not slot.events:
@@ -298,7 +300,7 @@ class Prefetcher:
         begin = time.perf_counter_ns()
         try:
             stalled_s = self._wait_for(slot, measure=True)
-            if self._guard and slot.transfer is not None and not self._link.capturing:
+            if self._guard and slot.transfer is not None and not self._capturing:
                 self._guard.arrived(unit, slot.memory)
         except BaseException:
             if not slot.readers:
@@ -322,7 +324,7 @@ class Prefetcher:
     def _wait_for_copies(self, slots: list[Slot]) -> None:
         for slot in slots:
             self._wait_for(slot)
-            if self._link.capturing:
+            if self._capturing:
                 slot.transfer = None  # its event means nothing to the graph of the next piece
 
     def _record_read(self, slot: Slot) -> None:
@@ -331,7 +333,7 @@ class Prefetcher:
             slot.events.append(event)
 
     def _slots(self) -> list[Slot]:
-        """The slots of the timeline that compute is on now."""
+        """The slots of the timeline that compute is on now; asked first in every call, since it follows captures."""
         if self._link.capturing:
             return self._graphs.slots or self._graphs.begin_capture(self._live)
         if self._graphs.slots is not None:
@@ -339,9 +341,13 @@ class Prefetcher:
         return self._live
 
     @property
+    def _capturing(self) -> bool:
+        return self._graphs.slots is not None
+
+    @property
     def _is_loose(self) -> bool:
         """Whether a module that runs now does so by itself, between replays; see the note in capture.py."""
-        return self._graphs.exist and not self._link.capturing and threading.get_ident() not in self._forwards
+        return self._graphs.exist and not self._capturing and threading.get_ident() not in self._forwards
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
