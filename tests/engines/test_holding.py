@@ -146,7 +146,7 @@ def test_what_the_engine_has_moved_away_comes_back_if_it_is_to_be_resident(monke
     given = torch.randn(2, 256)
     expected, before = model(given), {name: p.data_ptr() for name, p in model.named_parameters()}
     monkeypatch.setattr(prepare_module, "storages_in_engine_memory", lambda bound: frozenset({"0.weight"}))
-    prepared = prepare(model, Prefetch(3, 1, 1))
+    prepared = prepare(model, Prefetch(3, 1, 1), pool=BuildTimePool())
     plan, session = prepared.plan, OffloadSession(prepared)
     session.attach()
     moved = {name for name, p in model.named_parameters() if name in plan.resident and p.data_ptr() != before[name]}

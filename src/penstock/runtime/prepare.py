@@ -138,7 +138,7 @@ def prepare(
         ranks,
         given.num_bytes if isinstance(given, Budget) else None,
         {} if pool is None else pool.find_storages(bound),
-        storages_in_engine_memory(bound),
+        frozenset() if pool is None else storages_in_engine_memory(bound),
     )
     if allocates:
         _check_memory_limits(prepared)

@@ -1,0 +1,132 @@
+"""The promise: every way in prepares an offload once, by the same steps, and through a bounded number of files."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import penstock
+from models import Stack, save
+from penstock.adapters.transformers import load
+from penstock.model.inventory import take_inventory
+from penstock.model.live_tensors import bind
+from penstock.plan.planner import Planner
+from penstock.runtime.limits import check_limits, read_limits
+from penstock.runtime.prepare import make_planner, prepare
+
+SOURCES = str(Path(penstock.__file__).parent)
+# Threads included; what a first call imports or warms up is not.
+MAX_FILES = {"offload": 47, "load": 55}
+
+STEPS: dict[str, Callable[..., Any]] = {
+    "inventory": take_inventory,
+    "binding": bind,
+    "planner": Planner.__init__,
+    "rates": make_planner,
+    "limits": read_limits,
+    "limit check": check_limits,
+    "front door": prepare,
+}
+
+
+class Trace:
+    """Calls of functions of penstock's in all threads."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[CodeType] = Counter()
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> None:
+        if event == "call":
+            self.calls[frame.f_code] += 1
+
+    @property
+    def files(self) -> list[str]:
+        """Those of which anything was called."""
+        return sorted({code.co_filename for code in self.calls if code.co_filename.startswith(SOURCES)})
+
+    def counts(self) -> dict[str, int]:
+        """How often each step was taken."""
+        return {step: self.calls[function.__code__] for step, function in STEPS.items()}
+
+
+@contextmanager
+def traced() -> Iterator[Trace]:
+    trace = Trace()
+    threading.setprofile(trace)
+    sys.setprofile(trace)
+    try:
+        yield trace
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 256}
+    config = Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=4, head_dim=16)
+    Qwen3ForCausalLM(config).eval().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+ONCE = dict.fromkeys(STEPS, 1)
+
+
+def show(what: str, trace: Trace, most: int) -> None:
+    files = [file.removeprefix(SOURCES + "/") for file in trace.files]
+    print(f"{what} runs through {len(files)} files: {', '.join(files)}")
+    assert len(files) <= most
+
+
+def test_offload_with_a_budget(tmp_path: Path) -> None:
+    model = Stack(8, 256).eval()
+    checkpoint = save(model, tmp_path)
+    penstock.offload(model, "1MiB", checkpoint=checkpoint).remove()
+    with traced() as trace:
+        handle = penstock.offload(model, "1MiB", checkpoint=checkpoint)
+    assert handle.plan.units
+    handle.remove()
+    assert trace.counts() == ONCE
+    show("offload(model, budget, checkpoint=)", trace, MAX_FILES["offload"])
+
+
+def test_offload_with_a_plan_builds_no_planner() -> None:
+    model = Stack(8, 256).eval()
+    with penstock.offload(model, "1MiB") as handle:
+        plan = handle.plan
+    with traced() as trace:
+        handle = penstock.offload(model, plan)
+    handle.remove()
+    assert trace.counts() == {**ONCE, "planner": 0, "rates": 0}
+
+
+@torch.no_grad()
+def test_load(folder: Path) -> None:
+    load(folder, "2MiB")[1].remove()
+    with traced() as trace:
+        _, handle = load(folder, "2MiB")
+    assert handle.plan.units
+    handle.remove()
+    assert trace.counts() == ONCE
+    show("load(folder, budget)", trace, MAX_FILES["load"])
+
+
+@pytest.mark.parametrize("kind", ["prefetch", "uva"])
+def test_engines(kind: str) -> None:
+    offloader = penstock.PrefetchOffloader(2, 1, 1) if kind == "prefetch" else penstock.UVAOffloader(10**6)
+    layers = Stack(8, 256).eval().layers
+    offloader.wrap_modules(iter(layers))
+    with traced() as trace:
+        offloader.post_init()
+    offloader.remove()
+    assert trace.counts() == {**ONCE, "planner": 0, "rates": 0}
