@@ -20,7 +20,7 @@ from models import Stack, save
 from penstock.adapters.transformers import load
 from penstock.model.inventory import take_inventory
 from penstock.model.live_tensors import bind
-from penstock.plan.planner import Planner
+from penstock.plan.build import Planner
 from penstock.runtime.limits import check_limits, read_limits
 from penstock.runtime.prepare import make_planner, prepare
 
