@@ -26,12 +26,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertMo
 
 from commands import TINY, error_of, run
 from penstock.cli import app
-from penstock.cli.group import expand_lists
-from penstock.cli.model import open_model
-from penstock.cli.options import OffloadFlags
+from penstock.cli.arguments import requested
+from penstock.cli.opened_model import open_model
+from penstock.cli.terminal import expand_lists
 from penstock.config import UVA, Budget, Prefetch, Rules, Workload, parse_size
 from penstock.demo.synthetic_model import ensure_model
 from penstock.errors import OptionError, PenstockError, SizeError
+from penstock.flags import OffloadFlags
 from penstock.plan.report import gib
 from penstock.stores.file_reader import DiskOptions, File
 from penstock.transfer.machine_probe import Probe
@@ -179,7 +180,7 @@ def test_a_list_flag_without_names_does_not_swallow_the_next_flag(args: Sequence
     ],
 )
 def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
-    assert OffloadFlags(**flags).policy() == policy
+    assert requested(OffloadFlags(**flags)) == policy
 
 
 @pytest.mark.parametrize(
@@ -217,7 +218,7 @@ def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
         ({"offload_backend": "fast"}, "expected one of auto, prefetch, uva, none"),
         ({"offload_backend": "prefetch"}, "needs --offload-group-size"),
         ({"offload_backend": "uva", "offload_group_size": 2}, "needs --cpu-offload-gb"),
-        ({"offload_group_size": 2, "cpu_offload_gb": 1.0}, "leave one of them out"),
+        ({"offload_group_size": 2, "cpu_offload_gb": 1.0}, "--offload-group-size and --cpu-offload-gb contradict"),
         (
             {"offload_group_size": 2, "offload_mode": "tape"},
             "--offload-mode 'tape': expected one of cpu, shm_cpu, disk, meta",
@@ -240,26 +241,33 @@ def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
         ({"offload_rule": ["a=uva"], "offload_group_size": 2}, "--offload-rule and --offload-group-size contradict"),
         ({"offload_rule": ["a=uva"], "cpu_offload_gb": 2.0}, "--offload-rule and --cpu-offload-gb contradict"),
         ({"offload_rule": ["a=uva"], "offload_backend": "none"}, "--offload-rule and --offload-backend contradict"),
-        ({"offload_rule": ["a=uva"], "offload_params": ["b"]}, "--offload-params has no effect with --offload-rule"),
+        ({"offload_rule": ["a=uva"], "offload_params": ["b"]}, "--offload-params has no effect without"),
         ({"offload_rule": ["a=uva"], "offload_prefetch_step": 2}, "has no effect without a rule that says prefetch"),
         (
             {"device_memory": "1GiB", "offload_rule": ["a=prefetch"], "offload_prefetch_step": 2},
             "--device-memory and --offload-prefetch-step contradict",
         ),
-        ({"offload_mode": "disk"}, "--offload-mode has no effect when nothing is offloaded"),
         (
-            {"offload_backend": "prefetch", "offload_group_size": 2, "cpu_offload_gb": 1.0},
-            "--cpu-offload-gb has no effect with --offload-backend prefetch",
+            {"offload_mode": "disk"},
+            "--offload-mode has no effect without --device-memory, --offload-group-size, --cpu-off",
         ),
         (
-            {"offload_backend": "uva", "offload_group_size": 2, "cpu_offload_gb": 1.0},
-            "--offload-group-size has no effect with --offload-backend uva",
+            {"offload_backend": "prefetch", "offload_group_size": 2, "cpu_offload_gb": 1.0},
+            "--offload-group-size and --cpu-offload-gb contradict each other: each says what is offloaded",
+        ),
+        (
+            {"offload_backend": "prefetch", "offload_group_size": 2, "cpu_offload_params": ["mlp"]},
+            "--offload-group-size and --cpu-offload-params contradict each other",
+        ),
+        (
+            {"offload_backend": "none", "offload_group_size": 2},
+            "--offload-group-size has no effect with --offload-backend none; leave one of the two out",
         ),
     ],
 )
 def test_contradictions_and_flags_without_effect_are_errors(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError) as caught:
-        OffloadFlags(**flags).policy()
+        requested(OffloadFlags(**flags))
     assert message in str(caught.value)
 
 
@@ -776,7 +784,7 @@ def test_whatever_is_raised_is_one_line(
     def fail(*args: object) -> None:
         raise raised
 
-    monkeypatch.setattr("penstock.cli.model.open_model", fail)
+    monkeypatch.setattr("penstock.cli.opened_model.open_model", fail)
     assert error_of("plan", model).startswith(line)
     assert run("plan", model).stderr.count("\n") == 1
     monkeypatch.setenv("PENSTOCK_DEBUG", "1")
@@ -789,7 +797,7 @@ def test_an_error_that_leaves_no_memory_to_say_it(
     def fail(message: str) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("penstock.cli.group.print_error", fail)
+    monkeypatch.setattr("penstock.cli.terminal.print_error", fail)
     assert run("plan", tmp_path).exit_code == 2
     assert capfd.readouterr().err == "error: no memory is left\n"
 
@@ -861,7 +869,7 @@ def test_interrupt_ends_with_130_and_a_word(monkeypatch: pytest.MonkeyPatch, mod
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("penstock.cli.model.open_model", interrupt)
+    monkeypatch.setattr("penstock.cli.opened_model.open_model", interrupt)
     result = run("plan", model)
     assert result.exit_code == 130
     assert result.stderr == "interrupted\n"

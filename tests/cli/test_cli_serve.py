@@ -17,13 +17,11 @@ import typer
 from typer.testing import CliRunner
 
 from penstock.cli import app
-from penstock.cli.serve import WORKER
+from penstock.cli.commands_serve import WORKER
 
 START = ["vllm", "serve", "M", "--worker-cls", "penstock.adapters.vllm.Worker"]
 FLAGS = [
     "--engine",
-    "--offload-mode",
-    "--measure-stalls",
     "--additional-config",
     "--dry-run",
     "--device-memory",
@@ -36,6 +34,8 @@ FLAGS = [
     "--offload-prefetch-step",
     "--offload-params",
     "--offload-rule",
+    "--offload-mode",
+    "--measure-stalls",
 ]
 
 
@@ -171,18 +171,18 @@ def test_any_other_flag_is_passed_on_as_it_is(separator: list[str]) -> None:
         (["--device-memory", "1GiB", "--batch", "0"], "--batch '0': expected numbers of rows"),
         (["--device-memory", "1GiB", "--offload-rule", "mlp"], "--offload-rule 'mlp': expected a name pattern"),
         (["--device-memory", "1GiB", "--offload-rule", "a=uva", "a=prefetch"], "a=uva and a=prefetch contradict"),
-        (["--offload-rule", "a=uva"], "--offload-rule has no effect inside vLLM without --device-memory"),
+        (["--offload-rule", "a=uva"], "--offload-rule has no effect without --device-memory inside"),
         (["--batch", "1"], "--batch has no effect without --device-memory"),
-        (["--offload-group-size", "4", "--cpu-offload-gb", "4"], "both --offload-group-size and --cpu-offload-gb"),
+        (["--offload-group-size", "4", "--cpu-offload-gb", "4"], "--offload-group-size and --cpu-offload-gb contr"),
         (["--offload-num-in-group", "2"], "--offload-num-in-group has no effect without --offload-group-size"),
         (["--offload-params", "mlp"], "--offload-params has no effect without"),
-        (["--cpu-offload-params", "mlp"], "--cpu-offload-params has no effect without --cpu-offload-gb: add"),
+        (["--cpu-offload-params", "mlp"], "--cpu-offload-params has no effect without --cpu-offload-gb inside"),
         (["--offload-backend", "prefetch"], "needs --offload-group-size, which is not set"),
-        (["--offload-backend", "none"], "--offload-backend 'none': expected auto, prefetch or uva, those of vLLM"),
+        (["--offload-backend", "none"], "--offload-backend 'none': expected one of auto, prefetch, uva inside vLLM"),
         (["--offload-group-size", "4", "--offload-mode", "disk"], "expected one of cpu, shm_cpu inside vLLM"),
         (["--device-memory", "1GiB", "--offload-mode", "sharded_gpu"], "expected one of cpu, shm_cpu inside vLLM"),
-        (["--offload-mode", "cpu"], "--offload-mode has no effect when nothing is offloaded"),
-        (["--measure-stalls"], "penstock.measure_stalls has no effect while nothing is offloaded"),
+        (["--offload-mode", "cpu"], "--offload-mode has no effect without --device-memory, --offload-group"),
+        (["--measure-stalls"], "--measure-stalls has no effect without --device-memory, --offload-gr"),
         (["--additional-config", "{"], "--additional-config '{': expected JSON"),
         (["--additional-config", "[]"], "--additional-config: expected a JSON object, found '[]'; write it like"),
         (["--additional-config", '{"penstock": 1}'], "penstock: expected an object, found int 1"),
@@ -193,7 +193,7 @@ def test_any_other_flag_is_passed_on_as_it_is(separator: list[str]) -> None:
         ),
         (
             ["--additional-config", '{"penstock": {"device_memory": "2GiB"}}', "--offload-group-size", "2"],
-            "both penstock.device_memory = '2GiB' and vLLM's offload flags are set",
+            "penstock.device_memory and --offload-group-size contradict each other: with a budget",
         ),
         (["--worker-cls", "a.B"], f"--worker-cls is {WORKER} here; leave it out"),
         (["--", "--offload-group-size", "4"], "--offload-group-size is read by penstock: write it as"),
@@ -205,8 +205,8 @@ def test_any_other_flag_is_passed_on_as_it_is(separator: list[str]) -> None:
         (["--offload-group-size", "4", "--offload-params", "re:("], "pattern 're:(' is not a regular expression"),
         (["--device-memory", "1GiB", "--offload-rule", "re:(=uva"], "pattern 're:(' is not a regular expression"),
         (["--additional-config", '{"device_memory": "1GiB"}'], "'device_memory' belongs under 'penstock'"),
-        (["--additional-config", '{"Penstock": {}}'], "'Penstock' is read by nobody; did you mean 'penstock'?"),
-        (["--additional-config", '{"pennstock": {}}'], "'pennstock' is read by nobody; did you mean 'penstock'?"),
+        (["--additional-config", '{"Penstock": {}}'], "'Penstock' has no effect; did you mean 'penstock'?"),
+        (["--additional-config", '{"pennstock": {}}'], "'pennstock' has no effect; did you mean 'penstock'?"),
     ],
 )  # fmt: skip
 def test_what_the_worker_would_refuse_is_refused_before_vllm_starts(words: list[str], message: str) -> None:

@@ -213,7 +213,7 @@ def test_demo_tells_shows_and_tidies_up(tmp_path: Path) -> None:
 def test_demo_fails_when_a_promise_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Comparison, "bits_equal", False)
     # By its name in sys.modules: the package's attribute of that name is the verb.
-    monkeypatch.setattr(sys.modules["penstock.cli.demo"], "_embed_sentences", lambda runs: [])
+    monkeypatch.setattr(sys.modules["penstock.cli.commands_demo"], "_embed_sentences", lambda runs: [])
     result = run("demo", "--folder", tmp_path / "out", "--keep")
     assert result.exit_code == 1
     assert "broken:" in result.stdout

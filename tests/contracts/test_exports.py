@@ -25,6 +25,7 @@ PUBLIC = [
 ROOMS = [
     ("errors",),
     ("config", "env"),
+    ("flags",),
     ("stats", "ranks"),
     ("memory",),
     ("model",),

@@ -70,6 +70,17 @@ def test_a_budget(own: dict[str, Any], budget: Budget) -> None:
     assert read(own=own) == EngineOptions(budget)
 
 
+def test_names_narrow_a_budget_and_the_group_rule_wherever_they_are_written() -> None:
+    budget = EngineOptions(Budget("1GiB", ["mlp"], "cpu"))
+    assert read({"offload_params": {"mlp"}}, {"device_memory": "1GiB"}) == budget
+    assert read(own={"device_memory": "1GiB", "params": ["mlp"]}) == budget
+    assert read(GROUP, {"params": ["mlp"]}) == EngineOptions(Prefetch(4, 1, 1, ["mlp"]))
+    with pytest.raises(
+        OptionError, match=r"penstock\.params is given twice: \['a'\] in --additional-config and \['mlp'\]"
+    ):
+        read({"offload_params": {"mlp"}}, {"device_memory": "1GiB", "params": ["a"]})
+
+
 def test_the_store_and_the_stalls_go_with_flags_and_with_a_budget() -> None:
     own = {"mode": "shm_cpu", "measure_stalls": True}
     assert read(GROUP, own) == EngineOptions(Prefetch(4, 1, 1, mode="shm_cpu"), "shm_cpu", None, True)
@@ -88,23 +99,24 @@ def test_what_is_not_for_penstock_is_left_alone(additional: Any) -> None:
     [
         (
             {**GROUP, "cpu_offload_gb": 1.5},
-            "both --offload-group-size 4 (prefetch) and --cpu-offload-gb 1.5 (zero-copy) are set, and each says what "
-            "is offloaded: leave one of them out",
+            "--offload-group-size and --cpu-offload-gb contradict each other: each says what is offloaded; leave one "
+            "of the two out",
         ),
         # A backend does not settle it: vLLM would ignore the other flags with a warning.
-        ({"backend": "uva", **GROUP, "cpu_offload_gb": 1.0}, "both --offload-group-size 4"),
+        ({"backend": "uva", **GROUP, "cpu_offload_gb": 1.0}, "--offload-group-size and --cpu-offload-gb contradict"),
         ({"backend": "prefetch"}, "--offload-backend prefetch needs --offload-group-size, which is not set"),
         ({"backend": "uva", **GROUP}, "--offload-backend uva needs --cpu-offload-gb, which is not set"),
         ({"offload_group_size": 2, "offload_num_in_group": 3}, "lower --offload-num-in-group"),
         ({**GROUP, "offload_prefetch_step": 0}, "prefetch_step = 0: expected at least 1 (--offload-prefetch-step)"),
         (
             {"offload_params": {"mlp"}},
-            "--offload-params has no effect without --offload-group-size: add --offload-group-size, or leave "
-            "--offload-params out",
+            "--offload-params has no effect without penstock.device_memory or --offload-group-size inside vLLM: add "
+            "one of them, or leave --offload-params out",
         ),
         ({"offload_num_in_group": 2}, "--offload-num-in-group has no effect without --offload-group-size"),
         ({"offload_prefetch_step": 2}, "--offload-prefetch-step has no effect without --offload-group-size"),
-        ({**GROUP, "cpu_offload_params": {"mlp"}}, "--cpu-offload-params has no effect without --cpu-offload-gb"),
+        ({"cpu_offload_params": {"mlp"}}, "--cpu-offload-params has no effect without --cpu-offload-gb"),
+        ({**GROUP, "cpu_offload_params": {"mlp"}}, "--offload-group-size and --cpu-offload-params contradict"),
         *(
             ({"cpu_offload_gb": wrong}, f"--cpu-offload-gb {wrong:g}: expected a number of GiB, at least one byte")
             for wrong in (float("inf"), float("nan"), 1e-10, -1.0)
@@ -120,9 +132,8 @@ def test_flags_that_contradict_or_have_no_effect(flags: dict[str, Any], message:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (GROUP, "both penstock.device_memory = '1GiB' and vLLM's offload flags are set"),
-        ({"cpu_offload_gb": 2.0}, "leave one of them out"),
-        ({"offload_params": {"mlp"}}, "with penstock.device_memory put the names into penstock.params"),
+        (GROUP, "penstock.device_memory and --offload-group-size contradict each other"),
+        ({"cpu_offload_gb": 2.0}, "leave one of the two out"),
     ],
 )
 def test_a_budget_and_flags_contradict_each_other(flags: dict[str, Any], message: str) -> None:
@@ -173,11 +184,11 @@ FORM = """write it like --additional-config '{"penstock": {"device_memory": "20G
         ({"replicas": 1, "mode": "shm_cpu"}, OptionError, "penstock.replicas = 1: expected at least 2 engines"),
         ({"replicas": 2}, OptionError, "no effect with mode 'cpu': add \"mode\": \"shm_cpu\", or leave it out"),
         ({"measure_stalls": 1}, OptionTypeError, "penstock.measure_stalls: expected true or false, found 1"),
-        ({"batch": 1}, OptionError, "penstock.batch has no effect without penstock.device_memory; write it like"),
+        ({"batch": 1}, OptionError, "penstock.batch has no effect without penstock.device_memory inside vLLM: add it"),
         ({"rules": ["a=uva"]}, OptionError, "penstock.rules has no effect without penstock.device_memory"),
-        ({"params": ["a"]}, OptionError, "(with flags: --offload-params, --cpu-offload-params)"),
-        ({"mode": "cpu"}, OptionError, "penstock.mode has no effect while nothing is offloaded: add penstock.de"),
-        ({"measure_stalls": True}, OptionError, "penstock.measure_stalls has no effect while nothing is offloaded"),
+        ({"params": ["a"]}, OptionError, "penstock.params has no effect without penstock.device_memory or --offload"),
+        ({"mode": "cpu"}, OptionError, "penstock.mode has no effect without penstock.device_memory, --offload-gro"),
+        ({"measure_stalls": True}, OptionError, "penstock.measure_stalls has no effect without penstock.device_me"),
     ],
 )  # fmt: skip
 def test_a_wrong_key_or_value_says_what_to_write(own: Any, kind: type[Exception], message: str) -> None:

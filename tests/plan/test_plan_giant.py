@@ -22,12 +22,12 @@ from transformers.core_model_loading import (
 )
 from typer.testing import CliRunner
 
-import penstock.cli.plan
+import penstock.cli.commands_plan
 import penstock.plan.plot
 from giants import DEEPSEEK_V3, write_deepseek_v3
 from penstock.adapters.transformers.renaming import Renamer, natural_order
 from penstock.cli import app
-from penstock.cli.model import OpenedModel, open_model
+from penstock.cli.opened_model import OpenedModel, open_model
 from penstock.config import Budget, Workload
 from penstock.model.memory_profile import profile_of
 from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU
@@ -73,7 +73,7 @@ def test_the_whole_verb_in_seconds_without_a_weight_read(
 ) -> None:
     """From the folder to the printed outlook: on a CPU, and on a GPU with less host memory than the weights."""
     assert transformers.DeepseekV3ForCausalLM  # imports are not planning
-    assert penstock.cli.plan
+    assert penstock.cli.commands_plan
     assert penstock.plan.plot
     reads: list[tuple[int, int, int]] = []
     preadv = os.preadv

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import penstock
 from models import Stack, all_layers
-from penstock.cli.probe import _rates as table_of
+from penstock.cli.commands_plan import rates_of as table_of
 from penstock.config import Budget, Workload
 from penstock.errors import PenstockWarning
 from penstock.model.inventory import take_inventory

@@ -1,4 +1,4 @@
-"""The command line: one file per verb, the flags they share in :mod:`penstock.cli.options`.
+"""The command line: one file per verb; the flags are those of the table in :mod:`penstock.flags`.
 
 Nothing imported here or at the top of a verb's file may pull in torch or transformers (seconds); a verb imports what
 it needs when it runs. ``tests/cli/test_cli.py`` holds us to it.
@@ -11,13 +11,12 @@ import sys
 
 import typer
 
-from penstock.cli.bench import bench
-from penstock.cli.demo import demo
-from penstock.cli.generate import generate
-from penstock.cli.group import PenstockGroup
-from penstock.cli.plan import plan
-from penstock.cli.probe import probe
-from penstock.cli.serve import serve
+from penstock.cli.commands_bench import bench
+from penstock.cli.commands_demo import demo
+from penstock.cli.commands_generate import generate
+from penstock.cli.commands_plan import plan, probe
+from penstock.cli.commands_serve import serve
+from penstock.cli.terminal import PenstockGroup
 
 __all__ = ["app", "main"]
 
@@ -27,7 +26,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
-    # A traceback with values of locals is of no use to users; ours are printed plainly (see group.py).
+    # A traceback with values of locals is of no use to users; ours are printed plainly (see terminal.py).
     pretty_exceptions_enable=False,
 )
 app.command()(demo)

@@ -5,8 +5,8 @@ key under "penstock"  meaning
 ====================  ================================================================================================
 ``device_memory``     a budget for the weights on each GPU, ``"20GiB"``: penstock makes the plan, in place of the flags
 ``batch``             sequences per step that a budget is planned for, ``[1, 16, 256]``; default 1
-``params``            name patterns that narrow what a budget may offload (:mod:`penstock.model.patterns`)
-``rules``             ``["experts=uva", ...]``: mechanisms that are not the planner's to choose, with a budget
+``params``            name patterns that narrow what may be offloaded, as ``--offload-params``
+``rules``             ``["experts=uva", ...]``: mechanisms that the planner may not choose; with a budget
 ``mode``              the store: ``cpu``, or ``shm_cpu`` for one copy per host among data-parallel ranks
 ``replicas``          with ``shm_cpu`` and a dense model: engines that ``--data-parallel-size`` starts on this host
 ``measure_stalls``    time every wait for a unit; costs two events each
@@ -17,20 +17,31 @@ key under "penstock"  meaning
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
-from penstock.config import UVA, Budget, Mode, Prefetch, Rule, Workload, gib_limit, parse_rule, parse_size
+from penstock.config import Budget, Mode, Rules, parse_size
 from penstock.errors import OptionError, OptionTypeError
+from penstock.flags import OffloadFlags, Surface, parse_rules
 
 if TYPE_CHECKING:
     from penstock.offloaders.layerwise import EnginePolicy
 
-__all__ = ["KEYS", "REFUSED", "EngineOptions", "read_options"]
+__all__ = ["FLAG_OF_KEY", "KEYS", "REFUSED", "EngineOptions", "engine_options", "read_options"]
 
-KEYS = ("device_memory", "batch", "params", "rules", "mode", "replicas", "measure_stalls", "boundaries_only")
+# Keys that mean the same as a flag of penstock's command line.
+FLAG_OF_KEY = {
+    "device_memory": "device_memory",
+    "batch": "batch",
+    "params": "offload_params",
+    "rules": "offload_rule",
+    "mode": "offload_mode",
+    "measure_stalls": "measure_stalls",
+    "boundaries_only": "boundaries_only",
+}
+KEYS = (*FLAG_OF_KEY, "replicas")
 _HALVES = "runs parts of a batch through the layers at once, and they would share one slot"
 # Features of vLLM, by their flags, that move weights themselves or run a layer twice at once.
 REFUSED = {
@@ -38,8 +49,19 @@ REFUSED = {
     "--enable-dbo": _HALVES,
     "--ubatch-size": _HALVES,
 }
-_MODES: tuple[Mode, ...] = ("cpu", "shm_cpu")
-_BUDGET_ONLY = ("batch", "params", "rules")
+# Rules and names for reads in place stand alone on penstock's command line, and nowhere in vLLM.
+_ASKING = ("device_memory", "offload_group_size", "cpu_offload_gb")
+_VLLM = Surface(
+    modes=("cpu", "shm_cpu"),
+    inside=" inside vLLM",
+    backends=("auto", "prefetch", "uva"),
+    needs={
+        "offload_rule": ("device_memory",),
+        "offload_prefetch_step": ("offload_group_size",),
+        "cpu_offload_params": ("cpu_offload_gb",),
+        **dict.fromkeys(("offload_mode", "measure_stalls", "boundaries_only"), _ASKING),
+    },
+)
 _FORM = """write it like --additional-config '{"penstock": {"device_memory": "20GiB"}}'"""
 
 
@@ -70,33 +92,56 @@ def read_options(offload_config: Any, additional_config: Any) -> EngineOptions:
         additional_config: vLLM's ``additional_config``; only its key ``penstock`` is read.
 
     Raises:
-        OptionError, OptionTypeError: flags that contradict one another or have no effect, an unknown key, a value it
+        OptionError, OptionTypeError: as :func:`engine_options`.
+    """
+    prefetch, uva = offload_config.prefetch, offload_config.uva
+    flags = OffloadFlags(
+        offload_backend=offload_config.offload_backend,
+        cpu_offload_gb=uva.cpu_offload_gb,
+        cpu_offload_params=sorted(uva.cpu_offload_params),
+        offload_group_size=prefetch.offload_group_size,
+        # 1 is vLLM's default of both, whether it was given or not.
+        offload_num_in_group=prefetch.offload_num_in_group if prefetch.offload_num_in_group != 1 else None,
+        offload_prefetch_step=prefetch.offload_prefetch_step if prefetch.offload_prefetch_step != 1 else None,
+        offload_params=sorted(prefetch.offload_params),
+    )
+    # `vllm serve` has no flags for these; --offload-params it has.
+    spelling = {flag: f"penstock.{key}" for key, flag in FLAG_OF_KEY.items() if key != "params"}
+    return engine_options(additional_config, flags, spelling)
+
+
+def engine_options(
+    additional_config: Any, flags: OffloadFlags, spelling: Mapping[str, str] | None = None
+) -> EngineOptions:
+    """What the keys of ``additional_config`` and ``flags`` ask for together; errors name flags by ``spelling``.
+
+    Raises:
+        OptionError, OptionTypeError: options that contradict one another or have no effect, an unknown key, a value it
             cannot have; the message says what to write.
     """
-    given = _own(additional_config)
-    mode = _choice(given.get("mode", "cpu"))
-    replicas = _replicas(given, mode)
-    switches = [_switch(given, key) for key in ("measure_stalls", "boundaries_only")]
-    flags = _flag_policy(offload_config, mode)
-    budget = _budget(given, mode)
-    if flags is not None and budget is not None:
-        raise OptionError(
-            f"both penstock.device_memory = {given['device_memory']!r} and vLLM's offload flags are set, and each says "
-            f"what is offloaded: leave one of them out"
-        )
-    _refuse_lone_flags(offload_config, budget)
-    policy = flags or budget
+    keys = _own(additional_config)
+    values = {FLAG_OF_KEY[key]: _checked(key, value) for key, value in keys.items() if key != "replicas"}
+    for key in (key for key in keys if key != "replicas"):
+        flag = FLAG_OF_KEY[key]
+        if flags.given(flag) and getattr(flags, flag) != values[flag]:
+            raise OptionError(
+                f"penstock.{key} is given twice: {keys[key]!r} in --additional-config and {getattr(flags, flag)!r} as "
+                f"a flag; leave one of them out"
+            )
+    in_keys = {flag: f"penstock.{key}" for key, flag in FLAG_OF_KEY.items() if key in keys}
+    merged = replace(flags, **values)
+    mode = cast(Mode, merged.offload_mode or "cpu")
+    replicas = _replicas(keys, mode)
+    policy = merged.policy(replace(_VLLM, spelling={**(spelling or {}), **in_keys}))
+    if isinstance(policy, Budget):
+        policy = replace(policy, mode=mode)
+    assert not isinstance(policy, Rules)  # rules need a budget here
     _require_patterns(policy)
-    if flags is None and budget is None and given:
-        raise OptionError(
-            f"penstock.{next(iter(given))} has no effect while nothing is offloaded: add penstock.device_memory, "
-            f"--offload-group-size or --cpu-offload-gb; {_FORM}"
-        )
-    return EngineOptions(policy, mode, replicas, *switches)
+    return EngineOptions(policy, mode, replicas, merged.measure_stalls, merged.boundaries_only)
 
 
 def _require_patterns(policy: EnginePolicy | None) -> None:
-    """What they match shows once there is a model; what is no pattern at all would be found only then, too."""
+    """Refuse a name pattern that is no regular expression before an engine starts: a match needs the model."""
     rules = policy.rules if isinstance(policy, Budget) else ()
     patterns = [*(policy.params if policy is not None else ()), *(pattern for pattern, _ in rules)]
     if patterns:
@@ -118,12 +163,44 @@ def _own(additional_config: Any) -> Mapping[str, Any]:
     return given
 
 
-def _choice(mode: Any) -> Mode:
-    if mode not in _MODES:
-        raise OptionError(
-            f"penstock.mode {mode!r}: expected one of {', '.join(_MODES)} inside vLLM; leave it out for cpu"
-        )
-    return mode  # type: ignore[no-any-return]
+def _checked(key: str, value: Any) -> Any:
+    """The value of ``key`` as the flag of the same meaning has it."""
+    if key in ("measure_stalls", "boundaries_only"):
+        if not isinstance(value, bool):
+            raise OptionTypeError(f"penstock.{key}: expected true or false, found {value!r}; {_FORM}")
+        return value
+    if key == "mode":
+        if value not in _VLLM.modes:
+            raise OptionError(
+                f"penstock.mode {value!r}: expected one of {', '.join(_VLLM.modes)} inside vLLM; leave it out for cpu"
+            )
+        return value
+    if key == "batch":
+        sizes = value if isinstance(value, list) else [value]
+        if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+            raise OptionError(
+                f"penstock.batch: expected numbers of sequences, each at least 1, such as [1, 16, 256], found {value!r}"
+            )
+        return ",".join(map(str, sizes))
+    if key == "device_memory":
+        with _named(key):
+            parse_size(value)
+        return value
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise OptionTypeError(f'penstock.{key}: expected a list of strings such as ["mlp"], found {value!r}')
+    if key == "rules":
+        with _named(key):
+            parse_rules(value)
+    return value
+
+
+@contextmanager
+def _named(key: str) -> Iterator[None]:
+    """Within, an error names the key, and not a flag of penstock's command line."""
+    try:
+        yield
+    except (OptionError, OptionTypeError) as error:
+        raise type(error)(f"penstock.{key}: {str(error).removeprefix('--offload-rule ')}") from None
 
 
 def _replicas(given: Mapping[str, Any], mode: Mode) -> int | None:
@@ -138,101 +215,4 @@ def _replicas(given: Mapping[str, Any], mode: Mode) -> int | None:
         raise OptionError(
             f'penstock.replicas = {value} has no effect with mode {mode!r}: add "mode": "shm_cpu", or leave it out'
         )
-    return value
-
-
-def _switch(given: Mapping[str, Any], key: str) -> bool:
-    value = given.get(key, False)
-    if not isinstance(value, bool):
-        raise OptionTypeError(f"penstock.{key}: expected true or false, found {value!r}; {_FORM}")
-    return value
-
-
-def _flag_policy(config: Any, mode: Mode) -> Prefetch | UVA | None:
-    """What vLLM's flags ask for; its own code only warns of the contradictions refused here."""
-    backend = config.offload_backend
-    group_size, gib = config.prefetch.offload_group_size, config.uva.cpu_offload_gb
-    if group_size > 0 and gib > 0:
-        raise OptionError(
-            f"both --offload-group-size {group_size} (prefetch) and --cpu-offload-gb {gib:g} (zero-copy) are set, and "
-            f"each says what is offloaded: leave one of them out"
-        )
-    limit = gib_limit(gib) if gib else 0
-    for name, value, flag in (("prefetch", group_size, "--offload-group-size"), ("uva", gib, "--cpu-offload-gb")):
-        if backend == name and not value:
-            raise OptionError(f"--offload-backend {name} needs {flag}, which is not set")
-    if group_size > 0:
-        prefetch = config.prefetch
-        names = sorted(prefetch.offload_params)
-        return Prefetch(group_size, prefetch.offload_num_in_group, prefetch.offload_prefetch_step, names, mode)
-    if limit:
-        return UVA(limit, sorted(config.uva.cpu_offload_params), mode)
-    return None
-
-
-def _refuse_lone_flags(config: Any, budget: Budget | None) -> None:
-    """Refuse flags of vLLM that narrow or shape an offload which no other flag asks for; vLLM ignores them."""
-    prefetch, uva = config.prefetch, config.uva
-    lone = {
-        "--offload-params": not prefetch.offload_group_size and bool(prefetch.offload_params),
-        "--offload-num-in-group": not prefetch.offload_group_size and prefetch.offload_num_in_group != 1,
-        "--offload-prefetch-step": not prefetch.offload_group_size and prefetch.offload_prefetch_step != 1,
-        "--cpu-offload-params": not uva.cpu_offload_gb and bool(uva.cpu_offload_params),
-    }
-    for flag in (flag for flag, is_lone in lone.items() if is_lone):
-        needs = "--cpu-offload-gb" if flag.startswith("--cpu") else "--offload-group-size"
-        mend = f"add {needs}, or leave {flag} out"
-        if budget is not None and flag.endswith("-params"):
-            mend = "with penstock.device_memory put the names into penstock.params"
-        raise OptionError(f"{flag} has no effect without {needs}: {mend}")
-
-
-def _budget(given: Mapping[str, Any], mode: Mode) -> Budget | None:
-    if "device_memory" not in given:
-        if idle := [key for key in _BUDGET_ONLY if key in given]:
-            instead = " (with flags: --offload-params, --cpu-offload-params)" if idle[0] == "params" else ""
-            raise OptionError(f"penstock.{idle[0]} has no effect without penstock.device_memory{instead}; {_FORM}")
-        return None
-    with _named("device_memory"):
-        parse_size(given["device_memory"])
-    with _named("batch"):
-        workload = _workload(given.get("batch", [1]))
-    with _named("rules"):
-        rules = _rules(_names("rules", given.get("rules", [])))
-    return Budget(given["device_memory"], _names("params", given.get("params", [])), mode, rules, workload)
-
-
-def _workload(batch: Any) -> Workload:
-    sizes = batch if isinstance(batch, list) else [batch]
-    if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
-        raise OptionError(f"expected numbers of sequences, each at least 1, such as [1, 16, 256], found {batch!r}")
-    return Workload(sizes)
-
-
-def _rules(texts: Sequence[str]) -> list[Rule]:
-    """Two mechanisms for one pattern are found here; what needs the names of the model, once it is built."""
-    rules = [parse_rule(text) for text in texts]
-    first: dict[str, str] = {}
-    for text, (pattern, mechanism) in zip(texts, rules, strict=True):
-        if first.setdefault(pattern, mechanism) != mechanism:
-            raise OptionError(
-                f"{pattern}={first[pattern]} and {text} contradict each other: one pattern has one mechanism; leave "
-                f"one of them out"
-            )
-    return rules
-
-
-@contextmanager
-def _named(key: str) -> Iterator[None]:
-    """Within, an error says which key of ours it is about, and not which flag of our own command line."""
-    try:
-        yield
-    except (OptionError, OptionTypeError) as error:
-        text = str(error).removeprefix("--offload-rule ").removeprefix(f"penstock.{key}: ")
-        raise type(error)(f"penstock.{key}: {text}") from None
-
-
-def _names(key: str, value: Any) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise OptionTypeError(f'penstock.{key}: expected a list of strings such as ["mlp"], found {value!r}')
     return value

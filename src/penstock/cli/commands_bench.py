@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from penstock.cli.console import stdout
-from penstock.cli.values import counts, refuse_idle, require_writable, target_device, words
+from penstock.cli.arguments import refuse_idle, require_writable, target_device
+from penstock.cli.terminal import stdout
+from penstock.flags import counts
 
 __all__ = ["bench"]
 
@@ -62,7 +63,13 @@ def step(
     measured: Iterable[dict[str, Any]] = (
         run_cpu(rounds, repeats)
         if on_cpu
-        else run_cuda(shape, words(_VARIANTS if variants is None else variants), row_counts, rounds, repeats)
+        else run_cuda(
+            shape,
+            [*filter(None, (_VARIANTS if variants is None else variants).split(","))],
+            row_counts,
+            rounds,
+            repeats,
+        )
     )
     for row in measured:
         results.append(row)

@@ -9,22 +9,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.console import byte_bar, stderr
-from penstock.cli.options import OffloadFlags, with_offload_flags
-from penstock.cli.values import require_writable
-from penstock.config import format_gib
+from penstock.cli.arguments import disk_options, requested, require_writable, target_device, with_offload_flags
+from penstock.cli.terminal import byte_bar, stderr
+from penstock.config import Mode, format_gib
 from penstock.errors import CheckpointError, OptionError
+from penstock.flags import OffloadFlags
 from penstock.memory.system import PeakMeter, peak_rss_bytes
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
+    from torch.distributed import ProcessGroup
 
     from penstock.api import Handle
 
 __all__ = ["generate"]
 
 
-@with_offload_flags
+@with_offload_flags()
 def generate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a causal language model.")],
     *,
@@ -43,7 +45,7 @@ def generate(
     flags: OffloadFlags,
 ) -> None:
     """Generate text from a checkpoint that does not fit the device. The text goes to stdout, all else to stderr."""
-    policy = flags.policy()
+    policy = requested(flags)
     if getattr(policy, "mode", None) == "meta":
         raise OptionError(
             "mode meta (of --offload-mode, or of the plan in --plan) keeps none of the bytes that are offloaded: it is "
@@ -51,20 +53,19 @@ def generate(
         )
     if seed is not None and not temperature:
         raise OptionError("--seed has no effect on greedy decoding; add --temperature 0.7, say")
-    from penstock.cli.model import open_model, require_causal_lm
+    from penstock.cli.opened_model import open_model, require_causal_lm
 
     if trace is not None:
         require_writable("--trace", trace)
     text = _read_prompt(prompt)
     opened = open_model(model)
     require_causal_lm(opened.module)
-    device = flags.target()
-    from penstock.cli.ranks import process_group
+    device = target_device(flags.device)
     from penstock.runtime.limits import describe_device
 
-    planner = opened.planner(device, disk=flags.disk())
+    planner = opened.planner(device, disk=disk_options(flags))
     plan = opened.plan(planner, policy, describe_device(device))
-    group = process_group(plan.mode, device)
+    group = _process_group(plan.mode, device)
     tokenizer, inputs = _tokenize(opened.folder, text)
     from penstock.plan.report import render
 
@@ -73,7 +74,9 @@ def generate(
 
     meter = PeakMeter()
     with byte_bar("loading", stderr) as progress:
-        module, handle = load(opened.folder, plan, device=device, disk=flags.disk(), progress=progress, group=group)
+        module, handle = load(
+            opened.folder, plan, device=device, disk=disk_options(flags), progress=progress, group=group
+        )
     # The handle is not removed at the end: that would bring all weights back, which may not fit.
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
     tokens, seconds = _stream(module, tokenizer, inputs, max_new_tokens, _sampling(temperature, seed or 0))
@@ -81,6 +84,35 @@ def generate(
     if trace is not None:
         handle.trace(trace)
         stderr.print(f"trace: {trace} (open it at https://ui.perfetto.dev)", highlight=False)
+
+
+def _process_group(mode: Mode, device: torch.device) -> ProcessGroup | None:
+    """The processes that torchrun started, where ``mode`` shares a host's memory, else ``None``; sets each one's GPU.
+
+    Raises:
+        OptionError: this process was started alone, or ``mode`` needs more than a launcher gives.
+    """
+    if mode == "sharded_gpu":  # of a plan that a program saved
+        raise OptionError(
+            f"the plan's mode is {mode}, which needs a group of GPUs that a program passes to penstock.offload: carry "
+            f"it out there, or make a plan for the command line with --offload-mode shm_cpu or cpu"
+        )
+    if mode != "shm_cpu":
+        return None
+    import torch.distributed as dist
+
+    if not dist.is_torchelastic_launched():
+        raise OptionError(
+            f"--offload-mode {mode} shares one copy of the weights between processes, and this one was started alone: "
+            f"start several with `torchrun --nproc-per-node N -m penstock ...`, or use --offload-mode cpu"
+        )
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")  # only its key-value store is used: no memory of a GPU
+    if device.type == "cuda" and device.index is None:
+        import torch
+
+        torch.cuda.set_device(dist.get_node_local_rank())
+    return dist.group.WORLD
 
 
 def _read_prompt(prompt: str) -> str:

@@ -1,24 +1,93 @@
-"""What holds for every verb: lists after one flag, errors as one line, Ctrl-C without a traceback."""
+"""The frame of every verb: where it writes, errors as one line, Ctrl-C without a traceback, lists after one flag.
+
+The product of a verb goes to stdout, everything about it to stderr: ``penstock generate ... > story.txt`` and
+``penstock plan --json | jq`` get the product alone.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.text import Text
 from typer.core import TyperGroup
 
-from penstock.cli.console import penstock_warnings_as_lines, print_error, stderr
-from penstock.cli.options import LIST_FLAGS
 from penstock.env import debug_enabled
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, PenstockWarning
 
-__all__ = ["PenstockGroup", "expand_lists"]
+__all__ = ["PenstockGroup", "byte_bar", "expand_lists", "print_error", "stderr", "stdout"]
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+# Flags that take a list, each with a value to show.
+LIST_FLAGS = {"--cpu-offload-params": "mlp", "--offload-params": "mlp", "--offload-rule": "experts=uva"}
+
+stdout = Console()
+stderr = Console(stderr=True)
+
+# Wide enough for the plan's tables when the output is a file or a pipe, where rich would assume 80.
+_PIPE_WIDTH = 120
+for _console in (stdout, stderr):
+    if not _console.is_terminal:
+        _console.width = _PIPE_WIDTH
+
+
+def print_error(message: str) -> None:
+    """One red line on stderr, whatever its length: scripts read it."""
+    # Names out of files may hold anything, also sequences that command a terminal.
+    printable = (c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.split()))
+    line = Text(f"error: {''.join(printable)}", style="red")
+    stderr.print(line, soft_wrap=True)
+
+
+@contextmanager
+def byte_bar(text: str, console: Console) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar for bytes: call it with (done, total). Nothing shows before there is something to do."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    bar = Progress(*columns, console=console)
+    task = bar.add_task(text, total=None)
+
+    def show(done: int, total: int) -> None:
+        if total > 0:
+            bar.update(task, completed=done, total=total)
+            bar.start()
+
+    try:
+        yield show
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+
+
+@contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    """Within, a :class:`PenstockWarning` is a yellow line on stderr; other warnings look as they always do."""
+    with warnings.catch_warnings():
+        ordinary = warnings.showwarning
+
+        def show(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if issubclass(category, PenstockWarning):
+                stderr.print(Text(f"warning: {message}", style="yellow"), soft_wrap=True)
+            else:
+                ordinary(message, category, filename, lineno, file or sys.stderr, line)
+
+        warnings.showwarning = show
+        yield
 
 
 class PenstockGroup(TyperGroup):
@@ -28,7 +97,7 @@ class PenstockGroup(TyperGroup):
         return super().parse_args(ctx, expand_lists(args))
 
     def invoke(self, ctx: Any) -> Any:
-        with penstock_warnings_as_lines(), _errors_as_lines():
+        with _warnings_as_lines(), _errors_as_lines():
             return super().invoke(ctx)
 
 

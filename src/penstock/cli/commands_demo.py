@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.console import stderr, stdout
-from penstock.cli.values import require_folder
+from penstock.cli.arguments import require_folder
+from penstock.cli.terminal import stderr, stdout
 from penstock.errors import OptionError
 from penstock.memory.system import num_cores
 
@@ -104,7 +104,7 @@ def _compare(
     """Print the plan, run the job resident and streamed, print the comparison."""
     import torch
 
-    from penstock.cli.model import open_model
+    from penstock.cli.opened_model import open_model
     from penstock.config import Budget
     from penstock.demo.comparison import compare, comparison_table
     from penstock.plan.report import render

@@ -1,0 +1,157 @@
+"""The arguments that verbs share: options made from the table of flags, devices, places to write to."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+import typer
+
+from penstock.config import Policy
+from penstock.errors import OptionError
+from penstock.flags import COMMAND_LINE, OffloadFlags, flag_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.plan import Plan
+    from penstock.stores.disk import DiskOptions
+
+__all__ = [
+    "VERB_FLAGS",
+    "disk_options",
+    "refuse_idle",
+    "requested",
+    "require_folder",
+    "require_writable",
+    "target_device",
+    "with_offload_flags",
+]
+
+# All flags but those that only engines have.
+VERB_FLAGS = tuple(row.name for row in fields(OffloadFlags) if row.name not in ("measure_stalls", "boundaries_only"))
+
+
+def with_offload_flags(
+    names: Sequence[str] = VERB_FLAGS, helps: Mapping[str, str] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add flags of the table to a verb, which receives them as its argument ``flags``; ``helps`` replace texts."""
+
+    def add(verb: Callable[..., None]) -> Callable[..., None]:
+        @wraps(verb)
+        def run(**values: Any) -> None:
+            flags = OffloadFlags(**{name: values.pop(name) for name in names})
+            verb(**values, flags=flags)
+
+        hints = get_type_hints(verb, include_extras=True)
+        own = inspect.signature(verb).parameters.values()
+        parameters = [p.replace(annotation=hints[p.name]) for p in own if p.name != "flags"]
+        parameters += _flag_parameters(names, helps or {})
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        del run.__wrapped__
+        return run
+
+    return add
+
+
+def _flag_parameters(names: Sequence[str], helps: Mapping[str, str]) -> list[inspect.Parameter]:
+    hints = get_type_hints(OffloadFlags)
+    parameters = []
+    for row in (row for row in fields(OffloadFlags) if row.name in names):
+        option = typer.Option(
+            row.default,
+            flag_of(row.name),
+            metavar=row.metadata["metavar"],
+            help=helps.get(row.name, row.metadata["help"]),
+            rich_help_panel="Offloading",
+            show_default=False,
+        )
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(row.name, keyword, default=option, annotation=hints[row.name]))
+    return parameters
+
+
+def requested(flags: OffloadFlags, on_gpu: bool | None = None) -> Policy | Plan | None:
+    """What the flags of a verb ask for; ``None`` when they ask for nothing to be offloaded.
+
+    ``on_gpu``: whether it is for a GPU; ``None`` asks ``--device``.
+
+    Raises:
+        OptionError: flags that contradict one another or have no effect; a file of ``--plan`` that holds no plan.
+    """
+    if on_gpu is None:
+        on_gpu = target_device(flags.device).type == "cuda"
+    # Verbs open checkpoints, whose files are a store already: for a CPU a second copy has to be asked for.
+    policy = flags.policy(COMMAND_LINE, default_mode="cpu" if on_gpu else "disk")
+    if flags.plan is None:
+        return policy
+    from penstock.plan import Plan
+
+    return Plan.load(flags.plan)
+
+
+def disk_options(flags: OffloadFlags) -> DiskOptions | None:
+    """How checkpoint files are read; ``None`` where no flag says."""
+    from penstock.stores.disk import DiskOptions
+
+    if not (flags.disk_direct or flags.disk_drop_cache):
+        return None
+    return DiskOptions(direct=flags.disk_direct, drop_cache=flags.disk_drop_cache)
+
+
+def target_device(name: str | None) -> torch.device:
+    """Where compute runs: ``--device``, or by default a GPU where there is one.
+
+    Raises:
+        OptionError: the name of no device that is here.
+    """
+    import torch
+
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise OptionError(f"--device {name!r}: expected cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise OptionError(
+            f"--device {name!r}: torch sees {torch.cuda.device_count()} CUDA device(s) here; --device cpu needs none"
+        )
+    return device
+
+
+def refuse_idle(flags: Mapping[str, object], why: str) -> None:
+    """Refuse flags that would have no effect; ``None`` and ``False`` mean not given."""
+    for flag, given in flags.items():
+        if given is not None and given is not False:
+            raise OptionError(f"{flag} has no effect {why}")
+
+
+def require_folder(flag: str, path: Path) -> None:
+    """Refuse a folder that files cannot be made in, before anything is measured."""
+    if not path.is_dir():
+        found = "something else" if path.exists() else "no such folder"
+        raise OptionError(f"{flag} {str(path)!r}: expected a folder, found {found}; make it, or leave {flag} out")
+    _require_access(flag, path, path)
+
+
+def require_writable(flag: str, path: Path) -> None:
+    """Refuse an output file that cannot be written, before hours of work go into it."""
+    if not path.parent.is_dir() or path.is_dir():
+        raise OptionError(f"{flag} {str(path)!r}: expected a file name in a folder that exists")
+    _require_access(flag, path, path if path.exists() else path.parent)
+
+
+def _require_access(flag: str, path: Path, place: Path) -> None:
+    if not os.access(place, os.W_OK):
+        raise OptionError(
+            f"{flag} {str(path)!r}: expected a place that user {os.geteuid()} may write to, found none; choose another"
+        )
