@@ -158,7 +158,7 @@ def measure(ground: Ground, options: DiskOptions, link: str, device: torch.devic
             "misses": staging.misses - before.misses,
             "bit_equal": bool(torch.equal(found, ground.expected)),
         }
-    handle._session._pipeline.close()  # type: ignore[union-attr]  # remove() would bring all weights back
+    handle._session._prefetcher.close()  # type: ignore[union-attr]  # remove() would bring all weights back
 
 
 def print_ratios(rows: list[dict[str, Any]]) -> None:

@@ -56,11 +56,11 @@ class Handle:
         Only for those who capture or replay parts of a model themselves, or read a slot: :func:`offload` does it around
         a forward of the whole model. No effect when nothing is under way.
         """
-        self._session.join()
+        self._session.wait_all()
 
     def join_after_forward(self) -> None:
         """The same, at the end of a part that is being captured: copies it has started become part of its graph."""
-        self._session.join()
+        self._session.wait_all()
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the latest copies, compute and stalls as Chrome trace JSON (open it in Perfetto).

@@ -398,8 +398,8 @@ class TestTransfers:
         path = save(model, tmp_path) / "model.safetensors"
         handle = penstock.offload(model, all_layers(slots, "disk"), checkpoint=path, disk=options)
         for unit in range(slots):  # the copies made ahead must not be what fails
-            handle._session._pipeline.wait(unit)
-            handle._session._pipeline.release(unit)
+            handle._session._prefetcher.wait(unit)
+            handle._session._prefetcher.release(unit)
         assert_same_bits(model(x), expected)
         whole, was = path.read_bytes(), path.stat()
         with path.open("r+b") as file:
@@ -510,7 +510,7 @@ class TestTransfers:
             def read(self, offset: int, into: memoryview) -> None:
                 raise ZeroDivisionError("source")
 
-        loads = handle._session._pipeline._loads
+        loads = handle._session._prefetcher._loads
         loads[2] = type(loads[2])(2, (Copy(ByteRange(Broken(), 0, 8), 0),))
         with pytest.raises(TransferError, match=r"unit 2 did not arrive: ZeroDivisionError\('source'\)"):
             model(rows())
@@ -520,7 +520,7 @@ class TestTransfers:
         monkeypatch.setattr(pipeline, "CONFLICT_TIMEOUT_S", 0.05)
         model = Stack(3).eval()
         handle = penstock.offload(model, all_layers(1))
-        thread = threading.Thread(target=handle._session._pipeline.wait, args=(0,))
+        thread = threading.Thread(target=handle._session._prefetcher.wait, args=(0,))
         thread.start()
         thread.join()
         message = r"^layers\.1 \(unit 1\) needs the slot of layers\.0 \(unit 0\), which another .* one .* per thread"

@@ -496,7 +496,7 @@ class TestRemove:
 
         model = Stack(3).eval()
         handle = penstock.offload(model, all_layers(1))
-        slot = weakref.ref(handle._session._pipeline.slot_memory(0))
+        slot = weakref.ref(handle._session._prefetcher.slot_memory(0))
         model(rows())
         handle.remove()
         assert slot() is None

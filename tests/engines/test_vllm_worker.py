@@ -102,7 +102,7 @@ def test_a_replay_after_an_interrupt_finds_its_units() -> None:
     """Hooks run after an error, but not after Ctrl-C: the forward seemed to go on, so nothing was made ready."""
     worker = loaded(GROUP)
     plain = worker.execute_model(ids())
-    pipeline = worker._offloader._session._pipeline
+    pipeline = worker._offloader._session._prefetcher
 
     def interrupt(*given: object) -> None:
         raise KeyboardInterrupt

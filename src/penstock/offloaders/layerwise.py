@@ -106,7 +106,7 @@ class LayerwiseOffloader(BaseOffloader):
 
     def _wait_all(self) -> None:
         if self._session is not None:
-            self._session.join()
+            self._session.wait_all()
 
     def remove(self) -> None:
         if self._session is not None:
@@ -256,7 +256,7 @@ class EngineOffloader(LayerwiseOffloader):
     def prepare_next(self) -> None:
         """A forward has been given to the device, as a replay perhaps: copy ahead for the next one."""
         if self._session is not None:
-            self._session.rewind()
+            self._session.reset()
 
     @contextmanager
     def replays_of_others(self) -> Iterator[None]:

@@ -93,8 +93,8 @@ class SessionOptions:
         link: moves the units; by default worker threads on a CPU, a copy stream on a GPU.
         entry: the module whose forward begins a forward of the model; default the model itself.
         measure_stalls: on a GPU, time every wait (two event records each); a CPU always does.
-        replays_announced: :meth:`OffloadSession.join` is called before every capture and every replay of a whole
-            forward, and :meth:`OffloadSession.rewind` soon after it.
+        replays_announced: :meth:`OffloadSession.wait_all` is called before every capture and every replay of a whole
+            forward, and :meth:`OffloadSession.reset` soon after it.
         keeps_addresses: an engine compiles or captures the model: tensors look into their slots all the time.
         never_promotes: why a tensor that is used outside of its module's forward is an error; ``None``: it is promoted.
     """
@@ -121,7 +121,7 @@ class OffloadSession(NotCopyable):
         )
         self._hooks: list[Hook] = []
         self._units: list[UnitHook] = []
-        self._pipeline: Prefetcher | None = None
+        self._prefetcher: Prefetcher | None = None
         self._link = options.link  # before the pipeline has it
         self._in_force = False
 
@@ -145,7 +145,7 @@ class OffloadSession(NotCopyable):
             self._store.finish()
             self._account = self._store.account
             self._attach_hooks(prepared.plan, opened)
-            self.rewind()
+            self.reset()
             if ranks is not None:
                 ranks.exchange("attached")  # up to here each rank can undo its part
         except BaseException:
@@ -167,21 +167,21 @@ class OffloadSession(NotCopyable):
         """
         plan = self.plan
         sizes = {"resident": plan.resident_bytes, "prefetch": plan.prefetched_bytes, "uva": plan.uva_bytes}
-        units = self._pipeline.snapshot() if self._pipeline else ()
-        staging = self._pipeline.staging() if self._pipeline else None
+        units = self._prefetcher.snapshot() if self._prefetcher else ()
+        staging = self._prefetcher.staging() if self._prefetcher else None
         stores = {"resident": plan.resident_bytes, "slots": sum(plan.slot_bytes), **self._account}
         sizes_by_store = {name: size for name, size in stores.items() if size}
         return Stats(units, sizes, self._notes(), sizes_by_store, staging, self._reads)
 
-    def rewind(self) -> None:
+    def reset(self) -> None:
         """No forward runs, whether one was interrupted or not: make the slots hold what the next one needs first."""
-        if self._pipeline is not None:
-            self._pipeline.finish_forward(whole=False)
+        if self._prefetcher is not None:
+            self._prefetcher.finish_forward(whole=False)
 
-    def join(self) -> None:
+    def wait_all(self) -> None:
         """Order compute behind every copy under way."""
-        if self._pipeline is not None:
-            self._pipeline.wait_all()
+        if self._prefetcher is not None:
+            self._prefetcher.wait_all()
 
     def remove(self, graphs_released: bool = False) -> None:
         """Give the model its tensors back, where they were, and everything else to the system. Idempotent.
@@ -202,21 +202,21 @@ class OffloadSession(NotCopyable):
             self._remove(graphs_released)
         except BaseException:
             release_left(self._promoter.tensor_lock)
-            if self._pipeline is not None:
-                self._pipeline.abandon()
+            if self._prefetcher is not None:
+                self._prefetcher.abandon()
             raise
 
     def _remove(self, graphs_released: bool) -> None:
-        if self._pipeline is not None:
-            self._pipeline.stop(graphs_released)
+        if self._prefetcher is not None:
+            self._prefetcher.stop(graphs_released)
         try:
             # Read everything first: if a file is gone or memory is short the offload stays in force, nothing is lost.
             with self._promoter.tensor_lock:
                 names = [n for n in (*self.plan.offloaded_names, *self.plan.resident) if self._must_bring_back(n)]
                 restored = {name: self._bring_back(name) for name in names}
         except Exception:
-            if self._pipeline is not None:
-                self._pipeline.resume()
+            if self._prefetcher is not None:
+                self._prefetcher.resume()
             raise
         # Tensors before hooks: an interrupt here leaves a model that refuses to run, not one that runs without waiting.
         for name in (*self.plan.offloaded_names, *self.plan.resident):
@@ -284,7 +284,7 @@ class OffloadSession(NotCopyable):
             return
         debug = debug_enabled() and not self._store.is_split
         try:
-            self._pipeline = Prefetcher(
+            self._prefetcher = Prefetcher(
                 self.plan, self._store, link, self.recorder, debug, self._options.replays_announced
             )
         except torch.OutOfMemoryError as error:
@@ -297,16 +297,16 @@ class OffloadSession(NotCopyable):
         token = new_token(self._device)
         session = None if self._options.keeps_addresses else self._promoter
         for unit in self.plan.units:
-            memory = self._pipeline.slot_memory(unit.index)
+            memory = self._prefetcher.slot_memory(unit.index)
             storages = [self._bound[part.storage] for part in unit.entries]
             for part, bound in zip(unit.entries, storages, strict=True):
                 slot = memory[part.offset : part.offset + part.num_bytes]
                 bound.point_at_slot(slot, None if session is None else session.wake)
             anchor = self._model.get_submodule(unit.anchor)
-            self._units.append(UnitHook(anchor, unit.index, storages, self._pipeline, token, session, self._units))
+            self._units.append(UnitHook(anchor, unit.index, storages, self._prefetcher, token, session, self._units))
             self._hook(self._units[-1])
         entry = self._options.entry or self._model
-        self._hook(ForwardHook(self._model, entry, self._units, self._pipeline, token, session))
+        self._hook(ForwardHook(self._model, entry, self._units, self._prefetcher, token, session))
 
     def _hook(self, hook: Hook) -> None:
         """Keep it first: an interrupt while it is attached must find it."""
@@ -397,8 +397,8 @@ class OffloadSession(NotCopyable):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()  # one of them holds this
-        if self._pipeline is not None:
-            self._pipeline.close()
+        if self._prefetcher is not None:
+            self._prefetcher.close()
         elif self._link is not None:
             self._link.close()
 
