@@ -26,7 +26,7 @@ from penstock.runtime.prepare import make_planner, prepare
 
 SOURCES = str(Path(penstock.__file__).parent)
 # Threads included; what a first call imports or warms up is not.
-MAX_FILES = {"offload": 47, "load": 55}
+MAX_FILES = {"offload": 43, "load": 51}
 
 STEPS: dict[str, Callable[..., Any]] = {
     "inventory": take_inventory,
@@ -129,4 +129,7 @@ def test_engines(kind: str) -> None:
     with traced() as trace:
         offloader.post_init()
     offloader.remove()
-    assert trace.counts() == {**ONCE, "planner": 0, "rates": 0}
+    found = trace.counts()
+    assert {step: found[step] for step in STEPS if step != "planner"} == {
+        step: int(step != "rates") for step in STEPS if step != "planner"
+    }
