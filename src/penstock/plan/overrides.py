@@ -14,25 +14,17 @@ from penstock.model.inventory import Inventory, StorageInfo
 from penstock.model.patterns import matching
 from penstock.plan.layers import draft_units, stranded, why_stranded
 
-__all__ = ["resolve_rules", "settle_rules", "some_names", "warn_of_stranded"]
+__all__ = ["settle_rules", "some_names", "warn_of_stranded"]
 
 _NAMES_SHOWN = 3
-
-
-def resolve_rules(inventory: Inventory, rules: Sequence[Rule]) -> dict[str, Mechanism]:
-    """The mechanism of every storage that a rule matches, by its name, in model order.
-
-    Raises:
-        SelectionError: a pattern matches nothing.
-        RuleError: a rule can never apply, or contradicts another one.
-    """
-    return {name: rules[index][1] for name, index in _settled_by(inventory, rules).items()}
 
 
 def settle_rules(
     inventory: Inventory, rules: Sequence[Rule], unstreamable: Collection[str] = ()
 ) -> dict[str, Mechanism]:
-    """:func:`resolve_rules`, with what cannot leave the device resident; a warning per rule names it.
+    """The mechanism of every storage that a rule matches, by its name, in model order.
+
+    What cannot leave the device is resident; a warning per rule names it.
 
     Args:
         inventory: of the model.
@@ -43,25 +35,27 @@ def settle_rules(
         SelectionError: a pattern matches nothing.
         RuleError: a rule can never apply, contradicts another one, or cannot be obeyed for anything it settles.
     """
-    owners = _settled_by(inventory, rules)
-    wanted = {name: rules[index][1] for name, index in owners.items()}
-    reasons = _reasons_to_stay(inventory, wanted, unstreamable)
-    for index, rule in enumerate(rules):
-        mine = [name for name, owner in owners.items() if owner == index]
-        _report(rule, len(mine), {name: reasons[name] for name in mine if name in reasons})
-    return {name: "resident" if name in reasons else mechanism for name, mechanism in wanted.items()}
-
-
-def _settled_by(inventory: Inventory, rules: Sequence[Rule]) -> dict[str, int]:
-    """Storage -> index of the first rule that matches it, in model order."""
-    owners: dict[str, int] = {}
+    owners: dict[str, int] = {}  # index of the first rule that matches a storage
     for index, (pattern, _) in enumerate(rules):
         matched = matching(inventory, pattern)
         left = matched - owners.keys()
         if not left:
             raise RuleError(_never_applies(rules, index, sorted({owners[name] for name in matched})))
         owners.update(dict.fromkeys(left, index))
-    return {storage.name: owners[storage.name] for storage in inventory.storages if storage.name in owners}
+    wanted = {s.name: rules[owners[s.name]][1] for s in inventory.storages if s.name in owners}
+    reasons = _reasons_to_stay(inventory, wanted, unstreamable)
+    for index, rule in enumerate(rules):
+        mine = [name for name in wanted if owners[name] == index]
+        stay = {name: reasons[name] for name in mine if name in reasons}
+        if stay:
+            message = (
+                f"rule {_shown(rule)}: {len(stay)} of the {len(mine)} tensors that it settles ({_listed(list(stay))}) "
+                f"cannot leave the device: {'; '.join(dict.fromkeys(stay.values()))}"
+            )
+            if len(stay) == len(mine):
+                raise RuleError(message)
+            warn_user(f"{message}. They stay resident")
+    return {name: "resident" if name in reasons else mechanism for name, mechanism in wanted.items()}
 
 
 def _never_applies(rules: Sequence[Rule], index: int, earlier: Sequence[int]) -> str:
@@ -85,34 +79,16 @@ def _reasons_to_stay(
     """Why a storage that a rule would offload has to stay, by its name."""
     moving = [s for s in inventory.storages if wanted.get(s.name) == "prefetch"]
     placed = {storage.name for draft in draft_units(inventory, moving) for storage in draft.storages}
-    reasons = {
-        storage.name: "no unit can hold it, because several modules share it or its module runs around other units "
-        "(uva would do)"
-        for storage in moving
-        if storage.name not in placed
-    }
-    for storage in stranded(inventory, moving, placed):
-        reasons[storage.name] = f"no unit can hold it, because {why_stranded(inventory, storage)} (uva would do)"
+    shared = "several modules share it or its module runs around other units"
+    why = {s.name: shared for s in moving if s.name not in placed}
+    why |= {s.name: why_stranded(inventory, s) for s in stranded(inventory, moving, placed)}
+    reasons = {name: f"no unit can hold it, because {reason} (uva would do)" for name, reason in why.items()}
     for name, mechanism in wanted.items():
         if mechanism != "resident" and name in unstreamable:
-            is_saved = inventory.by_name[name].is_saved
-            why = (
-                "made or rearranged while loading" if is_saved else "a buffer that is not persistent, in no state dict,"
-            )
-            reasons[name] = f"it is {why} and cannot be streamed from the files; use mode 'cpu' (--offload-mode cpu)"
+            saved = inventory.by_name[name].is_saved
+            what = "made or rearranged while loading" if saved else "a buffer that is not persistent, in no state dict,"
+            reasons[name] = f"it is {what} and cannot be streamed from the files; use mode 'cpu' (--offload-mode cpu)"
     return reasons
-
-
-def _report(rule: Rule, num_settled: int, reasons: Mapping[str, str]) -> None:
-    if not reasons:
-        return
-    message = (
-        f"rule {_shown(rule)}: {len(reasons)} of the {num_settled} tensors that it settles ({_listed(list(reasons))}) "
-        f"cannot leave the device: {'; '.join(dict.fromkeys(reasons.values()))}"
-    )
-    if len(reasons) == num_settled:
-        raise RuleError(message)
-    warn_user(f"{message}. They stay resident")
 
 
 def warn_of_stranded(inventory: Inventory, storages: Sequence[StorageInfo]) -> None:

@@ -1,10 +1,12 @@
-"""A plan as tables for people. Pure: names and sizes in, a rich renderable out."""
+"""A plan and what it will cost as tables for people. Pure: names and sizes in, a rich renderable out."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any, Literal
 
 from rich import box
@@ -34,13 +36,8 @@ _MAX_RUNS = 6
 
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 # How compute reaches a tensor; of a plan with two stores also from which of them it is prefetched.
-_Column = Literal["resident", "prefetch", "staged", "uva"]
-_COLUMNS: dict[_Column, str] = {
-    "resident": "resident",
-    "prefetch": "prefetched",
-    "staged": "from files",
-    "uva": "in place",
-}
+_Column = Literal["resident", "prefetched", "from files", "in place"]
+_COLUMNS: tuple[_Column, ...] = ("resident", "prefetched", "from files", "in place")
 _STORE_NAMES: dict[Mode, str] = {
     "cpu": "host",
     "shm_cpu": "host, shared",
@@ -52,11 +49,15 @@ _STORE_NAMES: dict[Mode, str] = {
 
 def render(plan: Plan, name: str) -> RenderableType:
     """Everything about ``plan`` for a model called ``name``: summary, where bytes rest, units, roles."""
-    parts: list[RenderableType] = [_summary(plan, name), _places(plan)]
-    if plan.units:
-        parts.append(_units(plan))
-    parts.append(_roles(plan))
-    return Group(*parts)
+    share = 100 * plan.device_bytes / max(1, plan.weight_bytes)
+    summary = Text.assemble(
+        (name, "bold"),
+        f": {gib(plan.weight_bytes)} GiB of weights in ",
+        (f"{gib(plan.device_bytes)} GiB of device memory ({share:.0f} %)", "bold"),
+        f"; {gib(plan.moved_bytes)} GiB moved per forward",
+        f", {gib(plan.read_bytes)} GiB of them read from files" if plan.spilled_bytes and plan.read_bytes else "",
+    )
+    return Group(summary, _places(plan), *([_units(plan)] if plan.units else []), _roles(plan))
 
 
 def render_weights(plan: Plan, name: str, minimum_bytes: int) -> RenderableType:
@@ -64,7 +65,7 @@ def render_weights(plan: Plan, name: str, minimum_bytes: int) -> RenderableType:
     lines = Text.assemble(
         (name, "bold"),
         f" weighs {gib(plan.weight_bytes)} GiB in {len(plan.resident)} tensors; nothing would be offloaded.\n",
-        f"The smallest budget is --device-memory {_mib_up(minimum_bytes)}MiB ({gib(minimum_bytes)} GiB); ",
+        f"The smallest budget is --device-memory {-(-minimum_bytes // 2**20)}MiB ({gib(minimum_bytes)} GiB); ",
         "anything from there to the full weight works, and more is faster.",
     )
     return Group(lines, _roles(plan))
@@ -84,33 +85,12 @@ def role_of(name: str) -> str:
 def compress_indices(indices: Iterable[int]) -> str:
     """``0-3, 7, 9-11``; evenly spaced ones as ``3, 7, ... 27``; long irregular lists are cut."""
     ordered = sorted(set(indices))
-    runs = list(_runs(ordered))
+    # Within a run the index and its position grow together.
+    grouped = groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])
+    runs = [[index for _, index in run] for _, run in grouped]
     if len(runs) <= _MAX_RUNS:
-        return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+        return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"{ordered[0]}, {ordered[1]}, {ordered[2]}, ... {ordered[-1]}"
-
-
-def _runs(ordered: list[int]) -> Iterator[tuple[int, int]]:
-    start = 0
-    for index in range(1, len(ordered) + 1):
-        if index == len(ordered) or ordered[index] != ordered[index - 1] + 1:
-            yield ordered[start], ordered[index - 1]
-            start = index
-
-
-def _mib_up(num_bytes: int) -> int:
-    return -(-num_bytes // 2**20)
-
-
-def _summary(plan: Plan, name: str) -> Text:
-    share = 100 * plan.device_bytes / max(1, plan.weight_bytes)
-    return Text.assemble(
-        (name, "bold"),
-        f": {gib(plan.weight_bytes)} GiB of weights in ",
-        (f"{gib(plan.device_bytes)} GiB of device memory ({share:.0f} %)", "bold"),
-        f"; {gib(plan.moved_bytes)} GiB moved per forward",
-        f", {gib(plan.read_bytes)} GiB of them read from files" if plan.spilled_bytes and plan.read_bytes else "",
-    )
 
 
 def titled_table(title: str, *columns: str) -> Table:
@@ -129,10 +109,8 @@ def titled_table(title: str, *columns: str) -> Table:
     return table
 
 
-# -- where the bytes rest ----------------------------------------------------------------------------------------------
-
-
 def _places(plan: Plan) -> Table:
+    """Where the bytes rest."""
     stores = list(dict.fromkeys(["host", "file", _STORE_NAMES[plan.mode]]))
     table = titled_table("Memory, GiB", "what", "count", "device", *stores)
     totals = dict.fromkeys(("device", *stores), 0)
@@ -146,131 +124,75 @@ def _places(plan: Plan) -> Table:
 
 def _place_rows(plan: Plan) -> Iterator[tuple[str, str, str, int]]:
     """(what, how many, column, bytes) per mechanism."""
-    store = _STORE_NAMES[plan.mode]
     yield "resident", _counted(len(plan.resident), "tensor"), "device", plan.resident_bytes
-    staged = _is_staged(plan)
+    # On a GPU bytes of files pass through, or stay in, pinned memory.
+    staged = plan.reads_files and plan.made_for is not None and plan.made_for.device != "cpu"
     if plan.units:
         yield "slots", _counted(plan.num_slots, "slot"), "device", sum(plan.slot_bytes)
         if staged:
             yield "staging ring", "", "host", ring_bytes(plan)
-        for where, units in _by_store(plan.units).items():
+        for store in sorted({unit.store for unit in plan.units}):  # cpu before disk
+            units = [unit for unit in plan.units if unit.store == store]
             num_bytes = sum(unit.payload_bytes for unit in units)
-            yield "prefetched", _counted(len(units), "unit"), _STORE_NAMES[where], num_bytes
+            yield "prefetched", _counted(len(units), "unit"), _STORE_NAMES[store], num_bytes
     if plan.uva:
-        copied = staged and plan.mode == "disk"
-        yield "read in place", _counted(len(plan.uva), "tensor"), "host" if copied else store, plan.uva_bytes
-
-
-def _by_store(units: Iterable[Unit]) -> dict[Mode, list[Unit]]:
-    found: dict[Mode, list[Unit]] = {}
-    for unit in units:
-        found.setdefault(unit.store, []).append(unit)
-    return dict(sorted(found.items()))  # cpu before disk
-
-
-def _is_staged(plan: Plan) -> bool:
-    """Whether bytes of files pass through, or stay in, pinned memory: on a GPU."""
-    return plan.reads_files and plan.made_for is not None and plan.made_for.device != "cpu"
+        place = "host" if staged and plan.mode == "disk" else _STORE_NAMES[plan.mode]
+        yield "read in place", _counted(len(plan.uva), "tensor"), place, plan.uva_bytes
 
 
 def _counted(number: int, thing: str) -> str:
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
-# -- units -------------------------------------------------------------------------------------------------------------
-
-
 def _units(plan: Plan) -> Table:
+    alike: defaultdict[tuple[str, int, Mode], list[Unit]] = defaultdict(list)
+    for unit in plan.units:
+        alike[role_of(unit.anchor), len(unit.entries), unit.store].append(unit)
     table = titled_table("Units", "anchor", "rest in", "units", "layers", "tensors each", "GiB each", "slot numbers")
-    for (anchor, tensors, store), units in _alike(plan.units).items():
+    for (anchor, tensors, store), units in alike.items():
+        low, high = (gib(bound(unit.num_bytes for unit in units)) for bound in (min, max))
         table.add_row(
             anchor or "(the model)",
             _STORE_NAMES[store],
             str(len(units)),
-            compress_indices(number for unit in units for number in _numbers(unit.anchor)[:1]),
+            compress_indices(int(number) for unit in units for number in _NUMBER.findall(unit.anchor)[:1]),
             str(tensors),
-            _span([unit.num_bytes for unit in units]),
+            low if low == high else f"{low} to {high}",
             compress_indices(unit.slot for unit in units),
         )
     return table
 
 
-def _alike(units: Iterable[Unit]) -> dict[tuple[str, int, Mode], list[Unit]]:
-    groups: dict[tuple[str, int, Mode], list[Unit]] = {}
-    for unit in units:
-        groups.setdefault((role_of(unit.anchor), len(unit.entries), unit.store), []).append(unit)
-    return groups
-
-
-def _numbers(name: str) -> list[int]:
-    return [int(number) for number in _NUMBER.findall(name)]
-
-
-def _span(sizes: list[int]) -> str:
-    low, high = gib(min(sizes)), gib(max(sizes))
-    return low if low == high else f"{low} to {high}"
-
-
-# -- roles -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Role:
-    """Tensors of one role: how many, and the bytes of each mechanism."""
-
-    count: int = 0
-    num_bytes: dict[_Column, int] = field(default_factory=lambda: dict.fromkeys(_COLUMNS, 0))
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.num_bytes.values())
-
-    def add(self, other: _Role) -> None:
-        self.count += other.count
-        for mechanism, num_bytes in other.num_bytes.items():
-            self.num_bytes[mechanism] += num_bytes
-
-
 def _roles(plan: Plan) -> Table:
-    roles = _by_role(plan)
-    shown: list[_Column] = [m for m in _COLUMNS if m == "resident" or any(r.num_bytes[m] for r in roles.values())]
-    table = titled_table("Tensors by role, GiB", "role", "count", "total", *(_COLUMNS[m] for m in shown))
-    for name, role in _rows(roles):
-        cells = [gib(role.num_bytes[m]) if role.num_bytes[m] else "" for m in shown]
-        table.add_row(Text(name), str(role.count), gib(role.total_bytes), *cells)
-    return table
-
-
-def _rows(roles: dict[str, _Role]) -> Iterator[tuple[str, _Role]]:
     """The largest roles, then the rest as one."""
-    ordered = sorted(roles, key=lambda role: (-roles[role].total_bytes, role))
-    shown = ordered if len(ordered) <= _MAX_ROLE_ROWS else ordered[: _MAX_ROLE_ROWS - 1]
-    yield from ((name, roles[name]) for name in shown)
-    if len(shown) < len(ordered):
-        rest = _Role()
-        for name in ordered[len(shown) :]:
-            rest.add(roles[name])
-        yield f"{len(ordered) - len(shown)} smaller roles", rest
-
-
-def _by_role(plan: Plan) -> dict[str, _Role]:
-    roles: dict[str, _Role] = {}
-    for name, num_bytes, mechanism in _storages(plan):
-        role = roles.setdefault(role_of(name), _Role())
-        role.count += 1
-        role.num_bytes[mechanism] += num_bytes
-    return roles
+    counts: Counter[str] = Counter()
+    sizes: defaultdict[str, Counter[_Column]] = defaultdict(Counter)
+    for name, num_bytes, column in _storages(plan):
+        counts[role_of(name)] += 1
+        sizes[role_of(name)][column] += num_bytes
+    rows = sorted(counts, key=lambda role: (-sizes[role].total(), role))
+    if len(rows) > _MAX_ROLE_ROWS:
+        rows, small = rows[: _MAX_ROLE_ROWS - 1], rows[_MAX_ROLE_ROWS - 1 :]
+        rows.append(rest := f"{len(small)} smaller roles")
+        counts[rest] = sum(counts[role] for role in small)
+        for role in small:
+            sizes[rest] += sizes[role]
+    shown = [column for column in _COLUMNS if column == "resident" or any(size[column] for size in sizes.values())]
+    table = titled_table("Tensors by role, GiB", "role", "count", "total", *shown)
+    for role in rows:
+        cells = (gib(sizes[role][column]) if sizes[role][column] else "" for column in shown)
+        table.add_row(Text(role), str(counts[role]), gib(sizes[role].total()), *cells)
+    return table
 
 
 def _storages(plan: Plan) -> Iterator[tuple[str, int, _Column]]:
     for name, num_bytes in plan.resident.items():
         yield name, num_bytes, "resident"
     for unit in plan.units:
-        column: _Column = "prefetch" if unit.store == plan.mode else "staged"
         for entry in unit.entries:
-            yield entry.storage, entry.num_bytes, column
+            yield entry.storage, entry.num_bytes, "prefetched" if unit.store == plan.mode else "from files"
     for name, num_bytes in plan.uva.items():
-        yield name, num_bytes, "uva"
+        yield name, num_bytes, "in place"
 
 
 # -- predictions -------------------------------------------------------------------------------------------------------
