@@ -23,6 +23,7 @@ from penstock.config import Policy, Prefetch
 from penstock.model.inventory import take_inventory
 from penstock.plan import Plan, build_plan
 from penstock.runtime.prepare import prepare
+from penstock.stores.store import Load
 from penstock.transfer.cuda_stream import StreamLink
 
 
@@ -72,9 +73,19 @@ class FreshOnload:
             parameter.data = host
 
 
+class PerTensorLink(StreamLink):
+    """One copy per tensor instead of one per unit."""
+
+    def _enqueue(self, load: Load, slot: torch.Tensor) -> None:
+        assert load.slab is not None
+        for copy in load.copies:
+            part = slice(copy.dst_offset, copy.dst_end)
+            slot[part].copy_(load.slab[part], non_blocking=True)
+
+
 def offload_per_tensor(stack: Stack, policy: Policy, device: torch.device) -> penstock.Handle:
     plan = build_plan(take_inventory(stack), policy)
-    return start(prepare(stack, plan, device=device), link=StreamLink(device, per_tensor=True))
+    return start(prepare(stack, plan, device=device), link=PerTensorLink(device))
 
 
 def variant(text: str, weight_bytes: int, device: torch.device) -> Variant:

@@ -14,8 +14,7 @@ from safetensors.torch import save_model
 
 import penstock
 from penstock import UVA, Prefetch
-from penstock.memory.system import pss_bytes
-from shm_ranks import ranks
+from shm_ranks import pss_bytes, ranks
 
 POLICIES = [
     Prefetch(1, 1, 2, mode="shm_cpu"),

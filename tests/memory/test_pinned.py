@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
@@ -338,7 +339,7 @@ class TestHeld:
     def test_the_last_view_gives_it_back(self) -> None:
         ledger = Ledger()
         memory = self.memory(5000, ledger)
-        again = memory.weakly()
+        again = weakref.ref(memory)
         assert again() == memory
         store = PinnedStore([], {"table": 5000}, ledger, held={"table": Held(memory, 0, 5000)})
         view = store.in_place("table")

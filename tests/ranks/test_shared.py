@@ -22,9 +22,8 @@ from torch import nn
 import penstock
 from models import Stack, all_layers, rows, save
 from penstock import UVA, Prefetch
-from penstock.memory.system import pss_bytes
 from shm_models import SHARED, build, expected, mappings, offload, on_meta
-from shm_ranks import ranks
+from shm_ranks import pss_bytes, ranks
 
 MIB = 1 << 20
 

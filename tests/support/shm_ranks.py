@@ -22,6 +22,17 @@ _context.set_forkserver_preload(["torch", "torch.distributed", "safetensors.torc
 TIMEOUT_S = 60.0
 
 
+def pss_bytes() -> int:
+    """Proportional set size: resident pages, each divided by the number of processes that map it (proc(5)).
+
+    The sum over processes is the host memory that they take together, shared pages counted once. Pages of files are
+    left out: the share of a library's grows when another program that maps it ends.
+    """
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    kib = {line.split()[0]: int(line.split()[1]) for line in lines[1:]}
+    return 1024 * (kib["Pss:"] - kib["Pss_File:"])
+
+
 class Rank:
     """One process; ``body(rank, talk, *args)`` runs in it, and :meth:`hear` returns what it sends or returns."""
 

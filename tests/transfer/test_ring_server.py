@@ -261,7 +261,7 @@ def test_the_readers_look_at_a_file_once_for_a_piece(tmp_path: Path) -> None:
     with pytest.raises(TransferError, match="it was written to while in use"):
         task.verify(0)
     with pytest.raises(TransferError, match="it was written to while in use"):
-        file.read(0, memoryview(into))
+        ByteRange(file, 0, PIECE_BYTES).read(memoryview(into))
     file.close.detach()
     mine.close()
     for fd in kept:

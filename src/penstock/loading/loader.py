@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -12,7 +11,7 @@ from penstock.checkpoint.weight_map import Conversion, TensorSource, WeightMap
 from penstock.env import pin_memory_disabled
 from penstock.errors import OptionError
 from penstock.loading.convert import TensorConverter
-from penstock.loading.read_pool import Delivery, Progress, deliver
+from penstock.loading.read_pool import PIECE_BYTES, Delivery, Progress, deliver
 from penstock.loading.upload import CudaUploader
 from penstock.memory.byte_ranges import ByteRange, Copy
 from penstock.memory.pinned import MIN_ADOPTED_BYTES, CudaRegistrar, pin_threads
@@ -33,10 +32,6 @@ _TRIM_BYTES = 32 << 20
 # A disk wants several requests at once, and a reader asks for nothing while it copies out what has come: on two cores
 # four readers bring twice what two do. From the page cache they bring the same.
 _MIN_FILE_READERS = 8
-
-COMPARE_EVERY_S = 0.1
-
-CopiesOf = Callable[[str], Sequence[Copy]]
 
 
 class WeightLoader:
@@ -81,7 +76,11 @@ class WeightLoader:
         self._recipes: dict[str, tuple[str, Conversion]] = {}
         for name in self._destinations:
             if bound[name].on_meta:
-                self._find(name, require_weights(weights))
+                files = require_weights(weights)
+                if (recipe := files.recipe(bound[name].info)) is not None:
+                    self._recipes[name] = recipe
+                else:
+                    self._sources[name] = files.source(bound[name].info)
         self._total_bytes = sum(bound[name].info.num_bytes for name in self._destinations)
         self._done_bytes = 0
         self._freed_bytes = 0
@@ -96,9 +95,12 @@ class WeightLoader:
             return
         self._on_progress(0)
         self._copy_from_devices()
-        self._copy_live()
+        # Live tensors before files, and alone: what they free is there for the rest.
+        live = [name for name in self._destinations if self._bound[name].home.type == "cpu"]
+        self._deliver([name for name in live if name in self._in_store], self._live_copies, in_small_pieces=True)
+        self._deliver([name for name in live if name not in self._in_store], self._live_copies)
         self._copy_from_files()
-        self._make()
+        self._convert()  # takes memory of its own on the way, so it comes last
         if self._freed_bytes:
             trim_heap()
 
@@ -107,80 +109,51 @@ class WeightLoader:
         """How the bytes that came from files were read."""
         return self._counter.stats
 
-    def _find(self, name: str, weights: WeightMap) -> None:
-        recipe = weights.recipe(self._bound[name].info)
-        if recipe is not None:
-            self._recipes[name] = recipe
-        else:
-            self._sources[name] = weights.source(self._bound[name].info)
-
-    def _copy_live(self) -> None:
-        """Live tensors first, and alone: what they free is there for the rest."""
-        live = [name for name in self._destinations if self._bound[name].home.type == "cpu"]
-        self._bring_in_small_pieces([name for name in live if name in self._in_store], self._live_copies)
-        staying = [name for name in live if name not in self._in_store]
-        self._bring(staying, self._live_copies, pin_threads())
-
-    def _copy_from_files(self) -> None:
-        # Compared from time to time and behind all reads, and not by the readers: nothing looks at the bytes before.
-        files = DiskStore(self._sources, self._disk, stamps=self._stamps, counter=self._counter, compares=False)
-        stored = sorted(self._sources, key=lambda name: _position(self._sources[name]))
-        compare = _at_most_every(COMPARE_EVERY_S, files.require_unchanged)
-
-        def on_progress(num_bytes: int) -> None:
-            compare()
-            self._on_progress(num_bytes)
-
-        try:
-            self._bring(stored, files.copies, pin_threads(_MIN_FILE_READERS), on_progress)
-            files.require_unchanged()
-        finally:
-            files.close()
-
-    def _make(self) -> None:
-        """What takes memory of its own on the way comes last."""
-        readers = pin_threads(_MIN_FILE_READERS)
-        cpus = cpus_near(self._device)
-        maker = TensorConverter(
-            self._recipes, self._disk, self._counter, num_threads=readers, stamps=self._stamps, cpus=cpus
-        )
-        try:
-            self._bring_in_small_pieces(maker.order, maker.copies)
-        finally:
-            maker.close()
-
-    def _bring(
-        self,
-        names: Sequence[str],
-        copies: CopiesOf,
-        num_threads: int,
-        on_progress: Callable[[int], None] | None = None,
-        **options: int,
-    ) -> None:
-        deliver(
-            (self._delivery(name, partial(copies, name)) for name in names),
-            num_threads=num_threads,
-            uploader=self._make_uploader(names),
-            on_loaded=self._on_loaded,
-            on_progress=on_progress or self._on_progress,
-            cpus=cpus_near(self._device),
-            **options,
-        )
-
-    def _bring_in_small_pieces(self, names: Sequence[str], copies: CopiesOf) -> None:
-        threads = pin_threads()
-        self._bring(names, copies, threads, piece_bytes=_LIVE_PIECE_BYTES, max_jobs=threads + _LIVE_EXTRA_JOBS)
-
     def _live_copies(self, name: str) -> list[Copy]:
         return [Copy(ByteRange.of(self._bound[name].original_bytes()), 0)]
 
-    def _delivery(self, name: str, copies: Callable[[], Sequence[Copy]]) -> Delivery:
-        return Delivery(name, self._bound[name].info.num_bytes, copies, self._destinations[name])
+    def _copy_from_files(self) -> None:
+        files = DiskStore(self._sources, self._disk, stamps=self._stamps, counter=self._counter)
+        try:
+            stored = sorted(self._sources, key=lambda name: _position(self._sources[name]))
+            self._deliver(stored, files.copies, pin_threads(_MIN_FILE_READERS))
+        finally:
+            files.close()
 
-    def _make_uploader(self, names: Sequence[str]) -> CudaUploader | None:
-        if all(self._destinations[name].is_cpu for name in names):
-            return None
-        return CudaUploader(self._device, None if pin_memory_disabled() else CudaRegistrar(self._device))
+    def _convert(self) -> None:
+        readers, cpus = pin_threads(_MIN_FILE_READERS), cpus_near(self._device)
+        converter = TensorConverter(
+            self._recipes, self._disk, self._counter, num_threads=readers, stamps=self._stamps, cpus=cpus
+        )
+        try:
+            self._deliver(converter.order, converter.copies, in_small_pieces=True)
+        finally:
+            converter.close()
+
+    def _deliver(
+        self,
+        names: Sequence[str],
+        copies: Callable[[str], Sequence[Copy]],
+        num_threads: int | None = None,
+        *,
+        in_small_pieces: bool = False,
+    ) -> None:
+        num_threads = num_threads or pin_threads()
+        uploads = not all(self._destinations[name].is_cpu for name in names)
+        registrar = None if pin_memory_disabled() else CudaRegistrar(self._device)
+        deliver(
+            (
+                Delivery(name, self._bound[name].info.num_bytes, partial(copies, name), self._destinations[name])
+                for name in names
+            ),
+            num_threads=num_threads,
+            uploader=CudaUploader(self._device, registrar) if uploads else None,
+            on_loaded=self._on_loaded,
+            on_progress=self._on_progress,
+            cpus=cpus_near(self._device),
+            piece_bytes=_LIVE_PIECE_BYTES if in_small_pieces else PIECE_BYTES,
+            max_jobs=num_threads + _LIVE_EXTRA_JOBS if in_small_pieces else None,
+        )
 
     def _copy_from_devices(self) -> None:
         """What lies on a GPU goes at the rate of its link into memory that is pinned already."""
@@ -228,19 +201,6 @@ def require_weights(weights: WeightMap | None) -> WeightMap:
             "penstock.offload (model.save_pretrained(FOLDER) or safetensors.torch.save_model writes one)"
         )
     return weights
-
-
-def _at_most_every(seconds: float, action: Callable[[], None]) -> Callable[[], None]:
-    last = time.monotonic()
-
-    def act() -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= seconds:
-            last = now
-            action()
-
-    return act
 
 
 def _position(source: TensorSource) -> tuple[str, int]:

@@ -169,12 +169,13 @@ def _reads(delivery: Delivery, limit: int) -> Iterator[Read]:
 
 
 def _run(job: _Job, uploader: Uploader | None, device_bytes: int) -> None:
-    if not job.uploads:
+    if uploader is None or not job.uploads:
         _fill(job.reads)
-        return
-    assert uploader is not None
-    for run in pack([read.into.numel() for read in job.reads], device_bytes):
-        uploader.upload(job.reads[run.start : run.stop])
+    else:
+        for run in pack([read.into.numel() for read in job.reads], device_bytes):
+            uploader.upload(job.reads[run.start : run.stop])
+    for source in {read.src.source for read in job.reads}:
+        source.require_unchanged()
 
 
 def _fill(reads: Sequence[Read]) -> None:

@@ -41,6 +41,9 @@ class Source(ABC):
         self.read(offset, buffer[:num_bytes])
         return 0
 
+    def require_unchanged(self) -> None:
+        """Raise ``TransferError`` if these are no longer the bytes that were opened; to be asked after reading them."""
+
 
 class MemorySource(Source):
     """Bytes in host memory."""
@@ -75,8 +78,9 @@ class ByteRange:
         return ByteRange(self.source, self.offset + start, num_bytes)
 
     def read(self, into: memoryview) -> None:
-        """Fill ``into``, which is as long as the range; raises as :meth:`Source.read`."""
+        """Fill ``into``, which is as long as the range; raises as :meth:`Source.read`, also for changed bytes."""
         self.source.read(self.offset, into)
+        self.source.require_unchanged()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,6 @@ device may wait for a thread of this process.
 from __future__ import annotations
 
 import re
-import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -30,7 +28,6 @@ __all__ = [
     "PinnedBuffer",
     "can_pin_in_place",
     "device_view",
-    "fresh",
     "is_anonymous",
     "new_pinned",
     "pin_shared",
@@ -111,21 +108,40 @@ def refuse_capture(registrar: HostRegistrar) -> None:
         )
 
 
-class _Owner(RawMemory):
-    """The memory of a buffer and its registration; its end unregisters, then frees."""
+class PinnedBuffer(RawMemory):
+    """A range of host memory and its registration; a view of ``blob`` keeps both alive, and their end unregisters."""
 
     def __init__(self, memory: torch.Tensor) -> None:
+        """``memory``: uint8, 1-D, contiguous, on the CPU, at least one byte. It is kept alive, and not pinned yet."""
         super().__init__(memory.data_ptr(), memory.numel(), keeps=memory)
-        self._address, self._num_bytes = memory.data_ptr(), memory.numel()
+        self._address, self.num_bytes = memory.data_ptr(), memory.numel()
         self._registrar: HostRegistrar | None = None
 
+    @property
+    def blob(self) -> torch.Tensor:
+        """The memory: uint8, 1-D, host."""
+        return torch.from_numpy(np.asarray(self))
+
     def register(self, registrar: HostRegistrar) -> int:
-        code = registrar.register(self._address, self._num_bytes)
+        """Pin it; 0, or the error code with which the driver refused.
+
+        Raises:
+            StateError: a graph is being captured, in this thread or another.
+        """
+        refuse_capture(registrar)
+        _unregister_late()
+        code = registrar.register(self._address, self.num_bytes)
         if code == 0:
             self._registrar = registrar
+        if code in _CAPTURE_ERRORS:
+            raise StateError(
+                f"pinning host memory failed because another thread is capturing a CUDA graph (error {code}); offload "
+                f"before captures begin"
+            )
         return code
 
     def unregister(self) -> None:
+        """Unpin it now, for memory that lives on as ordinary memory; no effect when it is not pinned."""
         registrar, self._registrar = self._registrar, None
         if registrar is not None:
             registrar.unregister(self._address)
@@ -141,67 +157,13 @@ class _Owner(RawMemory):
                 _unregister_late()
 
 
-_late: list[_Owner] = []  # ended where they could not be unregistered
+_late: list[PinnedBuffer] = []  # ended where they could not be unregistered
 
 
 def _unregister_late() -> None:
     with suppress(IndexError):
         while True:
             _late.pop().unregister()
-
-
-class PinnedBuffer:
-    """A stretch of host memory and its registration; whoever holds a view of ``blob`` holds both.
-
-    Attributes:
-        blob: uint8, 1-D, host; the same memory as the tensor given, and not pinned before :meth:`register`.
-    """
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        """``memory``: uint8, 1-D, contiguous, on the CPU, at least one byte. It is kept alive."""
-        self._around(_Owner(memory))
-
-    def _around(self, owner: _Owner) -> PinnedBuffer:
-        self._owner = owner
-        self.blob = torch.from_numpy(np.asarray(owner))
-        return self
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PinnedBuffer) and self._owner is other._owner
-
-    def __hash__(self) -> int:
-        return hash(id(self._owner))
-
-    def weakly(self) -> Callable[[], PinnedBuffer | None]:
-        """What finds it again for as long as anybody holds a view of it, and holds nothing itself."""
-        owner = weakref.ref(self._owner)
-
-        def again() -> PinnedBuffer | None:
-            found = owner()
-            return None if found is None else PinnedBuffer.__new__(PinnedBuffer)._around(found)
-
-        return again
-
-    def register(self, registrar: HostRegistrar) -> int:
-        """Pin it; 0, or the error code with which the driver refused.
-
-        Raises:
-            StateError: a graph is being captured, in this thread or another.
-        """
-        refuse_capture(registrar)
-        _unregister_late()
-        code = self._owner.register(registrar)
-        if code in _CAPTURE_ERRORS:
-            raise StateError(
-                f"pinning host memory failed because another thread is capturing a CUDA graph (error {code}); offload "
-                f"before captures begin"
-            )
-        return code
-
-    def unregister(self) -> None:
-        """Unpin it now, for memory that lives on as ordinary memory; no effect when it is not pinned."""
-        self._owner.unregister()
-        _unregister_late()
 
 
 # -- making ------------------------------------------------------------------------------------------------------------
@@ -249,7 +211,7 @@ def new_pinned(num_bytes: int, registrar: HostRegistrar) -> tuple[PinnedBuffer, 
         BudgetError: the system has no memory for it.
         StateError: a graph is being captured.
     """
-    memory = PinnedBuffer(fresh(num_bytes))
+    memory = PinnedBuffer(torch.from_numpy(map_pages(num_bytes)))
     populate_parallel(memory.blob, pin_threads())
     return memory, memory.register(registrar)
 
@@ -266,14 +228,9 @@ def pin_shared(memory: PinnedBuffer, registrar: HostRegistrar, mend: str) -> Non
     code = memory.register(registrar)
     if code != 0:
         raise OptionError(
-            f"the driver refused to register {memory.blob.numel()} bytes of shared memory (cudaHostRegister: error "
+            f"the driver refused to register {memory.num_bytes} bytes of shared memory (cudaHostRegister: error "
             f"{code}); check `ulimit -l`, or {mend}"
         )
-
-
-def fresh(num_bytes: int) -> torch.Tensor:
-    """Ordinary memory of exactly ``num_bytes``, untouched: uint8, 1-D, host."""
-    return torch.from_numpy(map_pages(num_bytes))
 
 
 def warn_refused(num_bytes: int, code: int) -> None:

@@ -7,7 +7,6 @@ import fcntl
 import os
 import re
 import resource
-import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +19,6 @@ __all__ = [
     "PeakMeter",
     "above_standard_streams",
     "cgroup_available_bytes",
-    "cpu_seconds",
     "cpus_near",
     "host_available_bytes",
     "local_cpus",
@@ -28,7 +26,6 @@ __all__ = [
     "num_cores",
     "parse_cpu_list",
     "peak_rss_bytes",
-    "pss_bytes",
     "rss_bytes",
     "trim_heap",
 ]
@@ -46,21 +43,6 @@ def rss_bytes() -> int:
 def peak_rss_bytes() -> int:
     """The most resident memory so far, in bytes (``VmHWM``)."""
     return _status_bytes("VmHWM")
-
-
-def pss_bytes() -> int:
-    """Proportional set size: resident pages, each divided by the number of processes that map it (proc(5)).
-
-    The sum over processes is the host memory that they take together, shared pages counted once. Pages of files are
-    left out: the share of a library's grows when another program that maps it ends.
-    """
-    rollup = _read("/proc/self/smaps_rollup")
-    return _kib_line("Pss", rollup) - _kib_line("Pss_File", rollup)
-
-
-def cpu_seconds() -> float:
-    """CPU time of all threads so far."""
-    return time.process_time()
 
 
 def num_cores() -> int:

@@ -10,6 +10,7 @@ and nothing is copied or pinned again.
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 
@@ -163,7 +164,7 @@ class BuildTimePool:
                 f"(cudaHostRegister: error {code}); raise `ulimit -l`, free host memory, or offload less",
                 num_bytes,
             )
-        self._memory.append((memory.blob.data_ptr(), memory.weakly()))
+        self._memory.append((memory.blob.data_ptr(), weakref.ref(memory)))
         self._memory = sorted((entry for entry in self._memory if entry[1]() is not None), key=lambda entry: entry[0])
         return memory
 

@@ -35,7 +35,6 @@ class DiskStore(Store):
         stamps: Iterable[FileFingerprint] = (),
         pin_in_place: bool = False,
         counter: ReadCounter | None = None,
-        compares: bool = True,
     ) -> None:
         """Open the files; nothing is read.
 
@@ -46,16 +45,13 @@ class DiskStore(Store):
             pin_in_place: what is read in place is copied into pinned memory first, because a GPU cannot address a
                 mapped file.
             counter: of what is read; default one of its own.
-            compares: files with their stamps at every read; else the caller asks :meth:`require_unchanged`.
         """
         self._sources = dict(sources)
         options = options or DiskOptions()
         paths = {part.tensor.path for source in self._sources.values() for part in source.parts}
         expected = {stamp.path: stamp for stamp in stamps}
         counter = counter or ReadCounter()
-        self._files = {
-            path: File(path, options, expected.get(path), counter, compares=compares) for path in sorted(paths)
-        }
+        self._files = {path: File(path, options, expected.get(path), counter) for path in sorted(paths)}
         self._maps: dict[Path, mmap.mmap] = {}
         self._pin_in_place = pin_in_place
         self._pinned: dict[str, torch.Tensor] = {}
@@ -79,11 +75,6 @@ class DiskStore(Store):
             )
         tensor = source.parts[0].tensor
         return torch.frombuffer(self._map(tensor.path), dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.offset)
-
-    def require_unchanged(self) -> None:
-        """Raise ``TransferError`` if a file was written to since it was opened."""
-        for file in self._files.values():
-            file.require_unchanged()
 
     def require_mapped_unchanged(self) -> None:
         for path in self._maps:

@@ -24,7 +24,7 @@ import numpy as np
 from penstock.checkpoint.fingerprint import FileFingerprint, require_file, too_many_open
 from penstock.errors import CheckpointError, TransferError
 from penstock.memory.byte_ranges import Source
-from penstock.memory.pages import map_file, resident_bytes
+from penstock.memory.pages import map_file, pieces, resident_bytes
 from penstock.memory.system import above_standard_streams
 from penstock.stats import ReadStats
 
@@ -86,7 +86,6 @@ class File(Source):
         stamp: FileFingerprint | None = None,
         counter: ReadCounter | None = None,
         opened: tuple[int, int | None] | None = None,
-        compares: bool = True,
     ) -> None:
         """Open it.
 
@@ -97,7 +96,6 @@ class File(Source):
             counter: of what is read; shared by the files of one load.
             opened: the :attr:`descriptors` of another process, which this one has inherited and takes over: the file
                 may be gone by its name. Default: open it.
-            compares: after every read, with ``stamp``; else the caller asks :meth:`require_unchanged`.
 
         Raises:
             CheckpointError: it cannot be opened that way.
@@ -105,7 +103,6 @@ class File(Source):
         self.path = path
         self.counter = counter or ReadCounter()
         self.stamp = stamp
-        self._compares = compares
         self.options = options
         self._drop = options.drop_cache
         self.fd, self._direct_fd = opened or _open(path, options)
@@ -156,8 +153,7 @@ class File(Source):
             self._read_fully(self.fd, offset, views, num_bytes)
             self.counter.add("cached" if cached else "buffered", num_bytes)
             return
-        for start, parts, size in _blocks(offset, views):
-            self._read_bounced(self._direct_fd, start, parts, size)
+        self._scatter_direct(self._direct_fd, offset, views, num_bytes)
         self.counter.add("direct", num_bytes)
 
     def _is_cached(self, offset: int, num_bytes: int) -> bool:
@@ -169,7 +165,7 @@ class File(Source):
 
     @contextmanager
     def _reading(self, offset: int, num_bytes: int) -> Iterator[None]:
-        """Around a read: an error of the system names the stretch; what was read is let go of, or checked."""
+        """Around a read: an error of the system names the range, and pages are given back."""
         try:
             yield
         except OSError as error:
@@ -178,8 +174,6 @@ class File(Source):
             ) from error
         if self._drop:
             os.posix_fadvise(self.fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
-        if self._compares:
-            self.require_unchanged()
 
     def require_unchanged(self) -> None:
         """Compare the open file, whatever its name means by now: one that was replaced still has the right bytes.
@@ -210,18 +204,18 @@ class File(Source):
             done += count
             views = _behind(views, count)
 
-    def _read_bounced(self, fd: int, offset: int, views: Sequence[memoryview], num_bytes: int) -> None:
-        """``views`` of one block's size at most."""
+    def _scatter_direct(self, fd: int, offset: int, views: Sequence[memoryview], num_bytes: int) -> None:
         bounce = _bounce_buffer()
-        skip = offset % ALIGN_BYTES
-        # The last page of a file is shorter than the aligned request; only the wanted bytes must be there.
-        self._read_fully(fd, offset - skip, [bounce[: _round_up(skip + num_bytes)]], skip + num_bytes)
-        start = skip
-        for view in views:
-            # numpy drops the interpreter lock for the copy, a slice assignment of memoryviews does not.
-            source = np.frombuffer(bounce, np.uint8, len(view), start)
-            np.copyto(np.frombuffer(view, np.uint8), source)
-            start += len(view)
+        left = list(views)
+        for start, end in pieces(num_bytes, BLOCK_BYTES):
+            skip, size = (offset + start) % ALIGN_BYTES, end - start
+            # The last page of a file is shorter than the aligned request; only the wanted bytes must be there.
+            self._read_fully(fd, offset + start - skip, [bounce[: _round_up(skip + size)]], skip + size)
+            while size:
+                count = min(size, len(left[0]))
+                # numpy drops the interpreter lock for the copy, a slice assignment of memoryviews does not.
+                np.copyto(np.frombuffer(left[0][:count], np.uint8), np.frombuffer(bounce, np.uint8, count, skip))
+                skip, size, left = skip + count, size - count, _behind(left, count)
 
 
 def _open(path: Path, options: DiskOptions) -> tuple[int, int | None]:
@@ -253,19 +247,6 @@ def _open_direct(path: Path) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def _blocks(offset: int, views: Sequence[memoryview]) -> Iterator[tuple[int, list[memoryview], int]]:
-    """Offset, views and bytes of each stretch of ``views``, of one block's size but the last."""
-    left = list(views)
-    while left:
-        parts, size = [], 0
-        while left and size < BLOCK_BYTES:
-            parts.append(left[0][: BLOCK_BYTES - size])
-            size += len(parts[-1])
-            left = _behind(left, len(parts[-1]))
-        yield offset, parts, size
-        offset += size
 
 
 def _behind(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:

@@ -20,8 +20,8 @@ import torch
 
 from penstock.config import Mode
 from penstock.memory.byte_ranges import ByteRange, Copy
-from penstock.memory.pages import pack, populate_parallel
-from penstock.memory.pinned import HostRegistrar, PinnedBuffer, fresh, pin_threads, warn_refused
+from penstock.memory.pages import map_pages, pack, populate_parallel
+from penstock.memory.pinned import HostRegistrar, PinnedBuffer, pin_threads, warn_refused
 from penstock.plan.plan import Unit, slab_bytes
 from penstock.stores.store import Load, Store
 
@@ -145,7 +145,7 @@ class PinnedStore(Store):
         if cargo.unit is not None:
             origins = {(place.slab, place.start - offset) for (offset, _), place in zip(found, places, strict=True)}
             slab, start = next(iter(origins))
-            if len(origins) == 1 and start + cargo.num_bytes <= self._slabs[slab].blob.numel():
+            if len(origins) == 1 and start + cargo.num_bytes <= self._slabs[slab].num_bytes:
                 self._units[cargo.unit] = Place(slab, start, cargo.num_bytes)
             else:
                 self._pieces[cargo.unit] = places
@@ -181,7 +181,7 @@ class PinnedStore(Store):
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         """Memory of one slab, untouched: uint8, 1-D, host."""
-        return fresh(num_bytes)
+        return torch.from_numpy(map_pages(num_bytes))
 
     def _place(self, cargo: _Cargo, slab: PinnedBuffer, start: int, num_bytes: int) -> None:
         index = len(self._slabs)
@@ -262,12 +262,12 @@ class PinnedStore(Store):
 
     @property
     def host_bytes(self) -> int:
-        return sum(slab.blob.numel() for slab in self._slabs)
+        return sum(slab.num_bytes for slab in self._slabs)
 
     @property
     def account(self) -> dict[str, int]:
         adopted = sum(self._storages[name].num_bytes for name in self.adopted)
-        kept = self.host_bytes - sum(self._slabs[self._storages[name].slab].blob.numel() for name in self.adopted)
+        kept = self.host_bytes - sum(self._slabs[self._storages[name].slab].num_bytes for name in self.adopted)
         return {"host" if self.registrar is None else "host_pinned": kept, "adopted": adopted}
 
     def unpin(self) -> None:

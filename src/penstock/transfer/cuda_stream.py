@@ -46,14 +46,9 @@ class StreamTransfer:
 class StreamLink(Link):
     """Record / copy / wait with streams and events."""
 
-    def __init__(self, device: torch.device, *, measure_stalls: bool = False, per_tensor: bool = False) -> None:
-        """``device``: a CUDA device.
-
-        ``measure_stalls``: time every wait with a pair of events, in graphs too. ``per_tensor``: one copy per tensor
-        instead of one per unit; for ablation only.
-        """
+    def __init__(self, device: torch.device, *, measure_stalls: bool = False) -> None:
+        """``device``: a CUDA device. ``measure_stalls``: time every wait with a pair of events, in graphs too."""
         self._device = device
-        self._per_tensor = per_tensor
         self._stream = torch.cuda.Stream(device)
         self._replay_events: dict[int, torch.cuda.Event] = {}  # external: recorded by a node of each graph
         self._stalls: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] | None = {} if measure_stalls else None
@@ -101,14 +96,8 @@ class StreamLink(Link):
 
     def _enqueue(self, load: Load, slot: torch.Tensor) -> None:
         """Give the copies of one unit to the copy stream, which is current."""
-        for start, piece in self._stretches(load):
+        for start, piece in load.in_memory:
             slot[start : start + piece.numel()].copy_(piece, non_blocking=True)
-
-    def _stretches(self, load: Load) -> Sequence[tuple[int, torch.Tensor]]:
-        if self._per_tensor and load.slab is not None:
-            ranges = [(copy.dst_offset, copy.dst_end) for copy in load.copies]
-            return [(start, load.slab[start:end]) for start, end in ranges]
-        return load.in_memory
 
     def wait(self, transfer: Transfer, measure: bool = False) -> float:
         assert isinstance(transfer, StreamTransfer)

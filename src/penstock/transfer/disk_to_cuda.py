@@ -73,6 +73,7 @@ class _Piece:
         if len(self.reads) == 1:  # where in the buffer the bytes begin does not matter
             (read,) = self.reads
             start = read.src.source.read_around(read.src.offset, read.num_bytes, view)
+            read.src.source.require_unchanged()
             self.uploads = [(self.into[read.dst_offset : read.dst_end], buffer[start : start + read.num_bytes])]
             return
         for read in self.reads:

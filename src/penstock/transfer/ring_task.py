@@ -37,8 +37,7 @@ class RingTask:
     def verify(self, position: int) -> None:
         """Raise ``TransferError`` if a file with bytes of this piece is no longer what it was stamped as."""
         for source in {part.source for part in self.parts[position]}:
-            if isinstance(source, File):
-                source.require_unchanged()
+            source.require_unchanged()
 
     @property
     def files(self) -> list[File]:
@@ -96,4 +95,4 @@ def _inherited(told: dict[str, Any]) -> File:
     fd, direct_fd = told["descriptors"]
     path, options = Path(told["path"]), DiskOptions(told["direct"], told["drop_cache"])
     stamp = None if told["stamp"] is None else FileFingerprint(path, *told["stamp"])
-    return File(path, options, stamp, opened=(fd, direct_fd), compares=False)
+    return File(path, options, stamp, opened=(fd, direct_fd))
