@@ -114,7 +114,7 @@ class UnitStats:
         copies: transfers started.
         bytes_moved: bytes of those transfers.
         runs: times its module ran.
-        captured_copies: transfers recorded into graphs; each happens once per replay, which nobody can count from here.
+        captured_copies: transfers recorded into graphs; each happens once per replay, and replays are not counted.
         stalls: runs that found the bytes not there yet, and ``stall_s`` how long they were held, in seconds. Counted
             where waiting blocks the host, that is, on a CPU.
         last_stall_s: how long the latest run was held, replays included; ``None`` where it is not measured.

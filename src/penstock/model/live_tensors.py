@@ -57,12 +57,12 @@ class BoundTensor:
         self._address = 0 if self.tensor.device.type == "meta" or is_resting(self.tensor) else self.tensor.data_ptr()
         self._version: int | None = None
 
-    def point_at(self, blob: torch.Tensor) -> None:
-        """Let the tensor look into ``blob`` (uint8, 1-D), with its own shape, strides and dtype."""
+    def point_at(self, buffer: torch.Tensor) -> None:
+        """Let the tensor look into ``buffer`` (uint8, 1-D), with its own shape, strides and dtype."""
         self.in_slot = None
         # Inference tensors and others cannot take each other's data.
         with torch.inference_mode(self.original.is_inference()):
-            view = self.view_of(blob)
+            view = self.view_of(buffer)
         if self.tensor.device.type != "meta":
             self.tensor.data = view
         else:
@@ -73,12 +73,12 @@ class BoundTensor:
         self._address = view.data_ptr()
         self.note_version()
 
-    def point_at_slot(self, blob: torch.Tensor, wake: Wake | None) -> None:
-        """Let the tensor look into ``blob`` while it is open, and rest otherwise if there is a ``wake``.
+    def point_at_slot(self, buffer: torch.Tensor, wake: Wake | None) -> None:
+        """Let the tensor look into ``buffer`` while it is open, and rest otherwise if there is a ``wake``.
 
         ``wake``: called, with this tensor and the name of an operator, when a resting tensor is accessed.
         """
-        self.point_at(_own_storage(blob))
+        self.point_at(_own_storage(buffer))
         self.in_slot = self._unguarded = self.tensor.data
         self._slot_storage = storage_id(self.in_slot)
         if wake is not None:
@@ -95,7 +95,7 @@ class BoundTensor:
 
         Raises:
             ModelChangedError: it was moved or written since :meth:`rest`. A replaced or deleted tensor is the caller's
-                right: it is reported once, and the new one is used as it is.
+                right: it is reported once, and the new one is used.
         """
         if self.in_slot is None:
             return
@@ -148,14 +148,14 @@ class BoundTensor:
             f"store, not in the tensor: call handle.remove() first, then move, then offload again"
         )
 
-    def copy_of(self, blob: torch.Tensor) -> torch.Tensor:
-        """This tensor over ``blob``, for reading only."""
+    def copy_of(self, buffer: torch.Tensor) -> torch.Tensor:
+        """This tensor over ``buffer``, for reading only."""
         with torch.inference_mode(self.original.is_inference()):
-            return guarded(self.view_of(blob), self)
+            return guarded(self.view_of(buffer), self)
 
-    def lend(self, blob: torch.Tensor) -> None:
-        """Let a resting tensor look into ``blob`` until :meth:`end_loan`."""
-        self.tensor.data = self.copy_of(blob)
+    def lend(self, buffer: torch.Tensor) -> None:
+        """Let a resting tensor look into ``buffer`` until :meth:`end_loan`."""
+        self.tensor.data = self.copy_of(buffer)
 
     def end_loan(self) -> None:
         """Let it rest again."""
@@ -192,9 +192,9 @@ class BoundTensor:
         assert self._wake is not None
         return self._wake(self, operator, is_written)
 
-    def view_of(self, blob: torch.Tensor) -> torch.Tensor:
+    def view_of(self, buffer: torch.Tensor) -> torch.Tensor:
         """This tensor's shape, strides and dtype over the bytes of its storage."""
-        view = _view(blob, self.info)
+        view = _view(buffer, self.info)
         view = view.conj() if self.original.is_conj() else view
         return torch._neg_view(view) if self.original.is_neg() else view
 
@@ -312,27 +312,27 @@ class BoundStorage:
 
     def _bytes_around(self, first: torch.Tensor) -> torch.Tensor:
         start = first.storage_offset() * first.dtype.itemsize - self._first.info.byte_offset
-        blob = torch.empty(0, dtype=torch.uint8, device=first.device)
-        return blob.set_(first.untyped_storage(), start, (self.info.num_bytes,), (1,))
+        buffer = torch.empty(0, dtype=torch.uint8, device=first.device)
+        return buffer.set_(first.untyped_storage(), start, (self.info.num_bytes,), (1,))
 
     @property
     def _first(self) -> BoundTensor:
         return min(self.tensors, key=lambda tensor: tensor.info.byte_offset)
 
-    def point_at(self, blob: torch.Tensor) -> None:
-        """Let every tensor look into ``blob`` at its own offset."""
+    def point_at(self, buffer: torch.Tensor) -> None:
+        """Let every tensor look into ``buffer`` at its own offset."""
         for tensor in self.tensors:
-            tensor.point_at(blob)
+            tensor.point_at(buffer)
 
-    def adopt(self, blob: torch.Tensor) -> None:
-        """Make ``blob`` the memory that the model came with: for what was on ``meta`` and is computed, not read."""
-        self.point_at(blob)
+    def adopt(self, buffer: torch.Tensor) -> None:
+        """Make ``buffer`` the memory that the model came with: for what was on ``meta`` and is computed, not read."""
+        self.point_at(buffer)
         for tensor in self.tensors:
             tensor.original, tensor.original_data = tensor.tensor, tensor.tensor.data
-        self.home = blob.device
+        self.home = buffer.device
 
     def return_to_original(self) -> bool:
-        """Point every tensor at the memory that the model came with, if it is there; views of it may be, too."""
+        """Point every tensor at the memory that the model came with, if views kept elsewhere hold it still."""
         found = [tensor.original_data if self.keeps_original else tensor.revived_data() for tensor in self.tensors]
         if self.on_meta or any(data is None for data in found):
             return False
@@ -340,22 +340,22 @@ class BoundStorage:
             tensor.return_to(data)  # type: ignore[arg-type] # none is None
         return True
 
-    def give_back(self, blob: torch.Tensor | None) -> None:
-        """Let every tensor look into ``blob``, or where it was found; one whose data was set since keeps that."""
+    def give_back(self, buffer: torch.Tensor | None) -> None:
+        """Let every tensor look into ``buffer``, or where it was found; one whose data was set since keeps that."""
         for tensor in self.tensors:
             if tensor.has_other_data:
                 continue
-            if blob is None:
+            if buffer is None:
                 tensor.restore()
             else:
-                tensor.point_at(blob)
+                tensor.point_at(buffer)
                 tensor.forget_original()
         self.is_back = True
 
-    def point_at_slot(self, blob: torch.Tensor, wake: Wake | None = None) -> None:
+    def point_at_slot(self, buffer: torch.Tensor, wake: Wake | None = None) -> None:
         """The same for a slot, which other units' tensors look into as well; see :mod:`penstock.ops`."""
         for tensor in self.tensors:
-            tensor.point_at_slot(blob, wake)
+            tensor.point_at_slot(buffer, wake)
 
     def restore(self) -> None:
         """Every tensor as it was found."""
@@ -408,15 +408,15 @@ def _holder(module: nn.Module, place: Location) -> dict[str, torch.Tensor | None
     return module._buffers if place.kind == "buffer" else vars(module)
 
 
-def _own_storage(blob: torch.Tensor) -> torch.Tensor:
+def _own_storage(buffer: torch.Tensor) -> torch.Tensor:
     """The same memory, kept alive, under a storage object of its own."""
-    return torch.frombuffer(blob.numpy(), dtype=torch.uint8) if blob.is_cpu else device_view(blob, blob.device)
+    return torch.frombuffer(buffer.numpy(), dtype=torch.uint8) if buffer.is_cpu else device_view(buffer, buffer.device)
 
 
-def _view(blob: torch.Tensor, info: TensorInfo) -> torch.Tensor:
-    start = blob.storage_offset() + info.byte_offset
-    view = torch.empty(0, dtype=info.dtype, device=blob.device)
-    return view.set_(blob.untyped_storage(), start // info.dtype.itemsize, info.shape, info.stride)
+def _view(buffer: torch.Tensor, info: TensorInfo) -> torch.Tensor:
+    start = buffer.storage_offset() + info.byte_offset
+    view = torch.empty(0, dtype=info.dtype, device=buffer.device)
+    return view.set_(buffer.untyped_storage(), start // info.dtype.itemsize, info.shape, info.stride)
 
 
 def _version(tensor: torch.Tensor) -> int | None:

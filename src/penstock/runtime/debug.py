@@ -51,13 +51,13 @@ class Guard:
             )
 
     def _checksum_at_rest(self, unit: int) -> int:
-        blob = new_blob(self._plan.units[unit].num_bytes)
-        fill(blob, self._copies[unit])
-        return self._checksum(unit, blob)
+        buffer = new_blob(self._plan.units[unit].num_bytes)
+        fill(buffer, self._copies[unit])
+        return self._checksum(unit, buffer)
 
-    def _checksum(self, unit: int, blob: torch.Tensor) -> int:
+    def _checksum(self, unit: int, buffer: torch.Tensor) -> int:
         checksum = 0
         for entry in self._plan.units[unit].entries:
-            stretch = blob[entry.offset : entry.offset + entry.num_bytes]
+            stretch = buffer[entry.offset : entry.offset + entry.num_bytes]
             checksum = zlib.crc32(stretch.cpu().numpy().data, checksum)
         return checksum

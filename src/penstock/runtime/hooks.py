@@ -36,10 +36,10 @@ _TAG, _FORWARD_TAG, _TOKEN = "_penstock_tag", "_penstock_forward_tag", "_penstoc
 
 
 class _Window(Reader):
-    """One run of an anchor in one thread.
+    """One run of a unit's module in one thread.
 
     Attributes:
-        running: the anchor's forward is on the stack. Before and after it, between hooks, an interrupt can end the run
+        running: the module's forward is on the stack. Before and after it, between hooks, an interrupt can end the run
             without a trace; then the slot may be taken away, and the tensors rest.
         has_returned: the forward has, perhaps with ``None``.
     """
@@ -120,14 +120,14 @@ class _ModuleHook(NotCopyable):
 
 
 class UnitHook(_ModuleHook):
-    """Waits before ``anchor`` runs and releases after it, on behalf of one unit.
+    """Waits for a unit before ``module`` runs, and releases it afterwards.
 
     ``siblings``: all hooks of the offload. The other arguments are those of the base class.
     """
 
     def __init__(
         self,
-        anchor: nn.Module,
+        module: nn.Module,
         unit: int,
         storages: Sequence[BoundStorage],
         prefetcher: Prefetcher | None,
@@ -135,13 +135,12 @@ class UnitHook(_ModuleHook):
         promoter: Promoter | None = None,
         siblings: Sequence[UnitHook] = (),
     ) -> None:
-        super().__init__(anchor, anchor, _TAG, prefetcher, token, promoter)
-        self.anchor = anchor
+        super().__init__(module, module, _TAG, prefetcher, token, promoter)
         self._unit = unit
         self._siblings = siblings
         self._storages = storages
         self._tensors = [tensor for storage in storages for tensor in storage.tensors]
-        self._paths = tuple(_path_from(anchor, tensor) for tensor in self._tensors)
+        self._paths = tuple(_path_from(module, tensor) for tensor in self._tensors)
         # Shared with promotion, which also decides where a tensor looks. Held for pointer swaps only, never for copies.
         self._lock = threading.RLock() if promoter is None else promoter.tensor_lock
         self._windows: list[_Window] = []
@@ -150,17 +149,12 @@ class UnitHook(_ModuleHook):
         super().attach()
         # Code compiled before the hooks were there must not run without them. torch.compile does not guard on hooks,
         # but it does on whether a module has a forward of its own.
-        self.anchor.__dict__["forward"] = self._wrapper
+        self._module.__dict__["forward"] = self._wrapper
 
     @property
     def runs_here(self) -> bool:
-        """Whether the calling thread is inside a forward of the anchor."""
+        """Whether the calling thread is inside a forward of the module."""
         return self._my_window(running=True) is not None
-
-    @property
-    def first_path(self) -> Path:
-        """From the anchor to one of the unit's tensors."""
-        return self._paths[0]
 
     # -- compiled code ----------------------------------------------------------------------------------------------
 
@@ -214,11 +208,11 @@ class UnitHook(_ModuleHook):
     def stay_in_slots(self) -> None:
         """Compiled code relies on addresses: the tensors rest no more.
 
-        Nor do those of anchors of the same class, which may share the code: its guards compare dispatch keys.
+        Nor do those of modules of the same class, which may share the code: its guards compare dispatch keys.
         """
         with self._lock:
             for hook in self._siblings:
-                if type(hook.anchor) is type(self.anchor):
+                if type(hook._module) is type(self._module):
                     for bound in hook._tensors:
                         bound.stay_in_slot()
 
@@ -333,7 +327,7 @@ class UnitHook(_ModuleHook):
             if bound.is_viewed(len(replaced)) and (gc.collect() or bound.is_viewed(len(replaced))):
                 name = bound.name
                 raise OutsideAccessError(
-                    f"a view of {name} was kept beyond the forward of its {type(self.anchor).__name__}, where its "
+                    f"a view of {name} was kept beyond the forward of its {type(self._module).__name__}, where its "
                     f"bytes leave the device: keep the tensor resident (rules=[({name!r}, 'resident')], --offload-rule "
                     f"{name}=resident), or let the module keep a copy (.clone())"
                 )
@@ -357,7 +351,7 @@ class ForwardHook(_ModuleHook):
     ) -> None:
         super().__init__(entry, model, _FORWARD_TAG, prefetcher, token, promoter)
         self._hooks = hooks
-        self._units = tuple((hook.anchor, (hook.first_path,)) for hook in hooks)
+        self._units = tuple((hook._module, hook._paths[:1]) for hook in hooks)
         # One per call; weak, so that no line at the end of a forward has to take it out, which an interrupt may skip.
         self._running: weakref.WeakSet[Reader] = weakref.WeakSet()
 
@@ -392,7 +386,7 @@ class ForwardHook(_ModuleHook):
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
-            inputs = [tensor for anchor, paths in self._units for tensor in live_tensors(anchor, paths)]
+            inputs = [tensor for unit_module, paths in self._units for tensor in live_tensors(unit_module, paths)]
             inputs += _tensors_in(output)
             torch.ops.penstock.join(module._penstock_forward_tag, module._penstock_token, inputs)
             if self._promoter is not None:
@@ -475,7 +469,7 @@ def _tensors_in(output: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
-def _path_from(anchor: nn.Module, tensor: BoundTensor) -> Path:
-    module, place = tensor.places[0]
-    name = next(name for name, child in anchor.named_modules() if child is module)
+def _path_from(module: nn.Module, tensor: BoundTensor) -> Path:
+    holder, place = tensor.places[0]
+    name = next(name for name, child in module.named_modules() if child is holder)
     return (*(name.split(".") if name else ()), place.attr, *place.inner)

@@ -49,7 +49,7 @@ class Promoter(NotCopyable):
         self.plan = plan
         self.tensor_lock = threading.RLock()
         self.promoted: list[str] = []
-        self.lent: list[str] = []  # those that there was no room for
+        self.lent: list[str] = []  # not promoted, because the budget has no room: copied for every use
         self._bound = bound
         self._device = device
         self.budget_bytes = budget_bytes
@@ -58,7 +58,7 @@ class Promoter(NotCopyable):
         self._store: Store | None = None
 
     def serve(self, store: Store) -> None:
-        """``store``: where true bytes are read."""
+        """Read the bytes of resting tensors from ``store``."""
         self._store = store
 
     def close(self) -> None:
@@ -119,8 +119,8 @@ class Promoter(NotCopyable):
             bases = {id(bound): bound.tensor for bound in storage.tensors}
         else:
             self._warn_no_room(tensor, how)
-            blob = self._on_device(storage)
-            bases = {id(bound): bound.copy_of(blob) for bound in storage.tensors}
+            buffer = self._on_device(storage)
+            bases = {id(bound): bound.copy_of(buffer) for bound in storage.tensors}
 
         def moved(leaf: torch.Tensor) -> torch.Tensor:
             if id(leaf) not in seen:
@@ -173,7 +173,7 @@ class Promoter(NotCopyable):
             needed = self.plan.device_bytes + storage.info.num_bytes
             if self.budget_bytes is not None and needed > self.budget_bytes:
                 return False
-            # Where the model came with it, if it is there still: views that the model keeps elsewhere share it.
+            # In the memory that the model came with, if that still exists: views kept elsewhere share it.
             if storage.home != self._device or not storage.return_to_original():
                 storage.point_at(self._on_device(storage))
                 storage.forget_original()
@@ -210,10 +210,10 @@ class Promoter(NotCopyable):
 
     def _on_device(self, storage: BoundStorage) -> torch.Tensor:
         assert self._store is not None
-        blob = new_blob(storage.info.num_bytes)
-        self._store.read(storage.info.name, blob)
+        buffer = new_blob(storage.info.num_bytes)
+        self._store.read(storage.info.name, buffer)
         try:
-            return blob.to(self._device)
+            return buffer.to(self._device)
         except torch.OutOfMemoryError as error:
             raise OutsideAccessError(
                 f"{storage.info.name} is used {_OUTSIDE}, and {self._device} has no memory for it: leave more to it, "

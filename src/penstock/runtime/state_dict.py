@@ -59,7 +59,7 @@ class StateGuard(NotCopyable):
                     parts = self._parts.setdefault(module, {}).setdefault(place.attr, {})
                     parts[place.inner] = (storage, tensor)
         self._state: weakref.ref[object] | None = None
-        self._blobs: dict[str, torch.Tensor] = {}
+        self._contents: dict[str, torch.Tensor] = {}
         self._around = [m for m in model.modules() if not self._parts.keys().isdisjoint(m.modules())]
         self._tensors = [tensor.tensor for storage in storages for tensor in storage.tensors]
         self._model = model
@@ -135,16 +135,16 @@ class StateGuard(NotCopyable):
     def _bytes(self, storage: BoundStorage, state: object) -> torch.Tensor:
         """Read once per ``state_dict()``, so that tied tensors share their memory in it as they do in the model."""
         if self._state is None or self._state() is not state:
-            blobs: dict[str, torch.Tensor] = {}
-            self._blobs = blobs
+            contents: dict[str, torch.Tensor] = {}
+            self._contents = contents
             try:
-                self._state = weakref.ref(state, lambda _: blobs.clear())
+                self._state = weakref.ref(state, lambda _: contents.clear())
             except TypeError:  # a plain dict as destination
                 self._state = None
         name = storage.info.name
-        if name not in self._blobs:
-            self._blobs[name] = self._read(name)
-        return self._blobs[name]
+        if name not in self._contents:
+            self._contents[name] = self._read(name)
+        return self._contents[name]
 
 
 def place_of(thing: nn.Module | torch.Tensor) -> str | None:
