@@ -1,4 +1,4 @@
-"""GB/s into each device: one link alone, links pooled over all ranks, and units gathered from the peers' memory.
+"""GB/s into each device: one link alone, the links of all ranks (`sharded_cpu`), and peers' memory (`sharded_gpu`).
 
 torchrun --nproc-per-node 4 benchmarks/peers.py [--unit-mb 200] [--units 8] [--rounds 40] [--layers 6] [--out FILE]
 
@@ -30,7 +30,7 @@ from penstock.runtime import rank_stores
 WAYS: dict[str, dict[str, Any]] = {
     "alone": {"mode": "cpu"},
     "each": {"mode": "cpu"},
-    "pooled": {"mode": "cpu", "pool_links": True},
+    "pooled": {"mode": "sharded_cpu"},
     "sharded": {"mode": "sharded_gpu"},
 }
 
@@ -79,7 +79,7 @@ class Row:
 
 
 def time_steps(step: Callable[[], object], rounds: int, device: torch.device) -> float:
-    """Median of a step in ms. Every rank runs the same number of steps, since pooled ranks go in step."""
+    """Median of a step in ms. Every rank runs the same number of steps, since the ranks of sharded_cpu go in step."""
     samples = []
     for index in range(rounds + 3):
         begin = time.perf_counter()
@@ -119,8 +119,7 @@ def measure(case: str, model: nn.Module, x: torch.Tensor, way: str, rounds: int,
         shared = way in ("pooled", "sharded")
         policy = penstock.Prefetch(params=["layers"], prefetch_step=2, mode=options["mode"])
         group = dist.group.WORLD if shared else None
-        pool = bool(options.get("pool_links"))
-        with penstock.offload(model, policy, device=device, group=group, pool_links=pool) as handle:
+        with penstock.offload(model, policy, device=device, group=group) as handle:
             store = handle._session._store
             for captured, step in steps_of(model, x, device):
                 same = all(torch.equal(step(), expected) for _ in range(2))
@@ -169,7 +168,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--layers", type=int, default=6, help="of Qwen3-8B's shape")
     parser.add_argument("--hidden", type=int, default=QWEN3_8B.hidden, help="smaller for a smoke test")
-    parser.add_argument("--chunk-mib", type=float, default=rank_stores.CHUNK_BYTES / 2**20, help="of pooled links")
+    parser.add_argument("--chunk-mib", type=float, default=rank_stores.CHUNK_BYTES / 2**20, help="of mode sharded_cpu")
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--out", type=writable_file, help="append results here, one JSON object per line")
     return parser.parse_args()

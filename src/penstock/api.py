@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from penstock.checkpoint.weight_map import WeightMap
-from penstock.config import Policy
-from penstock.errors import OptionError, OptionTypeError, StateError, warn_user
+from penstock.config import RANK_MODES, Policy
+from penstock.errors import OptionTypeError, StateError, warn_user
 from penstock.plan import Plan
 from penstock.ranks.group import RankGroup
 from penstock.runtime.prepare import Prepared, prepare, require_group, require_kinds
-from penstock.runtime.rank_stores import spans_ranks
 from penstock.runtime.session import OffloadSession, Progress, SessionOptions
 from penstock.runtime.state_dict import place_of
 from penstock.stats import Stats
@@ -110,7 +109,6 @@ def offload(
     progress: Progress | None = None,
     measure_stalls: bool = False,
     group: ProcessGroup | None = None,
-    pool_links: bool = False,
 ) -> Handle:
     """Run ``model`` in less memory than its weights need; outputs stay the same bit for bit.
 
@@ -126,20 +124,19 @@ def offload(
             loaded in the way that proves faster.
         progress: called with (bytes loaded, bytes to load) while weights are read or moved.
         measure_stalls: on a GPU, time every wait, in graphs too, for ``stats()``; a CPU always does.
-        group: ranks that offload the same weights, for modes ``shm_cpu`` and ``sharded_gpu`` and for ``pool_links``.
+        group: ranks that offload the same weights, for modes ``shm_cpu``, ``sharded_cpu`` and ``sharded_gpu``.
             All of them make this call, in the same order. It succeeds in all or in none; after a failure, try again
             with a new group.
-        pool_links: each rank of ``group`` copies a part of every unit over its own link and passes it on to the others.
-            Ranks run in step: they call the model for the same modules in the same order, each within the timeout of
-            the group. Where the parts are host memory, ``state_dict()`` and ``remove()`` are calls that all ranks make,
-            because each has to pass on its part.
+            In mode ``sharded_cpu`` the ranks run in step: they call the model for the same modules in the same order,
+            each within that timeout (see ``PeerError``), and ``state_dict()`` and ``remove()`` are calls that all ranks
+            make, because each has to pass on its part. The same holds for ``sharded_gpu`` on a CPU.
 
     Returns:
         the handle; ``handle.remove()`` undoes everything.
 
     Raises:
         OptionError, OptionTypeError: a wrong policy; a selection or budget that cannot be; a plan for another model or
-            machine; ``sharded_gpu`` or ``pool_links`` on devices without peer access.
+            machine; a sharded mode on devices without peer access.
         LimitError: the device or the host has no room for the plan; found before anything is allocated.
         CheckpointError: files missing, damaged or for another model.
         StateError: the model, a part of it or a model around it is offloaded already.
@@ -153,12 +150,10 @@ def offload(
     torch.compile traces is checked when it is traced.
     """
     require_group(group)
-    if pool_links and group is None:
-        raise OptionError("pool_links has no effect without group=: one process has one link")
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper; the code behind it retraces by itself
     was_offloaded = isinstance(model, nn.Module) and _handle_of(model) is not None
     try:
-        with RankGroup.open(group, pool_links) as ranks:
+        with RankGroup.open(group) as ranks:
             if not isinstance(model, nn.Module):
                 raise OptionTypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
             _refuse_second_offload(model)
@@ -181,10 +176,10 @@ def start(
 ) -> Handle:
     """Carry out a prepared plan; what :func:`offload` raises then, with the model as it was."""
     _warn_about_training(prepared)
-    if prepared.ranks is not None and not spans_ranks(prepared.plan, prepared.ranks):
+    if prepared.ranks is not None and prepared.plan.mode not in RANK_MODES:
         warn_user(
-            f"group=... has no effect: mode {prepared.plan.mode!r} is each process's own; use mode 'shm_cpu' or "
-            f"'sharded_gpu', or pool_links=True"
+            f"group=... has no effect: mode {prepared.plan.mode!r} is each process's own; use mode "
+            f"{', '.join(map(repr, RANK_MODES))}"
         )
     options = SessionOptions(
         progress=progress,

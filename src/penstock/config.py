@@ -17,6 +17,8 @@ from penstock.errors import OptionError, OptionTypeError, SizeError
 
 __all__ = [
     "ALL_MODEL_PARAMS",
+    "RANK_MODES",
+    "SHARDED_MODES",
     "UVA",
     "Budget",
     "Mechanism",
@@ -36,7 +38,10 @@ __all__ = [
 
 ALL_MODEL_PARAMS = "ALL_MODEL_PARAMS"
 
-Mode = Literal["cpu", "shm_cpu", "disk", "sharded_gpu", "meta"]
+Mode = Literal["cpu", "shm_cpu", "sharded_cpu", "disk", "sharded_gpu", "meta"]
+# Stores of which each rank of a group keeps a part, and all stores that need a group.
+SHARDED_MODES: tuple[Mode, ...] = ("sharded_cpu", "sharded_gpu")
+RANK_MODES: tuple[Mode, ...] = ("shm_cpu", *SHARDED_MODES)
 Mechanism = Literal["resident", "prefetch", "uva"]
 Backend = Literal["auto", "prefetch", "uva", "none"]
 

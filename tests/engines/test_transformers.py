@@ -478,7 +478,7 @@ class TestPlanning:
         monkeypatch.setattr("penstock.adapters.transformers.load_folder.require_group", lambda group: None)
         monkeypatch.setattr("penstock.adapters.transformers.load_folder.RankGroup.open", nullcontext)
         monkeypatch.setattr("penstock.runtime.prepare.planning_rates", lambda *_: rates)
-        folder, group = saved("qwen3"), SimpleNamespace(size=4, pool_links=False)
+        folder, group = saved("qwen3"), SimpleNamespace(size=4)
         num_bytes = take_inventory(build_meta_model(folder)).num_bytes
         budget = penstock.Budget(num_bytes * 3 // 4, params=["mlp"], mode="sharded_gpu")
         for policy in (budget, replace(EVERYTHING, mode="sharded_gpu")):

@@ -20,22 +20,22 @@ import penstock
 from penstock import Prefetch
 from penstock.errors import OptionError, TransferError
 from penstock.runtime import rank_stores
-from penstock.stores.sharded import PartStore
+from penstock.stores.sharded import ShardedStore
 from penstock.testing import assert_moved
 from penstock.transfer.machine_probe import median_s
 from penstock.transfer.peer_rates import PEER_SIZES, mutual_peers, peer_rates
 from ranks import outcomes, run_ranks
 
 NUM_RANKS = 4 if torch.cuda.device_count() >= 4 else 2
-KINDS = ["sharded", "pooled"]
+MODES = ["sharded_gpu", "sharded_cpu"]
 # After a trap the context is lost, and giving memory back in it would end the process before it has reported.
 KEPT: list[Any] = []
 needs_peers = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
-def share(model: Any, kind: str, slots: int = 2) -> penstock.Handle:
-    policy = Prefetch(1, 1, slots, params=["layers"], mode="sharded_gpu" if kind == "sharded" else "cpu")
-    return penstock.offload(model, policy, device="cuda", group=dist.group.WORLD, pool_links=kind == "pooled")
+def share(model: Any, mode: str, slots: int = 2) -> penstock.Handle:
+    policy = Prefetch(1, 1, slots, params=["layers"], mode=mode)  # type: ignore[arg-type]
+    return penstock.offload(model, policy, device="cuda", group=dist.group.WORLD)
 
 
 def capture(model: Any, ids: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
@@ -47,14 +47,14 @@ def capture(model: Any, ids: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.
 
 
 @torch.no_grad()
-def bits(rank: int, kind: str, slots: int, rest: str) -> int:
+def bits(rank: int, mode: str, slots: int, rest: str) -> int:
     """Eager, captured, replayed and mixed, from weights on the device and in host memory; small chunks."""
     rank_stores.CHUNK_BYTES = 64 << 10
     resident = build(7)
     model = copy.deepcopy(resident).to(rest)
     ids = torch.arange(8, device="cuda")
     expected = resident(ids)
-    handle = share(model, kind, slots)
+    handle = share(model, mode, slots)
     for _ in range(3):
         assert torch.equal(model(ids), expected)
     assert_moved(handle, 3)
@@ -63,15 +63,15 @@ def bits(rank: int, kind: str, slots: int, rest: str) -> int:
         out.zero_()
         graph.replay()
         assert torch.equal(out, expected), f"replay {turn}"
-        if turn % 3 == rank % 3 and kind == "sharded":
+        if turn % 3 == rank % 3 and mode == "sharded_gpu":
             time.sleep(0.01)  # ranks at their own pace
         if turn % 5 == 0:
             assert torch.equal(model(ids), expected), f"eager after replay {turn}"
     store = handle._session._store
-    assert isinstance(store, PartStore)
+    assert isinstance(store, ShardedStore)
     part = handle.plan.prefetched_bytes / dist.get_world_size()
     assert part <= store.host_bytes + store.device_bytes <= 1.01 * part + 4096 * len(handle.plan.units)
-    assert store.host_bytes == 0 or store.parts.local.is_pinned()
+    assert store.host_bytes == 0 or store.local.is_pinned()
     assert handle.plan.device_bytes >= handle.plan.resident_bytes + store.device_bytes
     dist.barrier()
     del graph
@@ -83,20 +83,20 @@ def bits(rank: int, kind: str, slots: int, rest: str) -> int:
 @needs_peers
 @pytest.mark.parametrize("rest", ["cuda", "cpu"])
 @pytest.mark.parametrize("slots", [1, 2, 3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_bits(kind: str, slots: int, rest: str) -> None:
-    outcomes(NUM_RANKS, bits, kind, slots, rest, backend="nccl", timeout_s=60)
+@pytest.mark.parametrize("mode", MODES)
+def test_bits(mode: str, slots: int, rest: str) -> None:
+    outcomes(NUM_RANKS, bits, mode, slots, rest, backend="nccl", timeout_s=60)
 
 
 @torch.no_grad()
-def compiled(rank: int, kind: str) -> None:
+def compiled(rank: int, mode: str) -> None:
     resident = build(5)
     model = copy.deepcopy(resident)
     ids = torch.arange(8, device="cuda")
     with penstock.testing.boundaries(resident, Prefetch(1, 1, 2, params=["layers"])):
         expected = torch.compile(resident, fullgraph=True)(ids)
     torch._dynamo.reset()
-    handle = share(model, kind)
+    handle = share(model, mode)
     run = torch.compile(model, fullgraph=True)
     for _ in range(3):
         assert torch.equal(run(ids), expected)
@@ -105,21 +105,21 @@ def compiled(rank: int, kind: str) -> None:
 
 
 @needs_peers
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiled(kind: str) -> None:
-    outcomes(2, compiled, kind, backend="nccl", timeout_s=120, limit_s=300)
+@pytest.mark.parametrize("mode", MODES)
+def test_compiled(mode: str) -> None:
+    outcomes(2, compiled, mode, backend="nccl", timeout_s=120, limit_s=300)
 
 
 @torch.no_grad()
 def memory(rank: int) -> None:
     """Parts of units count as planned device memory; peak within 64 MiB and torch's granularity of 2 MiB."""
     small = build(2, device="cpu")  # the context, cuBLAS and its workspace, and what torch needs for symmetric memory
-    handle = share(small, "sharded")
+    handle = share(small, "sharded_gpu")
     small(torch.arange(8, device="cuda"))
     torch.cuda.synchronize()
     model = build(24, device="cpu")
     free = torch.cuda.mem_get_info()[0]
-    handle = share(model, "sharded")
+    handle = share(model, "sharded_gpu")
     model(torch.arange(8, device="cuda"))
     torch.cuda.synchronize()
     used = free - torch.cuda.mem_get_info()[0]
@@ -134,13 +134,13 @@ def test_planned_memory() -> None:
 
 
 @torch.no_grad()
-def die(rank: int, kind: str, replayed: bool) -> str:
+def die(rank: int, mode: str, replayed: bool) -> str:
     """Rank 1 is killed; what happens on the others."""
     resident = build(7)
     model = copy.deepcopy(resident)
     ids = torch.arange(8, device="cuda")
     expected = resident(ids)
-    KEPT.append(share(model, kind))
+    KEPT.append(share(model, mode))
     assert torch.equal(model(ids), expected)
     graph, out = capture(model, ids)
     KEPT.append(graph)
@@ -166,16 +166,16 @@ def die(rank: int, kind: str, replayed: bool) -> str:
 @needs_peers
 @pytest.mark.parametrize("replayed", [False, True])
 def test_sharded_parts_outlive_the_rank_that_made_them(replayed: bool) -> None:
-    found = run_ranks(NUM_RANKS, die, "sharded", replayed, backend="nccl", timeout_s=20, limit_s=90)
+    found = run_ranks(NUM_RANKS, die, "sharded_gpu", replayed, backend="nccl", timeout_s=20, limit_s=90)
     assert found[1] is None
     assert found[0] == "right"
 
 
 @needs_peers
 @pytest.mark.parametrize("replayed", [False, True])
-def test_a_killed_rank_of_pooled_links_is_an_error_on_the_others(replayed: bool) -> None:
+def test_a_killed_rank_of_sharded_host_memory_is_an_error_on_the_others(replayed: bool) -> None:
     begin = time.monotonic()
-    found = run_ranks(NUM_RANKS, die, "pooled", replayed, backend="nccl", timeout_s=10, limit_s=90)
+    found = run_ranks(NUM_RANKS, die, "sharded_cpu", replayed, backend="nccl", timeout_s=10, limit_s=90)
     assert found[1] is None
     assert found[0] in (["TransferError"] if not replayed else ["AcceleratorError", "RuntimeError"])
     assert time.monotonic() - begin < 90
@@ -185,7 +185,7 @@ def test_a_killed_rank_of_pooled_links_is_an_error_on_the_others(replayed: bool)
 def out_of_step(rank: int) -> str:
     model = build(6)
     ids = torch.arange(8, device="cuda")
-    KEPT.append(share(model, "pooled"))
+    KEPT.append(share(model, "sharded_cpu"))
     if rank == 1:
         layers = list(model.layers)
         model.forward = lambda ids: model.head(layers[3](layers[1](layers[0](model.embed(ids)))))  # type: ignore[method-assign,assignment]
@@ -220,18 +220,18 @@ def test_a_probe_measures_copies_among_devices() -> None:
     assert count * found["gather_bytes_per_s"][count] > 0.9 * found["peer_bytes_per_s"][PEER_SIZES[-1]]
 
 
-def same_device(rank: int, kind: str) -> str:
+def same_device(rank: int, mode: str) -> str:
     """Two ranks on one GPU, which cannot be peers of itself."""
     torch.cuda.set_device(0)
     model = build(3)
     before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     with pytest.raises(OptionError) as caught:
-        share(model, kind)
+        share(model, mode)
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
     return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_devices_that_are_no_peers_are_refused(kind: str) -> None:
-    for message in outcomes(2, same_device, kind, timeout_s=30):
+@pytest.mark.parametrize("mode", MODES)
+def test_devices_that_are_no_peers_are_refused(mode: str) -> None:
+    for message in outcomes(2, same_device, mode, timeout_s=30):
         assert "cannot address one another's memory" in message

@@ -173,7 +173,7 @@ class TestNeeds:
         plan = self.plan("meta")
         assert needs_of(plan, on_gpu=True) == Needs(device_bytes=sum(plan.slot_bytes))
 
-    @pytest.mark.parametrize("mode", ["cpu", "sharded_gpu"])
+    @pytest.mark.parametrize("mode", ["sharded_cpu", "sharded_gpu"])
     def test_units_split_over_ranks(self, mode: str) -> None:
         plan = replace(self.plan(mode), num_ranks=4)
         slabs, slots = sum(unit.num_bytes for unit in plan.units), sum(plan.slot_bytes)

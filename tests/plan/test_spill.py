@@ -256,7 +256,7 @@ class TestWhoMaySpill:
             build_plan(self.INVENTORY, budget, rates=DISK)
 
     def test_ranks_do_not(self) -> None:
-        budget = Budget(self.INVENTORY.num_bytes // 2)
+        budget = Budget(self.INVENTORY.num_bytes // 2, mode="sharded_cpu")
         made = build_plan(self.INVENTORY, budget, rates=DISK, spill=Spill(free_bytes=1), num_ranks=2)
         assert not made.staged_units
 

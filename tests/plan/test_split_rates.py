@@ -71,7 +71,11 @@ def predicted(rates: Rates, mode: Any, num_ranks: int) -> float:
 class TestAgainstMeasurements:
     @pytest.mark.parametrize(
         ("way", "mode", "num_ranks", "low", "high"),
-        [("pooled", "cpu", 2, 1.0, 1.02), ("pooled", "cpu", 4, 1.0, 1.15), ("sharded", "sharded_gpu", 2, 1.0, 1.1)],
+        [
+            ("pooled", "sharded_cpu", 2, 1.0, 1.02),
+            ("pooled", "sharded_cpu", 4, 1.0, 1.15),
+            ("sharded", "sharded_gpu", 2, 1.0, 1.1),
+        ],
     )
     def test_a_pair_tells_most(self, way: str, mode: str, num_ranks: int, low: float, high: float) -> None:
         """Each a little too fast: barriers, launches, and four host links at once are not in it."""
@@ -99,31 +103,31 @@ class TestRates:
         assert split_rates(rates, "sharded_gpu", 2).copy_bytes_per_s(MIB) == pytest.approx(1e9)
 
     @pytest.mark.parametrize(("peer", "expected"), [(1e12, 4e9), (1.5e9, 2e9)])
-    def test_pooled_is_the_slower_of_both(self, peer: float, expected: float) -> None:
+    def test_sharded_host_memory_is_the_slower_of_both(self, peer: float, expected: float) -> None:
         rates = replace(SLOW, peer_bytes_per_s=Curve.of({KIB: peer}))
-        assert split_rates(rates, "cpu", 4).copy_bytes_per_s(64 * MIB) == pytest.approx(expected)
+        assert split_rates(rates, "sharded_cpu", 4).copy_bytes_per_s(64 * MIB) == pytest.approx(expected)
 
     @pytest.mark.parametrize("num_ranks", [2, 4])
     def test_peers_over_the_own_link_bring_nothing(self, num_ranks: int) -> None:
         """PCIe has to carry every byte of a unit, whoever sends it."""
         rates = replace(SLOW, peer_bytes_per_s=Curve.of({KIB: 1e9}))
-        assert split_rates(rates, "cpu", num_ranks).copy_bytes_per_s(64 * MIB) == pytest.approx(1e9)
+        assert split_rates(rates, "sharded_cpu", num_ranks).copy_bytes_per_s(64 * MIB) == pytest.approx(1e9)
         assert split_rates(rates, "sharded_gpu", num_ranks).copy_bytes_per_s(64 * MIB) > 1.3e9
 
-    def test_pooled_links_copy_chunks(self) -> None:
+    def test_sharded_host_memory_is_copied_in_chunks(self) -> None:
         """However long the unit: the rate of a larger copy is not to be had."""
         own = Curve.of({CHUNK_BYTES: 1e9, 4 * CHUNK_BYTES: 2e9})
         rates = replace(LINKED, copy_bytes_per_s=own)
-        assert split_rates(rates, "cpu", 2).copy_bytes_per_s(64 * CHUNK_BYTES) == pytest.approx(2e9)
+        assert split_rates(rates, "sharded_cpu", 2).copy_bytes_per_s(64 * CHUNK_BYTES) == pytest.approx(2e9)
 
-    @given(st.integers(2, 9), st.sampled_from(["cpu", "sharded_gpu"]), st.integers(1, 2**33))
+    @given(st.integers(2, 9), st.sampled_from(["sharded_cpu", "sharded_gpu"]), st.integers(1, 2**33))
     def test_no_faster_than_its_parts(self, num_ranks: int, mode: Any, num_bytes: int) -> None:
         rates = h200()
         peer = rates.peer_bytes_per_s
         assert peer is not None
         curve = split_rates(rates, mode, num_ranks).copy_bytes_per_s
         most = 394e9 * num_ranks / (num_ranks - 1)
-        if mode == "cpu":
+        if mode == "sharded_cpu":
             most = min(most, num_ranks * max(rate for _, rate in rates.copy_bytes_per_s.points))
         assert 0 < curve(num_bytes) <= most * (1 + 1e-9)
         assert [size for size, _ in curve.points] == sorted({size for size, _ in curve.points})
@@ -131,16 +135,16 @@ class TestRates:
     @pytest.mark.parametrize("rates", [SLOW, NOMINAL_GPU, NOMINAL_CPU])
     def test_without_a_measured_peer_the_own_link_counts(self, rates: Rates) -> None:
         assert split_rates(rates, "sharded_gpu", 4) is rates
-        assert split_rates(rates, "cpu", 4) is rates
+        assert split_rates(rates, "sharded_cpu", 4) is rates
 
     def test_one_rank_splits_nothing(self) -> None:
-        assert split_rates(LINKED, "cpu", 1) is LINKED
+        assert split_rates(LINKED, "sharded_cpu", 1) is LINKED
 
 
 class TestPlanning:
     """A decode step of 8 billion parameters, four ranks, half of the weights' bytes of device memory."""
 
-    BUDGETS = pytest.mark.parametrize("mode", ["sharded_gpu", "cpu"])
+    BUDGETS = pytest.mark.parametrize("mode", ["sharded_gpu", "sharded_cpu"])
 
     @BUDGETS
     def test_forecasts_know_the_links(self, mode: Any) -> None:
@@ -178,11 +182,11 @@ class TestPlanning:
 def offload_with_links(rank: int) -> list[list[int]]:
     penstock.runtime.prepare.planning_rates = lambda *_: LINKED  # type: ignore[attr-defined]
     found = []
-    for pool, mode, share in ((False, "sharded_gpu", 5 / 6), (True, "cpu", 0.7)):
+    for mode, share in (("sharded_gpu", 5 / 6), ("sharded_cpu", 0.7)):
         model = Stack(8, 128).eval()
         inventory = take_inventory(model)
         budget = Budget(int(inventory.num_bytes * share), mode=mode, workload=Workload([1]))  # type: ignore[arg-type]
-        with penstock.offload(model, budget, group=dist.group.WORLD, pool_links=pool) as handle:
+        with penstock.offload(model, budget, group=dist.group.WORLD) as handle:
             plans = [
                 handle.plan,
                 *(Planner(inventory, r, ModelProfile(), num_ranks=2).plan(budget) for r in (LINKED, SLOW)),

@@ -29,7 +29,7 @@ AT_ONCE_S = 40.0
 MODES: dict[str, dict[str, Any]] = {
     "shm_cpu": {"policy": SHARED},
     "sharded_gpu": {"policy": all_layers(2, "sharded_gpu")},
-    "pooled": {"policy": all_layers(2, "cpu"), "pool_links": True},
+    "sharded_cpu": {"policy": all_layers(2, "sharded_cpu")},
 }
 
 
@@ -54,7 +54,7 @@ MISTAKES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 # While the others wait at a connection, and before there is the second one.
 SPLIT_MISTAKES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("LimitError: planted", {}, {"penstock.runtime.rank_stores._allocate": fail_planned}),
-    ("LimitError: planted", {}, {"penstock.runtime.store_factory.link_of_parts": fail_planned}),
+    ("LimitError: planted", {}, {"penstock.runtime.store_factory.sharded_link": fail_planned}),
 ]
 
 
@@ -85,7 +85,7 @@ def make_mistakes(rank: int, talk: Connection, folder: str, options: dict[str, A
 def test_an_error_in_one_rank_is_one_in_all_at_once_and_a_new_group_works(mode: str, tmp_path: Path) -> None:
     folder = str(save(build(), tmp_path))
     mistakes = MISTAKES if mode == "shm_cpu" else [*MISTAKES, *SPLIT_MISTAKES]
-    with ranks(3, tmp_path, make_mistakes, folder, MODES[mode], mistakes, tcp=mode == "pooled") as group:
+    with ranks(3, tmp_path, make_mistakes, folder, MODES[mode], mistakes, tcp=mode == "sharded_cpu") as group:
         for rank, found in enumerate([one.hear() for one in group]):
             assert len(found) == len(mistakes), found
             for told, guilty, error, seconds, untouched, right in found:

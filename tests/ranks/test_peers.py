@@ -28,23 +28,21 @@ from penstock.plan.plan import Striping
 from penstock.ranks.digest import checksum
 from penstock.ranks.group import RankGroup
 from penstock.runtime import rank_stores
-from penstock.stores.sharded import PartStore
+from penstock.stores.sharded import ShardedStore
 from penstock.testing import assert_moved, assert_same_bits, boundaries
 from ranks import outcomes, run_ranks
 
-KINDS = {"sharded": {"mode": "sharded_gpu"}, "pooled": {"mode": "cpu", "pool_links": True}}
+MODES = ["sharded_gpu", "sharded_cpu"]
 
 
-def share(model: nn.Module, kind: str, slots: int = 2, **options: Any) -> penstock.Handle:
+def share(model: nn.Module, mode: str, slots: int = 2, **options: Any) -> penstock.Handle:
     """Offload every layer over all ranks."""
-    mode = KINDS[kind]["mode"]
-    pool = bool(KINDS[kind].get("pool_links"))
-    return penstock.offload(model, all_layers(slots, mode), group=dist.group.WORLD, pool_links=pool, **options)  # type: ignore[arg-type]
+    return penstock.offload(model, all_layers(slots, mode), group=dist.group.WORLD, **options)
 
 
-def store_of(handle: penstock.Handle) -> PartStore:
+def store_of(handle: penstock.Handle) -> ShardedStore:
     store = handle._session._store
-    assert isinstance(store, PartStore)
+    assert isinstance(store, ShardedStore)
     return store
 
 
@@ -85,7 +83,7 @@ class TestChecksum:
         assert len({checksum(blob), checksum(other), checksum(blob[:-1]), checksum(blocks)}) == 4
 
 
-def forwards(rank: int, kind: str, folder: str | None) -> dict[str, Any]:
+def forwards(rank: int, mode: str, folder: str | None) -> dict[str, Any]:
     """Two eager forwards of several models, with small chunks; what is left afterwards."""
     rank_stores.CHUNK_BYTES = 1024
     threads, fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
@@ -98,7 +96,7 @@ def forwards(rank: int, kind: str, folder: str | None) -> dict[str, Any]:
             expected = model(x)
             before = dict(model.named_parameters())
             state = {name: t.clone() for name, t in model.state_dict().items() if cls is not ScaledStack}
-            handle = share(model, kind, 2)
+            handle = share(model, mode, 2)
             for _ in range(2):
                 assert_same_bits(model(x), expected)
             assert_moved(handle, 2)
@@ -111,20 +109,20 @@ def forwards(rank: int, kind: str, folder: str | None) -> dict[str, Any]:
             assert all(p is before[name] for name, p in model.named_parameters())
             del handle, store
         if folder is not None:
-            facts["from files"] = from_files(kind, Path(folder))
+            facts["from files"] = from_files(mode, Path(folder))
     gc.collect()
     facts["threads"] = threading.active_count() - threads
     facts["fds"] = len(os.listdir("/proc/self/fd")) - fds
     return facts
 
 
-def from_files(kind: str, folder: Path) -> bool:
+def from_files(mode: str, folder: Path) -> bool:
     """A model on meta, every rank reading its own part of the files only."""
     torch.manual_seed(1)
     source = Stack().eval()
     with torch.device("meta"):
         model = Stack().eval()
-    handle = share(model, kind, 2, checkpoint=folder)
+    handle = share(model, mode, 2, checkpoint=folder)
     assert_same_bits(model(rows()), source(rows()))
     handle.remove()
     assert_same_bits(dict(model.named_parameters()), dict(source.named_parameters()))
@@ -132,11 +130,11 @@ def from_files(kind: str, folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_bits_bytes_and_what_is_left(num_ranks: int, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_bits_bytes_and_what_is_left(num_ranks: int, mode: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     save(Stack(), tmp_path)
-    for facts in outcomes(num_ranks, forwards, kind, str(tmp_path)):
+    for facts in outcomes(num_ranks, forwards, mode, str(tmp_path)):
         assert facts["from files"]
         assert facts["threads"] <= 0 + 2  # gloo's own device thread and torch's heartbeat stay with the process
         assert facts["fds"] <= 4
@@ -147,9 +145,9 @@ def compiled(rank: int) -> bool:
     with torch.no_grad():
         with boundaries(model, all_layers(2)):
             expected = torch.compile(model, fullgraph=True)(rows())
-        for kind in KINDS:
+        for mode in MODES:
             torch._dynamo.reset()
-            handle = share(model, kind)
+            handle = share(model, mode)
             run = torch.compile(model, fullgraph=True)
             for _ in range(3):
                 assert_same_bits(run(rows()), expected)
@@ -162,45 +160,32 @@ def test_compiled() -> None:
     assert outcomes(2, compiled, timeout_s=60) == [True, True]
 
 
-def disagree(rank: int, kind: str, what: str) -> str:
+def disagree(rank: int, mode: str, what: str) -> str:
     torch.manual_seed(rank if what == "weights" else 0)
     model = Stack().eval()
     tensors = {name: p.data_ptr() for name, p in model.named_parameters()}
     slots = 1 + rank if what == "plan" else 2
     with pytest.raises(OptionError) as caught:
-        share(model, kind, slots)
+        share(model, mode, slots)
     assert {name: p.data_ptr() for name, p in model.named_parameters()} == tensors
     return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_ranks_that_differ_are_refused(kind: str) -> None:
-    first, second = outcomes(2, disagree, kind, "plan")
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_that_differ_are_refused(mode: str) -> None:
+    first, second = outcomes(2, disagree, mode, "plan")
     assert first.startswith("rank 0 and rank 1 differ and cannot share a store: slots: 1 here, 2 there;")
     assert second.startswith("rank 1 and rank 0 differ and cannot share a store: slots: 2 here, 1 there;")
-    for message in outcomes(2, disagree, kind, "weights"):
+    for message in outcomes(2, disagree, mode, "weights"):
         assert "weights of layers.0.linear.weight: " in message
 
 
-def forget_to_pool(rank: int) -> str:
-    model = Stack().eval()
-    with pytest.raises(OptionError) as caught:
-        penstock.offload(model, all_layers(2), group=dist.group.WORLD, pool_links=not rank)
-    return str(caught.value)
-
-
-def test_links_that_only_some_ranks_pool_are_named() -> None:
-    first, second = outcomes(2, forget_to_pool)
-    assert "pool_links: True here, False there" in first
-    assert "pool_links: False here, True there" in second
-
-
-def die(rank: int, kind: str, moment: str) -> Any:
+def die(rank: int, mode: str, moment: str) -> Any:
     model = Stack(6).eval()
     expected = model(rows())
     if rank == 1 and moment == "opening":
         os.kill(os.getpid(), signal.SIGKILL)
-    handle = share(model, kind)
+    handle = share(model, mode)
     with torch.no_grad():
         assert_same_bits(model(rows()), expected)
         dist.barrier()
@@ -215,10 +200,10 @@ def die(rank: int, kind: str, moment: str) -> Any:
 
 
 @pytest.mark.parametrize("moment", ["opening", "forward", "remove"])
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_a_killed_rank_is_an_error_on_the_others(kind: str, moment: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_a_killed_rank_is_an_error_on_the_others(mode: str, moment: str) -> None:
     begin = time.monotonic()
-    found = run_ranks(2, die, kind, moment, timeout_s=8)
+    found = run_ranks(2, die, mode, moment, timeout_s=8)
     assert found[1] is None
     if moment == "opening":  # nobody has heard of it, so only the timeout of the group tells
         assert isinstance(found[0], PeerError), found[0]
@@ -235,7 +220,7 @@ def test_a_killed_rank_is_an_error_on_the_others(kind: str, moment: str) -> None
 
 def late(rank: int) -> Any:
     model = Stack(6).eval()
-    handle = share(model, "pooled")
+    handle = share(model, "sharded_cpu")
     if rank == 1:
         time.sleep(9)
         return "late"
@@ -255,7 +240,7 @@ def out_of_order(rank: int) -> Any:
     model = Stack(6).eval()
     if rank == 1:
         model.order = [0, 2, 1, 3, 4, 5]
-    share(model, "pooled")
+    share(model, "sharded_cpu")
     with torch.no_grad():
         for _ in range(2):
             model(rows())
@@ -277,7 +262,7 @@ def broken_source(rank: int, folder: str) -> Any:
             raise TransferError("planted")
 
         rank_stores._clipped = fail  # type: ignore[assignment]
-    share(model, "sharded", checkpoint=folder)
+    share(model, "sharded_gpu", checkpoint=folder)
 
 
 def test_a_rank_that_cannot_load_fails_all(tmp_path: Path) -> None:
@@ -292,7 +277,7 @@ def other_files(rank: int, folders: list[str]) -> str:
     with torch.device("meta"):
         model = Stack().eval()
     with pytest.raises(OptionError) as caught:
-        share(model, "pooled", checkpoint=folders[rank])
+        share(model, "sharded_cpu", checkpoint=folders[rank])
     return str(caught.value)
 
 
@@ -307,18 +292,14 @@ def test_ranks_with_other_files_are_refused(tmp_path: Path) -> None:
 def refusals(rank: int) -> list[str]:
     found = []
     model = Stack().eval()
-    for policy, options in (
-        (all_layers(2, "sharded_gpu"), {}),
-        (all_layers(2, "meta"), {"group": dist.new_group(), "pool_links": True}),
-    ):
-        with pytest.raises(OptionError) as caught:
-            penstock.offload(model, policy, **options)
-        found.append(str(caught.value))
-    with penstock.offload(model, penstock.UVA(params=["layers"]), group=dist.group.WORLD, pool_links=True) as handle:
+    with pytest.raises(OptionError) as caught:
+        penstock.offload(model, all_layers(2, "sharded_gpu"))
+    found.append(str(caught.value))
+    with penstock.offload(model, penstock.UVA(params=["layers"], mode="sharded_cpu"), group=dist.group.WORLD) as handle:
         found.append(",".join({handle.plan.mechanism_of("layers.0.linear.weight")}))
     os.environ["PENSTOCK_DEBUG"] = "1"
     with pytest.warns(PenstockWarning, match="checks no units that are split"):
-        share(model, "pooled").remove()
+        share(model, "sharded_cpu").remove()
     return found
 
 
@@ -374,7 +355,7 @@ def test_a_killed_process_is_noticed_without_asking_it() -> None:
 
 def budgets(rank: int) -> None:
     x = rows(128)
-    for pool, mode in ((False, "sharded_gpu"), (True, "cpu")):
+    for mode in MODES:
         model = Stack(8, 128).eval()
         expected = model(x)
         total = sum(p.nbytes for p in model.parameters())
@@ -383,15 +364,16 @@ def budgets(rank: int) -> None:
             model,
             penstock.Budget(budget, mode=mode),  # type: ignore[arg-type]
             group=dist.group.WORLD,
-            pool_links=pool,
         )
         plan, store = handle.plan, store_of(handle)
         assert plan.num_ranks == 2
         assert plan.uva == {}
         assert plan.part_bytes <= store.host_bytes <= plan.part_bytes + 256 * len(plan.units)
         own = plan.resident_bytes + sum(plan.slot_bytes)
-        assert plan.device_bytes == own + (0 if pool else plan.part_bytes) <= budget
-        assert pool or own + plan.part_bytes > budget - 128 * 128 * 4, "memory is left that could hold residents"
+        assert plan.device_bytes == own + (plan.part_bytes if mode == "sharded_gpu" else 0) <= budget
+        assert mode == "sharded_cpu" or own + plan.part_bytes > budget - 128 * 128 * 4, (
+            "memory is left that could hold residents"
+        )
         with torch.no_grad():
             assert_same_bits(model(x), expected)
         assert_moved(handle, 1)
@@ -412,7 +394,6 @@ def test_a_group_without_effect_is_said() -> None:
 
 
 def test_options() -> None:
-    no_group, meta, moved = outcomes(1, refusals)[0]
+    no_group, moved = outcomes(1, refusals)[0]
     assert "no process group was given" in no_group
-    assert "found mode 'meta'" in meta
     assert moved == "prefetch"

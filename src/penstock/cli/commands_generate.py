@@ -11,7 +11,7 @@ import typer
 
 from penstock.cli.arguments import disk_options, requested, require_writable, target_device, with_offload_flags
 from penstock.cli.terminal import byte_bar, stderr
-from penstock.config import Mode, format_gib
+from penstock.config import SHARDED_MODES, Mode, format_gib
 from penstock.errors import CheckpointError, OptionError
 from penstock.flags import OffloadFlags
 from penstock.memory.system import PeakMeter, peak_rss_bytes
@@ -92,7 +92,7 @@ def _process_group(mode: Mode, device: torch.device) -> ProcessGroup | None:
     Raises:
         OptionError: this process was started alone, or ``mode`` needs more than a launcher gives.
     """
-    if mode == "sharded_gpu":  # of a plan that a program saved
+    if mode in SHARDED_MODES:  # of a plan that a program saved
         raise OptionError(
             f"the plan's mode is {mode}, which needs a group of GPUs that a program passes to penstock.offload: carry "
             f"it out there, or make a plan for the command line with --offload-mode shm_cpu or cpu"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.config import UVA, Budget, Mode, Policy, Prefetch, Rules, Workload
+from penstock.config import SHARDED_MODES, UVA, Budget, Mode, Policy, Prefetch, Rules, Workload
 from penstock.errors import RuleError, SelectionError, warn_user
 from penstock.model.inventory import Inventory, StorageInfo
 from penstock.model.memory_profile import ModelProfile
@@ -43,8 +43,8 @@ class Planner:
         zero_copy: whether a budget may have compute read any tensor in place, and not only lookups.
         default_mode: the store of a :class:`~penstock.config.Budget` that names none.
         unstreamable: storages that the checkpoint files do not hold as they are; mode ``disk`` keeps them resident.
-        num_ranks: over how many ranks a budget's units are split: mode ``sharded_gpu`` over their devices, else for
-            pooled links; if several, no rank has whole tensors to read in place.
+        num_ranks: over how many ranks a budget's units are split in a sharded mode, where no rank has whole tensors
+            to read in place.
         spill: the files in which a budget that names no store leaves what host memory has no room for; ``None``: there
             are none.
     """
@@ -132,7 +132,7 @@ class Planner:
         self.profile.check_context(workload.context)
         movable = self._movable(budget)
         forced = settle_rules(self.inventory, budget.rules, self._fixed(mode))
-        has_bytes = mode != "meta" and mode != "sharded_gpu" and self.num_ranks == 1
+        has_bytes = mode != "meta" and mode not in SHARDED_MODES
         return PlanningProblem(
             self.inventory,
             [s for s in movable if s.name not in forced],
@@ -147,7 +147,7 @@ class Planner:
             ranks_on_device=self.num_ranks if mode == "sharded_gpu" else None,
             mode=mode,
             # A budget that names a store gets that one alone.
-            spill=self.spill if budget.mode is None and mode == "cpu" and self.num_ranks == 1 else None,
+            spill=self.spill if budget.mode is None and mode == "cpu" else None,
         )
 
     # -- predictions ---------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from penstock.config import Mode
+from penstock.config import SHARDED_MODES, Mode
 from penstock.model.inventory import Inventory, StorageInfo
 from penstock.model.memory_profile import ModelProfile
 from penstock.plan.layers import find_stacks, reader_of
@@ -188,21 +188,22 @@ def split_rates(rates: Rates, mode: Mode, num_ranks: int) -> Rates:
     Each of N ranks keeps 1/N of a unit of b bytes, so (N - 1) / N of it come from peers:
 
     * ``sharded_gpu``: out of their device memory, all peers at once, beside a copy of the rank's own part;
-    * pooled links: b / N come over the own link, chunk by chunk, and each chunk is passed on while the next one comes.
+    * ``sharded_cpu``: b / N come over the own link, chunk by chunk, and each chunk is passed on while the next one
+      comes.
 
     The slower of the two says how long a unit takes. The start of a pipeline, its barriers and its last chunk are not
     counted: behind them the next unit is on its way.
 
     Args:
         rates: of one rank alone.
-        mode: ``sharded_gpu``, or else pooled links.
+        mode: the store.
         num_ranks: 1: nothing is split.
 
     Without a measured ``peer_bytes_per_s`` the rates stay those of one rank's own link: less than either way has, since
     nothing says how fast peers are. Peers that are hardly faster than the own link are taken to come over it (PCIe, not
-    NVLink): what pooled ranks bring and what they are passed then come one after the other.
+    NVLink): what ranks bring from host memory and what they are passed then come one after the other.
     """
-    if num_ranks < 2 or rates.peer_bytes_per_s is None:
+    if num_ranks < 2 or mode not in SHARDED_MODES or rates.peer_bytes_per_s is None:
         return rates
     link, peer = rates.copy_bytes_per_s, rates.peer_bytes_per_s
     # Bytes of units of which some copy has a size that was measured.
@@ -214,15 +215,15 @@ def split_rates(rates: Rates, mode: Mode, num_ranks: int) -> Rates:
 
 def _split_unit_s(rates: Rates, peer: Curve, mode: Mode, part: float, num_ranks: int) -> float:
     """Seconds of a unit of which each rank keeps ``part`` bytes."""
-    link, sharded = rates.copy_bytes_per_s, mode == "sharded_gpu"
-    chunk = part if sharded else min(part, CHUNK_BYTES)
+    link, from_devices = rates.copy_bytes_per_s, mode == "sharded_gpu"
+    chunk = part if from_devices else min(part, CHUNK_BYTES)
     # All other ranks' parts arrive while every rank gets its own from all the others. The peers' copies run side by
     # side, so they take as long to start as a single one of all their bytes.
     rate = peer((num_ranks - 1) * chunk)
     if rates.gather_bytes_per_s is not None:
         rate *= rates.gather_bytes_per_s(num_ranks) / peer.points[-1][1]
     peers_s = (num_ranks - 1) * part / rate
-    if sharded:
+    if from_devices:
         return max(2 * part / rates.device_bytes_per_s, peers_s)  # the own part is read and written
     shares_link = peer.points[-1][1] < _OWN_LINKS * link.points[-1][1]
     own_s = part / link(chunk)

@@ -38,8 +38,8 @@ __all__ = [
 # for a less aligned operand, so alignment is part of the promise of equal bits.
 SLAB_ALIGNMENT_BYTES = 256
 
-# Of pooled links: what a rank brings before it passes it on. The last chunk of a unit is passed on with nothing beside
-# it, so small; each costs some microseconds of launches per peer, so not too small: 8 MiB take 150 us on PCIe 5.
+# Of ``sharded_cpu``: what a rank brings before it passes it on. The last chunk of a unit is passed on with nothing
+# beside it, so small; each costs some microseconds of launches per peer, so not too small: 8 MiB take 150 us on PCIe 5.
 CHUNK_BYTES = 8 << 20
 
 # Of :meth:`Plan.to_json`, and so of plan files. Raise it with any change of a key or of its meaning.
@@ -530,7 +530,7 @@ def _plan_from(data: Any) -> Plan:
         made_for=None if machine is None else _machine_from(machine["device"], machine["device_bytes"]),
         num_ranks=num_ranks,
     )
-    stores = {mode, "disk"} if mode == "cpu" and num_ranks == 1 else {mode}
+    stores = {mode, "disk"} if mode == "cpu" else {mode}
     for unit in plan.units:
         require(unit.store in stores, f"units[{unit.index}].store", f"one of {', '.join(sorted(stores))}", unit.store)
     names = [*plan.resident, *plan.offloaded_names]

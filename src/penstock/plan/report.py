@@ -42,6 +42,7 @@ _STORE_NAMES: dict[Mode, str] = {
     "cpu": "host",
     "shm_cpu": "host, shared",
     "disk": "file",
+    "sharded_cpu": "host, sharded",
     "sharded_gpu": "peers",
     "meta": "nowhere",
 }

@@ -30,7 +30,7 @@ __all__ = ["Point", "curve", "host_limit", "reserved_bytes", "solve"]
 _FIRST = 64
 _FIRST_FAMILIES = 4
 _CURVE_BINS = 256
-_HOST_MODES = ("cpu", "shm_cpu")
+_HOST_MODES = ("cpu", "shm_cpu", "sharded_cpu")
 
 
 @dataclass(frozen=True)

@@ -54,13 +54,11 @@ class RankGroup:
     Attributes:
         process_group: ranks that hold the same weights. Only its key-value store is needed for an exchange, so a group
             without a backend will do for mode ``shm_cpu``.
-        pool_links: every rank copies a part of each unit over its own link and passes it on to the others.
         watch: the processes of the other ranks on this host, as far as they have begun a call.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, pool_links: bool = False) -> None:
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.process_group = process_group
-        self.pool_links = pool_links
         self.watch = ProcessWatch()
         self._known = {self.rank}  # ranks whose process is known
         self._call = 0
@@ -69,7 +67,7 @@ class RankGroup:
 
     @classmethod
     @contextmanager
-    def open(cls, process_group: dist.ProcessGroup | None, pool_links: bool = False) -> Iterator[RankGroup | None]:
+    def open(cls, process_group: dist.ProcessGroup | None) -> Iterator[RankGroup | None]:
         """Begin a call of all ranks, without waiting for them; whatever is raised inside is reported to all ranks.
 
         Yields ``None`` without a process group.
@@ -80,7 +78,7 @@ class RankGroup:
         if process_group is None:
             yield None
             return
-        ranks = cls(process_group, pool_links)
+        ranks = cls(process_group)
         try:
             ranks._begin()
             yield ranks

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.config import format_gib
+from penstock.config import SHARDED_MODES, format_gib
 from penstock.env import pin_memory_disabled
 from penstock.errors import LimitError
 from penstock.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes
@@ -24,7 +24,7 @@ from penstock.plan.ring_layout import ring_bytes
 __all__ = ["Limits", "Needs", "check_limits", "describe_device", "needs_of", "read_limits", "require_disk"]
 
 # Stores whose bytes are host memory; those of shm_cpu are there once for all ranks of a host, whichever rank asks.
-_HOST_MODES = ("cpu", "shm_cpu")
+_HOST_MODES = ("cpu", "shm_cpu", "sharded_cpu")
 _MIB = 2**20
 
 _DEVICE = "device memory"
@@ -116,14 +116,14 @@ def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_me
     if not on_gpu:
         copied = on_meta if plan.mode == "cpu" else dict(_offloaded(plan)) if plan.mode == "shm_cpu" else ()
         stored = sum(size for name, size in _offloaded(plan) if name in copied and plan.store_of(name) != "disk")
-        if plan.num_ranks > 1 or plan.mode == "sharded_gpu":
+        if plan.mode in SHARDED_MODES:
             stored = plan.part_bytes  # copied, wherever the tensors lie
         return Needs(host_bytes=slots + sum(arriving) + stored)
     in_place = sum(slab_bytes([size]) for size in plan.uva.values())  # a GPU cannot address a mapped file
     units = sum(unit.num_bytes for unit in plan.units if unit.store in _HOST_MODES) + ring_bytes(plan)
     pinned = units + in_place if plan.mode in (*_HOST_MODES, "disk") else 0
-    if plan.num_ranks > 1:
-        pinned = plan.part_bytes if plan.mode == "cpu" else 0
+    if plan.mode in SHARDED_MODES:
+        pinned = plan.part_bytes if plan.mode == "sharded_cpu" else 0
     parts = plan.part_bytes if plan.mode == "sharded_gpu" else 0
     staging = max(arriving, default=0)  # residents pass through host memory one at a time
     return Needs(
@@ -182,7 +182,7 @@ def _fitting_budget(plan: Plan, limit: str, missing: int, limits: Limits, needs:
         return None if plan.mode in _HOST_MODES and spare < missing else _whole_mib(plan.device_bytes - missing)
     # Residents pass through host memory one storage at a time; a rank holds only its part of a split unit.
     staging = max((num_bytes for _, num_bytes in _offloaded(plan)), default=0)
-    more = (missing + staging) * (plan.num_ranks if plan.mode == "cpu" else 1)
+    more = (missing + staging) * (plan.num_ranks if plan.mode == "sharded_cpu" else 1)
     if plan.mode not in _HOST_MODES or more > min(plan.offloaded_bytes, limits.device_free_bytes - needs.device_bytes):
         return None
     return -(-(plan.device_bytes + more) // _MIB) * _MIB

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.checkpoint.weight_map import WeightMap
-from penstock.config import Budget, Policy, as_policy
+from penstock.config import SHARDED_MODES, Budget, Policy, as_policy
 from penstock.env import pin_memory_disabled, uva_disabled
 from penstock.errors import CheckpointError, OptionError, OptionTypeError, warn_user
 from penstock.model.inventory import Inventory, StorageInfo, take_inventory
@@ -28,7 +28,6 @@ from penstock.plan.cost_model import Rates
 from penstock.plan.plan import slab_bytes
 from penstock.ranks.group import RankGroup
 from penstock.runtime.limits import check_limits, describe_device, needs_of, read_limits
-from penstock.runtime.rank_stores import splits_units
 from penstock.runtime.under_construction import BuildTimePool, storages_in_engine_memory
 from penstock.stores.file_reader import DiskOptions
 from penstock.stores.pinned_host import Held
@@ -271,7 +270,7 @@ def _for_ranks(planner: Planner, policy: Policy, ranks: RankGroup | None) -> Pla
     Every rank plans for itself, and all have to come to one plan. So nothing counts that ranks may see differently: no
     free host memory, and of rates only what is kept of this machine, for all of its processes.
     """
-    if ranks is None or not (ranks.pool_links or getattr(policy, "mode", None) == "sharded_gpu"):
+    if ranks is None or policy.mode not in SHARDED_MODES:
         return planner
     return replace(planner, num_ranks=ranks.size, spill=None)
 
@@ -280,7 +279,7 @@ def _settle(plan: Plan, inventory: Inventory, device: torch.device, ranks: RankG
     """``plan`` checked against the model and the machine, in the form that this machine can carry out."""
     plan.check(inventory)
     plan.check_machine(describe_device(device))
-    split = splits_units(plan, ranks)  # and then no rank has a whole tensor to read in place
+    split = plan.mode in SHARDED_MODES  # and then no rank has a whole tensor to read in place
     num_ranks = ranks.size if ranks is not None and split else 1
     if plan.uva and (split or not can_read_in_place(device)):
         plan = replace(move_on_demand(inventory, plan), model_name=plan.model_name, made_for=plan.made_for)

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 
 from penstock.checkpoint.weight_map import WeightMap
+from penstock.config import RANK_MODES
 from penstock.env import debug_enabled
 from penstock.errors import OptionError, PeerError, warn_user
 from penstock.loading.loader import require_weights
@@ -33,39 +34,13 @@ from penstock.ranks.channel import GlooChannel
 from penstock.ranks.digest import checksum, json_digest
 from penstock.ranks.group import RankGroup, this_host
 from penstock.stores.disk import DiskOptions, DiskStore
-from penstock.stores.sharded import HostParts, Parts, PartStore, SymmetricParts
+from penstock.stores.sharded import DeviceShardedStore, HostShardedStore, ShardedStore
 from penstock.stores.shared_host import SharedStore, shared_bytes
 from penstock.stores.store import new_blob
 
-__all__ = ["compare_ranks", "open_parts", "open_shared", "spans_ranks", "splits_units"]
+__all__ = ["compare_ranks", "open_sharded", "open_shared"]
 
 _SHOWN_DIFFERENCES = 3
-
-
-def splits_units(plan: Plan, ranks: RankGroup | None) -> bool:
-    """Whether each rank keeps only its part of every unit of ``plan``.
-
-    Raises:
-        OptionError: a mode that pooled links have no use for.
-    """
-    if ranks is None or not ranks.pool_links:
-        return plan.mode == "sharded_gpu"
-    if plan.mode != "cpu":
-        raise OptionError(
-            f"pool_links brings units from host memory, mode 'cpu', and found mode {plan.mode!r}; use mode 'cpu' "
-            f"(--offload-mode cpu), of which pooled ranks keep one copy in all, or leave pool_links out"
-        )
-    if plan.staged_units:
-        raise OptionError(
-            f"pool_links brings units from host memory, and {len(plan.staged_units)} of the plan's {len(plan.units)} "
-            f"rest in files; make the plan with mode 'cpu' (--offload-mode cpu), or leave pool_links out"
-        )
-    return True
-
-
-def spans_ranks(plan: Plan, ranks: RankGroup) -> bool:
-    """Whether ``plan`` needs the other ranks, and not this process alone."""
-    return plan.mode == "shm_cpu" or splits_units(plan, ranks)
 
 
 # -- what ranks compare ------------------------------------------------------------------------------------------------
@@ -83,12 +58,10 @@ def compare_ranks(
         CheckpointError: tensors on ``meta`` and no files for them.
         PeerError: another rank failed, ended or did not come in time.
     """
-    spans = spans_ranks(plan, ranks)
-    modes = {"mode": plan.mode, "pool_links": ranks.pool_links}
-    mine = {**modes, **_summary(plan, offloaded, weights)} if spans else modes
-    everything = ranks.exchange("plan", {"host": this_host(), "spans": spans, "plan": mine})
+    mine = {"mode": plan.mode, **(_summary(plan, offloaded, weights) if plan.mode in RANK_MODES else {})}
+    everything = ranks.exchange("plan", {"host": this_host(), "plan": mine})
     hosts: list[list[str]] = [other["host"] for other in everything]
-    if any(other["spans"] for other in everything):
+    if any(other["plan"]["mode"] in RANK_MODES for other in everything):
         for rank, other in enumerate(everything):
             _require_same(mine, other["plan"], ranks.rank, rank, hosts[ranks.rank] == hosts[rank])
     return hosts
@@ -197,7 +170,7 @@ def _join_memory(plan: Plan, ranks: RankGroup, leader: int) -> SharedMemory:
 # -- a part of every unit in each rank ---------------------------------------------------------------------------------
 
 
-def open_parts(
+def open_sharded(
     plan: Plan,
     offloaded: Mapping[str, BoundStorage],
     device: torch.device,
@@ -205,7 +178,7 @@ def open_parts(
     disk: DiskOptions | None,
     ranks: RankGroup,
     hosts: list[list[str]],
-) -> PartStore:
+) -> ShardedStore:
     """This rank's part of every unit, filled. Collective; the model is not touched.
 
     Args:
@@ -214,19 +187,16 @@ def open_parts(
         hosts: of all ranks (:func:`compare_ranks`).
 
     Raises:
-        OptionError: ranks on several hosts; devices that cannot address one another; tensors to be read in place.
+        OptionError: ranks on several hosts; devices that cannot address one another.
         PeerError: another rank failed, ended or did not come in time.
     """
-    if plan.uva:
-        name = next(iter(plan.uva))
-        raise OptionError(f"{name} is to be read in place, and no rank has all of it; prefetch it (mechanism prefetch)")
     if len({host[0] for host in hosts}) > 1:
         raise OptionError("the ranks of group= are on several hosts; give each host a group of its own")
     if debug_enabled():
         warn_user("PENSTOCK_DEBUG=1 checks no units that are split over ranks: no rank has a whole one to compare with")
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # NCCL takes the current one
-        layout = PartLayout(plan.units, ranks.size, CHUNK_BYTES if ranks.pool_links else None)
-        store = PartStore(plan.units, layout, _allocate(layout, device, ranks), ranks, plan.mode)
+    # Symmetric memory is taken from the current device.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        store = _allocate(plan, device, ranks)
         try:
             _fill(store, offloaded, device, weights, disk)
             ranks.exchange("loaded")
@@ -236,15 +206,17 @@ def open_parts(
     return store
 
 
-def _allocate(layout: PartLayout, device: torch.device, ranks: RankGroup) -> Parts:
-    if device.type == "cuda" and not ranks.pool_links:
-        return SymmetricParts(SymmetricMemory(layout.num_bytes, device, ranks))
+def _allocate(plan: Plan, device: torch.device, ranks: RankGroup) -> ShardedStore:
+    # One run per unit and rank, or chunks of which each is passed on while the next one comes from the host.
+    layout = PartLayout(plan.units, ranks.size, CHUNK_BYTES if plan.mode == "sharded_cpu" else None)
+    if device.type == "cuda" and plan.mode == "sharded_gpu":
+        return DeviceShardedStore(plan.units, layout, ranks, SymmetricMemory(layout.num_bytes, device, ranks))
     if device.type == "cuda" and not pinning_disabled():
         with _near(device):  # pages lie where the thread runs that touches them first
             memory = pinned_region(layout.num_bytes)
     else:
         memory = new_blob(layout.num_bytes)
-    return HostParts(memory, GlooChannel(ranks, "parts"))
+    return HostShardedStore(plan.units, layout, ranks, memory, GlooChannel(ranks, "parts"))
 
 
 @contextmanager
@@ -259,7 +231,7 @@ def _near(device: torch.device) -> Iterator[None]:
 
 
 def _fill(
-    store: PartStore,
+    store: ShardedStore,
     offloaded: Mapping[str, BoundStorage],
     device: torch.device,
     weights: WeightMap | None,
@@ -267,7 +239,7 @@ def _fill(
 ) -> None:
     on_device = {name: bound for name, bound in offloaded.items() if bound.home.type == "cuda"}
     for name, bound in on_device.items():
-        for start, into in store.own_stretches(name):
+        for start, into in store.own_runs(name):
             into.copy_(bound.original_bytes()[start : start + into.numel()], non_blocking=True)
     for home in {bound.home for bound in on_device.values()}:
         torch.cuda.synchronize(home)  # other ranks read next, and no event of this process reaches them
@@ -277,16 +249,16 @@ def _fill(
         deliver(
             _deliveries(store, {name: b for name, b in offloaded.items() if name not in on_device}, files),
             num_threads=pin_threads(),
-            uploader=None if store.parts.local.is_cpu else CudaUploader(device, CudaRegistrar(device)),
+            uploader=None if store.local.is_cpu else CudaUploader(device, CudaRegistrar(device)),
             cpus=cpus_near(device),
         )
     finally:
         files.close()
 
 
-def _deliveries(store: PartStore, storages: Mapping[str, BoundStorage], files: DiskStore) -> Iterator[Delivery]:
+def _deliveries(store: ShardedStore, storages: Mapping[str, BoundStorage], files: DiskStore) -> Iterator[Delivery]:
     for name, bound in storages.items():
-        for start, into in store.own_stretches(name):
+        for start, into in store.own_runs(name):
             end = start + into.numel()
             yield Delivery(f"{name}[{start}:{end}]", into.numel(), partial(_clipped, bound, files, start, end), into)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from penstock.checkpoint.weight_map import WeightMap
-from penstock.config import format_gib
+from penstock.config import SHARDED_MODES, format_gib
 from penstock.errors import CheckpointError, OptionError
 from penstock.loading.loader import require_weights
 from penstock.memory.pinned import (
@@ -22,7 +22,7 @@ from penstock.memory.pinned import (
 from penstock.model.live_tensors import BoundStorage
 from penstock.plan.plan import SLAB_ALIGNMENT_BYTES, Plan
 from penstock.ranks.group import RankGroup, require_ranks
-from penstock.runtime.rank_stores import compare_ranks, open_parts, open_shared, splits_units
+from penstock.runtime.rank_stores import compare_ranks, open_sharded, open_shared
 from penstock.stats import Recorder
 from penstock.stores.disk import DiskOptions, DiskStore
 from penstock.stores.pinned_host import Held, PinnedStore
@@ -30,7 +30,7 @@ from penstock.stores.store import CpuStore, MetaStore, SpillStore, Store, new_bl
 from penstock.transfer.cpu_threads import ThreadLink
 from penstock.transfer.cuda_stream import StreamLink
 from penstock.transfer.link import Link
-from penstock.transfer.sharded_copy import link_of_parts
+from penstock.transfer.sharded_copy import sharded_link
 
 __all__ = ["OpenedStore", "open_pinned", "open_store"]
 
@@ -84,10 +84,10 @@ def open_store(
     hosts = [] if ranks is None else compare_ranks(plan, offloaded, weights, ranks)
     if plan.mode == "meta":
         return OpenedStore(_meta_store(offloaded), {})
-    if splits_units(plan, ranks):
+    if plan.mode in SHARDED_MODES:
         present = require_ranks(ranks, f"mode {plan.mode!r}")
-        parts = open_parts(plan, offloaded, device, weights, disk, present, hosts)
-        return OpenedStore(parts, {}, partial(link_of_parts, parts))
+        store = open_sharded(plan, offloaded, device, weights, disk, present, hosts)
+        return OpenedStore(store, {}, partial(sharded_link, store))
     if plan.mode == "shm_cpu":
         registrar = CudaRegistrar(device) if device.type == "cuda" and not pinning_disabled() else None
         return OpenedStore(*open_shared(plan, registrar, require_ranks(ranks, f"mode {plan.mode!r}"), hosts))

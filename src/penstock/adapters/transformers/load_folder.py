@@ -26,7 +26,7 @@ from penstock.adapters.transformers.meta_model import build_meta_model
 from penstock.api import Handle, start
 from penstock.checkpoint.safetensors_header import Checkpoint
 from penstock.checkpoint.weight_map import WeightMap
-from penstock.config import Policy, as_policy, format_gib
+from penstock.config import SHARDED_MODES, Policy, as_policy, format_gib
 from penstock.errors import CheckpointError, warn_user
 from penstock.model.inventory import StorageInfo, take_inventory
 from penstock.model.live_tensors import BoundStorage
@@ -91,7 +91,7 @@ def load(
         LimitError: the device or the host has no room for the plan; found before anything is allocated.
         PeerError: another rank of ``group`` failed, ended, or did not come in time.
 
-    To pool links or to measure stalls, :func:`penstock.offload` a model that is built already.
+    To measure stalls, :func:`penstock.offload` a model that is built already.
     """
     require_group(group)
     with RankGroup.open(group) as ranks:
@@ -186,7 +186,7 @@ def _made_later(storage: StorageInfo, weights: WeightMap, plan: Plan) -> bool:
 
     A rank that keeps a part of every tensor takes it from stretches of files or from live tensors.
     """
-    split = plan.mode == "sharded_gpu" and plan.mechanism_of(storage.name) != "resident"
+    split = plan.mode in SHARDED_MODES and plan.mechanism_of(storage.name) != "resident"
     return not split and weights.recipe(storage) is not None
 
 
