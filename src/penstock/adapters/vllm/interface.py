@@ -1,7 +1,7 @@
-"""What of vLLM penstock relies on: which versions, names, parameters, fields, and calls that it waits for.
+"""The interface of vLLM that penstock relies on: versions, names, parameters, fields, and calls.
 
-Checked when a worker starts, so that a vLLM that has moved on is refused by name and not by a traceback, or by weights
-that are silently not offloaded.
+It is checked when a worker starts, so that a vLLM that has changed is refused by name, and not by a traceback or by
+weights that are silently not offloaded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MEND = "install one of these (pip install 'vllm==0.26.0'), or leave --worker-cl
 
 @dataclass(frozen=True)
 class Name:
-    """A function or class of vLLM, and what penstock takes for granted of it.
+    """A function or class of vLLM, and what penstock relies on.
 
     Attributes:
         module: where it lies.
@@ -151,31 +151,22 @@ def _difference(name: Name) -> str:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         return f"{where} is missing ({error})"
-    if missing := [field for field in name.fields if field not in _fields(found)]:
-        return f"{where} has no field {', '.join(missing)}"
-    if missing := [word for word in name.mentions if word not in _mentioned(found)]:
+    if name.fields:
+        # Annotated names: a field with a default factory is no attribute of its class.
+        known = {field for base in found.__mro__ for field in inspect.get_annotations(base)}
+        if missing := [field for field in name.fields if field not in known]:
+            return f"{where} has no field {', '.join(missing)}"
+    code = getattr(inspect.unwrap(found), "__code__", None)
+    if missing := [word for word in name.mentions if code is None or word not in _names_in(code)]:
         return f"{where} no longer uses {', '.join(missing)}"
-    return "" if name.parameters is None else _other_parameters(where, found, name.parameters)
-
-
-def _other_parameters(where: str, found: Any, expected: tuple[str, ...]) -> str:
-    taken = tuple(inspect.signature(found).parameters)
-    if taken[: len(expected)] == expected:
-        return ""
-    return f"{where} takes ({', '.join(taken)}), expected ({', '.join(expected)}, ...)"
-
-
-def _fields(config: type) -> set[str]:
-    """Annotated names: a field with a default factory is no attribute of its class."""
-    return {field for base in config.__mro__ for field in inspect.get_annotations(base)}
-
-
-def _mentioned(function: Any) -> set[str]:
-    """Attributes and global names in the code of a function, or of a function inside it; beneath decorators."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return _names_in(code) if code is not None else set()
+    if name.parameters is not None:
+        taken = tuple(inspect.signature(found).parameters)
+        if taken[: len(name.parameters)] != name.parameters:
+            return f"{where} takes ({', '.join(taken)}), expected ({', '.join(name.parameters)}, ...)"
+    return ""
 
 
 def _names_in(code: CodeType) -> set[str]:
+    """Attributes, variables and global names in the code of a function, and of functions inside it."""
     inner = (_names_in(part) for part in code.co_consts if isinstance(part, CodeType))
     return set(code.co_names).union(code.co_varnames, *inner)

@@ -1,8 +1,8 @@
 """A worker of vLLM whose offloader is penstock's.
 
-The model runner of vLLM sets an offloader of its own before the model is built, or, in its second generation, none at
-all; the model code asks for one in ``make_layers``; the graph code asks it to order copies. This worker sets penstock's
-in between, and brings it to its end once the weights are final, with either runner.
+The model runner of vLLM sets an offloader before it builds the model, or, in its second generation, none at all; the
+model code calls the offloader in ``make_layers``; the graph code calls it to order copies. This worker sets penstock's
+in between, and runs its ``post_init`` once the weights are final, with either runner.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 from torch import nn
-from torch.distributed import ProcessGroup
 from vllm.logger import init_logger
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.offloader.base import get_offloader, set_offloader
 from vllm.v1.worker import gpu_worker
 
 from penstock.adapters.vllm.interface import require_supported
-from penstock.adapters.vllm.options import REFUSED, EngineOptions, read_options
+from penstock.adapters.vllm.options import REFUSED, read_options
 from penstock.adapters.vllm.replicas import replica_group
 from penstock.config import format_gib
 from penstock.errors import OptionError, StateError
 from penstock.offloaders.layerwise import EngineOffloader
+from penstock.offloaders.reference import NoCopyOffloader
 from penstock.plan.plan import Plan
 from penstock.ranks.digest import json_digest
 from penstock.ranks.group import RankGroup
@@ -35,12 +35,12 @@ __all__ = ["OffloadingWorker", "Worker"]
 logger = init_logger("vllm.penstock")  # vLLM shows what its own loggers say, and those below them
 
 
-# Before whichever worker class it is put; to a type checker, vLLM's for GPUs.
+# OffloadingWorker is mixed into a worker class of vLLM's; for a type checker that is the one for GPUs.
 _Base: Any = gpu_worker.Worker if TYPE_CHECKING else object
 
 
 class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
-    """What goes before a worker class of vLLM's to put penstock behind ``get_offloader()``."""
+    """Mixed in before a worker class of vLLM's, it puts penstock behind ``get_offloader()``."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         """As vLLM's.
@@ -63,7 +63,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
 
         Raises:
             OptionError: a selection or a budget that cannot be.
-            StateError: somebody else has set an offloader.
+            StateError: another offloader is set.
         """
         if self._options.policy is None:
             logger.warning(
@@ -72,9 +72,16 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             )
             super().load_model(**kwargs)
             return
-        _refuse_strangers(get_offloader())
-        with RankGroup.open(self._replicas()) as ranks:
-            self._offloader = _kind_of(self._options)(
+        _refuse_other_offloader(get_offloader())
+        kind = EngineOffloader
+        if self._options.boundaries_only:
+            logger.warning("penstock.boundaries_only is set: the model is traced as if offloaded, and nothing moves")
+            kind = NoCopyOffloader
+        replicas = None
+        if self._options.mode == "shm_cpu":
+            replicas = replica_group(self._options.replicas, self.vllm_config.parallel_config, self.rank)
+        with RankGroup.open(replicas) as ranks:
+            self._offloader = kind(
                 self._options.policy,
                 self.model_runner.get_model,
                 is_lookup=_is_lookup,
@@ -82,20 +89,36 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
                 measure_stalls=self._options.measure_stalls,
                 announces_replays=self._announces,
             )
-            with self._put_in_force(self._offloader), self._finishing(self._offloader):
+            with self._in_force(self._offloader):
                 super().load_model(**kwargs)
         _report(self._offloader.plan)
 
     @contextmanager
-    def _put_in_force(self, offloader: EngineOffloader) -> Iterator[None]:
-        """If what is within fails, vLLM has the offloader again that it had before: the next model may be anybody's."""
+    def _in_force(self, offloader: EngineOffloader) -> Iterator[None]:
+        """Within, ``get_offloader()`` is ``offloader``, and loading ends with its ``post_init``.
+
+        vLLM's first runner calls ``post_init`` by itself, after it has measured the memory of the weights; its second
+        does not. If loading fails, vLLM gets its former offloader back, for the next model of this process.
+        """
+        runner = self.model_runner
+        load = runner.load_model
+
+        def load_and_offload(*args: Any, **kwargs: Any) -> None:
+            load(*args, **kwargs)
+            offloader.post_init()  # inside the memory pool that vLLM loads in
+            runner.model_memory_usage += offloader.added_device_bytes
+            _key_compile_cache(self.vllm_config, offloader.plan)
+
         self._former = get_offloader()
         set_offloader(offloader)
+        runner.load_model = load_and_offload
         try:
             yield
         except BaseException:
             self._give_up_offloader()
             raise
+        finally:
+            del runner.load_model  # the class's again
 
     def _give_up_offloader(self) -> None:
         if self._offloader is not None and get_offloader() is self._offloader:
@@ -107,32 +130,6 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         self._give_up_offloader()
         if shut_down := getattr(super(), "shutdown", None):
             shut_down()
-
-    def _replicas(self) -> ProcessGroup | None:
-        if self._options.mode != "shm_cpu":
-            return None
-        return replica_group(self._options.replicas, self.vllm_config.parallel_config, self.rank)
-
-    @contextmanager
-    def _finishing(self, offloader: EngineOffloader) -> Iterator[None]:
-        """While it lasts, loading ends with ``post_init``, inside whatever memory pool vLLM loads in.
-
-        vLLM's first runner calls it by itself, and has measured what the weights take before that; its second does not.
-        """
-        runner = self.model_runner
-        load = runner.load_model
-
-        def load_and_offload(*args: Any, **kwargs: Any) -> None:
-            load(*args, **kwargs)
-            offloader.post_init()
-            runner.model_memory_usage += offloader.added_device_bytes
-            _key_compile_cache(self.vllm_config, offloader.plan)
-
-        runner.load_model = load_and_offload
-        try:
-            yield
-        finally:
-            del runner.load_model  # the class's again
 
     def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's, the last step before it serves; a worker on a GPU has run its model by then.
@@ -262,15 +259,6 @@ class Worker(OffloadingWorker, gpu_worker.Worker):  # type: ignore[misc,unused-i
     """vLLM's GPU worker with penstock behind ``get_offloader()``."""
 
 
-def _kind_of(options: EngineOptions) -> type[EngineOffloader]:
-    if not options.boundaries_only:
-        return EngineOffloader
-    from penstock.offloaders.reference import NoCopyOffloader
-
-    logger.warning("penstock.boundaries_only is set: the model is traced as if it were offloaded, and nothing moves")
-    return NoCopyOffloader
-
-
 def _is_lookup(module: nn.Module) -> bool:
     """Tables that a forward looks rows up in; the head derives from them and is multiplied with."""
     if isinstance(module, nn.Embedding):
@@ -295,8 +283,8 @@ def _refuse_what_cannot_be(config: Any) -> None:
         )
 
 
-def _refuse_strangers(offloader: Any) -> None:
-    """vLLM's own offloader, which its runner has set for the same flags, is replaced; another one means trouble."""
+def _refuse_other_offloader(offloader: Any) -> None:
+    """Refuse an offloader that is in use; vLLM's own, which its runner has set for the same flags, is replaced."""
     if isinstance(offloader, EngineOffloader):
         raise StateError(
             "an engine of this process has penstock's offloader already, and its weights are offloaded: shut it down "
@@ -315,23 +303,19 @@ def _refuse_strangers(offloader: Any) -> None:
 
 
 def _key_compile_cache(config: Any, plan: Plan) -> None:
-    """Make the plan part of what vLLM's compile cache is looked up by.
+    """Make the plan part of the key of vLLM's compile cache.
 
     Compiled code waits for the units of the plan it was traced with. vLLM drops all guards, so with another plan it
-    would read slots that nobody filled. The additional configuration counts among the factors of the cache's key.
+    would read slots that no copy has filled. The additional configuration is part of the cache's key.
     """
     units = [(unit.anchor, [entry.storage for entry in unit.entries]) for unit in plan.units]
     config.additional_config["penstock_units"] = json_digest(units)
 
 
 def _report(plan: Plan) -> None:
+    slot = format_gib(max(plan.slot_bytes, default=0))
     logger.info(
-        "penstock: %s resident, %s prefetched in %d units through %d slots of %s, %s read in place; at rest in %s",
-        format_gib(plan.resident_bytes),
-        format_gib(plan.prefetched_bytes),
-        len(plan.units),
-        plan.num_slots,
-        format_gib(max(plan.slot_bytes, default=0)),
-        format_gib(plan.uva_bytes),
-        plan.mode,
+        f"penstock: {format_gib(plan.resident_bytes)} resident, {format_gib(plan.prefetched_bytes)} prefetched in "
+        f"{len(plan.units)} units through {plan.num_slots} slots of {slot}, {format_gib(plan.uva_bytes)} read in "
+        f"place; at rest in {plan.mode}"
     )
