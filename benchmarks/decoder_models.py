@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV2Config, PreTrainedConfig, Qwen3Config, StaticCache
 
+import published_configs
 from penstock.bench.reference_step import fill
 
 __all__ = [
@@ -172,46 +174,10 @@ PROMPT_TOKENS = 128
 MAX_CACHE_TOKENS = 256
 
 
-def _qwen3_8b() -> PreTrainedConfig:
-    return Qwen3Config(
-        num_hidden_layers=36,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-        tie_word_embeddings=False,
-    )
-
-
-def _deepseek_v2_lite() -> PreTrainedConfig:
-    return DeepseekV2Config(
-        num_hidden_layers=27,
-        hidden_size=2048,
-        intermediate_size=10944,
-        moe_intermediate_size=1408,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        n_routed_experts=64,
-        n_shared_experts=2,
-        num_experts_per_tok=6,
-        first_k_dense_replace=1,
-        kv_lora_rank=512,
-        q_lora_rank=None,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=128,
-        v_head_dim=128,
-        vocab_size=102400,
-        topk_method="greedy",
-        tie_word_embeddings=False,
-    )
-
-
-# Sizes of the published config.json files.
+# The names in --model.
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
-    "qwen3-8b": _qwen3_8b,
-    "deepseek-v2-lite": _deepseek_v2_lite,
+    "qwen3-8b": partial(Qwen3Config, **published_configs.QWEN3_8B),
+    "deepseek-v2-lite": partial(DeepseekV2Config, **published_configs.DEEPSEEK_V2_LITE),
 }
 
 

@@ -4,60 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-QWEN3_8B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "eos_token_id": 151645,
-    "torch_dtype": "bfloat16",
-}
-DEEPSEEK_V2_LITE = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "hidden_size": 2048,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 6,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "kv_lora_rank": 512,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_group": 1,
-    "topk_group": 1,
-    "topk_method": "greedy",
-    "scoring_func": "softmax",
-    "norm_topk_prob": False,
-    "routed_scaling_factor": 1.0,
-    "vocab_size": 102400,
-    "max_position_embeddings": 163840,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "eos_token_id": 100001,
-    "torch_dtype": "bfloat16",
-}
+from published_configs import DEEPSEEK_V2_LITE, QWEN3_8B
+
 _SHORT = {**QWEN3_8B, "num_hidden_layers": 8}
 SHAPES = {
     "qwen": QWEN3_8B,

@@ -22,7 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm_cases import CASES, LOADS, QWEN3_8B, SHAPES
+from published_configs import QWEN3_8B
+from vllm_cases import CASES, LOADS, SHAPES
 
 LINK_BYTES_PER_S = 55.5e9  # H2D of the reference machine
 

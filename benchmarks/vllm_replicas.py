@@ -27,7 +27,7 @@ from typing import Any
 import httpx
 import psutil
 
-from vllm_cases import QWEN3_8B
+from published_configs import QWEN3_8B
 
 PROMPTS, TOKENS_IN, TOKENS_OUT = 16, 100, 16
 START_S = 300.0
