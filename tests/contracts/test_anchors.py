@@ -229,7 +229,7 @@ class TestModulesWithoutForward:
 
     def test_lists_side_by_side_are_no_stack(self) -> None:
         found = [
-            (stack.name, len(stack.layers)) for stack in find_stacks(take_inventory(MODELS["lists side by side"]()))
+            (name, len(layers)) for name, layers in find_stacks(take_inventory(MODELS["lists side by side"]())).items()
         ]
         assert found == [("attentions", 4), ("layer_norm1", 4), ("layer_norm2", 4)]
 

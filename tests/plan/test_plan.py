@@ -160,8 +160,8 @@ class TestGroupRule:
         num_in_group = data.draw(st.integers(1, group_size))
         policy = Prefetch(group_size, num_in_group, prefetch_step, [ALL_MODEL_PARAMS])
         assume(inventory.storages)
-        stacks = find_stacks(inventory)
-        if not any(group_rule(len(stack.layers), group_size, num_in_group) for stack in stacks):
+        stacks = find_stacks(inventory).values()
+        if not any(group_rule(len(layers), group_size, num_in_group) for layers in stacks):
             with pytest.raises(SelectionError, match=f"group rule {group_size}/{num_in_group} selects none"):
                 plan_for(inventory, policy)
             return
@@ -170,9 +170,7 @@ class TestGroupRule:
         except SelectionError:  # the layers are there, but hold nothing of their own
             return
         check_plan(plan, inventory)
-        allowed = {
-            stack.layers[index] for stack in stacks for index in group_rule(len(stack.layers), group_size, num_in_group)
-        }
+        allowed = {layers[index] for layers in stacks for index in group_rule(len(layers), group_size, num_in_group)}
         assert {unit.anchor for unit in plan.units} <= allowed
         assert plan.num_slots == min(prefetch_step, len(plan.units))
 
@@ -213,7 +211,7 @@ class TestGroupRule:
 
 class TestLayers:
     def layers(self, model: nn.Module) -> list[tuple[str, ...]]:
-        return [stack.layers for stack in find_stacks(take_inventory(model))]
+        return [tuple(layers) for layers in find_stacks(take_inventory(model)).values()]
 
     def test_numbered_children_outermost(self) -> None:
         assert self.layers(Stack(3)) == [("layers.0", "layers.1", "layers.2")]

@@ -112,8 +112,7 @@ def test_every_candidate_is_timed_as_its_plan_is() -> None:
         rows = group.fitting(float("inf"))[::7]
         times = group.step_s(rows)
         for index, row in enumerate(rows):
-            choice = group.choice(int(row))
-            made = assemble(inventory, choice.drafts, choice.num_slots, "cpu", uva=choice.uva)
+            made = group.plan(int(row))
             assert made.device_bytes == group.memory.device_bytes[row]
             assert made.moved_bytes == group.memory.moved_bytes[row]
             for batch, size in enumerate((1, 256)):

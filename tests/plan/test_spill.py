@@ -160,8 +160,7 @@ def test_every_candidate_is_timed_as_its_plan_is() -> None:
             fitting = group.fitting(float("inf"), limit)[::7]
             seen, bound = group.step_s(fitting, limit), group.bound(fitting, limit)
             for index, row in enumerate(fitting):
-                choice = group.choice(int(row), limit)
-                made = assemble(inventory, choice.drafts, choice.num_slots, "cpu", uva=choice.uva)
+                made = group.plan(int(row), limit)
                 assert made.device_bytes == group.memory.device_bytes[row]
                 assert host_bytes(made, 999) <= limit
                 for batch, size in enumerate((1, 256)):
@@ -179,8 +178,7 @@ def test_all_in_files_are_timed_as_their_plans_are() -> None:
         every = group.fitting(float("inf"))[::11]
         seen, bound = group.step_s(every)[0], group.bound(every)
         for index, row in enumerate(every):
-            choice = group.choice(int(row))
-            made = assemble(inventory, choice.drafts, choice.num_slots, "disk", uva=choice.uva)
+            made = group.plan(int(row))
             assert forecast(made, inventory, DISK, ModelProfile(), 1).step_s == pytest.approx(seen[index])
         assert (bound <= np.log(seen) + 1e-12).all()
 

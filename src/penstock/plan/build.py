@@ -74,8 +74,8 @@ class Planner:
         elif isinstance(policy, Rules):
             made = self._plan_rules(policy)
         elif isinstance(policy, Prefetch):
-            stacks = [stack.layers for stack in find_stacks(self.inventory)]
-            made = plan_group_rule(self.inventory, policy, stacks, candidates=self._movable(policy))
+            stacks = find_stacks(self.inventory)
+            made = plan_group_rule(self.inventory, policy, list(stacks.values()), candidates=self._movable(policy))
         else:
             uva = _read_in_place(self.inventory, self._movable(policy), policy.limit_bytes)
             made = assemble(self.inventory, [], 0, policy.mode, uva=uva)

@@ -34,12 +34,12 @@ from penstock.config import Mechanism, Mode
 from penstock.model.inventory import Inventory, StorageInfo
 from penstock.model.memory_profile import ModelProfile
 from penstock.plan.cost_model import Rates, experts_in, find_stages
-from penstock.plan.layers import find_stacks, outside_units, stranded
-from penstock.plan.plan import SLAB_ALIGNMENT_BYTES, UnitDraft, slab_bytes
+from penstock.plan.layers import find_layers, outside_units, stranded
+from penstock.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, UnitDraft, assemble, slab_bytes
 from penstock.plan.ring_layout import RING_BYTES
 from penstock.plan.simulate import Move, StepModel, moves_of
 
-__all__ = ["CandidateTable", "Choice", "Family", "Floats", "Ints", "PlanningProblem", "Spill", "spill_order"]
+__all__ = ["CandidateTable", "Family", "Floats", "Ints", "PlanningProblem", "Spill", "spill_order"]
 
 MAX_SLOTS = 3
 # 2 ** 6 sets of roles: the five heaviest roles of a layer one by one, and all the others together.
@@ -132,7 +132,7 @@ class CandidateTable:
         # reads the table again at its end (tied weights that are not tied tensors).
         lookups = [s for s in problem.movable if s.is_lookup and problem.lookups_in_place]
         free = {s.name: s for s in problem.movable if not (s.is_lookup and problem.lookups_in_place)}
-        self.layers = [layer for stack in find_stacks(inventory) for layer in stack.layers]
+        self.layers = find_layers(inventory)
         inside = {layer: inventory.under(layer) for layer in self.layers}
         self.roles = {
             layer: {s.name.removeprefix(layer + "."): s for s in inside[layer] if s.name in free}
@@ -314,15 +314,6 @@ class RoleSets:
         by_role = np.array(values, dtype=np.float64).reshape(len(self._names), self._num_layers)
         found: Floats = (self._members.reshape(len(self.sets), len(self._names)) @ by_role).T
         return found
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One candidate, ready to be laid out."""
-
-    drafts: tuple[UnitDraft, ...]
-    uva: tuple[StorageInfo, ...]
-    num_slots: int
 
 
 class Memory(NamedTuple):
@@ -559,22 +550,22 @@ class Family:
 
     # -- one candidate -------------------------------------------------------------------------------------------------
 
-    def choice(self, candidate: int, host_bytes: int | None = None) -> Choice:
-        """The candidate of this index, ready to be laid out."""
-        table, row = self.table, np.array([candidate])
+    def plan(self, candidate: int, host_bytes: int | None = None) -> Plan:
+        """The candidate of this index, laid out."""
+        problem, row = self.table.problem, np.array([candidate])
         excess = self._excess(host_bytes)
         staged = {} if excess is None else self._take(row)._staged(excess[row])
-        order = {s.name: index for index, s in enumerate(table.problem.inventory.storages)}
+        order = {s.name: index for index, s in enumerate(problem.inventory.storages)}
         drafts, uva = [], list(self.uva)
-        for stage in table.stages:
-            storages = list(self._always.get(stage.anchor, ()))
-            if stage.anchor in table.roles:
-                roles = self.sets.sets[self._chosen[table.layer_index[stage.anchor], candidate]]
-                chosen = [s for role, s in table.roles[stage.anchor].items() if role in roles]
+        for anchor in (stage.anchor for stage in self.table.stages):
+            storages = list(self._always.get(anchor, ()))
+            if anchor in self.table.roles:
+                roles = self.sets.sets[self._chosen[self.table.layer_index[anchor], candidate]]
+                chosen = [s for role, s in self.table.roles[anchor].items() if role in roles]
                 (uva if self.in_place else storages).extend(chosen)
-            if stage.anchor in self.low_uva and self._is_low(stage.anchor)[candidate]:
-                uva.extend(self.low_uva[stage.anchor])
+            if anchor in self.low_uva and self._is_low(anchor)[candidate]:
+                uva.extend(self.low_uva[anchor])
             if storages:
-                store: Mode | None = "disk" if stage.anchor in staged and staged[stage.anchor][0] else None
-                drafts.append(UnitDraft(stage.anchor, tuple(sorted(storages, key=lambda s: order[s.name])), store))
-        return Choice(tuple(drafts), tuple(uva), int(self.memory.num_slots[candidate]))
+                store: Mode | None = "disk" if anchor in staged and staged[anchor][0] else None
+                drafts.append(UnitDraft(anchor, tuple(sorted(storages, key=lambda s: order[s.name])), store))
+        return assemble(problem.inventory, drafts, int(self.memory.num_slots[candidate]), problem.mode, uva=uva)

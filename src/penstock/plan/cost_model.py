@@ -37,7 +37,7 @@ import numpy.typing as npt
 from penstock.config import SHARDED_MODES, Mode
 from penstock.model.inventory import Inventory, StorageInfo
 from penstock.model.memory_profile import ModelProfile
-from penstock.plan.layers import find_stacks, reader_of
+from penstock.plan.layers import find_layers, reader_of
 from penstock.plan.plan import CHUNK_BYTES, UnitDraft
 
 __all__ = [
@@ -250,7 +250,7 @@ def find_stages(inventory: Inventory, outside: Iterable[UnitDraft] = ()) -> list
 
     ``outside``: units that may be anchored on other modules than the first that holds their tensors.
     """
-    layers = {layer for stack in find_stacks(inventory) for layer in stack.layers}
+    layers = set(find_layers(inventory))
     anchors = {storage.name: draft.anchor for draft in outside for storage in draft.storages}
     members: dict[str, list[StorageInfo]] = {}
     for storage in inventory.storages:

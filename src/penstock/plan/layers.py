@@ -7,17 +7,16 @@ path to the tensors of its unit leads through it, and no anchor runs inside anot
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 
 from penstock.model.inventory import Inventory, StorageInfo, common_prefix
 from penstock.plan.plan import UnitDraft
 
 __all__ = [
     "TINY_BYTES",
-    "Stack",
     "called_within",
     "draft_units",
+    "find_layers",
     "find_stacks",
     "group_rule",
     "outside_units",
@@ -37,24 +36,12 @@ MIN_PART_BYTES = 2**20
 _NUMBERED = re.compile(r".*\d")
 
 
-@dataclass(frozen=True)
-class Stack:
-    """A run of numbered sibling modules that hold most of the weights: decoder layers, encoder blocks, ...
+def find_stacks(inventory: Inventory) -> dict[str, list[str]]:
+    """Runs of numbered sibling modules that hold most of the weights (decoder layers, encoder blocks, ...), in order.
 
-    Attributes:
-        name: dotted name of the container.
-        layers: dotted names, in order.
-    """
-
-    name: str
-    layers: tuple[str, ...]
-
-
-def find_stacks(inventory: Inventory) -> list[Stack]:
-    """The outermost containers of at least two numbered children that own bytes, in model order.
-
-    Layers are children that have a forward. One of a list that has none (a list of lists, say) is replaced by the
-    outermost modules inside it that have. A child that hangs at several places of a container is one layer.
+    By the container's name, the outermost with at least two numbered children that own bytes. Layers are children that
+    have a forward. One of a list that has none (a list of lists, say) is replaced by the outermost modules inside it
+    that have. A child that hangs at several places of a container is one layer.
 
     A model without such a container is treated as one stack of its leaf modules, so that any ``nn.Module`` has layers.
     """
@@ -63,12 +50,33 @@ def find_stacks(inventory: Inventory) -> list[Stack]:
     numbered = {name: _numbered_children(inventory, name, holders) for name in inventory.modules}
     lists = {name: children for name, children in numbered.items() if len(children) >= 2}
     every = {child for children in lists.values() for child in children}
-    outermost = [name for name in lists if name not in every and every.isdisjoint(inventory.ancestors(name))]
-    stacks = list(_stacks_of(inventory, {name: lists[name] for name in outermost}, holders))
+    called = {
+        name: [layer for child in children for layer in called_within(inventory, child) if layer in holders]
+        for name, children in lists.items()
+        if name not in every and every.isdisjoint(inventory.ancestors(name))
+    }
+    every_layer = {layer for layers in called.values() for layer in layers}
+    order = {name: index for index, name in enumerate(inventory.modules)}
+    stacks: dict[str, list[str]] = {}
+    seen: set[str] = set()
+    for name, layers in called.items():
+        # Only modules that hang in several places can be in two lists, or inside a layer of another list.
+        mine = {layer for layer in layers if layer not in seen and every_layer.isdisjoint(inventory.ancestors(layer))}
+        seen |= mine
+        if mine:
+            stacks[name] = sorted(mine, key=order.__getitem__)
     if stacks:
         return stacks
-    leaves = tuple(_leaves(inventory, owners))
-    return [Stack("", leaves)] if leaves else []
+    # The innermost modules that read tensors of their own; never one inside another, nor the root for another.
+    readers = dict.fromkeys(reader_of(inventory, name) for name in inventory.modules if name in owners)
+    around = {outer for name in readers for outer in inventory.ancestors(name)}
+    leaves = [name for name in readers if name not in around | inventory.uncalled and (name or name in owners)]
+    return {"": leaves} if leaves else {}
+
+
+def find_layers(inventory: Inventory) -> list[str]:
+    """The layers of all stacks."""
+    return [layer for layers in find_stacks(inventory).values() for layer in layers]
 
 
 def _numbered_children(inventory: Inventory, container: str, holders: Collection[str]) -> list[str]:
@@ -81,23 +89,6 @@ def _numbered_children(inventory: Inventory, container: str, holders: Collection
         # `norm1` and `norm2` that are lists stand beside each other; items of a list that are lists, behind each other.
         and (place.module not in inventory.uncalled or place.attr.isdigit())
     ]
-
-
-def _stacks_of(inventory: Inventory, lists: dict[str, list[str]], holders: Collection[str]) -> Iterator[Stack]:
-    """``lists`` (numbered children by container) as layers that have a forward, each in one stack, none nested."""
-    order = {name: index for index, name in enumerate(inventory.modules)}
-    called = {
-        name: [layer for child in children for layer in called_within(inventory, child) if layer in holders]
-        for name, children in lists.items()
-    }
-    every = {layer for layers in called.values() for layer in layers}
-    seen: set[str] = set()
-    for name, layers in called.items():
-        # Only modules that hang in several places can be in two lists, or inside a layer of another list.
-        mine = {layer for layer in layers if layer not in seen and every.isdisjoint(inventory.ancestors(layer))}
-        seen |= mine
-        if mine:
-            yield Stack(name, tuple(sorted(mine, key=order.__getitem__)))
 
 
 def called_within(inventory: Inventory, module: str) -> list[str]:
@@ -138,20 +129,16 @@ def outside_units(inventory: Inventory, candidates: Sequence[StorageInfo], layer
     inside = {storage.name for layer in layers for storage in inventory.under(layer)}
     drafts: dict[str, list[StorageInfo]] = {}
     for storage in candidates:
-        anchor = _anchor_of(inventory, storage)
+        around = common_prefix([inventory.dominators(module) for module in storage.modules])
+        anchor = next((name for name in reversed(around) if name not in inventory.uncalled), None)
         if anchor and storage.name not in inside:
             drafts.setdefault(anchor, []).append(storage)
-    around = {outer for anchor in (*layers, *drafts) for outer in inventory.ancestors(anchor)}
+    outer = {name for anchor in (*layers, *drafts) for name in inventory.ancestors(anchor)}
     return [
         UnitDraft(anchor, tuple(storages))
         for anchor, storages in drafts.items()
-        if anchor not in around and inventory.ancestors(anchor).isdisjoint(layers)
+        if anchor not in outer and inventory.ancestors(anchor).isdisjoint(layers)
     ]
-
-
-def _anchor_of(inventory: Inventory, storage: StorageInfo) -> str | None:
-    around = common_prefix([inventory.dominators(module) for module in storage.modules])
-    return next((name for name in reversed(around) if name not in inventory.uncalled), None)
 
 
 def draft_units(inventory: Inventory, storages: Sequence[StorageInfo]) -> list[UnitDraft]:
@@ -160,7 +147,7 @@ def draft_units(inventory: Inventory, storages: Sequence[StorageInfo]) -> list[U
     Left out: what several layers share, and what :func:`outside_units` leaves out.
     """
     wanted = {storage.name for storage in storages}
-    layers = [layer for stack in find_stacks(inventory) for layer in stack.layers]
+    layers = find_layers(inventory)
     drafts = [UnitDraft(layer, tuple(s for s in inventory.under(layer) if s.name in wanted)) for layer in layers]
     drafts = [draft for draft in drafts if draft.storages]
     drafts += outside_units(inventory, storages, [draft.anchor for draft in drafts])
@@ -188,34 +175,24 @@ def split_by_part(inventory: Inventory, layers: Sequence[UnitDraft]) -> list[Uni
     Part i of a layer then shares its slots with part i of the others. So all of them have to have as many parts, each
     with a forward, none of these tiny, and nothing that belongs to two; otherwise the layers stay whole.
     """
-    split = [_parts_of(inventory, layer) for layer in layers]
-    same = len({len(parts) for parts in split}) == 1
-    whole = [
-        sum(len(part.storages) for part in parts) == len(layer.storages)
-        for parts, layer in zip(split, layers, strict=True)
-    ]
-    every = [part for parts in split for part in parts]
+    every: list[UnitDraft] = []
+    counts = set()
+    for layer in layers:
+        wanted = {storage.name for storage in layer.storages}
+        parts = [
+            UnitDraft(child, tuple(s for s in inventory.under(child) if s.name in wanted))
+            for child in inventory.children(layer.anchor)
+        ]
+        parts = [part for part in parts if part.storages]
+        if sum(len(part.storages) for part in parts) != len(layer.storages):
+            return list(layers)
+        counts.add(len(parts))
+        every += parts
     anchors = {part.anchor for part in every}
     apart = all(anchors.isdisjoint(inventory.ancestors(anchor)) for anchor in anchors)
-    if not same or not all(whole) or not apart or not anchors.isdisjoint(inventory.uncalled):
-        return list(layers)
-    return list(layers) if any(part.num_bytes < MIN_PART_BYTES for part in every) else every
-
-
-def _parts_of(inventory: Inventory, layer: UnitDraft) -> list[UnitDraft]:
-    wanted = {storage.name for storage in layer.storages}
-    children = [
-        UnitDraft(child, tuple(s for s in inventory.under(child) if s.name in wanted))
-        for child in inventory.children(layer.anchor)
-    ]
-    return [child for child in children if child.storages]
-
-
-def _leaves(inventory: Inventory, owners: Collection[str]) -> Iterator[str]:
-    """The innermost modules that read tensors of their own; never one inside another, nor the root for another."""
-    readers = dict.fromkeys(reader_of(inventory, name) for name in inventory.modules if name in owners)
-    around = {outer for name in readers for outer in inventory.ancestors(name)}
-    return (name for name in readers if name not in around | inventory.uncalled and (name or name in owners))
+    large = all(part.num_bytes >= MIN_PART_BYTES for part in every)
+    can_split = len(counts) == 1 and apart and large and anchors.isdisjoint(inventory.uncalled)
+    return every if can_split else list(layers)
 
 
 def reader_of(inventory: Inventory, module: str) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 
 from penstock.config import Budget, format_gib
 from penstock.errors import BudgetError, warn_user
-from penstock.plan.candidates import CandidateTable, Choice, Family, Floats, Ints, PlanningProblem
+from penstock.plan.candidates import CandidateTable, Family, Floats, Ints, PlanningProblem
 from penstock.plan.overrides import warn_of_stranded
 from penstock.plan.plan import Plan, assemble
 
@@ -70,7 +70,7 @@ def solve(table: CandidateTable, budget: Budget) -> Plan:
     best = _best(table, weights_budget, host_limit(problem, budget))
     if best is None:
         raise _too_small(table, budget)
-    return assemble(problem.inventory, best.drafts, best.num_slots, problem.mode, uva=best.uva)
+    return best
 
 
 def host_limit(problem: PlanningProblem, budget: Budget) -> int | None:
@@ -90,7 +90,7 @@ def reserved_bytes(problem: PlanningProblem, budget: Budget) -> int:
 # -- the search --------------------------------------------------------------------------------------------------------
 
 
-def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None) -> Choice | None:
+def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None) -> Plan | None:
     fitting = [(family, family.fitting(device_bytes, host_bytes)) for family in table.families]
     bounds = [(family, rows, family.bound(rows, host_bytes)) for family, rows in fitting if len(rows)]
     # A few of the most promising candidates first: what they reach rules out nearly all the others.
@@ -108,7 +108,7 @@ def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None) -> C
     if not ranked:
         return None
     _, family, row = min(ranked, key=lambda entry: entry[0])
-    return family.choice(row, host_bytes)
+    return family.plan(row, host_bytes)
 
 
 def _score(step_s: Floats) -> Floats:
