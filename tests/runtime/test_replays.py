@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from device_model import BYTES, Device, DeviceLink, Graph, Op, plan_and_store
 from penstock.runtime.prefetcher import Prefetcher
+from penstock.runtime.slot import SlotState
 from penstock.stats import Recorder
 from penstock.stores.store import Load
 from penstock.transfer.link import ComputeEvent, Transfer
@@ -171,6 +172,37 @@ def test_every_read_finds_its_unit(
     assert engine.reads == expected
     skips = any(step.startswith("skip") for step in steps)
     assert skips or all(stats.misses == 0 for stats in engine.pipeline.stats)
+
+
+@given(steps=STEPS, num_units=st.integers(1, 7), num_slots=st.integers(1, 4), seed=st.integers(0, 1000))
+@settings(max_examples=200, deadline=None)
+def test_every_forward_leaves_the_first_units_in_the_slots(
+    steps: list[str], num_units: int, num_slots: int, seed: int
+) -> None:
+    """That is what graphs begin with; once there are some, the slot of the last unit is held back instead."""
+    engine = Engine(num_units, num_slots, seed, announced=False)
+    for step in steps:
+        if step != "replay":
+            getattr(engine, step)()
+        held_back = engine.pipeline._graphs.held_back
+        for slot in engine.pipeline._live:
+            if slot.index == held_back:
+                assert slot.state is SlotState.HELD_BACK
+            else:
+                assert slot.state in (SlotState.ARRIVING, SlotState.READY)
+                assert slot.unit == slot.index
+
+
+def test_an_announced_replay_gets_slots_that_hold_nothing() -> None:
+    """It may leave any unit in them; a unit that has its slot alone stays."""
+    engine = Engine(3, 2, 0, announced=True)
+    engine.capture()
+    engine.replay(0)
+    assert [slot.state for slot in engine.pipeline._live] == [SlotState.EMPTY, SlotState.READY]
+    engine.prepare()
+    assert [slot.state for slot in engine.pipeline._live] == [SlotState.ARRIVING, SlotState.READY]
+    engine.forward()
+    assert [slot.state for slot in engine.pipeline._live] == [SlotState.HELD_BACK, SlotState.READY]
 
 
 ROUGH = st.lists(
