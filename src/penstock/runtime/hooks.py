@@ -85,6 +85,7 @@ class _ModuleHook(NotCopyable):
         self._token = token
         self._promoter = promoter
         self._handles: list[RemovableHandle] = []
+        self._own_forward = vars(module).get("forward")  # of the instance, perhaps another library's
         self._wrapper = _wrapped_forward(module, self._forward)
 
     # Methods of the subclasses; the first two are called by the ops, see penstock.ops.Boundary.
@@ -111,9 +112,10 @@ class _ModuleHook(NotCopyable):
             handle.remove()
         # A wrapper that another library has put around ours since stays.
         if vars(self._module).get("forward") is self._wrapper:
-            del self._module.__dict__["forward"]
-            if (before := vars(self._wrapper)["_penstock_original"]) is not None:
-                self._module.__dict__["forward"] = before
+            if self._own_forward is None:
+                del self._module.__dict__["forward"]
+            else:
+                self._module.__dict__["forward"] = self._own_forward
         for module in (self._entry, self._module):
             module.__dict__.pop(self._tag_attr, None)
             module.__dict__.pop(_TOKEN, None)
@@ -443,7 +445,6 @@ def _wrapped_forward(module: nn.Module, around: Callable[..., Any]) -> Callable[
             return original(*args, **kwargs)
         return around(original, *args, **kwargs)
 
-    forward.__dict__["_penstock_original"] = vars(module).get("forward")
     return forward
 
 
