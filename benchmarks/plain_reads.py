@@ -36,23 +36,23 @@ def read_plainly(files: Sequence[Path], direct: bool, block_bytes: int) -> float
     descriptors = [os.open(file, flags) for file in files]
     sizes = [file.stat().st_size for file in files]
     left = iter([(fd, at) for fd, size in zip(descriptors, sizes, strict=True) for at in range(0, size, block_bytes)])
-    rooms = [mmap.mmap(-1, block_bytes) for _ in range(num_cores())]
-    for room in rooms:
-        room[:: mmap.PAGESIZE] = bytes(len(room) // mmap.PAGESIZE)
+    buffers = [mmap.mmap(-1, block_bytes) for _ in range(num_cores())]
+    for buffer in buffers:
+        buffer[:: mmap.PAGESIZE] = bytes(len(buffer) // mmap.PAGESIZE)
     lock = threading.Lock()
 
-    def read(room: mmap.mmap) -> int:
+    def read(buffer: mmap.mmap) -> int:
         num_bytes = 0
         while True:
             with lock:
                 piece = next(left, None)
             if piece is None:
                 return num_bytes
-            num_bytes += os.preadv(piece[0], [room], piece[1])  # Linux reads a local file to the end of the request
+            num_bytes += os.preadv(piece[0], [buffer], piece[1])  # Linux reads a local file to the end of the request
 
     begin = time.perf_counter()
-    with ThreadPoolExecutor(len(rooms)) as pool:
-        found = sum(pool.map(read, rooms))
+    with ThreadPoolExecutor(len(buffers)) as pool:
+        found = sum(pool.map(read, buffers))
     seconds = time.perf_counter() - begin
     for descriptor in descriptors:
         os.close(descriptor)

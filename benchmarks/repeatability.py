@@ -1,4 +1,4 @@
-"""Does the resident model repeat its own bits? Where it does not, nobody can promise equality with it.
+"""Does the resident model repeat its own bits? Where it does not, equality with it cannot be promised.
 
 python benchmarks/repeatability.py
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli.arguments import require_folder
-from penstock.cli.terminal import stderr, stdout
+from penstock.cli.terminal import stdout
 from penstock.errors import OptionError
-from penstock.memory.system import num_cores
 
 if TYPE_CHECKING:
     from penstock.demo.comparison import Comparison
@@ -40,7 +38,6 @@ def demo(
 
     if find_spec("transformers") is None or find_spec("tokenizers") is None:
         raise OptionError("the demo needs packages that are not installed: pip install penstock[transformers]")
-    _note_busy_machine()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -53,17 +50,6 @@ def demo(
     if broken:
         raise typer.Exit(1)
     stdout.print("[green]Every bit is equal, and memory stayed within the plan.[/]")
-
-
-def _note_busy_machine() -> None:
-    load, cores = os.getloadavg()[0], num_cores()
-    if load > 0.5 * cores:
-        stderr.print(
-            f"note: other programs keep this machine busy (load {load:.1f} on {cores} cores); bits and memory are not "
-            f"affected, times are",
-            style="yellow",
-            soft_wrap=True,
-        )
 
 
 def _embed_sentences(runs: Path) -> list[str]:

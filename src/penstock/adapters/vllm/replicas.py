@@ -31,7 +31,7 @@ def replica_group(replicas: int | None, parallel: Any, rank: int) -> ProcessGrou
         rank: of this worker in its engine; tensor-parallel ranks hold different weights.
 
     Raises:
-        OptionError: there are none, or nobody has said how many.
+        OptionError: there are none, or their number was not given.
         PeerError: another engine did not come in time.
     """
     from vllm.distributed.parallel_state import get_dp_group
@@ -59,7 +59,7 @@ def _meeting_place(port: int, keeps_it: bool, replicas: int) -> Store:
     """The store of all workers of the launch, kept by one of them."""
     patience = timedelta(seconds=peer_timeout_s())
     try:
-        # Its own timeout does not hold where somebody else listens at the port and never answers.
+        # The timeout of TCPStore does not end where another program listens at the port and never answers.
         return call_within(
             patience.total_seconds() + GRACE_S,
             lambda: TCPStore(_HOST, port, is_master=keeps_it, timeout=patience, wait_for_workers=False),

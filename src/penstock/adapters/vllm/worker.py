@@ -239,7 +239,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
 
 
 def _keep_units_out_of_pieces(compilation: Any) -> bool:
-    """Let the compiled model be cut at penstock's ops too, as it is at attention; whether that can be had.
+    """Have vLLM cut the compiled model at penstock's ops, as it does at attention; returns whether it can.
 
     Each piece of a model between two cuts may be a CUDA graph. With the ends of a unit inside one, its copy would have
     to be joined before that graph ends, with nothing beside it.
