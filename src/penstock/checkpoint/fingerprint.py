@@ -1,4 +1,4 @@
-"""Files as they were when they were opened; free of torch, for processes that only read."""
+"""The identity of a file when it was opened; without torch, for the process that fills a staging ring."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ class FileFingerprint:
     inode: int
 
     def check(self) -> None:
-        """Raise CheckpointError if the file on disk is gone or no longer the one that was stamped."""
+        """Raise CheckpointError if the file on disk is gone or no longer the one that was opened."""
         with opened(self.path) as (_, now):
             if now != self:
                 raise fault(self.path, str(self), str(now), "It changed while in use: open it again.")
 
 
-def fault(path: Path, expected: str, found: str, mend: str = _AGAIN) -> CheckpointError:
-    """The error for a file that is not as it should be."""
-    return CheckpointError(f"{path}: expected {expected}; found {found}. {mend}")
+def fault(path: Path, expected: str, found: str, fix: str = _AGAIN) -> CheckpointError:
+    """The error for a file that differs from what it should be; ``fix`` says what to do."""
+    return CheckpointError(f"{path}: expected {expected}; found {found}. {fix}")
 
 
 def require_file(path: Path) -> None:
-    """Raise CheckpointError for what is neither a file nor a folder: to open a pipe is to wait for who writes to it."""
+    """Raise CheckpointError for anything but a file or a folder: opening a pipe blocks until another process writes."""
     if kind := _KINDS.get(stat.S_IFMT(os.stat(path).st_mode)):
         raise fault(path, "a regular file", kind, "Write the weights to a file, or link to one.")
 
 
 def too_many_open(error: OSError) -> str:
-    """The mend of an error that the limit of open files has caused; empty for any other."""
+    """What to do about an error that the limit of open files has caused; empty for any other."""
     if error.errno != errno.EMFILE:
         return ""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -56,7 +56,7 @@ def too_many_open(error: OSError) -> str:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[int, FileFingerprint]]:
-    """A file descriptor and the stamp of what it has open. Every OSError becomes a CheckpointError."""
+    """A file descriptor and the fingerprint of its file. Every OSError becomes a CheckpointError."""
     try:
         require_file(path)
         fd = os.open(path, os.O_RDONLY)
@@ -66,5 +66,5 @@ def opened(path: Path) -> Iterator[tuple[int, FileFingerprint]]:
         finally:
             os.close(fd)
     except OSError as error:
-        mend = too_many_open(error) or "Check the path, its permissions (`chmod u+rX` as the owner) and the disk."
-        raise fault(path, f"files that user {os.geteuid()} can read", str(error.strerror), mend) from error
+        fix = too_many_open(error) or "Check the path, its permissions (`chmod u+rX` as the owner) and the disk."
+        raise fault(path, f"files that user {os.geteuid()} can read", str(error.strerror), fix) from error

@@ -67,7 +67,7 @@ class Checkpoint:
     def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
         """Read the headers of a folder, a ``.safetensors`` file or an index ``.json``.
 
-        Of a folder, the first that is there: ``model.safetensors.index.json`` (only tensors it names count),
+        Of a folder, the first that exists: ``model.safetensors.index.json`` (only tensors it names count),
         ``model.safetensors``, every ``*.safetensors``. Raises CheckpointError for files that are missing,
         unreadable, damaged, of another format or at odds with the index.
         """
@@ -97,10 +97,10 @@ class Checkpoint:
             raise self.lacks(name, "Use a name from `.tensors`.")
         return self.tensors[name]
 
-    def lacks(self, name: str, mend: str) -> CheckpointError:
-        """The error for a tensor that is not there, with the nearest names."""
+    def lacks(self, name: str, fix: str) -> CheckpointError:
+        """The error for a missing tensor, with the nearest names."""
         near = f"{len(self.tensors)} others, the nearest are {_nearest(name, self.tensors)}"
-        return fault(self.root, f"a tensor {name!r}", near if self.tensors else "no tensors at all", mend)
+        return fault(self.root, f"a tensor {name!r}", near if self.tensors else "no tensors at all", fix)
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, byte for byte, in new CPU memory; CheckpointError if the file is short or changed."""
@@ -133,8 +133,8 @@ def _find_files(start: Path) -> tuple[Path, list[Path]]:
     chosen = [name for name in (_INDEX, "model.safetensors") if name in names][:1] or every
     if not chosen:
         found = f"{_some(foreign)} of another format" if foreign else _some(names) if names else "an empty folder"
-        mend = _CONVERT if foreign else "Give the folder of the weights."
-        raise fault(start, "safetensors files", found, mend)
+        fix = _CONVERT if foreign else "Give the folder of the weights."
+        raise fault(start, "safetensors files", found, fix)
     return start, [start / name for name in chosen]
 
 
@@ -162,15 +162,15 @@ def _inside(index: Path, file: str) -> Path:
     """The shard's path. Judged by its text: in a Hugging Face cache every shard is a link that leads out."""
     pure = PurePosixPath(file)
     if pure.is_absolute() or ".." in pure.parts or not pure.parts:
-        raise fault(index, "shards inside its folder", repr(file), "Do not use it, or mend its weight_map.")
+        raise fault(index, "shards inside its folder", repr(file), "Do not use it, or correct its weight_map.")
     return index.parent / pure
 
 
 def _only_named(shard: Path, found: Mapping[str, FileTensor], names: set[str]) -> dict[str, FileTensor]:
     if absent := sorted(names - found.keys()):
         expected = f"all {len(names)} tensors that the index places here"
-        mend = "One of the two is of another checkpoint: download or copy both again."
-        raise fault(shard, expected, f"{len(names) - len(absent)} of them, missing: {_some(absent)}", mend)
+        fix = "One of the two is of another checkpoint: download or copy both again."
+        raise fault(shard, expected, f"{len(names) - len(absent)} of them, missing: {_some(absent)}", fix)
     return dict(found) if len(found) == len(names) else {name: found[name] for name in found if name in names}
 
 
@@ -178,8 +178,8 @@ def _refuse_duplicates(seen: Mapping[str, FileTensor], new: Mapping[str, FileTen
     if not seen.keys().isdisjoint(new):
         both = sorted(seen.keys() & new.keys())
         found = f"{_some(both)} also in {seen[both[0]].path}"
-        mend = f"Remove one of the two files, or add a {_INDEX} that says which one counts."
-        raise fault(new[both[0]].path, "each tensor in one file only", found, mend)
+        fix = f"Remove one of the two files, or add a {_INDEX} that says which one counts."
+        raise fault(new[both[0]].path, "each tensor in one file only", found, fix)
 
 
 def _read_header(path: Path) -> tuple[dict[str, FileTensor], FileFingerprint]:

@@ -1,9 +1,9 @@
 """Which bytes of a checkpoint make which tensor of a model.
 
 A tensor of the model may be one tensor of the file, the same under another name, or several of them side by side
-(fused experts are their members in a row). All of these are contiguous stretches of a file that land at an offset of
-the destination, so that a slot can be filled by plain positional reads of the unmodified files. What is not, such as a
-transposed tensor, has a recipe: it can be loaded, and not streamed.
+(fused experts are their members in a row). All of these are contiguous ranges of a file that go to an offset of the
+destination, so that a slot can be filled by plain positional reads of the unmodified files. Any other tensor, such as a
+transposed one, has a conversion: it can be loaded, and not streamed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Conversion:
     Attributes:
         names: of the model's tensors that come out together.
         parts: what goes in.
-        make: from the parts, by their names in the files and as they are there, to the model's tensors by name, in the
+        make: from the parts, by their names in the files and unchanged, to the model's tensors by name, in the
             model's dtype and contiguous.
     """
 

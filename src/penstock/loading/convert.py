@@ -1,7 +1,7 @@
-"""Tensors that are no stretches of the files, made one recipe at a time while everything else is loaded.
+"""Tensors that the files hold in another form (transposed, another dtype), converted one recipe at a time.
 
-What is in memory for it is the parts of one recipe, what its operations make in between, and the tensors that come out,
-until they lie where they belong: a few times the largest of them, whatever the size of the model.
+At any time memory holds the inputs of one recipe, its intermediate tensors and its results, until these are in their
+destinations: a few times the largest of them, whatever the size of the model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["TensorConverter"]
 
 
 class TensorConverter:
-    """Where the bytes of such storages come from.
+    """Gives the bytes of such storages.
 
     Args:
         recipes: by storage name, the name of the tensor that covers it, and its recipe.
@@ -50,19 +50,19 @@ class TensorConverter:
         parts = {part.name: part for _, recipe in recipes.values() for part in recipe.parts}
         sources = {name: TensorSource.of(part) for name, part in parts.items()}
         self._files = DiskStore(sources, disk, stamps=stamps, counter=counter)
-        self._ready: dict[str, torch.Tensor] = {}  # made beside another, and not asked for yet
+        self._ready: dict[str, torch.Tensor] = {}  # results of a recipe that were not asked for yet
 
     @property
     def order(self) -> list[str]:
-        """The storages, those of one recipe side by side; ask for them in this order."""
+        """The storages, those of one recipe next to each other; ask for them in this order."""
         first = {recipe.names: number for number, (_, recipe) in reversed([*enumerate(self._recipes.values())])}
         return sorted(self._recipes, key=lambda storage: first[self._recipes[storage][1].names])
 
     def copies(self, storage: str) -> Sequence[Copy]:
-        """The bytes of ``storage``, made now; they are let go of with what is returned.
+        """The bytes of ``storage``, converted now; the returned copies alone keep them alive.
 
         Raises:
-            TransferError: parts that cannot be had.
+            TransferError: inputs that cannot be read.
         """
         if storage not in self._ready:
             self._make(self._recipes[storage][1])

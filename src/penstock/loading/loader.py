@@ -24,7 +24,7 @@ from penstock.stores.store import Store
 
 __all__ = ["WeightLoader", "require_weights"]
 
-# What comes from memory is there twice while it is under way, so little of it is.
+# What comes from memory is in memory twice while it is copied, so it goes in small pieces.
 _LIVE_PIECE_BYTES = 2 << 20
 _LIVE_EXTRA_JOBS = 4
 _TRIM_BYTES = 32 << 20
@@ -37,8 +37,8 @@ _MIN_FILE_READERS = 8
 class WeightLoader:
     """Fills ``destinations`` in the store, and ``residents`` where compute will read them.
 
-    What the model has in host memory is let go of, storage by storage, as soon as it lies in a pinned store: its
-    tensors look into the store from then on, so that the two are never there together.
+    A storage that the model has in host memory is freed as soon as its bytes are in a pinned store: its tensors look
+    into the store from then on, so that the model is never in memory twice.
 
     Args:
         bound: all storages, by name.
@@ -89,13 +89,13 @@ class WeightLoader:
         """Bring everything.
 
         Raises:
-            TransferError, CheckpointError: bytes that cannot be had.
+            TransferError, CheckpointError: bytes that cannot be read.
         """
         if not self._destinations:
             return
         self._on_progress(0)
         self._copy_from_devices()
-        # Live tensors before files, and alone: what they free is there for the rest.
+        # Live tensors before files, and alone: the rest can use the memory that they free.
         live = [name for name in self._destinations if self._bound[name].home.type == "cpu"]
         self._deliver([name for name in live if name in self._in_store], self._live_copies, in_small_pieces=True)
         self._deliver([name for name in live if name not in self._in_store], self._live_copies)
@@ -161,7 +161,7 @@ class WeightLoader:
         for name in names:
             self._destinations[name].copy_(self._bound[name].original_bytes(), non_blocking=True)
         for home in {self._bound[name].home for name in names}:
-            torch.cuda.synchronize(home)  # the host reads next, and it is told of no event
+            torch.cuda.synchronize(home)  # the host reads next, without waiting for an event
         for name in names:
             self._on_progress(self._bound[name].info.num_bytes)
             if name in self._in_store:
@@ -184,7 +184,7 @@ class WeightLoader:
         self._store.on_loaded(name)
 
     def _trim_after(self, num_bytes: int) -> None:
-        """Freed blocks below glibc's mapping threshold stay with the heap until it is told to give them back."""
+        """Freed blocks below glibc's mapping threshold stay with the heap until ``malloc_trim``."""
         if num_bytes >= MIN_ADOPTED_BYTES:
             return
         before = self._freed_bytes // _TRIM_BYTES

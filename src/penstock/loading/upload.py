@@ -1,8 +1,8 @@
-"""Bytes to a device through a small ring of pinned buffers: no whole tensor is ever in host memory for it.
+"""Bytes to a device through a few pinned buffers: no whole tensor is in host memory on the way.
 
-A dozen reader threads bring thousands of pieces a second, and whoever gives up the interpreter's lock for a call waits
-behind all others to get it again. So copies are started by whichever reader finds that nobody is at it, for all that
-are ready, with one event behind them.
+A dozen reader threads fill thousands of buffers a second, and a thread that releases the interpreter lock for a call
+waits behind all others to get it again. So one reader at a time starts the copies of all buffers that are full, with
+one event behind them, while the others go on reading.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class UploadRing:
         self._starting = threading.Lock()
 
     def upload(self, reads: Sequence[Read]) -> None:
-        """Read ``reads`` into one buffer; this thread, or another one that is in here, starts their copies."""
+        """Read ``reads`` into one buffer; this thread, or another one in this method, starts their copies."""
         buffer, wait = self._free.get()
         try:
             wait()
@@ -59,7 +59,7 @@ class UploadRing:
         except BaseException:
             self._free.put((buffer, wait))
             raise
-        # Looked at again behind the lock: who came meanwhile has left it to this thread.
+        # Again after the lock is released: a reader that found it taken has left its buffer to this thread.
         while self._filled and self._starting.acquire(blocking=False):
             try:
                 self._start_filled()

@@ -7,7 +7,7 @@ ctypes, holds no interpreter lock.
 Memory that processes share has pages of 4 KiB unless the system says otherwise
 (``/sys/kernel/mm/transparent_hugepage/shmem_enabled``), and by default it does not. ``madvise(MADV_COLLAPSE)`` (Linux
 6.1) asks for huge pages whatever the system says. A huge page can only be mapped where its address and its offset in
-the file agree modulo 2 MiB, which the mmap module of Python cannot be told: so mappings are made through ctypes.
+the file agree modulo 2 MiB, which Python's mmap module does not allow to ask for: so mappings are made through ctypes.
 
 torch is not imported here: the process that fills a staging ring maps memory without it.
 """

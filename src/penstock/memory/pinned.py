@@ -216,12 +216,12 @@ def new_pinned(num_bytes: int, registrar: HostRegistrar) -> tuple[PinnedBuffer, 
     return memory, memory.register(registrar)
 
 
-def pin_shared(memory: PinnedBuffer, registrar: HostRegistrar, mend: str) -> None:
+def pin_shared(memory: PinnedBuffer, registrar: HostRegistrar, fix: str) -> None:
     """Pin memory that other processes share, which therefore cannot be replaced by memory of torch's allocator.
 
     Raises:
         BudgetError: the system has no memory for it.
-        OptionError: the driver refuses to register it; ``mend`` says what to do besides checking limits.
+        OptionError: the driver refuses to register it; ``fix`` says what to do besides checking limits.
         StateError: a graph is being captured.
     """
     populate_parallel(memory.blob, pin_threads())  # pages may be there, but not yet in this process's tables
@@ -229,7 +229,7 @@ def pin_shared(memory: PinnedBuffer, registrar: HostRegistrar, mend: str) -> Non
     if code != 0:
         raise OptionError(
             f"the driver refused to register {memory.num_bytes} bytes of shared memory (cudaHostRegister: error "
-            f"{code}); check `ulimit -l`, or {mend}"
+            f"{code}); check `ulimit -l`, or {fix}"
         )
 
 

@@ -102,8 +102,8 @@ def host_available_bytes(meminfo: str | None = None) -> int | None:
 def cgroup_available_bytes(membership: str | None = None, root: Path = _CGROUP_ROOT) -> int | None:
     """What the control groups of this process leave it: the least over its own group and all above, of v1 and v2.
 
-    A group leaves its limit less its use; page cache counts as free, since the kernel takes it back before it kills
-    anybody (cgroups(7); Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst). A container sees its own group
+    A group leaves its limit less its use; page cache counts as free, since the kernel takes it back before it kills a
+    process (cgroups(7); Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst). A container sees its own group
     as the root, under whatever path the host has for it: levels that are not there are passed over.
 
     Args:

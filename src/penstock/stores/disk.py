@@ -1,4 +1,4 @@
-"""Store ``disk``: the unmodified safetensors files, read by position straight into the slot; see :mod:`.files`."""
+"""Store ``disk``: the unmodified safetensors files, read by position straight into the slot (see ``file_reader``)."""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ want aligned offsets, lengths and addresses, and tensors in a file are not align
 aligned blocks into a buffer of its own and copies the wanted bytes out: a fraction of a core, and the operand in the
 slot keeps its 256-byte alignment, on which the bits of a matrix product may depend. Blocks are large, because a disk
 behind a hypervisor needs large requests, and buffers are used again and again, because memory that was never touched is
-slow to receive (the hypervisor has to find it first). Where the caller has room around the bytes, they are read there.
+slow to receive (the hypervisor has to find it first). A caller whose buffer is larger than the range gets the whole
+pages read there.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ BLOCK_BYTES = 2 << 20
 _SAMPLE_BYTES = 256 << 10
 _MAX_VIEWS = 1024  # IOV_MAX
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC
-_MEND = "copy the same file over it with its time (cp -p), or load the model again from files that nobody writes to"
+_FIX = "copy the same file over it with its time (cp -p), or load the model again from files that no process writes to"
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class File(Source):
         # To ask which of its pages are cached; reading with RWF_NOWAIT would tell as much, but starts to read ahead.
         asks = options.direct is None and self._direct_fd is not None and self.num_bytes > 0
         self._mapped = map_file(self.fd, 0, self.num_bytes, read_only=True) if asks else None
-        # Descriptors outlive close() only through garbage collection of a store nobody closed.
+        # Descriptors outlive close() only through garbage collection of a store that was not closed.
         self.close = weakref.finalize(self, _close_all, {fd for fd in self.descriptors if fd is not None})
 
     @property
@@ -157,7 +158,7 @@ class File(Source):
         self.counter.add("direct", num_bytes)
 
     def _is_cached(self, offset: int, num_bytes: int) -> bool:
-        """Whether a range is taken from the page cache because it is there; asked where the options leave it open."""
+        """Whether a range is read from the page cache because it is in it; where the options leave that open."""
         if self._mapped is None or offset + num_bytes > len(self._mapped):
             return False
         sample = self._mapped[offset : offset + min(num_bytes, _SAMPLE_BYTES)]
@@ -189,7 +190,7 @@ class File(Source):
             raise TransferError(
                 f"{self.path}: expected the file that was opened ({stamp.num_bytes} bytes, modified at "
                 f"{stamp.modified_ns} ns); found {now.st_size} bytes, modified at {now.st_mtime_ns} ns: it was written "
-                f"to while in use; {_MEND}"
+                f"to while in use; {_FIX}"
             )
 
     def _read_fully(self, fd: int, offset: int, views: Sequence[memoryview], at_least: int) -> None:
@@ -199,7 +200,7 @@ class File(Source):
             if count == 0:
                 raise TransferError(
                     f"{self.path}: expected {at_least} bytes at {offset}, the file ended after {done}; it was "
-                    f"truncated while in use; {_MEND}"
+                    f"truncated while in use; {_FIX}"
                 )
             done += count
             views = _behind(views, count)
@@ -225,8 +226,8 @@ def _open(path: Path, options: DiskOptions) -> tuple[int, int | None]:
         fd = _open_direct(path) if options.direct else above_standard_streams(os.open(path, _FLAGS))
     except OSError as error:
         usual = "This file system may not support --disk-direct." if options.direct else "Check its permissions."
-        mend = too_many_open(error) or usual
-        raise CheckpointError(f"{path}: cannot be opened for reading: {error.strerror}. {mend}") from error
+        fix = too_many_open(error) or usual
+        raise CheckpointError(f"{path}: cannot be opened for reading: {error.strerror}. {fix}") from error
     if options.drop_cache or options.direct is None:
         # No read-ahead: requests are large and many already, and what it brings beyond them is not let go of with them,
         # or is read twice when the way changes. Eight readers of 2 MiB each brought 1.4 GB/s with it and 2.3 without.

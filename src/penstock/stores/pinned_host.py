@@ -5,8 +5,8 @@ threads touch and that is then registered with the driver takes a ninth of that,
 copies just as fast. The threads that fill a slab touch it by doing so, and a slab is registered as soon as it is full,
 while the next ones are being filled.
 
-A copy cannot cross from one registration into the next, so a slab holds whole units. Whoever holds a view of a slab
-holds the slab.
+A copy cannot cross from one registration into the next, so a slab holds whole units. A view of a slab keeps
+the slab alive.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ from penstock.config import Mode
 from penstock.memory.byte_ranges import ByteRange, Copy
 from penstock.memory.pages import map_pages, pack, populate_parallel
 from penstock.memory.pinned import HostRegistrar, PinnedBuffer, pin_threads, warn_refused
-from penstock.plan.plan import Unit, slab_bytes
+from penstock.plan.plan import SlabEntry, Unit, slab_bytes
 from penstock.stores.store import Load, Store
 
 __all__ = [
@@ -37,17 +37,8 @@ SLAB_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class _Cargo:
-    """What lies in one stretch: a unit (by index) or a storage that is read in place."""
-
-    unit: int | None
-    entries: tuple[tuple[str, int, int], ...]  # storage, offset, bytes
-    num_bytes: int
-
-
-@dataclass(frozen=True)
 class Held:
-    """A storage that lies in pinned memory already, in memory made for it: it is neither copied nor pinned again."""
+    """A storage that is in pinned memory already, in memory made for it: it is neither copied nor pinned again."""
 
     memory: PinnedBuffer
     start: int
@@ -56,24 +47,28 @@ class Held:
 
 @dataclass(frozen=True)
 class Place:
-    """A stretch of a slab: its number, where the stretch begins in it, and how long it is."""
+    """A part of a slab: the slab's number, where the part begins in it, and how long it is."""
 
     slab: int
     start: int
     num_bytes: int
 
 
-def _cargo(units: Sequence[Unit], in_place: Mapping[str, int]) -> list[_Cargo]:
-    stretches = [
-        _Cargo(unit.index, tuple((e.storage, e.offset, e.num_bytes) for e in unit.entries), unit.num_bytes)
-        for unit in units
-    ]
-    return stretches + [_Cargo(None, ((name, 0, size),), slab_bytes([size])) for name, size in in_place.items()]
+class _Block(NamedTuple):
+    """What is contiguous: a unit, or a storage that is read in place."""
+
+    entries: tuple[SlabEntry, ...]
+    num_bytes: int
+
+
+def _blocks(units: Sequence[Unit], in_place: Mapping[str, int]) -> list[_Block]:
+    alone = [_Block((SlabEntry(name, 0, size),), slab_bytes([size])) for name, size in in_place.items()]
+    return [_Block(unit.entries, unit.num_bytes) for unit in units] + alone
 
 
 def slab_sizes(units: Sequence[Unit], in_place: Mapping[str, int], max_slab_bytes: int = SLAB_BYTES) -> list[int]:
     """Bytes of each slab of a :class:`PinnedStore` that adopts nothing."""
-    sizes = [item.num_bytes for item in _cargo(units, in_place)]
+    sizes = [item.num_bytes for item in _blocks(units, in_place)]
     return [sum(sizes[run.start : run.stop]) for run in pack(sizes, max_slab_bytes)]
 
 
@@ -106,7 +101,7 @@ class PinnedStore(Store):
         """Map the memory; nothing is touched or registered yet, but for what is adopted.
 
         Args:
-            units: each gets one contiguous stretch.
+            units: each is contiguous.
             in_place: bytes of the storages that are read in place.
             registrar: what pins; ``None`` leaves the memory unpinned.
             adopt: tensors in host memory (uint8, 1-D) to use where they lie, by the storage that they hold; taken for
@@ -121,74 +116,57 @@ class PinnedStore(Store):
         self._slabs: list[PinnedBuffer] = []
         self._missing: list[set[str]] = []
         self._storages: dict[str, Place] = {}
-        self._units: dict[int, Place] = {}
-        self._pieces: dict[int, list[Place]] = {}
         self._pool = ThreadPoolExecutor(1, "penstock-pin")
         self._codes: dict[int, Future[int]] = {}
         self._sealed: set[int] = set()
-        rest = [item for item in _cargo(units, in_place) if not self._keep(item, held or {})]
+        rest = [block for block in _blocks(units, in_place) if not self._keep(block, held or {})]
         self.kept = frozenset(self._storages)
         self._num_held = len(self._slabs)
-        rest = [item for item in rest if not self._adopt(item, adopt or {})]
+        rest = [block for block in rest if not self._adopt(block, adopt or {})]
         self.adopted = frozenset(self._storages) - self.kept
-        for run in pack([item.num_bytes for item in rest], max_slab_bytes):
+        for run in pack([block.num_bytes for block in rest], max_slab_bytes):
             self._open(rest[run.start : run.stop])
 
-    def _keep(self, cargo: _Cargo, held: Mapping[str, Held]) -> bool:
-        """Whether all of ``cargo`` stays where it is held."""
-        found = [(offset, held[name]) for name, offset, _ in cargo.entries if name in held]
-        if len(found) < len(cargo.entries):
+    def _keep(self, block: _Block, held: Mapping[str, Held]) -> bool:
+        """Whether all of ``block`` stays where it is held."""
+        if not all(entry.storage in held for entry in block.entries):
             return False
-        places = [Place(self._index_of(stretch.memory), stretch.start, stretch.num_bytes) for _, stretch in found]
-        for (name, _, _), place in zip(cargo.entries, places, strict=True):
-            self._storages[name] = place
-        if cargo.unit is not None:
-            origins = {(place.slab, place.start - offset) for (offset, _), place in zip(found, places, strict=True)}
-            slab, start = next(iter(origins))
-            if len(origins) == 1 and start + cargo.num_bytes <= self._slabs[slab].num_bytes:
-                self._units[cargo.unit] = Place(slab, start, cargo.num_bytes)
-            else:
-                self._pieces[cargo.unit] = places
+        for entry in block.entries:
+            found = held[entry.storage]
+            if found.memory not in self._slabs:
+                self._add(found.memory, set())
+            self._storages[entry.storage] = Place(self._slabs.index(found.memory), found.start, found.num_bytes)
         return True
 
-    def _index_of(self, memory: PinnedBuffer) -> int:
-        if memory not in self._slabs:
-            self._missing.append(set())
-            self._slabs.append(memory)
-        return self._slabs.index(memory)
-
-    def _adopt(self, cargo: _Cargo, adopt: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the only storage of ``cargo`` stays where it is."""
-        name, _, num_bytes = cargo.entries[0]
-        if len(cargo.entries) > 1 or name not in adopt or self.registrar is None:
+    def _adopt(self, block: _Block, adopt: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the only storage of ``block`` stays where it is."""
+        name = block.entries[0].storage
+        if len(block.entries) > 1 or name not in adopt or self.registrar is None:
             return False
         slab = PinnedBuffer(adopt[name])
         if slab.register(self.registrar) != 0:
             return False  # its pages may be known to the driver already
-        self._place(cargo, slab, 0, num_bytes)
-        self._missing.append(set())
-        self._slabs.append(slab)
+        self._storages[name] = Place(self._add(slab, set()), 0, slab.num_bytes)
         return True
 
-    def _open(self, cargo: Sequence[_Cargo]) -> None:
-        slab = PinnedBuffer(self._allocate(sum(item.num_bytes for item in cargo)))
+    def _open(self, blocks: Sequence[_Block]) -> None:
+        names = {entry.storage for block in blocks for entry in block.entries}
+        slab = self._add(PinnedBuffer(self._allocate(sum(block.num_bytes for block in blocks))), names)
         start = 0
-        for item in cargo:
-            self._place(item, slab, start, item.num_bytes)
-            start += item.num_bytes
-        self._missing.append({name for item in cargo for name, _, _ in item.entries})
+        for block in blocks:
+            for entry in block.entries:
+                self._storages[entry.storage] = Place(slab, start + entry.offset, entry.num_bytes)
+            start += block.num_bytes
+
+    def _add(self, slab: PinnedBuffer, missing: set[str]) -> int:
+        """The number of a new slab, in which ``missing`` are still to be filled."""
         self._slabs.append(slab)
+        self._missing.append(missing)
+        return len(self._slabs) - 1
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         """Memory of one slab, untouched: uint8, 1-D, host."""
         return torch.from_numpy(map_pages(num_bytes))
-
-    def _place(self, cargo: _Cargo, slab: PinnedBuffer, start: int, num_bytes: int) -> None:
-        index = len(self._slabs)
-        if cargo.unit is not None:
-            self._units[cargo.unit] = Place(index, start, num_bytes)
-        for name, offset, size in cargo.entries:
-            self._storages[name] = Place(index, start + offset, size)
 
     # -- filling ------------------------------------------------------------------------------------------------------
 
@@ -252,10 +230,13 @@ class PinnedStore(Store):
 
     def load(self, unit: Unit) -> Load:
         copies = tuple(self.unit_copies(unit))
-        if unit.index in self._units:
-            return Load(unit.index, copies, self._view(self._units[unit.index]))
-        places = zip(unit.entries, self._pieces[unit.index], strict=True)
-        return Load(unit.index, copies, pieces=tuple((entry.offset, self._view(place)) for entry, place in places))
+        places = [self._storages[entry.storage] for entry in unit.entries]
+        starts = {(place.slab, place.start - entry.offset) for entry, place in zip(unit.entries, places, strict=True)}
+        if len(starts) > 1:  # held, and not side by side
+            parts = zip(unit.entries, places, strict=True)
+            return Load(unit.index, copies, pieces=tuple((entry.offset, self._view(place)) for entry, place in parts))
+        ((slab, start),) = starts
+        return Load(unit.index, copies, self._slabs[slab].blob[start : start + unit.num_bytes])
 
     def in_place(self, storage: str) -> torch.Tensor:
         return self.destination(storage)
@@ -281,6 +262,4 @@ class PinnedStore(Store):
         self._pool.shutdown(cancel_futures=True)
         self._codes.clear()
         self._storages.clear()
-        self._units.clear()
-        self._pieces.clear()
         self._slabs.clear()

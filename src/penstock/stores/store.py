@@ -227,7 +227,7 @@ class SpillStore(Store):
         return self._of(storage).copies(storage)
 
     def load(self, unit: Unit) -> Load:
-        # A unit in host memory comes with its slab and one in files without: that is how a link tells them apart.
+        # A unit in host memory comes with its slab and one in files without: links distinguish them by that.
         return (self.files if unit.store == "disk" else self.host).load(unit)
 
     def in_place(self, storage: str) -> torch.Tensor:

@@ -3,8 +3,8 @@
 A unit is cut into pieces that all workers share, in order of submission: the unit needed next gets all of the
 machine's read bandwidth. Reads drop the interpreter lock, so they run beside compute.
 
-The workers know only the queue. The link can therefore be collected while they wait for work, and its finaliser
-sends them home.
+The workers hold a reference to the queue alone. The link can therefore be collected while they wait for work, and its
+finaliser ends them.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class ThreadLink(Link):
         ]
         self._stalls_s: dict[int, float] = {}
         self._latest: dict[int, ThreadTransfer] = {}
-        self._finish = weakref.finalize(self, _send_home, self._jobs, count)
+        self._finish = weakref.finalize(self, _end_workers, self._jobs, count)
         try:
             for worker in self._workers:
                 worker.start()
@@ -173,7 +173,7 @@ class ThreadLink(Link):
 
     def close(self) -> None:
         self._finish()
-        _send_home(self._jobs, len(self._workers))  # once more: an interrupt may have cut the first time short
+        _end_workers(self._jobs, len(self._workers))  # once more: an interrupt may have cut the first time short
         for worker in self._workers:
             worker.join()
 
@@ -185,7 +185,7 @@ def _read_job(transfer: ThreadTransfer, src: ByteRange, into: memoryview, record
         try:
             if not transfer.failed:
                 src.read(into)
-        except BaseException as caught:  # a worker must survive, and the caller must hear of it
+        except BaseException as caught:  # a worker must survive, and the caller must get the error
             error = caught
         recorder.copy(transfer.unit, len(into), begin)
         transfer.finish(error=error)
@@ -199,7 +199,7 @@ def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
         del job  # it holds the slot's memory, which must not outlive the offload
 
 
-def _send_home(jobs: queue.SimpleQueue[_Job | None], count: int) -> None:
+def _end_workers(jobs: queue.SimpleQueue[_Job | None], count: int) -> None:
     for _ in range(count):
         jobs.put(None)
 

@@ -232,7 +232,7 @@ class DiskTransfer(ThreadTransfer):
 
     @property
     def is_started(self) -> bool:
-        """Whether every copy was started, or failed: nobody is held by it any more."""
+        """Whether every copy was started, or failed: ``wait`` no longer holds the host."""
         return super().done
 
 

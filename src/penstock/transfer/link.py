@@ -48,14 +48,14 @@ class Link(ABC):
         """Memory for one slot: uint8, 1-D, on the link's device, fixed address."""
 
     def start(self, plan: Plan, loads: Sequence[Load]) -> None:
-        """Told before weights are loaded, if at all: what can begin meanwhile; arguments as of :meth:`prepare`.
+        """Begin what can go on while weights are loaded; called at most once, with the arguments of :meth:`prepare`.
 
         Raises:
             StateError, OptionError: this link cannot be set up here and now.
         """
 
     def prepare(self, plan: Plan, loads: Sequence[Load]) -> None:
-        """Told once, before anything is moved: what will be, by unit; for links that read ahead.
+        """Called once, before anything is moved, with what will be moved, by unit; for links that read ahead.
 
         Raises:
             StateError, OptionError: this link cannot be set up here and now.
@@ -98,7 +98,7 @@ class Link(ABC):
         """
 
     def check(self) -> None:
-        """Raise ``TransferError`` if bytes failed to arrive where no caller was there to be told, as in a replay."""
+        """Raise ``TransferError`` if bytes failed to arrive while no caller waited for them, as in a replay."""
 
     def staging_stats(self) -> StagingStats | None:
         """Counters of what lies between the store and the copies; ``None`` where nothing does."""
