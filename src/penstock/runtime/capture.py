@@ -73,16 +73,21 @@ class GraphRecord:
         is_first, self.exist = not self.exist, True
         captured = []
         for slot in live:
-            is_held_back = slot.index == self.held_back
             # A module that ran outside of a forward before the first capture may have left another unit in its slot.
-            is_trusted = self.announced or (slot.unit == slot.index and not is_held_back)
-            twin = Slot(slot.index, slot.memory, slot.index if is_trusted else None)
-            lost = [twin, slot] if is_first and slot.state is not SlotState.IN_USE else [twin]
-            for each in lost if not is_trusted else ():
-                each.to_held_back() if is_held_back else each.to_empty()
-            captured.append(twin)
+            is_trusted = self.announced or (slot.unit == slot.index and slot.index != self.held_back)
+            captured.append(Slot(slot.index, slot.memory, slot.index if is_trusted else None))
+            if not is_trusted:
+                self._clear(captured[-1])
+            if not is_trusted and is_first and slot.state is not SlotState.IN_USE:
+                self._clear(slot)  # replays overwrite it
         self.slots = captured
         return captured
+
+    def _clear(self, slot: Slot) -> None:
+        if slot.index == self.held_back:
+            slot.to_held_back()
+        else:
+            slot.to_empty()
 
     def end_capture(self) -> None:
         """Compute runs again, or another graph begins."""
@@ -94,14 +99,18 @@ class GraphRecord:
         """A module of the graph that is captured reads ``slot``."""
         self._read.add(slot.index)
 
-    def leave_refill(self, slot: Slot, is_loose: bool, link: Link) -> bool:
-        """Hold ``slot`` back, whose last unit has run, if its first one is to come with the next forward or replay."""
+    def try_hold_back(self, slot: Slot, is_loose: bool, link: Link) -> bool:
+        """Hold ``slot`` back, whose last unit has run, if its first one is to come with the next forward or replay.
+
+        Returns:
+            whether it was; else the slot is refilled now.
+        """
         in_capture = self.slots is not None
         if self.announced:
-            leaves = in_capture or (self.of_whole_forwards and not is_loose)
+            is_due = in_capture or (self.of_whole_forwards and not is_loose)
         else:
-            leaves = slot.index == self.held_back
-        if not leaves:
+            is_due = slot.index == self.held_back
+        if not is_due:
             return False
         slot.to_held_back()
         if in_capture:

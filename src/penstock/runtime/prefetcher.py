@@ -263,7 +263,7 @@ class Prefetcher:
             if slot.unit is None:
                 self._start(unit, slot)  # alone in its slot, and poisoned
             return
-        if (is_loose or following < unit) and self._graphs.leave_refill(slot, is_loose, self._link):
+        if (is_loose or following < unit) and self._graphs.try_hold_back(slot, is_loose, self._link):
             return
         if is_loose:
             following = slot.index

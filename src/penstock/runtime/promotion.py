@@ -168,7 +168,10 @@ class Promoter(NotCopyable):
         with self.tensor_lock:
             if name in self.plan.resident:
                 return True  # by another thread, meanwhile
-            if reason := self._reason_against():
+            reason = self._refusal
+            if reason is None and self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                reason = "nothing can be loaded while a graph is captured"
+            if reason is not None:
                 raise OutsideAccessError(f"{how} {_OUTSIDE}, and {reason}: {_fix(tensor)}")
             needed = self.plan.device_bytes + storage.info.num_bytes
             if self.budget_bytes is not None and needed > self.budget_bytes:
@@ -200,13 +203,6 @@ class Promoter(NotCopyable):
             )
         if tensor.info.name not in self.lent:
             self.lent.append(tensor.info.name)
-
-    def _reason_against(self) -> str | None:
-        if self._refusal is not None:
-            return self._refusal
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return "nothing can be loaded while a graph is captured"
-        return None
 
     def _on_device(self, storage: BoundStorage) -> torch.Tensor:
         assert self._store is not None
