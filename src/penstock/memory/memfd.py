@@ -1,13 +1,13 @@
 """Anonymous shared memory that processes of one host pass to each other by descriptor.
 
-``memfd_create(2)`` makes a file that lies in memory and has no name anywhere: two models cannot collide, nobody finds
-it by guessing, and the kernel frees it with the last process that maps it, however that process ends. A segment of
-``shm_open`` would need a name, a tracker to unlink it, and would outlive a host-wide kill; it also counts against the
-size of ``/dev/shm``, which containers keep at 64 MiB.
+``memfd_create(2)`` makes a file in memory that has no name: two models cannot collide, it cannot be found by guessing,
+and the kernel frees it with the last process that maps it, however that process ends. A segment of ``shm_open`` would
+need a name and a tracker to unlink it, would outlive a kill of all processes, and would count against the size of
+``/dev/shm``, which containers limit to 64 MiB.
 
-The others open it as ``/proc/PID/fd/N`` (proc(5)), which the kernel allows to processes of the same user that may
-inspect PID, and only to them: the mode is 0600. The label in that link carries a random token, so a number that
-meanwhile belongs to another file is noticed. The file is sealed against another size: a mapping can never fault.
+Other processes open it as ``/proc/PID/fd/N`` (proc(5)), which the kernel allows only to processes of the same user that
+may inspect PID: the mode is 0600. The label of that link contains a random token, which shows when the number has been
+reused for another file. The size is sealed, so an access to a mapping can never fault.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ class SharedMemory:
 
     Attributes:
         num_bytes: its size, sealed.
-        token: what its label says, hexadecimal.
+        token: random, hexadecimal; part of its label.
     """
 
     def __init__(self, fd: int, num_bytes: int, token: str) -> None:
-        """Takes over ``fd``; use :meth:`create` and :meth:`open`."""
+        """Take over ``fd``; use :meth:`create` and :meth:`open`."""
         self.num_bytes, self.token = num_bytes, token
         self._fd = fd
         self.close = weakref.finalize(self, os.close, fd)
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedMemory:
-        """New memory, zeros, which takes no room before it is touched.
+        """New memory, all zeros; its pages are allocated when they are first touched.
 
         Raises:
             BudgetError: the system grants no memory of that size.
         """
         token = secrets.token_hex(16)
         try:
-            memory = cls(_new_file(f"penstock-{token}"), num_bytes, token)  # closed by its end if anything fails
+            memory = cls(_new_file(f"penstock-{token}"), num_bytes, token)  # its finalizer closes it if anything fails
             os.fchmod(memory._fd, 0o600)
             os.ftruncate(memory._fd, num_bytes)
             fcntl.fcntl(memory._fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
@@ -74,7 +74,7 @@ class SharedMemory:
 
     @classmethod
     def open(cls, address: Mapping[str, Any]) -> SharedMemory:
-        """The memory that another process of this host has described.
+        """The memory that another process of this host has described with :meth:`describe`.
 
         Raises:
             PeerError: it cannot be opened from here, or is not that memory.
@@ -113,13 +113,13 @@ class SharedMemory:
         return self._fd
 
     def describe(self) -> dict[str, Any]:
-        """What :meth:`open` needs in another process, as JSON's types; valid until :meth:`close`."""
+        """The arguments of :meth:`open` for another process, as JSON's types; valid until :meth:`close`."""
         return {"pid": os.getpid(), "fd": self._fd, "num_bytes": self.num_bytes, "token": self.token}
 
     def map(self, start: int, num_bytes: int, *, private: bool = False) -> torch.Tensor:
         """``num_bytes`` from ``start`` (a multiple of the page size) on: uint8, 1-D, host; keeps the memory alive.
 
-        ``private``: a write stays in this process; pages nobody wrote to are shared all the same.
+        ``private``: a write stays in this process; pages that were not written to are still shared.
 
         Raises:
             BudgetError: the system has no address space for it.
@@ -137,7 +137,7 @@ class SharedMemory:
             ) from error
 
     def forbid_writing(self) -> None:
-        """From now on nobody can map it for shared writing; mappings that there are stay writable."""
+        """Forbid new writable shared mappings; existing mappings stay writable."""
         with suppress(OSError):  # an older kernel
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
 

@@ -1,4 +1,4 @@
-"""Digests: of large tensors at the rate of memory, on any device, to see whether ranks hold the same; of values."""
+"""A fast checksum of tensors on any device, to compare weights across ranks, and a SHA-256 digest of JSON values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def json_digest(value: object) -> str:
 
 
 def checksum(blob: torch.Tensor) -> int:
-    """Of ``blob`` (uint8, 1-D): equal for equal bytes on any device, and for others only by chance.
+    """Of ``blob`` (uint8, 1-D): equal for equal bytes on any device, and for other bytes only by chance.
 
     Each block is a sum of words times fixed odd random numbers modulo 2^64, so that every bit and every place counts
     (multilinear hashing: Lemire and Kaser, "Strongly universal string hashing is fast", 2014); the blocks are the

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -78,8 +79,17 @@ def _summary(plan: Plan, offloaded: Mapping[str, BoundStorage], weights: WeightM
         "resident tensors": _short(plan.resident, len(plan.resident), plan.resident_bytes),
         "tensors read from files": _short(sources, len(sources)),
         "checkpoint files": _short([[f.path.name, f.num_bytes, f.modified_ns, f.inode] for f in files], len(files)),
-        **{f"weights of {n}": f"{checksum(b.original_bytes()):x}" for n, b in offloaded.items() if not b.on_meta},
+        **{f"weights of {name}": f"{value:x}" for name, value in _checksums(offloaded).items()},
     }
+
+
+def _checksums(offloaded: Mapping[str, BoundStorage]) -> dict[str, int]:
+    """Of every storage that has bytes, by name."""
+    live = {name: bound.original_bytes() for name, bound in offloaded.items() if not bound.on_meta}
+    # torchrun leaves torch one thread per rank. On a device the caller's stream counts, which is this thread's.
+    with ThreadPoolExecutor(pin_threads(), "penstock-checksum") as pool:
+        on_host = {name: pool.submit(checksum, data) for name, data in live.items() if data.is_cpu}
+        return {name: on_host[name].result() if name in on_host else checksum(live[name]) for name in live}
 
 
 def _origin(weights: WeightMap, storage: StorageInfo) -> list[list[str | int]]:

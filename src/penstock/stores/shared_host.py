@@ -1,16 +1,15 @@
 """Store ``shm_cpu``: one copy in host memory for all ranks of a host.
 
-The ranks of a host share anonymous memory (:mod:`penstock.memory.memfd`) that is laid out like the pinned slabs of the
-``cpu`` store. Each rank brings an equal share of the bytes, so files are read once and by all readers at once; a rank
-that loaded alone would leave the others waiting. An offload is all or nothing: until every rank is ready, the failure
-or death of one is an error in all, found in milliseconds (:mod:`penstock.ranks.group`). From then on no rank needs
-another.
+The ranks of a host share anonymous memory (:mod:`penstock.memory.memfd`) with the layout of the pinned slabs of the
+``cpu`` store. Each rank loads an equal share of the bytes, so that files are read once and by the reader threads of all
+ranks at the same time. An offload succeeds in all ranks or in none: until every rank is attached, the failure or death
+of one is an error in all (:mod:`penstock.ranks.group`). From then on no rank needs another.
 
-On a GPU every rank registers the same pages with its own driver context. On a CPU, once they are full, every rank maps
-them privately: a stray write into a weight that is read in place makes a private page and cannot change another rank's.
+On a GPU every rank registers the same pages with its own driver context. On a CPU every rank maps the loaded pages
+privately: a stray write into a weight that is read in place makes a private page and cannot change another rank's.
 
-What the model has in host memory stays there until all ranks are ready. The tensors of a rank that fails must not be
-left looking into memory that others can write to.
+The host tensors of the model are kept until all ranks are ready. The tensors of a rank that fails must not be left
+pointing into memory that other ranks can write to.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from penstock.stores.pinned_host import SLAB_BYTES, PinnedStore, Place, slab_siz
 
 __all__ = ["SharedStore", "share_out", "shared_bytes"]
 
-_MEND = "use mode 'cpu', or set PENSTOCK_DISABLE_PIN_MEMORY=1 to copy from memory that is not pinned"
+_FIX = "use mode 'cpu', or set PENSTOCK_DISABLE_PIN_MEMORY=1 to copy from memory that is not pinned"
 
 
 def shared_bytes(units: Sequence[Unit], in_place: Mapping[str, int], max_slab_bytes: int = SLAB_BYTES) -> int:
-    """Size of the shared memory for these units and storages: their slabs, each on pages of its own."""
+    """Size of the shared memory for these units and storages: their slabs, each rounded up to whole pages."""
     return sum(whole_pages(size) for size in slab_sizes(units, in_place, max_slab_bytes))
 
 
 def share_out(sizes: Mapping[str, int], num_parts: int) -> list[list[str]]:
-    """Deal ``sizes`` out in ``num_parts`` runs of neighbours, as even as runs can be.
+    """Split ``sizes`` into ``num_parts`` consecutive runs of about equal size.
 
-    No run has more than its equal part and one storage.
+    No run exceeds an equal part by more than one storage.
     """
     parts: list[list[str]] = [[] for _ in range(num_parts)]
     total = sum(sizes.values())
@@ -51,10 +50,10 @@ def share_out(sizes: Mapping[str, int], num_parts: int) -> list[list[str]]:
 
 
 class SharedStore(PinnedStore):
-    """Slabs in shared memory, brought by several ranks: fill the destinations of :attr:`mine`, then :meth:`finish`.
+    """Slabs in shared memory, loaded by several ranks: fill the destinations of :attr:`mine`, then :meth:`finish`.
 
     Attributes:
-        mine: the storages that this rank brings.
+        mine: the storages that this rank loads.
     """
 
     mode = "shm_cpu"
@@ -71,13 +70,13 @@ class SharedStore(PinnedStore):
         *,
         max_slab_bytes: int = SLAB_BYTES,
     ) -> None:
-        """Map the memory; touches and registers nothing yet.
+        """Map the memory, without touching or registering it.
 
         Args:
             units, in_place, registrar, max_slab_bytes: as for the pinned store; the same in every rank.
-            memory: of :func:`shared_bytes`; this store closes it.
-            ranks: all of the group.
-            host_ranks: those that share ``memory``; the first has made it.
+            memory: of size :func:`shared_bytes`; this store closes it.
+            ranks: all ranks of the group.
+            host_ranks: those that share ``memory``; the first one created it.
         """
         self._memory = memory
         self._ranks = ranks
@@ -95,20 +94,20 @@ class SharedStore(PinnedStore):
         return self._memory.map(self._starts[-1], num_bytes)
 
     def touch(self) -> None:
-        """Make the memory of :attr:`mine` real, by huge pages where the kernel can: by others it is slower to fill."""
-        rooms: dict[int, list[Place]] = {}
+        """Allocate the pages of :attr:`mine`, as huge pages where the kernel can: small ones are slower to fill."""
+        by_slab: dict[int, list[Place]] = {}
         for name in self.mine:
             place = self._storages[name]
-            rooms.setdefault(place.slab, []).append(place)
-        for slab, places in rooms.items():  # in each slab they are neighbours
+            by_slab.setdefault(place.slab, []).append(place)
+        for slab, places in by_slab.items():  # in each slab they are neighbours
             start, end = min(p.start for p in places), max(p.start + p.num_bytes for p in places)
             collapse_parallel(self._slabs[slab].blob[start:end], pin_threads())
 
     def on_loaded(self, storage: str) -> None:
-        """Nothing to do: a slab is whole when all ranks say so."""
+        """Nothing to do: a slab is complete when all ranks have loaded their shares."""
 
     def finish(self) -> None:
-        """The destinations of :attr:`mine` are full: wait for the others', and make the memory ready to be read.
+        """Wait until all ranks have loaded their shares, and make the memory ready to be read. Collective.
 
         Raises:
             PeerError: another rank failed, ended or did not come in time.
@@ -130,7 +129,7 @@ class SharedStore(PinnedStore):
 
     def _pin(self, registrar: HostRegistrar) -> None:
         for slab in self._slabs:
-            pin_shared(slab, registrar, _MEND)
+            pin_shared(slab, registrar, _FIX)
 
     @property
     def account(self) -> dict[str, int]:
@@ -138,7 +137,7 @@ class SharedStore(PinnedStore):
 
     @property
     def host_bytes(self) -> int:
-        """Of the host, not of each process."""
+        """Bytes of the shared memory, which the host holds once for all ranks."""
         return self._end
 
     def close(self) -> None:

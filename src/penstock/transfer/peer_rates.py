@@ -7,8 +7,6 @@ gather at once each gets less than a pair alone does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -70,41 +68,25 @@ def _pair(device: torch.device, peer: torch.device, size: int, most: int, median
     return count * size / median_s(run)
 
 
-@dataclass(frozen=True)
-class _Lane:
-    """One device's copies from one other. torch lets the current streams of both devices wait for a copy between them,
-    so side by side they need streams of their own on either."""
-
-    into: torch.Tensor
-    source: torch.Tensor
-    streams: tuple[torch.cuda.Stream, torch.cuda.Stream]
-
-    @classmethod
-    def of(cls, source: torch.Tensor, device: torch.device) -> _Lane:
-        into = torch.empty_like(source, device=device)
-        return cls(into, source, (torch.cuda.Stream(device), torch.cuda.Stream(source.device)))
-
-    def copy(self) -> None:
-        with torch.cuda.stream(self.streams[0]), torch.cuda.stream(self.streams[1]):
-            self.into.copy_(self.source, non_blocking=True)
-
-
 def _gather(devices: Sequence[torch.device], size: int, median_s: MedianS) -> float:
     """Bytes per second into each of ``devices`` while each copies ``size`` bytes from each of the others."""
     sources = [torch.empty(size, dtype=torch.uint8, device=device) for device in devices]
-    # As the link of sharded_gpu does it: every device begins with its neighbour.
-    lanes = [
-        _Lane.of(sources[(index + step) % len(devices)], device)
-        for step in range(1, len(devices))
-        for index, device in enumerate(devices)
-    ]
-    return (len(devices) - 1) * size / median_s(partial(_all_at_once, lanes, devices))
+    copies = []
+    for step in range(1, len(devices)):  # as the link of sharded_gpu does it: every device begins with its neighbour
+        for index, device in enumerate(devices):
+            source = sources[(index + step) % len(devices)]
+            # torch lets the current streams of both devices wait for a copy between them, so copies side by side need
+            # streams of their own on either.
+            streams = torch.cuda.Stream(device), torch.cuda.Stream(source.device)
+            copies.append((torch.empty_like(source, device=device), source, *streams))
 
+    def run() -> None:
+        for into, source, stream, source_stream in copies:
+            with torch.cuda.stream(stream), torch.cuda.stream(source_stream):
+                into.copy_(source, non_blocking=True)
+        _wait_for(devices)
 
-def _all_at_once(lanes: Sequence[_Lane], devices: Sequence[torch.device]) -> None:
-    for lane in lanes:
-        lane.copy()
-    _wait_for(devices)
+    return (len(devices) - 1) * size / median_s(run)
 
 
 def _wait_for(devices: Sequence[torch.device]) -> None:
