@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertMo
 
 from commands import TINY, error_of, run
 from penstock.cli import app
-from penstock.cli.arguments import requested
+from penstock.cli.arguments import VERB_FLAGS, requested
 from penstock.cli.opened_model import open_model
 from penstock.cli.terminal import expand_lists
 from penstock.config import UVA, Budget, Prefetch, Rules, Workload, parse_size
 from penstock.demo.synthetic_model import ensure_model
 from penstock.errors import OptionError, PenstockError, SizeError
-from penstock.flags import OffloadFlags
+from penstock.flags import OffloadFlags, flag_of
 from penstock.plan.report import gib
 from penstock.stores.file_reader import DiskOptions, File
 from penstock.transfer.machine_probe import Probe
@@ -84,6 +84,14 @@ def test_the_flags_of_a_verb_are_frozen(verb: str) -> None:
     command = typer.main.get_command(app).commands[verb]  # type: ignore[attr-defined]
     flags = [opt for param in command.params for opt in (*param.opts, *param.secondary_opts) if opt.startswith("-")]
     assert flags == FLAGS[verb]
+
+
+def test_the_table_names_its_own_flags() -> None:
+    """And says why flags contradict one another; every flag of a verb comes from it."""
+    rows = {row.name: row.metadata for row in fields(OffloadFlags)}
+    assert all({*row["needs"], *row["excludes"]} <= rows.keys() for row in rows.values())
+    assert all(bool(row["why"]) == bool(row["excludes"]) for row in rows.values())
+    assert [flag_of(name) for name in VERB_FLAGS] == OFFLOAD_FLAGS
 
 
 @pytest.mark.parametrize("verb", ["", *FLAGS])

@@ -144,6 +144,14 @@ def test_an_additional_config_of_the_users_is_added_to() -> None:
     assert json.loads(command_of("--additional-config", '{"x": 1}')[-1]) == {"x": 1}
 
 
+def test_flags_shape_the_budget_of_an_additional_config() -> None:
+    own = '{"penstock": {"device_memory": "1GiB"}}'
+    flags = ("--batch", "1,16", "--offload-mode", "cpu", "--measure-stalls", "--offload-params", "mlp")
+    command = command_of("--additional-config", own, *flags)
+    assert command[len(START) : -2] == ["--offload-params", "mlp"]
+    assert penstock_keys(command) == {"device_memory": "1GiB", "batch": [1, 16], "mode": "cpu", "measure_stalls": True}
+
+
 @pytest.mark.parametrize("separator", [[], ["--"]])
 def test_any_other_flag_is_passed_on_as_it_is(separator: list[str]) -> None:
     rest = [
