@@ -17,6 +17,7 @@ from penstock.errors import OptionError, OptionTypeError, SizeError
 
 __all__ = [
     "ALL_MODEL_PARAMS",
+    "HOST_MODES",
     "RANK_MODES",
     "SHARDED_MODES",
     "UVA",
@@ -41,6 +42,8 @@ ALL_MODEL_PARAMS = "ALL_MODEL_PARAMS"
 Mode = Literal["cpu", "shm_cpu", "sharded_cpu", "disk", "sharded_gpu", "meta"]
 # Stores of which each rank of a group keeps a part, and all stores that need a group.
 SHARDED_MODES: tuple[Mode, ...] = ("sharded_cpu", "sharded_gpu")
+# Stores whose bytes are host memory; those of shm_cpu are there once for all ranks of a host, whichever rank asks.
+HOST_MODES: tuple[Mode, ...] = ("cpu", "shm_cpu", "sharded_cpu")
 RANK_MODES: tuple[Mode, ...] = ("shm_cpu", *SHARDED_MODES)
 Mechanism = Literal["resident", "prefetch", "uva"]
 Backend = Literal["auto", "prefetch", "uva", "none"]

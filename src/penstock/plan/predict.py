@@ -132,10 +132,6 @@ class Alternative:
     speedup: float
     step_s: float
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain numbers and strings."""
-        return asdict(self)
-
 
 def alternatives(
     table: CandidateTable, budget: Budget, plan: Plan, points: Sequence[Point] | None = None

@@ -243,7 +243,7 @@ class PredictionReport:
             "context": self.context,
             "steps": [forecast.to_json() for forecast in self.forecasts],
             "memory": [{**asdict(use), "device_bytes": self.device_bytes + use.total_bytes} for use in self.memory],
-            "alternatives": [alternative.to_json() for alternative in self.alternatives],
+            "alternatives": [asdict(alternative) for alternative in self.alternatives],
         }
 
     def render(self) -> RenderableType:
@@ -264,8 +264,8 @@ class PredictionReport:
         return Group(table, self._notes())
 
     def _notes(self) -> Text:
-        mend = "" if self.is_measured else "; run `penstock probe` on this machine for predictions that hold"
-        lines = [f"\nRates of {self.machine}{mend}."]
+        hint = "" if self.is_measured else "; run `penstock probe` on this machine for predictions that hold"
+        lines = [f"\nRates of {self.machine}{hint}."]
         if self.context:
             largest = max(self.memory, key=lambda use: use.batch)
             lines.append(

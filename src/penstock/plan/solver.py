@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.config import Budget, format_gib
+from penstock.config import HOST_MODES, Budget, format_gib
 from penstock.errors import BudgetError, warn_user
 from penstock.plan.candidates import CandidateTable, Family, Floats, Ints, PlanningProblem
 from penstock.plan.overrides import warn_of_stranded
@@ -30,7 +30,6 @@ __all__ = ["Point", "curve", "host_limit", "reserved_bytes", "solve"]
 _FIRST = 64
 _FIRST_FAMILIES = 4
 _CURVE_BINS = 256
-_HOST_MODES = ("cpu", "shm_cpu", "sharded_cpu")
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def solve(table: CandidateTable, budget: Budget) -> Plan:
         BudgetError: even with everything offloaded the budget is too small; carries the minimum.
     """
     problem = table.problem
-    if budget.host_limit_bytes is not None and problem.mode not in _HOST_MODES:
+    if budget.host_limit_bytes is not None and problem.mode not in HOST_MODES:
         warn_user(
             f"--host-memory has no effect: in mode {problem.mode!r} no weights rest in host memory; leave it out, or "
             f"say --offload-mode cpu"
@@ -75,7 +74,7 @@ def solve(table: CandidateTable, budget: Budget) -> Plan:
 
 def host_limit(problem: PlanningProblem, budget: Budget) -> int | None:
     """Host memory that the weights may take: the budget's, or what is free where the rest has files to rest in."""
-    if problem.mode not in _HOST_MODES:
+    if problem.mode not in HOST_MODES:
         return None
     if budget.host_limit_bytes is None and problem.spill is not None:
         return problem.spill.free_bytes
@@ -168,7 +167,7 @@ def _too_small(table: CandidateTable, budget: Budget) -> BudgetError:
     problem, work = table.problem, budget.workload
     beside, limit = reserved_bytes(problem, budget), host_limit(problem, budget)
     least = beside + min(int(family.memory.device_bytes.min()) for family in table.families)
-    # What there is room for under the limit of host memory: everything resident, unless rules take more than that.
+    # Under the limit of host memory; everything resident needs none, unless rules take some.
     fitting = [
         int(family.memory.device_bytes[rows].min())
         for family in table.families
@@ -178,13 +177,9 @@ def _too_small(table: CandidateTable, budget: Budget) -> BudgetError:
         fitting = [problem.inventory.num_bytes]
     minimum = beside + min(fitting) if fitting else None
     if budget.num_bytes >= least:
-        return _too_little_host(table, budget, minimum)
-    besides = (
-        f", {format_gib(beside)} of it for the cache and activations of batch {max(work.batch_sizes)} at "
-        f"{work.context} tokens"
-        if beside
-        else ""
-    )
+        return _too_little_host(table, budget, limit or 0, minimum)
+    besides = f" for the cache and activations of batch {max(work.batch_sizes)} at {work.context} tokens"
+    besides = f", {format_gib(beside)} of it{besides}" if beside else ""
     use, too = least, ""
     if minimum is None:
         too = f", with --host-memory {_mib_up(_least_host_bytes(table, least - beside))}MiB or more"
@@ -198,18 +193,18 @@ def _too_small(table: CandidateTable, budget: Budget) -> BudgetError:
     )
 
 
-def _too_little_host(table: CandidateTable, budget: Budget, minimum: int | None) -> BudgetError:
+def _too_little_host(table: CandidateTable, budget: Budget, limit: int, minimum: int | None) -> BudgetError:
     problem = table.problem
-    limit = host_limit(problem, budget) or 0
     least = _least_host_bytes(table, budget.num_bytes - reserved_bytes(problem, budget))
     whose = "--host-memory" if budget.host_limit_bytes is not None else "the free host memory of"
     more = "" if minimum is None else f"use --device-memory {_mib_up(minimum)}MiB or more, "
     ring, files = " with the staging ring, beside what can rest in the checkpoint's files", ""
     if problem.spill is None:
-        ring, files = "", (
+        ring = ""
+        files = (
             ", or let the rest stay in files: pass checkpoint=FOLDER and no mode, where compute runs on a GPU, or mode "
             "'disk' (--offload-mode disk)"
-        )  # fmt: skip
+        )
     return BudgetError(
         f"a budget of {format_gib(budget.num_bytes)} leaves more than {whose} {format_gib(limit)} to be offloaded: at "
         f"least {format_gib(least)}{ring}, {format_gib(least - limit)} too much; {more}allow --host-memory "
@@ -220,13 +215,8 @@ def _too_little_host(table: CandidateTable, budget: Budget, minimum: int | None)
 
 def _least_host_bytes(table: CandidateTable, device_bytes: int) -> int:
     """The smallest limit of host memory with which something fits ``device_bytes``."""
-    return int(
-        min(
-            float(family.least_host_bytes(rows).min())
-            for family in table.families
-            if len(rows := family.fitting(device_bytes))
-        )
-    )
+    fitting = ((family, family.fitting(device_bytes)) for family in table.families)
+    return int(min(float(family.least_host_bytes(rows).min()) for family, rows in fitting if len(rows)))
 
 
 def _mib_up(num_bytes: int) -> int:

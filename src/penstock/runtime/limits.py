@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.config import SHARDED_MODES, format_gib
+from penstock.config import HOST_MODES, SHARDED_MODES, format_gib
 from penstock.env import pin_memory_disabled
 from penstock.errors import LimitError
 from penstock.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes
@@ -23,8 +23,6 @@ from penstock.plan.ring_layout import ring_bytes
 
 __all__ = ["Limits", "Needs", "check_limits", "describe_device", "needs_of", "read_limits", "require_disk"]
 
-# Stores whose bytes are host memory; those of shm_cpu are there once for all ranks of a host, whichever rank asks.
-_HOST_MODES = ("cpu", "shm_cpu", "sharded_cpu")
 _MIB = 2**20
 
 _DEVICE = "device memory"
@@ -120,8 +118,8 @@ def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_me
             stored = plan.part_bytes  # copied, wherever the tensors lie
         return Needs(host_bytes=slots + sum(arriving) + stored)
     in_place = sum(slab_bytes([size]) for size in plan.uva.values())  # a GPU cannot address a mapped file
-    units = sum(unit.num_bytes for unit in plan.units if unit.store in _HOST_MODES) + ring_bytes(plan)
-    pinned = units + in_place if plan.mode in (*_HOST_MODES, "disk") else 0
+    units = sum(unit.num_bytes for unit in plan.units if unit.store in HOST_MODES) + ring_bytes(plan)
+    pinned = units + in_place if plan.mode in (*HOST_MODES, "disk") else 0
     if plan.mode in SHARDED_MODES:
         pinned = plan.part_bytes if plan.mode == "sharded_cpu" else 0
     parts = plan.part_bytes if plan.mode == "sharded_gpu" else 0
@@ -179,11 +177,11 @@ def _fitting_budget(plan: Plan, limit: str, missing: int, limits: Limits, needs:
     if limit == _DEVICE:
         host = (limits.host_available_bytes, limits.cgroup_available_bytes)
         spare = min((found - needs.host_bytes for found in host if found is not None), default=missing)
-        return None if plan.mode in _HOST_MODES and spare < missing else _whole_mib(plan.device_bytes - missing)
+        return None if plan.mode in HOST_MODES and spare < missing else _whole_mib(plan.device_bytes - missing)
     # Residents pass through host memory one storage at a time; a rank holds only its part of a split unit.
     staging = max((num_bytes for _, num_bytes in _offloaded(plan)), default=0)
     more = (missing + staging) * (plan.num_ranks if plan.mode == "sharded_cpu" else 1)
-    if plan.mode not in _HOST_MODES or more > min(plan.offloaded_bytes, limits.device_free_bytes - needs.device_bytes):
+    if plan.mode not in HOST_MODES or more > min(plan.offloaded_bytes, limits.device_free_bytes - needs.device_bytes):
         return None
     return -(-(plan.device_bytes + more) // _MIB) * _MIB
 
@@ -207,7 +205,7 @@ def _fix(plan: Plan, limit: str, on_gpu: bool) -> str:
         _CGROUP: "raise the limit of the container or group (memory.max)",
         _MEMLOCK: "raise `ulimit -l`",
     }[limit]
-    if plan.mode not in _HOST_MODES or (on_gpu and limit == _DEVICE):
+    if plan.mode not in HOST_MODES or (on_gpu and limit == _DEVICE):
         return first
     some = ", or what does not fit: pass checkpoint=FOLDER and no mode" if on_gpu else ""
     return f"{first}, or let the weights rest in the files (--offload-mode disk){some}"
