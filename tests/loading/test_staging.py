@@ -16,7 +16,7 @@ import torch
 
 from penstock.errors import CheckpointError, TransferError
 from penstock.loading.read_pool import Read
-from penstock.loading.upload import _ROOM_BYTES, BUFFER_BYTES, NUM_BUFFERS, CudaUploader, UploadRing
+from penstock.loading.upload import _BUFFER_BYTES, BUFFER_BYTES, NUM_BUFFERS, CudaUploader, UploadRing
 from penstock.memory.byte_ranges import ByteRange, MemorySource, Source, writable_view
 from penstock.memory.pages import map_pages
 from penstock.stores.file_reader import DiskOptions, File
@@ -176,7 +176,7 @@ def test_many_parts_share_a_buffer(tmp_path: Path, direct: bool, size: int) -> N
         for start, into in zip(range(0, target.numel(), size), target.split(size), strict=True)
     ]
     device = Device()
-    ring = UploadRing(torch.from_numpy(map_pages(_ROOM_BYTES)).split(_ROOM_BYTES), device.start)
+    ring = UploadRing(torch.from_numpy(map_pages(_BUFFER_BYTES)).split(_BUFFER_BYTES), device.start)
     ring.upload(parts)
     device.close()
     file.close()

@@ -210,6 +210,24 @@ class TestPageCache:
         file.close()
         assert len(os.listdir("/proc/self/fd")) == before
 
+    def test_where_a_file_cannot_be_mapped_it_is_read_directly(
+        self, written: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Which pages are cached cannot be asked then; some network file systems map nothing."""
+        path, content = written
+        options = direct_or_skip(path, None)
+
+        def refuse(*args: Any, **options: Any) -> Any:
+            raise OSError(errno.ENODEV, "No such device")
+
+        monkeypatch.setattr(files, "map_file", refuse)
+        file = File(path, options)
+        into = bytearray(1000)
+        file.read(11, memoryview(into))
+        assert into == content[11:1011]
+        assert file.counter.stats.direct == 1000
+        file.close()
+
     def test_where_direct_reads_are_refused_files_are_read_all_the_same(
         self, written: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch
     ) -> None:

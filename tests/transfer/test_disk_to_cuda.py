@@ -91,7 +91,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeDiskLink]:
     """What makes a link; small pieces, few buffers, and streams that are threads."""
     current: list[FakeDiskLink] = []
 
-    def start(stream: Stream, uploads: Sequence[Upload]) -> Callable[[], None]:
+    def start(stream: Stream, uploads: Sequence[Upload], *, blocking: bool) -> Callable[[], None]:
+        assert blocking
         for into, staged in uploads:
             stream.copy(into, staged)
         done = Event()

@@ -27,7 +27,7 @@ __all__ = ["CudaUploader", "Upload", "UploadRing", "Wait", "no_wait", "read_stag
 BUFFER_BYTES = 4 << 20
 NUM_BUFFERS = 12
 # Direct reads fill whole aligned pages around the bytes that are wanted.
-_ROOM_BYTES = BUFFER_BYTES + 4 * ALIGN_BYTES
+_BUFFER_BYTES = BUFFER_BYTES + 4 * ALIGN_BYTES
 
 # Where bytes go on a device, and where they are in host memory.
 Upload = tuple[torch.Tensor, torch.Tensor]
@@ -81,8 +81,8 @@ class UploadRing:
                 self._free.put((buffer, wait))
 
 
-class CudaUploader:
-    """Reads into pinned buffers and copies on a stream of its own."""
+class CudaUploader(UploadRing):
+    """Pinned buffers, and copies on a stream of its own."""
 
     # With the rest of its first and last page, a piece is a request of BUFFER_BYTES, which no disk need split.
     piece_bytes = BUFFER_BYTES - ALIGN_BYTES
@@ -92,24 +92,20 @@ class CudaUploader:
         self._stream = torch.cuda.Stream(device)
         # The allocator may hand out memory that kernels given to the current stream still read.
         self._stream.wait_stream(torch.cuda.current_stream(device))
-        self._pinned = PinnedBuffer(torch.from_numpy(map_pages(NUM_BUFFERS * _ROOM_BYTES)))
+        self._pinned = PinnedBuffer(torch.from_numpy(map_pages(NUM_BUFFERS * _BUFFER_BYTES)))
         if registrar is not None:
             self._pinned.register(registrar)
-        # Not a method of this: of a cycle the garbage collector would have to find the buffers.
-        self._ring = UploadRing(self._pinned.blob.split(_ROOM_BYTES), partial(start_copies, self._stream))
-
-    def upload(self, reads: Sequence[Read]) -> None:
-        """See :class:`~penstock.loading.read_pool.Uploader`."""
-        self._ring.upload(reads)
+        # No method of this starts the copies: the buffers of a cycle would stay until garbage is collected.
+        super().__init__(self._pinned.blob.split(_BUFFER_BYTES), partial(start_copies, self._stream))
 
     def finish(self) -> None:
         """Return when every copy is done."""
         self._stream.synchronize()
 
 
-def start_copies(stream: torch.cuda.Stream, copies: Sequence[Upload]) -> Wait:
-    """Give ``copies`` to ``stream``; returns what waits until they are done."""
-    done = torch.cuda.Event()
+def start_copies(stream: torch.cuda.Stream, copies: Sequence[Upload], *, blocking: bool = False) -> Wait:
+    """Give ``copies`` to ``stream``; returns what waits until they are done, without spinning if ``blocking``."""
+    done = torch.cuda.Event(blocking=blocking)
     # A thread begins on device 0, and to return to that device's stream would make a context there.
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         for into, staged in copies:

@@ -25,7 +25,7 @@ import numpy as np
 from penstock.checkpoint.fingerprint import FileFingerprint, require_file, too_many_open
 from penstock.errors import CheckpointError, TransferError
 from penstock.memory.byte_ranges import Source
-from penstock.memory.pages import map_file, pieces, resident_bytes
+from penstock.memory.pages import Bytes, map_file, pieces, resident_bytes
 from penstock.memory.system import above_standard_streams
 from penstock.stats import ReadStats
 
@@ -109,8 +109,10 @@ class File(Source):
         self.fd, self._direct_fd = opened or _open(path, options)
         self.num_bytes = os.fstat(self.fd).st_size
         # To ask which of its pages are cached; reading with RWF_NOWAIT would tell as much, but starts to read ahead.
-        asks = options.direct is None and self._direct_fd is not None and self.num_bytes > 0
-        self._mapped = map_file(self.fd, 0, self.num_bytes, read_only=True) if asks else None
+        self._mapped: Bytes | None = None
+        if options.direct is None and self._direct_fd is not None and self.num_bytes > 0:
+            with suppress(OSError):  # a file system or a limit of address space that allows no mapping
+                self._mapped = map_file(self.fd, 0, self.num_bytes, read_only=True)
         # Descriptors outlive close() only through garbage collection of a store that was not closed.
         self.close = weakref.finalize(self, _close_all, {fd for fd in self.descriptors if fd is not None})
 

@@ -267,7 +267,8 @@ class DiskToCudaLink(StreamLink):
         refuse_capture(CudaRegistrar(self._device))
         num_pieces = sum(-(-load.num_bytes // PIECE_BYTES) for load in loads if not load.in_memory)
         buffers = pinned_region(min(NUM_BUFFERS, num_pieces) * _BUFFER_BYTES).split(_BUFFER_BYTES)
-        start = partial(start_copies, self._stream)
+        # Many readers may wait for a buffer at once, and must leave the cores to those that read.
+        start = partial(start_copies, self._stream, blocking=True)
         self._reads = StagedReads(buffers, start, num_threads=self._num_threads, recorder=self._recorder)
         close_at_exit(self)
 
