@@ -150,7 +150,7 @@ class TestLayout:
         assert (transposed.shape, transposed.stride, transposed.is_contiguous) == ((4, 6), (1, 4), False)
         assert transposed.extent_bytes == 96
         every_other = tensor_named(only_storage(bare(w=torch.randn(10)[1::3])), "w")
-        assert (every_other.stride, every_other.extent_bytes, every_other.num_elements) == ((3,), 28, 3)
+        assert (every_other.stride, every_other.extent_bytes) == ((3,), 28)
 
     def test_expanded(self) -> None:
         storage = only_storage(bare(w=torch.randn(1, 4).expand(100, 4)))
@@ -258,13 +258,12 @@ class TestOddities:
             "inner.table": False,
         }
 
-    def test_tensors_without_plain_memory_are_named_and_left_alone(self) -> None:
+    def test_tensors_without_plain_memory_are_left_alone(self) -> None:
         model = bare(w=torch.randn(4))
         model.register_buffer("sparse", torch.eye(4).to_sparse())
         model.register_buffer("csr", torch.eye(4).to_sparse_csr())
         model.attribute = torch.eye(4).to_sparse()
         inventory = take_inventory(model)
-        assert inventory.opaque == ("sparse", "csr")
         assert list(inventory.by_name) == ["w"]
 
     def test_reads_and_changes_nothing(self) -> None:

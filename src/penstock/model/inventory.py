@@ -88,11 +88,6 @@ class TensorInfo:
         return self.locations[0].kind
 
     @property
-    def num_elements(self) -> int:
-        """Product of the shape."""
-        return torch.Size(self.shape).numel()
-
-    @property
     def extent_bytes(self) -> int:
         """Bytes from the first to the last element, gaps of the strides included."""
         if 0 in self.shape:
@@ -160,8 +155,6 @@ class Inventory:
         storages: those with bytes.
         empty: names of 0-element tensors (placeholders); they never move.
         modules: module names in order, with the class name of each.
-        opaque: names of tensors whose bytes are not plain memory (sparse, quantised by torch's own types); they never
-            move, and no figure counts them.
         lookups: names of the embedding modules; unlike ``StorageInfo.is_lookup`` this tells them for tied tables too.
         containers: names of the modules without a ``forward`` (``ModuleList``, ``ParameterList``, a bare ``Module``).
         shared: the further places of modules that hang in several.
@@ -170,7 +163,6 @@ class Inventory:
     storages: tuple[StorageInfo, ...]
     empty: tuple[str, ...]
     modules: dict[str, str]
-    opaque: tuple[str, ...] = ()
     lookups: frozenset[str] = frozenset()
     containers: frozenset[str] = frozenset()
     shared: tuple[Place, ...] = ()
@@ -323,7 +315,6 @@ def take_inventory(model: nn.Module, is_lookup: Callable[[nn.Module], bool] = is
         tuple(storages),
         tuple(walk.empty),
         {name: type(module).__name__ for name, module in modules.items()},
-        tuple(walk.opaque),
         frozenset(walk.lookups),
         frozenset(name for name, module in modules.items() if not has_forward(module)),
         shared,
@@ -390,7 +381,6 @@ class _Walk:
         self._aliases = aliases
         self._unsaved: set[tuple[str, str]] = set()
         self.empty: list[str] = []
-        self.opaque: list[str] = []
         self._tensors: dict[int, tuple[torch.Tensor, list[Location]]] = {}
         self._groups: dict[int, list[int]] = {}
         self.lookups: set[str] = set()
@@ -421,8 +411,8 @@ class _Walk:
         for path, inner in inner_tensors(tensor):
             place = Location(module, attr, kind, path)
             if inner.layout is not torch.strided or inner.is_quantized:
-                self.opaque.append(place.name)
-            elif inner.numel() == 0:
+                continue  # its bytes are not plain memory, so it never moves, and no figure counts it
+            if inner.numel() == 0:
                 self.empty.append(place.name)
             elif id(inner) in self._tensors:
                 self._tensors[id(inner)][1].append(place)

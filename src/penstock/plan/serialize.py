@@ -1,8 +1,8 @@
-"""Files of JSON objects that are written whole or not at all, and read back by building and comparing.
+"""Plan files: JSON that is written whole or not at all, and read back by building and comparing.
 
-A reader builds an object from the few facts that nothing else follows from, writes it as JSON again, and compares that
-with the file (:func:`require_same`): what the file says of sums, offsets and digests has to be what follows, so that a
-file edited by hand in one place alone is found out.
+This module knows nothing of plans. A reader builds an object from the few facts that nothing else follows from, writes
+it as JSON again, and compares that with the file (:func:`require_same`): what the file says of sums, offsets and
+digests has to be what follows, so that a file edited by hand in one place alone is found out.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ All arguments are arrays over candidates, so that one pass over the stages times
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -218,22 +218,17 @@ class _State:
         self._next += has_unit
 
     def finish(self) -> Floats:
-        """The first units of the next step come in behind the last units of this one."""
-        for slot in self._wrapping():
-            valid = slot >= 0
-            index = np.maximum(slot, 0)
-            copy_s = valid * self._first_copy[self._every, index]
-            start = np.maximum(self._link_free, self._released[self._every, index])
-            arrival = self._arrival(start, copy_s, valid * self._first_disk[self._every, index], valid)
-            self._link_free = np.where(valid, arrival, self._link_free)
-            self.busy_s += copy_s
-        return np.maximum(self._now, self._link_free)
+        """The first units of the next step come in behind the last units of this one, in the order of these.
 
-    def _wrapping(self) -> Iterator[Ints]:
-        """Slots in the order in which their last units are read, the held-back one left out; -1: none.
-
-        A unit that has its slot alone (its index is below the number of slots) stays there and is not copied again.
+        Not into the slot of the last unit, which is held back, nor where a unit has its slot alone: it stays there.
         """
         for behind in range(int(self._slots.max(initial=1)), 1, -1):
             unit = self._units - behind
-            yield np.where((behind <= self._slots) & (unit >= self._slots), unit % self._slots, -1)
+            valid = (behind <= self._slots) & (unit >= self._slots)
+            slot = np.where(valid, unit % self._slots, 0)
+            copy_s = valid * self._first_copy[self._every, slot]
+            start = np.maximum(self._link_free, self._released[self._every, slot])
+            arrival = self._arrival(start, copy_s, valid * self._first_disk[self._every, slot], valid)
+            self._link_free = np.where(valid, arrival, self._link_free)
+            self.busy_s += copy_s
+        return np.maximum(self._now, self._link_free)
