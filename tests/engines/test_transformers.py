@@ -31,9 +31,10 @@ from torch import nn
 
 import penstock
 from checkpoints import HEADS, SIZE, assert_same_tensors, environment, make, resident, rewrite, run
-from penstock.adapters.transformers import build_meta_model, load, plan_for, weight_map
+from penstock.adapters.transformers import build_meta_model, load, weight_map
 from penstock.adapters.transformers.stretches import NotStretchesError, Stretches
 from penstock.checkpoint.safetensors_header import Checkpoint, FileTensor
+from penstock.cli.opened_model import open_model
 from penstock.errors import (
     BudgetError,
     CheckpointError,
@@ -455,8 +456,8 @@ class TestPlanning:
 
     def test_plan_is_the_one_carried_out(self, saved: Callable[[str], Path]) -> None:
         folder = saved("deepseek_v3")
-        model = build_meta_model(folder)
-        plan = plan_for(model, weight_map(model, Checkpoint.open(folder)), EVERYTHING)
+        opened = open_model(str(folder))
+        plan = opened.planner(torch.device("cpu")).plan(EVERYTHING)
         for policy in (EVERYTHING, plan):
             loaded, handle = load(folder, policy)
             with handle:

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 import penstock.cli.commands_plan
 import penstock.plan.plot
 from giants import DEEPSEEK_V3, write_deepseek_v3
-from penstock.adapters.transformers.renaming import Renamer, natural_order
+from penstock.adapters.transformers.conversion import Renamer, natural_order
 from penstock.cli import app
 from penstock.cli.opened_model import OpenedModel, open_model
 from penstock.config import Budget, Workload

@@ -26,17 +26,15 @@ from penstock.adapters.transformers.meta_model import build_meta_model
 from penstock.api import Handle, start
 from penstock.checkpoint.safetensors_header import Checkpoint
 from penstock.checkpoint.weight_map import WeightMap
-from penstock.config import SHARDED_MODES, Policy, as_policy, format_gib
+from penstock.config import SHARDED_MODES, Policy, format_gib
 from penstock.errors import CheckpointError, warn_user
-from penstock.model.inventory import StorageInfo, take_inventory
+from penstock.model.inventory import StorageInfo
 from penstock.model.live_tensors import BoundStorage
 from penstock.model.tensor_guards import storage_id
 from penstock.plan import Plan
 from penstock.ranks.group import RankGroup
 from penstock.runtime.prepare import (
     Prepared,
-    compute_device,
-    make_planner,
     not_in_files,
     prepare,
     require_group,
@@ -51,7 +49,7 @@ if TYPE_CHECKING:
 
     from penstock.adapters.transformers.meta_model import ModelClass
 
-__all__ = ["build_meta_model", "load", "plan_for", "weight_map"]
+__all__ = ["build_meta_model", "load", "weight_map"]
 
 _NAMES_SHOWN = 8
 
@@ -125,15 +123,6 @@ def weight_map(model: PreTrainedModel, checkpoint: Checkpoint) -> WeightMap:
         CheckpointError: nothing in common, or tensors of another shape.
     """
     return match(model, checkpoint).weights
-
-
-def plan_for(
-    model: PreTrainedModel, weights: WeightMap, policy: Policy | str | int, device: torch.device | str | None = None
-) -> Plan:
-    """The plan that :func:`load` would carry out on ``device``; loads nothing."""
-    inventory, target = take_inventory(model), compute_device(model, device)
-    planner = make_planner(model, inventory, target, weights, unstreamable=not_in_files(inventory, weights))
-    return planner.plan(as_policy(policy))
 
 
 # -- what is not streamed ---------------------------------------------------------------------------------------------
@@ -219,20 +208,9 @@ def _take_generation_config(model: PreTrainedModel, folder: Path) -> None:
     adjust: Any = getattr(model, "adjust_generation_fn", None)
     if adjust is None or not model.can_generate():
         return
-    adjust(
-        None,
-        False,
-        None,
-        str(folder),
-        cache_dir=None,
-        force_download=False,
-        proxies=None,
-        local_files_only=True,
-        token=None,
-        revision="main",
-        subfolder="",
-        trust_remote_code=False,
-    )
+    # What from_pretrained passes for a local folder.
+    options = {"cache_dir": None, "force_download": False, "proxies": None, "local_files_only": True, "token": None}
+    adjust(None, False, None, str(folder), **options, revision="main", subfolder="", trust_remote_code=False)
 
 
 # -- what has to be said ----------------------------------------------------------------------------------------------
