@@ -188,6 +188,22 @@ class TestViews:
         assert_same_bits(model[0].weight.detach(), expected)
         assert view.data_ptr() != model[0].weight.data_ptr()
 
+    def test_from_before_the_offload_share_the_weight_after_remove(self, tmp_path: Path) -> None:
+        """As fused projections do, which a model may keep where no inventory sees them."""
+        model = Stack(4).eval()
+        folder = save(model, tmp_path)
+        view = model.layers[0].linear.weight.data[1:3].t()
+        for _ in range(2):
+            with penstock.offload(model, all_layers(2, "disk"), checkpoint=folder):
+                model(rows())
+            assert_same_bits(view.t(), model.layers[0].linear.weight[1:3])
+        with penstock.offload(model, all_layers(2, "disk"), checkpoint=folder), torch.no_grad():
+            model.layers[0].linear.weight[1:3].copy_(torch.ones(()))
+            assert view.eq(1).all()
+        with torch.no_grad():
+            model.layers[0].linear.weight[1:3].mul_(2)
+        assert view.eq(2).all()
+
     def test_of_pinned_or_adopted_memory_outlive_the_model(self) -> None:
         """Trap 9."""
         model = Stack(4).eval()

@@ -341,7 +341,15 @@ class BoundStorage:
         return True
 
     def give_back(self, buffer: torch.Tensor | None) -> None:
-        """Let every tensor look into ``buffer``, or where it was found; one whose data was set since keeps that."""
+        """Let every tensor look into ``buffer``, or where it was found; one whose data was set since keeps that.
+
+        Where views kept elsewhere still hold the memory that the model came with, the bytes of ``buffer`` go there.
+        """
+        is_untouched = not any(tensor.has_other_data for tensor in self.tensors)
+        if buffer is not None and is_untouched and self.return_to_original():
+            self.original_bytes().copy_(buffer)
+            self.is_back = True
+            return
         for tensor in self.tensors:
             if tensor.has_other_data:
                 continue
