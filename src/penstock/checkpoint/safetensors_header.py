@@ -3,7 +3,7 @@
 The format (https://github.com/huggingface/safetensors#format): 8 bytes, the little-endian length N; N bytes
 of UTF-8 JSON, ``{name: {"dtype", "shape", "data_offsets": [begin, end]}}``, perhaps ``__metadata__``; data.
 Offsets count from the start of the data, which tensors fill without overlap, hole or remainder: all checked.
-The safetensors library is not used because it does not tell where in the file a tensor lies, and stores copy
+The safetensors library is not used because it does not give a tensor's offset in its file, and stores copy
 or map the unmodified files at those offsets.
 """
 

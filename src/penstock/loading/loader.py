@@ -29,8 +29,8 @@ _LIVE_PIECE_BYTES = 2 << 20
 _LIVE_EXTRA_JOBS = 4
 _TRIM_BYTES = 32 << 20
 
-# A disk wants several requests at once, and a reader asks for nothing while it copies out what has come: on two cores
-# four readers bring twice what two do. From the page cache they bring the same.
+# A disk needs several requests at once, and a reader makes none while it copies out what it has read: on two cores
+# four readers reach twice the rate of two. From the page cache the rates are the same.
 _MIN_FILE_READERS = 8
 
 
@@ -156,7 +156,7 @@ class WeightLoader:
         )
 
     def _copy_from_devices(self) -> None:
-        """What lies on a GPU goes at the rate of its link into memory that is pinned already."""
+        """Storages on a GPU are copied at the rate of its link into memory that is pinned already."""
         names = [name for name in self._destinations if self._bound[name].home.type == "cuda"]
         for name in names:
             self._destinations[name].copy_(self._bound[name].original_bytes(), non_blocking=True)

@@ -1,9 +1,8 @@
-"""One pass that brings bytes to where they will rest or be read: several threads, no copy in between.
+"""One pass that reads bytes into their destinations: several threads, no copy in between.
 
-What is to be brought is a row of deliveries. They are cut into jobs of about :data:`PIECE_BYTES` (large storages split,
-small neighbours together) and taken up in order, with a bounded number of jobs under way: what has arrived is reported
-in order, too, so a source can be let go of before the next ones are read. Destinations on a device go through an
-:class:`Uploader`.
+Deliveries are cut into jobs of about :data:`PIECE_BYTES` (large storages split, small neighbours together) and taken in
+order, with a bounded number of jobs under way. Finished storages are reported in order, too, so a source can be freed
+before the next ones are read. Destinations on a device go through an :class:`Uploader`.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Uploader(Protocol):
     def upload(self, reads: Sequence[Read]) -> None:
         """Read ``reads``, at most ``piece_bytes`` together, and have them copied; called by several threads.
 
-        The copies may be started by another thread that is in here.
+        The copies may be started by another thread in this method.
         """
 
     def finish(self) -> None:
@@ -103,7 +102,7 @@ def deliver(
         max_jobs: under way or waiting to be reported; default twice the readers.
 
     Raises:
-        TransferError: bytes that cannot be had; nothing is under way any more. The same for whatever ``on_loaded``,
+        TransferError: bytes that cannot be read; nothing is under way any more. The same for whatever ``on_loaded``,
             ``on_progress`` or the caller's interrupt raise.
     """
     pool = ThreadPoolExecutor(num_threads, "penstock-load", initializer=_stay_on, initargs=(cpus,))
@@ -116,7 +115,7 @@ def deliver(
         future.result()
         on_progress(job.num_bytes)
         finished = job.finished
-        del job, future  # they hold the sources, which on_loaded() may let go of
+        del job, future  # they hold the sources, which on_loaded() may free
         for name in finished:
             on_loaded(name)
 

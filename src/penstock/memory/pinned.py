@@ -170,7 +170,7 @@ def _unregister_late() -> None:
 
 
 def pin_threads(at_least: int = 1) -> int:
-    """Threads that touch or fill host memory, see :func:`reader_threads`; more than sixteen bring nothing."""
+    """Threads that touch or fill host memory, see :func:`reader_threads`; more than sixteen are no faster."""
     return min(MAX_TOUCH_THREADS, reader_threads(at_least))
 
 
@@ -267,10 +267,10 @@ def device_view(blob: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def can_pin_in_place(blob: torch.Tensor, alignment: int = 1, maps: str | None = None) -> bool:
-    """Whether ``blob`` (uint8, 1-D, host) may be pinned where it lies.
+    """Whether ``blob`` (uint8, 1-D, host) may be pinned in place, instead of being copied into a slab.
 
     Args:
-        blob: all its storage, but for one part in a hundred; the rest would be kept for nothing.
+        blob: at least 99 % of its storage, since all of the storage is kept.
         alignment: of its address; kernels that read it in place need that of a slab for the same bits, copies do not.
         maps: ``/proc/self/maps``; default read now.
     """

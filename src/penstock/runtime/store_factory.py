@@ -132,7 +132,7 @@ def open_pinned(
 ) -> tuple[PinnedStore, dict[str, torch.Tensor]]:
     """A pinned store for ``plan``, and its destinations still to be filled.
 
-    Large live tensors are adopted where they lie, and so is what is ``held`` in pinned memory.
+    Large live tensors are pinned in place, and storages ``held`` in pinned memory stay there.
     """
     if registrar is not None:
         refuse_capture(registrar)

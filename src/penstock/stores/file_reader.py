@@ -1,7 +1,7 @@
 """Files read by position, through the page cache or past it.
 
 Positional reads (``preadv``) share one file descriptor between threads and need no lock. Direct reads (``O_DIRECT``)
-want aligned offsets, lengths and addresses, and tensors in a file are not aligned to its blocks. So each thread reads
+need aligned offsets, lengths and addresses, and tensors in a file are not aligned to its blocks. So each thread reads
 aligned blocks into a buffer of its own and copies the wanted bytes out: a fraction of a core, and the operand in the
 slot keeps its 256-byte alignment, on which the bits of a matrix product may depend. Blocks are large, because a disk
 behind a hypervisor needs large requests, and buffers are used again and again, because memory that was never touched is
@@ -128,7 +128,7 @@ class File(Source):
         """Fill ``into`` with the bytes from ``offset`` on.
 
         Raises:
-            TransferError: they cannot be had, or the file is no longer what it was stamped as.
+            TransferError: they cannot be read, or the file is shorter now.
         """
         self.scatter(offset, [into])
 
@@ -231,8 +231,8 @@ def _open(path: Path, options: DiskOptions) -> tuple[int, int | None]:
         fix = too_many_open(error) or usual
         raise CheckpointError(f"{path}: cannot be opened for reading: {error.strerror}. {fix}") from error
     if options.drop_cache or options.direct is None:
-        # No read-ahead: requests are large and many already, and what it brings beyond them is not let go of with them,
-        # or is read twice when the way changes. Eight readers of 2 MiB each brought 1.4 GB/s with it and 2.3 without.
+        # No read-ahead: requests are large and many already, and what it reads beyond them is not given back with them,
+        # or is read twice. Eight readers of 2 MiB each reached 1.4 GB/s with it and 2.3 without.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
     if options.direct is not None:
         return fd, fd if options.direct else None

@@ -81,8 +81,8 @@ class PinnedStore(Store):
 
     Attributes:
         registrar: what pins; ``None``: nothing is pinned.
-        adopted: the storages that rest where the model had them.
-        kept: the storages that rest where they were held.
+        adopted: the storages that stay in the memory of the model.
+        kept: the storages that stay in memory that was pinned before.
     """
 
     mode: ClassVar[Mode] = "cpu"
@@ -104,9 +104,9 @@ class PinnedStore(Store):
             units: each is contiguous.
             in_place: bytes of the storages that are read in place.
             registrar: what pins; ``None`` leaves the memory unpinned.
-            adopt: tensors in host memory (uint8, 1-D) to use where they lie, by the storage that they hold; taken for
+            adopt: tensors in host memory (uint8, 1-D) to use in place, by the storage that they hold; taken for
                 units of one storage and for storages read in place, if the driver registers them.
-            held: what lies in pinned memory already, by storage; taken for units that are held as a whole.
+            held: what is in pinned memory already, by storage; taken for units that are held as a whole.
             max_slab_bytes: of one registration, unless a unit alone is larger.
 
         Raises:

@@ -276,7 +276,7 @@ class DiskToCudaLink(StreamLink):
         if self._reads is None:
             raise StateError("this link is closed; offload the model again")
         # What was started for this slot before goes first, also where an interrupted caller has lost sight of it.
-        if (previous := self._latest.pop(slot.data_ptr(), None)) is not None:
+        if (previous := self._latest.get(slot.data_ptr())) is not None:
             previous.settle()
         if load.in_memory:
             return super().copy(load, slot, after)

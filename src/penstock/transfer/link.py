@@ -101,7 +101,7 @@ class Link(ABC):
         """Raise ``TransferError`` if bytes failed to arrive while no caller waited for them, as in a replay."""
 
     def staging_stats(self) -> StagingStats | None:
-        """Counters of what lies between the store and the copies; ``None`` where nothing does."""
+        """Counters of the staging between store and copies; ``None`` for a link without any."""
         return None
 
     def last_stall_s(self, unit: int) -> float | None:

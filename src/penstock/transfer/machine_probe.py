@@ -337,7 +337,7 @@ def _measured_rates(folder: Path | None, num_bytes: int) -> dict[str, Any]:
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
         rates |= _cuda(device, num_bytes)
-        rates |= peer_rates(device, median_s)  # last, when what else was measured has let go of its memory
+        rates |= peer_rates(device, median_s)  # last, when the other measurements have freed their memory
     return rates
 
 
