@@ -93,7 +93,9 @@ def variant(text: str, weight_bytes: int, device: torch.device) -> Variant:
     policy = parse_policy(text, weight_bytes, weight_bytes // QWEN3_8B.num_layers)
     option = text.partition("+")[2]
     if option == "fresh" and isinstance(policy, Prefetch):
-        return Variant(f"{text}+eager", QWEN3_8B, policy, device, FreshOnload)
+        fresh = Variant(text, QWEN3_8B, policy, device, FreshOnload)
+        fresh.eager = True
+        return fresh
     if option == "tensors":
         return Variant(text, QWEN3_8B, policy, device, offload_per_tensor)
     if option in ("", "eager"):

@@ -147,14 +147,13 @@ class OffloadFlags:
         self._check(surface)
         mode = cast(Mode, self.offload_mode or default_mode)
         if self.device_memory is not None:
+            rows = (1,) if self.batch is None else counts(surface.name_of("batch"), self.batch)
             return Budget(
                 self.device_memory,
                 self.offload_params or (),
                 cast("Mode | None", self.offload_mode),
                 parse_rules(self.offload_rule or ()),
-                Workload(
-                    (1,) if self.batch is None else counts(surface.name_of("batch"), self.batch), self.context or 0
-                ),
+                Workload(rows, self.context or 0),
                 self.host_memory,
             )
         if self.offload_rule:
@@ -216,8 +215,8 @@ class OffloadFlags:
         own = {"prefetch": ("offload_group_size",), "uva": _UVA}.get(backend, ())
         if own and not any(self.given(flag) for flag in own):
             raise OptionError(f"{name} {backend} needs {surface.name_of(own[0])}, which is not set")
-        for flag in (*_ASKING, "offload_mode"):
-            if self.given(flag) and flag not in own and not (own and flag == "offload_mode"):
+        for flag in _ASKING:
+            if self.given(flag) and flag not in own:
                 raise OptionError(
                     f"{surface.name_of(flag)} has no effect with {name} {backend}; leave one of the two out"
                 )
@@ -231,15 +230,15 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def counts(flag: str, text: str, what: str = "numbers of rows") -> list[int]:
-    """Whole numbers from 1 on, comma-separated.
+def counts(flag: str, text: str) -> list[int]:
+    """Numbers of rows, each at least 1, comma-separated.
 
     Raises:
         OptionError: anything else.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
-        raise OptionError(f"{flag} {text!r}: expected {what}, each at least 1, such as {flag} 1,16,256")
+        raise OptionError(f"{flag} {text!r}: expected numbers of rows, each at least 1, such as {flag} 1,16,256")
     return [int(part) for part in parts]
 
 

@@ -169,7 +169,7 @@ class Variant:
     def __init__(
         self, name: str, shape: DecoderShape, policy: Policy | None, device: torch.device, offload: Offload = _offload
     ) -> None:
-        self.name = name
+        self.name, self.eager = name, "+eager" in name
         torch.cuda.synchronize()
         base_bytes = torch.cuda.memory_allocated(device)
         self.stack = build_stack(shape, torch.bfloat16, device if policy is None else "cpu", device)
@@ -194,7 +194,7 @@ class Variant:
         self.peak_bytes = max(self._load_peak_bytes, self._own_bytes + self.activation_bytes)
         self.step: Step = partial(self.stack, x)
         self.output = out.clone()
-        if "+eager" not in self.name:
+        if not self.eager:
             del out
             self.step, self.output = capture(partial(self.stack, x))
 
