@@ -64,13 +64,13 @@ def find_encoder() -> Path:
 
 
 def embed_job(model: Path, budget_bytes: int | None = None, rounds: int = 15) -> Job:
-    """Embed the sentences ``rounds`` times in one batch."""
-    return Job("embed", str(model), SENTENCES, batch=12, steps=rounds, budget_bytes=budget_bytes)
+    """Embed the sentences ``rounds`` times."""
+    return Job("embed", str(model), SENTENCES, rounds, budget_bytes)
 
 
 def generate_job(model: Path, budget_bytes: int | None = None, new_tokens: int = 32) -> Job:
     """Continue two prompts by ``new_tokens`` each."""
-    return Job("generate", str(model), _PROMPTS, batch=len(_PROMPTS), steps=new_tokens, budget_bytes=budget_bytes)
+    return Job("generate", str(model), _PROMPTS, new_tokens, budget_bytes)
 
 
 @dataclass(frozen=True)

@@ -48,16 +48,14 @@ class Job:
     Attributes:
         kind: ``embed`` texts with an encoder, or ``generate`` from them with a causal language model.
         model: folder of the checkpoint.
-        texts: the input.
-        batch: texts per forward.
-        steps: for ``generate`` the number of new tokens, for ``embed`` how often all texts are embedded.
+        texts: the input, all of it in each forward.
+        steps: for ``generate`` the number of new tokens, for ``embed`` how often the texts are embedded.
         budget_bytes: device memory for the streamed run; ``None`` is the resident run, by transformers alone.
     """
 
     kind: Literal["embed", "generate"]
     model: str
     texts: tuple[str, ...]
-    batch: int
     steps: int
     budget_bytes: int | None = None
 
@@ -127,7 +125,7 @@ def run(job: Job, folder: Path) -> Result:
     model_class, work = {"embed": (AutoModel, _embed), "generate": (AutoModelForCausalLM, _generate)}[job.kind]
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     tiny = model_class.from_config(_shrunk(AutoConfig.from_pretrained(job.model))).eval()
-    work(tiny, tokenizer, replace(job, texts=job.texts[: job.batch], steps=2))
+    work(tiny, tokenizer, replace(job, steps=2))
     meter = PeakMeter()
     handle = None
     if job.budget_bytes is None:  # the reference of the bits, without any of our code
@@ -164,15 +162,12 @@ def _shrunk(config: Any) -> Any:
 @torch.inference_mode()
 def _embed(model: Any, tokenizer: Any, job: Job) -> Arrays:
     """Sentence embeddings as all-MiniLM-L6-v2 defines them: mean over the tokens, length 1. [texts, hidden]"""
-    starts = range(0, len(job.texts), job.batch)
-    batches = [tokenizer([*job.texts[i : i + job.batch]], padding=True, return_tensors="pt") for i in starts]
+    inputs = tokenizer(list(job.texts), padding=True, return_tensors="pt")
     for _ in range(job.steps):
-        parts = []
-        for inputs in batches:
-            hidden = model(**inputs).last_hidden_state
-            mask = inputs["attention_mask"].unsqueeze(-1).to(hidden.dtype)
-            parts.append(torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1))
-    return {"embeddings": torch.cat(parts).numpy()}
+        hidden = model(**inputs).last_hidden_state
+        mask = inputs["attention_mask"].unsqueeze(-1).to(hidden.dtype)
+        embeddings = torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
+    return {"embeddings": embeddings.numpy()}
 
 
 def _generate(model: Any, tokenizer: Any, job: Job) -> Arrays:
