@@ -464,8 +464,9 @@ class TestPlanning:
                 assert replace(handle.plan, made_for=None) == plan
                 assert_streams(loaded, handle, resident(folder))
 
+    @pytest.mark.parametrize("mode", ["sharded_gpu", "sharded_cpu"])
     def test_ranks_that_split_units_are_counted(
-        self, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+        self, mode: Any, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Each of four keeps a quarter, and it comes over the links of four."""
         given: list[tuple[penstock.Plan, Planner]] = []
@@ -481,8 +482,8 @@ class TestPlanning:
         monkeypatch.setattr("penstock.runtime.prepare.planning_rates", lambda *_: rates)
         folder, group = saved("qwen3"), SimpleNamespace(size=4)
         num_bytes = take_inventory(build_meta_model(folder)).num_bytes
-        budget = penstock.Budget(num_bytes * 3 // 4, params=["mlp"], mode="sharded_gpu")
-        for policy in (budget, replace(EVERYTHING, mode="sharded_gpu")):
+        budget = penstock.Budget(num_bytes * 3 // 4, params=["mlp"], mode=mode)
+        for policy in (budget, replace(EVERYTHING, mode=mode)):
             load(folder, policy, group=group)  # type: ignore[arg-type]
             plan, planner = given.pop()
             assert plan.num_ranks == 4

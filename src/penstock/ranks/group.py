@@ -60,7 +60,7 @@ class RankGroup:
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.process_group = process_group
         self.watch = ProcessWatch()
-        self._known = {self.rank}  # ranks whose process is known
+        self._unknown = set(range(self.size)) - {self.rank}  # ranks whose process is not known yet
         self._call = 0
         self._num_exchanges = 0
         self._is_open = True
@@ -124,25 +124,24 @@ class RankGroup:
             PeerError: a rank failed, ended or did not come in time.
         """
         self._num_exchanges += 1
-        prefix = f"{self.prefix}/{self._num_exchanges} {step}"
-        self._ask(lambda: self.store.set(f"{prefix}/{self.rank}", json.dumps(value)))
+        keys = [f"{self.prefix}/{self._num_exchanges} {step}/{rank}" for rank in range(self.size)]
+        self._ask(lambda: self.store.set(keys[self.rank], json.dumps(value)))
         deadline = time.monotonic() + self.timeout_s
-        missing = list(range(self.size))
         pause_s = _POLL_S
         while True:
             # Failures and deaths are read before the values: what a rank said before it failed or ended still counts.
-            failure, ended = self._failure(), self.watch.ended
-            missing = [rank for rank in missing if not self._has(f"{prefix}/{rank}")]
-            if not missing:
-                self._watch_ranks(range(self.size))
-                return [json.loads(self._get(f"{prefix}/{rank}")) for rank in range(self.size)]
+            failure, ended, is_late = self._failure(), self.watch.ended, time.monotonic() > deadline
+            self._watch_ranks()
+            if self._has(*keys):
+                return [json.loads(self._get(key)) for key in keys]
             if failure:
                 raise PeerError(failure)
-            if not ended.isdisjoint(missing):
-                raise PeerError(_gone(ended))
-            if time.monotonic() > deadline:
-                raise PeerError(self._timed_out(missing, step))
-            self._watch_ranks(missing)
+            if ended or is_late:
+                missing = [rank for rank, key in enumerate(keys) if not self._has(key)]
+                if ended.intersection(missing):
+                    raise PeerError(_gone(ended))
+                if is_late and missing:
+                    raise PeerError(self._timed_out(missing, step))
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_POLL_S)
 
@@ -186,17 +185,17 @@ class RankGroup:
             f"start all engines again)"
         )
 
-    def _watch_ranks(self, ranks: Collection[int]) -> None:
-        """Watch those of ``ranks`` that have begun a call on this host, in this call or an earlier one."""
-        for rank in set(ranks) - self._known:
-            if self._has(key := f"penstock/process/{rank}"):
-                process = json.loads(self._get(key))
-                self._known.add(rank)
-                if process["host"] == this_host():
-                    self.watch.add(rank, process["pid"])
+    def _watch_ranks(self) -> None:
+        """Watch the ranks of this host that have begun a call, this one or an earlier one."""
+        for rank in [rank for rank in self._unknown if self._has(f"penstock/process/{rank}")]:
+            process = json.loads(self._get(f"penstock/process/{rank}"))
+            self._unknown.discard(rank)
+            if process["host"] == this_host():
+                self.watch.add(rank, process["pid"])
 
-    def _has(self, key: str) -> bool:
-        return bool(self._ask(lambda: self.store.check([key])))
+    def _has(self, *keys: str) -> bool:
+        """Whether the store has all ``keys``."""
+        return bool(self._ask(lambda: self.store.check(list(keys))))
 
     def _get(self, key: str) -> bytes:
         return bytes(self._ask(lambda: self.store.get(key)))

@@ -85,12 +85,12 @@ class ShardedStore(Store):
 
     @property
     def host_bytes(self) -> int:
-        return self.local.numel() if self.local.is_cpu else 0
+        return 0
 
     @property
     def device_bytes(self) -> int:
         """Device memory of this rank's parts."""
-        return self.local.numel() - self.host_bytes
+        return 0
 
     def _runs(self, storage: str, ranks: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
         """(rank, first byte of ``storage``, first byte of the rank's memory, bytes), in the same order everywhere."""
@@ -119,6 +119,10 @@ class HostShardedStore(ShardedStore):
     def local(self) -> torch.Tensor:
         return self._memory
 
+    @property
+    def host_bytes(self) -> int:
+        return self._memory.numel()
+
     def _fetch(self, rank: int, start: int, into: torch.Tensor) -> None:
         if rank == self._channel.rank:
             into.copy_(self._memory[start : start + into.numel()])
@@ -142,6 +146,10 @@ class DeviceShardedStore(ShardedStore):
     @property
     def local(self) -> torch.Tensor:
         return self.views[self.ranks.rank]
+
+    @property
+    def device_bytes(self) -> int:
+        return 0 if self._memory is None else self.local.numel()
 
     @property
     def views(self) -> Sequence[torch.Tensor]:
