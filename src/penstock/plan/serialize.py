@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from penstock.errors import OptionError, OptionTypeError, PlanFileError
 
-__all__ = ["load_json", "require", "require_same", "require_writable", "save_json"]
+__all__ = ["load_json", "require", "require_same", "save_json"]
 
 _FIX = "make it again with `penstock plan MODEL ... --save FILE`"
 
@@ -61,9 +61,10 @@ def save_json(data: Any, path: str | os.PathLike[str]) -> None:
     """Write ``data`` to ``path``; a reader sees the file that was there before or the whole new one.
 
     Raises:
-        OptionError: no file can be written there.
+        OptionError: in no folder that exists, or something else than a file is there; or it cannot be written.
+        OptionTypeError: no path.
     """
-    target = require_writable(path)
+    target = _writable(path)
     draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with draft.open("w", encoding="utf-8") as file:
@@ -79,13 +80,8 @@ def save_json(data: Any, path: str | os.PathLike[str]) -> None:
             draft.unlink()
 
 
-def require_writable(path: str | os.PathLike[str]) -> Path:
-    """``path`` as one that a plan can be written to; looks, and writes nothing.
-
-    Raises:
-        OptionError: in no folder that exists, or something else than a file is there.
-        OptionTypeError: no path.
-    """
+def _writable(path: str | os.PathLike[str]) -> Path:
+    """``path`` as one that a file can be written to; looks, and writes nothing."""
     target = _as_path(path)
     if not target.parent.is_dir():
         raise OptionError(f"{str(target)!r}: expected a file name in a folder that exists, found no such folder")
