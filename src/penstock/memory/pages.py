@@ -64,7 +64,9 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+# Keeps the interpreter lock, for a call that returns at once: getting the lock back from many readers takes longer.
+_locked_libc = ctypes.PyDLL(None)
+_locked_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
 class RawMemory:
@@ -115,8 +117,9 @@ def _advise(memory: Bytes, advice: int) -> int:
 
 def _covering_pages(memory: Bytes) -> tuple[int, int]:
     """Address and bytes of the pages that ``memory`` covers."""
-    start = memory.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
-    return start, whole_pages(memory.ctypes.data + memory.size - start)
+    address = memory.ctypes.data
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    return start, whole_pages(address + memory.size - start)
 
 
 def map_pages(num_bytes: int, *, huge: bool = True) -> Bytes:
@@ -159,7 +162,7 @@ def resident_bytes(memory: Bytes) -> int:
     """
     address, num_bytes = _covering_pages(memory)
     pages = np.zeros(num_bytes // mmap.PAGESIZE, np.uint8)
-    if _libc.mincore(address, num_bytes, pages.ctypes.data):
+    if _locked_libc.mincore(address, num_bytes, pages.ctypes.data):
         return 0
     return int(np.count_nonzero(pages & 1)) * mmap.PAGESIZE
 

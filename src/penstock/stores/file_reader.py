@@ -34,7 +34,7 @@ __all__ = ["ALIGN_BYTES", "DiskOptions", "File", "ReadCounter"]
 ALIGN_BYTES = 4096
 BLOCK_BYTES = 2 << 20
 # Whether a range is in the page cache is judged by its beginning: what put it there read in large steps.
-_SAMPLE_BYTES = 256 << 10
+_SAMPLE_BYTES = 64 << 10
 _MAX_VIEWS = 1024  # IOV_MAX
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC
 _FIX = "copy the same file over it with its time (cp -p), or load the model again from files that no process writes to"
