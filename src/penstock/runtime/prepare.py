@@ -121,7 +121,10 @@ def prepare(
         plan, may_need_files = given, False
     else:
         planner = make_planner(model, inventory, target, weights, disk=disk, unstreamable=unstreamable)
-        planner = _for_ranks(planner, given, ranks)
+        if ranks is not None and given.mode in SHARDED_MODES:
+            # Every rank plans for itself, and all have to come to one plan. So nothing counts that ranks may see
+            # differently: no free host memory, and of rates only what is kept of this machine.
+            planner = replace(planner, num_ranks=ranks.size, spill=None)
         plan = replace(planner.plan(given), made_for=describe_device(target))
         may_need_files = planner.spill is not None and given.mode is None
     plan = _settle(plan, inventory, target, ranks)
@@ -262,17 +265,6 @@ def _free_host_bytes(device: torch.device, inventory: Inventory) -> int | None:
     # Residents pass through host memory one at a time, and the process itself needs some.
     staging = max((storage.num_bytes for storage in inventory.storages), default=0)
     return max(0, free_bytes - staging - min(_HEADROOM_BYTES, free_bytes // 16))
-
-
-def _for_ranks(planner: Planner, policy: Policy, ranks: RankGroup | None) -> Planner:
-    """``planner`` for the ranks that split the units of ``policy``, if it has them split.
-
-    Every rank plans for itself, and all have to come to one plan. So nothing counts that ranks may see differently: no
-    free host memory, and of rates only what is kept of this machine, for all of its processes.
-    """
-    if ranks is None or policy.mode not in SHARDED_MODES:
-        return planner
-    return replace(planner, num_ranks=ranks.size, spill=None)
 
 
 def _settle(plan: Plan, inventory: Inventory, device: torch.device, ranks: RankGroup | None) -> Plan:

@@ -30,47 +30,11 @@ from penstock.runtime.promotion import Promoter
 from penstock.runtime.state_dict import NotCopyable, StateGuard
 from penstock.runtime.store_factory import OpenedStore, open_store
 from penstock.stats import Recorder, Stats
-from penstock.stores.store import Store, new_blob
+from penstock.stores.store import new_blob
 from penstock.transfer.link import Link
 from penstock.transfer.ring_streams import RingLink
 
 __all__ = ["OffloadSession", "Progress", "SessionOptions"]
-
-
-class MappedFilesGuard(NotCopyable):
-    """Compares files that a CPU reads in place with what was opened, before and after every forward of ``model``.
-
-    Nothing can be compared while a matrix product reads them, and a page that a shorter file has no longer ends the
-    program (SIGBUS, mmap(2)). Compiled code does not look: it would have to leave its graph for it.
-    """
-
-    def __init__(self, model: nn.Module, store: Store) -> None:
-        self._store = store
-        self._model = model
-        self._handles: list[RemovableHandle] = []
-        self._removed = False
-
-    def attach(self) -> None:
-        """Put the hooks in place; an interrupt leaves what :meth:`remove` takes off."""
-        self._handles.append(self._model.register_forward_pre_hook(self._compare, prepend=True))
-        self._handles.append(self._model.register_forward_hook(self._compare))
-
-    def remove(self) -> None:
-        """Take the hooks off."""
-        self._removed = True
-        for handle in self._handles:
-            handle.remove()
-
-    def _compare(self, *_: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        try:
-            self._store.require_mapped_unchanged()
-        except (OSError, TransferError):
-            # A thread that was about to call this hook when remove() took it off finds the files closed, and the model
-            # with bytes of its own.
-            if not self._removed:
-                raise
 
 
 # By which implementation reads them in place.
@@ -81,7 +45,7 @@ _EXPERTS = {
     "model.set_experts_implementation('grouped_mm') does without",
 }
 
-Hook = UnitHook | ForwardHook | StateGuard | MappedFilesGuard
+Hook = UnitHook | ForwardHook | StateGuard
 
 
 @dataclass(frozen=True)
@@ -119,7 +83,7 @@ class OffloadSession(NotCopyable):
         self._promoter = Promoter(
             prepared.plan, self._bound, self._device, prepared.budget_bytes, options.never_promotes
         )
-        self._hooks: list[Hook] = []
+        self._hooks: list[Hook | RemovableHandle] = []  # empty once they are taken off
         self._units: list[UnitHook] = []
         self._prefetcher: Prefetcher | None = None
         self._link = options.link  # before the pipeline has it
@@ -274,7 +238,9 @@ class OffloadSession(NotCopyable):
             blob = self._store.in_place(name)
             self._bound[name].point_at(device_view(blob, self._device) if self._device.type == "cuda" else blob)
         if plan.uva and plan.mode == "disk" and self._device.type == "cpu":
-            self._hook(MappedFilesGuard(self._model, self._store))
+            # A page that a shorter file has no longer ends the program (SIGBUS, mmap(2)), so files are compared before.
+            self._hooks.append(self._model.register_forward_pre_hook(self._compare_mapped_files, prepend=True))
+            self._hooks.append(self._model.register_forward_hook(self._compare_mapped_files))
         self._hook(StateGuard(self._model, [self._bound[name] for name in plan.offloaded_names], self._state_bytes))
 
     def _attach_units(self, link: Link) -> None:
@@ -312,6 +278,18 @@ class OffloadSession(NotCopyable):
         """Keep it first: an interrupt while it is attached must find it."""
         self._hooks.append(hook)
         hook.attach()
+
+    def _compare_mapped_files(self, *_: Any) -> None:
+        """Refuse to read in place, or to return what was read, from files that were written to."""
+        if torch.compiler.is_compiling():
+            return  # it would have to leave its graph
+        try:
+            self._store.require_mapped_unchanged()
+        except (OSError, TransferError):
+            # A thread that was about to call this hook when remove() took it off finds the files closed, and the model
+            # with bytes of its own.
+            if self._hooks:
+                raise
 
     def _resident_places(self, storages: Sequence[BoundStorage]) -> dict[str, torch.Tensor]:
         """Where each resident goes; on a GPU, all in one allocation.
