@@ -104,7 +104,7 @@ def ensure_model(folder: Path, size: ModelSize) -> bool:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         _write_tokenizer(partial)
-        _write_json(partial / _MARK, asdict(size))
+        (partial / _MARK).write_text(json.dumps(asdict(size)))
         partial.rename(folder)
     except (OSError, SafetensorError) as error:  # a SafetensorError has an OSError only as text
         raise OptionError(
@@ -129,22 +129,18 @@ def _is_complete(folder: Path, size: ModelSize) -> bool:
 def _write_tokenizer(folder: Path) -> None:
     """A byte-level BPE without merges: one token per byte of UTF-8, and two special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|endoftext|>", "<|pad|>"]
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(tokens[-2:])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": tokens[-2],
-        "pad_token": tokens[-1],
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 4096,
-    }
-    _write_json(folder / "tokenizer_config.json", settings)
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
+    wrapped: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        eos_token=tokens[-2],
+        pad_token=tokens[-1],
+        clean_up_tokenization_spaces=False,
+        model_max_length=4096,
+    )
+    wrapped.save_pretrained(folder)
