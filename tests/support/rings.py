@@ -144,7 +144,14 @@ class FakeRingLink(Link):
         memory[self.layout.words_at :] = 0
         self.ring = StagingRing(self.layout, memory)
         parts = parts_of(self.layout, loads, self._read_bytes)
-        self.server = RingServer(parts, self.ring.memory, num_threads=self._threads, stuck_s=self._stuck_s)
+
+        def verify(position: int) -> None:
+            for part in parts[position]:
+                part.source.require_unchanged()
+
+        self.server = RingServer(
+            parts, self.ring.memory, num_threads=self._threads, stuck_s=self._stuck_s, verify=verify
+        )
         self.server.start()
         self.stream = FakeStream(memory[self.layout.words_at : self.layout.status_at], self._pause_s)
 
