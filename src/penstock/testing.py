@@ -165,6 +165,9 @@ class _Delayed(Source):
         time.sleep(self.delay_s)
         self.source.read(offset, into)
 
+    def require_unchanged(self) -> None:
+        self.source.require_unchanged()
+
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
