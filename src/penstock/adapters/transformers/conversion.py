@@ -37,7 +37,7 @@ from penstock.model.inventory import Inventory, take_inventory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Assembly", "Match", "Rearranged", "Renamer", "match", "natural_order"]
+__all__ = ["Assembly", "Match", "Renamer", "match", "natural_order"]
 
 _COMPARED_BYTES = 1 << 20
 
@@ -86,38 +86,12 @@ class Assembly:
 
 
 @dataclass(frozen=True)
-class Rearranged:
-    """Tensors of the model that are no stretches of the files: they are made while loading.
-
-    Attributes:
-        names: of the model's tensors.
-        assembly: what makes them.
-        why: for people.
-    """
-
-    names: tuple[str, ...]
-    assembly: Assembly
-    why: str
-
-    def recipe(self, model: PreTrainedModel) -> Conversion:
-        """How they are made of the file's tensors, with ``from_pretrained``'s rounding."""
-        parts = tuple({tensor.name: tensor for _, tensor in self.assembly.parts}.values())
-        return Conversion(self.names, parts, partial(self._make, model))
-
-    @torch.no_grad()
-    def _make(self, model: PreTrainedModel, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        dtype = self.assembly.dtype
-        made = self.assembly.run(model, lambda tensor: parts[tensor.name].to(dtype))
-        return {name: made[name].to(dtype).contiguous() for name in self.names}
-
-
-@dataclass(frozen=True)
 class Match:
     """A model on ``meta`` and a checkpoint, brought together.
 
     Attributes:
         weights: for every tensor of the model that can be streamed, its stretches of the files; for others recipes.
-        rearranged: those that come from the checkpoint but cannot be streamed.
+        rearranged: names of the latter, which are made while loading, with the reason, for people.
         missing: names in the model that nothing in the checkpoint provides, those transformers tolerates left out.
         unexpected: names in the checkpoint that the model has no place for, those transformers tolerates left out.
         untied: names that the configuration ties to others, but the checkpoint holds with other values.
@@ -125,7 +99,7 @@ class Match:
     """
 
     weights: WeightMap
-    rearranged: tuple[Rearranged, ...]
+    rearranged: Mapping[str, str]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     untied: tuple[str, ...]
@@ -134,7 +108,7 @@ class Match:
     @property
     def loaded(self) -> frozenset[str]:
         """Names in the model that the checkpoint provides."""
-        return frozenset(self.weights.sources) | {name for entry in self.rearranged for name in entry.names}
+        return frozenset(self.weights.sources).union(self.rearranged)
 
 
 def match(model: PreTrainedModel, checkpoint: Checkpoint) -> Match:
@@ -153,7 +127,8 @@ def match(model: PreTrainedModel, checkpoint: Checkpoint) -> Match:
     untied = _cut_false_ties(model, collected, dtype_of)
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     sources: dict[str, TensorSource] = {}
-    rearranged: list[Rearranged] = []
+    recipes: dict[str, Conversion] = {}
+    rearranged: dict[str, str] = {}
     for target, (converter, parts) in collected.items():
         assembly = Assembly(target, converter, tuple(parts), dtype_of(target))
         streamed, why = _stream(model, assembly)
@@ -163,14 +138,25 @@ def match(model: PreTrainedModel, checkpoint: Checkpoint) -> Match:
         for name in names:
             _fit(name, shapes[name], assembly, state[name])
         if why:
-            rearranged.append(Rearranged(names, assembly, why))
-        sources.update({name: streamed[name] for name in names if not why})
-    recipes = {name: recipe for entry in rearranged for recipe in [entry.recipe(model)] for name in entry.names}
+            recipes.update(dict.fromkeys(names, _recipe(model, names, assembly)))
+            rearranged.update(dict.fromkeys(names, why))
+        else:
+            sources.update({name: streamed[name] for name in names})
     weights = WeightMap(checkpoint, sources, recipes)
-    loaded = {*sources, *(name for entry in rearranged for name in entry.names)}
     inventory = take_inventory(model)
-    missing, unexpected = _tolerated(model, _missing(inventory, state.keys(), loaded), unused)
-    return Match(weights, tuple(rearranged), missing, unexpected, untied, inventory)
+    missing, unexpected = _tolerated(model, _missing(inventory, state.keys(), {*sources, *recipes}), unused)
+    return Match(weights, rearranged, missing, unexpected, untied, inventory)
+
+
+def _recipe(model: PreTrainedModel, names: tuple[str, ...], assembly: Assembly) -> Conversion:
+    """How tensors ``names`` are made of the file's tensors, with ``from_pretrained``'s rounding."""
+
+    @torch.no_grad()
+    def make(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        made = assembly.run(model, lambda tensor: parts[tensor.name].to(assembly.dtype))
+        return {name: made[name].to(assembly.dtype).contiguous() for name in names}
+
+    return Conversion(names, tuple({tensor.name: tensor for _, tensor in assembly.parts}.values()), make)
 
 
 _Collected = dict[str, tuple[WeightConverter | None, list[tuple[str, FileTensor]]]]

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from penstock.adapters.transformers.conversion import Match, Rearranged, match
+from penstock.adapters.transformers.conversion import Match, match
 from penstock.adapters.transformers.meta_model import build_meta_model
 from penstock.api import Handle, start
 from penstock.checkpoint.safetensors_header import Checkpoint
@@ -132,10 +132,15 @@ def _materialise(model: PreTrainedModel, found: Match, prepared: Prepared) -> No
     """Give data to what is neither read from the files nor made of them during the offload."""
     plan, bound, inventory = prepared.plan, prepared.bound, prepared.inventory
     if plan.mode != "meta":
-        for entry in found.rearranged:
-            storages = [inventory.by_name[name] for name in entry.names]
-            if not all(_made_later(storage, found.weights, plan) for storage in storages):
-                _make_now(model, found.weights, entry, [bound[storage.name] for storage in storages])
+        for recipe in dict.fromkeys(found.weights.recipes.values()):
+            storages = [inventory.by_name[name] for name in recipe.names]
+            if all(_made_later(storage, found.weights, plan) for storage in storages):
+                continue
+            made = recipe.make({part.name: found.weights.checkpoint.read(part.name) for part in recipe.parts})
+            for storage in storages:
+                _allocate(bound[storage.name])
+            for name, value in made.items():
+                model.get_parameter_or_buffer(name).data.copy_(value)
         for storage in inventory.storages:
             if found.loaded.isdisjoint(storage.names):
                 _allocate(bound[storage.name])
@@ -177,15 +182,6 @@ def _made_later(storage: StorageInfo, weights: WeightMap, plan: Plan) -> bool:
     """
     split = plan.mode in SHARDED_MODES and plan.mechanism_of(storage.name) != "resident"
     return not split and weights.recipe(storage) is not None
-
-
-def _make_now(model: PreTrainedModel, weights: WeightMap, entry: Rearranged, storages: Iterable[BoundStorage]) -> None:
-    recipe = entry.recipe(model)
-    made = recipe.make({part.name: weights.checkpoint.read(part.name) for part in recipe.parts})
-    for storage in storages:
-        _allocate(storage)
-    for name, value in made.items():
-        model.get_parameter_or_buffer(name).data.copy_(value)
 
 
 def _allocate(storage: BoundStorage) -> None:
@@ -232,9 +228,8 @@ def _report(model: PreTrainedModel, found: Match) -> None:
         )
     if found.rearranged:
         state = model.state_dict()
-        sizes = {name: state[name].nbytes for entry in found.rearranged for name in entry.names}
-        why = {name: entry.why for entry in found.rearranged for name in entry.names}
-        named = [f"{name} ({size} bytes, {why[name]})" for name, size in sizes.items()]
+        sizes = {name: state[name].nbytes for name in found.rearranged}
+        named = [f"{name} ({size} bytes, {found.rearranged[name]})" for name, size in sizes.items()]
         warn_user(
             f"{_some(named)}, {format_gib(sum(sizes.values()))} in all, cannot be streamed from the unmodified files: "
             f"made while loading, tensor by tensor, and resident where the rest is streamed; a checkpoint saved in the "
