@@ -125,13 +125,13 @@ def test_what_is_replaced_takes_its_memory_with_it() -> None:
     with torch.device("cuda"):
         offloader = EngineOffloader(Prefetch(1, 1, 1), lambda: model)
         model = EngineModel(offloader, LAYERS, WIDTH)
-    held = offloader._holding.num_bytes
+    held = offloader._pool.num_bytes
     resident, _ = build(None)
     for layer, original in zip(model.model.layers, resident.model.layers, strict=True):
         for mine, theirs in zip(layer.modules(), original.modules(), strict=True):
             if isinstance(mine, Linear):
                 mine.weight = nn.Parameter(theirs.weight.clone(), requires_grad=False)
-    assert offloader._holding.num_bytes < held / 10
+    assert offloader._pool.num_bytes < held / 10
     model.model.embed_tokens.load_state_dict(resident.model.embed_tokens.state_dict())
     for mine, theirs in ((model.visual, resident.visual), (model.lm_head, resident.lm_head)):
         mine.load_state_dict(theirs.state_dict())
