@@ -21,7 +21,7 @@ PUBLIC = [
     "get_offloader", "offload", "set_offloader",
 ]  # fmt: skip
 
-# Of the design, left to right: a room imports from rooms to its left, and from its own.
+# Of docs/architecture.md, left to right: a room imports from rooms to its left, and from its own.
 ROOMS = [
     ("errors",),
     ("config", "env"),
@@ -140,7 +140,7 @@ FILES = sorted(file for file in SOURCE.rglob("*.py") if file != SOURCE / "__init
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
 def test_imports_point_left_only(file: Path) -> None:
     room = room_of(file)
-    assert room in RANK, f"{room} is a new room: give it a place in ROOMS and in docs/design.md"
+    assert room in RANK, f"{room} is a new room: give it a place in ROOMS and in docs/architecture.md"
     for name in imports_of(file):
         parts = name.split(".")
         if len(parts) == 1 or parts[1] in penstock.__all__:

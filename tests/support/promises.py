@@ -25,7 +25,9 @@ def test_map() -> str:
 
 
 def _table(folder: Path) -> str:
-    rows = [f"| [{file.stem}]({file.relative_to(TESTS)}) | {_promise(file)} |" for file in sorted(folder.glob("test_*.py"))]
+    rows = [
+        f"| [{file.stem}]({file.relative_to(TESTS)}) | {_promise(file)} |" for file in sorted(folder.glob("test_*.py"))
+    ]
     return "\n".join(["", f"## {folder.relative_to(TESTS)}", "", "| file | promise |", "|---|---|", *rows, ""])
 
 
