@@ -253,6 +253,16 @@ class TestRemove:
         assert handle.stats().bytes_moved == moved > 0
         assert len(handle.plan.units) == 3
 
+    def test_while_frames_of_a_forward_are_kept(self) -> None:
+        """As by a traceback or a debugger: a frame that is kept keeps those of its callers, with their variables."""
+        model = Stack().eval()
+        kept = []
+        model.layers[1].register_forward_hook(lambda *_: kept.append(sys._getframe()))
+        with penstock.offload(model, all_layers(2)) as handle:
+            model(rows())
+            assert_moved(handle, 1)
+        assert len(kept) == 1
+
     def test_while_another_thread_is_in_a_forward(self) -> None:
         model = Stack(6, max_pause_s=0.01).eval()
         x = rows()

@@ -354,7 +354,7 @@ class ForwardHook(_ModuleHook):
         super().__init__(entry, model, _FORWARD_TAG, prefetcher, token, promoter)
         self._hooks = hooks
         self._units = tuple((hook._module, hook._paths[:1]) for hook in hooks)
-        # One per call; weak, so that no line at the end of a forward has to take it out, which an interrupt may skip.
+        # One per call; weak, because an interrupt may skip the line that takes it out.
         self._running: weakref.WeakSet[Reader] = weakref.WeakSet()
 
     def attach(self) -> None:
@@ -407,12 +407,13 @@ class ForwardHook(_ModuleHook):
             self._running.add(running)
             return original(*args, **kwargs)
         except BaseException as error:
-            self._running.discard(running)  # a traceback may keep the frame
             # torch runs hooks with always_call for Exceptions only.
             if prefetcher is not None and not isinstance(error, Exception):
                 traceback.clear_frames(error.__traceback__)  # their locals may be views of slots
                 self._end_interrupted(prefetcher)
             raise
+        finally:
+            self._running.discard(running)  # a traceback or a debugger may keep the frame
 
     def _end_interrupted(self, prefetcher: Prefetcher) -> None:
         """An interrupt has ended the forward of the calling thread: no hook will."""
