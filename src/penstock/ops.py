@@ -93,23 +93,15 @@ def _define(name: str, arguments: str, run: Callable[..., None]) -> None:
 _Tensors = Sequence[torch.Tensor]
 
 
-def _wait(tag: torch.Tensor, token: torch.Tensor, tensors: _Tensors, inputs: _Tensors) -> None:
+def _enter(tag: torch.Tensor, token: torch.Tensor, tensors: _Tensors = (), inputs: _Tensors = ()) -> None:
     _boundary(tag).enter_compiled(tensors)
 
 
-def _release(tag: torch.Tensor, token: torch.Tensor, tensors: _Tensors, outputs: _Tensors) -> None:
+def _leave(tag: torch.Tensor, token: torch.Tensor, tensors: _Tensors, outputs: _Tensors = ()) -> None:
     _boundary(tag).leave_compiled(tensors)
 
 
-def _begin(tag: torch.Tensor, token: torch.Tensor) -> None:
-    _boundary(tag).enter_compiled(())
-
-
-def _join(tag: torch.Tensor, token: torch.Tensor, inputs: _Tensors) -> None:
-    _boundary(tag).leave_compiled(inputs)
-
-
-_define("wait", "Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor(c!)[] inputs", _wait)
-_define("release", "Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor(c!)[] outputs", _release)
-_define("begin", "Tensor tag, Tensor(a!) token", _begin)
-_define("join", "Tensor tag, Tensor(a!) token, Tensor[] inputs", _join)
+_define("wait", "Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor(c!)[] inputs", _enter)
+_define("release", "Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor(c!)[] outputs", _leave)
+_define("begin", "Tensor tag, Tensor(a!) token", _enter)
+_define("join", "Tensor tag, Tensor(a!) token, Tensor[] inputs", _leave)
