@@ -44,21 +44,17 @@ class Recorder:
         """What is kept, in the order in which it ended."""
         return list(self._spans)
 
-    def copy(self, unit: int, num_bytes: int, start_ns: int) -> None:
-        """A piece of ``unit`` that began at ``start_ns`` has just arrived."""
-        self._add("copy", unit, start_ns, num_bytes)
+    def add(self, kind: _Kind, unit: int, start_ns: int, num_bytes: int = 0) -> None:
+        """Something of ``unit`` that began in this thread at ``start_ns`` has just ended.
+
+        ``kind``: a piece of the unit has arrived, its module has finished, or compute has stopped waiting for it.
+        """
+        duration_ns = time.perf_counter_ns() - start_ns
+        self._spans.append(Span(kind, unit, threading.current_thread().name, start_ns, duration_ns, num_bytes))
 
     def arrived(self, unit: int, num_bytes: int, start_ns: int, duration_ns: int, track: str) -> None:
         """A piece of ``unit`` has arrived in a thread of another process, which is called ``track``."""
         self._spans.append(Span("copy", unit, track, start_ns, duration_ns, num_bytes))
-
-    def compute(self, unit: int, start_ns: int) -> None:
-        """The module of ``unit`` that began at ``start_ns`` has just finished."""
-        self._add("compute", unit, start_ns, 0)
-
-    def stall(self, unit: int, start_ns: int) -> None:
-        """Compute has just stopped waiting for ``unit``."""
-        self._add("stall", unit, start_ns, 0)
 
     def write(self, path: str | os.PathLike[str], names: Sequence[str]) -> None:
         """Write the spans as Chrome trace JSON (Trace Event Format, complete events, times in µs); Perfetto reads it.
@@ -78,7 +74,19 @@ class Recorder:
             {"name": "thread_name", "ph": "M", "pid": 1, "tid": tid, "args": {"name": track}}
             for tid, track in enumerate(tracks)
         ]
-        events += [_event(span, origin, tracks.index(span.track), names) for span in spans]
+        events += [
+            {
+                "name": f"{span.kind} {names[span.unit]}",
+                "cat": span.kind,
+                "ph": "X",
+                "pid": 1,
+                "tid": tracks.index(span.track),
+                "ts": (span.start_ns - origin) / 1e3,
+                "dur": span.duration_ns / 1e3,
+                "args": {"unit": span.unit, "bytes": span.num_bytes},
+            }
+            for span in spans
+        ]
         try:
             Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
         except OSError as error:
@@ -86,23 +94,6 @@ class Recorder:
                 f"{str(path)!r}: expected the name of a file to write the trace to, in a folder that exists; found: "
                 f"{error.strerror} (--trace)"
             ) from error
-
-    def _add(self, kind: _Kind, unit: int, start_ns: int, num_bytes: int) -> None:
-        duration_ns = time.perf_counter_ns() - start_ns
-        self._spans.append(Span(kind, unit, threading.current_thread().name, start_ns, duration_ns, num_bytes))
-
-
-def _event(span: Span, origin_ns: int, tid: int, names: Sequence[str]) -> dict[str, Any]:
-    return {
-        "name": f"{span.kind} {names[span.unit]}",
-        "cat": span.kind,
-        "ph": "X",
-        "pid": 1,
-        "tid": tid,
-        "ts": (span.start_ns - origin_ns) / 1e3,
-        "dur": span.duration_ns / 1e3,
-        "args": {"unit": span.unit, "bytes": span.num_bytes},
-    }
 
 
 @dataclass

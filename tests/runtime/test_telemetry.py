@@ -179,7 +179,7 @@ def test_the_record_is_bounded_and_safe_to_read_while_written(tmp_path: Path, mo
 
     def write() -> None:
         while not stop.is_set():
-            recorder.copy(0, 1, 0)
+            recorder.add("copy", 0, 0, 1)
 
     threads = [threading.Thread(target=write) for _ in range(2)]
     for thread in threads:
@@ -190,7 +190,7 @@ def test_the_record_is_bounded_and_safe_to_read_while_written(tmp_path: Path, mo
     for thread in threads:
         thread.join()
     for _ in range(305):
-        recorder.compute(0, 0)
+        recorder.add("compute", 0, 0)
     assert len(recorder.spans) == 300
 
 
@@ -211,7 +211,7 @@ def test_a_thread_may_record_its_first_span_while_spans_are_read(switching: None
     def record() -> None:
         for number in range(3000):
             threading.current_thread().name = f"thread {number}"
-            recorder.copy(number, 1, 0)
+            recorder.add("copy", number, 0, 1)
         done.set()
 
     thread = threading.Thread(target=record)

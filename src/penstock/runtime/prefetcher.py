@@ -25,7 +25,7 @@ from penstock.plan.slots import first_units, next_in_chain, slot_of
 from penstock.runtime.capture import GraphRecord
 from penstock.runtime.debug import Guard
 from penstock.runtime.slot import Reader, Slot, SlotState
-from penstock.stats import Recorder, StagingStats, UnitStats
+from penstock.stats import Recorder, UnitStats
 from penstock.stores.store import Store
 from penstock.transfer.link import Link
 
@@ -202,7 +202,7 @@ class Prefetcher:
             if slot.unit != unit or reader not in slot.readers:
                 return  # the wait before it failed
             if reader.started_ns:
-                self._recorder.compute(unit, reader.started_ns)
+                self._recorder.add("compute", unit, reader.started_ns)
             slot.readers.remove(reader)
             if self._guard and not slot.readers and not self._capturing:
                 slot.to_empty()  # if the check raises, no later run may read these bytes
@@ -311,7 +311,7 @@ class Prefetcher:
         if stalled_s > 0.0:
             self.stats[unit].stalls += 1
             self.stats[unit].stall_s += stalled_s
-            self._recorder.stall(unit, begin)
+            self._recorder.add("stall", unit, begin)
 
     def _wait_for(self, slot: Slot, measure: bool = False) -> float:
         if slot.transfer is None:
@@ -411,10 +411,6 @@ class Prefetcher:
             return tuple(
                 replace(stats, last_stall_s=self._link.last_stall_s(unit)) for unit, stats in enumerate(self.stats)
             )
-
-    def staging(self) -> StagingStats | None:
-        """Counters of the link's ring, if it has one."""
-        return self._link.staging_stats()
 
     def _require_open(self, begins: bool) -> None:
         if self._closed:

@@ -132,7 +132,7 @@ class OffloadSession(NotCopyable):
         plan = self.plan
         sizes = {"resident": plan.resident_bytes, "prefetch": plan.prefetched_bytes, "uva": plan.uva_bytes}
         units = self._prefetcher.snapshot() if self._prefetcher else ()
-        staging = self._prefetcher.staging() if self._prefetcher else None
+        staging = self._link.staging_stats() if self._link else None
         stores = {"resident": plan.resident_bytes, "slots": sum(plan.slot_bytes), **self._account}
         sizes_by_store = {name: size for name, size in stores.items() if size}
         return Stats(units, sizes, self._notes(), sizes_by_store, staging, self._reads)

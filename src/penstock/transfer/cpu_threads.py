@@ -187,7 +187,7 @@ def _read_job(transfer: ThreadTransfer, src: ByteRange, into: memoryview, record
                 src.read(into)
         except BaseException as caught:  # a worker must survive, and the caller must get the error
             error = caught
-        recorder.copy(transfer.unit, len(into), begin)
+        recorder.add("copy", transfer.unit, begin, len(into))
         transfer.finish(error=error)
 
     return job

@@ -196,7 +196,7 @@ def _read(queues: _Queues, recorder: Recorder) -> None:
             wait()
             if not piece.transfer.failed:
                 piece.read(buffer)
-                recorder.copy(piece.transfer.unit, sum(read.num_bytes for read in piece.reads), begin)
+                recorder.add("copy", piece.transfer.unit, begin, sum(read.num_bytes for read in piece.reads))
         except BaseException as error:  # a reader must survive, and the caller must hear of it
             piece.error = error
         piece.is_read.release()
