@@ -78,7 +78,7 @@ class BoundTensor:
 
         ``wake``: called, with this tensor and the name of an operator, when a resting tensor is accessed.
         """
-        self.point_at(_own_storage(buffer))
+        self.point_at(_own_storage(buffer))  # in no local variable, which would count as one of our own views below
         self.in_slot = self._unguarded = self.tensor.data
         self._slot_storage = storage_id(self.in_slot)
         if wake is not None:
@@ -194,7 +194,9 @@ class BoundTensor:
 
     def view_of(self, buffer: torch.Tensor) -> torch.Tensor:
         """This tensor's shape, strides and dtype over the bytes of its storage."""
-        view = _view(buffer, self.info)
+        start = buffer.storage_offset() + self.info.byte_offset
+        view = torch.empty(0, dtype=self.info.dtype, device=buffer.device)
+        view.set_(buffer.untyped_storage(), start // view.itemsize, self.info.shape, self.info.stride)
         view = view.conj() if self.original.is_conj() else view
         return torch._neg_view(view) if self.original.is_neg() else view
 
@@ -324,6 +326,11 @@ class BoundStorage:
         for tensor in self.tensors:
             tensor.point_at(buffer)
 
+    def point_at_slot(self, buffer: torch.Tensor, wake: Wake | None = None) -> None:
+        """The same for a slot, which other units' tensors look into as well; see :mod:`penstock.ops`."""
+        for tensor in self.tensors:
+            tensor.point_at_slot(buffer, wake)
+
     def adopt(self, buffer: torch.Tensor) -> None:
         """Make ``buffer`` the memory that the model came with: for what was on ``meta`` and is computed, not read."""
         self.point_at(buffer)
@@ -359,11 +366,6 @@ class BoundStorage:
                 tensor.point_at(buffer)
                 tensor.forget_original()
         self.is_back = True
-
-    def point_at_slot(self, buffer: torch.Tensor, wake: Wake | None = None) -> None:
-        """The same for a slot, which other units' tensors look into as well; see :mod:`penstock.ops`."""
-        for tensor in self.tensors:
-            tensor.point_at_slot(buffer, wake)
 
     def restore(self) -> None:
         """Every tensor as it was found."""
@@ -419,12 +421,6 @@ def _holder(module: nn.Module, place: Location) -> dict[str, torch.Tensor | None
 def _own_storage(buffer: torch.Tensor) -> torch.Tensor:
     """The same memory, kept alive, under a storage object of its own."""
     return torch.frombuffer(buffer.numpy(), dtype=torch.uint8) if buffer.is_cpu else device_view(buffer, buffer.device)
-
-
-def _view(buffer: torch.Tensor, info: TensorInfo) -> torch.Tensor:
-    start = buffer.storage_offset() + info.byte_offset
-    view = torch.empty(0, dtype=info.dtype, device=buffer.device)
-    return view.set_(buffer.untyped_storage(), start // info.dtype.itemsize, info.shape, info.stride)
 
 
 def _version(tensor: torch.Tensor) -> int | None:

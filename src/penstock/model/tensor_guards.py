@@ -202,11 +202,9 @@ def _register() -> tuple[torch.library.Library, ...]:
     everything.fallback(torch.library.fallthrough_kernel, _GUARDED)
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
-        if namespace != "aten" or not torch._C._dispatch_has_kernel(
-            f"{schema.name}.{schema.overload_name}".rstrip(".")
-        ):
-            continue  # another library's, or one of TorchScript's own
         qualified = f"{name}.{schema.overload_name}".rstrip(".")
+        if namespace != "aten" or not torch._C._dispatch_has_kernel(f"aten::{qualified}"):
+            continue  # another library's, or one of TorchScript's own
         if name in _TOUCHES_NOTHING:
             aten.impl(qualified, torch.library.fallthrough_kernel, _RESTING)
         elif any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):

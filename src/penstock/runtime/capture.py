@@ -76,18 +76,13 @@ class GraphRecord:
             # A module that ran outside of a forward before the first capture may have left another unit in its slot.
             is_trusted = self.announced or (slot.unit == slot.index and slot.index != self.held_back)
             captured.append(Slot(slot.index, slot.memory, slot.index if is_trusted else None))
+            clear = Slot.to_held_back if slot.index == self.held_back else Slot.to_empty
             if not is_trusted:
-                self._clear(captured[-1])
+                clear(captured[-1])
             if not is_trusted and is_first and slot.state is not SlotState.IN_USE:
-                self._clear(slot)  # replays overwrite it
+                clear(slot)  # replays overwrite it
         self.slots = captured
         return captured
-
-    def _clear(self, slot: Slot) -> None:
-        if slot.index == self.held_back:
-            slot.to_held_back()
-        else:
-            slot.to_empty()
 
     def end_capture(self) -> None:
         """Compute runs again, or another graph begins."""

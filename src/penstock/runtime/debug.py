@@ -42,18 +42,15 @@ class Guard:
 
     def _check(self, unit: int, slot: torch.Tensor, when: str) -> None:
         if unit not in self._expected:
-            self._expected[unit] = self._checksum_at_rest(unit)
+            at_rest = new_blob(self._plan.units[unit].num_bytes)
+            fill(at_rest, self._copies[unit])
+            self._expected[unit] = self._checksum(unit, at_rest)
         found = self._checksum(unit, slot)
         if found != self._expected[unit]:
             raise RaceError(
                 f"unit {unit} ({self._plan.units[unit].anchor}): checksum {self._expected[unit]:08x} in the store, "
                 f"{found:08x} in its slot {when}"
             )
-
-    def _checksum_at_rest(self, unit: int) -> int:
-        buffer = new_blob(self._plan.units[unit].num_bytes)
-        fill(buffer, self._copies[unit])
-        return self._checksum(unit, buffer)
 
     def _checksum(self, unit: int, buffer: torch.Tensor) -> int:
         checksum = 0

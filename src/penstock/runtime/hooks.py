@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ModelChangedError, OutsideAccessError, StateError
-from penstock.model.live_tensors import BoundStorage, BoundTensor, Path, live_tensors
+from penstock.model.live_tensors import BoundStorage, live_tensors
 from penstock.ops import new_tag
 from penstock.runtime.prefetcher import Prefetcher, release_left
 from penstock.runtime.promotion import Promoter
@@ -142,7 +142,10 @@ class UnitHook(_ModuleHook):
         self._siblings = siblings
         self._storages = storages
         self._tensors = [tensor for storage in storages for tensor in storage.tensors]
-        self._paths = tuple(_path_from(module, tensor) for tensor in self._tensors)
+        names = {child: name for name, child in module.named_modules()}
+        places = [tensor.places[0] for tensor in self._tensors]
+        # From the module itself, whose name is empty, or from one below it.
+        self._paths = tuple((*filter(None, names[at].split(".")), place.attr, *place.inner) for at, place in places)
         # Shared with promotion, which also decides where a tensor looks. Held for pointer swaps only, never for copies.
         self._lock = threading.RLock() if promoter is None else promoter.tensor_lock
         self._windows: list[_Window] = []
@@ -469,9 +472,3 @@ def _refuse_tracers(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Non
 
 def _tensors_in(output: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-
-
-def _path_from(module: nn.Module, tensor: BoundTensor) -> Path:
-    holder, place = tensor.places[0]
-    name = next(name for name, child in module.named_modules() if child is holder)
-    return (*(name.split(".") if name else ()), place.attr, *place.inner)

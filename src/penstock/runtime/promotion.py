@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -84,12 +83,13 @@ class Promoter(NotCopyable):
         except BaseException:
             self.tensor_lock.release()
             raise
-        return partial(self._end_loan, tensor)
 
-    def _end_loan(self, tensor: BoundTensor, output: Any) -> Any:
-        tensor.end_loan()
-        self.tensor_lock.release()
-        return output
+        def end_loan(output: Any) -> Any:
+            tensor.end_loan()
+            self.tensor_lock.release()
+            return output
+
+        return end_loan
 
     def rebase(self, storage: BoundStorage, output: Any) -> tuple[Any, dict[int, torch.Tensor]]:
         """``output`` of a module, in which views of ``storage`` in its slot become views of it as a resident.

@@ -23,22 +23,18 @@ __all__ = ["NotCopyable", "StateGuard", "place_of"]
 
 _MARK = "_penstock_offloaded"
 
-Read = Callable[[str], torch.Tensor]
 # By the path to an inner tensor; under () what is no subclass.
 _Parts = dict[tuple[str, ...], tuple[BoundStorage, BoundTensor]]
 
 
 class NotCopyable:
-    """Refuses ``copy.deepcopy`` and ``pickle`` of whatever holds it."""
+    """Refuses ``copy.copy``, ``copy.deepcopy`` and ``pickle``, which all call ``__reduce_ex__``, of what holds it."""
 
     def __reduce_ex__(self, protocol: Any = None) -> Any:
         raise StateError(
             "an offloaded model cannot be copied or pickled: its weights rest elsewhere; use its state_dict(), or call "
             "handle.remove() first"
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.__reduce_ex__()
 
 
 class StateGuard(NotCopyable):
@@ -50,7 +46,7 @@ class StateGuard(NotCopyable):
         read: the bytes of a storage, by name (uint8, 1-D).
     """
 
-    def __init__(self, model: nn.Module, storages: Sequence[BoundStorage], read: Read) -> None:
+    def __init__(self, model: nn.Module, storages: Sequence[BoundStorage], read: Callable[[str], torch.Tensor]) -> None:
         self._read = read
         self._parts: dict[nn.Module, dict[str, _Parts]] = {}
         for storage in storages:
@@ -71,6 +67,7 @@ class StateGuard(NotCopyable):
         owner = f"a {type(self._model).__name__}"
         names = {module: name for name, module in self._model.named_modules()}
         for module in self._parts:
+            # A partial, because torch sets an attribute on the hook, which a bound method cannot have.
             self._handles.append(module.register_state_dict_post_hook(partial(self._put_true_tensors)))
             self._set(module, _MARK, f"{names[module]!r} of {owner}" if names.get(module) else owner)
         # On every module around the owners too: loading goes from the outside in, and must not stop half-way.
