@@ -251,8 +251,6 @@ class PatternSource(Source):
 class PatternStore(Store):
     """One :class:`PatternSource` per storage."""
 
-    mode = "disk"
-
     def __init__(self, sources: dict[str, PatternSource]) -> None:
         self.sources = sources
 

@@ -25,8 +25,6 @@ PINNED_PIECE_BYTES = 8 << 20
 class DiskStore(Store):
     """Reads storages from the checkpoint files they came in."""
 
-    mode = "disk"
-
     def __init__(
         self,
         sources: Mapping[str, TensorSource],

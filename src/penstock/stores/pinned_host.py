@@ -18,7 +18,6 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from penstock.config import Mode
 from penstock.memory.byte_ranges import ByteRange, Copy
 from penstock.memory.pages import map_pages, pack, populate_parallel
 from penstock.memory.pinned import HostRegistrar, PinnedBuffer, pin_threads, warn_refused
@@ -85,7 +84,6 @@ class PinnedStore(Store):
         kept: the storages that stay in memory that was pinned before.
     """
 
-    mode: ClassVar[Mode] = "cpu"
     takes_over: ClassVar[bool] = True
 
     def __init__(

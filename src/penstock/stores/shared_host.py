@@ -56,7 +56,6 @@ class SharedStore(PinnedStore):
         mine: the storages that this rank loads.
     """
 
-    mode = "shm_cpu"
     takes_over = False
 
     def __init__(

@@ -9,7 +9,6 @@ from typing import ClassVar
 
 import torch
 
-from penstock.config import Mode
 from penstock.memory.byte_ranges import ByteRange, Copy, Source, fill
 from penstock.plan.plan import Unit
 
@@ -50,12 +49,10 @@ class Store(ABC):
     A store owns what it opened and gives it back in :meth:`close`; views handed out stay valid (contract 6).
 
     Attributes:
-        mode: its name in policies and plans.
         takes_over: live tensors may look into the store's memory as soon as their bytes are loaded there.
         is_split: this process holds only a part of every unit.
     """
 
-    mode: ClassVar[Mode]
     takes_over: ClassVar[bool] = False
     is_split: ClassVar[bool] = False
 
@@ -133,8 +130,6 @@ def new_blob(num_bytes: int) -> torch.Tensor:
 class CpuStore(Store):
     """``cpu`` for compute on the CPU: keeps the given tensors alive and reads from them; copies nothing."""
 
-    mode = "cpu"
-
     def __init__(self, blobs: Mapping[str, torch.Tensor], made: Collection[str] = ()) -> None:
         """``blobs``: per storage name its bytes (uint8, 1-D, CPU). ``made``: those allocated for this store."""
         self._blobs = dict(blobs)
@@ -170,8 +165,6 @@ class _Nothing(Source):
 class MetaStore(Store):
     """``meta``, no bytes at all: schedules, hooks and memory can be sized without weights; outputs mean nothing."""
 
-    mode = "meta"
-
     def __init__(self, sizes: Mapping[str, int]) -> None:
         """``sizes``: bytes per storage name."""
         self._sizes = dict(sizes)
@@ -201,8 +194,6 @@ class SpillStore(Store):
         host: the store of everything that is not in files.
         files: the store of the rest.
     """
-
-    mode = "cpu"
 
     def __init__(self, host: Store, files: Store, in_files: Collection[str]) -> None:
         """``in_files``: names of the storages that ``files`` holds."""
