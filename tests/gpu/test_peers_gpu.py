@@ -23,7 +23,7 @@ from penstock.runtime import rank_stores
 from penstock.stores.sharded import ShardedStore
 from penstock.testing import assert_moved
 from penstock.transfer.machine_probe import median_s
-from penstock.transfer.peer_rates import PEER_SIZES, mutual_peers, peer_rates
+from penstock.transfer.peer_rates import COPY_SIZES, mutual_peers, peer_rates
 from ranks import outcomes, run_ranks
 
 NUM_RANKS = 4 if torch.cuda.device_count() >= 4 else 2
@@ -213,11 +213,11 @@ def test_a_probe_measures_copies_among_devices() -> None:
     if count < 2:
         assert found == {}
         return
-    assert tuple(found["peer_bytes_per_s"]) == PEER_SIZES
+    assert tuple(found["peer_bytes_per_s"]) == COPY_SIZES
     assert list(found["gather_bytes_per_s"]) == list(range(2, count + 1))
     assert all(1e8 < rate < 1e13 for rates in found.values() for rate in rates.values())
     # A lane of every pair at once: the sum is no less than what one pair has while the others are idle.
-    assert count * found["gather_bytes_per_s"][count] > 0.9 * found["peer_bytes_per_s"][PEER_SIZES[-1]]
+    assert count * found["gather_bytes_per_s"][count] > 0.9 * found["peer_bytes_per_s"][COPY_SIZES[-1]]
 
 
 def same_device(rank: int, mode: str) -> str:

@@ -29,11 +29,12 @@ import torch.nn.functional as F
 
 from penstock.errors import OptionError, warn_user
 from penstock.memory.pinned import device_view, pinned_region
+from penstock.memory.system import num_cores
 from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates
 from penstock.plan.plan import Machine
 from penstock.ranks.digest import json_digest
 from penstock.stores.file_reader import DiskOptions, File
-from penstock.transfer.peer_rates import peer_rates
+from penstock.transfer.peer_rates import COPY_SIZES, peer_rates
 
 __all__ = ["Probe", "cache_path", "load", "measure", "median_s", "planning_rates", "read_probe", "save"]
 
@@ -117,30 +118,29 @@ class Probe:
         if not isinstance(data, dict) or schema != SCHEMA_VERSION:
             raise ValueError(f"schema {schema!r:.60}, expected {SCHEMA_VERSION}")
         curves = {each.name: each.default_factory is dict for each in fields(cls)}
-        values: dict[str, Any] = {}
+        values: dict[str, Any] = {"machine": {}}
         for name, value in data.items():
             if name == "machine":
                 values[name] = _facts(value)
+            elif curves.get(name):
+                values[name] = _curve(name, value)
             elif name in curves:
-                values[name] = _curve(name, value) if curves[name] else _measured(name, value)
+                # None: the machine has no such thing, or does not report it.
+                values[name] = None if value is None else _positive(name, value)
             elif name != "schema":
                 raise ValueError(f"the unknown key {name!r:.60}")
-        probe = cls(**{"machine": {}, **values})
-        probe._require_enough()
-        return probe
-
-    def _require_enough(self) -> None:
-        """Raise ``ValueError`` for a probe that lacks what plans for its device need."""
-        on_gpu = bool(self.h2d_bytes_per_s)
-        if (key := "devices" if on_gpu else "cpu") not in self.machine:
+        probe = cls(**values)
+        # What plans for its device need.
+        key, needed = "cpu", ["product_s_per_byte", "cached_read_bytes_per_s"]
+        if probe.h2d_bytes_per_s:
+            key, needed = "devices", ["product_s_per_byte", "grouped_s_per_byte", "in_place_s_per_byte"]
+            needed += ["in_place_grouped_s_per_byte", "kernel_s", "device_copy_bytes_per_s"]
+        if key not in probe.machine:
             raise ValueError(f"no key {key!r}")
-        needed = ["product_s_per_byte", "cached_read_bytes_per_s"]
-        if on_gpu:
-            needed = ["product_s_per_byte", "grouped_s_per_byte", "in_place_s_per_byte", "in_place_grouped_s_per_byte"]
-            needed += ["kernel_s", "device_copy_bytes_per_s"]
         for name in needed:
-            if not getattr(self, name):
+            if not getattr(probe, name):
                 raise ValueError(f"no value for {name!r}")
+        return probe
 
     def gpu_rates(self) -> Rates | None:
         """For planning on this machine's GPU, weights in pinned host memory or in files; ``None`` if it has none."""
@@ -190,7 +190,7 @@ def describe_machine() -> dict[str, str]:
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "host": platform.node(),
-        "cpu": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        "cpu": f"{platform.machine()}, {num_cores()} cores",
         "devices": ", ".join(devices) or "none",
         "device_bytes": str(torch.cuda.get_device_properties(0).total_memory) if devices else "0",
         "torch": torch.__version__,
@@ -228,9 +228,7 @@ def load() -> Probe | None:
     return None
 
 
-@cache
-def _warn_once(message: str) -> None:
-    warn_user(message)
+_warn_once = cache(warn_user)
 
 
 def _content(path: Path) -> bytes:
@@ -291,11 +289,6 @@ def save(probe: Probe) -> Path:
     return path
 
 
-def measure(folder: Path | None = None, num_bytes: int = 1024 * MIB) -> Probe:
-    """Measure everything; about half a minute. ``folder``: on the disk to read from (default: temporary files)."""
-    return Probe(describe_machine(), **_measured_rates(folder, num_bytes))
-
-
 # -- what a probe's file may hold --------------------------------------------------------------------------------------
 
 
@@ -316,11 +309,6 @@ def _curve(name: str, value: object) -> dict[int, float]:
     return {int(size): _positive(f"{name}[{size}]", rate) for size, rate in value.items()}
 
 
-def _measured(name: str, value: object) -> float | None:
-    """``None``: the machine has no such thing, or does not tell."""
-    return None if value is None else _positive(name, value)
-
-
 def _positive(name: str, value: object) -> float:
     # Within these bounds no sum or quotient of rates overflows; NaN is not.
     if isinstance(value, bool) or not isinstance(value, int | float) or not _LEAST <= value <= _MOST:
@@ -331,14 +319,22 @@ def _positive(name: str, value: object) -> float:
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def _measured_rates(folder: Path | None, num_bytes: int) -> dict[str, Any]:
-    """All fields of a probe but its machine; ``folder``: on the disk to read from, ``num_bytes``: of each buffer."""
-    rates: dict[str, Any] = {"product_s_per_byte": _cpu_products(), **_disk(folder, num_bytes)}
+def measure(folder: Path | None = None, num_bytes: int = 1024 * MIB) -> Probe:
+    """Measure everything, over buffers of ``num_bytes``; about half a minute.
+
+    ``folder``: on the disk to read from (default: temporary files).
+    """
+    rates: dict[str, Any] = dict(_disk(folder, num_bytes))
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
         rates |= _cuda(device, num_bytes)
         rates |= peer_rates(device, median_s)  # last, when the other measurements have freed their memory
-    return rates
+    else:
+        weight = torch.randn(8192, 4096)
+        rates["product_s_per_byte"] = {
+            rows: median_s(partial(F.linear, _rows(rows, weight), weight)) / weight.nbytes for rows in _CPU_PRODUCT_ROWS
+        }
+    return Probe(describe_machine(), **rates)
 
 
 def median_s(run: Callable[[], object], repeats: int = 5) -> float:
@@ -350,13 +346,6 @@ def median_s(run: Callable[[], object], repeats: int = 5) -> float:
         run()
         samples.append(time.perf_counter() - start)
     return statistics.median(samples)
-
-
-def _cpu_products() -> dict[int, float]:
-    weight = torch.randn(8192, 4096)
-    return {
-        rows: median_s(partial(F.linear, _rows(rows, weight), weight)) / weight.nbytes for rows in _CPU_PRODUCT_ROWS
-    }
 
 
 def _disk(folder: Path | None, num_bytes: int) -> dict[str, float | None]:
@@ -380,12 +369,11 @@ def _read_rate(path: Path, num_bytes: int, options: DiskOptions) -> float | None
         return None
     piece = 8 * MIB
     into = memoryview(mmap.mmap(-1, num_bytes))
-    threads = len(os.sched_getaffinity(0))
 
     def read(start: int) -> None:
         source.read(start, into[start : start + piece])
 
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(num_cores()) as pool:
         seconds = median_s(lambda: list(pool.map(read, range(0, num_bytes, piece))), 3)
     source.close()
     return num_bytes / seconds
@@ -397,75 +385,67 @@ def _cuda(device: torch.device, num_bytes: int) -> dict[str, Any]:
     pin_s = time.perf_counter() - start
     slot = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     other = torch.empty_like(slot)
-    timed = partial(_timed, device)
     a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    small = torch.zeros(2048, device=device)
     in_place = device_view(host, device)
     return {
         "pin_bytes_per_s": num_bytes / pin_s,
-        "h2d_bytes_per_s": {
-            size: _h2d(slot, host, size, timed) for size in (MIB // 4, MIB, 4 * MIB, 16 * MIB, 256 * MIB)
-        },
-        "uva_read_bytes_per_s": num_bytes / timed(lambda: torch.add(in_place, 1, out=slot)),
-        "uva_gather_bytes_per_s": {row: _gather(in_place, row, timed) for row in (8192, MIB)},
-        "device_copy_bytes_per_s": 2 * num_bytes / timed(lambda: other.copy_(slot)),
-        "matmul_flops_per_s": 2 * 8192**3 / timed(lambda: a @ b),
-        **_products(device, in_place, timed),
-        "kernel_s": _kernel_s(device),
+        "h2d_bytes_per_s": {size: _h2d(slot, host, size) for size in COPY_SIZES},
+        "uva_read_bytes_per_s": num_bytes / _timed(lambda: torch.add(in_place, 1, out=slot)),
+        "uva_gather_bytes_per_s": {row: _gather(in_place, row) for row in (8192, MIB)},
+        "device_copy_bytes_per_s": 2 * num_bytes / _timed(lambda: other.copy_(slot)),
+        "matmul_flops_per_s": 2 * 8192**3 / _timed(lambda: a @ b),
+        **_products(device, in_place),
+        "kernel_s": _timed(_graph(lambda: [small.add_(1.0) for _ in range(500)])) / 500,
     }
 
 
-Timed = Callable[[Callable[[], object]], float]
+def _timed(run: Callable[[], object]) -> float:
+    """Median seconds of ``run`` until the current device, which is the one that is measured, has done it."""
 
-
-def _timed(device: torch.device, run: Callable[[], object]) -> float:
     def step() -> None:
         run()
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize()
 
     return median_s(step)
 
 
-def _graph(device: torch.device, run: Callable[[], object]) -> Callable[[], None]:
-    """``run`` as a captured graph: what the host takes to launch kernels does not count."""
+def _graph(run: Callable[[], object]) -> Callable[[], None]:
+    """``run`` as a captured graph: the time in which the host launches kernels does not count."""
     run()
-    torch.cuda.synchronize(device)
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
     return graph.replay
 
 
-def _products(device: torch.device, in_place: torch.Tensor, timed: Timed) -> dict[str, dict[int, float]]:
+def _products(device: torch.device, in_place: torch.Tensor) -> dict[str, dict[int, float]]:
     bf16 = torch.bfloat16
     dense = [torch.randn(_PRODUCT_SHAPE, device=device, dtype=bf16) for _ in range(_PRODUCT_WEIGHTS)]
     experts = torch.randn(_EXPERTS_SHAPE, device=device, dtype=bf16)
+    weight, weights = _like(dense[0], in_place), _like(experts, in_place)
+    # In place, a wide product and a narrow one are tiled differently; the mean of both.
+    wide, narrow = (_by_rows(_PRODUCT_ROWS, [w], F.linear) for w in (weight, weight.view(_PRODUCT_SHAPE[::-1])))
     return {
-        "product_s_per_byte": _by_rows(_PRODUCT_ROWS, dense, F.linear, timed),
-        "grouped_s_per_byte": _by_rows(_EXPERT_ROWS, [experts], _grouped, timed),
-        "in_place_s_per_byte": _both_ways(_like(dense[0], in_place), timed),
-        "in_place_grouped_s_per_byte": _by_rows(_EXPERT_ROWS, [_like(experts, in_place)], _grouped, timed),
+        "product_s_per_byte": _by_rows(_PRODUCT_ROWS, dense, F.linear),
+        "grouped_s_per_byte": _by_rows(_EXPERT_ROWS, [experts], _grouped),
+        "in_place_s_per_byte": {rows: (wide[rows] + narrow[rows]) / 2 for rows in wide},
+        "in_place_grouped_s_per_byte": _by_rows(_EXPERT_ROWS, [weights], _grouped),
     }
-
-
-def _both_ways(weight: torch.Tensor, timed: Timed) -> dict[int, float]:
-    """In place, a wide product and a narrow one are tiled differently; the mean of both."""
-    wide, narrow = (_by_rows(_PRODUCT_ROWS, [w], F.linear, timed) for w in (weight, weight.view(_PRODUCT_SHAPE[::-1])))
-    return {rows: (wide[rows] + narrow[rows]) / 2 for rows in wide}
 
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def _by_rows(
-    counts: Sequence[int], weights: Sequence[torch.Tensor], product: Product, timed: Timed
-) -> dict[int, float]:
+def _by_rows(counts: Sequence[int], weights: Sequence[torch.Tensor], product: Product) -> dict[int, float]:
     """Seconds per byte of ``weights``, by rows (per expert, if they have experts), in a graph."""
     num_bytes = sum(weight.nbytes for weight in weights)
     per_count = len(weights[0]) if weights[0].dim() == 3 else 1
 
     def seconds(count: int) -> float:
         x = _rows(count * per_count, weights[0])
-        return timed(_graph(x.device, lambda: [product(x, weight) for weight in weights]))
+        return _timed(_graph(lambda: [product(x, weight) for weight in weights]))
 
     return {count: seconds(count) / num_bytes for count in counts}
 
@@ -480,27 +460,21 @@ def _like(weight: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     return memory[: weight.nbytes].view(weight.dtype).view(weight.shape)
 
 
-def _kernel_s(device: torch.device, count: int = 500) -> float:
-    x = torch.zeros(2048, device=device)
-    replay = _graph(device, lambda: [x.add_(1.0) for _ in range(count)])
-    return _timed(device, replay) / count
-
-
 def _rows(count: int, weight: torch.Tensor) -> torch.Tensor:
     return torch.randn(count, weight.shape[-1], device=weight.device, dtype=weight.dtype)
 
 
-def _h2d(slot: torch.Tensor, host: torch.Tensor, size: int, timed: Timed) -> float:
+def _h2d(slot: torch.Tensor, host: torch.Tensor, size: int) -> float:
     count = max(1, min(host.numel(), 512 * MIB) // size)
 
     def run() -> None:
         for i in range(count):
             slot[i * size : (i + 1) * size].copy_(host[i * size : (i + 1) * size], non_blocking=True)
 
-    return count * size / timed(run)
+    return count * size / _timed(run)
 
 
-def _gather(in_place: torch.Tensor, row: int, timed: Timed) -> float:
+def _gather(in_place: torch.Tensor, row: int) -> float:
     rows = in_place.view(-1, row)
     chosen = torch.randperm(len(rows), device=in_place.device)[: len(rows) // 2]
-    return len(chosen) * row / timed(lambda: rows[chosen])
+    return len(chosen) * row / _timed(lambda: rows[chosen])

@@ -12,17 +12,17 @@ import torch
 
 from penstock.errors import warn_user
 
-__all__ = ["PEER_SIZES", "mutual_peers", "peer_rates"]
+__all__ = ["COPY_SIZES", "mutual_peers", "peer_rates"]
 
 MIB = 1 << 20
-PEER_SIZES = (MIB // 4, MIB, 4 * MIB, 16 * MIB, 256 * MIB)
+COPY_SIZES = (MIB // 4, MIB, 4 * MIB, 16 * MIB, 256 * MIB)
 
 # Median seconds of a call that returns when all devices are done.
 MedianS = Callable[[Callable[[], object]], float]
 
 
 def peer_rates(
-    device: torch.device, median_s: MedianS, sizes: Sequence[int] = PEER_SIZES
+    device: torch.device, median_s: MedianS, sizes: Sequence[int] = COPY_SIZES
 ) -> dict[str, dict[int, float]]:
     """Fields of a :class:`penstock.transfer.machine_probe.Probe`; none where ``device`` has no peers. Raises nothing.
 
@@ -43,15 +43,12 @@ def peer_rates(
 
 def mutual_peers(device: torch.device) -> list[torch.device]:
     """``device``, and others of its kind such that each can address the memory of each."""
+    can_access = torch.cuda.can_device_access_peer
     found = [device.index]
     for other in range(torch.cuda.device_count()):
-        if other not in found and all(_address_each_other(other, one) for one in found):
+        if other not in found and all(can_access(other, one) and can_access(one, other) for one in found):
             found.append(other)
     return [torch.device(device.type, index) for index in found]
-
-
-def _address_each_other(one: int, other: int) -> bool:
-    return torch.cuda.can_device_access_peer(one, other) and torch.cuda.can_device_access_peer(other, one)
 
 
 def _pair(device: torch.device, peer: torch.device, size: int, most: int, median_s: MedianS) -> float:
