@@ -59,7 +59,7 @@ _REMOVE = """
     handle = penstock.offload(torch.nn.Sequential(*layers).eval(), penstock.Prefetch(1, 1, 2))
 
     def tracer(frame, event, arg):
-        if event == "call" and frame.f_code is threads._end_workers.__code__:
+        if event == "call" and frame.f_code is threads.end_threads.__code__:
             sys.settrace(None)
             raise KeyboardInterrupt
 

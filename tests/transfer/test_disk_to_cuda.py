@@ -106,7 +106,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeDiskLink]:
     monkeypatch.setattr(disk_to_cuda, "PIECE_BYTES", 1024)
     monkeypatch.setattr(disk_to_cuda, "_BUFFER_BYTES", 1024 + 8192)
     monkeypatch.setattr(disk_to_cuda, "NUM_BUFFERS", 4)
-    monkeypatch.setattr(disk_to_cuda.StagedReads.__init__, "__kwdefaults__", {"piece_bytes": 1024, "recorder": None})
     monkeypatch.setattr(disk_to_cuda, "start_copies", start)
     monkeypatch.setattr(disk_to_cuda, "pinned_region", lambda size: torch.zeros(size, dtype=torch.uint8))
     monkeypatch.setattr(disk_to_cuda, "refuse_capture", lambda registrar: None)

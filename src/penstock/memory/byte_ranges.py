@@ -17,7 +17,7 @@ from penstock.errors import TransferError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ByteRange", "Copy", "MemorySource", "Source", "fill", "writable_view"]
+__all__ = ["ByteRange", "Copy", "MemorySource", "Source", "clip", "fill", "writable_view"]
 
 
 class Source(ABC):
@@ -116,6 +116,11 @@ class Copy:
         if first >= last:
             return None
         return Copy(self.src.part(first - self.dst_offset, last - first), first - start)
+
+
+def clip(copies: Iterable[Copy], start: int, end: int) -> list[Copy]:
+    """The parts of ``copies`` between ``start`` and ``end`` of the destination, with offsets relative to ``start``."""
+    return [part for copy in copies if (part := copy.within(start, end)) is not None]
 
 
 def writable_view(blob: torch.Tensor) -> memoryview:

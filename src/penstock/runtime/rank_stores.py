@@ -23,7 +23,7 @@ from penstock.errors import OptionError, PeerError, warn_user
 from penstock.loading.loader import require_weights
 from penstock.loading.read_pool import Delivery, deliver
 from penstock.loading.upload import CudaUploader
-from penstock.memory.byte_ranges import ByteRange, Copy
+from penstock.memory.byte_ranges import ByteRange, Copy, clip
 from penstock.memory.memfd import SharedMemory
 from penstock.memory.pinned import CudaRegistrar, HostRegistrar, pin_threads, pinned_region, pinning_disabled
 from penstock.memory.symmetric import SymmetricMemory
@@ -277,5 +277,4 @@ def _clipped(bound: BoundStorage, files: DiskStore, start: int, end: int) -> lis
     """The bytes of a storage from ``start`` to ``end``, with offsets relative to ``start``."""
     if not bound.on_meta:
         return [Copy(ByteRange.of(bound.original_bytes()[start:end]), 0)]
-    found = (copy.within(start, end) for copy in files.copies(bound.info.name))
-    return [copy for copy in found if copy is not None]
+    return clip(files.copies(bound.info.name), start, end)

@@ -3,8 +3,8 @@
 A unit is cut into pieces that all workers share, in order of submission: the unit needed next gets all of the
 machine's read bandwidth. Reads drop the interpreter lock, so they run beside compute.
 
-The workers hold a reference to the queue alone. The link can therefore be collected while they wait for work, and its
-finaliser ends them.
+The workers hold no reference to the link, only to the queue and the recorder. The link can therefore be collected while
+they wait for work, and its finaliser ends them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -26,14 +27,12 @@ from penstock.stats import Recorder
 from penstock.stores.store import Load, new_blob
 from penstock.transfer.link import ComputeEvent, Link, Transfer
 
-__all__ = ["ThreadLink", "ThreadTransfer", "close_at_exit"]
+__all__ = ["ThreadLink", "ThreadTransfer", "close_at_exit", "end_threads"]
 
 PIECE_BYTES = 2 << 20
 
 # At the end of the program a worker inside a copy would be torn out of it, which aborts the process.
 _open_links: weakref.WeakSet[Link] = weakref.WeakSet()
-
-_Job = Callable[[], None]
 
 
 class ThreadTransfer:
@@ -87,6 +86,10 @@ class ThreadTransfer:
         raise TransferError(f"unit {self.unit} did not arrive: {self._error!r}") from self._error
 
 
+# A piece of a unit: the bytes to read, and the part of the slot that they fill.
+_Job = tuple[ThreadTransfer, ByteRange, memoryview]
+
+
 class ThreadLink(Link):
     """Copy / wait with threads."""
 
@@ -98,15 +101,15 @@ class ThreadLink(Link):
         """
         self._pid = os.getpid()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._recorder = recorder or Recorder()
         count = num_threads or reader_threads()
+        recorder = recorder or Recorder()
         self._workers = [
-            threading.Thread(target=_work, args=(self._jobs,), name=f"penstock-reader-{i}", daemon=True)
+            threading.Thread(target=_work, args=(self._jobs, recorder), name=f"penstock-reader-{i}", daemon=True)
             for i in range(count)
         ]
         self._stalls_s: dict[int, float] = {}
         self._latest: dict[int, ThreadTransfer] = {}
-        self._finish = weakref.finalize(self, _end_workers, self._jobs, count)
+        self._finish = weakref.finalize(self, end_threads, self._jobs, count)
         try:
             for worker in self._workers:
                 worker.start()
@@ -140,8 +143,7 @@ class ThreadLink(Link):
         try:
             self._latest[slot.data_ptr()] = transfer  # from here on an error has to end it
             for piece in pieces:
-                into = view[piece.dst_offset : piece.dst_end]
-                self._jobs.put(_read_job(transfer, piece.src, into, self._recorder))
+                self._jobs.put((transfer, piece.src, view[piece.dst_offset : piece.dst_end]))
                 sent += 1
         except BaseException as error:
             transfer.finish(len(pieces) - sent, error)
@@ -173,13 +175,14 @@ class ThreadLink(Link):
 
     def close(self) -> None:
         self._finish()
-        _end_workers(self._jobs, len(self._workers))  # once more: an interrupt may have cut the first time short
+        end_threads(self._jobs, len(self._workers))  # once more: an interrupt may have cut the first time short
         for worker in self._workers:
             worker.join()
 
 
-def _read_job(transfer: ThreadTransfer, src: ByteRange, into: memoryview, recorder: Recorder) -> _Job:
-    def job() -> None:
+def _work(jobs: queue.SimpleQueue[_Job | None], recorder: Recorder) -> None:
+    while (job := jobs.get()) is not None:
+        transfer, src, into = job
         error: BaseException | None = None
         begin = time.perf_counter_ns()
         try:
@@ -189,17 +192,11 @@ def _read_job(transfer: ThreadTransfer, src: ByteRange, into: memoryview, record
             error = caught
         recorder.add("copy", transfer.unit, begin, len(into))
         transfer.finish(error=error)
-
-    return job
-
-
-def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        del job  # it holds the slot's memory, which must not outlive the offload
+        del job, transfer, src, into, error  # they hold the slot's memory, which must not outlive the offload
 
 
-def _end_workers(jobs: queue.SimpleQueue[_Job | None], count: int) -> None:
+def end_threads(jobs: queue.SimpleQueue[Any], count: int) -> None:
+    """Send ``None``, which ends a thread, ``count`` times."""
     for _ in range(count):
         jobs.put(None)
 

@@ -23,7 +23,7 @@ from penstock.errors import StateError, TransferError
 from penstock.stores.store import Load
 from penstock.transfer.link import ComputeEvent, Link, Transfer
 
-__all__ = ["StreamLink", "StreamTransfer"]
+__all__ = ["StreamLink", "StreamTransfer", "wait_for_events"]
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,7 @@ class StreamLink(Link):
         self._require_copyable(load, captured)
         # Ask for the compute stream's capture state before entering the side stream: inside, current_stream is ours.
         with torch.cuda.stream(self._stream):
-            for mark in after:
-                assert isinstance(mark, torch.cuda.Event)
-                self._stream.wait_event(mark)
+            wait_for_events(self._stream, after)
             self._enqueue(load, slot)
             event = torch.cuda.Event()
             event.record(self._stream)
@@ -130,6 +128,13 @@ class StreamLink(Link):
     def close(self) -> None:
         # Slots go back to the allocator, which knows nothing of the copy stream.
         torch.cuda.synchronize(self._device)
+
+
+def wait_for_events(stream: torch.cuda.Stream, events: Sequence[ComputeEvent]) -> None:
+    """Let ``stream`` wait for all of ``events``; never blocks the host."""
+    for event in events:
+        assert isinstance(event, torch.cuda.Event)
+        stream.wait_event(event)
 
 
 def _external_event() -> torch.cuda.Event:

@@ -14,24 +14,23 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
 from penstock.env import reader_threads
 from penstock.errors import StateError
 from penstock.loading.upload import Upload, Wait, no_wait, start_copies
-from penstock.memory.byte_ranges import Copy, writable_view
+from penstock.memory.byte_ranges import Copy, clip, writable_view
 from penstock.memory.pages import pieces
 from penstock.memory.pinned import CudaRegistrar, pinned_region, refuse_capture
 from penstock.plan.plan import Plan
 from penstock.stats import Recorder, StagingStats
 from penstock.stores.file_reader import ALIGN_BYTES
 from penstock.stores.store import Load
-from penstock.transfer.cpu_threads import ThreadTransfer, close_at_exit
-from penstock.transfer.cuda_stream import StreamLink, StreamTransfer
+from penstock.transfer.cpu_threads import ThreadTransfer, close_at_exit, end_threads
+from penstock.transfer.cuda_stream import StreamLink, StreamTransfer, wait_for_events
 from penstock.transfer.link import ComputeEvent, Transfer
 
 __all__ = ["DiskToCudaLink", "StagedReads"]
@@ -45,6 +44,29 @@ _BUFFER_BYTES = PIECE_BYTES + 2 * ALIGN_BYTES
 MAX_READERS = 14
 
 
+class DiskTransfer(ThreadTransfer):
+    """A unit on its way from files, counted by pieces whose copies were started.
+
+    Attributes:
+        after: the copier lets its stream wait for these events before the first copy.
+        event: recorded behind the last copy when that has been started.
+    """
+
+    def __init__(self, load: Load, after: Sequence[ComputeEvent]) -> None:
+        super().__init__(load.unit, -(-load.num_bytes // PIECE_BYTES))
+        self.after = after
+        self.event: torch.cuda.Event | None = None
+
+    @property
+    def done(self) -> bool:
+        return super().done and (self.event is None or bool(self.event.query()))
+
+    @property
+    def is_started(self) -> bool:
+        """Whether every copy was started, or failed: ``wait`` no longer holds the host."""
+        return super().done
+
+
 @dataclass(eq=False)
 class _Piece:
     """A part of a unit on its way into its slot.
@@ -53,15 +75,15 @@ class _Piece:
         transfer: of the unit.
         into: the part of the slot.
         reads: what it is made of, with offsets relative to ``into``; gaps between them are not filled.
-        before, behind: called by the copier around the start of its copy.
-        is_read: a gate that the reader opens; from then on the copier has the rest.
+        is_first, is_last: of the unit.
+        is_read: a gate that the reader opens; from then on only the copier uses the piece.
     """
 
-    transfer: ThreadTransfer
+    transfer: DiskTransfer
     into: torch.Tensor
     reads: list[Copy]
-    before: Callable[[], None]
-    behind: Callable[[], None]
+    is_first: bool
+    is_last: bool
     is_read: threading.Lock = field(default_factory=threading.Lock)
     buffer: torch.Tensor | None = None
     uploads: list[Upload] = field(default_factory=list)
@@ -98,33 +120,23 @@ class StagedReads:
     """Reader threads and a copier over a few buffers.
 
     Args:
-        buffers: uint8, 1-D, host, page-aligned, of ``piece_bytes`` and two pages each.
-        start: starts copies and returns what waits until they are done; called by the copier.
+        buffers: uint8, 1-D, host, page-aligned, of ``PIECE_BYTES`` and two pages each.
+        stream: gets the copies.
         num_threads: readers.
-        piece_bytes: of one piece at most.
         recorder: gets the reads.
     """
 
     def __init__(
-        self,
-        buffers: Sequence[torch.Tensor],
-        start: Callable[[Sequence[Upload]], Wait],
-        *,
-        num_threads: int,
-        piece_bytes: int = PIECE_BYTES,
-        recorder: Recorder | None = None,
+        self, buffers: Sequence[torch.Tensor], stream: torch.cuda.Stream, num_threads: int, recorder: Recorder
     ) -> None:
-        self._piece_bytes = piece_bytes
         self._queues = queues = _Queues(buffers)
-        readers = [
-            threading.Thread(
-                target=_read, args=(queues, recorder or Recorder()), name=f"penstock-reader-{i}", daemon=True
-            )
+        self._threads = [
+            threading.Thread(target=_read, args=(queues, recorder), name=f"penstock-reader-{i}", daemon=True)
             for i in range(num_threads)
         ]
-        copier = threading.Thread(target=_copy, args=(queues, start), name="penstock-copier", daemon=True)
-        self._threads = [*readers, copier]
-        self._end = weakref.finalize(self, _end_readers, queues, num_threads)
+        copier = threading.Thread(target=_copy, args=(queues, stream), name="penstock-copier", daemon=True)
+        self._threads.append(copier)
+        self._end = weakref.finalize(self, end_threads, queues.submitted, num_threads)
         for thread in self._threads:
             thread.start()
 
@@ -133,30 +145,14 @@ class StagedReads:
         """By all readers so far."""
         return self._queues.num_bytes_read
 
-    def submit(
-        self,
-        transfer: ThreadTransfer,
-        load: Load,
-        slot: torch.Tensor,
-        before: Callable[[], None] = no_wait,
-        behind: Callable[[], None] = no_wait,
-    ) -> None:
-        """Bring a unit into ``slot``; ``transfer``, of :meth:`num_pieces`, counts the copies that were started.
-
-        ``before`` is called by the copier before the first copy, ``behind`` after the last one. Never blocks.
-        """
-        ranges = list(pieces(load.num_bytes, self._piece_bytes))
+    def submit(self, transfer: DiskTransfer, load: Load, slot: torch.Tensor) -> None:
+        """Bring a unit into ``slot``. Never blocks."""
+        ranges = list(pieces(load.num_bytes, PIECE_BYTES))
         sent = 0
         try:
             for start, end in ranges:
-                found = [copy.within(start, end) for copy in load.copies]
-                piece = _Piece(
-                    transfer,
-                    slot[start:end],
-                    [copy for copy in found if copy is not None],
-                    before if start == 0 else no_wait,
-                    behind if end == load.num_bytes else no_wait,
-                )
+                reads = clip(load.copies, start, end)
+                piece = _Piece(transfer, slot[start:end], reads, start == 0, end == load.num_bytes)
                 piece.is_read.acquire()
                 self._queues.submitted.put(piece)
                 sent += 1
@@ -164,21 +160,14 @@ class StagedReads:
             transfer.finish(len(ranges) - sent, error)
             raise
 
-    def num_pieces(self, load: Load) -> int:
-        """Into how many pieces a unit is cut."""
-        return -(-load.num_bytes // self._piece_bytes)
-
     def close(self) -> None:
         """Finish what was submitted, and end the threads. Idempotent."""
         self._end()
-        _end_readers(self._queues, len(self._threads))  # once more: an interrupt may have cut the first time short
+        end_threads(
+            self._queues.submitted, len(self._threads)
+        )  # once more: an interrupt may have cut the first time short
         for thread in self._threads:
             thread.join()
-
-
-def _end_readers(queues: _Queues, count: int) -> None:
-    for _ in range(count):
-        queues.submitted.put(None)
 
 
 def _read(queues: _Queues, recorder: Recorder) -> None:
@@ -203,15 +192,21 @@ def _read(queues: _Queues, recorder: Recorder) -> None:
         del piece, buffer, wait  # they hold the slot's memory, which must not outlive the offload
 
 
-def _copy(queues: _Queues, start: Callable[[Sequence[Upload]], Wait]) -> None:
+def _copy(queues: _Queues, stream: torch.cuda.Stream) -> None:
     while (piece := queues.taken.get()) is not None:
         piece.is_read.acquire()
         wait, error = no_wait, piece.error
         try:
             if error is None and not piece.transfer.failed:
-                piece.before()
-                wait = start(piece.uploads)
-                piece.behind()
+                if piece.is_first:
+                    wait_for_events(stream, piece.transfer.after)
+                # Many readers may wait for a buffer at once, and must leave the cores to those that read: no spinning.
+                wait = start_copies(stream, piece.uploads, blocking=True)
+                if piece.is_last:
+                    event = torch.cuda.Event()
+                    with torch.cuda.device(stream.device):  # a thread begins on device 0
+                        event.record(stream)
+                    piece.transfer.event = event
                 queues.num_bytes_read += sum(read.num_bytes for read in piece.reads)
         except BaseException as caught:
             error = caught
@@ -219,21 +214,6 @@ def _copy(queues: _Queues, start: Callable[[Sequence[Upload]], Wait]) -> None:
         queues.free.put((piece.buffer, wait))
         piece.transfer.finish(error=error)
         del piece, wait
-
-
-class DiskTransfer(ThreadTransfer):
-    """A unit on its way from files; ``event`` is recorded behind its last copy when that has been started."""
-
-    event: torch.cuda.Event | None = None
-
-    @property
-    def done(self) -> bool:
-        return super().done and (self.event is None or bool(self.event.query()))
-
-    @property
-    def is_started(self) -> bool:
-        """Whether every copy was started, or failed: ``wait`` no longer holds the host."""
-        return super().done
 
 
 class DiskToCudaLink(StreamLink):
@@ -252,7 +232,7 @@ class DiskToCudaLink(StreamLink):
         ``num_threads``: readers; default ``PENSTOCK_READERS``, or one per core but one in eight, at most fourteen.
         """
         super().__init__(device, measure_stalls=measure_stalls)
-        self._recorder = recorder
+        self._recorder = recorder or Recorder()
         self._num_threads = num_threads or reader_threads(at_most=MAX_READERS, spare_one_in=8)
         self._reads: StagedReads | None = None
         self._latest: dict[int, DiskTransfer] = {}  # by the address of the slot
@@ -267,9 +247,7 @@ class DiskToCudaLink(StreamLink):
         refuse_capture(CudaRegistrar(self._device))
         num_pieces = sum(-(-load.num_bytes // PIECE_BYTES) for load in loads if not load.in_memory)
         buffers = pinned_region(min(NUM_BUFFERS, num_pieces) * _BUFFER_BYTES).split(_BUFFER_BYTES)
-        # Many readers may wait for a buffer at once, and must leave the cores to those that read.
-        start = partial(start_copies, self._stream, blocking=True)
-        self._reads = StagedReads(buffers, start, num_threads=self._num_threads, recorder=self._recorder)
+        self._reads = StagedReads(buffers, self._stream, self._num_threads, self._recorder)
         close_at_exit(self)
 
     def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> Transfer:
@@ -286,15 +264,9 @@ class DiskToCudaLink(StreamLink):
                 f"there is no host to wait until they are read. Run the model without graphs, or keep its weights in "
                 f"host memory: mode 'cpu' (--offload-mode cpu)"
             )
-        transfer = DiskTransfer(load.unit, self._reads.num_pieces(load))
+        transfer = DiskTransfer(load, after)
         self._latest[slot.data_ptr()] = transfer  # from here on an error has to end it
-        self._reads.submit(
-            transfer,
-            load,
-            slot,
-            partial(_wait_for_events, self._stream, after),
-            partial(_record, self._stream, transfer),
-        )
+        self._reads.submit(transfer, load, slot)
         return transfer
 
     def wait(self, transfer: Transfer, measure: bool = False) -> float:
@@ -328,16 +300,3 @@ class DiskToCudaLink(StreamLink):
         finally:
             super().close()
             self._reads = None  # and with it the buffers
-
-
-def _wait_for_events(stream: torch.cuda.Stream, after: Sequence[ComputeEvent]) -> None:
-    for event in after:
-        assert isinstance(event, torch.cuda.Event)
-        stream.wait_event(event)
-
-
-def _record(stream: torch.cuda.Stream, transfer: DiskTransfer) -> None:
-    event = torch.cuda.Event()
-    with torch.cuda.device(stream.device):  # a thread begins on device 0
-        event.record(stream)
-    transfer.event = event

@@ -40,7 +40,7 @@ from penstock.stats import Recorder
 from penstock.stores.sharded import DeviceShardedStore, ShardedStore
 from penstock.stores.store import Load
 from penstock.transfer.cpu_threads import ThreadLink, ThreadTransfer
-from penstock.transfer.cuda_stream import StreamLink, StreamTransfer
+from penstock.transfer.cuda_stream import StreamLink, StreamTransfer, wait_for_events
 from penstock.transfer.link import ComputeEvent, Link
 
 __all__ = ["DeviceShardLink", "GlooShardLink", "HostShardLink", "sharded_link"]
@@ -139,9 +139,7 @@ class DeviceShardLink(StreamLink):
         if load.slab is None:
             raise TransferError(f"unit {load.unit} has no part on this rank's device")
         captured = self.capturing
-        for event in after:
-            assert isinstance(event, torch.cuda.Event)
-            self._stream.wait_event(event)
+        wait_for_events(self._stream, after)
         begin = self._stream.record_event()
         for rank, lane in self._lanes.items():
             lane.wait_event(begin)
@@ -217,10 +215,8 @@ class HostShardLink(StreamLink):
 
     def _step_in(self, unit: int, events: Sequence[ComputeEvent]) -> torch.cuda.Event:
         """An event behind which the slot is free on all ranks, and all of them bring ``unit``."""
-        for event in events:
-            assert isinstance(event, torch.cuda.Event)
-            self._stream.wait_event(event)
-            self._pass.wait_event(event)
+        for stream in (self._stream, self._pass):
+            wait_for_events(stream, events)
         with torch.cuda.stream(self._pass):
             self._word.local.view(torch.int64).fill_(unit)
             self._word.barrier()
