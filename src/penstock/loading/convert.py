@@ -65,7 +65,11 @@ class TensorConverter:
             TransferError: inputs that cannot be read.
         """
         if storage not in self._ready:
-            self._make(self._recipes[storage][1])
+            recipe = self._recipes[storage][1]
+            made = recipe.make(self._read(recipe))
+            for other, (name, one) in self._recipes.items():
+                if one is recipe:
+                    self._ready[other] = _bytes_of(made.pop(name))
         return [Copy(ByteRange.of(self._ready.pop(storage)), 0)]
 
     def close(self) -> None:
@@ -73,22 +77,13 @@ class TensorConverter:
         self._files.close()
         self._ready.clear()
 
-    def _make(self, recipe: Conversion) -> None:
-        made = recipe.make(self._read(recipe))
-        for storage, (name, one) in self._recipes.items():
-            if one is recipe:
-                self._ready[storage] = _bytes_of(made.pop(name))
-
     def _read(self, recipe: Conversion) -> dict[str, torch.Tensor]:
         blobs = {part.name: new_blob(part.num_bytes) for part in recipe.parts}
-        deliver(
-            (
-                Delivery(part.name, part.num_bytes, partial(self._files.copies, part.name), blobs[part.name])
-                for part in recipe.parts
-            ),
-            num_threads=self._num_threads,
-            cpus=self._cpus,
+        deliveries = (
+            Delivery(part.name, part.num_bytes, partial(self._files.copies, part.name), blobs[part.name])
+            for part in recipe.parts
         )
+        deliver(deliveries, num_threads=self._num_threads, cpus=self._cpus)
         return {part.name: blobs[part.name].view(part.dtype).reshape(part.shape) for part in recipe.parts}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 
 import torch
@@ -113,22 +114,20 @@ class WeightLoader:
         return [Copy(ByteRange.of(self._bound[name].original_bytes()), 0)]
 
     def _copy_from_files(self) -> None:
-        files = DiskStore(self._sources, self._disk, stamps=self._stamps, counter=self._counter)
-        try:
-            stored = sorted(self._sources, key=lambda name: _position(self._sources[name]))
-            self._deliver(stored, files.copies, pin_threads(_MIN_FILE_READERS))
-        finally:
-            files.close()
+        def position(name: str) -> tuple[str, int]:
+            first = self._sources[name].parts[0].tensor
+            return str(first.path), first.offset
+
+        with closing(DiskStore(self._sources, self._disk, stamps=self._stamps, counter=self._counter)) as files:
+            self._deliver(sorted(self._sources, key=position), files.copies, pin_threads(_MIN_FILE_READERS))
 
     def _convert(self) -> None:
         readers, cpus = pin_threads(_MIN_FILE_READERS), cpus_near(self._device)
         converter = TensorConverter(
             self._recipes, self._disk, self._counter, num_threads=readers, stamps=self._stamps, cpus=cpus
         )
-        try:
+        with closing(converter):
             self._deliver(converter.order, converter.copies, in_small_pieces=True)
-        finally:
-            converter.close()
 
     def _deliver(
         self,
@@ -201,8 +200,3 @@ def require_weights(weights: WeightMap | None) -> WeightMap:
             "penstock.offload (model.save_pretrained(FOLDER) or safetensors.torch.save_model writes one)"
         )
     return weights
-
-
-def _position(source: TensorSource) -> tuple[str, int]:
-    first = source.parts[0].tensor
-    return str(first.path), first.offset

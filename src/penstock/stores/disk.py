@@ -72,7 +72,14 @@ class DiskStore(Store):
                 f"prefetch it instead"
             )
         tensor = source.parts[0].tensor
-        return torch.frombuffer(self._map(tensor.path), dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.offset)
+        if tensor.path not in self._maps:
+            # Copy-on-write, because torch has no read-only tensors: a stray write stays in this process.
+            mapping = mmap.mmap(self._files[tensor.path].fd, 0, access=mmap.ACCESS_COPY)
+            # Rows are looked up at random: read-ahead would only fill memory.
+            mapping.madvise(mmap.MADV_RANDOM)
+            self._maps[tensor.path] = mapping
+        mapped = self._maps[tensor.path]
+        return torch.frombuffer(mapped, dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.offset)
 
     def require_mapped_unchanged(self) -> None:
         for path in self._maps:
@@ -84,7 +91,7 @@ class DiskStore(Store):
 
     @property
     def account(self) -> dict[str, int]:
-        return {"file": sum(part.tensor.num_bytes for s in self._sources.values() for part in s.parts)}
+        return {"file": sum(part.tensor.num_bytes for source in self._sources.values() for part in source.parts)}
 
     def close(self) -> None:
         for file in self._files.values():
@@ -99,15 +106,5 @@ class DiskStore(Store):
         view = writable_view(blob)
         pieces = (piece for copy in copies for piece in copy.pieces(PINNED_PIECE_BYTES))
         with ThreadPoolExecutor(pin_threads()) as pool:
-            for _ in pool.map(lambda piece: piece.src.read(view[piece.dst_offset : piece.dst_end]), pieces):
-                pass
+            list(pool.map(lambda piece: piece.src.read(view[piece.dst_offset : piece.dst_end]), pieces))
         return blob
-
-    def _map(self, path: Path) -> mmap.mmap:
-        if path not in self._maps:
-            # Copy-on-write, because torch has no read-only tensors: a stray write stays in this process.
-            mapping = mmap.mmap(self._files[path].fd, 0, access=mmap.ACCESS_COPY)
-            # Rows are looked up at random: read-ahead would only fill memory.
-            mapping.madvise(mmap.MADV_RANDOM)
-            self._maps[path] = mapping
-        return self._maps[path]

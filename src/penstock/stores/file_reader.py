@@ -105,7 +105,6 @@ class File(Source):
         self.counter = counter or ReadCounter()
         self.stamp = stamp
         self.options = options
-        self._drop = options.drop_cache
         self.fd, self._direct_fd = opened or _open(path, options)
         self.num_bytes = os.fstat(self.fd).st_size
         # To ask which of its pages are cached; reading with RWF_NOWAIT would tell as much, but starts to read ahead.
@@ -135,7 +134,14 @@ class File(Source):
     def scatter(self, offset: int, views: Sequence[memoryview]) -> None:
         num_bytes = sum(map(len, views))
         with self._reading(offset, num_bytes):
-            self._scatter(offset, views, num_bytes)
+            cached = self._is_cached(offset, num_bytes)
+            if cached or self._direct_fd is None:
+                self._read_fully(self.fd, offset, views, num_bytes)
+                way = "cached" if cached else "buffered"
+            else:
+                self._scatter_direct(self._direct_fd, offset, views, num_bytes)
+                way = "direct"
+            self.counter.add(way, num_bytes)
 
     def read_around(self, offset: int, num_bytes: int, buffer: memoryview) -> int:
         """See :class:`Source`; a direct read needs a ``buffer`` that starts at a page and has 8 KiB to spare."""
@@ -149,15 +155,6 @@ class File(Source):
             self._read_fully(self._direct_fd, offset - skip, [buffer[:span]], skip + num_bytes)
         self.counter.add("direct", num_bytes)
         return skip
-
-    def _scatter(self, offset: int, views: Sequence[memoryview], num_bytes: int) -> None:
-        cached = self._is_cached(offset, num_bytes)
-        if cached or self._direct_fd is None:
-            self._read_fully(self.fd, offset, views, num_bytes)
-            self.counter.add("cached" if cached else "buffered", num_bytes)
-            return
-        self._scatter_direct(self._direct_fd, offset, views, num_bytes)
-        self.counter.add("direct", num_bytes)
 
     def _is_cached(self, offset: int, num_bytes: int) -> bool:
         """Whether a range is read from the page cache because it is in it; where the options leave that open."""
@@ -175,7 +172,7 @@ class File(Source):
             raise TransferError(
                 f"{self.path}: reading {num_bytes} bytes at {offset} failed: {error.strerror}"
             ) from error
-        if self._drop:
+        if self.options.drop_cache:
             os.posix_fadvise(self.fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
     def require_unchanged(self) -> None:

@@ -24,12 +24,7 @@ from penstock.memory.pinned import HostRegistrar, PinnedBuffer, pin_threads, war
 from penstock.plan.plan import SlabEntry, Unit, slab_bytes
 from penstock.stores.store import Load, Store
 
-__all__ = [
-    "Held",
-    "PinnedStore",
-    "Place",
-    "slab_sizes",
-]
+__all__ = ["Held", "PinnedStore", "Place", "slab_sizes"]
 
 # One registration: large enough to cost nothing by itself, small enough that the last one is short.
 SLAB_BYTES = 1 << 30
@@ -170,7 +165,8 @@ class PinnedStore(Store):
 
     def destination(self, storage: str) -> torch.Tensor:
         """Where the bytes of ``storage`` go: uint8, 1-D, host."""
-        return self._view(self._storages[storage])
+        place = self._storages[storage]
+        return self._slabs[place.slab].blob[place.start : place.start + place.num_bytes]
 
     def pin_now(self) -> None:
         """Touch and register everything that is not full yet, so that a device can write there.
@@ -206,20 +202,14 @@ class PinnedStore(Store):
             code = self._codes[index].result()
             self._sealed.add(index)
             if code != 0:
-                self._replace(index, code)
+                assert self.registrar is not None
+                old = self._slabs[index].blob
+                warn_refused(old.numel(), code)
+                self._slabs[index] = PinnedBuffer(self.registrar.allocate(old.numel()).copy_(old))
 
     def _register(self, index: int) -> None:
         if self.registrar is not None and index not in self._codes:
             self._codes[index] = self._pool.submit(self._slabs[index].register, self.registrar)
-
-    def _replace(self, index: int, code: int) -> None:
-        assert self.registrar is not None
-        old = self._slabs[index].blob
-        warn_refused(old.numel(), code)
-        self._slabs[index] = PinnedBuffer(self.registrar.allocate(old.numel()).copy_(old))
-
-    def _view(self, place: Place) -> torch.Tensor:
-        return self._slabs[place.slab].blob[place.start : place.start + place.num_bytes]
 
     # -- at rest ------------------------------------------------------------------------------------------------------
 
@@ -231,8 +221,8 @@ class PinnedStore(Store):
         places = [self._storages[entry.storage] for entry in unit.entries]
         starts = {(place.slab, place.start - entry.offset) for entry, place in zip(unit.entries, places, strict=True)}
         if len(starts) > 1:  # held, and not side by side
-            parts = zip(unit.entries, places, strict=True)
-            return Load(unit.index, copies, pieces=tuple((entry.offset, self._view(place)) for entry, place in parts))
+            pieces = tuple((entry.offset, self.destination(entry.storage)) for entry in unit.entries)
+            return Load(unit.index, copies, pieces=pieces)
         ((slab, start),) = starts
         return Load(unit.index, copies, self._slabs[slab].blob[start : start + unit.num_bytes])
 

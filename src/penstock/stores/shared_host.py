@@ -115,20 +115,12 @@ class SharedStore(PinnedStore):
         self._ranks.exchange("loaded")
         if self._leads:
             self._memory.forbid_writing()  # all ranks have mapped it by now
-        if self.registrar is None:
-            self._map_privately()
-        else:
-            self._pin(self.registrar)
+        for index, (slab, start) in enumerate(zip(self._slabs, self._starts, strict=True)):
+            if self.registrar is not None:
+                pin_shared(slab, self.registrar, _FIX)
+            else:
+                self._slabs[index] = PinnedBuffer(self._memory.map(start, slab.num_bytes, private=True))
         self._memory.close()
-
-    def _map_privately(self) -> None:
-        for index, start in enumerate(self._starts):
-            num_bytes = self._slabs[index].blob.numel()
-            self._slabs[index] = PinnedBuffer(self._memory.map(start, num_bytes, private=True))
-
-    def _pin(self, registrar: HostRegistrar) -> None:
-        for slab in self._slabs:
-            pin_shared(slab, registrar, _FIX)
 
     @property
     def account(self) -> dict[str, int]:
