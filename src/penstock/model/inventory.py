@@ -49,8 +49,7 @@ class Location:
     @property
     def name(self) -> str:
         """Dotted name, e.g. ``layers.0.mlp.up_proj.weight``; inner tensors follow a colon."""
-        base = f"{self.module}.{self.attr}" if self.module else self.attr
-        return ":".join((base, *self.inner))
+        return ":".join((_join(self.module, self.attr), *self.inner))
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,12 @@ class TensorInfo:
     @property
     def is_contiguous(self) -> bool:
         """Whether the elements lie in row-major order without gaps."""
-        return self.stride == _row_major(self.shape)
+        expected = 1
+        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if step != expected:
+                return False
+            expected *= max(size, 1)
+        return True
 
 
 @dataclass(frozen=True)
@@ -203,12 +207,12 @@ class Inventory:
 
     def dominators(self, module: str) -> tuple[str, ...]:
         """The modules on every path from the root to ``module``, outermost first, ``module`` itself last."""
-        return self._dominators[module] if self.shared else _prefixes(module)
+        return self._dominators[module] if self.shared else dotted_prefixes(module)
 
     def ancestors(self, module: str) -> frozenset[str]:
         """The modules on any path from the root to ``module``, itself left out: it may run inside each of them."""
         if not self.shared:
-            return frozenset(_prefixes(module)[:-1])
+            return frozenset(dotted_prefixes(module)[:-1])
         found: set[str] = set()
         left = list(self._parents[module])
         while left:
@@ -270,7 +274,7 @@ def common_prefix(chains: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     return tuple(names[0] for names in takewhile(lambda names: len(set(names)) == 1, zip(*every, strict=False)))
 
 
-def _prefixes(module: str) -> tuple[str, ...]:
+def dotted_prefixes(module: str) -> tuple[str, ...]:
     """``""``, ``a`` and ``a.b`` for ``a.b``."""
     parts = module.split(".") if module else []
     return tuple(".".join(parts[:count]) for count in range(len(parts) + 1))
@@ -279,11 +283,6 @@ def _prefixes(module: str) -> tuple[str, ...]:
 def is_embedding(module: nn.Module) -> bool:
     """Whether ``module`` is one of torch's lookup tables."""
     return isinstance(module, nn.Embedding | nn.EmbeddingBag)
-
-
-def has_forward(module: nn.Module) -> bool:
-    """Whether calling ``module`` runs code of its own; the forward that ``nn.Module`` itself has only raises."""
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def take_inventory(model: nn.Module, is_lookup: Callable[[nn.Module], bool] = is_embedding) -> Inventory:
@@ -302,13 +301,27 @@ def take_inventory(model: nn.Module, is_lookup: Callable[[nn.Module], bool] = is
     """
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        _refuse_torchscript(name, module)
-    shared = tuple(_further_places(modules))
-    walk = _Walk(is_lookup, _aliases(modules) if shared else {})
+        if isinstance(module, torch.jit.ScriptModule):
+            raise OptionError(
+                f"{f'module {name!r}' if name else 'the model'} ({type(module).__name__}) is TorchScript: expected a "
+                f"module in Python, because TorchScript reads its weights without running hooks; offload the module "
+                f"from which torch.jit.script or torch.jit.trace made it"
+            )
+    names = {id(module): name for name, module in modules.items()}
+    shared = tuple(
+        Place(parent, attr, names[id(child)])
+        for parent, module in modules.items()
+        for attr, child in module._modules.items()
+        if child is not None and names[id(child)] != _join(parent, attr)
+    )
+    walk = _Walk(is_lookup, _aliases(model, names) if shared else {})
     for name, module in modules.items():
         walk.add_module(name, module)
     for name, module in modules.items():
         walk.add_attributes(name, module)
+    # The forward that ``nn.Module`` itself has only raises.
+    without_forward = (name for name, module in modules.items() if type(module).forward is nn.Module.forward)
+    containers = (name for name in without_forward if "forward" not in vars(modules[name]))
     order = {name: index for index, name in enumerate(modules)}
     storages = sorted(walk.storages(), key=lambda storage: order[storage.tensors[0].locations[0].module])
     return Inventory(
@@ -316,38 +329,20 @@ def take_inventory(model: nn.Module, is_lookup: Callable[[nn.Module], bool] = is
         tuple(walk.empty),
         {name: type(module).__name__ for name, module in modules.items()},
         frozenset(walk.lookups),
-        frozenset(name for name, module in modules.items() if not has_forward(module)),
+        frozenset(containers),
         shared,
     )
-
-
-def _refuse_torchscript(name: str, module: nn.Module) -> None:
-    if isinstance(module, torch.jit.ScriptModule):
-        raise OptionError(
-            f"{f'module {name!r}' if name else 'the model'} ({type(module).__name__}) is TorchScript: expected a "
-            f"module in Python, because TorchScript reads its weights without running hooks; offload the module from "
-            f"which torch.jit.script or torch.jit.trace made it"
-        )
 
 
 def _join(parent: str, attr: str) -> str:
     return f"{parent}.{attr}" if parent else attr
 
 
-def _further_places(modules: Mapping[str, nn.Module]) -> Iterator[Place]:
-    names = {id(module): name for name, module in modules.items()}
-    for parent, module in modules.items():
-        for attr, child in module._modules.items():
-            if child is not None and names[id(child)] != _join(parent, attr):
-                yield Place(parent, attr, names[id(child)])
-
-
-def _aliases(modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
-    """The further names of modules by their first; of very many the shortest."""
-    names = {id(module): name for name, module in modules.items()}
+def _aliases(model: nn.Module, names: Mapping[int, str]) -> dict[str, list[str]]:
+    """The further names of modules by their first, which ``names`` has by id; of very many the shortest."""
     found: dict[str, list[str]] = {}
-    left: deque[tuple[str, tuple[nn.Module, ...]]] = deque([("", (modules[""],))])
-    for _ in range(max(_MIN_NAMES, _NAMES_PER_MODULE * len(modules))):
+    left: deque[tuple[str, tuple[nn.Module, ...]]] = deque([("", (model,))])
+    for _ in range(max(_MIN_NAMES, _NAMES_PER_MODULE * len(names))):
         if not left:
             break
         name, path = left.popleft()
@@ -430,16 +425,12 @@ class _Walk:
                 tensors = [replace(info, byte_offset=info.byte_offset - start) for info in cluster]
                 # Attributes only ever follow: the first tensor gives the storage its name.
                 tensors.sort(key=lambda info: info.kind == "attribute")
-                yield StorageInfo(tuple(tensors), end - start, self._is_table(tensors), self._is_saved(tensors))
-
-    def _is_table(self, tensors: list[TensorInfo]) -> bool:
-        """Whether rows are looked up in it; a scalar, such as the scale of scaled embeddings, has none."""
-        holders = {place.module for info in tensors for place in info.locations}
-        return holders <= self.lookups and bool(tensors[0].shape)
-
-    def _is_saved(self, tensors: list[TensorInfo]) -> bool:
-        held = [place for info in tensors for place in info.locations if place.kind != "attribute"]
-        return any((place.module, place.attr) not in self._unsaved for place in held)
+                places = [place for info in tensors for place in info.locations]
+                # A scalar, such as the scale of scaled embeddings, has no rows to look up.
+                is_lookup = self.lookups.issuperset(place.module for place in places) and bool(tensors[0].shape)
+                held = ((place.module, place.attr) for place in places if place.kind != "attribute")
+                is_saved = any(place not in self._unsaved for place in held)
+                yield StorageInfo(tuple(tensors), end - start, is_lookup, is_saved)
 
     def _describe(self, tensor: torch.Tensor, places: list[Location]) -> TensorInfo:
         offset = int(tensor.storage_offset()) * tensor.dtype.itemsize
@@ -473,12 +464,3 @@ def _storage_key(tensor: torch.Tensor) -> int:
     if hasattr(tensor, "__tensor_flatten__") or tensor.layout is not torch.strided:
         return 0  # no storage of its own
     return int(tensor.untyped_storage()._cdata)
-
-
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))

@@ -110,7 +110,10 @@ def profile_of(model: nn.Module) -> ModelProfile:
     attentions = list(_caching_attentions(model, config))
     kv = kv_window = window = cross = 0
     for name, module in attentions:
-        num_bytes, own_window = _kv_elements(module, config) * itemsize, _window(module, config)
+        elements, own_window = sum(_widths(module, config)), _window(module, config)
+        if _layer_type(module, config) == "indexed_attention":  # sparse attention keeps a key of its index, too
+            elements += int(getattr(config, "index_head_dim", 0))
+        num_bytes = elements * itemsize
         if _is_cross(name):
             cross += num_bytes
         elif own_window:
@@ -177,14 +180,6 @@ def _arguments(forward: Callable[..., Any]) -> frozenset[str]:
 
 def _is_cross(name: str) -> bool:
     return any(part in _CROSS for part in name.split("."))
-
-
-def _kv_elements(module: nn.Module, config: Any) -> int:
-    """Elements that a token takes in the cache."""
-    elements = sum(_widths(module, config))
-    if _layer_type(module, config) == "indexed_attention":  # sparse attention keeps a key of its index, too
-        elements += int(getattr(config, "index_head_dim", 0))
-    return elements
 
 
 def _widths(module: nn.Module, config: Any) -> tuple[int, int]:

@@ -46,11 +46,16 @@ def compile_pattern(pattern: str) -> Callable[[str], bool]:
     if pattern == ALL_MODEL_PARAMS:
         return lambda name: True
     if pattern.startswith("re:"):
-        return _matcher(_compile(pattern, pattern[3:]))
-    if _GLOB.search(pattern):
-        return _matcher(re.compile(translate(pattern)))
-    segments = f".{pattern}."
-    return lambda name: segments in f".{name.replace(':', '.')}."
+        try:
+            compiled = re.compile(pattern[3:])
+        except re.error as error:
+            raise SelectionError(f"pattern {pattern!r} is not a regular expression: {error}") from None
+    elif _GLOB.search(pattern):
+        compiled = re.compile(translate(pattern))
+    else:
+        segments = f".{pattern}."
+        return lambda name: segments in f".{name.replace(':', '.')}."
+    return lambda name: compiled.fullmatch(name) is not None
 
 
 def is_segments(pattern: str) -> bool:
@@ -101,17 +106,6 @@ def _group(inventory: Inventory, word: str) -> frozenset[str]:
 def _listed(groups: dict[str, frozenset[str]]) -> str:
     present = [f"@{group}" for group, storages in groups.items() if storages]
     return f"the groups {', '.join(present)}" if present else "no groups"
-
-
-def _matcher(compiled: re.Pattern[str]) -> Callable[[str], bool]:
-    return lambda name: compiled.fullmatch(name) is not None
-
-
-def _compile(pattern: str, expression: str) -> re.Pattern[str]:
-    try:
-        return re.compile(expression)
-    except re.error as error:
-        raise SelectionError(f"pattern {pattern!r} is not a regular expression: {error}") from None
 
 
 def _nothing_matched(pattern: str, inventory: Inventory) -> str:

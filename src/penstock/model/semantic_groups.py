@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from math import prod
 from typing import Final, NamedTuple
 
-from penstock.model.inventory import Inventory, is_within
+from penstock.model.inventory import Inventory, dotted_prefixes, is_within
 
 __all__ = ["GROUPS", "semantic_groups"]
 
@@ -58,14 +58,11 @@ def semantic_groups(inventory: Inventory) -> dict[str, frozenset[str]]:
     found["embeddings"] = {held.storage for module in tree.tables for held in tree.held_by(module)}
     found["lm_head"] = {held.storage for module in heads for held in tree.held_by(module)}
     # A storage that several groups claim is in the first of them; attention's tables of relative positions, say.
-    found["attention"] -= found["vision"]
-    taken = found["vision"] | found["attention"]
-    found["embeddings"] -= taken
-    found["lm_head"] -= taken
-    taken |= found["embeddings"] | found["lm_head"]
-    for group in ("experts", "shared_experts", "mlp"):
-        found[group] -= taken
-        taken |= found[group]
+    taken: set[str] = set()
+    for groups in (("vision",), ("attention",), ("embeddings", "lm_head"), ("experts",), ("shared_experts",), ("mlp",)):
+        for group in groups:
+            found[group] -= taken
+        taken.update(*(found[group] for group in groups))
     return {group: frozenset(found[group]) for group in GROUPS}
 
 
@@ -101,17 +98,21 @@ class _Tree:
                     if place.kind == "parameter":
                         held = _Parameter(place.module, place.attr, tensor.shape, storage.name, storage.num_bytes)
                         self._held.setdefault(place.module, []).append(held)
-                        for module in (place.module, *_ancestors(place.module)):
+                        for module in dotted_prefixes(place.module):
                             self._below.setdefault(module, []).append(held)
         self.layers: dict[str, None] = {}
         for name in inventory.modules:
-            if _segment(name).isdigit() and name in self._below and self.layers.keys().isdisjoint(_ancestors(name)):
+            if (
+                _segment(name).isdigit()
+                and name in self._below
+                and self.layers.keys().isdisjoint(dotted_prefixes(name))
+            ):
                 self.layers[name] = None
         self.tables = [name for name in inventory.modules if name in inventory.lookups]
         # Layers of convolutions (the stem of an image model) do not count.
         flat_layers = [name for name in self.layers if any(len(shape) == 2 for shape in self.shapes(name))]
-        self._num_layers = Counter(around for name in flat_layers for around in (name, *_ancestors(name)))
-        self._num_tables = Counter(around for name in self.tables for around in (name, *_ancestors(name)))
+        self._num_layers = Counter(around for name in flat_layers for around in dotted_prefixes(name))
+        self._num_tables = Counter(around for name in self.tables for around in dotted_prefixes(name))
 
     def held_by(self, module: str) -> list[_Parameter]:
         """What ``module`` itself holds."""
@@ -140,13 +141,6 @@ def _parent(module: str) -> str:
 
 def _segment(module: str) -> str:
     return module.rpartition(".")[2]
-
-
-def _ancestors(module: str) -> Iterator[str]:
-    """Every module around ``module``, the innermost first, the root last."""
-    while module:
-        module = _parent(module)
-        yield module
 
 
 def _within_any(module: str, places: Iterable[str]) -> bool:
@@ -197,7 +191,7 @@ def _tower_around(tree: _Tree, seed: str) -> str:
     def leaves_text(name: str) -> bool:
         return all(whole > inside for whole, inside in zip(tree.text_in(""), tree.text_in(name), strict=True))
 
-    around = [name for name in (seed, *_ancestors(seed)) if name]
+    around = dotted_prefixes(seed)[:0:-1]  # from the innermost to the outermost, without the root
     for name in around:
         if tree.text_in(name)[0] and leaves_text(name):
             tower = name
@@ -220,7 +214,9 @@ def _projectors(tree: _Tree, towers: dict[str, int], heads: Collection[str]) -> 
     for tower, width in towers.items():
         writes = {held.shape[-1] for name in tree.tables if not is_within(name, tower) for held in tree.held_by(name)}
         outputs = {held.shape[0] for held in tree.matrices(tower) if not _within_any(held.module, tree.layers)}
-        for name in (child for outer in _ancestors(tower) for child in tree.inventory.children(outer)):
+        for name in (
+            child for outer in reversed(dotted_prefixes(tower)[:-1]) for child in tree.inventory.children(outer)
+        ):
             holds_other = any(is_within(other, name) for other in (*towers, *heads, text)) or is_within(name, text)
             if not (holds_other or tree.text_in(name)[1] or name in found):
                 sizes = [size for shape in tree.shapes(name) for size in shape]
@@ -251,14 +247,18 @@ class _Layer:
         self.experts = {
             module
             for module in (layer, *self.inside)
-            if module in num_experts or not modules.keys().isdisjoint(_ancestors(module))
+            if module in num_experts or not modules.keys().isdisjoint(dotted_prefixes(module))
         }
         self._experts_below: Counter[str] = Counter()
         self._others_below: Counter[str] = Counter()
         for held in tree.matrices(layer):
             counts = self._experts_below if held.module in self.experts else self._others_below
-            counts.update((held.module, *_ancestors(held.module)))
-        self.blocks = {self._block_of(root): count for root, count in num_experts.items()}
+            counts.update(dotted_prefixes(held.module))
+        # A block is the innermost module that holds the experts and a matrix that is none of them; at most the layer.
+        self.blocks: dict[str, int] = {}
+        for root, count in num_experts.items():
+            inward = (name for name in reversed(dotted_prefixes(root)) if self._others_below[name] or name == layer)
+            self.blocks[next(inward, layer)] = count
 
     def split(self, node: str) -> Iterator[tuple[str, _Parameter]]:
         """(group, parameter) for every parameter at or below ``node`` that is in a group."""
@@ -267,24 +267,19 @@ class _Layer:
             yield from (("experts", held) for held in own)
         elif node not in self.blocks and any(len(held.shape) >= 2 for held in own):
             yield from (("mlp", held) for held in own)
-        for child in self.tree.inventory.children(node):
-            yield from self._visit(child)
-
-    def _visit(self, node: str) -> Iterator[tuple[str, _Parameter]]:
-        """One module inside the layer: whole, when it is of one kind, else part by part."""
-        block = _parent(node)
-        if not self.tree.matrices(node):
-            return
-        if node in self.attention:
-            yield from (("attention", held) for held in self.tree.below(node))
-        elif self._experts_below[node] or any(is_within(name, node) for name in self.attention):
-            yield from self.split(node)
-        elif block not in self.blocks:
-            yield from self._dense(node)
-        elif not self._is_router(node, self.blocks[block]):
-            # Where the experts' block is the layer itself, any block of a layer may stand beside them.
-            shared = (("shared_experts", held) for held in self.tree.below(node))
-            yield from self._dense(node) if block == self.layer else shared
+        for child in self.tree.inventory.children(node):  # whole, when it is of one kind, else part by part
+            if not self.tree.matrices(child):
+                continue
+            if child in self.attention:
+                yield from (("attention", held) for held in self.tree.below(child))
+            elif self._experts_below[child] or any(is_within(name, child) for name in self.attention):
+                yield from self.split(child)
+            elif node not in self.blocks:
+                yield from self._dense(child)
+            elif not self._is_router(child, self.blocks[node]):
+                # Where the experts' block is the layer itself, any block of a layer may stand beside them.
+                shared = (("shared_experts", held) for held in self.tree.below(child))
+                yield from self._dense(child) if node == self.layer else shared
 
     def _dense(self, node: str) -> Iterator[tuple[str, _Parameter]]:
         lookups = self.tree.inventory.lookups
@@ -313,7 +308,7 @@ class _Layer:
         """Modules that are experts, each with their number in the layer (0: not known)."""
         found = dict(item for name in (self.layer, *self.inside) for item in self._numbered_experts(name, outer))
         yield from found.items()
-        around = {module for root in (*found, *fused) for module in (root, *_ancestors(root))}
+        around = {module for root in (*found, *fused) for module in dotted_prefixes(root)}
         for name in self.inside:  # laid out in a way of their own, e.g. [experts * rows, width]
             if _segment(name) == "experts" and self.tree.matrices(name) and name not in around:
                 yield name, 0
@@ -336,11 +331,6 @@ class _Layer:
             routed = any(len(shape) == 2 and len(family) in shape for shape in beside)
             if routed or "expert" in stem[len(self.layer) :]:
                 yield from ((child, len(family)) for child in family)
-
-    def _block_of(self, root: str) -> str:
-        """The innermost module that holds the experts and a matrix that is none of them; at most the layer."""
-        inward = (root, *_ancestors(root))
-        return next((name for name in inward if self._others_below[name] or name == self.layer), self.layer)
 
 
 def _fused_experts(outer: Sequence[_Parameter]) -> Iterator[tuple[str, int]]:
