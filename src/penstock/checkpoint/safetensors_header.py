@@ -15,7 +15,7 @@ import json
 import math
 import os
 import reprlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -77,7 +77,10 @@ class Checkpoint:
         tensors: dict[str, FileTensor] = {}
         for found, stamp in headers:
             kept = found if named is None else _only_named(stamp.path, found, named[stamp.path])
-            _refuse_duplicates(tensors, kept)
+            if both := sorted(tensors.keys() & kept.keys()):
+                elsewhere = f"{_some(both)} also in {tensors[both[0]].path}"
+                fix = f"Remove one of the two files, or add a {_INDEX} that says which one counts."
+                raise fault(stamp.path, "each tensor in one file only", elsewhere, fix)
             tensors.update(kept)
         return cls(root, tensors, tuple(stamp for _, stamp in headers))
 
@@ -99,8 +102,12 @@ class Checkpoint:
 
     def lacks(self, name: str, fix: str) -> CheckpointError:
         """The error for a missing tensor, with the nearest names."""
-        near = f"{len(self.tensors)} others, the nearest are {_nearest(name, self.tensors)}"
-        return fault(self.root, f"a tensor {name!r}", near if self.tensors else "no tensors at all", fix)
+        # Shared trigrams first: difflib alone takes seconds on 45,000 names.
+        grams = {name[i : i + 3] for i in range(len(name))}
+        likely = heapq.nlargest(100, self.tensors, key=lambda other: sum(gram in other for gram in grams))
+        nearest = ", ".join(difflib.get_close_matches(name, likely) or likely[:3])
+        found = f"{len(self.tensors)} others, the nearest are {nearest}" if self.tensors else "no tensors at all"
+        return fault(self.root, f"a tensor {name!r}", found, fix)
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, byte for byte, in new CPU memory; CheckpointError if the file is short or changed."""
@@ -146,24 +153,20 @@ def _index_shards(index: Path) -> dict[Path, set[str]]:
     files = _parse_object(index, raw).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
         raise fault(index, 'an index with "weight_map": {tensor: file}', reprlib.repr(files))
-    names_in: dict[str, set[str]] = {file: set() for file in files.values()}
+    names_in: defaultdict[str, set[str]] = defaultdict(set)
     for name, file in files.items():
         names_in[file].add(name)
     shards: dict[Path, set[str]] = {}
     for file, names in names_in.items():  # several spellings may lead to one file
-        shards.setdefault(_inside(index, file), set()).update(names)
+        # Judged by its text: in a Hugging Face cache every shard is a link that leads out.
+        pure = PurePosixPath(file)
+        if pure.is_absolute() or ".." in pure.parts or not pure.parts:
+            raise fault(index, "shards inside its folder", repr(file), "Do not use it, or correct its weight_map.")
+        shards.setdefault(index.parent / pure, set()).update(names)
     if missing := [str(shard) for shard in sorted(shards) if not shard.exists()]:
         found = f"{len(shards) - len(missing)}, missing: {_some(missing)}"
         raise fault(index, f"{len(shards)} shards in its folder", found, "Download or copy what is missing.")
     return shards
-
-
-def _inside(index: Path, file: str) -> Path:
-    """The shard's path. Judged by its text: in a Hugging Face cache every shard is a link that leads out."""
-    pure = PurePosixPath(file)
-    if pure.is_absolute() or ".." in pure.parts or not pure.parts:
-        raise fault(index, "shards inside its folder", repr(file), "Do not use it, or correct its weight_map.")
-    return index.parent / pure
 
 
 def _only_named(shard: Path, found: Mapping[str, FileTensor], names: set[str]) -> dict[str, FileTensor]:
@@ -172,14 +175,6 @@ def _only_named(shard: Path, found: Mapping[str, FileTensor], names: set[str]) -
         fix = "One of the two is of another checkpoint: download or copy both again."
         raise fault(shard, expected, f"{len(names) - len(absent)} of them, missing: {_some(absent)}", fix)
     return dict(found) if len(found) == len(names) else {name: found[name] for name in found if name in names}
-
-
-def _refuse_duplicates(seen: Mapping[str, FileTensor], new: Mapping[str, FileTensor]) -> None:
-    if not seen.keys().isdisjoint(new):
-        both = sorted(seen.keys() & new.keys())
-        found = f"{_some(both)} also in {seen[both[0]].path}"
-        fix = f"Remove one of the two files, or add a {_INDEX} that says which one counts."
-        raise fault(new[both[0]].path, "each tensor in one file only", found, fix)
 
 
 def _read_header(path: Path) -> tuple[dict[str, FileTensor], FileFingerprint]:
@@ -232,7 +227,14 @@ def _tensor(path: Path, name: str, entry: object, data_start: int) -> FileTensor
         code, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
         if isinstance(code, str) and _are_counts(shape) and _are_counts(offsets) and len(offsets) == 2:
             begin, end = offsets
-            _check_entry(path, name, code, shape, begin, end)
+            if code not in _DTYPES:
+                kind = "sub-byte" if code.startswith(("F4", "F6")) else "unknown"
+                expected = f"{name!r} of a supported dtype ({', '.join(_DTYPES)})"
+                raise fault(path, expected, f"the {kind} {code!r}", "Save it as one of these; packed bytes as U8.")
+            num_bytes = math.prod(shape) * _DTYPES[code].itemsize
+            if end - begin != num_bytes:
+                expected = f"{name!r} of {num_bytes} bytes ({code}, shape {shape})"
+                raise fault(path, expected, f"{end - begin} bytes, data_offsets [{begin}, {end}]", _REWRITE)
             return FileTensor(name, _DTYPES[code], tuple(shape), path, data_start + begin, end - begin)
     expected = f"{name!r} as {{dtype: text, shape: [sizes >= 0], data_offsets: [begin >= 0, end >= 0]}}"
     raise fault(path, expected, reprlib.repr(entry), _REWRITE)
@@ -247,17 +249,6 @@ def _are_counts(numbers: object) -> TypeGuard[list[int]]:
     return True
 
 
-def _check_entry(path: Path, name: str, code: str, shape: list[int], begin: int, end: int) -> None:
-    if code not in _DTYPES:
-        kind = "sub-byte" if code.startswith(("F4", "F6")) else "unknown"
-        expected = f"{name!r} of a supported dtype ({', '.join(_DTYPES)})"
-        raise fault(path, expected, f"the {kind} {code!r}", "Save it as one of these; packed bytes as U8.")
-    num_bytes = math.prod(shape) * _DTYPES[code].itemsize
-    if end - begin != num_bytes:
-        expected = f"{name!r} of {num_bytes} bytes ({code}, shape {shape})"
-        raise fault(path, expected, f"{end - begin} bytes, data_offsets [{begin}, {end}]", _REWRITE)
-
-
 def _check_layout(path: Path, tensors: Iterable[FileTensor], data_start: int, file_bytes: int) -> None:
     """Tensors, by offset, must fill the file from ``data_start`` to its end without overlap or hole."""
     position = data_start
@@ -270,13 +261,6 @@ def _check_layout(path: Path, tensors: Iterable[FileTensor], data_start: int, fi
     if position != file_bytes:
         kind = "it is truncated" if file_bytes < position else "it has trailing bytes"
         raise fault(path, f"a file of {position} bytes", f"{file_bytes} bytes, {kind}")
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    """Up to three names like ``name``. Shared trigrams first: difflib alone takes seconds on 45,000."""
-    grams = {name[i : i + 3] for i in range(len(name))}
-    likely = heapq.nlargest(100, names, key=lambda other: sum(gram in other for gram in grams))
-    return ", ".join(difflib.get_close_matches(name, likely) or likely[:3])
 
 
 def _some(names: list[str]) -> str:
