@@ -24,10 +24,10 @@ from penstock.bench.reference_step import QWEN3_8B, Stack, fill
 from penstock.config import UVA, Budget, Prefetch, Workload
 from penstock.model.inventory import Inventory, take_inventory
 from penstock.model.memory_profile import ModelProfile
-from penstock.plan import Plan, build_plan
+from penstock.plan.build import build_plan
 from penstock.plan.cost_model import Rates
-from penstock.plan.plan import assemble
-from penstock.plan.predict import forecast
+from penstock.plan.plan import Plan, assemble
+from penstock.plan.predict import Forecaster
 from penstock.transfer.machine_probe import Probe, load, measure, save
 
 STACKS = ("qwen3-8b", "deepseek-v2-lite")
@@ -202,7 +202,7 @@ def run(
         contests = [planner.at_share(share) for share in shares] + [planner.against(rival) for rival in rivals]
         for together in rounds_of(contests):
             for result in _measure(together, stack, rows, rounds, repeats, device):
-                seen = forecast(result.pop("plan"), inventory, rates, profile, result["rows"])
+                seen = Forecaster(inventory, rates, profile, result["rows"])(result.pop("plan"))
                 predicted = {"predicted_ms": seen.step_s * 1e3, "floor_ms": seen.floor_s * 1e3, "bound": seen.bound}
                 yield {"stack": stack, **result, **predicted, "error": seen.step_s * 1e3 / result["ms"] - 1}
 

@@ -20,8 +20,9 @@ from models import MoE, OddStack, Reader, ReaderDict, ScaledStack, Stack, all_la
 from penstock.config import ALL_MODEL_PARAMS, UVA, Budget, Mode, Prefetch
 from penstock.errors import BudgetError, OptionError, PenstockWarning, SelectionError
 from penstock.model.inventory import Inventory, take_inventory
-from penstock.plan import Plan, build_plan
+from penstock.plan.build import build_plan
 from penstock.plan.layers import find_stacks, group_rule
+from penstock.plan.plan import Plan
 from penstock.plan.report import render
 from plans import KIB, check_plan, holder, models, plan_for
 

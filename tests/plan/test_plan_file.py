@@ -23,8 +23,8 @@ from models import MoE, Stack, all_layers, rows, save
 from penstock.config import ALL_MODEL_PARAMS, UVA, Budget, Mode, Policy, Prefetch
 from penstock.errors import BudgetError, OptionError, OptionTypeError, PlanFileError, SelectionError
 from penstock.model.inventory import take_inventory
-from penstock.plan import Plan, build_plan
-from penstock.plan.plan import Machine, slab_bytes
+from penstock.plan.build import build_plan
+from penstock.plan.plan import Machine, Plan, slab_bytes
 from penstock.testing import assert_moved, assert_same_bits
 from plans import models, plan_for
 

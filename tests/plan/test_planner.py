@@ -18,12 +18,11 @@ from penstock.config import Budget, Workload
 from penstock.errors import BudgetError, PenstockWarning
 from penstock.model.inventory import Inventory, take_inventory
 from penstock.model.memory_profile import ModelProfile
-from penstock.plan import Plan, build_plan
-from penstock.plan.build import Planner
+from penstock.plan.build import Planner, build_plan
 from penstock.plan.cost_model import NOMINAL_GPU, Rates
 from penstock.plan.layers import worth_moving
-from penstock.plan.plan import UnitDraft, assemble
-from penstock.plan.predict import forecast
+from penstock.plan.plan import Plan, UnitDraft, assemble
+from penstock.plan.predict import Forecaster
 from penstock.plan.solver import curve
 from plans import KIB, SMALL, check_plan, layered, models
 
@@ -40,7 +39,7 @@ def plan(
 
 
 def step(made: Plan, inventory: Inventory, rows: int = 1, profile: ModelProfile | None = None) -> float:
-    return forecast(made, inventory, SMALL, profile or ModelProfile(), rows).step_s
+    return Forecaster(inventory, SMALL, profile or ModelProfile(), rows)(made).step_s
 
 
 @given(models(), st.floats(0, 1), st.floats(0, 1), st.sampled_from([1, 64, 1024]))
@@ -116,7 +115,7 @@ def test_every_candidate_is_timed_as_its_plan_is() -> None:
             assert made.device_bytes == group.memory.device_bytes[row]
             assert made.moved_bytes == group.memory.moved_bytes[row]
             for batch, size in enumerate((1, 256)):
-                seen = forecast(made, inventory, SMALL, ModelProfile(), size)
+                seen = Forecaster(inventory, SMALL, ModelProfile(), size)(made)
                 assert seen.step_s == pytest.approx(times[batch, index])
                 assert seen.step_s >= seen.floor_s * (1 - 1e-9)
             checked += 1
@@ -183,7 +182,7 @@ def test_the_planner_beats_the_group_rule_on_paper() -> None:
         rule = build_plan(inventory, Prefetch(size, number, slots))
         for rows in (1, 256, 2048):
             made = plan(inventory, rule.device_bytes, rows, rates=NOMINAL_GPU)
-            ours, theirs = (forecast(p, inventory, NOMINAL_GPU, profile, rows).step_s for p in (made, rule))
+            ours, theirs = (Forecaster(inventory, NOMINAL_GPU, profile, rows)(p).step_s for p in (made, rule))
             assert ours <= theirs * 1.0001, (size, number, slots, rows)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from penstock.model.inventory import take_inventory
-from penstock.plan.predict import forecast
+from penstock.plan.predict import Forecaster
 from penstock.transfer.machine_probe import read_probe
 from plan_predictions import Contest, Planner, build
 
@@ -42,7 +42,7 @@ def slowdowns(stack: str) -> Iterator[float]:
         made = contest_of(planner, name)
         for row in (row for row in rows if row["contest"] == name):
             mine = next(plan for key, plan in made.plans.items() if "penstock" in key and row["rows"] in made.rows[key])
-            yield forecast(mine, inventory, rates, profile, row["rows"]).step_s * 1e3 / row["predicted_ms"]
+            yield Forecaster(inventory, rates, profile, row["rows"])(mine).step_s * 1e3 / row["predicted_ms"]
 
 
 @pytest.mark.parametrize("stack", ["qwen3-8b", "deepseek-v2-lite"])

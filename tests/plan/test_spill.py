@@ -22,13 +22,12 @@ from penstock.config import Budget, Workload
 from penstock.errors import BudgetError, PenstockWarning
 from penstock.model.inventory import Inventory, take_inventory
 from penstock.model.memory_profile import ModelProfile
-from penstock.plan import Plan, build_plan
-from penstock.plan.build import Planner
+from penstock.plan.build import Planner, build_plan
 from penstock.plan.candidates import Spill, spill_order
 from penstock.plan.cost_model import NOMINAL_GPU, Rates
 from penstock.plan.layers import worth_moving
-from penstock.plan.plan import UnitDraft, assemble
-from penstock.plan.predict import forecast
+from penstock.plan.plan import Plan, UnitDraft, assemble
+from penstock.plan.predict import Forecaster
 from penstock.plan.ring_layout import RING_BYTES, ring_bytes
 from penstock.runtime import prepare as prepare_module
 from penstock.runtime.limits import Limits, needs_of
@@ -107,7 +106,7 @@ def test_within_both_budgets_and_no_slower_with_more(
         assert in_files.isdisjoint(spill.unstreamable)
         assert made == spilling(inventory, budget, limit, spill, batch=batch), "deterministic"
         assert Plan(**{f: getattr(made, f) for f in ("units", "num_slots", "mode", "resident", "uva")}) == made
-        seen[share, host_share] = forecast(made, inventory, DISK, ModelProfile(), batch).step_s
+        seen[share, host_share] = Forecaster(inventory, DISK, ModelProfile(), batch)(made).step_s
     for share in low:
         assert seen[share, high[1]] <= seen[share, high[0]] * (1 + 1e-8), "more host memory"
     for share in high:
@@ -130,7 +129,7 @@ def exhaustive(inventory: Inventory, device: int, host: int) -> float:
             for slots in range(1, max(1, len(units)) + 1):
                 made = assemble(inventory, units, slots, "cpu", uva=uva)
                 if made.device_bytes <= device and host_bytes(made) <= host:
-                    best = min(best, forecast(made, inventory, DISK, ModelProfile(), 1).step_s)
+                    best = min(best, Forecaster(inventory, DISK, ModelProfile(), 1)(made).step_s)
     return best
 
 
@@ -145,7 +144,7 @@ def test_close_to_the_best_there_is(inventory: Inventory, device: float, host: f
     """The worst case, 1.29, is three layers whose best plan reads the light role of two of them in place."""
     limits = int(inventory.num_bytes * device), int(inventory.num_bytes * host)
     best = exhaustive(inventory, *limits)
-    found = forecast(spilling(inventory, *limits), inventory, DISK, ModelProfile(), 1).step_s
+    found = Forecaster(inventory, DISK, ModelProfile(), 1)(spilling(inventory, *limits)).step_s
     assert best <= found * (1 + 1e-9)
     assert found <= 1.3 * best
 
@@ -164,7 +163,7 @@ def test_every_candidate_is_timed_as_its_plan_is() -> None:
                 assert made.device_bytes == group.memory.device_bytes[row]
                 assert host_bytes(made, 999) <= limit
                 for batch, size in enumerate((1, 256)):
-                    expected = forecast(made, inventory, DISK, ModelProfile(), size)
+                    expected = Forecaster(inventory, DISK, ModelProfile(), size)(made)
                     assert expected.step_s == pytest.approx(seen[batch, index])
                     assert expected.step_s >= expected.floor_s * (1 - 1e-9)
                 assert bound[index] <= np.log(seen[:, index]).mean() + 1e-12
@@ -179,7 +178,7 @@ def test_all_in_files_are_timed_as_their_plans_are() -> None:
         seen, bound = group.step_s(every)[0], group.bound(every)
         for index, row in enumerate(every):
             made = group.plan(int(row))
-            assert forecast(made, inventory, DISK, ModelProfile(), 1).step_s == pytest.approx(seen[index])
+            assert Forecaster(inventory, DISK, ModelProfile(), 1)(made).step_s == pytest.approx(seen[index])
         assert (bound <= np.log(seen) + 1e-12).all()
 
 

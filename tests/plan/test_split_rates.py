@@ -23,8 +23,7 @@ from penstock.config import Budget, Workload
 from penstock.errors import PenstockWarning
 from penstock.model.inventory import take_inventory
 from penstock.model.memory_profile import ModelProfile
-from penstock.plan import build_plan
-from penstock.plan.build import Planner
+from penstock.plan.build import Planner, build_plan
 from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates, split_rates
 from penstock.plan.plan import CHUNK_BYTES
 from penstock.transfer import peer_rates as measuring

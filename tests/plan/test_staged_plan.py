@@ -15,10 +15,10 @@ from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Budget
 from penstock.model.inventory import take_inventory
 from penstock.model.memory_profile import ModelProfile
-from penstock.plan import Plan, build_plan
+from penstock.plan.build import build_plan
 from penstock.plan.cost_model import NOMINAL_GPU, Curve, Rates
-from penstock.plan.plan import Machine, slab_bytes
-from penstock.plan.predict import forecast
+from penstock.plan.plan import Machine, Plan, slab_bytes
+from penstock.plan.predict import Forecaster
 from penstock.plan.report import render
 from penstock.plan.ring_layout import lay_out_ring, ring_bytes
 from penstock.runtime.limits import Needs, needs_of
@@ -60,7 +60,7 @@ class TestRates:
     def test_a_forecast_counts_with_them(self) -> None:
         inventory = take_inventory(Stack(6))
         rates = replace(NOMINAL_GPU, copy_bytes_per_s=Curve.of({1: 16e6}), file_bytes_per_s=1e6)
-        host, files = (forecast(plan_of(mode), inventory, rates, ModelProfile(), 1) for mode in ("cpu", "disk"))
+        host, files = (Forecaster(inventory, rates, ModelProfile(), 1)(plan_of(mode)) for mode in ("cpu", "disk"))
         assert files.link_s == host.link_s > 0 == host.disk_s
         assert files.disk_s == pytest.approx(16 * host.link_s)
         assert files.floor_s == files.disk_s > host.floor_s

@@ -17,6 +17,7 @@ from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Rates, split_rate
 from penstock.plan.layers import (
     called_within,
     draft_units,
+    drafts_at,
     find_stacks,
     group_rule,
     split_by_part,
@@ -25,7 +26,7 @@ from penstock.plan.layers import (
 )
 from penstock.plan.overrides import settle_rules, some_names, warn_of_stranded
 from penstock.plan.plan import Plan, UnitDraft, assemble
-from penstock.plan.predict import Alternative, Forecast, alternatives, forecast
+from penstock.plan.predict import Alternative, Alternatives, Forecast, Forecaster
 from penstock.plan.report import PredictionReport, WorkloadBytes
 from penstock.plan.solver import Point, curve, host_limit, solve
 
@@ -115,7 +116,7 @@ class Planner:
                 f"the {len(policy.rules)} rule(s) keep everything resident: without a budget at least one has to say "
                 f"prefetch or uva, e.g. --offload-rule experts=uva (or give --device-memory)"
             )
-        num_slots = _usable_slots(policy.prefetch_step, len(drafts)) if drafts else 0
+        num_slots = _usable_slots(policy.prefetch_step, len(drafts))
         return assemble(self.inventory, drafts, num_slots, policy.mode, uva=in_place)
 
     # -- budgets -------------------------------------------------------------------------------------------------------
@@ -155,11 +156,11 @@ class Planner:
     def forecast(self, plan: Plan, rows: int, context: int = 0) -> Forecast:
         """What a step of ``rows`` rows will take under ``plan``, with ``context`` tokens per sequence in the cache."""
         rates = split_rates(self.rates, plan.mode, plan.num_ranks)
-        return forecast(plan, self.inventory, rates, self.profile, rows, context)
+        return Forecaster(self.inventory, rates, self.profile, rows, context)(plan)
 
     def alternatives(self, budget: Budget, plan: Plan, points: Sequence[Point] | None = None) -> list[Alternative]:
         """What a little more would bring, ``plan`` being the one for ``budget``; ``points``: the curve, if at hand."""
-        return alternatives(self.candidates(budget), budget, plan, points)
+        return list(Alternatives(self.candidates(budget), budget, plan).find(points))
 
     def curve(self, budget: Budget) -> list[Point]:
         """Step times against device memory for weights, for the workload and rules of ``budget``."""
@@ -223,11 +224,7 @@ def plan_group_rule(
     layers: list[UnitDraft] = []
     for stack in stacks:
         for index in group_rule(len(stack), policy.group_size, policy.num_in_group):
-            drafts = [
-                UnitDraft(anchor, tuple(s for s in inventory.under(anchor) if s.name in chosen))
-                for anchor in called_within(inventory, stack[index])
-            ]
-            layers += [draft for draft in drafts if draft.storages]
+            layers += drafts_at(inventory, called_within(inventory, stack[index]), chosen)
     anchors = [anchor for stack in stacks for layer in stack for anchor in called_within(inventory, layer)]
     within = {s.name for anchor in anchors for s in inventory.under(anchor)}
     warn_of_stranded(inventory, stranded(inventory, (s for s in candidates if s.name in chosen), within))
@@ -243,7 +240,7 @@ def plan_group_rule(
                 f"pattern {pattern!r} selects nothing in the layers that the group rule offloads; what it names stays "
                 f"resident (a budget, --device-memory, can also offload modules outside the layers)"
             )
-    num_slots = _usable_slots(policy.prefetch_step, len(layers)) if layers else 0
+    num_slots = _usable_slots(policy.prefetch_step, len(layers))
     units = split_by_part(inventory, layers) if by_part else layers
     return assemble(inventory, units, num_slots * len(units) // max(1, len(layers)), policy.mode, uva=uva)
 
@@ -269,7 +266,7 @@ def _candidates(inventory: Inventory, params: Sequence[str]) -> list[StorageInfo
 
 
 def _usable_slots(prefetch_step: int, num_units: int) -> int:
-    if prefetch_step > num_units:
+    if prefetch_step > num_units > 0:
         warn_user(
             f"prefetch_step = {prefetch_step} is larger than the number of units; {num_units} slot(s) are used "
             f"(--offload-prefetch-step {num_units} says the same)"

@@ -37,9 +37,9 @@ from penstock.plan.cost_model import Rates, experts_in, find_stages
 from penstock.plan.layers import find_layers, outside_units, stranded
 from penstock.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, UnitDraft, assemble, slab_bytes
 from penstock.plan.ring_layout import RING_BYTES
-from penstock.plan.simulate import Move, StepModel, moves_of
+from penstock.plan.simulate import Bools, Floats, Ints, StepModel, moves_of
 
-__all__ = ["CandidateTable", "Family", "Floats", "Ints", "PlanningProblem", "Spill", "spill_order"]
+__all__ = ["CandidateTable", "Family", "PlanningProblem", "Spill", "spill_order"]
 
 MAX_SLOTS = 3
 # 2 ** 6 sets of roles: the five heaviest roles of a layer one by one, and all the others together.
@@ -49,9 +49,6 @@ LOW, HIGH, KEPT = range(3)
 # As a size: any sum with it is below zero.
 _NEVER = -1e30
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 Kinds = npt.NDArray[np.int8]
 
 
@@ -115,7 +112,9 @@ class CandidateTable:
 
     Attributes:
         stages: of the model, in order.
+        spill_order: anchors of all stages, in the order in which their units go to the files.
         layers: names of those that are layers.
+        layer_index: position of every layer.
         roles: layer -> role -> storage, movable ones.
         outside: units outside the layers.
         always_prefetched: by anchor, what a rule has settled.
@@ -133,6 +132,7 @@ class CandidateTable:
         lookups = [s for s in problem.movable if s.is_lookup and problem.lookups_in_place]
         free = {s.name: s for s in problem.movable if not (s.is_lookup and problem.lookups_in_place)}
         self.layers = find_layers(inventory)
+        self.layer_index = {layer: index for index, layer in enumerate(self.layers)}
         inside = {layer: inventory.under(layer) for layer in self.layers}
         self.roles = {
             layer: {s.name.removeprefix(layer + "."): s for s in inside[layer] if s.name in free}
@@ -149,6 +149,7 @@ class CandidateTable:
         drafts = [UnitDraft(d.anchor, tuple(s for s in d.storages if s.name in free)) for d in beside]
         self.outside = [draft for draft in drafts if draft.storages]
         self.stages = find_stages(inventory, beside)
+        self.spill_order = [self.stages[index].anchor for index in spill_order(len(self.stages))]
         placed = {s.name for group in (*inside.values(), *(draft.storages for draft in beside)) for s in group}
         self.stranded = stranded(inventory, free.values(), placed)
         self.sizes = {s.name: float(s.num_bytes) for s in inventory.storages}
@@ -160,16 +161,6 @@ class CandidateTable:
         spill = self.problem.spill
         missing = frozenset(spill.unstreamable) if spill is not None else frozenset()
         return {name: _NEVER if name in missing else slab for name, slab in self.slabs.items()}
-
-    @cached_property
-    def spill_order(self) -> list[str]:
-        """Anchors of all stages, in the order in which their units go to the files."""
-        return [self.stages[index].anchor for index in spill_order(len(self.stages))]
-
-    @cached_property
-    def layer_index(self) -> dict[str, int]:
-        """Position of every layer."""
-        return {layer: index for index, layer in enumerate(self.layers)}
 
     @cached_property
     def steps(self) -> list[StepModel]:
@@ -312,8 +303,7 @@ class RoleSets:
         """[layers, sets]: the sum of ``value`` over the storages of a set in a layer."""
         values = [[0.0 if name is None else value[name] for name in names] for names in self._names]
         by_role = np.array(values, dtype=np.float64).reshape(len(self._names), self._num_layers)
-        found: Floats = (self._members.reshape(len(self.sets), len(self._names)) @ by_role).T
-        return found
+        return (self._members.reshape(len(self.sets), len(self._names)) @ by_role).T
 
 
 class Memory(NamedTuple):
@@ -365,8 +355,7 @@ class Family:
     @cached_property
     def _chosen(self) -> Ints:
         """[layers, candidates]: the set that each has in each layer."""
-        chosen: Ints = np.where(self.patterns.T[:, self.pattern] == HIGH, self.high, self.low)
-        return chosen
+        return np.where(self.patterns.T[:, self.pattern] == HIGH, self.high, self.low)
 
     def _is_low(self, layer: str) -> Bools:
         """Per candidate: whether ``layer`` is ``LOW``."""
@@ -431,13 +420,9 @@ class Family:
     @cached_property
     def _host_bytes(self) -> tuple[Floats, Floats]:
         """Per candidate: slab bytes with all units in host memory, and how much of that could be in files."""
-        host_bytes = self._in_place_bytes(self.table.slabs)
-        spillable_bytes = np.zeros(len(host_bytes))
-        for _, slab in self._units(self.table.slabs):
-            host_bytes += slab
-        for _, slab in self._units(self.table.spillable):
-            spillable_bytes += np.maximum(slab, 0.0)
-        return host_bytes, spillable_bytes
+        host_bytes = sum((slab for _, slab in self._units(self.table.slabs)), self._in_place_bytes(self.table.slabs))
+        spillable = (np.maximum(slab, 0.0) for _, slab in self._units(self.table.spillable))
+        return host_bytes, sum(spillable, np.zeros(len(self.high)))
 
     def least_host_bytes(self, rows: Ints) -> Floats:
         """What the candidates of these indices cannot do without in host memory."""
@@ -445,8 +430,7 @@ class Family:
         if spill is None:
             return self.memory.offloaded_bytes[rows]
         none, most = (num_bytes[rows] for num_bytes in self._host_bytes)
-        least: Floats = np.minimum(none, none - most + spill.ring_bytes)
-        return least
+        return np.minimum(none, none - most + spill.ring_bytes)
 
     def _excess(self, host_bytes: int | None) -> Floats | None:
         """Slab bytes that have to go to files, by candidate; ``None`` where none do."""
@@ -477,8 +461,7 @@ class Family:
             fits &= excess <= self._host_bytes[1]
         elif host_bytes is not None:
             fits &= self.memory.offloaded_bytes <= host_bytes
-        rows: Ints = np.flatnonzero(fits & (self.slots <= np.maximum(self.memory.num_slots, 1)))
-        return rows
+        return np.flatnonzero(fits & (self.slots <= np.maximum(self.memory.num_slots, 1)))
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
@@ -487,7 +470,7 @@ class Family:
         excess, taken = self._excess(host_bytes), self._take(rows)
         rates, units = self.table.problem.rates, dict(taken._units(self.table.sizes))
         staged = taken._staged(None if excess is None else excess[rows]) if rates.file_s_per_byte else {}
-        moves: list[Move] = moves_of(rates, self.table.stages, units, staged, len(rows))
+        moves = moves_of(rates, self.table.stages, units, staged, len(rows))
         slots, num_units = self.memory.num_slots[rows], self.memory.num_units[rows]
         return np.array([step.step_s(moves, taken._read_in_place(step), slots, num_units) for step in self.table.steps])
 

@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.config import SHARDED_MODES, Mode
-from penstock.model.inventory import Inventory, StorageInfo
+from penstock.model.inventory import Inventory, StorageInfo, dotted_prefixes
 from penstock.model.memory_profile import ModelProfile
 from penstock.plan.layers import find_layers, reader_of
 from penstock.plan.plan import CHUNK_BYTES, UnitDraft
@@ -255,18 +255,14 @@ def find_stages(inventory: Inventory, outside: Iterable[UnitDraft] = ()) -> list
     members: dict[str, list[StorageInfo]] = {}
     for storage in inventory.storages:
         owner = storage.tensors[0].locations[0].module
-        anchor = anchors.get(storage.name) or _layer_of(owner, layers) or reader_of(inventory, owner)
+        layer = next((name for name in dotted_prefixes(owner) if name and name in layers), None)
+        anchor = anchors.get(storage.name) or layer or reader_of(inventory, owner)
         members.setdefault(anchor, []).append(storage)
     order = {name: index for index, name in enumerate(inventory.modules)}
     return [
         Stage(anchor, tuple((s, experts_in(s, anchor in layers)) for s in members[anchor]), anchor in layers)
         for anchor in sorted(members, key=order.__getitem__)
     ]
-
-
-def _layer_of(module: str, layers: set[str]) -> str | None:
-    parts = module.split(".")
-    return next((name for n in range(1, len(parts) + 1) if (name := ".".join(parts[:n])) in layers), None)
 
 
 def experts_in(storage: StorageInfo, in_layer: bool) -> int:

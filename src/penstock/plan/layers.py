@@ -16,6 +16,7 @@ __all__ = [
     "TINY_BYTES",
     "called_within",
     "draft_units",
+    "drafts_at",
     "find_layers",
     "find_stacks",
     "group_rule",
@@ -141,15 +142,19 @@ def outside_units(inventory: Inventory, candidates: Sequence[StorageInfo], layer
     ]
 
 
+def drafts_at(inventory: Inventory, anchors: Iterable[str], wanted: Collection[str]) -> list[UnitDraft]:
+    """A unit at each of ``anchors`` that alone leads to any of the storages ``wanted`` (by name)."""
+    drafts = (UnitDraft(anchor, tuple(s for s in inventory.under(anchor) if s.name in wanted)) for anchor in anchors)
+    return [draft for draft in drafts if draft.storages]
+
+
 def draft_units(inventory: Inventory, storages: Sequence[StorageInfo]) -> list[UnitDraft]:
     """``storages`` as one unit per layer, and per module outside the layers, in order of execution.
 
     Left out: what several layers share, and what :func:`outside_units` leaves out.
     """
     wanted = {storage.name for storage in storages}
-    layers = find_layers(inventory)
-    drafts = [UnitDraft(layer, tuple(s for s in inventory.under(layer) if s.name in wanted)) for layer in layers]
-    drafts = [draft for draft in drafts if draft.storages]
+    drafts = drafts_at(inventory, find_layers(inventory), wanted)
     drafts += outside_units(inventory, storages, [draft.anchor for draft in drafts])
     order = {name: index for index, name in enumerate(inventory.modules)}
     return sorted(drafts, key=lambda draft: order[draft.anchor])
@@ -178,12 +183,7 @@ def split_by_part(inventory: Inventory, layers: Sequence[UnitDraft]) -> list[Uni
     every: list[UnitDraft] = []
     counts = set()
     for layer in layers:
-        wanted = {storage.name for storage in layer.storages}
-        parts = [
-            UnitDraft(child, tuple(s for s in inventory.under(child) if s.name in wanted))
-            for child in inventory.children(layer.anchor)
-        ]
-        parts = [part for part in parts if part.storages]
+        parts = drafts_at(inventory, inventory.children(layer.anchor), {storage.name for storage in layer.storages})
         if sum(len(part.storages) for part in parts) != len(layer.storages):
             return list(layers)
         counts.add(len(parts))

@@ -520,6 +520,11 @@ def _plan_from(data: Any) -> Plan:
     require(fits, "num_slots", f"1 to {count}, the number of units" if count else "0 without units", num_slots)
     name, machine = given["model"]["name"], given["machine"]
     require(name is None or isinstance(name, str), "model.name", "a string", name)
+    if machine is not None:
+        device, total = machine["device"], machine["device_bytes"]
+        require(isinstance(device, str), "machine.device", "a string", device)
+        counts = total is None or (type(total) is int and total > 0)
+        require(counts, "machine.device_bytes", "null or a whole number of at least 1", total)
     plan = Plan(
         units=tuple(_unit_from(unit, index, num_slots) for index, unit in enumerate(given["units"])),
         num_slots=num_slots,
@@ -527,7 +532,7 @@ def _plan_from(data: Any) -> Plan:
         resident=_sizes_from(given["resident"].items(), "resident"),
         uva=_sizes_from(given["uva"].items(), "uva"),
         model_name=name,
-        made_for=None if machine is None else _machine_from(machine["device"], machine["device_bytes"]),
+        made_for=None if machine is None else Machine(machine["device"], machine["device_bytes"]),
         num_ranks=num_ranks,
     )
     stores = {mode, "disk"} if mode == "cpu" else {mode}
@@ -555,13 +560,6 @@ def _sizes_from(items: Iterable[tuple[Any, Any]], place: str) -> dict[str, int]:
         require(type(size) is int and size > 0, f"{place}[{name!r}]", "a whole number of at least 1", size)
         sizes[name] = size
     return sizes
-
-
-def _machine_from(device: Any, device_bytes: Any) -> Machine:
-    require(isinstance(device, str), "machine.device", "a string", device)
-    known = device_bytes is None or (type(device_bytes) is int and device_bytes > 0)
-    require(known, "machine.device_bytes", "null or a whole number of at least 1", device_bytes)
-    return Machine(device, device_bytes)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -79,10 +79,10 @@ def _draw_layers(axes: Any, plan: Plan, planner: Planner) -> None:
     largest = max((sum(s.num_bytes for s, _ in stage.storages) for stage in stages), default=0)
     unit, unit_name = (GIB, "GiB") if largest >= GIB / 10 else (MIB, "MiB")
     bottom = [0.0] * len(stages)
+    # Where the bytes rest: the key of the colours.
+    kinds = {s.name: (plan.mechanism_of(s.name), plan.store_of(s.name) == "disk") for s in planner.inventory.storages}
     for kind, (colour, label) in _COLOURS.items():
-        heights = [
-            sum(s.num_bytes for s, _ in stage.storages if _kind(plan, s.name) == kind) / unit for stage in stages
-        ]
+        heights = [sum(s.num_bytes for s, _ in stage.storages if kinds[s.name] == kind) / unit for stage in stages]
         if any(heights):
             axes.bar(range(len(stages)), heights, 0.85, bottom, color=colour, label=label)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
@@ -99,10 +99,6 @@ def _draw_layers(axes: Any, plan: Plan, planner: Planner) -> None:
     axes.set_title("Weights by layer", loc="left", fontsize=10)
     axes.margins(x=0.01)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
-
-
-def _kind(plan: Plan, storage: str) -> tuple[Mechanism, bool]:
-    return plan.mechanism_of(storage), plan.store_of(storage) == "disk"
 
 
 def _draw_curve(axes: Any, plan: Plan, outlook: PredictionReport, points: Sequence[Point]) -> None:

@@ -13,13 +13,13 @@ import numpy as np
 from penstock.config import Budget
 from penstock.model.inventory import Inventory
 from penstock.model.memory_profile import ModelProfile
-from penstock.plan.candidates import CandidateTable, Floats
+from penstock.plan.candidates import CandidateTable
 from penstock.plan.cost_model import Rates, find_stages
 from penstock.plan.plan import Plan
 from penstock.plan.simulate import StepModel, moves_of
 from penstock.plan.solver import Point, curve, host_limit, reserved_bytes
 
-__all__ = ["Alternative", "Bound", "Forecast", "Forecaster", "alternatives", "forecast"]
+__all__ = ["Alternative", "Alternatives", "Bound", "Forecast", "Forecaster"]
 
 GIB = 2**30
 # A step that much faster is worth asking for more memory.
@@ -67,18 +67,12 @@ class Forecast:
         return {**asdict(self), "rows_per_s": self.rows_per_s}
 
 
-def forecast(
-    plan: Plan, inventory: Inventory, rates: Rates, profile: ModelProfile, rows: int, context: int = 0
-) -> Forecast:
-    """Play ``plan`` through; a pure function of sizes and rates (:mod:`penstock.plan.cost_model`).
-
-    ``rates`` are those of the links that its units come over; see :func:`penstock.plan.cost_model.split_rates`.
-    """
-    return Forecaster(inventory, rates, profile, rows, context)(plan)
-
-
 class Forecaster:
-    """:func:`forecast` of many plans for one model and step; what does not depend on the plan is computed once."""
+    """Predicts a step under any plan for one model; what does not depend on the plan is computed once.
+
+    The result follows from sizes and rates alone (:mod:`penstock.plan.cost_model`). ``rates`` are those of the links
+    that the units come over; see :func:`penstock.plan.cost_model.split_rates`.
+    """
 
     def __init__(self, inventory: Inventory, rates: Rates, profile: ModelProfile, rows: int, context: int = 0) -> None:
         self._rates, self._rows = rates, rows
@@ -88,11 +82,9 @@ class Forecaster:
         self._step = StepModel(self._stages, rates, profile, rows, context)
 
     def __call__(self, plan: Plan) -> Forecast:
-        """Play ``plan`` through: a table of candidates that has one row."""
+        """The forecast for ``plan``, which is timed as a table of candidates with one row."""
         rates = self._rates
-        sizes: dict[str, Floats] = {}
-        for unit in plan.units:
-            sizes[self._anchors[unit.entries[0].storage]] = np.array([float(unit.payload_bytes)])
+        sizes = {self._anchors[unit.entries[0].storage]: np.array([float(unit.payload_bytes)]) for unit in plan.units}
         in_files = {self._anchors[unit.entries[0].storage]: np.array([True]) for unit in plan.staged_units}
         in_place = self._step.read_in_place(plan.uva)
         step_s = self._step.step_s(
@@ -133,17 +125,7 @@ class Alternative:
     step_s: float
 
 
-def alternatives(
-    table: CandidateTable, budget: Budget, plan: Plan, points: Sequence[Point] | None = None
-) -> list[Alternative]:
-    """More memory on either side, or a larger batch: two or three, the nearest first; empty where nothing is better.
-
-    ``points``: the memory curve of ``table``, if it is at hand.
-    """
-    return list(_Alternatives(table, budget, plan).find(points))
-
-
-class _Alternatives:
+class Alternatives:
     """What else ``plan``, which is that for ``budget``, could be."""
 
     def __init__(self, table: CandidateTable, budget: Budget, plan: Plan) -> None:
@@ -153,7 +135,10 @@ class _Alternatives:
         self._now = self._times(plan)
 
     def find(self, points: Sequence[Point] | None) -> Iterator[Alternative]:
-        """All there are."""
+        """More memory on either side, or a larger batch: the nearest first; none where nothing is better.
+
+        ``points``: the memory curve of the table, if it is at hand.
+        """
         yield from self._more_memory(points or curve(self._table, host_limit(self._problem, self._budget)))
         if self._plan.spilled_bytes and self._problem.spill is not None:
             yield from self._more_host_memory(self._problem.spill.ring_bytes)

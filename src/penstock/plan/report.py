@@ -115,30 +115,27 @@ def _places(plan: Plan) -> Table:
     stores = list(dict.fromkeys(["host", "file", _STORE_NAMES[plan.mode]]))
     table = titled_table("Memory, GiB", "what", "count", "device", *stores)
     totals = dict.fromkeys(("device", *stores), 0)
-    for what, count, place, num_bytes in _place_rows(plan):
+
+    def add(what: str, count: str, place: str, num_bytes: int) -> None:
         table.add_row(what, count, *(gib(num_bytes) if place == column else "" for column in totals))
         totals[place] += num_bytes
-    table.add_section()
-    table.add_row("total", "", *(gib(num_bytes) if num_bytes else "" for num_bytes in totals.values()), style="bold")
-    return table
 
-
-def _place_rows(plan: Plan) -> Iterator[tuple[str, str, str, int]]:
-    """(what, how many, column, bytes) per mechanism."""
-    yield "resident", _counted(len(plan.resident), "tensor"), "device", plan.resident_bytes
+    add("resident", _counted(len(plan.resident), "tensor"), "device", plan.resident_bytes)
     # On a GPU bytes of files pass through, or stay in, pinned memory.
     staged = plan.reads_files and plan.made_for is not None and plan.made_for.device != "cpu"
     if plan.units:
-        yield "slots", _counted(plan.num_slots, "slot"), "device", sum(plan.slot_bytes)
+        add("slots", _counted(plan.num_slots, "slot"), "device", sum(plan.slot_bytes))
         if staged:
-            yield "staging ring", "", "host", ring_bytes(plan)
+            add("staging ring", "", "host", ring_bytes(plan))
         for store in sorted({unit.store for unit in plan.units}):  # cpu before disk
-            units = [unit for unit in plan.units if unit.store == store]
-            num_bytes = sum(unit.payload_bytes for unit in units)
-            yield "prefetched", _counted(len(units), "unit"), _STORE_NAMES[store], num_bytes
+            sizes = [unit.payload_bytes for unit in plan.units if unit.store == store]
+            add("prefetched", _counted(len(sizes), "unit"), _STORE_NAMES[store], sum(sizes))
     if plan.uva:
         place = "host" if staged and plan.mode == "disk" else _STORE_NAMES[plan.mode]
-        yield "read in place", _counted(len(plan.uva), "tensor"), place, plan.uva_bytes
+        add("read in place", _counted(len(plan.uva), "tensor"), place, plan.uva_bytes)
+    table.add_section()
+    table.add_row("total", "", *(gib(num_bytes) if num_bytes else "" for num_bytes in totals.values()), style="bold")
+    return table
 
 
 def _counted(number: int, thing: str) -> str:
@@ -261,9 +258,6 @@ class PredictionReport:
                 forecast.bound,
                 gib(self.device_bytes + use.total_bytes),
             )
-        return Group(table, self._notes())
-
-    def _notes(self) -> Text:
         hint = "" if self.is_measured else "; run `penstock probe` on this machine for predictions that hold"
         lines = [f"\nRates of {self.machine}{hint}."]
         if self.context:
@@ -273,7 +267,7 @@ class PredictionReport:
                 f"{gib(largest.activation_bytes)} GiB of activations; device memory above includes both."
             )
         lines += [f"• {alternative.text}" for alternative in self.alternatives]
-        return Text("\n".join(lines))
+        return Group(table, Text("\n".join(lines)))
 
 
 def _ms(seconds: float) -> str:

@@ -115,7 +115,9 @@ def lay_out_ring(
     cuts = {unit: cut(unit_bytes[unit], _whole_pages(entry_bytes)) for unit in through}
     entry_bytes = _whole_pages(max(num_bytes for pieces in cuts.values() for _, num_bytes in pieces))
     length = sum(len(cuts[unit]) for unit in moving)
-    entries = _laps(length, max_entries)
+    laps = -(-length // max_entries)
+    bounds = [lap * length // laps for lap in range(laps + 1)] if laps else []
+    entries = [entry for start, end in pairwise(bounds) for entry in range(end - start)]  # of each piece of the cycle
     num_entries = max(entries, default=min(max_entries, sum(map(len, cuts.values()))) - 1) + 1
     pieces: list[Piece] = []
     of_unit: dict[int, range] = {}
@@ -125,7 +127,8 @@ def lay_out_ring(
             position = len(pieces)
             entry = entries[position] if position < length else position % num_entries
             pieces.append(Piece(unit, start, num_bytes, entry))
-    following = [*_cycle(length), *(_behind(position, pieces) for position in range(length, len(pieces)))]
+    following: list[int | None] = [(position + 1) % length for position in range(length)]
+    following += [_behind(position, pieces) for position in range(length, len(pieces))]
     return RingLayout(entry_bytes, num_entries, tuple(pieces), of_unit, tuple(following))
 
 
@@ -141,13 +144,6 @@ def lay_out_ring_of(plan: Plan, entry_bytes: int = ENTRY_BYTES, max_entries: int
     return lay_out_ring(sizes, plan.num_slots, entry_bytes, max_entries, staged)
 
 
-def _laps(length: int, max_entries: int) -> list[int]:
-    """The entry of each of ``length`` pieces."""
-    laps = -(-length // max_entries)
-    bounds = [lap * length // laps for lap in range(laps + 1)] if laps else []
-    return [entry for start, end in pairwise(bounds) for entry in range(end - start)]
-
-
 def cut(num_bytes: int, most: int) -> list[tuple[int, int]]:
     """Start and size of as few stretches as it takes, of one size in whole pages if ``most`` is in pages.
 
@@ -158,10 +154,6 @@ def cut(num_bytes: int, most: int) -> list[tuple[int, int]]:
     count = -(-num_bytes // most)
     size = min(most, _whole_pages(-(-num_bytes // count)))
     return [(start, min(size, num_bytes - start)) for start in range(0, num_bytes, size)]
-
-
-def _cycle(length: int) -> list[int | None]:
-    return [(position + 1) % length for position in range(length)]
 
 
 def _behind(position: int, pieces: Sequence[Piece]) -> int | None:

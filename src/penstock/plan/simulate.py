@@ -29,7 +29,7 @@ from penstock.model.memory_profile import ModelProfile
 from penstock.plan.cost_model import Rates, Stage, stages_compute_s, storage_cost
 from penstock.plan.ring_layout import RING_BYTES
 
-__all__ = ["Move", "StageTimes", "StepModel", "moves_of", "step_s"]
+__all__ = ["Bools", "Floats", "Ints", "Move", "StageTimes", "StepModel", "moves_of", "step_s"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

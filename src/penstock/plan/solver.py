@@ -13,16 +13,16 @@ many units in files as do not fit into it, and is timed with them there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from penstock.config import HOST_MODES, Budget, format_gib
 from penstock.errors import BudgetError, warn_user
-from penstock.plan.candidates import CandidateTable, Family, Floats, Ints, PlanningProblem
+from penstock.plan.candidates import CandidateTable, Family, PlanningProblem
 from penstock.plan.overrides import warn_of_stranded
 from penstock.plan.plan import Plan, assemble
+from penstock.plan.simulate import Floats, Ints
 
 __all__ = ["Point", "curve", "host_limit", "reserved_bytes", "solve"]
 
@@ -101,7 +101,11 @@ def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None) -> P
     for family, rows, bound in bounds:
         kept = rows[bound <= limit]
         if len(kept):
-            keys = (_score(family.step_s(kept, host_bytes)), *_preferences(family, kept))
+            memory, times = family.memory, family.step_s(kept, host_bytes)
+            slots = np.maximum(memory.num_slots[kept], 1)
+            # What decides among equally fast candidates; less is better.
+            uneven = memory.num_units[kept] % slots > 0
+            keys = (_score(times), uneven, memory.moved_bytes[kept], memory.device_bytes[kept], slots)
             first = np.lexsort(keys[::-1])[0]  # the last key counts first
             ranked.append((tuple(float(key[first]) for key in keys), family, int(kept[first])))
     if not ranked:
@@ -114,16 +118,6 @@ def _score(step_s: Floats) -> Floats:
     """Mean logarithm over the batch sizes, rounded so that equal times are equal."""
     score: Floats = np.round(np.log(step_s).mean(axis=0), 9)
     return score
-
-
-def _preferences(family: Family, rows: Ints) -> Iterator[Floats]:
-    """What decides among equally fast candidates, the most important first; less is better."""
-    memory = family.memory
-    slots = np.maximum(memory.num_slots[rows], 1)
-    yield (memory.num_units[rows] % slots > 0).astype(np.float64)
-    yield memory.moved_bytes[rows]
-    yield memory.device_bytes[rows]
-    yield slots.astype(np.float64)
 
 
 def curve(table: CandidateTable, host_bytes: int | None = None) -> list[Point]:
