@@ -24,8 +24,7 @@ from penstock.bench.reference_step import parse_policy
 from penstock.config import UVA, Budget, Policy, Prefetch
 from penstock.memory.pinned import device_view, pinned_region
 from penstock.model.inventory import Inventory, take_inventory
-from penstock.plan import Plan
-from penstock.plan.plan import assemble
+from penstock.plan.plan import Plan, assemble
 from penstock.testing import boundaries
 from step_ablation import FreshOnload
 

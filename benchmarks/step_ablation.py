@@ -21,7 +21,8 @@ from penstock.api import start
 from penstock.bench.reference_step import QWEN3_8B, Stack, Variant, measure_cuda, parse_policy
 from penstock.config import Policy, Prefetch
 from penstock.model.inventory import take_inventory
-from penstock.plan import Plan, build_plan
+from penstock.plan.build import build_plan
+from penstock.plan.plan import Plan
 from penstock.runtime.prepare import prepare
 from penstock.stores.store import Load
 from penstock.transfer.cuda_stream import StreamLink

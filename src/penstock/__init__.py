@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         get_offloader,
         set_offloader,
     )
-    from penstock.plan import Plan
+    from penstock.plan.plan import Plan
     from penstock.stores.disk import DiskOptions
 
 __all__ = [
@@ -61,7 +61,7 @@ _HOMES = {
         "get_offloader",
         "set_offloader",
     ),
-    "penstock.plan": ("Plan",),
+    "penstock.plan.plan": ("Plan",),
     "penstock.stores.disk": ("DiskOptions",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

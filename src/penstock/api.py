@@ -12,7 +12,7 @@ from torch import nn
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import RANK_MODES, Policy
 from penstock.errors import OptionTypeError, StateError, warn_user
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 from penstock.ranks.group import RankGroup
 from penstock.runtime.prepare import Prepared, prepare, require_group, require_kinds
 from penstock.runtime.session import OffloadSession, Progress, SessionOptions

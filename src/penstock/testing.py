@@ -28,7 +28,7 @@ from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Policy
 from penstock.memory.byte_ranges import Source
 from penstock.offloaders.reference import NoCopyOffloader, boundaries
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 from penstock.runtime.prepare import prepare
 from penstock.stats import Recorder
 from penstock.stores.disk import DiskOptions

@@ -16,7 +16,7 @@ from penstock.config import Mode, Prefetch
 from penstock.memory.pinned import PinnedBuffer
 from penstock.model.inventory import take_inventory
 from penstock.model.live_tensors import bind
-from penstock.plan import build_plan
+from penstock.plan.build import build_plan
 from penstock.plan.plan import Machine
 from penstock.runtime import prepare as prepare_module
 from penstock.runtime import under_construction

@@ -27,7 +27,7 @@ from penstock import (
 from penstock.errors import OptionError, SelectionError, StateError
 from penstock.model.inventory import take_inventory
 from penstock.offloaders import register_offloader
-from penstock.plan import build_plan
+from penstock.plan.build import build_plan
 from penstock.runtime.prepare import can_read_in_place
 from penstock.testing import assert_same_bits
 

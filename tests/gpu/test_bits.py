@@ -12,7 +12,7 @@ from gpu_models import build, offloaded
 import penstock
 from penstock import UVA, Budget, Handle, Plan, Prefetch
 from penstock.model.inventory import take_inventory
-from penstock.plan import build_plan, move_on_demand
+from penstock.plan.build import build_plan, move_on_demand
 from penstock.plan.plan import UnitDraft, assemble
 
 

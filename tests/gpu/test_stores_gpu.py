@@ -17,7 +17,7 @@ from penstock import Budget, Plan, Prefetch, Rules
 from penstock.config import Policy
 from penstock.errors import BudgetError, TransferError
 from penstock.model.inventory import take_inventory
-from penstock.plan import build_plan
+from penstock.plan.build import build_plan
 from penstock.plan.ring_layout import RING_BYTES, ring_bytes
 from penstock.runtime import prepare as prepare_module
 from penstock.runtime.limits import Limits, needs_of

@@ -33,7 +33,7 @@ from penstock.memory.byte_ranges import ByteRange, Copy, Source, writable_view
 from penstock.memory.pinned import CudaRegistrar
 from penstock.model.inventory import take_inventory
 from penstock.model.live_tensors import bind
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 from penstock.runtime.prepare import prepare
 from penstock.runtime.session import OffloadSession, SessionOptions
 from penstock.stores.disk import DiskStore

@@ -20,7 +20,7 @@ from penstock.config import parse_size
 from penstock.errors import LimitError, OptionError
 from penstock.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes
 from penstock.model.inventory import take_inventory
-from penstock.plan import build_plan
+from penstock.plan.build import build_plan
 from penstock.runtime import prepare as prepare_module
 from penstock.runtime.limits import Limits, Needs, check_limits, needs_of, read_limits, require_disk
 

@@ -19,7 +19,7 @@ from models import MoE, OddStack, Stack, all_layers, rows, save
 from penstock.env import debug_enabled
 from penstock.errors import OptionError, RaceError
 from penstock.model.inventory import take_inventory
-from penstock.plan import build_plan
+from penstock.plan.build import build_plan
 from penstock.runtime.debug import POISON, Guard
 from penstock.stores.store import CpuStore, Load
 from penstock.testing import EarlyLink, SlowLink, TramplingLink, assert_same_bits, offload_over

@@ -19,10 +19,9 @@ from penstock.config import Budget
 from penstock.errors import OptionError, PenstockWarning
 from penstock.model.inventory import take_inventory
 from penstock.model.memory_profile import ModelProfile
-from penstock.plan import Plan, build_plan
-from penstock.plan.build import Planner, move_on_demand
+from penstock.plan.build import Planner, build_plan, move_on_demand
 from penstock.plan.candidates import Spill
-from penstock.plan.plan import Machine
+from penstock.plan.plan import Machine, Plan
 from penstock.plan.report import PredictionReport, render
 from penstock.plan.ring_layout import lay_out_ring, lay_out_ring_of
 from penstock.plan.slots import steady_order

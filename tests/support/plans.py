@@ -14,9 +14,9 @@ from models import Reader
 from penstock.config import Mode, Policy
 from penstock.errors import PenstockWarning
 from penstock.model.inventory import Inventory, is_within, take_inventory
-from penstock.plan import Plan, build_plan
+from penstock.plan.build import build_plan
 from penstock.plan.cost_model import Curve, Rates
-from penstock.plan.plan import SLAB_ALIGNMENT_BYTES, slab_bytes
+from penstock.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, slab_bytes
 
 KIB = 2**10
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.plan import Plan
 from penstock.plan.candidates import Spill
+from penstock.plan.plan import Plan
 from plans import SMALL
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30

@@ -40,7 +40,8 @@ from penstock.config import Budget, Policy, Prefetch
 from penstock.errors import OptionError
 from penstock.memory.system import PeakMeter
 from penstock.model.inventory import take_inventory
-from penstock.plan import Plan, build_plan
+from penstock.plan.build import build_plan
+from penstock.plan.plan import Plan
 from penstock.stores.disk import DiskOptions, DiskStore
 from penstock.transfer.cpu_threads import ThreadLink
 

@@ -19,7 +19,7 @@ from penstock.flags import COMMAND_LINE, OffloadFlags, flag_of
 if TYPE_CHECKING:
     import torch
 
-    from penstock.plan import Plan
+    from penstock.plan.plan import Plan
     from penstock.stores.disk import DiskOptions
 
 __all__ = [
@@ -91,7 +91,7 @@ def requested(flags: OffloadFlags, on_gpu: bool | None = None) -> Policy | Plan 
     policy = flags.policy(COMMAND_LINE, default_mode="cpu" if on_gpu else "disk")
     if flags.plan is None:
         return policy
-    from penstock.plan import Plan
+    from penstock.plan.plan import Plan
 
     return Plan.load(flags.plan)
 

@@ -11,7 +11,7 @@ from penstock.config import Policy
 from penstock.errors import StateError
 from penstock.offloaders.layerwise import EngineOffloader
 from penstock.ops import new_token
-from penstock.plan import Plan
+from penstock.plan.plan import Plan
 from penstock.runtime.hooks import ForwardHook, UnitHook
 from penstock.runtime.prepare import Prepared, prepare
 from penstock.stats import Stats, UnitStats

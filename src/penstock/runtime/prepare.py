@@ -21,11 +21,10 @@ from penstock.errors import CheckpointError, OptionError, OptionTypeError, warn_
 from penstock.model.inventory import Inventory, StorageInfo, take_inventory
 from penstock.model.live_tensors import BoundStorage, bind
 from penstock.model.memory_profile import profile_of
-from penstock.plan import Plan, move_on_demand
-from penstock.plan.build import Planner
+from penstock.plan.build import Planner, move_on_demand
 from penstock.plan.candidates import Spill
 from penstock.plan.cost_model import Rates
-from penstock.plan.plan import slab_bytes
+from penstock.plan.plan import Plan, slab_bytes
 from penstock.ranks.group import RankGroup
 from penstock.runtime.limits import check_limits, describe_device, needs_of, read_limits
 from penstock.runtime.under_construction import BuildTimePool, storages_in_engine_memory
