@@ -113,10 +113,9 @@ class WeightMap:
         Raises:
             CheckpointError: no such tensor, or its dtype, shape or layout disagrees with the model's.
         """
-        for tensor in _covering(storage):
-            for name in tensor.names:
-                if name in self.sources:
-                    return _checked(name, tensor, self.sources[name], self.checkpoint)
+        for tensor, name in _names_of(storage):
+            if name in self.sources:
+                return _checked(name, tensor, self.sources[name], self.checkpoint)
         if storage.name not in self.checkpoint.tensors:
             raise self.checkpoint.lacks(storage.name, _MEND)
         raise CheckpointError(
@@ -126,16 +125,16 @@ class WeightMap:
 
     def recipe(self, storage: StorageInfo) -> tuple[str, Conversion] | None:
         """The name of the tensor that covers ``storage`` and its recipe, if it has one."""
-        for tensor in _covering(storage):
-            for name in tensor.names:
-                if name in self.recipes and tensor.is_contiguous:
-                    return name, self.recipes[name]
+        for tensor, name in _names_of(storage):
+            if name in self.recipes and tensor.is_contiguous:
+                return name, self.recipes[name]
         return None
 
 
-def _covering(storage: StorageInfo) -> list[TensorInfo]:
-    """The tensors that own all bytes of ``storage``."""
-    return [t for t in storage.tensors if t.extent_bytes == storage.num_bytes and t.kind != "attribute"]
+def _names_of(storage: StorageInfo) -> list[tuple[TensorInfo, str]]:
+    """The tensors that own all bytes of ``storage``, each with every name that it has."""
+    covering = (t for t in storage.tensors if t.extent_bytes == storage.num_bytes and t.kind != "attribute")
+    return [(tensor, name) for tensor in covering for name in tensor.names]
 
 
 def _checked(name: str, tensor: TensorInfo, source: TensorSource, checkpoint: Checkpoint) -> TensorSource:
