@@ -314,7 +314,8 @@ def take_inventory(model: nn.Module, is_lookup: Callable[[nn.Module], bool] = is
         for attr, child in module._modules.items()
         if child is not None and names[id(child)] != _join(parent, attr)
     )
-    walk = _Walk(is_lookup, _aliases(model, names) if shared else {})
+    lookups = frozenset(name for name, module in modules.items() if is_lookup(module))
+    walk = _Walk(lookups, _aliases(model, names) if shared else {})
     for name, module in modules.items():
         walk.add_module(name, module)
     for name, module in modules.items():
@@ -328,7 +329,7 @@ def take_inventory(model: nn.Module, is_lookup: Callable[[nn.Module], bool] = is
         tuple(storages),
         tuple(walk.empty),
         {name: type(module).__name__ for name, module in modules.items()},
-        frozenset(walk.lookups),
+        lookups,
         frozenset(containers),
         shared,
     )
@@ -371,18 +372,15 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], torch
 class _Walk:
     """Collects tensors by storage identity, then turns each group into a :class:`StorageInfo`."""
 
-    def __init__(self, is_lookup: Callable[[nn.Module], bool], aliases: Mapping[str, list[str]]) -> None:
-        self._is_lookup = is_lookup
+    def __init__(self, lookups: frozenset[str], aliases: Mapping[str, list[str]]) -> None:
+        self._lookups = lookups
         self._aliases = aliases
         self._unsaved: set[tuple[str, str]] = set()
         self.empty: list[str] = []
         self._tensors: dict[int, tuple[torch.Tensor, list[Location]]] = {}
         self._groups: dict[int, list[int]] = {}
-        self.lookups: set[str] = set()
 
     def add_module(self, name: str, module: nn.Module) -> None:
-        if self._is_lookup(module):
-            self.lookups.add(name)
         for attr, parameter in module._parameters.items():
             self._add(name, attr, "parameter", parameter)
         for attr, buffer in module._buffers.items():
@@ -427,7 +425,7 @@ class _Walk:
                 tensors.sort(key=lambda info: info.kind == "attribute")
                 places = [place for info in tensors for place in info.locations]
                 # A scalar, such as the scale of scaled embeddings, has no rows to look up.
-                is_lookup = self.lookups.issuperset(place.module for place in places) and bool(tensors[0].shape)
+                is_lookup = self._lookups.issuperset(place.module for place in places) and bool(tensors[0].shape)
                 held = ((place.module, place.attr) for place in places if place.kind != "attribute")
                 is_saved = any(place not in self._unsaved for place in held)
                 yield StorageInfo(tuple(tensors), end - start, is_lookup, is_saved)

@@ -182,11 +182,10 @@ def _is_cross(name: str) -> bool:
     return any(part in _CROSS for part in name.split("."))
 
 
-def _widths(module: nn.Module, config: Any) -> tuple[int, int]:
+def _widths(module: Any, config: Any) -> tuple[int, int]:
     """Elements that a token's keys take in the cache, and its values."""
-    sizes: Any = module
     if isinstance(getattr(module, "kv_lora_rank", None), int):
-        return (sizes.kv_lora_rank, sizes.qk_rope_head_dim) if hasattr(module, "expand_kv") else _head_widths(module)
+        return (module.kv_lora_rank, module.qk_rope_head_dim) if hasattr(module, "expand_kv") else _head_widths(module)
     for keys, values in _SEPARATE:
         if width := _width_out(getattr(module, keys, None)):
             return width, _width_out(getattr(module, values, None)) or width  # without a projection the keys serve
@@ -254,7 +253,7 @@ def _recurrent_elements(mixer: Any) -> int:
 # -- intermediate tensors ----------------------------------------------------------------------------------------------
 
 
-def _attention_bytes(config: Any, attentions: Sequence[tuple[str, nn.Module]], itemsize: int) -> int:
+def _attention_bytes(config: Any, attentions: Sequence[tuple[str, Any]], itemsize: int) -> int:
     """Peak of what one layer's attention makes anew in every step, per token of every sequence.
 
     The default cache grows by concatenation, so the old keys or values live beside the new ones. Latent attention
@@ -269,10 +268,9 @@ def _attention_bytes(config: Any, attentions: Sequence[tuple[str, nn.Module]], i
         if not (_is_cross(name) or _window(module, config)):
             growth = max(growth, max(_widths(module, config)) * itemsize)
             if hasattr(module, "expand_kv"):  # to (no-rope keys, values), and whole keys
-                sizes: Any = module
                 keys, values = _head_widths(module)
                 copied = values if eager else 0  # a part of a projection, which a matrix product lays out anew
-                width = keys + values + sizes.num_heads * sizes.qk_nope_head_dim + copied
+                width = keys + values + module.num_heads * module.qk_nope_head_dim + copied
                 expanded = max(expanded, int(width) * itemsize)
     if growth and eager:
         heads = int(getattr(config, "num_attention_heads", 1))

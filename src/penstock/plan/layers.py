@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 
 from penstock.model.inventory import Inventory, StorageInfo, common_prefix
-from penstock.plan.plan import UnitDraft
+from penstock.plan.plan import UnitDraft, slab_bytes
 
 __all__ = [
     "TINY_BYTES",
@@ -190,7 +190,7 @@ def split_by_part(inventory: Inventory, layers: Sequence[UnitDraft]) -> list[Uni
         every += parts
     anchors = {part.anchor for part in every}
     apart = all(anchors.isdisjoint(inventory.ancestors(anchor)) for anchor in anchors)
-    large = all(part.num_bytes >= MIN_PART_BYTES for part in every)
+    large = all(slab_bytes(s.num_bytes for s in part.storages) >= MIN_PART_BYTES for part in every)
     can_split = len(counts) == 1 and apart and large and anchors.isdisjoint(inventory.uncalled)
     return every if can_split else list(layers)
 

@@ -385,11 +385,6 @@ class UnitDraft:
     storages: tuple[StorageInfo, ...]
     store: Mode | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        """Slab size."""
-        return slab_bytes(storage.num_bytes for storage in self.storages)
-
 
 def assemble(
     inventory: Inventory,
