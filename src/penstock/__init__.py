@@ -48,19 +48,11 @@ __all__ = [
 
 __version__ = "0.1.0"
 
+# Every other public name is one of penstock.offloaders.
 _HOMES = {
     "penstock.config": ("UVA", "Budget", "OffloadConfig", "Prefetch", "Rules"),
     "penstock.errors": ("PenstockError", "PenstockWarning"),
     "penstock.api": ("Handle", "offload"),
-    "penstock.offloaders": (
-        "BaseOffloader",
-        "NoopOffloader",
-        "PrefetchOffloader",
-        "UVAOffloader",
-        "create_offloader",
-        "get_offloader",
-        "set_offloader",
-    ),
     "penstock.plan.plan": ("Plan",),
     "penstock.stores.disk": ("DiskOptions",),
 }
@@ -68,9 +60,10 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME_OF:
+    if name not in __all__:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
+    home = import_module(_HOME_OF.get(name, "penstock.offloaders"))
+    value = globals()[name] = getattr(home, name)
     return value
 
 

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -265,24 +266,18 @@ def run_cpu(rounds: int, repeats: int) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder, torch.inference_mode(False), torch.no_grad():
         resident = build_stack(CPU_SHAPE, torch.float32, "cpu", "cpu")
         save_file(dict(resident.state_dict()), str(Path(folder) / "model.safetensors"))
-        accelerated = _accelerate(folder)
+        accelerated = None
+        with suppress(ImportError):
+            from accelerate import disk_offload
+
+            model = build_stack(CPU_SHAPE, torch.float32, "cpu", "cpu")
+            accelerated = disk_offload(model, f"{folder}/accelerate", execution_device=torch.device("cpu"))
         for disk in (DiskOptions(), DiskOptions(direct=True)):
             for rows in CPU_ROWS:
                 others: dict[str, nn.Module] = {"resident": resident}
                 if accelerated is not None and not disk.direct:
                     others["accelerate"] = accelerated
                 yield from _measure_cpu(others, folder, disk, rows, rounds, repeats)
-
-
-def _accelerate(folder: str) -> nn.Module | None:
-    try:
-        from accelerate import disk_offload
-    except ImportError:
-        return None
-    model = build_stack(CPU_SHAPE, torch.float32, "cpu", "cpu")
-    offload_dir = Path(folder) / "accelerate"
-    offload_dir.mkdir()
-    return disk_offload(model, str(offload_dir), execution_device=torch.device("cpu"))  # type: ignore[no-any-return]
 
 
 def _measure_cpu(

@@ -51,30 +51,24 @@ def with_offload_flags(
         hints = get_type_hints(verb, include_extras=True)
         own = inspect.signature(verb).parameters.values()
         parameters = [p.replace(annotation=hints[p.name]) for p in own if p.name != "flags"]
-        parameters += _flag_parameters(names, helps or {})
+        hints = get_type_hints(OffloadFlags)
+        for row in (row for row in fields(OffloadFlags) if row.name in names):
+            option = typer.Option(
+                row.default,
+                flag_of(row.name),
+                metavar=row.metadata["metavar"],
+                help=(helps or {}).get(row.name, row.metadata["help"]),
+                rich_help_panel="Offloading",
+                show_default=False,
+            )
+            keyword = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(inspect.Parameter(row.name, keyword, default=option, annotation=hints[row.name]))
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         del run.__wrapped__
         return run
 
     return add
-
-
-def _flag_parameters(names: Sequence[str], helps: Mapping[str, str]) -> list[inspect.Parameter]:
-    hints = get_type_hints(OffloadFlags)
-    parameters = []
-    for row in (row for row in fields(OffloadFlags) if row.name in names):
-        option = typer.Option(
-            row.default,
-            flag_of(row.name),
-            metavar=row.metadata["metavar"],
-            help=helps.get(row.name, row.metadata["help"]),
-            rich_help_panel="Offloading",
-            show_default=False,
-        )
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        parameters.append(inspect.Parameter(row.name, keyword, default=option, annotation=hints[row.name]))
-    return parameters
 
 
 def requested(flags: OffloadFlags, on_gpu: bool | None = None) -> Policy | Plan | None:
