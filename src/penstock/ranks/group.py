@@ -141,7 +141,12 @@ class RankGroup:
                 if ended.intersection(missing):
                     raise PeerError(_gone(ended))
                 if is_late and missing:
-                    raise PeerError(self._timed_out(missing, step))
+                    timeout_s, setting = self._limit()
+                    raise PeerError(
+                        f"rank {self.rank} has waited {timeout_s:.0f} s for {_listed(missing)} ({step!r} of a shared "
+                        f"offload): every rank of the group has to call penstock.offload, in the same order (in vLLM: "
+                        f"to start). Look at the errors of those ranks; if they are only slow, raise {setting}"
+                    )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_POLL_S)
 
@@ -226,14 +231,6 @@ class RankGroup:
                 limits.append((timeout.total_seconds(), "the timeout of the process group"))
         return min(limits)
 
-    def _timed_out(self, missing: Collection[int], step: str) -> str:
-        timeout_s, setting = self._limit()
-        return (
-            f"rank {self.rank} has waited {timeout_s:.0f} s for {_listed(missing)} ({step!r} of a shared offload): "
-            f"every rank of the group has to call penstock.offload, in the same order (in vLLM: to start). Look at the "
-            f"errors of those ranks; if they are only slow, raise {setting}"
-        )
-
 
 class ProcessWatch:
     """Tells which other processes of this host have ended, without asking them; see pidfd_open(2), Linux 5.3.
@@ -306,8 +303,7 @@ def call_within(timeout_s: float, call: Callable[[], T]) -> T:
             outcome.set_exception(error)
 
     threading.Thread(target=run, name="penstock-ask", daemon=True).start()
-    done, _ = wait([outcome], timeout_s)
-    if not done:
+    if not wait([outcome], timeout_s).done:
         raise PeerError(
             f"the store of the process group has not answered for {timeout_s:.0f} s: the process that holds it hangs "
             f"or is stopped; restart all ranks together"

@@ -77,17 +77,16 @@ def read_limits(device: torch.device, *, pinned_bytes: int = 0) -> Limits:
     lockable = memlock_bytes() if device.type == "cuda" else None
     if lockable is not None and not lockable < min(pinned_bytes, host or pinned_bytes, group or pinned_bytes):
         lockable = None
+    device_free = None
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        device_free = torch.cuda.mem_get_info(device)[0] + unused
     return Limits(
-        device_free_bytes=_device_free_bytes(device) if device.type == "cuda" else None,
+        device_free_bytes=device_free,
         host_available_bytes=host,
         cgroup_available_bytes=group,
         memlock_bytes=lockable if lockable is None or not _can_register(lockable + mmap.PAGESIZE) else None,
     )
-
-
-def _device_free_bytes(device: torch.device) -> int:
-    free, _total = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def _can_register(num_bytes: int) -> bool:

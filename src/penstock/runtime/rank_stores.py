@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 
@@ -254,23 +254,24 @@ def _fill(
     for home in {bound.home for bound in on_device.values()}:
         torch.cuda.synchronize(home)  # other ranks read next, and no event of this process reaches them
     sources = {name: require_weights(weights).source(b.info) for name, b in offloaded.items() if b.on_meta}
-    files = DiskStore(sources, disk, stamps=() if weights is None else weights.checkpoint.stamps)
-    try:
+    with closing(DiskStore(sources, disk, stamps=() if weights is None else weights.checkpoint.stamps)) as files:
+        deliveries = (
+            Delivery(
+                f"{name}[{start}:{start + into.numel()}]",
+                into.numel(),
+                partial(_clipped, bound, files, start, start + into.numel()),
+                into,
+            )
+            for name, bound in offloaded.items()
+            if name not in on_device
+            for start, into in store.own_runs(name)
+        )
         deliver(
-            _deliveries(store, {name: b for name, b in offloaded.items() if name not in on_device}, files),
+            deliveries,
             num_threads=pin_threads(),
             uploader=None if store.local.is_cpu else CudaUploader(device, CudaRegistrar(device)),
             cpus=cpus_near(device),
         )
-    finally:
-        files.close()
-
-
-def _deliveries(store: ShardedStore, storages: Mapping[str, BoundStorage], files: DiskStore) -> Iterator[Delivery]:
-    for name, bound in storages.items():
-        for start, into in store.own_runs(name):
-            end = start + into.numel()
-            yield Delivery(f"{name}[{start}:{end}]", into.numel(), partial(_clipped, bound, files, start, end), into)
 
 
 def _clipped(bound: BoundStorage, files: DiskStore, start: int, end: int) -> list[Copy]:

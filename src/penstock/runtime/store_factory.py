@@ -12,13 +12,7 @@ from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import SHARDED_MODES, format_gib
 from penstock.errors import CheckpointError, OptionError
 from penstock.loading.loader import require_weights
-from penstock.memory.pinned import (
-    CudaRegistrar,
-    HostRegistrar,
-    can_pin_in_place,
-    pinning_disabled,
-    refuse_capture,
-)
+from penstock.memory.pinned import CudaRegistrar, HostRegistrar, can_pin_in_place, pinning_disabled, refuse_capture
 from penstock.model.live_tensors import BoundStorage
 from penstock.plan.plan import SLAB_ALIGNMENT_BYTES, Plan
 from penstock.ranks.group import RankGroup, require_ranks
@@ -79,8 +73,7 @@ def open_store(
         refuse_capture(CudaRegistrar(device))
     for stamp in weights.checkpoint.stamps if weights is not None else ():
         stamp.check()  # offsets come from headers read earlier
-    names = plan.offloaded_names
-    offloaded = {name: bound[name] for name in names}
+    offloaded = {name: bound[name] for name in plan.offloaded_names}
     hosts = [] if ranks is None else compare_ranks(plan, offloaded, weights, ranks)
     if plan.mode == "meta":
         return OpenedStore(_meta_store(offloaded), {})
@@ -94,7 +87,7 @@ def open_store(
     staged = {entry.storage for unit in plan.staged_units for entry in unit.entries}
     in_files = {name: bound for name, bound in offloaded.items() if plan.mode == "disk" or name in staged}
     # Files first: if they will not do, no host memory is taken.
-    files = _disk_store(plan, in_files, device, _files_for(plan, weights), disk) if in_files else None
+    files = _disk_store(plan, in_files, device, weights, disk) if in_files else None
     if files is not None and plan.mode == "disk":
         return OpenedStore(files, {})
     try:
@@ -106,22 +99,14 @@ def open_store(
     return OpenedStore(host if files is None else SpillStore(host, files, in_files), destinations)
 
 
-def _files_for(plan: Plan, weights: WeightMap | None) -> WeightMap:
-    if weights is None and plan.spilled_bytes:
-        raise OptionError(
-            f"{len(plan.staged_units)} of the plan's {len(plan.units)} units ({format_gib(plan.spilled_bytes)}) rest "
-            f"in safetensors files, and none were given: pass checkpoint=FOLDER to penstock.offload, or make a plan "
-            f"with all of them in host memory: mode 'cpu' (--offload-mode cpu)"
-        )
-    return require_weights(weights)
-
-
 def _host_store(
     plan: Plan, offloaded: dict[str, BoundStorage], device: torch.device, held: Mapping[str, Held] | None
 ) -> tuple[Store, dict[str, torch.Tensor]]:
     if device.type == "cuda":
         return open_pinned(plan, offloaded, None if pinning_disabled() else CudaRegistrar(device), held)
-    return _cpu_store(offloaded)
+    made = {name: new_blob(bound.info.num_bytes) for name, bound in offloaded.items() if bound.on_meta}
+    adopted = {name: bound.original_bytes() for name, bound in offloaded.items() if name not in made}
+    return CpuStore({**adopted, **made}, made), made
 
 
 def open_pinned(
@@ -149,12 +134,6 @@ def open_pinned(
     return store, {name: store.destination(name) for name in offloaded if name not in store.adopted | store.kept}
 
 
-def _cpu_store(offloaded: dict[str, BoundStorage]) -> tuple[CpuStore, dict[str, torch.Tensor]]:
-    made = {name: new_blob(bound.info.num_bytes) for name, bound in offloaded.items() if bound.on_meta}
-    adopted = {name: bound.original_bytes() for name, bound in offloaded.items() if name not in made}
-    return CpuStore({**adopted, **made}, made), made
-
-
 def _meta_store(offloaded: dict[str, BoundStorage]) -> MetaStore:
     for name, bound in offloaded.items():
         if not bound.on_meta:
@@ -169,9 +148,16 @@ def _disk_store(
     plan: Plan,
     offloaded: dict[str, BoundStorage],
     device: torch.device,
-    weights: WeightMap,
+    weights: WeightMap | None,
     disk: DiskOptions | None,
 ) -> DiskStore:
+    if weights is None and plan.spilled_bytes:
+        raise OptionError(
+            f"{len(plan.staged_units)} of the plan's {len(plan.units)} units ({format_gib(plan.spilled_bytes)}) rest "
+            f"in safetensors files, and none were given: pass checkpoint=FOLDER to penstock.offload, or make a plan "
+            f"with all of them in host memory: mode 'cpu' (--offload-mode cpu)"
+        )
+    weights = require_weights(weights)
     on_gpu = device.type == "cuda"
     sources = {name: weights.source(bound.info) for name, bound in offloaded.items()}
     store = DiskStore(sources, disk, stamps=weights.checkpoint.stamps, pin_in_place=on_gpu)
