@@ -195,8 +195,7 @@ def populate(blob: torch.Tensor) -> None:
 def populate_parallel(blob: torch.Tensor, num_threads: int, piece_bytes: int = TOUCH_BYTES) -> None:
     """:func:`populate` by ``num_threads`` threads, ``piece_bytes`` at a time."""
     with ThreadPoolExecutor(num_threads) as pool:
-        for _ in pool.map(populate, (blob[start:end] for start, end in pieces(blob.numel(), piece_bytes))):
-            pass
+        list(pool.map(populate, (blob[start:end] for start, end in pieces(blob.numel(), piece_bytes))))
 
 
 def collapse(memory: Bytes) -> bool:

@@ -79,8 +79,10 @@ class CudaRegistrar:
         # A thread starts on device 0, where it would make a context.
         with torch.cuda.device(self._device):
             code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
-            if code != 0:
-                _forget_last_error()
+            if code != 0 and not self.capturing:
+                # The runtime keeps the error of a refused call, and the next kernel launch would report it as its own.
+                with suppress(RuntimeError):
+                    torch.empty(1, device="cuda").fill_(0)
         return code
 
     def unregister(self, address: int) -> None:
@@ -90,13 +92,6 @@ class CudaRegistrar:
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-
-def _forget_last_error() -> None:
-    """The runtime keeps the error of a refused call, and the next kernel launch would report it as its own."""
-    if not torch.cuda.is_current_stream_capturing():
-        with suppress(RuntimeError):
-            torch.empty(1, device="cuda").fill_(0)
 
 
 def refuse_capture(registrar: HostRegistrar) -> None:
