@@ -6,7 +6,6 @@ written and not where it is used.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,8 +31,6 @@ __all__ = [
     "Workload",
     "as_policy",
     "format_gib",
-    "gib_limit",
-    "parse_rule",
     "parse_size",
 ]
 
@@ -75,20 +72,6 @@ def parse_size(size: str | int) -> int:
     return num_bytes
 
 
-def gib_limit(gib: float) -> int:
-    """Bytes of a limit that is a number of GiB and no text, as engines' ``--cpu-offload-gb`` is.
-
-    Raises:
-        OptionError: less than a byte, or no finite number.
-    """
-    num_bytes = gib * 2**30
-    if not 1 <= num_bytes < math.inf:  # what is no number is neither
-        raise OptionError(
-            f"--cpu-offload-gb {gib:g}: expected a number of GiB, at least one byte, such as 4 or 0.5; 0 turns it off"
-        )
-    return int(num_bytes)
-
-
 def _size_of(name: str, size: str | int, flag: str) -> int:
     """:func:`parse_size`, and an error says what the size is of."""
     try:
@@ -117,11 +100,11 @@ def format_gib(num_bytes: int | float, digits: int = 3) -> str:
     return f"{num_bytes / 2**30:.{digits}f} GiB"
 
 
-def _check_positive(name: str, value: object, flag: str) -> None:
+def _check_int(name: str, value: object, flag: str, at_least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise OptionTypeError(f"{name}: expected an int, found {type(value).__name__} {value!r} ({flag})")
-    if value < 1:
-        raise OptionError(f"{name} = {value}: expected at least 1 ({flag})")
+    if value < at_least:
+        raise OptionError(f"{name} = {value}: expected at least {at_least} ({flag})")
 
 
 def _check_mode(mode: str) -> None:
@@ -139,22 +122,6 @@ def _as_names(params: Sequence[str] | None) -> tuple[str, ...]:
         if not isinstance(name, str):
             raise OptionTypeError(f"params: expected names, found {type(name).__name__} {name!r}")
     return names
-
-
-def parse_rule(text: str) -> Rule:
-    """The pair that ``PATTERN=MECHANISM`` stands for, as ``--offload-rule`` takes it; the pattern may contain ``=``.
-
-    Raises:
-        OptionError: not of that form, or no such mechanism.
-    """
-    pattern, equals, mechanism = text.rpartition("=")
-    mechanisms = ", ".join(get_args(Mechanism))
-    form = f"write PATTERN=MECHANISM with one of {mechanisms}, e.g. experts=uva or 're:.*\\.down_proj\\..*=prefetch'"
-    if not equals or not pattern:
-        raise OptionError(f"--offload-rule {text!r}: expected a name pattern, '=' and a mechanism; {form}")
-    if mechanism not in get_args(Mechanism):
-        raise OptionError(f"--offload-rule {text!r}: expected one of {mechanisms}, found {mechanism!r}; {form}")
-    return pattern, cast(Mechanism, mechanism)
 
 
 def _as_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
@@ -194,9 +161,9 @@ class Prefetch:
     mode: Mode = "cpu"
 
     def __post_init__(self) -> None:
-        _check_positive("group_size", self.group_size, "--offload-group-size")
-        _check_positive("num_in_group", self.num_in_group, "--offload-num-in-group")
-        _check_positive("prefetch_step", self.prefetch_step, "--offload-prefetch-step")
+        _check_int("group_size", self.group_size, "--offload-group-size")
+        _check_int("num_in_group", self.num_in_group, "--offload-num-in-group")
+        _check_int("prefetch_step", self.prefetch_step, "--offload-prefetch-step")
         if self.num_in_group > self.group_size:
             raise OptionError(
                 f"num_in_group = {self.num_in_group} is larger than group_size = {self.group_size}: of a group of "
@@ -253,12 +220,9 @@ class Workload:
                 f"batch_sizes: expected a list such as [1, 16], found {self.batch_sizes!r} (--batch 1,16)"
             )
         for size in self.batch_sizes:
-            _check_positive("batch size", size, "--batch 1,16,256")
+            _check_int("batch size", size, "--batch 1,16,256")
         object.__setattr__(self, "batch_sizes", tuple(dict.fromkeys(self.batch_sizes)))
-        if isinstance(self.context, bool) or not isinstance(self.context, int):
-            raise OptionTypeError(f"context: expected an int, found {type(self.context).__name__} (--context 4096)")
-        if self.context < 0:
-            raise OptionError(f"context = {self.context}: expected 0 or more tokens (--context 4096)")
+        _check_int("context", self.context, "--context 4096", at_least=0)
 
 
 # (name pattern, mechanism): what matches the pattern and no earlier one is reached this way.
@@ -332,7 +296,7 @@ class Rules:
         object.__setattr__(self, "rules", _as_rules(self.rules))
         if not self.rules:
             raise OptionError('rules: expected at least one, e.g. [("experts", "uva")] (--offload-rule experts=uva)')
-        _check_positive("prefetch_step", self.prefetch_step, "--offload-prefetch-step")
+        _check_int("prefetch_step", self.prefetch_step, "--offload-prefetch-step")
         _check_mode(self.mode)
 
 

@@ -8,12 +8,13 @@ names and meanings.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from penstock.config import UVA, Backend, Budget, Mode, Policy, Prefetch, Rule, Rules, Workload, gib_limit, parse_rule
+from penstock.config import UVA, Backend, Budget, Mechanism, Mode, Policy, Prefetch, Rule, Rules, Workload
 from penstock.errors import OptionError
 
 __all__ = ["COMMAND_LINE", "OffloadFlags", "Surface", "counts", "flag_of", "parse_rules"]
@@ -170,8 +171,13 @@ class OffloadFlags:
             num_in_group, step = (1 if number is None else number for number in numbers)
             return Prefetch(cast(int, self.offload_group_size), num_in_group, step, self.offload_params or (), mode)
         if self.given("cpu_offload_gb") or self.given("cpu_offload_params"):
-            limit = gib_limit(self.cpu_offload_gb) if self.cpu_offload_gb else None
-            return UVA(limit, self.cpu_offload_params or (), mode)
+            gib = self.cpu_offload_gb
+            if gib and not 1 <= gib * 2**30 < math.inf:  # NaN is neither
+                raise OptionError(
+                    f"--cpu-offload-gb {gib:g}: expected a number of GiB, at least one byte, such as 4 or 0.5; 0 turns "
+                    f"it off"
+                )
+            return UVA(int(gib * 2**30) if gib else None, self.cpu_offload_params or (), mode)
         return None
 
     def _check(self, surface: Surface) -> None:
@@ -243,17 +249,25 @@ def counts(flag: str, text: str) -> list[int]:
 
 
 def parse_rules(texts: Sequence[str]) -> list[Rule]:
-    """The rules ``PATTERN=MECHANISM``; one pattern has one mechanism.
+    """The rules ``PATTERN=MECHANISM``; the pattern may contain ``=``, and one pattern has one mechanism.
 
     Raises:
-        OptionError: not of that form, or two mechanisms for one pattern.
+        OptionError: not of that form, no such mechanism, or two mechanisms for one pattern.
     """
-    rules = [parse_rule(text) for text in texts]
+    mechanisms = ", ".join(get_args(Mechanism))
+    form = f"write PATTERN=MECHANISM with one of {mechanisms}, e.g. experts=uva or 're:.*\\.down_proj\\..*=prefetch'"
+    rules: list[Rule] = []
     first: dict[str, str] = {}
-    for text, (pattern, mechanism) in zip(texts, rules, strict=True):
+    for text in texts:
+        pattern, equals, mechanism = text.rpartition("=")
+        if not equals or not pattern:
+            raise OptionError(f"--offload-rule {text!r}: expected a name pattern, '=' and a mechanism; {form}")
+        if mechanism not in get_args(Mechanism):
+            raise OptionError(f"--offload-rule {text!r}: expected one of {mechanisms}, found {mechanism!r}; {form}")
         if first.setdefault(pattern, mechanism) != mechanism:
             raise OptionError(
                 f"{pattern}={first[pattern]} and {text} contradict each other: one pattern has one mechanism; leave "
                 f"one of them out"
             )
+        rules.append((pattern, cast(Mechanism, mechanism)))
     return rules

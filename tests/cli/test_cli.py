@@ -214,7 +214,7 @@ def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
             )
             for wrong in ("", "0", "x", "-1", "1,", "1;2", "1.5", "²")
         ),
-        ({"device_memory": "1GiB", "context": -1}, "expected 0 or more tokens (--context 4096)"),
+        ({"device_memory": "1GiB", "context": -1}, "context = -1: expected at least 0 (--context 4096)"),
         ({"batch": "1"}, "--batch has no effect without --device-memory"),
         ({"context": 0}, "--context has no effect without --device-memory"),
         ({"host_memory": "1GiB", "offload_group_size": 2}, "--host-memory has no effect without --device-memory"),

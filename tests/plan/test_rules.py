@@ -12,8 +12,9 @@ from torch import nn
 
 import penstock
 from models import MoE, ReaderDict, Stack, rows, save
-from penstock.config import Budget, Mode, Rule, Rules, parse_rule
+from penstock.config import Budget, Mode, Rule, Rules
 from penstock.errors import OptionError, OptionTypeError, PenstockWarning, RuleError, SelectionError
+from penstock.flags import parse_rules
 from penstock.model.inventory import Inventory, take_inventory
 from penstock.model.patterns import matching
 from penstock.plan.build import build_plan
@@ -129,12 +130,12 @@ class TestForm:
         ],
     )
     def test_right(self, text: str, rule: Rule) -> None:
-        assert parse_rule(text) == rule
+        assert parse_rules([text]) == [rule]
 
     @pytest.mark.parametrize("text", ["experts", "=uva", "experts=", "experts=cpu", "uva=experts", "", "experts=UVA"])
     def test_wrong_shows_the_form(self, text: str) -> None:
         with pytest.raises(OptionError, match="write PATTERN=MECHANISM with one of resident, prefetch, uva") as caught:
-            parse_rule(text)
+            parse_rules([text])
         assert repr(text) in str(caught.value)
 
     @pytest.mark.parametrize("rules", ["experts=uva", 3, [("experts",)], ["experts=uva"], [("experts", 3)]])
