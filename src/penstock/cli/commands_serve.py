@@ -9,11 +9,14 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from penstock.adapters.vllm.interface import require_version
+from penstock.adapters.vllm.options import FLAG_OF_KEY, FORM, KEYS, REFUSED, engine_options
 from penstock.cli.arguments import VERB_FLAGS, with_offload_flags
 from penstock.errors import OptionError
 from penstock.flags import OffloadFlags, counts, flag_of
@@ -34,7 +37,6 @@ _VLLM_FLAGS = (
 )
 # Flags of penstock, which travel in --additional-config.
 _OWN_FLAGS = ("device_memory", "batch", "offload_rule", "offload_mode", "measure_stalls")
-_FORM = """write it like --additional-config '{"penstock": {"device_memory": "20GiB"}}'"""
 
 
 @with_offload_flags(
@@ -61,8 +63,6 @@ def serve(
 
     Flags that are not listed here go to `vllm serve`. MODEL comes before them; `--` may stand between.
     """
-    from penstock.adapters.vllm.options import engine_options
-
     if engine is None:
         raise OptionError(
             "penstock's own engine is not there yet: write `penstock serve --engine vllm MODEL ...`, which needs vLLM "
@@ -75,7 +75,12 @@ def serve(
     engine_options(given, flags)  # what the worker would refuse, minutes later, is refused here
     config = _with_flags(given, flags)
     _count_replicas(config, context.args)
-    command = ["vllm", "serve", model, "--worker-cls", WORKER, *_vllm_flags(flags)]
+    command = ["vllm", "serve", model, "--worker-cls", WORKER]
+    for name in _VLLM_FLAGS:
+        value = getattr(flags, name)
+        if value is None or value == [] or (name == "offload_params" and flags.device_memory is not None):
+            continue
+        command += [flag_of(name), *(value if isinstance(value, list) else [str(value)])]
     if config:
         command += ["--additional-config", json.dumps(config)]
     command += context.args
@@ -87,8 +92,6 @@ def serve(
 
 def _require_rest(model: str, rest: Sequence[str]) -> None:
     """Refuse words behind MODEL that vLLM would read in another way than they are meant."""
-    from penstock.adapters.vllm.options import REFUSED
-
     if model.startswith("-"):
         raise OptionError(
             f"MODEL is expected before the flags of vLLM, found {model!r}; write `penstock serve --engine vllm MODEL "
@@ -110,26 +113,22 @@ def _require_rest(model: str, rest: Sequence[str]) -> None:
 
 def _parsed(text: str | None) -> dict[str, Any]:
     """The user's additional configuration. vLLM ignores keys that it does not know, so those near ours are refused."""
-    from penstock.adapters.vllm.options import KEYS
-
     try:
         given = json.loads(text or "{}")
     except ValueError as error:
-        raise OptionError(f"--additional-config {text!r}: expected JSON ({error}); {_FORM}") from None
+        raise OptionError(f"--additional-config {text!r}: expected JSON ({error}); {FORM}") from None
     if not isinstance(given, dict):
-        raise OptionError(f"--additional-config: expected a JSON object, found {text!r}; {_FORM}")
+        raise OptionError(f"--additional-config: expected a JSON object, found {text!r}; {FORM}")
     for key in given:
         if key in KEYS:
-            raise OptionError(f"--additional-config: {key!r} belongs under 'penstock'; {_FORM}")
+            raise OptionError(f"--additional-config: {key!r} belongs under 'penstock'; {FORM}")
         if key != "penstock" and difflib.get_close_matches(key.lower(), ["penstock"], cutoff=0.8):
-            raise OptionError(f"--additional-config: {key!r} has no effect; did you mean 'penstock'? {_FORM}")
+            raise OptionError(f"--additional-config: {key!r} has no effect; did you mean 'penstock'? {FORM}")
     return given
 
 
 def _with_flags(given: Mapping[str, Any], flags: OffloadFlags) -> dict[str, Any]:
     """The additional configuration with penstock's flags added under its key ``penstock``."""
-    from penstock.adapters.vllm.options import FLAG_OF_KEY
-
     own: dict[str, Any] = {}
     for key, name in FLAG_OF_KEY.items():
         # Names go to vLLM's own flag, but for a budget, of which vLLM does not know.
@@ -163,26 +162,12 @@ def _number_behind(flags: Sequence[str], rest: Sequence[str]) -> int | None:
     return int(found) if found and found.isdecimal() else None
 
 
-def _vllm_flags(flags: OffloadFlags) -> list[str]:
-    words: list[str] = []
-    for name in _VLLM_FLAGS:
-        value = getattr(flags, name)
-        if value is None or value == [] or (name == "offload_params" and flags.device_memory is not None):
-            continue
-        words += [flag_of(name), *(value if isinstance(value, list) else [str(value)])]
-    return words
-
-
 def _become(command: Sequence[str]) -> None:
     """Replace this process by vLLM of the same Python, which has to import penstock.
 
     Raises:
         OptionError: it is not installed, or of another version than those penstock knows.
     """
-    from importlib import metadata
-
-    from penstock.adapters.vllm.interface import require_version
-
     try:
         # Builds of third parties have names of their own.
         name = next(iter(metadata.packages_distributions().get("vllm", ["vllm"])))

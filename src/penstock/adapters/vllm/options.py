@@ -17,8 +17,7 @@ key under "penstock"  meaning
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,7 +28,7 @@ from penstock.flags import OffloadFlags, Surface, parse_rules
 if TYPE_CHECKING:
     from penstock.offloaders.layerwise import EnginePolicy
 
-__all__ = ["FLAG_OF_KEY", "KEYS", "REFUSED", "EngineOptions", "engine_options", "read_options"]
+__all__ = ["FLAG_OF_KEY", "FORM", "KEYS", "REFUSED", "EngineOptions", "engine_options", "read_options"]
 
 # Keys that mean the same as a flag of penstock's command line.
 FLAG_OF_KEY = {
@@ -62,7 +61,7 @@ _VLLM = Surface(
         **dict.fromkeys(("offload_mode", "measure_stalls", "boundaries_only"), _ASKING),
     },
 )
-_FORM = """write it like --additional-config '{"penstock": {"device_memory": "20GiB"}}'"""
+FORM = """write it like --additional-config '{"penstock": {"device_memory": "20GiB"}}'"""
 
 
 @dataclass(frozen=True)
@@ -120,41 +119,39 @@ def engine_options(
             cannot have; the message says what to write.
     """
     keys = _own(additional_config)
-    values = {FLAG_OF_KEY[key]: _checked(key, value) for key, value in keys.items() if key != "replicas"}
-    for key in (key for key in keys if key != "replicas"):
-        flag = FLAG_OF_KEY[key]
+    values: dict[str, Any] = {}
+    names = dict(spelling or {})
+    for key, flag in FLAG_OF_KEY.items():
+        if key not in keys:
+            continue
+        names[flag] = f"penstock.{key}"
+        values[flag] = _checked(key, keys[key])
         if flags.given(flag) and getattr(flags, flag) != values[flag]:
             raise OptionError(
                 f"penstock.{key} is given twice: {keys[key]!r} in --additional-config and {getattr(flags, flag)!r} as "
                 f"a flag; leave one of them out"
             )
-    in_keys = {flag: f"penstock.{key}" for key, flag in FLAG_OF_KEY.items() if key in keys}
     merged = replace(flags, **values)
     mode = cast(Mode, merged.offload_mode or "cpu")
     replicas = _replicas(keys, mode)
-    policy = merged.policy(replace(_VLLM, spelling={**(spelling or {}), **in_keys}))
+    policy = merged.policy(replace(_VLLM, spelling=names))
     if isinstance(policy, Budget):
         policy = replace(policy, mode=mode)
     assert not isinstance(policy, Rules)  # rules need a budget here
-    _require_patterns(policy)
-    return EngineOptions(policy, mode, replicas, merged.measure_stalls, merged.boundaries_only)
-
-
-def _require_patterns(policy: EnginePolicy | None) -> None:
-    """Refuse a name pattern that is no regular expression before an engine starts: a match needs the model."""
     rules = policy.rules if isinstance(policy, Budget) else ()
-    patterns = [*(policy.params if policy is not None else ()), *(pattern for pattern, _ in rules)]
-    if patterns:
+    # A pattern that is no regular expression is refused before an engine starts: a match needs the model.
+    if patterns := [*(policy.params if policy is not None else ()), *(pattern for pattern, _ in rules)]:
         from penstock.model.patterns import compile_pattern
 
         for pattern in patterns:
             compile_pattern(pattern)
+    return EngineOptions(policy, mode, replicas, merged.measure_stalls, merged.boundaries_only)
 
 
 def _own(additional_config: Any) -> Mapping[str, Any]:
     given = additional_config.get("penstock", {}) if isinstance(additional_config, Mapping) else {}
     if not isinstance(given, Mapping):
-        raise OptionTypeError(f"penstock: expected an object, found {type(given).__name__} {given!r}; {_FORM}")
+        raise OptionTypeError(f"penstock: expected an object, found {type(given).__name__} {given!r}; {FORM}")
     for key in given:
         if key not in KEYS:
             nearest = difflib.get_close_matches(str(key), KEYS, n=1, cutoff=0.4)
@@ -167,7 +164,7 @@ def _checked(key: str, value: Any) -> Any:
     """The value of ``key`` as the flag of the same meaning has it."""
     if key in ("measure_stalls", "boundaries_only"):
         if not isinstance(value, bool):
-            raise OptionTypeError(f"penstock.{key}: expected true or false, found {value!r}; {_FORM}")
+            raise OptionTypeError(f"penstock.{key}: expected true or false, found {value!r}; {FORM}")
         return value
     if key == "mode":
         if value not in _VLLM.modes:
@@ -182,25 +179,17 @@ def _checked(key: str, value: Any) -> Any:
                 f"penstock.batch: expected numbers of sequences, each at least 1, such as [1, 16, 256], found {value!r}"
             )
         return ",".join(map(str, sizes))
-    if key == "device_memory":
-        with _named(key):
-            parse_size(value)
-        return value
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+    strings = isinstance(value, list) and all(isinstance(name, str) for name in value)
+    if key != "device_memory" and not strings:
         raise OptionTypeError(f'penstock.{key}: expected a list of strings such as ["mlp"], found {value!r}')
-    if key == "rules":
-        with _named(key):
-            parse_rules(value)
-    return value
-
-
-@contextmanager
-def _named(key: str) -> Iterator[None]:
-    """Within, an error names the key, and not a flag of penstock's command line."""
     try:
-        yield
-    except (OptionError, OptionTypeError) as error:
+        if key == "device_memory":
+            parse_size(value)
+        elif key == "rules":
+            parse_rules(value)
+    except (OptionError, OptionTypeError) as error:  # names a flag of penstock's command line
         raise type(error)(f"penstock.{key}: {str(error).removeprefix('--offload-rule ')}") from None
+    return value
 
 
 def _replicas(given: Mapping[str, Any], mode: Mode) -> int | None:
@@ -208,7 +197,7 @@ def _replicas(given: Mapping[str, Any], mode: Mode) -> int | None:
         return None
     value = given["replicas"]
     if not isinstance(value, int) or isinstance(value, bool):
-        raise OptionTypeError(f"penstock.replicas: expected a number of engines, found {value!r}; {_FORM}")
+        raise OptionTypeError(f"penstock.replicas: expected a number of engines, found {value!r}; {FORM}")
     if value < 2:
         raise OptionError(f"penstock.replicas = {value}: expected at least 2 engines that share one copy")
     if mode != "shm_cpu":

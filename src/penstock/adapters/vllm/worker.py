@@ -26,7 +26,6 @@ from penstock.config import format_gib
 from penstock.errors import OptionError, StateError
 from penstock.offloaders.layerwise import EngineOffloader
 from penstock.offloaders.reference import NoCopyOffloader
-from penstock.plan.plan import Plan
 from penstock.ranks.digest import json_digest
 from penstock.ranks.group import RankGroup
 
@@ -91,7 +90,12 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             )
             with self._in_force(self._offloader):
                 super().load_model(**kwargs)
-        _report(self._offloader.plan)
+        plan = self._offloader.plan
+        logger.info(
+            f"penstock: {format_gib(plan.resident_bytes)} resident, {format_gib(plan.prefetched_bytes)} prefetched in "
+            f"{len(plan.units)} units through {plan.num_slots} slots of {format_gib(max(plan.slot_bytes, default=0))}, "
+            f"{format_gib(plan.uva_bytes)} read in place; at rest in {plan.mode}"
+        )
 
     @contextmanager
     def _in_force(self, offloader: EngineOffloader) -> Iterator[None]:
@@ -107,7 +111,11 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             load(*args, **kwargs)
             offloader.post_init()  # inside the memory pool that vLLM loads in
             runner.model_memory_usage += offloader.added_device_bytes
-            _key_compile_cache(self.vllm_config, offloader.plan)
+            # Compiled code waits for the units of the plan it was traced with. vLLM drops all guards, so with another
+            # plan it would read slots that no copy has filled. The additional configuration is part of the key of
+            # vLLM's compile cache, and so is the plan with it.
+            units = [(unit.anchor, [entry.storage for entry in unit.entries]) for unit in offloader.plan.units]
+            self.vllm_config.additional_config["penstock_units"] = json_digest(units)
 
         self._former = get_offloader()
         set_offloader(offloader)
@@ -192,10 +200,10 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             "uva_bytes": plan.uva_bytes,
             "uva_names": sorted(plan.uva)[:1000],
             "store_bytes": stats.store_bytes,
-            "bytes_moved": sum(unit.bytes_moved for unit in stats.units),
-            "copies": sum(unit.copies for unit in stats.units),
+            "bytes_moved": stats.bytes_moved,
+            "copies": stats.copies,
             "captured_copies": sum(unit.captured_copies for unit in stats.units),
-            "misses": sum(unit.misses for unit in stats.units),
+            "misses": stats.misses,
             "last_stalls_s": [unit.last_stall_s for unit in stats.units],
             "added_device_bytes": self._offloader.added_device_bytes,
         }
@@ -247,11 +255,8 @@ def _keep_units_out_of_pieces(compilation: Any) -> bool:
     if compilation.use_inductor_graph_partition:
         return False
     if compilation.splitting_ops:  # empty: the model is one piece
-        ops = ["penstock::wait", "penstock::release"]
-        compilation.splitting_ops = [
-            *compilation.splitting_ops,
-            *(op for op in ops if op not in compilation.splitting_ops),
-        ]
+        ops = [*compilation.splitting_ops, "penstock::wait", "penstock::release"]
+        compilation.splitting_ops = list(dict.fromkeys(ops))  # another worker of this process may have added ours
     return True
 
 
@@ -300,22 +305,3 @@ def _refuse_other_offloader(offloader: Any) -> None:
             f"vLLM's own {type(offloader).__name__} has offloaded layers in this process already: load the model with "
             f"one of the two, penstock or vLLM's"
         )
-
-
-def _key_compile_cache(config: Any, plan: Plan) -> None:
-    """Make the plan part of the key of vLLM's compile cache.
-
-    Compiled code waits for the units of the plan it was traced with. vLLM drops all guards, so with another plan it
-    would read slots that no copy has filled. The additional configuration is part of the cache's key.
-    """
-    units = [(unit.anchor, [entry.storage for entry in unit.entries]) for unit in plan.units]
-    config.additional_config["penstock_units"] = json_digest(units)
-
-
-def _report(plan: Plan) -> None:
-    slot = format_gib(max(plan.slot_bytes, default=0))
-    logger.info(
-        f"penstock: {format_gib(plan.resident_bytes)} resident, {format_gib(plan.prefetched_bytes)} prefetched in "
-        f"{len(plan.units)} units through {plan.num_slots} slots of {slot}, {format_gib(plan.uva_bytes)} read in "
-        f"place; at rest in {plan.mode}"
-    )
