@@ -18,7 +18,6 @@ from penstock.memory.system import PeakMeter, peak_rss_bytes
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
     from torch.distributed import ProcessGroup
 
     from penstock.api import Handle
@@ -57,7 +56,9 @@ def generate(
 
     if trace is not None:
         require_writable("--trace", trace)
-    text = _read_prompt(prompt)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text:
+        raise OptionError("--prompt is empty; a causal language model needs at least one token to go on from")
     opened = open_model(model)
     require_causal_lm(opened.module)
     device = target_device(flags.device)
@@ -70,16 +71,16 @@ def generate(
     from penstock.plan.report import render
 
     stderr.print(render(plan, opened.name))
-    from penstock.adapters.transformers import load
+    from penstock.adapters.transformers.load_folder import load_matched
+    from penstock.ranks.group import RankGroup
 
     meter = PeakMeter()
-    with byte_bar("loading", stderr) as progress:
-        module, handle = load(
-            opened.folder, plan, device=device, disk=disk_options(flags), progress=progress, group=group
-        )
+    module = opened.module
+    with byte_bar("loading", stderr) as progress, RankGroup.open(group) as ranks:
+        handle = load_matched(opened.folder, module, opened.match, plan, device, disk_options(flags), progress, ranks)
     # The handle is not removed at the end: that would bring all weights back, which may not fit.
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
-    tokens, seconds = _stream(module, tokenizer, inputs, max_new_tokens, _sampling(temperature, seed or 0))
+    tokens, seconds = _stream(module, tokenizer, inputs, max_new_tokens, temperature, seed or 0)
     _print_figures(handle, tokens, seconds, meter.growth_bytes())
     if trace is not None:
         handle.trace(trace)
@@ -115,13 +116,6 @@ def _process_group(mode: Mode, device: torch.device) -> ProcessGroup | None:
     return dist.group.WORLD
 
 
-def _read_prompt(prompt: str) -> str:
-    text = sys.stdin.read() if prompt == "-" else prompt
-    if not text:
-        raise OptionError("--prompt is empty; a causal language model needs at least one token to go on from")
-    return text
-
-
 def _tokenize(folder: Path, text: str) -> tuple[Any, dict[str, Any]]:
     from transformers import AutoTokenizer
 
@@ -140,39 +134,35 @@ def _tokenize(folder: Path, text: str) -> tuple[Any, dict[str, Any]]:
     return tokenizer, inputs
 
 
-def _sampling(temperature: float | None, seed: int) -> dict[str, Any]:
-    """Keyword arguments of ``generate``; greedy ones also silence what the model's generation config samples with."""
-    if not temperature:
-        return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
-    import torch
-
-    torch.manual_seed(seed)
-    return {"do_sample": True, "temperature": temperature}
-
-
 def _stream(
-    module: nn.Module, tokenizer: Any, inputs: dict[str, Any], max_new_tokens: int, sampling: dict[str, Any]
+    module: Any,
+    tokenizer: Any,
+    inputs: dict[str, Any],
+    max_new_tokens: int,
+    temperature: float | None,
+    seed: int,
 ) -> tuple[int, float]:
     """Print the text as it comes; returns the number of new tokens and the seconds they took, prompt included."""
+    import torch
     from transformers import TextStreamer
 
+    # Greedy decoding also silences what the model's generation config samples with.
+    sampling = {"temperature": temperature} if temperature else {"temperature": None, "top_k": None, "top_p": None}
+    torch.manual_seed(seed)
+    # One sequence is never padded; transformers warns without an id all the same.
+    eos = module.generation_config.eos_token_id
+    pad_ids = [tokenizer.pad_token_id, *(eos if isinstance(eos, list) else [eos]), 0]
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     begin = time.perf_counter()
-    output = module.generate(  # type: ignore[operator]
+    output = module.generate(
         **inputs,
         max_new_tokens=max_new_tokens,
         streamer=streamer,
-        pad_token_id=_pad_token_id(tokenizer, module),
+        do_sample=bool(temperature),
+        pad_token_id=next(token for token in pad_ids if token is not None),
         **sampling,
     )
     return output.shape[1] - inputs["input_ids"].shape[1], time.perf_counter() - begin
-
-
-def _pad_token_id(tokenizer: Any, module: Any) -> int:
-    # One sequence is never padded; transformers warns without an id all the same.
-    eos = module.generation_config.eos_token_id
-    first_eos = eos[0] if isinstance(eos, list) else eos
-    return next((token for token in (tokenizer.pad_token_id, first_eos) if token is not None), 0)
 
 
 def _print_figures(handle: Handle, tokens: int, seconds: float, growth_bytes: int) -> None:

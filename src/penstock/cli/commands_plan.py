@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from penstock.plan.cost_model import Rates
     from penstock.plan.plan import Machine
-    from penstock.transfer.machine_probe import Probe
 
 __all__ = ["plan", "probe"]
 
@@ -67,6 +66,7 @@ def plan(
     from penstock.cli.opened_model import minimum_bytes, no_collections, open_model
     from penstock.plan.plot import draw_plan, require_picture
     from penstock.plan.report import render, render_weights
+    from penstock.stores.disk import DiskStore
 
     for flag, file in places.items():
         if file is not None:
@@ -77,7 +77,8 @@ def plan(
         opened = open_model(model)
         planner = opened.planner(device, rates, disk_options(flags))
         made = opened.plan(planner, policy, made_for)
-        opened.check_files(disk_options(flags))
+        # Opens the weight files as asked, which the file system may refuse; reads nothing.
+        DiskStore(dict(opened.weights.sources), disk_options(flags)).close()
         points = planner.curve(policy) if isinstance(policy, Budget) and made.offloaded_bytes else ()
         outlook = planner.outlook(policy, made, points)
     if save is not None:
@@ -130,22 +131,18 @@ def probe(
     if as_json:
         typer.echo(json.dumps(result.to_json()))
     else:
-        stdout.print(_rates_table(result))
+        table = Table(title="this machine")
+        table.add_column("what")
+        table.add_column("rate", justify="right")
+        for what, rate in result.machine.items():
+            table.add_row(what, rate)
+        table.add_section()
+        for what, rate in rates_of(result.to_json()):
+            table.add_row(what, rate)
+        stdout.print(table)
     path = save(result)  # last: the result is printed even if it cannot be kept
     if not as_json:
         stderr.print(f"kept in {path}", soft_wrap=True)
-
-
-def _rates_table(result: Probe) -> Table:
-    table = Table(title="this machine")
-    table.add_column("what")
-    table.add_column("rate", justify="right")
-    for what, rate in result.machine.items():
-        table.add_row(what, rate)
-    table.add_section()
-    for what, rate in rates_of(result.to_json()):
-        table.add_row(what, rate)
-    return table
 
 
 _NAMES = {

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from penstock.adapters.transformers.conversion import Match
     from penstock.checkpoint.weight_map import WeightMap
     from penstock.model.inventory import Inventory
     from penstock.plan.build import Planner
@@ -33,8 +34,17 @@ class OpenedModel:
 
     folder: Path
     module: PreTrainedModel
-    inventory: Inventory
-    weights: WeightMap
+    match: Match
+
+    @property
+    def inventory(self) -> Inventory:
+        """Of the model as its checkpoint wants it, which may undo a tie."""
+        return self.match.inventory
+
+    @property
+    def weights(self) -> WeightMap:
+        """Where the files hold the tensors of the model."""
+        return self.match.weights
 
     @property
     def name(self) -> str:
@@ -68,12 +78,6 @@ class OpenedModel:
         with no_collections():
             return replace(planner.plan(policy), model_name=self.name, made_for=machine)
 
-    def check_files(self, options: DiskOptions | None) -> None:
-        """Open the weight files in the way ``options`` ask for, which the file system may refuse; reads nothing."""
-        from penstock.stores.disk import DiskStore
-
-        DiskStore(dict(self.weights.sources), options).close()
-
 
 def minimum_bytes(planner: Planner) -> int:
     """The smallest ``--device-memory`` for which a plan exists."""
@@ -89,25 +93,19 @@ def open_model(model: str) -> OpenedModel:
     Raises:
         CheckpointError: not a folder, or without a config or safetensors files that fit together.
     """
-    from penstock.adapters.transformers import build_meta_model, weight_map
+    from penstock.adapters.transformers import build_meta_model
+    from penstock.adapters.transformers.conversion import match
     from penstock.checkpoint.safetensors_header import Checkpoint
-    from penstock.model.inventory import take_inventory
 
-    folder = _folder(model)
-    with no_collections():
-        module = build_meta_model(folder)
-        weights = weight_map(module, Checkpoint.open(folder))
-        # After the weights: a checkpoint may undo a tie.
-        return OpenedModel(folder, module, take_inventory(module), weights)
-
-
-def _folder(model: str) -> Path:
     try:
-        return Path(model).expanduser()
+        folder = Path(model).expanduser()
     except RuntimeError as error:
         raise OptionError(
             f"MODEL {model!r}: user {os.geteuid()} has no home folder for ~ to stand for; write the whole path"
         ) from error
+    with no_collections():
+        module = build_meta_model(folder)
+        return OpenedModel(folder, module, match(module, Checkpoint.open(folder)))
 
 
 @contextmanager

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from penstock.adapters.transformers.meta_model import ModelClass
 
-__all__ = ["build_meta_model", "load", "weight_map"]
+__all__ = ["build_meta_model", "load", "load_matched", "weight_map"]
 
 _NAMES_SHOWN = 8
 
@@ -96,21 +96,35 @@ def load(
         require_kinds(device, disk)
         model = build_meta_model(path, model_class=model_class, dtype=dtype)
         found = match(model, Checkpoint.open(path))
-        _report(model, found)
-        prepared = prepare(
-            model,
-            policy,
-            inventory=found.inventory,
-            device=device,
-            weights=found.weights,
-            unstreamable=not_in_files(found.inventory, found.weights),
-            disk=disk,
-            ranks=ranks,
-        )
-        _materialise(model, found, prepared)
-        _take_generation_config(model, Path(path))
-        model.train(False)
-        return model, start(prepared, progress=progress)
+        return model, load_matched(path, model, found, policy, device, disk, progress, ranks)
+
+
+def load_matched(
+    path: str | os.PathLike[str],
+    model: PreTrainedModel,
+    found: Match,
+    policy: Policy | Plan | str | int,
+    device: torch.device | str | None,
+    disk: DiskOptions | None,
+    progress: Progress | None,
+    ranks: RankGroup | None,
+) -> Handle:
+    """:func:`load` for a ``model`` on ``meta`` that has been built and brought together with its files already."""
+    _report(model, found)
+    prepared = prepare(
+        model,
+        policy,
+        inventory=found.inventory,
+        device=device,
+        weights=found.weights,
+        unstreamable=not_in_files(found.inventory, found.weights),
+        disk=disk,
+        ranks=ranks,
+    )
+    _materialise(model, found, prepared)
+    _take_generation_config(model, Path(path))
+    model.train(False)
+    return start(prepared, progress=progress)
 
 
 def weight_map(model: PreTrainedModel, checkpoint: Checkpoint) -> WeightMap:
