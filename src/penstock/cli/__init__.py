@@ -38,11 +38,6 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 app.add_typer(bench, name="bench")
 
 
-@app.callback(invoke_without_command=False)
-def _root() -> None:
-    """Run PyTorch models whose weights do not fit the device; same bits out."""
-
-
 def main() -> None:
     """The ``penstock`` command. Exit codes: 0 done, 1 the demo's promise was broken, 2 an error, 130 interrupted."""
     # On a CPU, compute and readers share the cores. By default the compute threads spin for milliseconds after each

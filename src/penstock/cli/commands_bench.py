@@ -21,10 +21,10 @@ _ROWS = "1,16,256,2048,8192"
 _VARIANTS = "even:0.25,group:4/1/2,group:1/1/2"
 _LAYERS = 36
 
-bench = typer.Typer(no_args_is_help=True, help="Measure an offloaded step against what no schedule could beat.")
+bench = typer.Typer(no_args_is_help=True)
 
 
-@bench.callback()
+@bench.callback()  # without it, typer would take the only verb for the group itself
 def _root() -> None:
     """Measure an offloaded step against what no schedule could beat."""
 

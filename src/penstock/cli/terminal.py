@@ -7,11 +7,10 @@ The product of a verb goes to stdout, everything about it to stderr: ``penstock 
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -73,18 +72,11 @@ def _warnings_as_lines() -> Iterator[None]:
     with warnings.catch_warnings():
         ordinary = warnings.showwarning
 
-        def show(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            file: TextIO | None = None,
-            line: str | None = None,
-        ) -> None:
+        def show(message: Warning | str, category: type[Warning], *where: Any, **rest: Any) -> None:
             if issubclass(category, PenstockWarning):
                 stderr.print(Text(f"warning: {message}", style="yellow"), soft_wrap=True)
             else:
-                ordinary(message, category, filename, lineno, file or sys.stderr, line)
+                ordinary(message, category, *where, **rest)
 
         warnings.showwarning = show
         yield

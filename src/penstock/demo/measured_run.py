@@ -124,7 +124,12 @@ def run(job: Job, folder: Path) -> Result:
     model_class: Any
     model_class, work = {"embed": (AutoModel, _embed), "generate": (AutoModelForCausalLM, _generate)}[job.kind]
     tokenizer = AutoTokenizer.from_pretrained(job.model)
-    tiny = model_class.from_config(_shrunk(AutoConfig.from_pretrained(job.model))).eval()
+    config = AutoConfig.from_pretrained(job.model)
+    for name in _TINY.keys() & vars(config).keys():
+        setattr(config, name, _TINY[name])
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    tiny = model_class.from_config(config).eval()
     work(tiny, tokenizer, replace(job, steps=2))
     meter = PeakMeter()
     handle = None
@@ -149,14 +154,6 @@ def run(job: Job, folder: Path) -> Result:
     return replace(
         result, restored=restored, planned_bytes=plan.device_bytes, moved_bytes=plan.moved_bytes, stats=stats
     )
-
-
-def _shrunk(config: Any) -> Any:
-    for name in _TINY.keys() & vars(config).keys():
-        setattr(config, name, _TINY[name])
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[: config.num_hidden_layers]
-    return config
 
 
 @torch.inference_mode()
