@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from penstock.errors import ModelChangedError, StateError
 
-__all__ = ["GiveBack", "Owner", "guarded", "is_resting", "resting_like", "storage_id"]
+__all__ = ["GiveBack", "Owner", "guarded", "is_resting", "resident_rule", "resting_like", "storage_id"]
 
 _RESTING, _GUARDED = "DeferredInit", "TESTING_ONLY_GenericWrapper"
 _RESTING_KEY, _GUARDED_KEY = (torch._C._dispatch_key_parse(name) for name in (_RESTING, _GUARDED))
@@ -123,6 +123,11 @@ def is_resting(tensor: torch.Tensor) -> bool:
     return bool(torch._C._dispatch_keys(tensor).has(_RESTING_KEY))
 
 
+def resident_rule(name: str) -> str:
+    """How to keep the tensor ``name`` on the device, for messages: in Python and on a command line."""
+    return f"rules=[({name!r}, 'resident')], --offload-rule {name}=resident"
+
+
 def _on_access(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Give every resting argument its bytes, then run ``operator`` as if nothing had been offloaded."""
     loans: list[GiveBack] = []
@@ -147,8 +152,7 @@ def _on_write(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any
             name = "a weight" if owner is None else owner.name
             raise ModelChangedError(
                 f"{name} was written in place by {operator} while offloaded, where the write would be lost with the "
-                f"next copy: call handle.remove() first, or keep it resident (rules=[({name!r}, 'resident')], "
-                f"--offload-rule {name}=resident)"
+                f"next copy: call handle.remove() first, or keep it resident ({resident_rule(name)})"
             )
     with torch._C._ExcludeDispatchKeyGuard(_GUARDED_KEYS):
         return operator(*args, **kwargs)

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ModelChangedError, OutsideAccessError, StateError
 from penstock.model.live_tensors import BoundStorage, live_tensors
+from penstock.model.tensor_guards import resident_rule
 from penstock.ops import new_tag
 from penstock.runtime.prefetcher import Prefetcher, release_left
 from penstock.runtime.promotion import Promoter
@@ -330,11 +331,10 @@ class UnitHook(_ModuleHook):
             replaced |= held
         for bound in self._tensors if not is_open else ():
             if bound.is_viewed(len(replaced)) and (gc.collect() or bound.is_viewed(len(replaced))):
-                name = bound.name
                 raise OutsideAccessError(
-                    f"a view of {name} was kept beyond the forward of its {type(self._module).__name__}, where its "
-                    f"bytes leave the device: keep the tensor resident (rules=[({name!r}, 'resident')], --offload-rule "
-                    f"{name}=resident), or let the module keep a copy (.clone())"
+                    f"a view of {bound.name} was kept beyond the forward of its {type(self._module).__name__}, where "
+                    f"its bytes leave the device: keep the tensor resident ({resident_rule(bound.name)}), or let the "
+                    f"module keep a copy (.clone())"
                 )
         return output
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from penstock.errors import OutsideAccessError, warn_user
 from penstock.model.live_tensors import BoundStorage, BoundTensor
-from penstock.model.tensor_guards import GiveBack, storage_id
+from penstock.model.tensor_guards import GiveBack, resident_rule, storage_id
 from penstock.plan.plan import Plan
 from penstock.runtime.state_dict import NotCopyable
 from penstock.stores.store import Store, new_blob
@@ -257,5 +257,4 @@ _OUTSIDE = "outside of the forward that it is on the device for"
 
 
 def _fix(tensor: BoundTensor) -> str:
-    name = tensor.info.name
-    return f"keep it resident (rules=[({name!r}, 'resident')], --offload-rule {name}=resident)"
+    return f"keep it resident ({resident_rule(tensor.name)})"

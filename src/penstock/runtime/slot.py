@@ -88,36 +88,31 @@ class Slot:
 
     def to_empty(self) -> None:
         """Its unit is given up."""
-        if self.readers:
-            raise self._illegal(SlotState.EMPTY)
+        self._require(not self.readers, SlotState.EMPTY)
         self.unit = None
         self._state = SlotState.EMPTY
 
     def to_held_back(self) -> None:
         """Its unit is given up, and the next one comes with the next forward or replay."""
-        if self.readers:
-            raise self._illegal(SlotState.HELD_BACK)
+        self._require(not self.readers, SlotState.HELD_BACK)
         self.unit = None
         self._state = SlotState.HELD_BACK
 
     def to_arriving(self, unit: int, transfer: Transfer) -> None:
         """A copy of ``unit`` was issued."""
         self.transfer = transfer  # even if the check fails, the copy must stay on record
-        if self.state not in (SlotState.EMPTY, SlotState.HELD_BACK):
-            raise self._illegal(SlotState.ARRIVING)
+        self._require(self.state in (SlotState.EMPTY, SlotState.HELD_BACK), SlotState.ARRIVING)
         self._state = SlotState.ARRIVING
         self.unit = unit
 
     def to_ready(self) -> None:
         """A stream has waited for the copy."""
-        if self.state is not SlotState.ARRIVING:
-            raise self._illegal(SlotState.READY)
+        self._require(self.state is SlotState.ARRIVING, SlotState.READY)
         self._state = SlotState.READY
 
     def to_in_use(self, reader: Reader) -> None:
         """``reader`` begins; others may be reading the same unit."""
-        if self.state not in (SlotState.READY, SlotState.IN_USE):
-            raise self._illegal(SlotState.IN_USE)
+        self._require(self.state in (SlotState.READY, SlotState.IN_USE), SlotState.IN_USE)
         self.readers.append(reader)
 
     def latest_reader(self) -> Reader | None:
@@ -130,8 +125,10 @@ class Slot:
         thread = threading.get_ident()
         return [reader for reader in self.readers if reader.thread == thread and not reader.goes_on(forward)]
 
-    def _illegal(self, target: SlotState) -> StateError:
-        return StateError(
-            f"slot {self.index} with unit {self.unit} cannot become {target.name}, because it is {self.state.name}; "
-            f"this is a bug in penstock: please report it, and offload the model again"
-        )
+    def _require(self, is_legal: bool, target: SlotState) -> None:
+        """Raise ``StateError`` unless the slot may become ``target`` now."""
+        if not is_legal:
+            raise StateError(
+                f"slot {self.index} with unit {self.unit} cannot become {target.name}, because it is "
+                f"{self.state.name}; this is a bug in penstock: please report it, and offload the model again"
+            )
