@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import threading
 import traceback
-import weakref
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -357,8 +358,6 @@ class ForwardHook(_ModuleHook):
         super().__init__(entry, model, _FORWARD_TAG, prefetcher, token, promoter)
         self._hooks = hooks
         self._units = tuple((hook._module, hook._paths[:1]) for hook in hooks)
-        # One per call; weak, because an interrupt may skip the line that takes it out.
-        self._running: weakref.WeakSet[Reader] = weakref.WeakSet()
 
     def attach(self) -> None:
         super().attach()
@@ -376,7 +375,13 @@ class ForwardHook(_ModuleHook):
     @property
     def runs_here(self) -> bool:
         """Whether the calling thread is inside a forward of the model."""
-        return threading.get_ident() in {running.thread for running in self._running}
+        # The stack knows; a list of running forwards would need a line at their end, which an interrupt may skip.
+        frame: types.FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code is ForwardHook._forward.__code__ and frame.f_locals.get("self") is self:
+                return True
+            frame = frame.f_back
+        return False
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if torch.compiler.is_compiling():
@@ -404,10 +409,8 @@ class ForwardHook(_ModuleHook):
                 raise
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        running = Reader()  # ends with this frame
         prefetcher = self._prefetcher
         try:
-            self._running.add(running)
             return original(*args, **kwargs)
         except BaseException as error:
             # torch runs hooks with always_call for Exceptions only.
@@ -415,8 +418,6 @@ class ForwardHook(_ModuleHook):
                 traceback.clear_frames(error.__traceback__)  # their locals may be views of slots
                 self._end_interrupted(prefetcher)
             raise
-        finally:
-            self._running.discard(running)  # a traceback or a debugger may keep the frame
 
     def _end_interrupted(self, prefetcher: Prefetcher) -> None:
         """An interrupt has ended the forward of the calling thread: no hook will."""
