@@ -85,7 +85,6 @@ def test_each_rank_offloads_its_local_shards() -> None:
 def budget(rank: int) -> Any:
     model = split(llama())
     inventory = take_inventory(model)
-    assert inventory.opaque == ()
     assert inventory.num_bytes == sum(
         (p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters()
     ) + sum(b.nbytes for b in model.buffers())
