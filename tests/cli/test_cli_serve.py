@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
+import commands
 from penstock.cli import app
 from penstock.cli.commands_serve import WORKER
 
@@ -40,7 +40,7 @@ FLAGS = [
 
 
 def run(*args: str) -> Any:
-    return CliRunner().invoke(app, ["serve", *args], prog_name="penstock")
+    return commands.run("serve", *args)
 
 
 def command_of(*args: str) -> list[str]:
@@ -56,12 +56,7 @@ def penstock_keys(command: Sequence[str]) -> Any:
 
 
 def error_of(*args: str) -> str:
-    result = run(*args)
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1
-    return lines[0]
+    return commands.error_of("serve", *args)
 
 
 def refusal_of(*args: str) -> str:

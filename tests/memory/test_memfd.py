@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 from penstock.errors import BudgetError, OptionError, PeerError
 from penstock.memory.memfd import SharedMemory
-from penstock.plan.plan import SlabEntry, Unit
 from penstock.ranks.group import RankGroup
 from penstock.stores.shared_host import SharedStore, share_out, shared_bytes
+from plans import unit
 from registrars import Ledger
 
 PAGE = mmap.PAGESIZE
@@ -138,14 +138,6 @@ def test_shares_are_runs_that_cover_everything_evenly(sizes: list[int], num_part
     assert len(parts) == num_parts
     for part in parts:
         assert sum(named[name] for name in part) <= sum(sizes) / num_parts + max(sizes, default=0)
-
-
-def unit(index: int, *sizes: int) -> Unit:
-    entries, offset = [], 0
-    for i, size in enumerate(sizes):
-        entries.append(SlabEntry(f"u{index}.{i}", offset, size))
-        offset += -(-size // 256) * 256
-    return Unit(index, f"layers.{index}", 0, tuple(entries), offset, "cpu")
 
 
 UNITS = [unit(0, 300, 20), unit(1, 5000), unit(2, 10)]

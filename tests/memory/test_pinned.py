@@ -19,20 +19,12 @@ from penstock.errors import PenstockWarning, StateError
 from penstock.memory.byte_ranges import fill
 from penstock.memory.pages import map_pages, pack, pieces, populate, populate_parallel
 from penstock.memory.pinned import MIN_ADOPTED_BYTES, PinnedBuffer, can_pin_in_place, is_anonymous
-from penstock.plan.plan import SlabEntry, Unit
+from penstock.plan.plan import Unit
 from penstock.stores.pinned_host import Held, PinnedStore
+from plans import unit
 from registrars import Ledger
 
 MIB = 1 << 20
-
-
-def unit(index: int, *sizes: int) -> Unit:
-    """A unit of storages ``u<index>.<i>`` of these sizes, laid out as the planner does."""
-    entries, offset = [], 0
-    for i, size in enumerate(sizes):
-        entries.append(SlabEntry(f"u{index}.{i}", offset, size))
-        offset += -(-size // 256) * 256
-    return Unit(index, f"layers.{index}", 0, tuple(entries), offset, "cpu")
 
 
 def fill_store(store: PinnedStore, units: Sequence[Unit], in_place: Mapping[str, int]) -> dict[str, torch.Tensor]:

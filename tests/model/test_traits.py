@@ -13,20 +13,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import checkpoints
 import penstock
 from penstock.config import Workload
 from penstock.errors import OptionError
 from penstock.model.inventory import take_inventory
 from penstock.model.memory_profile import ModelProfile, profile_of
 
-SIZE = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "vocab_size": 128,
-    "max_position_embeddings": 512,
-}
+SIZE = {**checkpoints.SIZE, "max_position_embeddings": 512}
 HEADS = {"num_key_value_heads": 2, "head_dim": 16}
 MLA = {
     "kv_lora_rank": 16,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from dataclasses import replace
 
@@ -20,11 +19,10 @@ from penstock.model.inventory import Inventory, take_inventory
 from penstock.model.memory_profile import ModelProfile
 from penstock.plan.build import Planner, build_plan
 from penstock.plan.cost_model import NOMINAL_GPU, Rates
-from penstock.plan.layers import worth_moving
 from penstock.plan.plan import Plan, UnitDraft, assemble
 from penstock.plan.predict import Forecaster
 from penstock.plan.solver import curve
-from plans import KIB, SMALL, check_plan, layered, models
+from plans import KIB, SMALL, assignments, check_plan, layered, models
 
 
 def plan(
@@ -63,15 +61,8 @@ def test_within_budget_and_no_slower_with_more(model: nn.Module, one: float, oth
 
 def exhaustive(inventory: Inventory, budget: int, rows: int) -> float:
     """The fastest of all assignments of a mechanism to every storage, with any number of slots."""
-    movable = worth_moving(inventory.storages)
     best = float("inf")
-    for how in itertools.product(("resident", "prefetch", "uva"), repeat=len(movable)):
-        drafts: dict[str, list] = {}
-        for storage, mechanism in zip(movable, how, strict=True):
-            if mechanism == "prefetch":
-                anchor = ".".join(storage.name.split(".")[:2]) if "layers" in storage.name else "head"
-                drafts.setdefault(anchor, []).append(storage)
-        uva = [s for s, mechanism in zip(movable, how, strict=True) if mechanism == "uva"]
+    for drafts, uva in assignments(inventory):
         units = [UnitDraft(anchor, tuple(storages)) for anchor, storages in drafts.items()]
         for slots in range(1, max(1, len(units)) + 1):
             made = assemble(inventory, units, slots, "cpu", uva=uva)

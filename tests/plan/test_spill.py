@@ -25,14 +25,13 @@ from penstock.model.memory_profile import ModelProfile
 from penstock.plan.build import Planner, build_plan
 from penstock.plan.candidates import Spill, spill_order
 from penstock.plan.cost_model import NOMINAL_GPU, Rates
-from penstock.plan.layers import worth_moving
 from penstock.plan.plan import Plan, UnitDraft, assemble
 from penstock.plan.predict import Forecaster
 from penstock.plan.ring_layout import RING_BYTES, ring_bytes
 from penstock.runtime import prepare as prepare_module
 from penstock.runtime.limits import Limits, needs_of
 from penstock.runtime.prepare import make_planner
-from plans import check_plan, layered, models
+from plans import assignments, check_plan, layered, models
 from spills import DISK, GIB, KIB, MIB, SPILL
 
 
@@ -115,15 +114,8 @@ def test_within_both_budgets_and_no_slower_with_more(
 
 def exhaustive(inventory: Inventory, device: int, host: int) -> float:
     """The fastest of all assignments of a mechanism to every storage and a store to every unit, any number of slots."""
-    movable = worth_moving(inventory.storages)
     best = float("inf")
-    for how in itertools.product(("resident", "prefetch", "uva"), repeat=len(movable)):
-        drafts: dict[str, list] = {}
-        for storage, mechanism in zip(movable, how, strict=True):
-            if mechanism == "prefetch":
-                anchor = ".".join(storage.name.split(".")[:2]) if "layers" in storage.name else "head"
-                drafts.setdefault(anchor, []).append(storage)
-        uva = [s for s, mechanism in zip(movable, how, strict=True) if mechanism == "uva"]
+    for drafts, uva in assignments(inventory):
         for stores in itertools.product(("cpu", "disk"), repeat=len(drafts)):
             units = [UnitDraft(a, tuple(s), store) for (a, s), store in zip(drafts.items(), stores, strict=True)]
             for slots in range(1, max(1, len(units)) + 1):

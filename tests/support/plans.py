@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 
 import torch
 from hypothesis import strategies as st
@@ -13,10 +15,11 @@ from torch import nn
 from models import Reader
 from penstock.config import Mode, Policy
 from penstock.errors import PenstockWarning
-from penstock.model.inventory import Inventory, is_within, take_inventory
+from penstock.model.inventory import Inventory, StorageInfo, is_within, take_inventory
 from penstock.plan.build import build_plan
 from penstock.plan.cost_model import Curve, Rates
-from penstock.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, slab_bytes
+from penstock.plan.layers import worth_moving
+from penstock.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, SlabEntry, Unit, slab_bytes
 
 KIB = 2**10
 
@@ -143,3 +146,24 @@ def layered(num_layers: int, *sizes: int, head: int = 0) -> Inventory:
     if head:
         model.head = holder(weight=torch.empty(head // 256, 64, device="meta"))
     return take_inventory(model)
+
+
+def unit(index: int, *sizes: int) -> Unit:
+    """A unit of storages ``u<index>.<i>`` of these sizes, laid out as the planner does."""
+    entries, offset = [], 0
+    for i, size in enumerate(sizes):
+        entries.append(SlabEntry(f"u{index}.{i}", offset, size))
+        offset += -(-size // 256) * 256
+    return Unit(index, f"layers.{index}", 0, tuple(entries), offset, "cpu")
+
+
+def assignments(inventory: Inventory) -> Iterator[tuple[dict[str, list[StorageInfo]], list[StorageInfo]]]:
+    """Every assignment of a mechanism to every storage: what is prefetched by anchor, and what is read in place."""
+    movable = worth_moving(inventory.storages)
+    for how in itertools.product(("resident", "prefetch", "uva"), repeat=len(movable)):
+        drafts: dict[str, list[StorageInfo]] = {}
+        for storage, mechanism in zip(movable, how, strict=True):
+            if mechanism == "prefetch":
+                anchor = ".".join(storage.name.split(".")[:2]) if "layers" in storage.name else "head"
+                drafts.setdefault(anchor, []).append(storage)
+        yield drafts, [s for s, mechanism in zip(movable, how, strict=True) if mechanism == "uva"]
