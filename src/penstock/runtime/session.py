@@ -366,8 +366,7 @@ class OffloadSession(NotCopyable):
         # Of shared memory a GPU's tensors see the very pages that other ranks read; a CPU's have pages of their own.
         store = self.plan.store_of(name)
         own = store == "cpu" or (store == "shm_cpu" and self._device.type == "cpu")
-        whole = own and not self._store.is_split
-        return self._store.in_place(name) if whole else self._current_bytes(name)
+        return self._store.in_place(name) if own else self._current_bytes(name)
 
     # -- taking apart -----------------------------------------------------------------------------------------------
 
