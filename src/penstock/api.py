@@ -52,8 +52,8 @@ class Handle:
     def sync_prev_onload(self) -> None:
         """Order the current stream behind every copy under way; on a CPU, return when all are done.
 
-        Only for those who capture or replay parts of a model themselves, or read a slot: :func:`offload` does it around
-        a forward of the whole model. No effect when nothing is under way.
+        Needed only by code that captures or replays parts of a model itself, or reads a slot: :func:`offload` does it
+        around a forward of the whole model. No effect when nothing is under way.
         """
         self._session.wait_all()
 
@@ -120,8 +120,8 @@ def offload(
         checkpoint: folder or file of safetensors that holds the weights. Mode ``disk`` reads from it, and so does a
             budget without a mode what host memory has no room for.
         device: where compute runs; default the device the model is on (a CPU for ``meta``).
-        disk: how its files are read, in mode ``disk`` and while loading; default: streamed from the page cache, and
-            loaded in the way that proves faster.
+        disk: how its files are read, in mode ``disk`` and while loading; default: units stream through the page cache;
+            loading takes cached pages from there and reads the rest past it.
         progress: called with (bytes loaded, bytes to load) while weights are read or moved.
         measure_stalls: on a GPU, time every wait, in graphs too, for ``stats()``; a CPU always does.
         group: ranks that offload the same weights, for modes ``shm_cpu``, ``sharded_cpu`` and ``sharded_gpu``.

@@ -1,4 +1,4 @@
-"""The ranks that make one offload together: who they are, whether they live, and what they tell each other.
+"""The ranks that share one offload: their processes, whether these are alive, and the exchanges among them.
 
 Ranks exchange small values through the key-value store of their process group and not by collectives. A collective that
 misses a dead rank ends only after the timeout of the group (half an hour), needs device memory on an NCCL group, cannot
