@@ -38,7 +38,7 @@ from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import ALL_MODEL_PARAMS
 from penstock.plan.ring_layout import ring_bytes
 from penstock.runtime.prepare import prepare as prepare_offload
-from penstock.stores.disk import DiskOptions
+from penstock.stores.file_reader import DiskOptions
 from penstock.transfer.disk_to_cuda import NUM_BUFFERS, PIECE_BYTES, DiskToCudaLink
 from penstock.transfer.link import Link
 from penstock.transfer.ring_streams import RingLink

@@ -30,7 +30,7 @@ from penstock.memory.pages import map_pages, pieces, populate, populate_parallel
 from penstock.memory.pinned import CudaRegistrar
 from penstock.memory.system import cpus_near
 from penstock.plan.plan import SlabEntry, Unit
-from penstock.stores.disk import DiskOptions, File
+from penstock.stores.file_reader import DiskOptions, File
 from penstock.stores.pinned_host import PinnedStore
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -31,7 +31,7 @@ from penstock.offloaders.reference import NoCopyOffloader, boundaries
 from penstock.plan.plan import Plan
 from penstock.runtime.prepare import prepare
 from penstock.stats import Recorder
-from penstock.stores.disk import DiskOptions
+from penstock.stores.file_reader import DiskOptions
 from penstock.stores.store import Load
 from penstock.transfer.cpu_threads import ThreadLink, ThreadTransfer
 from penstock.transfer.link import ComputeEvent, Link, Transfer

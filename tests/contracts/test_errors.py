@@ -36,9 +36,8 @@ from penstock.errors import (
 from penstock.memory.byte_ranges import ByteRange, Copy, Source
 from penstock.model.inventory import take_inventory
 from penstock.runtime import prefetcher as pipeline
-from penstock.stores.disk import DiskStore
 from penstock.stores.file_reader import File
-from penstock.stores.store import CpuStore
+from penstock.stores.store import CpuStore, DiskStore
 from penstock.testing import assert_moved, assert_same_bits
 from penstock.transfer.cpu_threads import ThreadLink
 

@@ -36,9 +36,8 @@ from penstock.model.live_tensors import bind
 from penstock.plan.plan import Plan
 from penstock.runtime.prepare import prepare
 from penstock.runtime.session import OffloadSession, SessionOptions
-from penstock.stores.disk import DiskStore
 from penstock.stores.pinned_host import PinnedStore
-from penstock.stores.store import Load, Store
+from penstock.stores.store import DiskStore, Load, Store
 from penstock.testing import assert_moved, assert_same_bits
 from penstock.transfer.cpu_threads import ThreadLink
 from registrars import Ledger, pin_by

@@ -24,8 +24,8 @@ from penstock.plan.plan import Plan, UnitDraft, assemble
 from penstock.plan.ring_layout import WORD_BYTES, RingLayout, lay_out_ring_of
 from penstock.runtime.prefetcher import Prefetcher
 from penstock.stats import Recorder, StagingStats
-from penstock.stores.disk import DiskOptions, DiskStore
-from penstock.stores.store import Load, Store
+from penstock.stores.file_reader import DiskOptions
+from penstock.stores.store import DiskStore, Load, Store
 from penstock.transfer.link import ComputeEvent, Link, Transfer
 from penstock.transfer.ring import READ_BYTES, RingServer
 from penstock.transfer.ring_readers import ReaderProcess

@@ -25,7 +25,7 @@ from penstock.plan.plan import Plan
 from penstock.plan.ring_layout import STATUS_BYTES, RingLayout, lay_out_ring
 from penstock.plan.slots import next_in_chain, steady_order
 from penstock.stats import StagingStats
-from penstock.stores.disk import DiskOptions
+from penstock.stores.file_reader import DiskOptions
 from penstock.testing import assert_same_bits, offload_over
 from penstock.transfer.ring_memory import Counter, RingMemory
 from rings import PATIENCE_S, FakeRingLink, Machine, Op, disk_store, make_plan, save_patterns

@@ -35,7 +35,7 @@ from penstock.memory.memfd import SharedMemory
 from penstock.memory.pinned import PinnedBuffer
 from penstock.plan.ring_layout import WORD_BYTES, lay_out_ring_of
 from penstock.stats import Recorder
-from penstock.stores.disk import DiskOptions
+from penstock.stores.file_reader import DiskOptions
 from penstock.stores.store import Store
 from penstock.testing import assert_same_bits, offload_over
 from penstock.transfer import ring_readers, ring_streams

@@ -19,8 +19,7 @@ from penstock.checkpoint.fingerprint import opened
 from penstock.errors import TransferError
 from penstock.memory.byte_ranges import ByteRange, Copy
 from penstock.plan.ring_layout import cut, lay_out_ring
-from penstock.stores.disk import DiskOptions
-from penstock.stores.file_reader import File
+from penstock.stores.file_reader import DiskOptions, File
 from penstock.stores.store import Load
 from penstock.transfer.ring import PAUSE_S, Part, RingServer
 from penstock.transfer.ring_memory import POISON, WANTED, RingMemory

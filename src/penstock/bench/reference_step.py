@@ -43,7 +43,8 @@ from penstock.memory.system import PeakMeter
 from penstock.model.inventory import take_inventory
 from penstock.plan.build import build_plan
 from penstock.plan.plan import Plan
-from penstock.stores.disk import DiskOptions, DiskStore
+from penstock.stores.file_reader import DiskOptions
+from penstock.stores.store import DiskStore
 from penstock.transfer.cpu_threads import ThreadLink
 
 __all__ = ["QWEN3_8B", "DecoderShape", "Stack", "Variant", "build_stack", "fill", "parse_policy", "run_cpu", "run_cuda"]

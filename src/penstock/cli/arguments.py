@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.plan.plan import Plan
-    from penstock.stores.disk import DiskOptions
+    from penstock.stores.file_reader import DiskOptions
 
 __all__ = [
     "VERB_FLAGS",
@@ -92,7 +92,7 @@ def requested(flags: OffloadFlags, on_gpu: bool | None = None) -> Policy | Plan 
 
 def disk_options(flags: OffloadFlags) -> DiskOptions | None:
     """How checkpoint files are read; ``None`` where no flag says."""
-    from penstock.stores.disk import DiskOptions
+    from penstock.stores.file_reader import DiskOptions
 
     if not (flags.disk_direct or flags.disk_drop_cache):
         return None

@@ -66,7 +66,7 @@ def plan(
     from penstock.cli.opened_model import minimum_bytes, no_collections, open_model
     from penstock.plan.plot import draw_plan, require_picture
     from penstock.plan.report import render, render_weights
-    from penstock.stores.disk import DiskStore
+    from penstock.stores.store import DiskStore
 
     for flag, file in places.items():
         if file is not None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.plan.build import Planner
     from penstock.plan.cost_model import Rates
     from penstock.plan.plan import Machine, Plan
-    from penstock.stores.disk import DiskOptions
+    from penstock.stores.file_reader import DiskOptions
 
 __all__ = ["OpenedModel", "minimum_bytes", "no_collections", "open_model", "require_causal_lm"]
 

@@ -15,9 +15,8 @@ from penstock.checkpoint.fingerprint import FileFingerprint
 from penstock.checkpoint.weight_map import Conversion, TensorSource
 from penstock.loading.read_pool import Delivery, deliver
 from penstock.memory.byte_ranges import ByteRange, Copy
-from penstock.stores.disk import DiskOptions, DiskStore
-from penstock.stores.file_reader import ReadCounter
-from penstock.stores.store import new_blob
+from penstock.stores.file_reader import DiskOptions, ReadCounter
+from penstock.stores.store import DiskStore, new_blob
 
 __all__ = ["TensorConverter"]
 

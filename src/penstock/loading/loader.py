@@ -19,9 +19,8 @@ from penstock.memory.pinned import MIN_ADOPTED_BYTES, CudaRegistrar, pin_threads
 from penstock.memory.system import cpus_near, trim_heap
 from penstock.model.live_tensors import BoundStorage
 from penstock.stats import ReadStats
-from penstock.stores.disk import DiskOptions, DiskStore
-from penstock.stores.file_reader import ReadCounter
-from penstock.stores.store import Store
+from penstock.stores.file_reader import DiskOptions, ReadCounter
+from penstock.stores.store import DiskStore, Store
 
 __all__ = ["WeightLoader", "require_weights"]
 

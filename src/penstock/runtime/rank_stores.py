@@ -34,10 +34,10 @@ from penstock.plan.plan import CHUNK_BYTES, PartLayout, Plan
 from penstock.ranks.channel import GlooChannel
 from penstock.ranks.digest import checksum, json_digest
 from penstock.ranks.group import RankGroup, this_host
-from penstock.stores.disk import DiskOptions, DiskStore
+from penstock.stores.file_reader import DiskOptions
 from penstock.stores.sharded import DeviceShardedStore, HostShardedStore, ShardedStore
 from penstock.stores.shared_host import SharedStore, shared_bytes
-from penstock.stores.store import new_blob
+from penstock.stores.store import DiskStore, new_blob
 
 __all__ = ["compare_ranks", "open_sharded", "open_shared"]
 

@@ -18,9 +18,9 @@ from penstock.plan.plan import SLAB_ALIGNMENT_BYTES, Plan
 from penstock.ranks.group import RankGroup, require_ranks
 from penstock.runtime.rank_stores import compare_ranks, open_sharded, open_shared
 from penstock.stats import Recorder
-from penstock.stores.disk import DiskOptions, DiskStore
+from penstock.stores.file_reader import DiskOptions
 from penstock.stores.pinned_host import Held, PinnedStore
-from penstock.stores.store import CpuStore, MetaStore, SpillStore, Store, new_blob
+from penstock.stores.store import CpuStore, DiskStore, MetaStore, SpillStore, Store, new_blob
 from penstock.transfer.cpu_threads import ThreadLink
 from penstock.transfer.cuda_stream import StreamLink
 from penstock.transfer.link import Link
