@@ -33,8 +33,7 @@ from penstock.runtime.prepare import prepare
 from penstock.stats import Recorder
 from penstock.stores.file_reader import DiskOptions
 from penstock.stores.store import Load
-from penstock.transfer.cpu_threads import ThreadLink, ThreadTransfer
-from penstock.transfer.link import ComputeEvent, Link, Transfer
+from penstock.transfer.link import ComputeEvent, Link, ThreadLink, ThreadTransfer, Transfer
 
 __all__ = [
     "EarlyLink",

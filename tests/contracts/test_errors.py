@@ -39,7 +39,7 @@ from penstock.runtime import prefetcher as pipeline
 from penstock.stores.file_reader import File
 from penstock.stores.store import CpuStore, DiskStore
 from penstock.testing import assert_moved, assert_same_bits
-from penstock.transfer.cpu_threads import ThreadLink
+from penstock.transfer.link import ThreadLink
 
 
 @pytest.fixture(autouse=True)

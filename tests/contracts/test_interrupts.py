@@ -18,7 +18,7 @@ from models import Stack, all_layers, rows, save
 from penstock.errors import OptionError
 from penstock.model.live_tensors import BoundStorage
 from penstock.testing import assert_moved, assert_same_bits
-from penstock.transfer import cpu_threads as threads
+from penstock.transfer import link as threads
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def test_while_the_originals_are_let_go(at: int, tmp_path: Path, monkeypatch: py
 
 _REMOVE = """
     import faulthandler, sys, torch, penstock
-    from penstock.transfer import cpu_threads as threads
+    from penstock.transfer import link as threads
     faulthandler.dump_traceback_later(60, exit=True)
     layers = [torch.nn.Linear(256, 256) for _ in range(4)]
     handle = penstock.offload(torch.nn.Sequential(*layers).eval(), penstock.Prefetch(1, 1, 2))

@@ -21,7 +21,7 @@ import penstock
 from models import DIM, Block, MoE, OddStack, QuantStack, ScaledStack, Stack, all_layers, rows, save
 from penstock import UVA, Budget, DiskOptions, Prefetch
 from penstock.testing import SlowLink, assert_moved, assert_same_bits, offload_over
-from penstock.transfer.cpu_threads import ThreadLink
+from penstock.transfer.link import ThreadLink
 
 MODELS: list[tuple[Callable[[], nn.Module], torch.Tensor]] = [
     (lambda: Stack(5, max_pause_s=0.001), rows()),

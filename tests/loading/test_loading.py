@@ -39,7 +39,7 @@ from penstock.runtime.session import OffloadSession, SessionOptions
 from penstock.stores.pinned_host import PinnedStore
 from penstock.stores.store import DiskStore, Load, Store
 from penstock.testing import assert_moved, assert_same_bits
-from penstock.transfer.cpu_threads import ThreadLink
+from penstock.transfer.link import ThreadLink
 from registrars import Ledger, pin_by
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"

@@ -45,7 +45,7 @@ from penstock.plan.build import build_plan
 from penstock.plan.plan import Plan
 from penstock.stores.file_reader import DiskOptions
 from penstock.stores.store import DiskStore
-from penstock.transfer.cpu_threads import ThreadLink
+from penstock.transfer.link import ThreadLink
 
 __all__ = ["QWEN3_8B", "DecoderShape", "Stack", "Variant", "build_stack", "fill", "parse_policy", "run_cpu", "run_cuda"]
 

@@ -21,9 +21,8 @@ from penstock.stats import Recorder
 from penstock.stores.file_reader import DiskOptions
 from penstock.stores.pinned_host import Held, PinnedStore
 from penstock.stores.store import CpuStore, DiskStore, MetaStore, SpillStore, Store, new_blob
-from penstock.transfer.cpu_threads import ThreadLink
 from penstock.transfer.cuda_stream import StreamLink
-from penstock.transfer.link import Link
+from penstock.transfer.link import Link, ThreadLink
 from penstock.transfer.sharded_copy import sharded_link
 
 __all__ = ["OpenedStore", "open_pinned", "open_store"]

@@ -29,9 +29,8 @@ from penstock.plan.plan import Plan
 from penstock.stats import Recorder, StagingStats
 from penstock.stores.file_reader import ALIGN_BYTES
 from penstock.stores.store import Load
-from penstock.transfer.cpu_threads import ThreadTransfer, close_at_exit, end_threads
 from penstock.transfer.cuda_stream import StreamLink, StreamTransfer, wait_for_events
-from penstock.transfer.link import ComputeEvent, Transfer
+from penstock.transfer.link import ComputeEvent, ThreadTransfer, Transfer, close_at_exit, end_threads
 
 __all__ = ["DiskToCudaLink", "StagedReads"]
 

@@ -39,9 +39,8 @@ from penstock.ranks.group import RankGroup
 from penstock.stats import Recorder
 from penstock.stores.sharded import DeviceShardedStore, ShardedStore
 from penstock.stores.store import Load
-from penstock.transfer.cpu_threads import ThreadLink, ThreadTransfer
 from penstock.transfer.cuda_stream import StreamLink, StreamTransfer, wait_for_events
-from penstock.transfer.link import ComputeEvent, Link
+from penstock.transfer.link import ComputeEvent, Link, ThreadLink, ThreadTransfer
 
 __all__ = ["DeviceShardLink", "GlooShardLink", "HostShardLink", "sharded_link"]
 
