@@ -1,4 +1,4 @@
-"""Marks every test in this folder `gpu` and skips it, with the reason, where there is no CUDA device."""
+"""Marks every test in this folder `gpu`, skips it with the reason where there is no CUDA device, and plants faults."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from faulty_readers import Faults
+from penstock.transfer import ring_readers
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -17,3 +20,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.gpu)
         if not has_cuda:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, torch sees none"))
+
+
+@pytest.fixture
+def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faults:
+    """Of the disk, as the readers of every offload that begins from now on see it."""
+    monkeypatch.setattr(ring_readers, "PROGRAM", "faulty_readers")
+    return Faults(tmp_path / "faults", monkeypatch.setenv)

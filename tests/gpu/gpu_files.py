@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from gpu_models import Stack
 from safetensors.torch import save_file
 
-from faulty_readers import Faults
 from penstock import UVA, Budget, Prefetch, Rules
-from penstock.transfer import ring_readers
 
 IDS = 8
 
@@ -51,10 +48,3 @@ def captured(model: Stack, ids: torch.Tensor) -> tuple[Graph, torch.Tensor]:
     with torch.cuda.graph(graph):
         out = model(ids)
     return graph, out
-
-
-@pytest.fixture
-def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faults:
-    """Of the disk, as the readers of every offload that begins from now on see it."""
-    monkeypatch.setattr(ring_readers, "PROGRAM", "faulty_readers")
-    return Faults(tmp_path / "faults", monkeypatch.setenv)

@@ -15,14 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_files import POLICIES, captured, faults, inputs, save
+from gpu_files import POLICIES, captured, inputs, save
 from gpu_models import build
 
 import penstock
 from faulty_readers import Faults
 from penstock.memory.pinned import pinned_region
-
-__all__ = ["faults"]
 
 
 def events() -> list[object]:
