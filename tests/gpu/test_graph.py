@@ -94,6 +94,16 @@ def test_copies_overlap_compute(graphed: bool) -> None:
     assert all(stall is not None and stall >= 0 for stall in stalls)
 
 
+@torch.no_grad()
+def test_the_copy_stream_is_none_of_torchs_pool() -> None:
+    """Compute or a capture on the copy stream would serialize both; torch hands out its 32 streams again and again."""
+    pooled = {torch.cuda.Stream().cuda_stream for _ in range(64)}
+    assert len(pooled) < 64
+    handle = penstock.offload(nn.Sequential(*(Spin(1, 1) for _ in range(8))), Prefetch(1, 1, 2), device="cuda")
+    assert handle._session is not None
+    assert handle._session._prefetcher._link._stream.cuda_stream not in pooled  # type: ignore[union-attr]
+
+
 class Hasty(StreamLink):
     """Slow copies for which nobody waits: the race that the events prevent."""
 

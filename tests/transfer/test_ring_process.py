@@ -440,7 +440,7 @@ class TestLink:
     @pytest.fixture
     def ledger(self, monkeypatch: pytest.MonkeyPatch) -> Ledger:
         ledger = Ledger()
-        monkeypatch.setattr("torch.cuda.Stream", lambda device: None)
+        monkeypatch.setattr("penstock.transfer.cuda_stream.own_stream", lambda device: None)
         monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
         monkeypatch.setattr(ring_streams, "CudaRegistrar", lambda device: ledger)
         monkeypatch.setattr(ring_streams, "CudaCopyStream", Copies)

@@ -13,8 +13,9 @@ finds in the slots at its start are the same at every replay (see ``[Note: two t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import ctypes
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,9 @@ from penstock.errors import StateError, TransferError
 from penstock.stores.store import Load
 from penstock.transfer.link import ComputeEvent, Link, Transfer
 
-__all__ = ["StreamLink", "StreamTransfer", "wait_for_events"]
+__all__ = ["StreamLink", "StreamTransfer", "own_stream", "wait_for_events"]
+
+_STREAM_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING (cuda.h, CUstream_flags): not ordered with the default stream
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class StreamLink(Link):
     def __init__(self, device: torch.device, *, measure_stalls: bool = False) -> None:
         """``device``: a CUDA device. ``measure_stalls``: time every wait with a pair of events, in graphs too."""
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = own_stream(device)
         self._replay_events: dict[int, torch.cuda.Event] = {}  # external: recorded by a node of each graph
         self._stalls: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] | None = {} if measure_stalls else None
 
@@ -100,23 +103,15 @@ class StreamLink(Link):
     def wait(self, transfer: Transfer, measure: bool = False) -> float:
         assert isinstance(transfer, StreamTransfer)
         stream = torch.cuda.current_stream(self._device)
-        with self._timing(transfer.unit, stream, measure):
-            if transfer.captured == self.capturing:
-                stream.wait_event(transfer.event)
-        return 0.0
-
-    @contextmanager
-    def _timing(self, unit: int, stream: torch.cuda.Stream, measure: bool) -> Iterator[None]:
-        """Around a wait of ``stream``: a pair of events, if waits are to be timed."""
-        if not measure or self._stalls is None:
-            yield
-            return
-        before, after = self._stalls.setdefault(unit, (_external_event(), _external_event()))
-        before.record(stream)
-        try:
-            yield
-        finally:
+        timed = measure and self._stalls is not None
+        if timed and self._stalls is not None:
+            before, after = self._stalls.setdefault(transfer.unit, (_external_event(), _external_event()))
+            before.record(stream)
+        if transfer.captured == self.capturing:
+            stream.wait_event(transfer.event)
+        if timed:
             after.record(stream)
+        return 0.0
 
     def last_stall_s(self, unit: int) -> float | None:
         if self._stalls is None or unit not in self._stalls:
@@ -128,6 +123,29 @@ class StreamLink(Link):
     def close(self) -> None:
         # Slots go back to the allocator, which knows nothing of the copy stream.
         torch.cuda.synchronize(self._device)
+
+
+def own_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that nothing else uses, destroyed with the object returned.
+
+    ``torch.cuda.Stream`` hands out 32 streams per device in turn, so the 33rd is the first one again. If the copy
+    stream were also the stream of a capture or of other compute, copies and compute would run one after the other.
+
+    Raises:
+        TransferError: the driver creates no stream.
+    """
+    driver = ctypes.CDLL("libcuda.so.1")
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        torch.cuda.mem_get_info()  # makes the device's context current in this thread, which the driver API asks for
+        code = driver.cuStreamCreate(ctypes.byref(handle), _STREAM_NON_BLOCKING)
+    if code != 0 or handle.value is None:
+        raise TransferError(f"cuStreamCreate on {device}: error {code} of the CUDA driver (CUresult)")
+    stream = torch.cuda.ExternalStream(handle.value, device)
+    # Work that is left in it still finishes (CUDA Driver API, cuStreamDestroy). Not at the exit of the process, where
+    # the context may be gone.
+    weakref.finalize(stream, driver.cuStreamDestroy_v2, handle).atexit = False
+    return stream
 
 
 def wait_for_events(stream: torch.cuda.Stream, events: Sequence[ComputeEvent]) -> None:
