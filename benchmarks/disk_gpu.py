@@ -2,13 +2,10 @@
 
     floor = max(resident step, bytes moved / link rate, bytes moved / rate of reading the files)
 
-``--link both`` runs every row through the staging ring and through the simple link of threads, which serves eager steps
-only, one after the other in one run, and prints the ratio of the two.
-
 All rates are measured in the same run: the files as one plain thread per core reads them into memory of its own, over
 and over the same few MiB, before and after each variant; the faster of the two counts, which makes the floor lower.
 
-    python benchmarks/disk_gpu.py [--layers 10] [--rows 1] [--files cached] [--link both] [--folder DISK]
+    python benchmarks/disk_gpu.py [--layers 10] [--rows 1] [--files cached] [--folder DISK]
         [--out FILE.jsonl]
 """
 
@@ -17,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -39,9 +35,6 @@ from penstock.config import ALL_MODEL_PARAMS
 from penstock.plan.ring_layout import ring_bytes
 from penstock.runtime.prepare import prepare as prepare_offload
 from penstock.stores.file_reader import DiskOptions
-from penstock.transfer.disk_to_cuda import NUM_BUFFERS, PIECE_BYTES, DiskToCudaLink
-from penstock.transfer.link import Link
-from penstock.transfer.ring_streams import RingLink
 from plain_reads import read_plainly
 
 SECONDS_PER_VARIANT = 6.0
@@ -103,11 +96,8 @@ def prepare(folder: Path, shape: DecoderShape, rows: int, device: torch.device) 
     return Ground(path, shape, x, out.clone(), resident_ms, link)
 
 
-LINKS: dict[str, Callable[[torch.device], Link]] = {"ring": RingLink, "simple": DiskToCudaLink}
-
-
-def measure(ground: Ground, options: DiskOptions, link: str, device: torch.device) -> Iterator[dict[str, Any]]:
-    """An eager and a replayed row; eager alone over the simple link."""
+def measure(ground: Ground, options: DiskOptions, device: torch.device) -> Iterator[dict[str, Any]]:
+    """An eager and a replayed row."""
     gc.collect()
     torch.cuda.empty_cache()
     before_bytes = torch.cuda.memory_allocated(device)
@@ -117,9 +107,9 @@ def measure(ground: Ground, options: DiskOptions, link: str, device: torch.devic
     policy = penstock.Prefetch(1, 1, 2, params=[ALL_MODEL_PARAMS], mode="disk")
     weights = WeightMap.open(ground.path)
     prepared = prepare_offload(stack, policy, device=device, weights=weights, disk=options)
-    handle = start_offload(prepared, link=LINKS[link](device))
+    handle = start_offload(prepared)
     replay = out = None
-    for how in ("eager", "graph") if link == "ring" else ("eager",):
+    for how in ("eager", "graph"):
         if how == "graph":
             stack(ground.x)
             replay, out = capture(lambda: stack(ground.x))
@@ -138,7 +128,7 @@ def measure(ground: Ground, options: DiskOptions, link: str, device: torch.devic
         assert staging is not None
         assert before is not None
         yield {
-            "case": f"disk, {'direct' if options.direct else 'page cache'}, {how}" + ", simple" * (link == "simple"),
+            "case": f"disk, {'direct' if options.direct else 'page cache'}, {how}",
             "rows": ground.x.shape[0],
             "ms": timing.ms,
             "spread_ms": timing.spread_ms,
@@ -151,7 +141,7 @@ def measure(ground: Ground, options: DiskOptions, link: str, device: torch.devic
             "disk_gb_per_s": [rate / 1e9 for rate in rates],
             "peak_device_bytes": torch.cuda.max_memory_allocated(device) - before_bytes,
             "planned_device_bytes": handle.plan.device_bytes,
-            "host_bytes": ring_bytes(handle.plan) if link == "ring" else NUM_BUFFERS * PIECE_BYTES,
+            "host_bytes": ring_bytes(handle.plan),
             "read_gb_per_s": (staging.bytes_read - before.bytes_read) / seconds / 1e9,
             "stalls": staging.stalls - before.stalls,
             "stall_s": staging.stall_s - before.stall_s,
@@ -161,20 +151,6 @@ def measure(ground: Ground, options: DiskOptions, link: str, device: torch.devic
     handle._session._prefetcher.close()  # type: ignore[union-attr]  # remove() would bring all weights back
 
 
-def print_ratios(rows: list[dict[str, Any]]) -> None:
-    """The simple link's time over the ring's, eager and replayed, turn by turn."""
-    times: dict[str, list[float]] = {}
-    for row in rows:
-        times.setdefault(row["case"], []).append(row["ms"])
-    for case, simple_ms in times.items():
-        eager = case.removesuffix(", simple")
-        for other in (eager, eager.replace("eager", "graph")):
-            if case != eager and other in times:
-                ratios = [simple / ring for simple, ring in zip(simple_ms, times[other], strict=True)]
-                each = ", ".join(f"{ratio:.3f}" for ratio in ratios)
-                print(f"{case}: {statistics.median(ratios):.3f} x of {other} through the ring (turns: {each})")
-
-
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -182,8 +158,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--folder", type=writable_folder, help="on the disk to read from (default: temporary files)")
     parser.add_argument("--files", choices=("both", "direct", "cached"), default="both", help="how they are read")
-    parser.add_argument("--link", choices=(*LINKS, "both"), default="ring", help="what brings the files")
-    parser.add_argument("--repeats", type=int, default=1, help="turns of all links")
+    parser.add_argument("--repeats", type=int, default=1, help="turns of all ways to read")
     parser.add_argument("--out", type=writable_file, help="append results here, one JSON object per line")
     args = parser.parse_args()
     start = time.perf_counter()
@@ -192,19 +167,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         ground = prepare(Path(folder), replace(QWEN3_8B, num_layers=args.layers), args.rows, device)
         ways = {"direct": DiskOptions(direct=True), "cached": DiskOptions()}
-        links = list(LINKS) if args.link == "both" else [args.link]
-        turns = [
-            (options, link)
-            for options in (ways.values() if args.files == "both" else [ways[args.files]])
-            for _ in range(args.repeats)
-            for link in links
-        ]
-        for options, link in turns:
-            for row in measure(ground, options, link, device):
+        chosen = list(ways.values()) if args.files == "both" else [ways[args.files]]
+        for options in chosen * args.repeats:
+            for row in measure(ground, options, device):
                 rows.append(row)
                 rates = ", ".join(f"{rate:.2f}" for rate in row["disk_gb_per_s"])
                 print(
-                    f"{row['case']:28} {row['ms']:9.1f} ms ± {row['spread_ms']:.1f}, floor {row['floor_ms']:.1f} ms: "
+                    f"{row['case']:26} {row['ms']:9.1f} ms ± {row['spread_ms']:.1f}, floor {row['floor_ms']:.1f} ms: "
                     f"{row['share_of_floor']:.3f} x; files {rates} GB/s, link {row['link_gb_per_s']:.1f} GB/s, "
                     f"stalls {row['stalls']} ({row['stall_s']:.2f} s), misses {row['misses']}, "
                     f"bits {'equal' if row['bit_equal'] else 'DIFFER'}",
@@ -212,7 +181,6 @@ def main() -> None:
                 )
     for row in rows:
         append(row, args.out)
-    print_ratios(rows)
     worst = max(row["share_of_floor"] for row in rows)
     print(f"worst share of the floor {worst:.3f} (bar: 1.10); {time.perf_counter() - start:.0f} s in all")
     if not all(row["bit_equal"] for row in rows):

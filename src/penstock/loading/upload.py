@@ -103,9 +103,9 @@ class CudaUploader(UploadRing):
         self._stream.synchronize()
 
 
-def start_copies(stream: torch.cuda.Stream, copies: Sequence[Upload], *, blocking: bool = False) -> Wait:
-    """Give ``copies`` to ``stream``; returns what waits until they are done, without spinning if ``blocking``."""
-    done = torch.cuda.Event(blocking=blocking)
+def start_copies(stream: torch.cuda.Stream, copies: Sequence[Upload]) -> Wait:
+    """Give ``copies`` to ``stream``; returns what waits until they are done."""
+    done = torch.cuda.Event()
     # A thread begins on device 0, and to return to that device's stream would make a context there.
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         for into, staged in copies:
