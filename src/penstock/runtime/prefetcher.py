@@ -5,7 +5,7 @@ a unit whose slot holds another one is fetched on demand (a *miss*), which is sl
 
 Two threads may call the model: a slot that one of them reads is not refilled before it lets go.
 
-What graphs change about this is in capture.py.
+What graphs change about this is in slot.py.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from torch import Tensor
 from penstock.errors import SlotConflictError, StateError, TransferError
 from penstock.plan.plan import Plan
 from penstock.plan.slots import first_units, next_in_chain, slot_of
-from penstock.runtime.capture import GraphRecord
 from penstock.runtime.debug import Guard
-from penstock.runtime.slot import Reader, Slot, SlotState
+from penstock.runtime.slot import GraphRecord, Reader, Slot, SlotState
 from penstock.stats import Recorder, UnitStats
 from penstock.stores.store import Store
 from penstock.transfer.link import Link
@@ -54,7 +53,7 @@ class Prefetcher:
         debug: bool = False,
         replays_announced: bool = False,
     ) -> None:
-        """``debug``: poison and check slots. ``replays_announced``: see the note of that name in capture.py."""
+        """``debug``: poison and check slots. ``replays_announced``: see the note of that name in slot.py."""
         self._plan = plan
         self._link = link
         self._recorder = recorder
@@ -346,7 +345,7 @@ class Prefetcher:
 
     @property
     def _is_loose(self) -> bool:
-        """Whether a module that runs now does so by itself, between replays; see the note in capture.py."""
+        """Whether a module that runs now does so by itself, between replays; see the note in slot.py."""
         return self._graphs.exist and not self._capturing and threading.get_ident() not in self._forwards
 
     # -- the end ----------------------------------------------------------------------------------------------------
