@@ -13,8 +13,7 @@ from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import RANK_MODES, Policy
 from penstock.errors import OptionTypeError, StateError, warn_user
 from penstock.plan.plan import Plan
-from penstock.ranks.group import RankGroup
-from penstock.runtime.prepare import Prepared, prepare, require_group, require_kinds
+from penstock.runtime.prepare import Prepared, open_ranks, prepare, require_kinds
 from penstock.runtime.session import OffloadSession, Progress, SessionOptions
 from penstock.runtime.state_dict import place_of
 from penstock.stats import Stats
@@ -149,11 +148,10 @@ def offload(
     :class:`~penstock.errors.OutsideAccessError` or :class:`~penstock.errors.ModelChangedError` is raised. Code that
     torch.compile traces is checked when it is traced.
     """
-    require_group(group)
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper; the code behind it retraces by itself
     was_offloaded = isinstance(model, nn.Module) and _handle_of(model) is not None
     try:
-        with RankGroup.open(group) as ranks:
+        with open_ranks(group) as ranks:
             if not isinstance(model, nn.Module):
                 raise OptionTypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
             _refuse_second_offload(model)

@@ -477,8 +477,7 @@ class TestPlanning:
 
         rates = replace(NOMINAL_GPU, peer_bytes_per_s=Curve.of({1: 1e12}))
         monkeypatch.setattr("penstock.adapters.transformers.load_folder.start", start)
-        monkeypatch.setattr("penstock.adapters.transformers.load_folder.require_group", lambda group: None)
-        monkeypatch.setattr("penstock.adapters.transformers.load_folder.RankGroup.open", nullcontext)
+        monkeypatch.setattr("penstock.adapters.transformers.load_folder.open_ranks", nullcontext)
         monkeypatch.setattr("penstock.runtime.prepare.planning_rates", lambda *_: rates)
         folder, group = saved("qwen3"), SimpleNamespace(size=4)
         num_bytes = take_inventory(build_meta_model(folder)).num_bytes

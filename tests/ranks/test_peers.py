@@ -25,9 +25,9 @@ from models import MoE, OddStack, ScaledStack, Stack, all_layers, rows, save
 from penstock.errors import OptionError, PeerError, PenstockWarning, TransferError
 from penstock.memory.symmetric import SymmetricMemory
 from penstock.plan.plan import Striping
-from penstock.ranks.digest import checksum
 from penstock.ranks.group import RankGroup
 from penstock.runtime import rank_stores
+from penstock.runtime.rank_stores import checksum
 from penstock.stores.sharded import ShardedStore
 from penstock.testing import assert_moved, assert_same_bits, boundaries
 from ranks import outcomes, run_ranks

@@ -72,11 +72,11 @@ def generate(
 
     stderr.print(render(plan, opened.name))
     from penstock.adapters.transformers.load_folder import load_matched
-    from penstock.ranks.group import RankGroup
+    from penstock.runtime.prepare import open_ranks
 
     meter = PeakMeter()
     module = opened.module
-    with byte_bar("loading", stderr) as progress, RankGroup.open(group) as ranks:
+    with byte_bar("loading", stderr) as progress, open_ranks(group) as ranks:
         handle = load_matched(opened.folder, module, opened.match, plan, device, disk_options(flags), progress, ranks)
     # The handle is not removed at the end: that would bring all weights back, which may not fit.
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}

@@ -16,6 +16,7 @@ group would need all ranks to agree on which of their calls belong together, and
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import select
@@ -36,7 +37,7 @@ import torch.distributed as dist
 from penstock.env import peer_timeout_s
 from penstock.errors import OptionError, PeerError
 
-__all__ = ["GRACE_S", "ProcessWatch", "RankGroup", "call_within", "require_ranks", "this_host"]
+__all__ = ["GRACE_S", "ProcessWatch", "RankGroup", "call_within", "json_digest", "require_ranks", "this_host"]
 
 T = TypeVar("T")
 
@@ -67,17 +68,12 @@ class RankGroup:
 
     @classmethod
     @contextmanager
-    def open(cls, process_group: dist.ProcessGroup | None) -> Iterator[RankGroup | None]:
+    def open(cls, process_group: dist.ProcessGroup) -> Iterator[RankGroup]:
         """Begin a call of all ranks, without waiting for them; whatever is raised inside is reported to all ranks.
-
-        Yields ``None`` without a process group.
 
         Raises:
             PeerError: the key-value store does not answer, or the group has failed before.
         """
-        if process_group is None:
-            yield None
-            return
         ranks = cls(process_group)
         try:
             ranks._begin()
@@ -286,6 +282,11 @@ def this_host() -> list[str]:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
     return [boot, namespace, str(os.geteuid())]
+
+
+def json_digest(value: object) -> str:
+    """SHA-256 of ``value`` as JSON, in hexadecimal digits, to compare among ranks; the order of keys does not count."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def call_within(timeout_s: float, call: Callable[[], T]) -> T:

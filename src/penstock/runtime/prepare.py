@@ -8,6 +8,7 @@ and the model is not touched.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -38,8 +39,8 @@ __all__ = [
     "compute_device",
     "make_planner",
     "not_in_files",
+    "open_ranks",
     "prepare",
-    "require_group",
     "require_kinds",
 ]
 
@@ -151,13 +152,20 @@ def prepare(
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
-def require_group(group: object) -> None:
-    """Raise ``OptionTypeError`` for what is no process group: what ``new_group`` gives to no member is none, either."""
-    if group is not None and not isinstance(group, dist.ProcessGroup):
+def open_ranks(group: dist.ProcessGroup | None) -> AbstractContextManager[RankGroup | None]:
+    """One call of all ranks of ``group`` (:meth:`RankGroup.open`); without a group the context yields ``None``.
+
+    Raises:
+        OptionTypeError: not a process group. What ``new_group`` returns to a process outside of it is none, either.
+    """
+    if group is None:
+        return nullcontext()
+    if not isinstance(group, dist.ProcessGroup):
         raise OptionTypeError(
             f"group: expected a process group, such as torch.distributed.group.WORLD after "
             f"torch.distributed.init_process_group, found {type(group).__name__} {group!r}"
         )
+    return RankGroup.open(group)
 
 
 def require_kinds(device: object, disk: object) -> None:

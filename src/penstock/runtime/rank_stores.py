@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -32,16 +32,19 @@ from penstock.model.inventory import StorageInfo
 from penstock.model.live_tensors import BoundStorage
 from penstock.plan.plan import CHUNK_BYTES, PartLayout, Plan
 from penstock.ranks.channel import GlooChannel
-from penstock.ranks.digest import checksum, json_digest
-from penstock.ranks.group import RankGroup, this_host
+from penstock.ranks.group import RankGroup, json_digest, this_host
 from penstock.stores.file_reader import DiskOptions
 from penstock.stores.sharded import DeviceShardedStore, HostShardedStore, ShardedStore
 from penstock.stores.shared_host import SharedStore, shared_bytes
 from penstock.stores.store import DiskStore, new_blob
 
-__all__ = ["compare_ranks", "open_sharded", "open_shared"]
+__all__ = ["checksum", "compare_ranks", "open_sharded", "open_shared"]
 
 _SHOWN_DIFFERENCES = 3
+
+# Of checksums: 8-byte words per block, and the prime that the blocks are combined by.
+_WORDS = 1 << 20
+_PRIME = (1 << 61) - 1
 
 
 # -- what ranks compare ------------------------------------------------------------------------------------------------
@@ -90,6 +93,35 @@ def _checksums(offloaded: Mapping[str, BoundStorage]) -> dict[str, int]:
     with ThreadPoolExecutor(pin_threads(), "penstock-checksum") as pool:
         on_host = {name: pool.submit(checksum, data) for name, data in live.items() if data.is_cpu}
         return {name: on_host[name].result() if name in on_host else checksum(live[name]) for name in live}
+
+
+def checksum(blob: torch.Tensor) -> int:
+    """Of ``blob`` (uint8, 1-D): equal for equal bytes on any device, and for other bytes only by chance.
+
+    Each block is a sum of words times fixed odd random numbers modulo 2^64, so that every bit and every place counts
+    (multilinear hashing: Lemire and Kaser, "Strongly universal string hashing is fast", 2014); the blocks are the
+    coefficients of a polynomial modulo 2^61 - 1.
+    """
+    factors = _factors().to(blob.device)
+    sums = [(_words(part) * factors[: -(-part.numel() // 8)]).sum() for part in blob.split(8 * _WORDS)]
+    total = blob.numel()
+    for value in torch.stack(sums).tolist() if sums else ():
+        total = (total * 0x9E3779B97F4A7C15 + value) % _PRIME
+    return total
+
+
+@cache
+def _factors() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**63), 2**63 - 1, (_WORDS,), dtype=torch.int64, generator=generator) | 1
+
+
+def _words(part: torch.Tensor) -> torch.Tensor:
+    if part.numel() % 8 or part.storage_offset() % 8 or part.data_ptr() % 8:
+        whole = torch.zeros(-(-part.numel() // 8) * 8, dtype=torch.uint8, device=part.device)
+        whole[: part.numel()] = part
+        part = whole
+    return part.view(torch.int64)
 
 
 def _origin(weights: WeightMap, storage: StorageInfo) -> list[list[str | int]]:

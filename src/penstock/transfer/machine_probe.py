@@ -7,6 +7,7 @@ that planning costs nothing.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import os
@@ -32,7 +33,6 @@ from penstock.memory.pinned import device_view, pinned_region
 from penstock.memory.system import num_cores
 from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates
 from penstock.plan.plan import Machine
-from penstock.ranks.digest import json_digest
 from penstock.stores.file_reader import DiskOptions, File
 from penstock.transfer.peer_rates import COPY_SIZES, peer_rates
 
@@ -204,7 +204,8 @@ def cache_path() -> Path | None:
         folder = Path(base) if base else Path.home() / ".cache"
     except RuntimeError:  # neither HOME nor an entry in passwd, as a container with a bare user id has it
         return None
-    return folder / "penstock" / f"probe-{json_digest(describe_machine())[:16]}.json"
+    machine = hashlib.sha256(json.dumps(describe_machine(), sort_keys=True).encode()).hexdigest()
+    return folder / "penstock" / f"probe-{machine[:16]}.json"
 
 
 def load() -> Probe | None:

@@ -36,8 +36,8 @@ from penstock.ranks.group import RankGroup
 from penstock.runtime.prepare import (
     Prepared,
     not_in_files,
+    open_ranks,
     prepare,
-    require_group,
     require_kinds,
 )
 from penstock.runtime.session import Progress
@@ -91,8 +91,7 @@ def load(
 
     To measure stalls, :func:`penstock.offload` a model that is built already.
     """
-    require_group(group)
-    with RankGroup.open(group) as ranks:
+    with open_ranks(group) as ranks:
         require_kinds(device, disk)
         model = build_meta_model(path, model_class=model_class, dtype=dtype)
         found = match(model, Checkpoint.open(path))

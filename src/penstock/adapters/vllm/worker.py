@@ -26,8 +26,8 @@ from penstock.config import format_gib
 from penstock.errors import OptionError, StateError
 from penstock.offloaders.layerwise import EngineOffloader
 from penstock.offloaders.reference import NoCopyOffloader
-from penstock.ranks.digest import json_digest
-from penstock.ranks.group import RankGroup
+from penstock.ranks.group import json_digest
+from penstock.runtime.prepare import open_ranks
 
 __all__ = ["OffloadingWorker", "Worker"]
 
@@ -79,7 +79,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         replicas = None
         if self._options.mode == "shm_cpu":
             replicas = replica_group(self._options.replicas, self.vllm_config.parallel_config, self.rank)
-        with RankGroup.open(replicas) as ranks:
+        with open_ranks(replicas) as ranks:
             self._offloader = kind(
                 self._options.policy,
                 self.model_runner.get_model,
