@@ -20,8 +20,7 @@ from penstock.plan.build import build_plan
 from penstock.plan.plan import Machine
 from penstock.runtime import prepare as prepare_module
 from penstock.runtime import under_construction
-from penstock.runtime.limits import Limits
-from penstock.runtime.prepare import prepare
+from penstock.runtime.prepare import Limits, prepare
 from penstock.runtime.session import OffloadSession
 from penstock.runtime.under_construction import BuildTimeFilter, BuildTimePool, storages_in_engine_memory
 from penstock.stores.pinned_host import Held

@@ -17,7 +17,7 @@ import penstock
 from penstock import Budget, Plan, Prefetch
 from penstock.errors import LimitError, OptionError
 from penstock.runtime import prepare as prepare_module
-from penstock.runtime.limits import Limits, describe_device, read_limits
+from penstock.runtime.prepare import Limits, describe_device, read_limits
 
 GPU = torch.device("cuda", 0)
 MIB = 2**20
@@ -84,7 +84,7 @@ def test_a_saved_plan_is_for_this_gpu(tmp_path: Path) -> None:
 
 UNPRIVILEGED = """
 import os, resource, torch, warnings
-from penstock.runtime.limits import read_limits
+from penstock.runtime.prepare import read_limits
 from penstock.memory.system import memlock_bytes
 from penstock.memory.pinned import pinned_region
 torch.empty(1, device="cuda")

@@ -20,7 +20,7 @@ from penstock.model.inventory import take_inventory
 from penstock.plan.build import build_plan
 from penstock.plan.ring_layout import RING_BYTES, ring_bytes
 from penstock.runtime import prepare as prepare_module
-from penstock.runtime.limits import Limits, needs_of
+from penstock.runtime.prepare import Limits, needs_of
 from penstock.transfer.ring_streams import RingLink
 
 # Policy, and the units of it that rest in files.

@@ -22,7 +22,7 @@ from penstock.memory.system import cgroup_available_bytes, host_available_bytes,
 from penstock.model.inventory import take_inventory
 from penstock.plan.build import build_plan
 from penstock.runtime import prepare as prepare_module
-from penstock.runtime.limits import Limits, Needs, check_limits, needs_of, read_limits, require_disk
+from penstock.runtime.prepare import Limits, Needs, check_limits, needs_of, read_limits, require_disk
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 

@@ -29,8 +29,7 @@ from penstock.plan.plan import Plan, UnitDraft, assemble
 from penstock.plan.predict import Forecaster
 from penstock.plan.ring_layout import RING_BYTES, ring_bytes
 from penstock.runtime import prepare as prepare_module
-from penstock.runtime.limits import Limits, needs_of
-from penstock.runtime.prepare import make_planner
+from penstock.runtime.prepare import Limits, make_planner, needs_of
 from plans import assignments, check_plan, layered, models
 from spills import DISK, GIB, KIB, MIB, SPILL
 

@@ -21,7 +21,7 @@ from penstock.plan.plan import Machine, Plan, slab_bytes
 from penstock.plan.predict import Forecaster
 from penstock.plan.report import render
 from penstock.plan.ring_layout import lay_out_ring, ring_bytes
-from penstock.runtime.limits import Needs, needs_of
+from penstock.runtime.prepare import Needs, needs_of
 from penstock.stores.store import DiskStore
 from penstock.transfer.machine_probe import Probe
 

@@ -26,7 +26,7 @@ from penstock.plan.report import PredictionReport, render
 from penstock.plan.ring_layout import lay_out_ring, lay_out_ring_of
 from penstock.plan.slots import steady_order
 from penstock.runtime import store_factory as opening
-from penstock.runtime.limits import Needs, needs_of
+from penstock.runtime.prepare import Needs, needs_of
 from penstock.runtime.store_factory import open_pinned
 from penstock.testing import assert_moved, assert_same_bits, offload_over
 from plans import layered

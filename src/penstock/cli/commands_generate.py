@@ -62,7 +62,7 @@ def generate(
     opened = open_model(model)
     require_causal_lm(opened.module)
     device = target_device(flags.device)
-    from penstock.runtime.limits import describe_device
+    from penstock.runtime.prepare import describe_device
 
     planner = opened.planner(device, disk=disk_options(flags))
     plan = opened.plan(planner, policy, describe_device(device))

@@ -99,7 +99,7 @@ def plan(
 def _planned_machine(flags: OffloadFlags, file: Path | None) -> tuple[torch.device, Machine, Rates | None]:
     """Where the plan is to be carried out: this machine, or that of a probe, with its rates."""
     if file is None:
-        from penstock.runtime.limits import describe_device
+        from penstock.runtime.prepare import describe_device
 
         device = target_device(flags.device)
         return device, describe_device(device), None

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from penstock.checkpoint.safetensors_header import Checkpoint
 from penstock.errors import OptionError
-from penstock.runtime.limits import require_disk
+from penstock.runtime.prepare import require_disk
 
 __all__ = ["ModelSize", "ensure_model"]
 
