@@ -30,12 +30,10 @@ from penstock.memory.pinned import CudaRegistrar, PinnedBuffer, pin_shared, pin_
 from penstock.plan.ring_layout import ENTRY_BYTES, MAX_ENTRIES, lay_out_ring
 from penstock.stores.file_reader import DiskOptions, File
 from penstock.stores.store import Load
-from penstock.transfer.ring import READ_BYTES, STUCK_S
-from penstock.transfer.ring_memory import WANTED
+from penstock.transfer.ring import READ_BYTES, STUCK_S, WANTED
+from penstock.transfer.ring_process import RingTask
 from penstock.transfer.ring_readers import ReaderProcess
-from penstock.transfer.ring_staging import StagingRing, parts_in_files
-from penstock.transfer.ring_task import RingTask
-from penstock.transfer.stream_memory import CudaCopyStream
+from penstock.transfer.ring_streams import CudaCopyStream, StagingRing, parts_in_files
 
 NUM_UNITS = 4
 

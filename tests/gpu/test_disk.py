@@ -279,7 +279,7 @@ class TestLimits:
         def missing(name: str) -> None:
             raise OptionError(f"mode 'disk' on a GPU needs {name}; use mode 'cpu'")
 
-        monkeypatch.setattr("penstock.transfer.stream_memory._driver_function", missing)
+        monkeypatch.setattr("penstock.transfer.ring_streams._driver_function", missing)
         with pytest.raises(OptionError, match=r"needs cuStreamWriteValue32.*mode 'cpu'"):
             penstock.offload(model, POLICIES["one slot"], checkpoint=folder)
         assert model(inputs()).isfinite().all()

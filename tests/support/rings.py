@@ -28,9 +28,9 @@ from penstock.stores.file_reader import DiskOptions
 from penstock.stores.store import DiskStore, Load, Store
 from penstock.transfer.link import ComputeEvent, Link, Transfer
 from penstock.transfer.ring import READ_BYTES, RingServer
+from penstock.transfer.ring_process import RingTask
 from penstock.transfer.ring_readers import ReaderProcess
-from penstock.transfer.ring_staging import StagingRing, parts_in_files, parts_of
-from penstock.transfer.ring_task import RingTask
+from penstock.transfer.ring_streams import StagingRing, parts_in_files, parts_of
 
 PATIENCE_S = 30.0
 ENTRY_BYTES = 4096

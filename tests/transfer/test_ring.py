@@ -27,7 +27,7 @@ from penstock.plan.slots import next_in_chain, steady_order
 from penstock.stats import StagingStats
 from penstock.stores.file_reader import DiskOptions
 from penstock.testing import assert_same_bits, offload_over
-from penstock.transfer.ring_memory import Counter, RingMemory
+from penstock.transfer.ring import Counter, RingMemory
 from rings import PATIENCE_S, FakeRingLink, Machine, Op, disk_store, make_plan, save_patterns
 
 CASES = [(n, s) for n in range(1, 9) for s in range(1, min(n, 4) + 1)]

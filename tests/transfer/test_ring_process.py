@@ -39,12 +39,10 @@ from penstock.stores.file_reader import DiskOptions
 from penstock.stores.store import Store
 from penstock.testing import assert_same_bits, offload_over
 from penstock.transfer import ring_readers, ring_streams
-from penstock.transfer.ring_memory import RingMemory
-from penstock.transfer.ring_process import failed_server
+from penstock.transfer.ring import RingMemory
+from penstock.transfer.ring_process import RingTask, failed_server
 from penstock.transfer.ring_readers import ReaderProcess
-from penstock.transfer.ring_staging import StagingRing, parts_in_files
-from penstock.transfer.ring_streams import RingLink
-from penstock.transfer.ring_task import RingTask
+from penstock.transfer.ring_streams import RingLink, StagingRing, parts_in_files
 from registrars import Ledger
 from rings import ENTRY_BYTES, PATIENCE_S, FakeStream, Machine, ProcessRingLink, disk_store, make_plan, save_patterns
 

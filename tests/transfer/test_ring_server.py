@@ -21,10 +21,9 @@ from penstock.memory.byte_ranges import ByteRange, Copy
 from penstock.plan.ring_layout import cut, lay_out_ring
 from penstock.stores.file_reader import DiskOptions, File
 from penstock.stores.store import Load
-from penstock.transfer.ring import PAUSE_S, Part, RingServer
-from penstock.transfer.ring_memory import POISON, WANTED, RingMemory
-from penstock.transfer.ring_staging import parts_of
-from penstock.transfer.ring_task import RingTask
+from penstock.transfer.ring import PAUSE_S, POISON, WANTED, Part, RingMemory, RingServer
+from penstock.transfer.ring_process import RingTask
+from penstock.transfer.ring_streams import parts_of
 from rings import PATIENCE_S, Machine
 
 PIECE_BYTES = 4096

@@ -4,7 +4,7 @@ Python collects garbage in any thread, and what ends there may wait for a lock o
 for the device, and the device for a reader. So the readers are a program of their own, without torch, without a driver
 and with an interpreter lock of their own. It is told what to do once and never waits for the process that started it:
 
-* it inherits the descriptors of the ring, of its task (:mod:`penstock.transfer.ring_task`) and of the files;
+* it inherits the descriptors of the ring, of its task (:class:`RingTask`) and of the files;
 * on its standard input a byte lets it begin, and the end of it, or of the parent, ends it at once, whatever its readers
   are doing;
 * on its standard output it says what was read, as far as somebody listens: what the pipe has no room for is dropped;
@@ -17,6 +17,7 @@ to (somebody kills it, or it is out of memory), the other says so and answers ev
 from __future__ import annotations
 
 import gc
+import json
 import os
 import select
 import signal
@@ -25,16 +26,20 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple, NoReturn
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
+from penstock.checkpoint.fingerprint import FileFingerprint
 from penstock.errors import TransferError
 from penstock.memory.pages import map_file
-from penstock.transfer.ring import RingServer
-from penstock.transfer.ring_memory import Counter, RingMemory
-from penstock.transfer.ring_task import RingTask
+from penstock.plan.ring_layout import Piece, RingLayout
+from penstock.stores.file_reader import DiskOptions, File
+from penstock.transfer.ring import Counter, Part, RingMemory, RingServer
 
-__all__ = ["ReadReport", "failed_server", "fate", "main", "unpack_reports"]
+__all__ = ["ReadReport", "RingTask", "failed_server", "fate", "main", "unpack_reports"]
 
 _REPORT = struct.Struct("=IIQqq")
 _STDERR_BYTES = 2000
@@ -43,6 +48,88 @@ _REPORTS_AT_ONCE = select.PIPE_BUF // _REPORT.size
 # Between two writes: each wakes the parent, and a reader that had to do that would come back late to its reading.
 _REPORT_EVERY_S = 0.02
 _MAX_REPORTS = 1 << 16
+
+
+@dataclass(frozen=True)
+class RingTask:
+    """A ring to serve.
+
+    Attributes:
+        layout: of the ring.
+        parts: the reads of every piece, by position; the sources are files.
+        num_threads: readers.
+        stuck_s: how long no read may end before the disk counts as dead.
+        parent: process id of whom the ring is for.
+    """
+
+    layout: RingLayout
+    parts: Sequence[Sequence[Part]]
+    num_threads: int
+    stuck_s: float
+    parent: int
+
+    def verify(self, position: int) -> None:
+        """Raise ``TransferError`` if a file with bytes of this piece is no longer what it was stamped as."""
+        for source in {part.source for part in self.parts[position]}:
+            source.require_unchanged()
+
+    @property
+    def files(self) -> list[File]:
+        """Those that are read, each once."""
+        found = dict.fromkeys(part.source for parts in self.parts for part in parts)
+        return [file for file in found if isinstance(file, File)]
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What the process has to inherit."""
+        return sorted({fd for file in self.files for fd in file.descriptors if fd is not None})
+
+    def dump(self) -> str:
+        """For :meth:`load` in a process that has inherited :attr:`descriptors` under the same numbers."""
+        numbers = {file: number for number, file in enumerate(self.files)}
+        layout = self.layout
+        return json.dumps(
+            {
+                "entry_bytes": layout.entry_bytes,
+                "num_entries": layout.num_entries,
+                "pieces": [(p.unit, p.start, p.num_bytes, p.entry) for p in layout.pieces],
+                "following": layout.following,
+                "parts": [[(numbers[p.source], *p[1:]) for p in parts] for parts in self.parts],  # type: ignore[index]
+                "files": [_describe(file) for file in numbers],
+                "num_threads": self.num_threads,
+                "stuck_s": self.stuck_s,
+                "parent": self.parent,
+            }
+        )
+
+    @classmethod
+    def load(cls, text: str) -> RingTask:
+        """The task, with files that this process now owns; they are compared with their stamps by :meth:`verify`."""
+        told = json.loads(text)
+        files = [_inherited(file) for file in told["files"]]
+        pieces = tuple(Piece(*piece) for piece in told["pieces"])
+        # Who gives the copies needs to know the positions of a unit, and who serves them does not.
+        layout = RingLayout(told["entry_bytes"], told["num_entries"], pieces, {}, tuple(told["following"]))
+        parts = [[Part(files[number], *rest) for number, *rest in row] for row in told["parts"]]
+        return cls(layout, parts, told["num_threads"], told["stuck_s"], told["parent"])
+
+
+def _describe(file: File) -> dict[str, Any]:
+    stamp = file.stamp
+    return {
+        "path": str(file.path),
+        "descriptors": file.descriptors,
+        "stamp": None if stamp is None else (stamp.num_bytes, stamp.modified_ns, stamp.inode),
+        "direct": file.options.direct,
+        "drop_cache": file.options.drop_cache,
+    }
+
+
+def _inherited(told: dict[str, Any]) -> File:
+    fd, direct_fd = told["descriptors"]
+    path, options = Path(told["path"]), DiskOptions(told["direct"], told["drop_cache"])
+    stamp = None if told["stamp"] is None else FileFingerprint(path, *told["stamp"])
+    return File(path, options, stamp, opened=(fd, direct_fd))
 
 
 class ReadReport(NamedTuple):
@@ -174,7 +261,3 @@ def _watch(parent_fd: int | None, may_serve: threading.Event) -> None:
             may_serve.set()
     finally:
         os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

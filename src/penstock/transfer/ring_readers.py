@@ -16,10 +16,8 @@ import penstock.errors
 from penstock.errors import OptionError
 from penstock.memory.system import above_standard_streams
 from penstock.stats import Recorder
-from penstock.transfer.ring import RingServer
-from penstock.transfer.ring_memory import Counter, RingMemory
-from penstock.transfer.ring_process import failed_server, fate, unpack_reports
-from penstock.transfer.ring_task import RingTask
+from penstock.transfer.ring import Counter, RingMemory, RingServer
+from penstock.transfer.ring_process import RingTask, failed_server, fate, unpack_reports
 
 __all__ = ["ReaderProcess"]
 

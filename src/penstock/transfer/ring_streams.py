@@ -7,35 +7,49 @@ lies between them differs: instead of one copy from a slab at rest, a handshake 
 Units that have a slab in host memory beside those in files are copied from it, on the same stream and in their turn;
 the ring knows nothing of them, and its readers work ahead meanwhile.
 
-The ring is shared memory: its readers are a process of their own (:mod:`penstock.transfer.ring_process`).
+The ring is shared memory: its readers are a process of their own (:mod:`penstock.transfer.ring_process`). Nothing on
+this side of it takes a lock or waits for a reader.
+
+The stream writes words in host memory and waits for them: CUDA calls that stream memory operations (CUDA Driver API,
+"Stream Memory Operations"). ``cuStreamWaitValue32`` holds a stream until a 32-bit word has a value,
+``cuStreamWriteValue32`` writes one behind everything the stream did before, with a fence for the whole system. Both
+become nodes when the stream is captured. torch has no binding for them, so they are called in the driver's own library.
+A host function (``cudaLaunchHostFunc``) would need the interpreter lock in the middle of a replay.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from penstock.env import pin_memory_disabled, reader_threads
-from penstock.errors import OptionError, StateError
+from penstock.errors import OptionError, StateError, TransferError
 from penstock.memory.memfd import SharedMemory
 from penstock.memory.pages import collapse_parallel
 from penstock.memory.pinned import CudaRegistrar, PinnedBuffer, pin_shared, pin_threads, refuse_capture
 from penstock.plan.plan import Plan
-from penstock.plan.ring_layout import ENTRY_BYTES, MAX_ENTRIES, lay_out_ring_of
+from penstock.plan.ring_layout import ENTRY_BYTES, MAX_ENTRIES, WORD_BYTES, RingLayout, cut, lay_out_ring_of
 from penstock.stats import Recorder, StagingStats
+from penstock.stores.file_reader import File
 from penstock.stores.store import Load
 from penstock.transfer.cuda_stream import StreamLink
 from penstock.transfer.link import ComputeEvent, Transfer
-from penstock.transfer.ring import MAX_READERS, SPARE_ONE_CORE_IN, STUCK_S
+from penstock.transfer.ring import MAX_READERS, READ_BYTES, SPARE_ONE_CORE_IN, STUCK_S, WANTED, Part, RingMemory
+from penstock.transfer.ring_process import RingTask
 from penstock.transfer.ring_readers import ReaderProcess
-from penstock.transfer.ring_staging import StagingRing, parts_in_files
-from penstock.transfer.ring_task import RingTask
-from penstock.transfer.stream_memory import CudaCopyStream
 
-__all__ = ["RingLink"]
+__all__ = ["CopyStream", "CudaCopyStream", "RingLink", "StagingRing", "parts_in_files", "parts_of"]
+
+_WAIT_VALUE_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ (cuda.h, CUstreamWaitValue_flags)
+_WRITE_VALUE_DEFAULT = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: fenced
+_TRIAL_S = 10.0
+_MEND = "use mode 'cpu', which holds the weights in pinned host memory (--offload-mode cpu)"
 
 
 class RingLink(StreamLink):
@@ -168,3 +182,157 @@ class RingLink(StreamLink):
         assert self._ring is not None
         assert self._copies is not None
         self._ring.enqueue(load.unit, slot, self._copies)
+
+
+class StagingRing:
+    """Gives the stream its half of the handshake (:mod:`penstock.transfer.ring`), and tells what the other half has
+    said.
+
+    Attributes:
+        memory: of the ring, as the server sees it too.
+    """
+
+    def __init__(self, layout: RingLayout, memory: torch.Tensor) -> None:
+        """``memory``: uint8, 1-D, host, ``layout.num_bytes`` long."""
+        self._layout = layout
+        self._entries = memory[: layout.words_at].split(layout.entry_bytes)
+        self.memory = RingMemory(layout, memory.numpy())
+
+    def enqueue(self, unit: int, slot: torch.Tensor, stream: CopyStream) -> None:
+        """Give ``stream`` the copies of ``unit`` into ``slot`` (uint8, 1-D); in a capture they become nodes."""
+        for position in self._layout.of_unit[unit]:
+            piece = self._layout.pieces[position]
+            tag = 1 + piece.entry
+            stream.write(WANTED, position + 1)
+            stream.wait_equal(tag, position + 1)
+            target = slot[piece.start : piece.start + piece.num_bytes]
+            stream.copy(target, self._entries[piece.entry][: piece.num_bytes])
+            # In this order: a tag of zero beside the same wish would look like a piece that is missing.
+            stream.write(WANTED, 0)
+            stream.write(tag, 0)
+
+    def check(self) -> None:
+        """Raise ``TransferError`` once the ring has failed."""
+        failure = self.memory.failure
+        if failure is not None:
+            raise TransferError(
+                f"{failure}; what was computed since then is not to be used. Once the files are right, remove() and "
+                f"offload the model again"
+            )
+
+    def stats(self) -> StagingStats:
+        """Counters since the ring was made."""
+        return self.memory.stats(time.monotonic_ns())
+
+
+def parts_of(layout: RingLayout, loads: Sequence[Load], read_bytes: int = READ_BYTES) -> list[list[Part]]:
+    """The reads that fill each piece, of ``read_bytes`` at most; ``loads``: of all units, by index."""
+    return [list(_reads(loads[piece.unit], piece.start, piece.num_bytes, read_bytes)) for piece in layout.pieces]
+
+
+def _reads(load: Load, start: int, num_bytes: int, read_bytes: int) -> Iterator[Part]:
+    for copy in load.copies:
+        found = copy.within(start, start + num_bytes)
+        if found is not None:
+            for at, size in cut(found.num_bytes, read_bytes):
+                yield Part(found.src.source, found.src.offset + at, found.dst_offset + at, size)
+
+
+def parts_in_files(layout: RingLayout, loads: Sequence[Load], read_bytes: int = READ_BYTES) -> list[list[Part]]:
+    """:func:`parts_of` units in files, which another process can read.
+
+    Raises:
+        OptionError: a range is none of a file.
+    """
+    parts = parts_of(layout, loads, read_bytes)
+    for piece, reads in zip(layout.pieces, parts, strict=True):
+        for read in reads:
+            if not isinstance(read.source, File):
+                raise OptionError(
+                    f"unit {piece.unit}: what comes to a GPU through the staging ring has to be in files, found "
+                    f"{read.source!r}; use mode 'cpu' (--offload-mode cpu) for it"
+                )
+    return parts
+
+
+class CopyStream(Protocol):
+    """Carries out what it is given one after the other, some time later; nothing here blocks the caller."""
+
+    def write(self, word: int, value: int) -> None:
+        """Set a word, visible after everything given before is done."""
+
+    def wait_equal(self, word: int, value: int) -> None:
+        """Go on only when a word has this value."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy between uint8 tensors of one size."""
+
+
+class CudaCopyStream:
+    """A CUDA stream over words at ``address``, one every 64 bytes, in pinned host memory."""
+
+    def __init__(self, stream: torch.cuda.Stream, address: int) -> None:
+        """Nothing is given to ``stream`` yet.
+
+        Raises:
+            OptionError: the driver has no stream memory operations.
+        """
+        self._stream = stream
+        # Under unified addressing the device's address of registered host memory is the host's.
+        self._address = address
+        self._write, self._wait = _driver_function("cuStreamWriteValue32"), _driver_function("cuStreamWaitValue32")
+
+    def write(self, word: int, value: int) -> None:
+        self._call(self._write, word, value, _WRITE_VALUE_DEFAULT)
+
+    def wait_equal(self, word: int, value: int) -> None:
+        self._call(self._wait, word, value, _WAIT_VALUE_EQUAL)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def try_out(self) -> None:
+        """Write word 0, wait for it and clear it again.
+
+        Raises:
+            OptionError: the device does not do that.
+        """
+        try:
+            self.write(0, 1)
+            self.wait_equal(0, 1)
+            self.write(0, 0)
+        except TransferError as error:
+            raise OptionError(
+                f"mode 'disk' needs stream memory operations, which fail here ({error}); {_MEND}"
+            ) from error
+        done = torch.cuda.Event()
+        done.record(self._stream)
+        deadline = time.monotonic() + _TRIAL_S
+        while not done.query():
+            if time.monotonic() > deadline:
+                raise OptionError(
+                    f"mode 'disk' needs stream memory operations, and one was not done after {_TRIAL_S:.0f} s; {_MEND}"
+                )
+            time.sleep(1e-4)
+
+    def _call(self, function: Any, word: int, value: int, flags: int) -> None:
+        code = function(self._stream.cuda_stream, self._address + word * WORD_BYTES, value, flags)
+        if code != 0:
+            raise TransferError(f"{function.__name__}: error {code} of the CUDA driver (CUresult)")
+
+
+def _driver_function(name: str) -> Any:
+    """A function ``(CUstream, CUdeviceptr, cuuint32_t, unsigned int) -> CUresult`` of the driver.
+
+    The second version of these needs no switch of the kernel module; it came with CUDA 11.7.
+    """
+    try:
+        function = getattr(ctypes.CDLL("libcuda.so.1"), f"{name}_v2")
+    except (OSError, AttributeError) as error:
+        raise OptionError(
+            f"mode 'disk' on a GPU needs {name} of a CUDA driver 11.7 or later ({error}); {_MEND}"
+        ) from error
+    function.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+    function.restype = ctypes.c_int
+    return function
