@@ -20,8 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from penstock.checkpoint.fingerprint import FileFingerprint
-from penstock.checkpoint.safetensors_header import Checkpoint, FileTensor
+from penstock.checkpoint.safetensors_header import Checkpoint, FileFingerprint, FileTensor
 from penstock.errors import CheckpointError
 from penstock.stores.file_reader import DiskOptions, File
 

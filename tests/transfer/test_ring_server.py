@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.fingerprint import opened
+from penstock.checkpoint.safetensors_header import opened
 from penstock.errors import TransferError
 from penstock.memory.byte_ranges import ByteRange, Copy
 from penstock.plan.ring_layout import cut, lay_out_ring

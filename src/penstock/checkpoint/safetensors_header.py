@@ -5,26 +5,36 @@ of UTF-8 JSON, ``{name: {"dtype", "shape", "data_offsets": [begin, end]}}``, per
 Offsets count from the start of the data, which tensors fill without overlap, hole or remainder: all checked.
 The safetensors library is not used because it does not give a tensor's offset in its file, and stores copy
 or map the unmodified files at those offsets.
+
+torch is imported by the functions that need it: the process that fills a staging ring imports only
+:class:`FileFingerprint` and the errors of files from here, and starts faster without torch.
 """
 
 from __future__ import annotations
 
 import difflib
+import errno
 import heapq
 import json
 import math
 import os
 import reprlib
+import resource
+import stat
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
-import torch
-
-from penstock.checkpoint.fingerprint import FileFingerprint, fault, opened
 from penstock.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Checkpoint", "FileFingerprint", "FileTensor", "opened", "require_file", "too_many_open"]
 
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -32,15 +42,24 @@ _FIRST_READ_BYTES = 128 * 1024  # holds the header of a shard of about 1,000 ten
 _FOREIGN = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 _CONVERT = "Load it with the library that wrote it, then `model.save_pretrained(folder)` writes safetensors."
 _REWRITE = "Write the file again with safetensors.torch.save_file, or download it again."
+_AGAIN = "Download or copy it again."
+_KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
-# The sub-byte F4 and F6 are left out: an element of theirs is not a whole number of bytes.
-_DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
-    "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64, "F16": torch.float16,
-    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
-}  # fmt: skip
+
+@dataclass(frozen=True)
+class FileFingerprint:
+    """A file as it was when opened: size, modification time in ns since 1970, inode (of a link's target)."""
+
+    path: Path
+    num_bytes: int
+    modified_ns: int
+    inode: int
+
+    def check(self) -> None:
+        """Raise CheckpointError if the file on disk is gone or no longer the one that was opened."""
+        with opened(self.path) as (_, now):
+            if now != self:
+                raise _fault(self.path, str(self), str(now), "It changed while in use: open it again.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +99,7 @@ class Checkpoint:
             if both := sorted(tensors.keys() & kept.keys()):
                 elsewhere = f"{_some(both)} also in {tensors[both[0]].path}"
                 fix = f"Remove one of the two files, or add a {_INDEX} that says which one counts."
-                raise fault(stamp.path, "each tensor in one file only", elsewhere, fix)
+                raise _fault(stamp.path, "each tensor in one file only", elsewhere, fix)
             tensors.update(kept)
         return cls(root, tensors, tuple(stamp for _, stamp in headers))
 
@@ -107,10 +126,12 @@ class Checkpoint:
         likely = heapq.nlargest(100, self.tensors, key=lambda other: sum(gram in other for gram in grams))
         nearest = ", ".join(difflib.get_close_matches(name, likely) or likely[:3])
         found = f"{len(self.tensors)} others, the nearest are {nearest}" if self.tensors else "no tensors at all"
-        return fault(self.root, f"a tensor {name!r}", found, fix)
+        return _fault(self.root, f"a tensor {name!r}", found, fix)
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, byte for byte, in new CPU memory; CheckpointError if the file is short or changed."""
+        import torch
+
         tensor = self[name]
         result = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         with opened(tensor.path) as (fd, _):
@@ -120,12 +141,47 @@ class Checkpoint:
         return result
 
 
+def _fault(path: Path, expected: str, found: str, fix: str = _AGAIN) -> CheckpointError:
+    """The error for a file that differs from what it should be; ``fix`` says what to do."""
+    return CheckpointError(f"{path}: expected {expected}; found {found}. {fix}")
+
+
+def require_file(path: Path) -> None:
+    """Raise CheckpointError for anything but a file or a folder: opening a pipe blocks until another process writes."""
+    if kind := _KINDS.get(stat.S_IFMT(os.stat(path).st_mode)):
+        raise _fault(path, "a regular file", kind, "Write the weights to a file, or link to one.")
+
+
+def too_many_open(error: OSError) -> str:
+    """What to do about an error that the limit of open files has caused; empty for any other."""
+    if error.errno != errno.EMFILE:
+        return ""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"Raise the limit of open files (ulimit -n), which is {limit}, or save the weights in fewer shards."
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[int, FileFingerprint]]:
+    """A file descriptor and the fingerprint of its file. Every OSError becomes a CheckpointError."""
+    try:
+        require_file(path)
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            status = os.fstat(fd)
+            yield fd, FileFingerprint(path, status.st_size, status.st_mtime_ns, status.st_ino)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        fix = too_many_open(error) or "Check the path, its permissions (`chmod u+rX` as the owner) and the disk."
+        raise _fault(path, f"files that user {os.geteuid()} can read", str(error.strerror), fix) from error
+
+
 def _fill(fd: int, target: memoryview | bytearray, offset: int, path: Path) -> None:
     """Read ``len(target)`` bytes at ``offset``, in a loop: one call gives 2 GiB at most."""
     view, done = memoryview(target), 0
     while done < len(view):
         if not (count := os.preadv(fd, [view[done:]], offset + done)):
-            raise fault(path, f"{len(view)} bytes at byte {offset}", f"{done} and the end of the file")
+            raise _fault(path, f"{len(view)} bytes at byte {offset}", f"{done} and the end of the file")
         done += count
 
 
@@ -141,7 +197,7 @@ def _find_files(start: Path) -> tuple[Path, list[Path]]:
     if not chosen:
         found = f"{_some(foreign)} of another format" if foreign else _some(names) if names else "an empty folder"
         fix = _CONVERT if foreign else "Give the folder of the weights."
-        raise fault(start, "safetensors files", found, fix)
+        raise _fault(start, "safetensors files", found, fix)
     return start, [start / name for name in chosen]
 
 
@@ -152,7 +208,7 @@ def _index_shards(index: Path) -> dict[Path, set[str]]:
         _fill(fd, raw, 0, index)
     files = _parse_object(index, raw).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
-        raise fault(index, 'an index with "weight_map": {tensor: file}', reprlib.repr(files))
+        raise _fault(index, 'an index with "weight_map": {tensor: file}', reprlib.repr(files))
     names_in: defaultdict[str, set[str]] = defaultdict(set)
     for name, file in files.items():
         names_in[file].add(name)
@@ -161,11 +217,11 @@ def _index_shards(index: Path) -> dict[Path, set[str]]:
         # Judged by its text: in a Hugging Face cache every shard is a link that leads out.
         pure = PurePosixPath(file)
         if pure.is_absolute() or ".." in pure.parts or not pure.parts:
-            raise fault(index, "shards inside its folder", repr(file), "Do not use it, or correct its weight_map.")
+            raise _fault(index, "shards inside its folder", repr(file), "Do not use it, or correct its weight_map.")
         shards.setdefault(index.parent / pure, set()).update(names)
     if missing := [str(shard) for shard in sorted(shards) if not shard.exists()]:
         found = f"{len(shards) - len(missing)}, missing: {_some(missing)}"
-        raise fault(index, f"{len(shards)} shards in its folder", found, "Download or copy what is missing.")
+        raise _fault(index, f"{len(shards)} shards in its folder", found, "Download or copy what is missing.")
     return shards
 
 
@@ -173,7 +229,7 @@ def _only_named(shard: Path, found: Mapping[str, FileTensor], names: set[str]) -
     if absent := sorted(names - found.keys()):
         expected = f"all {len(names)} tensors that the index places here"
         fix = "One of the two is of another checkpoint: download or copy both again."
-        raise fault(shard, expected, f"{len(names) - len(absent)} of them, missing: {_some(absent)}", fix)
+        raise _fault(shard, expected, f"{len(names) - len(absent)} of them, missing: {_some(absent)}", fix)
     return dict(found) if len(found) == len(names) else {name: found[name] for name in found if name in names}
 
 
@@ -195,13 +251,13 @@ def _read_header(path: Path) -> tuple[dict[str, FileTensor], FileFingerprint]:
 def _header_bytes(path: Path, raw: bytearray, file_bytes: int) -> int:
     length, found = int.from_bytes(raw[:8], "little"), f"a file of {file_bytes} bytes"
     if raw.startswith(b"version https://git-lfs"):
-        raise fault(path, "a safetensors file", "a Git LFS pointer to one", "Fetch it: `git lfs pull`.")
+        raise _fault(path, "a safetensors file", "a Git LFS pointer to one", "Fetch it: `git lfs pull`.")
     if file_bytes < 8:
-        raise fault(path, "at least the 8 bytes of the header length", found)
+        raise _fault(path, "at least the 8 bytes of the header length", found)
     if length > _MAX_HEADER_BYTES:
-        raise fault(path, f"a header of at most {_MAX_HEADER_BYTES} bytes", f"a length of {length}")
+        raise _fault(path, f"a header of at most {_MAX_HEADER_BYTES} bytes", f"a length of {length}")
     if 8 + length > file_bytes:
-        raise fault(path, f"8 + {length} bytes of length and header", f"{found}, it is truncated")
+        raise _fault(path, f"8 + {length} bytes of length and header", f"{found}, it is truncated")
     return length
 
 
@@ -209,9 +265,9 @@ def _parse_object(path: Path, raw: bytearray) -> dict[str, object]:
     try:
         parsed = json.loads(raw.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or a key given twice
-        raise fault(path, "UTF-8 JSON", str(error)) from error
+        raise _fault(path, "UTF-8 JSON", str(error)) from error
     if not isinstance(parsed, dict):
-        raise fault(path, "a JSON object", reprlib.repr(parsed))
+        raise _fault(path, "a JSON object", reprlib.repr(parsed))
     return parsed
 
 
@@ -222,22 +278,37 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return result
 
 
+@cache
+def _dtypes() -> dict[str, torch.dtype]:
+    """By their codes; the sub-byte F4 and F6 are left out: an element of theirs is not a whole number of bytes."""
+    import torch
+
+    return {
+        "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
+        "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64, "F16": torch.float16,
+        "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+        "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2": torch.float8_e5m2,
+        "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
+    }  # fmt: skip
+
+
 def _tensor(path: Path, name: str, entry: object, data_start: int) -> FileTensor:
+    dtypes = _dtypes()
     if isinstance(entry, dict):
         code, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
         if isinstance(code, str) and _are_counts(shape) and _are_counts(offsets) and len(offsets) == 2:
             begin, end = offsets
-            if code not in _DTYPES:
+            if code not in dtypes:
                 kind = "sub-byte" if code.startswith(("F4", "F6")) else "unknown"
-                expected = f"{name!r} of a supported dtype ({', '.join(_DTYPES)})"
-                raise fault(path, expected, f"the {kind} {code!r}", "Save it as one of these; packed bytes as U8.")
-            num_bytes = math.prod(shape) * _DTYPES[code].itemsize
+                expected = f"{name!r} of a supported dtype ({', '.join(dtypes)})"
+                raise _fault(path, expected, f"the {kind} {code!r}", "Save it as one of these; packed bytes as U8.")
+            num_bytes = math.prod(shape) * dtypes[code].itemsize
             if end - begin != num_bytes:
                 expected = f"{name!r} of {num_bytes} bytes ({code}, shape {shape})"
-                raise fault(path, expected, f"{end - begin} bytes, data_offsets [{begin}, {end}]", _REWRITE)
-            return FileTensor(name, _DTYPES[code], tuple(shape), path, data_start + begin, end - begin)
+                raise _fault(path, expected, f"{end - begin} bytes, data_offsets [{begin}, {end}]", _REWRITE)
+            return FileTensor(name, dtypes[code], tuple(shape), path, data_start + begin, end - begin)
     expected = f"{name!r} as {{dtype: text, shape: [sizes >= 0], data_offsets: [begin >= 0, end >= 0]}}"
-    raise fault(path, expected, reprlib.repr(entry), _REWRITE)
+    raise _fault(path, expected, reprlib.repr(entry), _REWRITE)
 
 
 def _are_counts(numbers: object) -> TypeGuard[list[int]]:
@@ -256,11 +327,11 @@ def _check_layout(path: Path, tensors: Iterable[FileTensor], data_start: int, fi
         if tensor.offset != position:
             kind = "an overlap" if tensor.offset < position else "a hole"
             found = f"{kind}: it begins at byte {tensor.offset - data_start}"
-            raise fault(path, f"{tensor.name!r} at data byte {position - data_start}", found, _REWRITE)
+            raise _fault(path, f"{tensor.name!r} at data byte {position - data_start}", found, _REWRITE)
         position += tensor.num_bytes
     if position != file_bytes:
         kind = "it is truncated" if file_bytes < position else "it has trailing bytes"
-        raise fault(path, f"a file of {position} bytes", f"{file_bytes} bytes, {kind}")
+        raise _fault(path, f"a file of {position} bytes", f"{file_bytes} bytes, {kind}")
 
 
 def _some(names: list[str]) -> str:

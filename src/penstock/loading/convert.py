@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from penstock.checkpoint.fingerprint import FileFingerprint
+from penstock.checkpoint.safetensors_header import FileFingerprint
 from penstock.checkpoint.weight_map import Conversion, TensorSource
 from penstock.loading.read_pool import Delivery, deliver
 from penstock.memory.byte_ranges import ByteRange, Copy

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.checkpoint.fingerprint import FileFingerprint, require_file, too_many_open
+from penstock.checkpoint.safetensors_header import FileFingerprint, require_file, too_many_open
 from penstock.errors import CheckpointError, TransferError
 from penstock.memory.byte_ranges import Source
 from penstock.memory.pages import Bytes, map_file, pieces, resident_bytes

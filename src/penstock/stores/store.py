@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import torch
 
-from penstock.checkpoint.fingerprint import FileFingerprint
+from penstock.checkpoint.safetensors_header import FileFingerprint
 from penstock.checkpoint.weight_map import TensorSource
 from penstock.errors import CheckpointError
 from penstock.memory.byte_ranges import ByteRange, Copy, Source, fill, writable_view

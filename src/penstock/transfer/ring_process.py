@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from penstock.checkpoint.fingerprint import FileFingerprint
+from penstock.checkpoint.safetensors_header import FileFingerprint
 from penstock.errors import TransferError
 from penstock.memory.pages import map_file
 from penstock.plan.ring_layout import Piece, RingLayout
