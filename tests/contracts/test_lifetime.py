@@ -27,7 +27,7 @@ import penstock
 from models import DIM, MoE, ScaledStack, Stack, all_layers, rows, save
 from penstock import UVA, PenstockWarning, Prefetch
 from penstock.errors import ModelChangedError, StateError
-from penstock.model.tensor_guards import is_resting
+from penstock.model.live_tensors import is_resting
 from penstock.testing import assert_moved, assert_same_bits
 
 

@@ -20,7 +20,7 @@ import penstock
 from models import DIM, Stack, all_layers, rows, save
 from outside_models import EVERYTHING, Around, Reads
 from penstock.errors import ModelChangedError, OutsideAccessError, PenstockWarning, StateError
-from penstock.model.tensor_guards import is_resting
+from penstock.model.live_tensors import is_resting
 from penstock.testing import assert_same_bits
 
 promoted = pytest.mark.filterwarnings("ignore:.*It is resident from now on:penstock.PenstockWarning")

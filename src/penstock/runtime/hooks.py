@@ -1,7 +1,7 @@
 """The two ends of a module's use of its unit, in eager and in compiled code.
 
 [Note: windows] A unit's tensors look into its slot while its module runs, from the first pre-hook to the last hook, and
-rest otherwise (see :mod:`penstock.model.tensor_guards`). The module's ``forward`` is wrapped for two cases that hooks
+rest otherwise (see :mod:`penstock.model.live_tensors`). The module's ``forward`` is wrapped for two cases that hooks
 do not see: a direct call of ``module.forward(x)``, which gets a window of its own, and a ``BaseException`` such as
 ``KeyboardInterrupt``, for which torch runs no ``always_call`` hooks.
 """
@@ -23,8 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ModelChangedError, OutsideAccessError, StateError
-from penstock.model.live_tensors import BoundStorage, live_tensors
-from penstock.model.tensor_guards import resident_rule
+from penstock.model.live_tensors import BoundStorage, live_tensors, resident_rule
 from penstock.ops import new_tag
 from penstock.runtime.prefetcher import Prefetcher, release_left
 from penstock.runtime.promotion import Promoter

@@ -17,8 +17,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from penstock.errors import OutsideAccessError, warn_user
-from penstock.model.live_tensors import BoundStorage, BoundTensor
-from penstock.model.tensor_guards import GiveBack, resident_rule, storage_id
+from penstock.model.live_tensors import BoundStorage, BoundTensor, GiveBack, resident_rule, storage_id
 from penstock.plan.plan import Plan
 from penstock.runtime.state_dict import NotCopyable
 from penstock.stores.store import Store, new_blob

@@ -29,8 +29,7 @@ from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import SHARDED_MODES, Policy, format_gib
 from penstock.errors import CheckpointError, warn_user
 from penstock.model.inventory import StorageInfo
-from penstock.model.live_tensors import BoundStorage
-from penstock.model.tensor_guards import storage_id
+from penstock.model.live_tensors import BoundStorage, storage_id
 from penstock.plan.plan import Plan
 from penstock.ranks.group import RankGroup
 from penstock.runtime.prepare import (
