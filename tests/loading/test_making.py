@@ -22,7 +22,7 @@ from penstock.adapters.transformers import build_meta_model, load, weight_map
 from penstock.checkpoint.safetensors_header import Checkpoint
 from penstock.checkpoint.weight_map import Conversion
 from penstock.errors import PenstockWarning, TransferError
-from penstock.loading.convert import TensorConverter
+from penstock.loading.loader import TensorConverter
 from penstock.memory.byte_ranges import Copy, writable_view
 from penstock.runtime.prepare import Prepared
 from penstock.stores.file_reader import DiskOptions, ReadCounter

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from penstock.checkpoint.safetensors_header import FileFingerprint
 from penstock.checkpoint.weight_map import Conversion, TensorSource, WeightMap
 from penstock.env import pin_memory_disabled
 from penstock.errors import OptionError
-from penstock.loading.convert import TensorConverter
 from penstock.loading.read_pool import PIECE_BYTES, Delivery, Progress, deliver
 from penstock.loading.upload import CudaUploader
 from penstock.memory.byte_ranges import ByteRange, Copy
@@ -20,9 +21,9 @@ from penstock.memory.system import cpus_near, trim_heap
 from penstock.model.live_tensors import BoundStorage
 from penstock.stats import ReadStats
 from penstock.stores.file_reader import DiskOptions, ReadCounter
-from penstock.stores.store import DiskStore, Store
+from penstock.stores.store import DiskStore, Store, new_blob
 
-__all__ = ["WeightLoader", "require_weights"]
+__all__ = ["TensorConverter", "WeightLoader", "require_weights"]
 
 # What comes from memory is in memory twice while it is copied, so it goes in small pieces.
 _LIVE_PIECE_BYTES = 2 << 20
@@ -34,13 +35,14 @@ _TRIM_BYTES = 32 << 20
 _MIN_FILE_READERS = 8
 
 
+@dataclass(eq=False)
 class WeightLoader:
     """Fills ``destinations`` in the store, and ``residents`` where compute will read them.
 
     A storage that the model has in host memory is freed as soon as its bytes are in a pinned store: its tensors look
     into the store from then on, so that the model is never in memory twice.
 
-    Args:
+    Attributes:
         bound: all storages, by name.
         store: owns the memory of ``destinations``.
         destinations: by name, memory of the store that is still to be filled (uint8, 1-D, host).
@@ -51,82 +53,62 @@ class WeightLoader:
         progress: called with (bytes loaded, bytes to load) over the whole pass.
     """
 
-    def __init__(
-        self,
-        bound: Mapping[str, BoundStorage],
-        store: Store,
-        destinations: Mapping[str, torch.Tensor],
-        residents: Mapping[str, torch.Tensor],
-        *,
-        device: torch.device,
-        weights: WeightMap | None = None,
-        disk: DiskOptions | None = None,
-        progress: Progress | None = None,
-    ) -> None:
-        self._bound = bound
-        self._store = store
-        self._in_store = destinations
-        self._destinations = {**destinations, **residents}
-        self._device = device
-        self._disk = disk or DiskOptions(direct=None)
-        self._stamps = () if weights is None else weights.checkpoint.stamps
-        self._counter = ReadCounter()
-        self._progress = progress or (lambda done, total: None)
+    bound: Mapping[str, BoundStorage]
+    store: Store
+    destinations: Mapping[str, torch.Tensor]
+    residents: Mapping[str, torch.Tensor]
+    device: torch.device
+    weights: WeightMap | None = None
+    disk: DiskOptions | None = None
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        self._places = {**self.destinations, **self.residents}
         self._sources: dict[str, TensorSource] = {}
         self._recipes: dict[str, tuple[str, Conversion]] = {}
-        for name in self._destinations:
-            if bound[name].on_meta:
-                files = require_weights(weights)
-                if (recipe := files.recipe(bound[name].info)) is not None:
+        for name in self._places:
+            if self.bound[name].on_meta:
+                files, storage = require_weights(self.weights), self.bound[name].info
+                if (recipe := files.recipe(storage)) is not None:
                     self._recipes[name] = recipe
                 else:
-                    self._sources[name] = files.source(bound[name].info)
-        self._total_bytes = sum(bound[name].info.num_bytes for name in self._destinations)
+                    self._sources[name] = files.source(storage)
+        self._total_bytes = sum(self.bound[name].info.num_bytes for name in self._places)
         self._done_bytes = 0
         self._freed_bytes = 0
 
-    def run(self) -> None:
-        """Bring everything.
+    def run(self) -> ReadStats:
+        """Bring everything; returns how the bytes that came from files were read.
 
         Raises:
             TransferError, CheckpointError: bytes that cannot be read.
         """
-        if not self._destinations:
-            return
+        counter = ReadCounter()
+        if not self._places:
+            return counter.stats
         self._on_progress(0)
         self._copy_from_devices()
         # Live tensors before files, and alone: the rest can use the memory that they free.
-        live = [name for name in self._destinations if self._bound[name].home.type == "cpu"]
-        self._deliver([name for name in live if name in self._in_store], self._live_copies, in_small_pieces=True)
-        self._deliver([name for name in live if name not in self._in_store], self._live_copies)
-        self._copy_from_files()
-        self._convert()  # takes memory of its own on the way, so it comes last
-        if self._freed_bytes:
-            trim_heap()
-
-    @property
-    def reads(self) -> ReadStats:
-        """How the bytes that came from files were read."""
-        return self._counter.stats
-
-    def _live_copies(self, name: str) -> list[Copy]:
-        return [Copy(ByteRange.of(self._bound[name].original_bytes()), 0)]
-
-    def _copy_from_files(self) -> None:
-        def position(name: str) -> tuple[str, int]:
-            first = self._sources[name].parts[0].tensor
-            return str(first.path), first.offset
-
-        with closing(DiskStore(self._sources, self._disk, stamps=self._stamps, counter=self._counter)) as files:
-            self._deliver(sorted(self._sources, key=position), files.copies, pin_threads(_MIN_FILE_READERS))
-
-    def _convert(self) -> None:
-        readers, cpus = pin_threads(_MIN_FILE_READERS), cpus_near(self._device)
-        converter = TensorConverter(
-            self._recipes, self._disk, self._counter, num_threads=readers, stamps=self._stamps, cpus=cpus
-        )
+        live = [name for name in self._places if self.bound[name].home.type == "cpu"]
+        self._deliver([name for name in live if name in self.destinations], self._live_copies, in_small_pieces=True)
+        self._deliver([name for name in live if name not in self.destinations], self._live_copies)
+        disk, readers = self.disk or DiskOptions(direct=None), pin_threads(_MIN_FILE_READERS)
+        stamps = () if self.weights is None else self.weights.checkpoint.stamps
+        first = {name: source.parts[0].tensor for name, source in self._sources.items()}
+        by_position = sorted(first, key=lambda name: (str(first[name].path), first[name].offset))
+        with closing(DiskStore(self._sources, disk, stamps=stamps, counter=counter)) as files:
+            self._deliver(by_position, files.copies, readers)
+        # Conversions take memory of their own on the way, so they come last.
+        cpus = cpus_near(self.device)
+        converter = TensorConverter(self._recipes, disk, counter, num_threads=readers, stamps=stamps, cpus=cpus)
         with closing(converter):
             self._deliver(converter.order, converter.copies, in_small_pieces=True)
+        if self._freed_bytes:
+            trim_heap()
+        return counter.stats
+
+    def _live_copies(self, name: str) -> list[Copy]:
+        return [Copy(ByteRange.of(self.bound[name].original_bytes()), 0)]
 
     def _deliver(
         self,
@@ -137,49 +119,50 @@ class WeightLoader:
         in_small_pieces: bool = False,
     ) -> None:
         num_threads = num_threads or pin_threads()
-        uploads = not all(self._destinations[name].is_cpu for name in names)
-        registrar = None if pin_memory_disabled() else CudaRegistrar(self._device)
+        uploads = not all(self._places[name].is_cpu for name in names)
+        registrar = None if pin_memory_disabled() else CudaRegistrar(self.device)
         deliver(
             (
-                Delivery(name, self._bound[name].info.num_bytes, partial(copies, name), self._destinations[name])
+                Delivery(name, self.bound[name].info.num_bytes, partial(copies, name), self._places[name])
                 for name in names
             ),
             num_threads=num_threads,
-            uploader=CudaUploader(self._device, registrar) if uploads else None,
+            uploader=CudaUploader(self.device, registrar) if uploads else None,
             on_loaded=self._on_loaded,
             on_progress=self._on_progress,
-            cpus=cpus_near(self._device),
+            cpus=cpus_near(self.device),
             piece_bytes=_LIVE_PIECE_BYTES if in_small_pieces else PIECE_BYTES,
             max_jobs=num_threads + _LIVE_EXTRA_JOBS if in_small_pieces else None,
         )
 
     def _copy_from_devices(self) -> None:
         """Storages on a GPU are copied at the rate of its link into memory that is pinned already."""
-        names = [name for name in self._destinations if self._bound[name].home.type == "cuda"]
+        names = [name for name in self._places if self.bound[name].home.type == "cuda"]
         for name in names:
-            self._destinations[name].copy_(self._bound[name].original_bytes(), non_blocking=True)
-        for home in {self._bound[name].home for name in names}:
+            self._places[name].copy_(self.bound[name].original_bytes(), non_blocking=True)
+        for home in {self.bound[name].home for name in names}:
             torch.cuda.synchronize(home)  # the host reads next, without waiting for an event
         for name in names:
-            self._on_progress(self._bound[name].info.num_bytes)
-            if name in self._in_store:
-                self._store.on_loaded(name)
+            self._on_progress(self.bound[name].info.num_bytes)
+            if name in self.destinations:
+                self.store.on_loaded(name)
 
     def _on_progress(self, num_bytes: int) -> None:
         self._done_bytes += num_bytes
-        self._progress(self._done_bytes, self._total_bytes)
+        if self.progress is not None:
+            self.progress(self._done_bytes, self._total_bytes)
 
     def _on_loaded(self, name: str) -> None:
         if name in self._recipes:
-            self._trim_after(self._bound[name].info.num_bytes)
-        if name not in self._in_store:
+            self._trim_after(self.bound[name].info.num_bytes)
+        if name not in self.destinations:
             return
-        bound = self._bound[name]
-        if not bound.on_meta and self._store.takes_over:
-            bound.point_at(self._in_store[name])
+        bound = self.bound[name]
+        if not bound.on_meta and self.store.takes_over:
+            bound.point_at(self.destinations[name])
             bound.forget_original()
             self._trim_after(bound.info.num_bytes)
-        self._store.on_loaded(name)
+        self.store.on_loaded(name)
 
     def _trim_after(self, num_bytes: int) -> None:
         """Freed blocks below glibc's mapping threshold stay with the heap until ``malloc_trim``."""
@@ -189,6 +172,69 @@ class WeightLoader:
         self._freed_bytes += num_bytes
         if self._freed_bytes // _TRIM_BYTES > before:
             trim_heap()
+
+
+@dataclass(eq=False)
+class TensorConverter:
+    """The bytes of storages that the files hold in another form (transposed, another dtype), one recipe at a time.
+
+    At any time memory holds the inputs of one recipe, its intermediate tensors and its results, until these are in
+    their destinations: a few times the largest of them, whatever the size of the model.
+
+    Attributes:
+        recipes: by storage name, the name of the tensor that covers it, and its recipe.
+        disk: how the files are read.
+        counter: of what is read.
+        num_threads: readers.
+        stamps: what the files have to be at every read.
+        cpus: the readers stay on these processors.
+    """
+
+    recipes: Mapping[str, tuple[str, Conversion]]
+    disk: DiskOptions
+    counter: ReadCounter
+    num_threads: int
+    stamps: Iterable[FileFingerprint] = ()
+    cpus: Collection[int] | None = None
+
+    def __post_init__(self) -> None:
+        parts = {part.name: TensorSource.of(part) for _, recipe in self.recipes.values() for part in recipe.parts}
+        self._files = DiskStore(parts, self.disk, stamps=self.stamps, counter=self.counter)
+        self._ready: dict[str, torch.Tensor] = {}  # results of a recipe that were not asked for yet
+
+    @property
+    def order(self) -> list[str]:
+        """The storages, those of one recipe next to each other; ask for them in this order."""
+        first = {recipe.names: number for number, (_, recipe) in reversed([*enumerate(self.recipes.values())])}
+        return sorted(self.recipes, key=lambda storage: first[self.recipes[storage][1].names])
+
+    def copies(self, storage: str) -> Sequence[Copy]:
+        """The bytes of ``storage``, converted now; the returned copies alone keep them alive.
+
+        Raises:
+            TransferError: inputs that cannot be read.
+        """
+        if storage not in self._ready:
+            recipe = self.recipes[storage][1]
+            made = recipe.make(self._read(recipe))
+            for other, (name, one) in self.recipes.items():
+                if one is recipe:
+                    self._ready[other] = made.pop(name).detach().reshape(-1).view(torch.uint8)
+        return [Copy(ByteRange.of(self._ready.pop(storage)), 0)]
+
+    def close(self) -> None:
+        """Give back files and memory."""
+        self._files.close()
+        self._ready.clear()
+
+    def _read(self, recipe: Conversion) -> dict[str, torch.Tensor]:
+        blobs = {part.name: new_blob(part.num_bytes) for part in recipe.parts}
+        deliveries = (
+            Delivery(part.name, part.num_bytes, partial(self._files.copies, part.name), blobs[part.name])
+            for part in recipe.parts
+        )
+        deliver(deliveries, num_threads=self.num_threads, cpus=self.cpus)
+        return {part.name: blobs[part.name].view(part.dtype).reshape(part.shape) for part in recipe.parts}
 
 
 def require_weights(weights: WeightMap | None) -> WeightMap:

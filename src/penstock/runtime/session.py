@@ -214,7 +214,7 @@ class OffloadSession(NotCopyable):
         without_bytes = {b.info.name for b in moving if self.plan.mode == "meta" and b.on_meta}
         for name in without_bytes:
             places[name].zero_()  # the memory is used, like that of the slots
-        loader = WeightLoader(
+        self._reads = WeightLoader(
             self._bound,
             self._store,
             destinations,
@@ -223,9 +223,7 @@ class OffloadSession(NotCopyable):
             weights=prepared.weights,
             disk=prepared.disk,
             progress=self._options.progress,
-        )
-        loader.run()
-        self._reads = loader.reads
+        ).run()
         for bound in moving:
             bound.point_at(places[bound.info.name])
 
