@@ -24,7 +24,7 @@ PUBLIC = [
 # Of docs/architecture.md, left to right: a room imports from rooms to its left, and from its own.
 ROOMS = [
     ("errors",),
-    ("config", "env"),
+    ("config",),
     ("flags",),
     ("stats", "ranks"),
     ("memory",),

@@ -16,7 +16,7 @@ from torch import nn
 
 import penstock
 from models import MoE, OddStack, Stack, all_layers, rows, save
-from penstock.env import debug_enabled
+from penstock.config import debug_enabled
 from penstock.errors import OptionError, RaceError
 from penstock.model.inventory import take_inventory
 from penstock.plan.build import build_plan

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.text import Text
 from typer.core import TyperGroup
 
-from penstock.env import debug_enabled
+from penstock.config import debug_enabled
 from penstock.errors import PenstockError, PenstockWarning
 
 __all__ = ["PenstockGroup", "byte_bar", "expand_lists", "print_error", "stderr", "stdout"]

@@ -11,7 +11,7 @@ import torch
 
 from penstock.checkpoint.safetensors_header import FileFingerprint
 from penstock.checkpoint.weight_map import Conversion, TensorSource, WeightMap
-from penstock.env import pin_memory_disabled
+from penstock.config import pin_memory_disabled
 from penstock.errors import OptionError
 from penstock.loading.read_pool import PIECE_BYTES, Delivery, Progress, deliver
 from penstock.loading.upload import CudaUploader

@@ -16,8 +16,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from penstock.config import format_gib
-from penstock.env import pin_memory_disabled, reader_threads
+from penstock.config import format_gib, pin_memory_disabled, reader_threads
 from penstock.errors import OptionError, StateError, warn_user
 from penstock.memory.pages import RawMemory, map_pages, populate_parallel
 

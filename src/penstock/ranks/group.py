@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from penstock.env import peer_timeout_s
+from penstock.config import peer_timeout_s
 from penstock.errors import OptionError, PeerError
 
 __all__ = ["GRACE_S", "ProcessWatch", "RankGroup", "call_within", "json_digest", "require_ranks", "this_host"]

@@ -19,8 +19,16 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.checkpoint.weight_map import WeightMap
-from penstock.config import HOST_MODES, SHARDED_MODES, Budget, Policy, as_policy, format_gib
-from penstock.env import pin_memory_disabled, uva_disabled
+from penstock.config import (
+    HOST_MODES,
+    SHARDED_MODES,
+    Budget,
+    Policy,
+    as_policy,
+    format_gib,
+    pin_memory_disabled,
+    uva_disabled,
+)
 from penstock.errors import CheckpointError, LimitError, OptionError, OptionTypeError, warn_user
 from penstock.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes
 from penstock.model.inventory import Inventory, StorageInfo, take_inventory

@@ -17,8 +17,7 @@ from functools import cache, partial
 import torch
 
 from penstock.checkpoint.weight_map import WeightMap
-from penstock.config import RANK_MODES
-from penstock.env import debug_enabled
+from penstock.config import RANK_MODES, debug_enabled
 from penstock.errors import OptionError, PeerError, warn_user
 from penstock.loading.loader import require_weights
 from penstock.loading.read_pool import Delivery, deliver

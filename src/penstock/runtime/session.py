@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from penstock.config import format_gib
-from penstock.env import debug_enabled
+from penstock.config import debug_enabled, format_gib
 from penstock.errors import BudgetError, StateError, TransferError
 from penstock.loading.loader import WeightLoader
 from penstock.loading.read_pool import Progress

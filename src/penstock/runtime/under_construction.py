@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from penstock.config import UVA, Budget, Prefetch
-from penstock.env import pin_memory_disabled, uva_disabled
+from penstock.config import UVA, Budget, Prefetch, pin_memory_disabled, uva_disabled
 from penstock.errors import BudgetError, warn_user
 from penstock.memory.pages import RawMemory
 from penstock.memory.pinned import CudaRegistrar, HostRegistrar, PinnedBuffer, device_view, new_pinned

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-from penstock.env import reader_threads
+from penstock.config import reader_threads
 from penstock.errors import OptionError, StateError, TransferError
 from penstock.memory.byte_ranges import ByteRange, writable_view
 from penstock.plan.plan import Plan

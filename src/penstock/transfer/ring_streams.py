@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 import torch
 
-from penstock.env import pin_memory_disabled, reader_threads
+from penstock.config import pin_memory_disabled, reader_threads
 from penstock.errors import OptionError, StateError, TransferError
 from penstock.memory.memfd import SharedMemory
 from penstock.memory.pages import collapse_parallel

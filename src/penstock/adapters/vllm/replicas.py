@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore  # type: ignore[attr-defined,unused-ignore]
 
-from penstock.env import peer_timeout_s
+from penstock.config import peer_timeout_s
 from penstock.errors import OptionError, PeerError
 from penstock.ranks.group import GRACE_S, call_within
 
