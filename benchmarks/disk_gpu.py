@@ -32,7 +32,6 @@ from penstock.api import start as start_offload
 from penstock.bench.reference_step import QWEN3_8B, DecoderShape, Stack, build_stack
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import ALL_MODEL_PARAMS
-from penstock.plan.ring_layout import ring_bytes
 from penstock.runtime.prepare import prepare as prepare_offload
 from penstock.stores.file_reader import DiskOptions
 from plain_reads import read_plainly
@@ -141,7 +140,7 @@ def measure(ground: Ground, options: DiskOptions, device: torch.device) -> Itera
             "disk_gb_per_s": [rate / 1e9 for rate in rates],
             "peak_device_bytes": torch.cuda.max_memory_allocated(device) - before_bytes,
             "planned_device_bytes": handle.plan.device_bytes,
-            "host_bytes": ring_bytes(handle.plan),
+            "host_bytes": handle.plan.ring_bytes,
             "read_gb_per_s": (staging.bytes_read - before.bytes_read) / seconds / 1e9,
             "stalls": staging.stalls - before.stalls,
             "stall_s": staging.stall_s - before.stall_s,

@@ -18,7 +18,7 @@ from penstock.config import Policy
 from penstock.errors import BudgetError, TransferError
 from penstock.model.inventory import take_inventory
 from penstock.plan.build import build_plan
-from penstock.plan.ring_layout import RING_BYTES, ring_bytes
+from penstock.plan.schedule import RING_BYTES
 from penstock.runtime import prepare as prepare_module
 from penstock.runtime.prepare import Limits, needs_of
 from penstock.transfer.ring_streams import RingLink
@@ -144,7 +144,7 @@ class TestBudget:
             plan = handle.plan
             assert 0 < plan.store_bytes["cpu"] <= total // 5
             assert plan.spilled_bytes > 0
-            assert needs_of(plan, on_gpu=True).pinned_bytes - ring_bytes(plan) <= total // 5
+            assert needs_of(plan, on_gpu=True).pinned_bytes - plan.ring_bytes <= total // 5
             ids = inputs()
             graph, out = captured(model, ids)
             graph.replay()

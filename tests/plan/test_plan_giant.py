@@ -32,7 +32,7 @@ from penstock.config import Budget, Workload
 from penstock.model.memory_profile import profile_of
 from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU
 from penstock.plan.plan import Machine
-from penstock.plan.ring_layout import RING_BYTES
+from penstock.plan.schedule import RING_BYTES
 from penstock.runtime.prepare import needs_of
 
 _ENOUGH_S = 3.0  # of CPU time; 0.7 to 1.4 s on two quiet cores, but machines that run tests are neither quiet nor alike

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from penstock.memory.byte_ranges import fill
 from penstock.model.inventory import Inventory, Location, StorageInfo, TensorInfo
 from penstock.plan.plan import Plan, UnitDraft, assemble
-from penstock.plan.slots import chain, first_units, next_in_chain, slot_of
+from penstock.plan.schedule import chain, first_units, next_in_chain, slot_of
 from penstock.runtime.prefetcher import Prefetcher
 from penstock.stats import Recorder
 from penstock.stores.store import CpuStore, Load

@@ -27,7 +27,7 @@ from penstock.plan.candidates import Spill, spill_order
 from penstock.plan.cost_model import NOMINAL_GPU, Rates
 from penstock.plan.plan import Plan, UnitDraft, assemble
 from penstock.plan.predict import Forecaster
-from penstock.plan.ring_layout import RING_BYTES, ring_bytes
+from penstock.plan.schedule import RING_BYTES
 from penstock.runtime import prepare as prepare_module
 from penstock.runtime.prepare import Limits, make_planner, needs_of
 from plans import assignments, check_plan, layered, models
@@ -74,7 +74,7 @@ def spilling(
 
 def host_bytes(plan: Plan, ring: int = 0) -> int:
     """What a GPU pins for ``plan``, with ``ring`` bytes of a ring where one is needed."""
-    return needs_of(plan, on_gpu=True).pinned_bytes - ring_bytes(plan) + (ring if plan.staged_units else 0)
+    return needs_of(plan, on_gpu=True).pinned_bytes - plan.ring_bytes + (ring if plan.staged_units else 0)
 
 
 @given(

@@ -20,7 +20,7 @@ from penstock.plan.cost_model import NOMINAL_GPU, Curve, Rates
 from penstock.plan.plan import Machine, Plan, slab_bytes
 from penstock.plan.predict import Forecaster
 from penstock.plan.report import render
-from penstock.plan.ring_layout import lay_out_ring, ring_bytes
+from penstock.plan.schedule import lay_out_ring
 from penstock.runtime.prepare import Needs, needs_of
 from penstock.stores.store import DiskStore
 from penstock.transfer.machine_probe import Probe
@@ -80,14 +80,14 @@ class TestHostMemory:
     def test_needs_of_a_gpu(self) -> None:
         plan = plan_of("disk")
         ring = lay_out_ring([unit.num_bytes for unit in plan.units], plan.num_slots).num_bytes
-        assert ring_bytes(plan) == ring > 0
+        assert plan.ring_bytes == ring > 0
         assert needs_of(plan, on_gpu=True) == Needs(sum(plan.slot_bytes), ring, ring)
         table = replace(plan, uva={"table": 1000})
         assert needs_of(table, on_gpu=True).pinned_bytes == ring + slab_bytes([1000])
 
     @pytest.mark.parametrize("mode", ["cpu", "meta"])
     def test_other_modes_have_no_ring(self, mode: str) -> None:
-        assert ring_bytes(plan_of(mode)) == 0
+        assert plan_of(mode).ring_bytes == 0
 
     def test_the_report_says_so(self) -> None:
         text = report(replace(plan_of("disk"), uva={"table": 2**30}))

@@ -23,8 +23,7 @@ from penstock.plan.build import Planner, build_plan, move_on_demand
 from penstock.plan.candidates import Spill
 from penstock.plan.plan import Machine, Plan
 from penstock.plan.report import PredictionReport, render
-from penstock.plan.ring_layout import lay_out_ring, lay_out_ring_of
-from penstock.plan.slots import steady_order
+from penstock.plan.schedule import lay_out_ring, steady_order
 from penstock.runtime import store_factory as opening
 from penstock.runtime.prepare import Needs, needs_of
 from penstock.runtime.store_factory import open_pinned
@@ -90,7 +89,7 @@ class TestWhatAPlanSays:
     def test_host_memory_that_it_needs(self) -> None:
         made = two_stores(Stack(6))
         host = sum(unit.num_bytes for unit in made.units if unit.store == "cpu")
-        ring = lay_out_ring_of(made).num_bytes
+        ring = made.lay_out_ring().num_bytes
         sizes = [made.units[index].num_bytes for index in (1, 4)]
         assert ring == lay_out_ring(sizes, 1).num_bytes
         assert needs_of(made, on_gpu=True) == Needs(sum(made.slot_bytes), host + ring, host + ring)
@@ -109,7 +108,7 @@ class TestWhatAPlanSays:
 
     def test_the_ring_knows_the_units_in_files_alone(self) -> None:
         made = two_stores(Stack(7), 3, 0, 2, 5)
-        layout = lay_out_ring_of(made, 4096, 3)
+        layout = made.lay_out_ring(4096, 3)
         assert set(layout.of_unit) == {0, 2, 5}
         cycle = list(dict.fromkeys(piece.unit for piece in layout.pieces))
         assert cycle == [unit for unit in steady_order(7, 3) if unit in (0, 2, 5)]

@@ -21,7 +21,7 @@ from penstock.memory.byte_ranges import ByteRange, Copy, Source
 from penstock.memory.memfd import SharedMemory
 from penstock.model.inventory import Inventory, Location, StorageInfo, TensorInfo
 from penstock.plan.plan import Plan, UnitDraft, assemble
-from penstock.plan.ring_layout import WORD_BYTES, RingLayout, lay_out_ring_of
+from penstock.plan.schedule import WORD_BYTES, RingLayout
 from penstock.runtime.prefetcher import Prefetcher
 from penstock.stats import Recorder, StagingStats
 from penstock.stores.file_reader import DiskOptions
@@ -139,7 +139,7 @@ class FakeRingLink(Link):
         self.log: list[int] = []
 
     def prepare(self, plan: Plan, loads: Sequence[Load]) -> None:
-        self.layout: RingLayout = lay_out_ring_of(plan, ENTRY_BYTES, self._entries)
+        self.layout: RingLayout = plan.lay_out_ring(ENTRY_BYTES, self._entries)
         memory = torch.full((self.layout.num_bytes,), 0xEE, dtype=torch.uint8)
         memory[self.layout.words_at :] = 0
         self.ring = StagingRing(self.layout, memory)
@@ -205,7 +205,7 @@ class ProcessRingLink(FakeRingLink):
         self._closed = False
 
     def prepare(self, plan: Plan, loads: Sequence[Load]) -> None:
-        self.layout = lay_out_ring_of(plan, ENTRY_BYTES, self._entries)
+        self.layout = plan.lay_out_ring(ENTRY_BYTES, self._entries)
         parts = parts_in_files(self.layout, loads, self._read_bytes)
         shared = SharedMemory.create(self.layout.num_bytes)
         memory = shared.map(0, self.layout.num_bytes)

@@ -22,8 +22,7 @@ from torch import nn
 from models import QuantStack, Stack, all_layers, rows, save
 from penstock.errors import TransferError
 from penstock.plan.plan import Plan
-from penstock.plan.ring_layout import STATUS_BYTES, RingLayout, lay_out_ring
-from penstock.plan.slots import next_in_chain, steady_order
+from penstock.plan.schedule import STATUS_BYTES, RingLayout, lay_out_ring, next_in_chain, steady_order
 from penstock.stats import StagingStats
 from penstock.stores.file_reader import DiskOptions
 from penstock.testing import assert_same_bits, offload_over

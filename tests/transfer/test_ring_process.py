@@ -33,7 +33,7 @@ from models import Stack, all_layers, rows, save
 from penstock.errors import OptionError, StateError, TransferError
 from penstock.memory.memfd import SharedMemory
 from penstock.memory.pinned import PinnedBuffer
-from penstock.plan.ring_layout import WORD_BYTES, lay_out_ring_of
+from penstock.plan.schedule import WORD_BYTES
 from penstock.stats import Recorder
 from penstock.stores.file_reader import DiskOptions
 from penstock.stores.store import Store
@@ -341,7 +341,7 @@ class TestEnd:
         faults.linger(0.2)
         plan, patterns = make_plan(6, 2)
         store = disk_store(save_patterns(patterns, tmp_path))
-        layout = lay_out_ring_of(plan, ENTRY_BYTES, 4)
+        layout = plan.lay_out_ring(ENTRY_BYTES, 4)
         ledger = Ledger()
         shared = SharedMemory.create(layout.num_bytes)
         pinned = PinnedBuffer(shared.map(0, layout.num_bytes))
@@ -477,7 +477,7 @@ class TestLink:
     ) -> None:
         before = (descriptors(), ring_mappings())
         link = prepare()
-        assert list(ledger.held.values()) == [lay_out_ring_of(make_plan(6, 2)[0], ENTRY_BYTES, 3).num_bytes]
+        assert list(ledger.held.values()) == [make_plan(6, 2)[0].lay_out_ring(ENTRY_BYTES, 3).num_bytes]
         self.check(link)
         stats = link.staging_stats()
         assert stats is not None

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from penstock.checkpoint.safetensors_header import opened
 from penstock.errors import TransferError
 from penstock.memory.byte_ranges import ByteRange, Copy
-from penstock.plan.ring_layout import cut, lay_out_ring
+from penstock.plan.schedule import cut, lay_out_ring
 from penstock.stores.file_reader import DiskOptions, File
 from penstock.stores.store import Load
 from penstock.transfer.ring import PAUSE_S, POISON, WANTED, Part, RingMemory, RingServer

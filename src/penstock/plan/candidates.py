@@ -36,7 +36,7 @@ from penstock.model.memory_profile import ModelProfile
 from penstock.plan.cost_model import Rates, experts_in, find_stages
 from penstock.plan.layers import find_layers, outside_units, stranded
 from penstock.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, UnitDraft, assemble, slab_bytes
-from penstock.plan.ring_layout import RING_BYTES
+from penstock.plan.schedule import RING_BYTES
 from penstock.plan.simulate import Bools, Floats, Ints, StepModel, moves_of
 
 __all__ = ["CandidateTable", "Family", "PlanningProblem", "Spill", "spill_order"]

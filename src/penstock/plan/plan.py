@@ -14,8 +14,8 @@ from typing import Any, get_args
 from penstock.config import Mechanism, Mode, format_gib
 from penstock.errors import OptionError
 from penstock.model.inventory import Inventory, StorageInfo
+from penstock.plan.schedule import ENTRY_BYTES, MAX_ENTRIES, RingLayout, chain, lay_out_ring, slot_of
 from penstock.plan.serialize import load_json, require, require_same, save_json
-from penstock.plan.slots import chain, slot_of
 
 __all__ = [
     "CHUNK_BYTES",
@@ -216,6 +216,16 @@ class Plan:
     def staged_units(self) -> tuple[Unit, ...]:
         """Units that rest in files: before a GPU they pass through the staging ring."""
         return tuple(unit for unit in self.units if unit.store == "disk")
+
+    def lay_out_ring(self, entry_bytes: int = ENTRY_BYTES, max_entries: int = MAX_ENTRIES) -> RingLayout:
+        """The staging ring for the units that rest in files, of which there is at least one."""
+        sizes, staged = [unit.num_bytes for unit in self.units], [unit.index for unit in self.staged_units]
+        return lay_out_ring(sizes, self.num_slots, entry_bytes, max_entries, staged)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Pinned host memory of the staging ring if the plan is carried out on a GPU: 0 without units in files."""
+        return self.lay_out_ring().num_bytes if self.staged_units else 0
 
     @property
     def reads_files(self) -> bool:

@@ -17,7 +17,6 @@ from rich.text import Text
 from penstock.config import Mode
 from penstock.plan.plan import Plan, Unit
 from penstock.plan.predict import Alternative, Forecast
-from penstock.plan.ring_layout import ring_bytes
 
 __all__ = [
     "PredictionReport",
@@ -126,7 +125,7 @@ def _places(plan: Plan) -> Table:
     if plan.units:
         add("slots", _counted(plan.num_slots, "slot"), "device", sum(plan.slot_bytes))
         if staged:
-            add("staging ring", "", "host", ring_bytes(plan))
+            add("staging ring", "", "host", plan.ring_bytes)
         for store in sorted({unit.store for unit in plan.units}):  # cpu before disk
             sizes = [unit.payload_bytes for unit in plan.units if unit.store == store]
             add("prefetched", _counted(len(sizes), "unit"), _STORE_NAMES[store], sum(sizes))

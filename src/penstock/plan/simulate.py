@@ -1,6 +1,6 @@
 """How long a step takes when copies run behind compute: the slot schedule, played through on paper.
 
-The rules are those of :mod:`penstock.plan.slots` and of the pipeline that carries them out, for steps that follow
+The rules are those of :mod:`penstock.plan.schedule` and of the pipeline that carries them out, for steps that follow
 one another without a pause:
 
 * a stage starts when the one before it has ended and its own unit is in its slot;
@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from penstock.model.memory_profile import ModelProfile
 from penstock.plan.cost_model import Rates, Stage, stages_compute_s, storage_cost
-from penstock.plan.ring_layout import RING_BYTES
+from penstock.plan.schedule import RING_BYTES
 
 __all__ = ["Bools", "Floats", "Ints", "Move", "StageTimes", "StepModel", "moves_of", "step_s"]
 

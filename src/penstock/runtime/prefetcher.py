@@ -21,7 +21,7 @@ from torch import Tensor
 
 from penstock.errors import SlotConflictError, StateError, TransferError
 from penstock.plan.plan import Plan
-from penstock.plan.slots import first_units, next_in_chain, slot_of
+from penstock.plan.schedule import first_units, next_in_chain, slot_of
 from penstock.runtime.debug import Guard
 from penstock.runtime.slot import GraphRecord, Reader, Slot, SlotState
 from penstock.stats import Recorder, UnitStats

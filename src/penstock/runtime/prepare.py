@@ -38,7 +38,6 @@ from penstock.plan.build import Planner, move_on_demand
 from penstock.plan.candidates import Spill
 from penstock.plan.cost_model import Rates
 from penstock.plan.plan import Machine, Plan, slab_bytes
-from penstock.plan.ring_layout import ring_bytes
 from penstock.ranks.group import RankGroup
 from penstock.runtime.under_construction import BuildTimePool, storages_in_engine_memory
 from penstock.stores.file_reader import DiskOptions
@@ -437,7 +436,7 @@ def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_me
             stored = plan.part_bytes  # copied, wherever the tensors lie
         return Needs(host_bytes=slots + sum(arriving) + stored)
     in_place = sum(slab_bytes([size]) for size in plan.uva.values())  # a GPU cannot address a mapped file
-    units = sum(unit.num_bytes for unit in plan.units if unit.store in HOST_MODES) + ring_bytes(plan)
+    units = sum(unit.num_bytes for unit in plan.units if unit.store in HOST_MODES) + plan.ring_bytes
     pinned = units + in_place if plan.mode in (*HOST_MODES, "disk") else 0
     if plan.mode in SHARDED_MODES:
         pinned = plan.part_bytes if plan.mode == "sharded_cpu" else 0

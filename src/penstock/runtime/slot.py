@@ -40,7 +40,7 @@ from enum import Enum, auto
 import torch
 
 from penstock.errors import StateError
-from penstock.plan.slots import chain, slot_of
+from penstock.plan.schedule import chain, slot_of
 from penstock.transfer.link import ComputeEvent, Link, Transfer
 
 __all__ = ["GraphRecord", "Reader", "Slot", "SlotState"]

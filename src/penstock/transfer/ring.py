@@ -9,7 +9,7 @@ with constants that are the same at every replay, because both words are back at
 one thread, the *server*, that looks at the words and hands reads to workers:
 
 * A tag of zero means that the stream is done with the entry: the next piece of the expected order (the cycle of
-  :mod:`penstock.plan.ring_layout`) is read into it. The tag is set when the last part of a piece has arrived, by the
+  :mod:`penstock.plan.schedule`) is read into it. The tag is set when the last part of a piece has arrived, by the
   worker that read it, which looks for such entries as well.
 * The order is expected, not relied on: the tag says which piece lies in an entry, and the stream waits for its own.
   Where it wants a piece that is neither there nor on its way (a unit skipped or repeated, an aborted forward, another
@@ -43,7 +43,7 @@ import numpy as np
 from penstock.errors import TransferError
 from penstock.memory.byte_ranges import Source
 from penstock.memory.pages import Bytes
-from penstock.plan.ring_layout import STATUS_BYTES, WORD_BYTES, RingLayout
+from penstock.plan.schedule import STATUS_BYTES, WORD_BYTES, RingLayout
 from penstock.stats import StagingStats
 
 __all__ = [

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, NoReturn
 from penstock.checkpoint.safetensors_header import FileFingerprint
 from penstock.errors import TransferError
 from penstock.memory.pages import map_file
-from penstock.plan.ring_layout import Piece, RingLayout
+from penstock.plan.schedule import Piece, RingLayout
 from penstock.stores.file_reader import DiskOptions, File
 from penstock.transfer.ring import Counter, Part, RingMemory, RingServer
 

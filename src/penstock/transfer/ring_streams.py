@@ -34,7 +34,7 @@ from penstock.memory.memfd import SharedMemory
 from penstock.memory.pages import collapse_parallel
 from penstock.memory.pinned import CudaRegistrar, PinnedBuffer, pin_shared, pin_threads, refuse_capture
 from penstock.plan.plan import Plan
-from penstock.plan.ring_layout import ENTRY_BYTES, MAX_ENTRIES, WORD_BYTES, RingLayout, cut, lay_out_ring_of
+from penstock.plan.schedule import ENTRY_BYTES, MAX_ENTRIES, WORD_BYTES, RingLayout, cut
 from penstock.stats import Recorder, StagingStats
 from penstock.stores.file_reader import File
 from penstock.stores.store import Load
@@ -100,7 +100,7 @@ class RingLink(StreamLink):
                 "forbids; unset it, or use mode 'cpu' (--offload-mode cpu)"
             )
         refuse_capture(CudaRegistrar(self._device))
-        layout = lay_out_ring_of(plan, self._entry_bytes, self._max_entries)
+        layout = plan.lay_out_ring(self._entry_bytes, self._max_entries)
         task = RingTask(layout, parts_in_files(layout, loads), self._num_threads, self._stuck_s, os.getpid())
         shared = SharedMemory.create(layout.num_bytes)
         try:

@@ -1,8 +1,17 @@
-"""The staging ring of units in files before a GPU, as arithmetic: which piece of a unit passes through which entry.
+"""The schedule: which slot a unit uses, what refills a slot, and which entry of the staging ring a piece uses.
 
-A captured copy has a fixed host address, so a piece uses the same entry for ever, as a unit does its slot. Units are
-cut into pieces, because a ring of whole units would take gigabytes of host memory for large layers and let nothing
-cross the link before the first of them is read.
+Pure functions of sizes and counts. The process that reads files into a ring imports this module and has no torch.
+
+CUDA graphs need fixed addresses, so unit ``u`` uses slot ``u mod S`` for ever. The units of one slot form a *chain*:
+``s, s + S, s + 2S, ...``. When a unit has run, its slot is refilled with the next unit of the same chain, and after
+the last one with the first, ready for the next forward.
+
+The refill must come from the slot's own chain. The rule ``(u + S) mod N`` used elsewhere looks alike but, whenever
+``S`` does not divide ``N``, names a unit of *another* slot, or one whose slot is still being read.
+
+Before a GPU, units in files pass through a ring of pinned host memory. A captured copy has a fixed host address as
+well, so a piece of a unit always uses the same entry. Units are cut into pieces, because a ring of whole units would
+take gigabytes of host memory for large layers and let nothing cross the link before the first of them is read.
 
 The pieces of a forward form a cycle, which is divided into laps of (almost) equal length; the piece that is ``j``-th
 in its lap uses entry ``j``. Lap lengths differ by one at most, so any ``P // laps`` consecutive pieces of the cycle of
@@ -16,12 +25,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain as concatenate
 from itertools import pairwise
-from typing import TYPE_CHECKING
-
-from penstock.plan.slots import steady_order
-
-if TYPE_CHECKING:  # the process that reads files into a ring has no torch
-    from penstock.plan.plan import Plan
 
 __all__ = [
     "ENTRY_BYTES",
@@ -31,10 +34,13 @@ __all__ = [
     "WORD_BYTES",
     "Piece",
     "RingLayout",
+    "chain",
     "cut",
+    "first_units",
     "lay_out_ring",
-    "lay_out_ring_of",
-    "ring_bytes",
+    "next_in_chain",
+    "slot_of",
+    "steady_order",
 ]
 
 # One copy each: long enough for 98 % of the rate of the link, short enough that the first one starts soon.
@@ -50,6 +56,43 @@ _PAGE_BYTES = 4096
 STATUS_BYTES = 4096
 # What a ring takes at most.
 RING_BYTES = MAX_ENTRIES * (ENTRY_BYTES + WORD_BYTES) + WORD_BYTES + STATUS_BYTES
+
+
+# -- slots -------------------------------------------------------------------------------------------------------------
+
+
+def slot_of(unit: int, num_slots: int) -> int:
+    """The slot that ``unit`` always uses."""
+    return unit % num_slots
+
+
+def next_in_chain(unit: int, num_units: int, num_slots: int) -> int:
+    """The unit that refills the slot of ``unit`` once ``unit`` has run; ``unit`` itself if it has the slot alone."""
+    following = unit + num_slots
+    return following if following < num_units else slot_of(unit, num_slots)
+
+
+def first_units(num_units: int, num_slots: int) -> range:
+    """The units that are in the slots when a forward begins."""
+    return range(min(num_units, num_slots))
+
+
+def chain(slot: int, num_units: int, num_slots: int) -> range:
+    """All units of one slot, in the order they use it."""
+    return range(slot, num_units, num_slots)
+
+
+def steady_order(num_units: int, num_slots: int) -> list[int]:
+    """The units that one forward copies, in order, each forward the same; the cycle that all forwards together walk.
+
+    A unit that has its slot alone stays there and is not among them. Where a pipeline begins this cycle (it may hold
+    the refill of the last slot back for the next forward) makes no difference to it.
+    """
+    refills = ((unit, next_in_chain(unit, num_units, num_slots)) for unit in range(num_units))
+    return [refill for unit, refill in refills if refill != unit]
+
+
+# -- the staging ring --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -130,18 +173,6 @@ def lay_out_ring(
     following: list[int | None] = [(position + 1) % length for position in range(length)]
     following += [_behind(position, pieces) for position in range(length, len(pieces))]
     return RingLayout(entry_bytes, num_entries, tuple(pieces), of_unit, tuple(following))
-
-
-def ring_bytes(plan: Plan) -> int:
-    """Host memory, pinned, that ``plan`` takes for its ring if it is carried out on a GPU: 0 without units in files."""
-    return lay_out_ring_of(plan).num_bytes if plan.staged_units else 0
-
-
-def lay_out_ring_of(plan: Plan, entry_bytes: int = ENTRY_BYTES, max_entries: int = MAX_ENTRIES) -> RingLayout:
-    """The ring for the units of ``plan`` that rest in files, of which there is at least one."""
-    sizes = [unit.num_bytes for unit in plan.units]
-    staged = [unit.index for unit in plan.staged_units]
-    return lay_out_ring(sizes, plan.num_slots, entry_bytes, max_entries, staged)
 
 
 def cut(num_bytes: int, most: int) -> list[tuple[int, int]]:
