@@ -16,7 +16,7 @@ What host memory has no room for stays in the checkpoint's files (:class:`Spill`
 than the link, so as little as possible is left in them, spread over the forward: while units of host memory are copied,
 the readers get a staging ring ahead. Units go to the files in one order, whatever the limit (:func:`spill_order`), so
 those in files under a larger limit are among those under a smaller one. Every unit fewer in files makes no copy later
-(:mod:`penstock.plan.simulate` knows only sums and maxima), and so more host memory is never predicted slower.
+(:mod:`penstock.plan.cost_model` knows only sums and maxima), and so more host memory is never predicted slower.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ import numpy.typing as npt
 from penstock.config import Mechanism, Mode
 from penstock.model.inventory import Inventory, StorageInfo
 from penstock.model.memory_profile import ModelProfile
-from penstock.plan.cost_model import Rates, experts_in, find_stages
+from penstock.plan.cost_model import Bools, Floats, Ints, Rates, StepModel, experts_in, find_stages, moves_of
 from penstock.plan.layers import find_layers, outside_units, stranded
 from penstock.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, UnitDraft, assemble, slab_bytes
 from penstock.plan.schedule import RING_BYTES
-from penstock.plan.simulate import Bools, Floats, Ints, StepModel, moves_of
 
 __all__ = ["CandidateTable", "Family", "PlanningProblem", "Spill", "spill_order"]
 

@@ -14,9 +14,8 @@ from penstock.config import Budget
 from penstock.model.inventory import Inventory
 from penstock.model.memory_profile import ModelProfile
 from penstock.plan.candidates import CandidateTable
-from penstock.plan.cost_model import Rates, find_stages
+from penstock.plan.cost_model import Rates, StepModel, find_stages, moves_of
 from penstock.plan.plan import Plan
-from penstock.plan.simulate import StepModel, moves_of
 from penstock.plan.solver import Point, curve, host_limit, reserved_bytes
 
 __all__ = ["Alternative", "Alternatives", "Bound", "Forecast", "Forecaster"]
