@@ -20,9 +20,9 @@ from models import DIM, Reader, ReaderDict, all_layers, rows, save
 from penstock.config import ALL_MODEL_PARAMS, UVA, Budget, Prefetch, Rules
 from penstock.errors import CheckpointError, OptionError, PenstockWarning, RuleError, SelectionError
 from penstock.model.inventory import take_inventory
-from penstock.plan.build import build_plan, plan_group_rule
-from penstock.plan.layers import find_stacks
+from penstock.plan.build import build_plan
 from penstock.plan.plan import Plan, UnitDraft, assemble
+from penstock.plan.units import find_stacks, plan_group_rule
 from penstock.testing import assert_same_bits
 
 

@@ -12,8 +12,9 @@ from gpu_models import build, offloaded
 import penstock
 from penstock import UVA, Budget, Handle, Plan, Prefetch
 from penstock.model.inventory import take_inventory
-from penstock.plan.build import build_plan, move_on_demand
+from penstock.plan.build import build_plan
 from penstock.plan.plan import UnitDraft, assemble
+from penstock.plan.units import move_on_demand
 
 
 def mixed_plan(model: torch.nn.Module) -> Plan:

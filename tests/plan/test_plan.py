@@ -21,9 +21,9 @@ from penstock.config import ALL_MODEL_PARAMS, UVA, Budget, Mode, Prefetch
 from penstock.errors import BudgetError, OptionError, PenstockWarning, SelectionError
 from penstock.model.inventory import Inventory, take_inventory
 from penstock.plan.build import build_plan
-from penstock.plan.layers import find_stacks, group_rule
 from penstock.plan.plan import Plan
 from penstock.plan.report import render
+from penstock.plan.units import find_stacks, group_rule
 from plans import KIB, check_plan, holder, models, plan_for
 
 

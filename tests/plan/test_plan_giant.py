@@ -23,7 +23,7 @@ from transformers.core_model_loading import (
 from typer.testing import CliRunner
 
 import penstock.cli.commands_plan
-import penstock.plan.plot
+import penstock.plan.report
 from giants import DEEPSEEK_V3, write_deepseek_v3
 from penstock.adapters.transformers.conversion import Renamer, natural_order
 from penstock.cli import app
@@ -74,7 +74,7 @@ def test_the_whole_verb_in_seconds_without_a_weight_read(
     """From the folder to the printed outlook: on a CPU, and on a GPU with less host memory than the weights."""
     assert transformers.DeepseekV3ForCausalLM  # imports are not planning
     assert penstock.cli.commands_plan
-    assert penstock.plan.plot
+    assert penstock.plan.report
     reads: list[tuple[int, int, int]] = []
     preadv = os.preadv
 

@@ -18,7 +18,7 @@ from penstock.flags import parse_rules
 from penstock.model.inventory import Inventory, take_inventory
 from penstock.model.patterns import matching
 from penstock.plan.build import build_plan
-from penstock.plan.overrides import settle_rules
+from penstock.plan.units import settle_rules
 from penstock.testing import assert_moved, assert_same_bits
 
 INVENTORY = take_inventory(MoE(3))

@@ -19,11 +19,12 @@ from penstock.config import Budget
 from penstock.errors import OptionError, PenstockWarning
 from penstock.model.inventory import take_inventory
 from penstock.model.memory_profile import ModelProfile
-from penstock.plan.build import Planner, build_plan, move_on_demand
+from penstock.plan.build import Outlook, Planner, build_plan
 from penstock.plan.candidates import Spill
 from penstock.plan.plan import Machine, Plan
-from penstock.plan.report import PredictionReport, render
+from penstock.plan.report import render
 from penstock.plan.schedule import lay_out_ring, steady_order
+from penstock.plan.units import move_on_demand
 from penstock.runtime import store_factory as opening
 from penstock.runtime.prepare import Needs, needs_of
 from penstock.runtime.store_factory import open_pinned
@@ -144,7 +145,7 @@ def report(plan: Plan) -> str:
     return console.export_text()
 
 
-def text_of(outlook: PredictionReport) -> str:
+def text_of(outlook: Outlook) -> str:
     return " ".join(alternative.text for alternative in outlook.alternatives)
 
 

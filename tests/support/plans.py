@@ -18,8 +18,8 @@ from penstock.errors import PenstockWarning
 from penstock.model.inventory import Inventory, StorageInfo, is_within, take_inventory
 from penstock.plan.build import build_plan
 from penstock.plan.cost_model import Curve, Rates
-from penstock.plan.layers import worth_moving
 from penstock.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, SlabEntry, Unit, slab_bytes
+from penstock.plan.units import worth_moving
 
 KIB = 2**10
 

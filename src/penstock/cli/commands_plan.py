@@ -64,8 +64,7 @@ def plan(
         reads = {"--disk-direct": flags.disk_direct, "--disk-drop-cache": flags.disk_drop_cache}
         refuse_idle({**places, **reads}, "without a plan: nothing would be offloaded; add --device-memory, say")
     from penstock.cli.opened_model import minimum_bytes, no_collections, open_model
-    from penstock.plan.plot import draw_plan, require_picture
-    from penstock.plan.report import render, render_weights
+    from penstock.plan.report import draw_plan, render, render_outlook, render_weights, require_picture
     from penstock.stores.store import DiskStore
 
     for flag, file in places.items():
@@ -93,7 +92,7 @@ def plan(
     elif policy is None:
         stdout.print(render_weights(made, opened.name, minimum_bytes(planner)))
     else:
-        stdout.print(render(made, opened.name), outlook.render())
+        stdout.print(render(made, opened.name), render_outlook(outlook))
 
 
 def _planned_machine(flags: OffloadFlags, file: Path | None) -> tuple[torch.device, Machine, Rates | None]:

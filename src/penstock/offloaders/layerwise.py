@@ -25,9 +25,9 @@ from penstock.model.inventory import Inventory, StorageInfo, is_embedding, is_wi
 from penstock.model.patterns import is_segments, matching
 from penstock.model.semantic_groups import semantic_groups
 from penstock.offloaders.base import BaseOffloader
-from penstock.plan.build import build_plan, plan_group_rule
-from penstock.plan.layers import TINY_BYTES, worth_moving
+from penstock.plan.build import build_plan
 from penstock.plan.plan import Plan
+from penstock.plan.units import TINY_BYTES, plan_group_rule, worth_moving
 from penstock.ranks.group import RankGroup
 from penstock.runtime.prepare import Prepared, compute_device, make_planner, prepare
 from penstock.runtime.session import OffloadSession, SessionOptions

@@ -1,36 +1,50 @@
-"""Policy + inventory -> plan. The :class:`Planner` holds everything that a plan is made from."""
+"""Policy + inventory -> plan, what the plan will cost, and what else there is to ask for.
+
+The :class:`Planner` holds everything that a plan is made from. A :class:`Forecast` is the time of a step, its floor and
+what bounds it; an :class:`Alternative` is what a little more memory or a larger batch would bring.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+import math
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
 
 from penstock.config import SHARDED_MODES, UVA, Budget, Mode, Policy, Prefetch, Rules, Workload
 from penstock.errors import RuleError, SelectionError, warn_user
 from penstock.model.inventory import Inventory, StorageInfo
 from penstock.model.memory_profile import ModelProfile
-from penstock.model.patterns import matching, select
-from penstock.model.semantic_groups import semantic_groups
 from penstock.plan.candidates import CandidateTable, PlanningProblem, Spill
-from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Rates, split_rates
-from penstock.plan.layers import (
-    called_within,
+from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Rates, StepModel, find_stages, moves_of, split_rates
+from penstock.plan.plan import Plan, assemble
+from penstock.plan.solver import Point, curve, host_limit, reserved_bytes, solve
+from penstock.plan.units import (
     draft_units,
-    drafts_at,
     find_stacks,
-    group_rule,
-    split_by_part,
-    stranded,
-    worth_moving,
+    plan_group_rule,
+    read_in_place,
+    selected,
+    settle_rules,
+    some_names,
+    usable_slots,
 )
-from penstock.plan.overrides import settle_rules, some_names, warn_of_stranded
-from penstock.plan.plan import Plan, UnitDraft, assemble
-from penstock.plan.predict import Alternative, Alternatives, Forecast, Forecaster
-from penstock.plan.report import PredictionReport, WorkloadBytes
-from penstock.plan.solver import Point, curve, host_limit, solve
 
-__all__ = ["Planner", "build_plan", "move_on_demand", "plan_group_rule"]
+__all__ = ["Alternative", "Bound", "Forecast", "Forecaster", "Outlook", "Planner", "WorkloadBytes", "build_plan"]
+
+GIB = 2**30
+# A step that much faster is worth asking for more memory.
+_WORTHWHILE = 1.3
+# A step is as good as resident within this.
+_AT_FULL_SPEED = 1.02
+# A larger batch is as good as free if a step takes no more than this much longer.
+_NEARLY_FREE = 1.1
+_LARGEST_BATCH = 1024
+
+Bound = Literal["compute", "link", "in place", "disk"]
 
 
 @dataclass(frozen=True)
@@ -78,13 +92,13 @@ class Planner:
             stacks = find_stacks(self.inventory)
             made = plan_group_rule(self.inventory, policy, list(stacks.values()), candidates=self._movable(policy))
         else:
-            uva = _read_in_place(self.inventory, self._movable(policy), policy.limit_bytes)
+            uva = read_in_place(self.inventory, self._movable(policy), policy.limit_bytes)
             made = assemble(self.inventory, [], 0, policy.mode, uva=uva)
         return replace(made, num_ranks=self.num_ranks)
 
     def _movable(self, policy: Budget | Prefetch | UVA) -> list[StorageInfo]:
         """What ``policy`` selects, without what its store cannot hold."""
-        candidates = _candidates(self.inventory, policy.params)
+        candidates = selected(self.inventory, policy.params)
         fixed = self._fixed(policy.mode or self.default_mode)
         if unsaved := [s.name for s in candidates if s.name in fixed and s.name not in self.unstreamable]:
             warn_user(
@@ -116,7 +130,7 @@ class Planner:
                 f"the {len(policy.rules)} rule(s) keep everything resident: without a budget at least one has to say "
                 f"prefetch or uva, e.g. --offload-rule experts=uva (or give --device-memory)"
             )
-        num_slots = _usable_slots(policy.prefetch_step, len(drafts))
+        num_slots = usable_slots(policy.prefetch_step, len(drafts))
         return assemble(self.inventory, drafts, num_slots, policy.mode, uva=in_place)
 
     # -- budgets -------------------------------------------------------------------------------------------------------
@@ -167,9 +181,7 @@ class Planner:
         table = self.candidates(budget)
         return curve(table, host_limit(table.problem, budget))
 
-    def outlook(
-        self, policy: Policy | Plan | None, plan: Plan, points: Sequence[Point] | None = None
-    ) -> PredictionReport:
+    def outlook(self, policy: Policy | Plan | None, plan: Plan, points: Sequence[Point] | None = None) -> Outlook:
         """What ``plan`` will cost for the workload of ``policy``; alternatives too where that is a budget."""
         budget = policy if isinstance(policy, Budget) else None
         workload = Workload() if budget is None else budget.workload
@@ -178,7 +190,7 @@ class Planner:
         for rows in workload.batch_sizes:
             cache_bytes = profile.cache_bytes(rows, context) if context else 0
             memory.append(WorkloadBytes(rows, cache_bytes, profile.workload_bytes(rows, context) - cache_bytes))
-        return PredictionReport(
+        return Outlook(
             self.rates.machine,
             self.rates.is_measured,
             context,
@@ -198,105 +210,249 @@ def build_plan(
     return Planner(inventory, rates, default_mode=default_mode, **facts).plan(policy)
 
 
-def plan_group_rule(
-    inventory: Inventory,
-    policy: Prefetch,
-    stacks: Sequence[Sequence[str]],
-    in_place: Callable[[StorageInfo], bool] = lambda storage: False,
-    *,
-    by_part: bool = False,
-    candidates: Sequence[StorageInfo] | None = None,
-) -> Plan:
-    """The plan of the group rule over stacks of layers, each given by its dotted names in order.
+# -- what a plan will cost ---------------------------------------------------------------------------------------------
 
-    Args:
-        inventory: of the model.
-        policy: the group rule.
-        stacks: what it counts.
-        in_place: what of its candidates is read where it rests, because no layer of these stacks brings it.
-        by_part: let the parts of a layer (attention, feed-forward) travel one by one, each through a slot of its own,
-            in the same device memory: a part can be refilled while the next computes.
-        candidates: what may move; default what ``policy`` selects.
+
+@dataclass(frozen=True)
+class Forecast:
+    """A step of ``rows`` rows under a plan, in seconds.
+
+    Attributes:
+        rows: sequences that decode together, or tokens of a prefill.
+        step_s: predicted time.
+        resident_s: the same with all weights on the device.
+        link_s: all copies, one after another.
+        disk_s: all reading of files that comes before the copies.
+        in_place_s: all reading in place.
+        floor_s: what no schedule can beat: the longest of compute, the link's work and the disk's.
+        bound: what the floor is made of.
     """
-    candidates = _candidates(inventory, policy.params) if candidates is None else candidates
-    uva = [s for s in candidates if in_place(s)]
-    chosen = {s.name for s in candidates} - {s.name for s in uva}
-    layers: list[UnitDraft] = []
-    for stack in stacks:
-        for index in group_rule(len(stack), policy.group_size, policy.num_in_group):
-            layers += drafts_at(inventory, called_within(inventory, stack[index]), chosen)
-    anchors = [anchor for stack in stacks for layer in stack for anchor in called_within(inventory, layer)]
-    within = {s.name for anchor in anchors for s in inventory.under(anchor)}
-    warn_of_stranded(inventory, stranded(inventory, (s for s in candidates if s.name in chosen), within))
-    if not layers and not uva:
-        raise SelectionError(
-            f"group rule {policy.group_size}/{policy.num_in_group} selects none of the {sum(map(len, stacks))} layers' "
-            f"tensors; lower --offload-group-size or widen --offload-params"
-        )
-    reached = {s.name for draft in layers for s in draft.storages} | {s.name for s in uva}
-    for pattern in policy.params:
-        if matching(inventory, pattern).isdisjoint(reached):
-            warn_user(
-                f"pattern {pattern!r} selects nothing in the layers that the group rule offloads; what it names stays "
-                f"resident (a budget, --device-memory, can also offload modules outside the layers)"
-            )
-    num_slots = _usable_slots(policy.prefetch_step, len(layers))
-    units = split_by_part(inventory, layers) if by_part else layers
-    return assemble(inventory, units, num_slots * len(units) // max(1, len(layers)), policy.mode, uva=uva)
+
+    rows: int
+    step_s: float
+    resident_s: float
+    link_s: float
+    disk_s: float
+    in_place_s: float
+    floor_s: float
+    bound: Bound
+
+    @property
+    def rows_per_s(self) -> float:
+        """Tokens per second of a decode step."""
+        return self.rows / self.step_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers and strings."""
+        return {**asdict(self), "rows_per_s": self.rows_per_s}
 
 
-def move_on_demand(inventory: Inventory, plan: Plan) -> Plan:
-    """``plan`` with everything it reads in place moved into slots instead, for devices that cannot address the host.
+class Forecaster:
+    """Predicts a step under any plan for one model; what does not depend on the plan is computed once.
 
-    A storage joins the unit of the layer that reads it, or becomes one of the module that does.
+    The result follows from sizes and rates alone (:mod:`penstock.plan.cost_model`). ``rates`` are those of the links
+    that the units come over; see :func:`penstock.plan.cost_model.split_rates`.
     """
-    if not plan.uva:
-        return plan
-    wanted = set(plan.offloaded_names)
-    moving = [storage for storage in inventory.storages if storage.name in wanted]
-    drafts = draft_units(inventory, moving)
-    warn_of_stranded(inventory, stranded(inventory, moving, {s.name for draft in drafts for s in draft.storages}))
-    staged = {unit.anchor for unit in plan.staged_units}  # what joins them comes from the files as well
-    stores = [replace(draft, store="disk") if draft.anchor in staged else draft for draft in drafts]
-    return assemble(inventory, stores, max(plan.num_slots, 1), plan.mode)
 
+    def __init__(self, inventory: Inventory, rates: Rates, profile: ModelProfile, rows: int, context: int = 0) -> None:
+        self._rates, self._rows = rates, rows
+        self._stages = find_stages(inventory)
+        # A unit of tied tensors may be anchored around the module that is the stage of the first of them.
+        self._anchors = {s.name: stage.anchor for stage in self._stages for s, _ in stage.storages}
+        self._step = StepModel(self._stages, rates, profile, rows, context)
 
-def _candidates(inventory: Inventory, params: Sequence[str]) -> list[StorageInfo]:
-    return select(inventory, params) if params else worth_moving(inventory.storages)
-
-
-def _usable_slots(prefetch_step: int, num_units: int) -> int:
-    if prefetch_step > num_units > 0:
-        warn_user(
-            f"prefetch_step = {prefetch_step} is larger than the number of units; {num_units} slot(s) are used "
-            f"(--offload-prefetch-step {num_units} says the same)"
+    def __call__(self, plan: Plan) -> Forecast:
+        """The forecast for ``plan``, which is timed as a table of candidates with one row."""
+        rates = self._rates
+        sizes = {self._anchors[unit.entries[0].storage]: np.array([float(unit.payload_bytes)]) for unit in plan.units}
+        in_files = {self._anchors[unit.entries[0].storage]: np.array([True]) for unit in plan.staged_units}
+        in_place = self._step.read_in_place(plan.uva)
+        step_s = self._step.step_s(
+            moves_of(rates, self._stages, sizes, in_files, 1),
+            ((np.array([extra_s]), np.array([link_s])) for extra_s, link_s in in_place),
+            np.array([plan.num_slots]),
+            np.array([len(plan.units)]),
         )
-    return min(prefetch_step, num_units)
+        in_place_s = sum(seconds for _, seconds in in_place)
+        link_s = sum(rates.copy_s(unit.payload_bytes) for unit in plan.moved_units)
+        disk_s = rates.file_s_per_byte * plan.read_bytes
+        resident_s = sum(self._step.resident_s)
+        floor_s = max(resident_s, link_s + in_place_s, disk_s)
+        link: Bound = "link" if link_s >= in_place_s else "in place"
+        bound: Bound = "compute" if floor_s == resident_s else "disk" if floor_s == disk_s else link
+        return Forecast(self._rows, float(step_s[0]), resident_s, link_s, disk_s, in_place_s, floor_s, bound)
 
 
-def _read_in_place(
-    inventory: Inventory, candidates: Sequence[StorageInfo], limit_bytes: int | None
-) -> list[StorageInfo]:
-    """As many of ``candidates`` as have room in ``limit_bytes``.
+@dataclass(frozen=True)
+class WorkloadBytes:
+    """Device memory beside the weights for one batch size; zeros when no context was stated."""
 
-    A token needs a few experts but all dense weights, so experts are the cheapest to read in place and come first.
+    batch: int
+    cache_bytes: int
+    activation_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Both together."""
+        return self.cache_bytes + self.activation_bytes
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Predictions for a plan.
+
+    Attributes:
+        machine: whose rates they are made with.
+        is_measured: false for nominal rates.
+        context: tokens per sequence; 0 if none was stated.
+        forecasts: one per batch size.
+        memory: beside the weights, one per batch size.
+        device_bytes: of weights: residents and slots.
+        alternatives: other choices; empty unless the plan was made for a budget.
     """
-    if not candidates:
-        raise SelectionError(
-            "nothing can be read in place: no parameter of this model has 64 KiB or more; name smaller ones with "
-            "--cpu-offload-params, or leave the model resident"
-        )
-    experts = semantic_groups(inventory)["experts"]
-    chosen: list[StorageInfo] = []
-    left = sum(s.num_bytes for s in candidates) if limit_bytes is None else limit_bytes
-    for storage in sorted(candidates, key=lambda storage: storage.name not in experts):
-        if storage.num_bytes <= left:
-            chosen.append(storage)
-            left -= storage.num_bytes
-    if not chosen:
-        smallest = min(s.num_bytes for s in candidates)
-        raise SelectionError(
-            f"a limit of {limit_bytes} bytes offloads nothing: the smallest candidate has {smallest} bytes; raise "
-            f"--cpu-offload-gb or select other names"
-        )
-    return chosen
+
+    machine: str
+    is_measured: bool
+    context: int
+    forecasts: tuple[Forecast, ...]
+    memory: tuple[WorkloadBytes, ...]
+    device_bytes: int
+    alternatives: tuple[Alternative, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers and strings; bytes and seconds."""
+        return {
+            "machine": self.machine,
+            "is_measured": self.is_measured,
+            "context": self.context,
+            "steps": [forecast.to_json() for forecast in self.forecasts],
+            "memory": [{**asdict(use), "device_bytes": self.device_bytes + use.total_bytes} for use in self.memory],
+            "alternatives": [asdict(alternative) for alternative in self.alternatives],
+        }
+
+
+# -- alternatives ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One other choice.
+
+    Attributes:
+        text: for people, without a full stop.
+        device_bytes: device memory it takes in all.
+        batch: rows of its step.
+        speedup: tokens per second compared with the plan's.
+        step_s: its predicted step.
+    """
+
+    text: str
+    device_bytes: int
+    batch: int
+    speedup: float
+    step_s: float
+
+
+class Alternatives:
+    """What else ``plan``, which is that for ``budget``, could be."""
+
+    def __init__(self, table: CandidateTable, budget: Budget, plan: Plan) -> None:
+        self._table, self._problem, self._budget, self._plan = table, table.problem, budget, plan
+        self._reserved = reserved_bytes(table.problem, budget)
+        self._forecasters = [self._forecaster(rows) for rows in self._problem.batch_sizes]
+        self._now = self._times(plan)
+
+    def find(self, points: Sequence[Point] | None) -> Iterator[Alternative]:
+        """More memory on either side, or a larger batch: the nearest first; none where nothing is better.
+
+        ``points``: the memory curve of the table, if it is at hand.
+        """
+        yield from self._more_memory(points or curve(self._table, host_limit(self._problem, self._budget)))
+        if self._plan.spilled_bytes and self._problem.spill is not None:
+            yield from self._more_host_memory(self._problem.spill.ring_bytes)
+        yield from self._larger_batch()
+
+    def _forecaster(self, rows: int) -> Forecaster:
+        problem = self._problem
+        return Forecaster(problem.inventory, problem.rates, problem.profile, rows, problem.context)
+
+    def _times(self, plan: Plan) -> list[float]:
+        return [forecaster(plan).step_s for forecaster in self._forecasters]
+
+    def _speedup(self, times: Iterable[float]) -> float:
+        return _mean_ratio(self._now, times)
+
+    def _more_memory(self, points: Sequence[Point]) -> Iterator[Alternative]:
+        """The least device memory that is worthwhile, and the least with which a step is as fast as resident."""
+        resident = points[-1].step_s
+        seen = 0
+        for wanted in (_WORTHWHILE, self._speedup(resident) / _AT_FULL_SPEED):
+            least = max(wanted, _AT_FULL_SPEED)
+            better = next((point for point in points if self._speedup(point.step_s) >= least), None)
+            if better is None:
+                continue
+            extra = math.ceil((better.device_bytes + self._reserved - self._budget.num_bytes) / GIB)
+            if extra <= seen:
+                continue
+            seen = extra
+            # With the memory rounded up to whole GiB, what is best within it.
+            total = self._budget.num_bytes + extra * GIB
+            within = [point for point in points if point.device_bytes <= total - self._reserved]
+            better = max(within, key=lambda point: point.device_bytes)
+            at_full_speed = _mean_ratio(better.step_s, resident) < _AT_FULL_SPEED
+            full = " (all weights at hand: as fast as resident)" if at_full_speed else ""
+            ratio = self._speedup(better.step_s)
+            text = f"{extra} GiB more device memory: {ratio:.1f}x faster{full}"
+            yield Alternative(text, total, self._problem.batch_sizes[0], ratio, better.step_s[0])
+
+    def _more_host_memory(self, ring_bytes: int) -> Iterator[Alternative]:
+        """The least host memory that is worthwhile when units in files take it, or else all that they would take.
+
+        The plan stays as it is otherwise: with the memory at hand the planner may do better.
+        """
+        staged = self._plan.staged_units
+        counts = range(1, len(staged) + 1)
+        found = bisect_left(counts, _WORTHWHILE, key=lambda count: self._speedup(self._times(self._brought_in(count))))
+        better = self._brought_in(min(found + 1, len(staged)))
+        times = self._times(better)
+        ratio = self._speedup(times)
+        if ratio >= _AT_FULL_SPEED:
+            taken = sum(unit.num_bytes for unit in staged) - sum(unit.num_bytes for unit in better.staged_units)
+            extra = max(1, math.ceil((taken - (0 if better.staged_units else ring_bytes)) / GIB))
+            rest = "" if better.staged_units else " (nothing is left on disk)"
+            text = f"{extra} GiB more host memory: {ratio:.1f}x faster{rest}"
+            yield Alternative(text, self._budget.num_bytes, self._problem.batch_sizes[0], ratio, times[0])
+
+    def _brought_in(self, count: int) -> Plan:
+        """The plan with ``count`` of its units in files in host memory: those that a higher limit would bring there."""
+        plan, order = self._plan, {anchor: index for index, anchor in enumerate(self._table.spill_order)}
+        staged = sorted(plan.staged_units, key=lambda unit: order[unit.anchor])
+        chosen = {unit.index for unit in staged[len(staged) - count :]}
+        units = (replace(unit, store=plan.mode) if unit.index in chosen else unit for unit in plan.units)
+        return replace(plan, units=tuple(units))
+
+    def _larger_batch(self) -> Iterator[Alternative]:
+        """The largest batch whose steps take hardly longer, as far as the budget has room for its cache."""
+
+        def device_bytes(rows: int) -> int:
+            return self._plan.device_bytes + self._problem.profile.workload_bytes(rows, self._problem.context)
+
+        batch = max(self._problem.batch_sizes)
+        now, best, larger = self._forecaster(batch)(self._plan), None, 2 * batch
+        while larger <= _LARGEST_BATCH and device_bytes(larger) <= self._budget.num_bytes:
+            then = self._forecaster(larger)(self._plan)
+            if then.step_s > _NEARLY_FREE * now.step_s:
+                break
+            best, larger = then, 2 * larger
+        if best is not None:
+            longer = max(0.0, best.step_s / now.step_s - 1)
+            more = best.rows_per_s / now.rows_per_s
+            times = f"{more:.3g}" if more < 999.5 else f"{more:,.0f}"
+            text = f"batch {best.rows} instead of {batch}: {times}x the tokens for {longer:.0%} more step time"
+            yield Alternative(text, device_bytes(best.rows), best.rows, more, best.step_s)
+
+
+def _mean_ratio(slow: Iterable[float], fast: Iterable[float]) -> float:
+    """Geometric mean of how many times as fast the second is."""
+    ratios = [math.log(a / b) for a, b in zip(slow, fast, strict=True)]
+    return math.exp(sum(ratios) / len(ratios))

@@ -34,9 +34,9 @@ from penstock.config import Mechanism, Mode
 from penstock.model.inventory import Inventory, StorageInfo
 from penstock.model.memory_profile import ModelProfile
 from penstock.plan.cost_model import Bools, Floats, Ints, Rates, StepModel, experts_in, find_stages, moves_of
-from penstock.plan.layers import find_layers, outside_units, stranded
 from penstock.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, UnitDraft, assemble, slab_bytes
 from penstock.plan.schedule import RING_BYTES
+from penstock.plan.units import find_layers, outside_units, stranded
 
 __all__ = ["CandidateTable", "Family", "PlanningProblem", "Spill", "spill_order"]
 

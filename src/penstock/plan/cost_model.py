@@ -52,9 +52,9 @@ import numpy.typing as npt
 from penstock.config import SHARDED_MODES, Mode
 from penstock.model.inventory import Inventory, StorageInfo, dotted_prefixes
 from penstock.model.memory_profile import ModelProfile
-from penstock.plan.layers import find_layers, reader_of
 from penstock.plan.plan import CHUNK_BYTES, UnitDraft
 from penstock.plan.schedule import RING_BYTES
+from penstock.plan.units import find_layers, reader_of
 
 __all__ = [
     "NOMINAL_CPU",

@@ -1,12 +1,13 @@
-"""A plan and what it will cost as tables for people. Pure: names and sizes in, a rich renderable out."""
+"""A plan and what it will cost, for people: as tables (rich), and as a picture (matplotlib, an extra)."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any, Literal
 
 from rich import box
@@ -14,20 +15,34 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from penstock.config import Mode
+from penstock.config import Mechanism, Mode
+from penstock.errors import OptionError
+from penstock.plan.build import Outlook, Planner
+from penstock.plan.cost_model import find_stages
 from penstock.plan.plan import Plan, Unit
-from penstock.plan.predict import Alternative, Forecast
+from penstock.plan.solver import Point
 
 __all__ = [
-    "PredictionReport",
-    "WorkloadBytes",
     "compress_indices",
+    "draw_plan",
     "gib",
     "render",
+    "render_outlook",
     "render_weights",
+    "require_picture",
     "role_of",
     "titled_table",
 ]
+
+MIB, GIB = 2**20, 2**30
+# In the picture: (mechanism, whether out of files): colour and label
+_COLOURS: dict[tuple[Mechanism, bool], tuple[str, str]] = {
+    ("resident", False): ("#3aa655", "resident"),
+    ("prefetch", False): ("#4c8ed9", "prefetched"),
+    ("prefetch", True): ("#8a63c9", "prefetched from files"),
+    ("uva", False): ("#e8a33d", "read in place"),
+    ("uva", True): ("#e8a33d", "read in place"),
+}
 
 # Norms and biases have dozens of roles of a few KiB each; they share a row.
 _MAX_ROLE_ROWS = 12
@@ -195,79 +210,129 @@ def _storages(plan: Plan) -> Iterator[tuple[str, int, _Column]]:
 # -- predictions -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class WorkloadBytes:
-    """Device memory beside the weights for one batch size; zeros when no context was stated."""
-
-    batch: int
-    cache_bytes: int
-    activation_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        """Both together."""
-        return self.cache_bytes + self.activation_bytes
-
-
-@dataclass(frozen=True)
-class PredictionReport:
-    """Predictions for a plan.
-
-    Attributes:
-        machine: whose rates they are made with.
-        is_measured: false for nominal rates.
-        context: tokens per sequence; 0 if none was stated.
-        forecasts: one per batch size.
-        memory: beside the weights, one per batch size.
-        device_bytes: of weights: residents and slots.
-        alternatives: other choices; empty unless the plan was made for a budget.
-    """
-
-    machine: str
-    is_measured: bool
-    context: int
-    forecasts: tuple[Forecast, ...]
-    memory: tuple[WorkloadBytes, ...]
-    device_bytes: int
-    alternatives: tuple[Alternative, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain numbers and strings; bytes and seconds."""
-        return {
-            "machine": self.machine,
-            "is_measured": self.is_measured,
-            "context": self.context,
-            "steps": [forecast.to_json() for forecast in self.forecasts],
-            "memory": [{**asdict(use), "device_bytes": self.device_bytes + use.total_bytes} for use in self.memory],
-            "alternatives": [asdict(alternative) for alternative in self.alternatives],
-        }
-
-    def render(self) -> RenderableType:
-        """A table of steps, and the alternatives below."""
-        table = titled_table(
-            "Predicted steps", "batch", "ms", "tokens/s", "floor ms", "share of floor", "bound by", "device GiB"
+def render_outlook(outlook: Outlook) -> RenderableType:
+    """A table of predicted steps, and the alternatives below."""
+    table = titled_table(
+        "Predicted steps", "batch", "ms", "tokens/s", "floor ms", "share of floor", "bound by", "device GiB"
+    )
+    for forecast, use in zip(outlook.forecasts, outlook.memory, strict=True):
+        table.add_row(
+            str(forecast.rows),
+            _ms(forecast.step_s),
+            f"{forecast.rows_per_s:,.1f}",
+            _ms(forecast.floor_s),
+            f"{forecast.floor_s / forecast.step_s:.0%}",
+            forecast.bound,
+            gib(outlook.device_bytes + use.total_bytes),
         )
-        for forecast, use in zip(self.forecasts, self.memory, strict=True):
-            table.add_row(
-                str(forecast.rows),
-                _ms(forecast.step_s),
-                f"{forecast.rows_per_s:,.1f}",
-                _ms(forecast.floor_s),
-                f"{forecast.floor_s / forecast.step_s:.0%}",
-                forecast.bound,
-                gib(self.device_bytes + use.total_bytes),
-            )
-        hint = "" if self.is_measured else "; run `penstock probe` on this machine for predictions that hold"
-        lines = [f"\nRates of {self.machine}{hint}."]
-        if self.context:
-            largest = max(self.memory, key=lambda use: use.batch)
-            lines.append(
-                f"Batch {largest.batch} at {self.context} tokens: {gib(largest.cache_bytes)} GiB of KV cache, "
-                f"{gib(largest.activation_bytes)} GiB of activations; device memory above includes both."
-            )
-        lines += [f"• {alternative.text}" for alternative in self.alternatives]
-        return Group(table, Text("\n".join(lines)))
+    hint = "" if outlook.is_measured else "; run `penstock probe` on this machine for predictions that hold"
+    lines = [f"\nRates of {outlook.machine}{hint}."]
+    if outlook.context:
+        largest = max(outlook.memory, key=lambda use: use.batch)
+        lines.append(
+            f"Batch {largest.batch} at {outlook.context} tokens: {gib(largest.cache_bytes)} GiB of KV cache, "
+            f"{gib(largest.activation_bytes)} GiB of activations; device memory above includes both."
+        )
+    lines += [f"• {alternative.text}" for alternative in outlook.alternatives]
+    return Group(table, Text("\n".join(lines)))
 
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.1f}" if seconds >= 0.01 else f"{seconds * 1e3:.2f}"
+
+
+# -- a picture ---------------------------------------------------------------------------------------------------------
+
+
+def require_picture(path: str | os.PathLike[str]) -> None:
+    """Raise ``OptionError`` unless matplotlib is installed and draws what the suffix of ``path`` says."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise OptionError(
+            "--plot draws with matplotlib, which is not installed; pip install 'penstock[plot]'"
+        ) from error
+    if Path(path).suffix.lower().removeprefix(".") not in FigureCanvasBase.get_supported_filetypes():
+        raise OptionError(
+            f"--plot {str(path)!r}: expected a name that ends in a format of pictures, .png, .svg or .pdf say, found "
+            f"{Path(path).suffix or 'no suffix'!r}"
+        )
+
+
+def draw_plan(
+    path: str | os.PathLike[str],
+    name: str,
+    plan: Plan,
+    planner: Planner,
+    outlook: Outlook,
+    points: Sequence[Point],
+) -> None:
+    """Write the picture to ``path``; its suffix says the format.
+
+    Args:
+        name: of the model.
+        points: the memory curve of the same question (:meth:`Planner.curve`); empty leaves the second panel out.
+
+    Raises:
+        OptionError: see :func:`require_picture`.
+    """
+    require_picture(path)
+    from matplotlib.figure import Figure
+
+    panels = 2 if points else 1
+    figure = Figure(figsize=(10, 4.2 * panels), layout="constrained")
+    axes = figure.subplots(panels, 1, squeeze=False)[:, 0]
+    figure.suptitle(f"{name}: {plan.weight_bytes / GIB:.2f} GiB of weights in {plan.device_bytes / GIB:.2f} GiB")
+    _draw_layers(axes[0], plan, planner)
+    if points:
+        _draw_curve(axes[1], plan, outlook, points)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_layers(axes: Any, plan: Plan, planner: Planner) -> None:
+    stages = [
+        stage for stage in find_stages(planner.inventory) if sum(s.num_bytes for s, _ in stage.storages) > GIB / 1e4
+    ]
+    largest = max((sum(s.num_bytes for s, _ in stage.storages) for stage in stages), default=0)
+    unit, unit_name = (GIB, "GiB") if largest >= GIB / 10 else (MIB, "MiB")
+    bottom = [0.0] * len(stages)
+    # Where the bytes rest: the key of the colours.
+    kinds = {s.name: (plan.mechanism_of(s.name), plan.store_of(s.name) == "disk") for s in planner.inventory.storages}
+    for kind, (colour, label) in _COLOURS.items():
+        heights = [sum(s.num_bytes for s, _ in stage.storages if kinds[s.name] == kind) / unit for stage in stages]
+        if any(heights):
+            axes.bar(range(len(stages)), heights, 0.85, bottom, color=colour, label=label)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    names = [stage.anchor.rpartition(".")[2] or "(model)" for stage in stages]
+    step = max(1, len(names) // 24)
+    shown = [index for index in range(len(names)) if index % step == 0 or not names[index].isdigit()]
+    # Words get a slant; where there are many layers only some numbers fit.
+    axes.set_xticks(shown, [names[index] for index in shown], fontsize=7)
+    for label in axes.get_xticklabels():
+        if not label.get_text().isdigit():
+            label.set(rotation=30, ha="right")
+    axes.set_ylim(0, 1.05 * largest / unit or 1)
+    axes.set_ylabel(unit_name)
+    axes.set_title("Weights by layer", loc="left", fontsize=10)
+    axes.margins(x=0.01)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
+
+
+def _draw_curve(axes: Any, plan: Plan, outlook: Outlook, points: Sequence[Point]) -> None:
+    from matplotlib.ticker import LogFormatter
+
+    memory = [point.device_bytes / GIB for point in points]
+    for index, forecast in enumerate(outlook.forecasts):
+        steps = [point.step_s[index] * 1e3 for point in points]
+        (line,) = axes.step(memory, steps, where="post", label=f"batch {forecast.rows}")
+        axes.axhline(forecast.resident_s * 1e3, color=line.get_color(), linestyle=":", linewidth=1)
+        axes.plot(plan.device_bytes / GIB, forecast.step_s * 1e3, "o", color=line.get_color())
+    axes.axvline(plan.device_bytes / GIB, color="#888888", linewidth=0.8, label="this plan")
+    axes.set_yscale("log")
+    for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        ticks(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
+    axes.set_xlabel("device memory for weights, GiB")
+    axes.set_ylabel("step, ms")
+    axes.set_title("Predicted step; dots: this plan, dotted: all weights resident", loc="left", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)

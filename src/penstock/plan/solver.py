@@ -21,8 +21,8 @@ from penstock.config import HOST_MODES, Budget, format_gib
 from penstock.errors import BudgetError, warn_user
 from penstock.plan.candidates import CandidateTable, Family, PlanningProblem
 from penstock.plan.cost_model import Floats, Ints
-from penstock.plan.overrides import warn_of_stranded
 from penstock.plan.plan import Plan, assemble
+from penstock.plan.units import warn_of_stranded
 
 __all__ = ["Point", "curve", "host_limit", "reserved_bytes", "solve"]
 

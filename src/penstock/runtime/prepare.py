@@ -34,10 +34,11 @@ from penstock.memory.system import cgroup_available_bytes, host_available_bytes,
 from penstock.model.inventory import Inventory, StorageInfo, take_inventory
 from penstock.model.live_tensors import BoundStorage, bind
 from penstock.model.memory_profile import profile_of
-from penstock.plan.build import Planner, move_on_demand
+from penstock.plan.build import Planner
 from penstock.plan.candidates import Spill
 from penstock.plan.cost_model import Rates
 from penstock.plan.plan import Machine, Plan, slab_bytes
+from penstock.plan.units import move_on_demand
 from penstock.ranks.group import RankGroup
 from penstock.runtime.under_construction import BuildTimePool, storages_in_engine_memory
 from penstock.stores.file_reader import DiskOptions

@@ -25,8 +25,8 @@ from penstock.memory.pinned import CudaRegistrar, HostRegistrar, PinnedBuffer, d
 from penstock.model.inventory import take_inventory
 from penstock.model.live_tensors import BoundStorage
 from penstock.model.patterns import compile_pattern, is_segments
-from penstock.plan.layers import TINY_BYTES
 from penstock.plan.plan import slab_bytes
+from penstock.plan.units import TINY_BYTES
 from penstock.stores.pinned_host import Held
 
 __all__ = ["BuildTimeFilter", "BuildTimePool", "storages_in_engine_memory"]
