@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,19 +12,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
 from typer.testing import CliRunner
 
 import penstock.cli.commands_plan
 import penstock.plan.report
 from giants import DEEPSEEK_V3, write_deepseek_v3
-from penstock.adapters.transformers.conversion import Renamer, natural_order
 from penstock.cli import app
 from penstock.cli.opened_model import OpenedModel, open_model
 from penstock.config import Budget, Workload
@@ -134,37 +125,3 @@ def test_experts_come_from_all_their_tensors(opened: OpenedModel) -> None:
             assert source.shape[0] == DEEPSEEK_V3["n_routed_experts"]
             assert sum(part.tensor.num_bytes for part in source.parts) == parts * 256 * 2048 * 7168 * 2
             assert set(names) == {str(expert) for expert in range(256)}
-
-
-def test_names_become_what_transformers_makes_of_them(opened: OpenedModel) -> None:
-    model = opened.module
-    mapping = get_model_conversion_mapping(model)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    state, prefix = model.state_dict(), model.base_model_prefix
-    keys = random.Random(0).sample(sorted(opened.weights.checkpoint.tensors), 2000)
-    keys += ["norm.weight", "model.model.layers.3.mlp.gate.weight", "layers.4.input_layernorm.weight", "x.9000001.y"]
-    renamed = Renamer(mapping, prefix, state)
-    assert renamed._by_form
-    for key in keys:
-        assert renamed(key) == rename_source_key(key, renamings, converters, prefix, state), key
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [
-        WeightRenaming(r"layers\.61\.", "drafter."),
-        WeightRenaming(r"layers\.(\d)\.", r"few.\1."),
-        WeightRenaming(r"layers\.([0-3])\.", r"few.\1."),
-    ],
-)
-def test_rules_that_look_at_numbers_see_every_name(rule: WeightRenaming) -> None:
-    renamed = Renamer([rule], "", {})
-    for number in (0, 3, 5, 61, 610):
-        key = f"model.layers.{number}.weight"
-        assert renamed(key)[0] == rename_source_key(key, [rule], [], "", {})[0]
-
-
-def test_names_come_in_transformers_order(opened: OpenedModel) -> None:
-    keys = [*random.Random(1).sample(sorted(opened.weights.checkpoint.tensors), 3000), "a.shard_11", "a.shard_2"]
-    assert natural_order(keys) == sorted(keys, key=dot_natural_key)
