@@ -32,7 +32,7 @@ from torch import nn
 import penstock
 from checkpoints import HEADS, SIZE, assert_same_tensors, environment, make, resident, rewrite, run
 from penstock.adapters.transformers import build_meta_model, load, weight_map
-from penstock.adapters.transformers.stretches import NotStretchesError, Stretches
+from penstock.adapters.transformers.conversion import NotStretchesError, Stretches
 from penstock.checkpoint.safetensors_header import Checkpoint, FileTensor
 from penstock.cli.opened_model import open_model
 from penstock.errors import (

@@ -1,21 +1,23 @@
-"""Which tensors of a checkpoint make which tensors of a transformers model.
+"""Which bytes of a checkpoint make which tensors of a transformers model.
 
 The rules are transformers' own (``conversion_mapping``, ``core_model_loading``), called as ``from_pretrained`` calls
 them in ``convert_and_load_state_dict_in_model``, whose steps :func:`match` follows one by one: rename, collect per
-target, settle the dtype, convert. It differs in what flows through: stretches of files instead of data.
+target, settle the dtype, convert. It differs in what the conversion code runs on: not data, but :class:`Stretches`,
+which say where in the files the data is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -25,57 +27,25 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from penstock.adapters.transformers.stretches import Stretches
 from penstock.checkpoint.safetensors_header import Checkpoint, FileTensor
-from penstock.checkpoint.weight_map import Conversion, TensorSource, WeightMap
+from penstock.checkpoint.weight_map import Conversion, FilePart, TensorSource, WeightMap
 from penstock.errors import CheckpointError
 from penstock.model.inventory import Inventory, take_inventory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Match", "match"]
+__all__ = ["Match", "NotStretchesError", "Stretches", "match"]
 
 _COMPARED_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Assembly:
-    """Tensors of a file that together make one or more tensors of the model.
-
-    Attributes:
-        target: the first tensor of the model that they make.
-        converter: what makes it; ``None`` means the one file tensor as it is.
-        parts: the file tensors in natural order, each with the pattern of ``converter`` that it matched.
-        dtype: of the result, and of every part before it is converted.
-    """
-
-    target: str
-    converter: WeightConverter | None
-    parts: tuple[tuple[str, FileTensor], ...]
-    dtype: torch.dtype
-
-    def run(self, model: PreTrainedModel, get: Callable[[FileTensor], Any]) -> dict[str, Any]:
-        """The model's tensors, by name, made from what ``get`` returns for each part when it is needed."""
-        if self.converter is None:
-            return {self.target: get(self.parts[0][1])}
-        converter = deepcopy(self.converter)
-        add: Any = converter.add_tensor  # takes what to call as well as futures
-        for pattern, tensor in self.parts:
-            add(self.target, tensor.name, pattern, partial(get, tensor))
-        made = converter.convert(self.target, model=model, config=model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
-
-    @property
-    def operations(self) -> str:
-        """Class names of the conversion's steps, for messages."""
-        steps = self.converter.operations if self.converter else []
-        return ", ".join(type(step).__name__ for step in steps)
+# More and smaller pieces than this are no longer a stream: each costs a system call and some Python.
+_FEW_STRETCHES = 64
+_WORTH_A_READ_BYTES = 64 * 2**10
 
 
 @dataclass(frozen=True)
 class Match:
-    """A model on ``meta`` and a checkpoint, brought together.
+    """A model on ``meta`` and the checkpoint that it is loaded from.
 
     Attributes:
         weights: for every tensor of the model that can be streamed, its stretches of the files; for others recipes.
@@ -110,15 +80,19 @@ def match(model: PreTrainedModel, checkpoint: Checkpoint) -> Match:
     """
     collected, unused = _collect(model, checkpoint)
     if not collected:
-        raise CheckpointError(_nothing_in_common(model, checkpoint))
-    dtype_of = _dtype_rule(model)
-    untied = _cut_false_ties(model, collected, dtype_of)
+        examples = (", ".join(list(names)[:3]) for names in (model.state_dict(), checkpoint.tensors))
+        expected, found = (names or "none at all" for names in examples)
+        raise CheckpointError(
+            f"{checkpoint.root}: expected weights of {type(model).__name__} such as {expected}, found "
+            f"{len(checkpoint.tensors)} tensors that are none of them, such as {found}; give the folder of the right "
+            f"model, or another model_class"
+        )
+    untied = _cut_false_ties(model, collected)
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     sources: dict[str, TensorSource] = {}
     recipes: dict[str, Conversion] = {}
     rearranged: dict[str, str] = {}
-    for target, (converter, parts) in collected.items():
-        assembly = Assembly(target, converter, tuple(parts), dtype_of(target))
+    for assembly in collected.values():
         streamed, why = _stream(model, assembly)
         shapes = _shapes(model, assembly) if why else {name: source.shape for name, source in streamed.items()}
         # transformers, too, lets a conversion make more than this model has.
@@ -130,34 +104,66 @@ def match(model: PreTrainedModel, checkpoint: Checkpoint) -> Match:
             rearranged.update(dict.fromkeys(names, why))
         else:
             sources.update({name: streamed[name] for name in names})
-    weights = WeightMap(checkpoint, sources, recipes)
     inventory = take_inventory(model)
-    missing, unexpected = _tolerated(model, _missing(inventory, state.keys(), {*sources, *recipes}), unused)
-    return Match(weights, rearranged, missing, unexpected, untied, inventory)
+    loaded = {*sources, *recipes}
+    # A tie to a loaded tensor provides the others' values, too.
+    unprovided = [storage.names for storage in inventory.storages if loaded.isdisjoint(storage.names)]
+    missing = {name for names in unprovided for name in names if name in state}
+    keys: Any = SimpleNamespace(missing_keys=missing, unexpected_keys=unused)
+    model._adjust_missing_and_unexpected_keys(keys)  # removes those that transformers tolerates
+    return Match(
+        WeightMap(checkpoint, sources, recipes),
+        rearranged,
+        tuple(sorted(keys.missing_keys, key=dot_natural_key)),
+        tuple(sorted(keys.unexpected_keys)),
+        untied,
+        inventory,
+    )
 
 
-def _recipe(model: PreTrainedModel, names: tuple[str, ...], assembly: Assembly) -> Conversion:
-    """How tensors ``names`` are made of the file's tensors, with ``from_pretrained``'s rounding."""
+@dataclass(frozen=True)
+class Assembly:
+    """Tensors of a file that together make one or more tensors of the model.
 
-    @torch.no_grad()
-    def make(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        made = assembly.run(model, lambda tensor: parts[tensor.name].to(assembly.dtype))
-        return {name: made[name].to(assembly.dtype).contiguous() for name in names}
+    Attributes:
+        target: the first tensor of the model that they make.
+        converter: what makes it; ``None`` means that it is the one file tensor, unchanged.
+        dtype: of the result, and of every part before it is converted.
+        parts: the file tensors in natural order, each with the pattern of ``converter`` that it matched.
+    """
 
-    return Conversion(names, tuple({tensor.name: tensor for _, tensor in assembly.parts}.values()), make)
+    target: str
+    converter: WeightConverter | None
+    dtype: torch.dtype
+    parts: list[tuple[str, FileTensor]] = field(default_factory=list)
+
+    def run(self, model: PreTrainedModel, get: Callable[[FileTensor], Any]) -> dict[str, Any]:
+        """The model's tensors, by name, made from what ``get`` returns for each part when it is needed."""
+        if self.converter is None:
+            return {self.target: get(self.parts[0][1])}
+        converter = deepcopy(self.converter)
+        add: Any = converter.add_tensor  # takes functions as well as futures
+        for pattern, tensor in self.parts:
+            add(self.target, tensor.name, pattern, partial(get, tensor))
+        made = converter.convert(self.target, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    @property
+    def operations(self) -> str:
+        """Class names of the conversion's steps, for messages."""
+        steps = self.converter.operations if self.converter else []
+        return ", ".join(type(step).__name__ for step in steps)
 
 
-_Collected = dict[str, tuple[WeightConverter | None, list[tuple[str, FileTensor]]]]
-
-
-def _collect(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[_Collected, set[str]]:
-    """Per first target its converter and parts; and the keys, as renamed, that have no place in the model."""
+def _collect(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[dict[str, Assembly], set[str]]:
+    """The assemblies by their first target; and the keys, as renamed, that have no place in the model."""
     mapping = get_model_conversion_mapping(model)
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     of_pattern: dict[str | None, WeightConverter] = {p: entry for entry in converters for p in entry.source_patterns}
-    state, prefix = model.state_dict(), model.base_model_prefix
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    collected: _Collected = {}
+    state, prefix = model.state_dict(), model.base_model_prefix
+    dtype_of = _dtype_rule(model)
+    collected: dict[str, Assembly] = {}
     unexpected: set[str] = set()
     for key in sorted(checkpoint.tensors, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
@@ -166,10 +172,11 @@ def _collect(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[_Collected
         if name not in state:
             unexpected.add(name)
             continue
-        converter, parts = collected.setdefault(name, (of_pattern.get(pattern), []))
+        if name not in collected:
+            collected[name] = Assembly(name, of_pattern.get(pattern), dtype_of(name))
         # A second tensor for the same target without a conversion is passed over, as in transformers.
-        if converter is not None or not parts:
-            parts.append((pattern or key, checkpoint.tensors[key]))
+        if collected[name].converter is not None or not collected[name].parts:
+            collected[name].parts.append((pattern or key, checkpoint.tensors[key]))
     # save_pretrained turns back what was used.
     vars(model)["_weight_conversions"] = [entry for entry in mapping if entry.was_used()]
     return collected, unexpected
@@ -179,8 +186,6 @@ def _dtype_rule(model: PreTrainedModel) -> Callable[[str], torch.dtype]:
     """The dtype a tensor of the state dict is loaded with: the model's, or float32 where the class insists on it."""
     own = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     plan: dict[str, torch.dtype] = model._get_dtype_plan(cast(torch.dtype, model.config.dtype))
-    if not plan:
-        return own.__getitem__
     pattern, glob_of_group, _ = build_glob_alternation(list(plan))
 
     def dtype_of(name: str) -> torch.dtype:
@@ -188,6 +193,52 @@ def _dtype_rule(model: PreTrainedModel) -> Callable[[str], torch.dtype]:
         return plan[glob_of_group[found.lastgroup]] if found and found.lastgroup else own[name]
 
     return dtype_of
+
+
+def _cut_false_ties(model: PreTrainedModel, collected: Mapping[str, Assembly]) -> tuple[str, ...]:
+    """Cut the ties between tensors that the checkpoint holds both, with different values, as ``tie_weights`` does."""
+    ties: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    groups: dict[str, list[str]] = {}
+    for target, source in ties.items():
+        groups.setdefault(source, [source]).append(target)
+    cut: list[str] = []
+    for names in groups.values():
+        stored = [name for name in names if name in collected]  # of these the first keeps its tensor
+        cut += [name for name in stored[1:] if not _equal(collected[stored[0]], collected[name])]
+    for name in cut:
+        owner, _, attr = name.rpartition(".")
+        setattr(model.get_submodule(owner), attr, deepcopy(model.get_parameter_or_buffer(name)))
+        ties.pop(name, None)
+    return tuple(cut)
+
+
+def _equal(one: Assembly, other: Assembly) -> bool:
+    """Whether the files hold the same values for both, read a little at a time: embeddings are large."""
+    if one.dtype != other.dtype or len(one.parts) != len(other.parts):
+        return False
+    for (_, some), (_, others) in zip(one.parts, other.parts, strict=True):
+        if (some.dtype, some.shape) != (others.dtype, others.shape):
+            return False
+        with open(some.path, "rb") as first, open(others.path, "rb") as second:
+            first.seek(some.offset)
+            second.seek(others.offset)
+            for start in range(0, some.num_bytes, _COMPARED_BYTES):
+                size = min(_COMPARED_BYTES, some.num_bytes - start)
+                if first.read(size) != second.read(size):
+                    return False
+    return True
+
+
+def _stream(model: PreTrainedModel, assembly: Assembly) -> tuple[dict[str, TensorSource], str]:
+    """The sources of what ``assembly`` makes; or none, and why."""
+    stored = {tensor.dtype for _, tensor in assembly.parts}
+    if stored != {assembly.dtype}:
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in stored))
+        return {}, f"converted from {names} to {str(assembly.dtype).removeprefix('torch.')}"
+    try:
+        return {name: value.to_source() for name, value in assembly.run(model, Stretches.of).items()}, ""
+    except Exception:  # NotStretchesError, or whatever an operation raises that asks for more than a stretch can do
+        return {}, f"rearranged by {assembly.operations}"
 
 
 def _shapes(model: PreTrainedModel, assembly: Assembly) -> dict[str, tuple[int, ...]]:
@@ -221,88 +272,177 @@ def _fit(name: str, shape: tuple[int, ...], assembly: Assembly, tensor: torch.Te
         tensor.data = tensor.data.to(assembly.dtype)  # in place, so that ties stay
 
 
-def _stream(model: PreTrainedModel, assembly: Assembly) -> tuple[dict[str, TensorSource], str]:
-    """The sources of what ``assembly`` makes; or none, and why."""
-    stored = {tensor.dtype for _, tensor in assembly.parts}
-    if stored != {assembly.dtype}:
-        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in stored))
-        return {}, f"converted from {names} to {str(assembly.dtype).removeprefix('torch.')}"
-    if assembly.converter is None:
-        return {assembly.target: TensorSource.of(assembly.parts[0][1])}, ""
-    try:
-        return {name: value.to_source() for name, value in assembly.run(model, Stretches.of).items()}, ""
-    except Exception:  # NotStretchesError, or whatever an operation raises that asks for more than a stretch can do
-        return {}, f"rearranged by {assembly.operations}"
+def _recipe(model: PreTrainedModel, names: tuple[str, ...], assembly: Assembly) -> Conversion:
+    """How tensors ``names`` are made of the file's tensors, with ``from_pretrained``'s rounding."""
+
+    @torch.no_grad()
+    def make(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        made = assembly.run(model, lambda tensor: parts[tensor.name].to(assembly.dtype))
+        return {name: made[name].to(assembly.dtype).contiguous() for name in names}
+
+    return Conversion(names, tuple({tensor.name: tensor for _, tensor in assembly.parts}.values()), make)
 
 
-def _missing(inventory: Inventory, persistent: Collection[str], loaded: set[str]) -> set[str]:
-    """Names of the state dict whose memory no loaded tensor provides; a tie to a loaded tensor provides it."""
-    storages = [storage.names for storage in inventory.storages]
-    return {name for names in storages if loaded.isdisjoint(names) for name in names if name in persistent}
+# -- stretches of files in place of tensors ---------------------------------------------------------------------------
 
 
-def _tolerated(
-    model: PreTrainedModel, missing: set[str], unexpected: set[str]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    info: Any = SimpleNamespace(missing_keys=missing, unexpected_keys=unexpected)
-    model._adjust_missing_and_unexpected_keys(info)
-    return tuple(sorted(info.missing_keys, key=dot_natural_key)), tuple(sorted(info.unexpected_keys))
+class NotStretchesError(Exception):
+    """The operation does more than stack, concatenate and cut; internal, never seen by users."""
 
 
-def _cut_false_ties(
-    model: PreTrainedModel, collected: _Collected, dtype_of: Callable[[str], torch.dtype]
-) -> tuple[str, ...]:
-    """Cut the ties between tensors that the checkpoint holds both, with different values, as ``tie_weights`` does."""
-    ties: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
-    cut: list[str] = []
-    for first, *others in _tied_and_stored(ties, collected):
-        for other in others:
-            if dtype_of(first) != dtype_of(other) or not _equal(collected[first][1], collected[other][1]):
-                cut.append(other)
-    for name in cut:
-        tied = model.get_parameter_or_buffer(name)
-        own = torch.empty_like(tied)
-        owner, _, attr = name.rpartition(".")
-        is_parameter = isinstance(tied, nn.Parameter)
-        setattr(model.get_submodule(owner), attr, nn.Parameter(own, tied.requires_grad) if is_parameter else own)
-        ties.pop(name, None)
-    return tuple(cut)
+class Stretches:
+    """Stands in for a tensor in ``torch.stack``, ``cat``, ``chunk``, ``split`` and ``.contiguous()``.
+
+    It has the shape, the dtype, and the stretches of files that hold the bytes in row-major order. transformers fuses,
+    splits and rearranges weights while it loads. Stacking, concatenating, cutting and reshaping stretches gives
+    stretches again, so the result can be read from the unmodified files into place; any other operation fails. So
+    nothing here depends on the names of conversions, which change from release to release.
+
+    Rejected: running the conversion on tensors of running numbers and looking where they end up. It needs eight bytes
+    per element, that is, several times the memory of the weights.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, stretches: Iterable[FileTensor]) -> None:
+        self.shape = torch.Size(shape)
+        self.dtype = dtype
+        self.stretches = list(stretches)
+
+    @classmethod
+    def of(cls, tensor: FileTensor) -> Stretches:
+        """All of one tensor of a file."""
+        return cls(tensor.shape, tensor.dtype, [tensor])
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = _HANDLERS.get(function)
+        if handler is None:
+            raise NotStretchesError(getattr(function, "__name__", str(function)))
+        return handler(*args, **(kwargs or {}))
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    def size(self, dim: int) -> int:
+        """Length of one dimension."""
+        return self.shape[dim]
+
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.shape.numel()
+
+    def contiguous(self) -> Stretches:
+        """Itself: stretches are in row-major order."""
+        return self
+
+    def reshape(self, *shape: Any) -> Stretches:
+        """The same stretches in another shape, at most one length -1, as ``torch.Tensor.reshape`` has it."""
+        try:
+            lengths = torch.empty(self.shape, device="meta").reshape(*shape).shape
+        except RuntimeError as error:
+            raise NotStretchesError(f"reshape of {list(self.shape)} to {list(shape)}") from error
+        return Stretches(lengths, self.dtype, self.stretches)
+
+    view = reshape
+
+    def squeeze(self, dim: int) -> Stretches:
+        """Without a dimension of length one."""
+        dim = range(self.ndim)[dim]
+        return self if self.shape[dim] != 1 else Stretches(_without(self.shape, dim), self.dtype, self.stretches)
+
+    def to_source(self) -> TensorSource:
+        """Where the bytes are, neighbours joined.
+
+        Raises:
+            NotStretchesError: in too many small pieces to be read in time.
+        """
+        joined: list[FileTensor] = []
+        for stretch in self.stretches:
+            last = joined[-1] if joined else None
+            if last is not None and (last.path, last.offset + last.num_bytes) == (stretch.path, stretch.offset):
+                joined[-1] = _part(last, 0, last.num_bytes + stretch.num_bytes)
+            else:
+                joined.append(stretch)
+        num_bytes = sum(stretch.num_bytes for stretch in joined)
+        if len(joined) > max(_FEW_STRETCHES, num_bytes // _WORTH_A_READ_BYTES):
+            raise NotStretchesError(f"{len(joined)} pieces of {num_bytes // len(joined)} bytes")
+        offsets = itertools.accumulate((stretch.num_bytes for stretch in joined), initial=0)
+        return TensorSource(tuple(map(FilePart, joined, offsets)), tuple(self.shape), self.dtype)
 
 
-def _tied_and_stored(ties: dict[str, str], collected: _Collected) -> Iterator[list[str]]:
-    """Groups of tied names that the checkpoint holds, the one to keep first."""
-    groups: dict[str, list[str]] = {}
-    for target, source in ties.items():
-        groups.setdefault(source, [source]).append(target)
-    for names in groups.values():
-        if stored := [name for name in names if name in collected]:
-            yield stored
+def _cat(tensors: Sequence[Stretches], dim: int = 0) -> Stretches:
+    first = tensors[0]
+    dim = range(first.ndim)[dim]
+    if len({(_without(tensor.shape, dim), tensor.dtype) for tensor in tensors}) > 1:
+        raise NotStretchesError(f"cat of {', '.join(str(list(tensor.shape)) for tensor in tensors[:4])}")
+    shape = [*first.shape[:dim], sum(tensor.shape[dim] for tensor in tensors), *first.shape[dim + 1 :]]
+    num_rows = math.prod(first.shape[:dim])
+    rows = [_cut(tensor.stretches, [_num_bytes(tensor) // num_rows] * num_rows) for tensor in tensors]
+    return Stretches(shape, first.dtype, [piece for row in zip(*rows, strict=True) for part in row for piece in part])
 
 
-def _equal(some: list[tuple[str, FileTensor]], others: list[tuple[str, FileTensor]]) -> bool:
-    if len(some) != len(others):
-        return False
-    return all(_same_bytes(one, other) for (_, one), (_, other) in zip(some, others, strict=True))
+def _stack(tensors: Sequence[Stretches], dim: int = 0) -> Stretches:
+    dim = range(tensors[0].ndim + 1)[dim]
+    return _cat([Stretches([*t.shape[:dim], 1, *t.shape[dim:]], t.dtype, t.stretches) for t in tensors], dim)
 
 
-def _same_bytes(one: FileTensor, other: FileTensor) -> bool:
-    """Whether two file tensors are equal, read a little at a time: embeddings are large."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    with open(one.path, "rb") as first, open(other.path, "rb") as second:
-        first.seek(one.offset)
-        second.seek(other.offset)
-        sizes = [min(_COMPARED_BYTES, one.num_bytes - start) for start in range(0, one.num_bytes, _COMPARED_BYTES)]
-        return all(first.read(size) == second.read(size) for size in sizes)
+def _split(tensor: Stretches, sizes: int | Sequence[int], dim: int = 0) -> tuple[Stretches, ...]:
+    dim = range(tensor.ndim)[dim]
+    length = tensor.shape[dim]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
+    num_rows = math.prod(tensor.shape[:dim])
+    unit = _num_bytes(tensor) // (num_rows * length)
+    pieces = _cut(tensor.stretches, [size * unit for _ in range(num_rows) for size in sizes])
+    parts = []
+    for index, size in enumerate(sizes):
+        shape = [*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]]
+        of_every_row = [stretch for piece in pieces[index :: len(sizes)] for stretch in piece]
+        parts.append(Stretches(shape, tensor.dtype, of_every_row))
+    return tuple(parts)
 
 
-def _nothing_in_common(model: PreTrainedModel, checkpoint: Checkpoint) -> str:
-    return (
-        f"{checkpoint.root}: expected weights of {type(model).__name__} such as {_first(model.state_dict())}, found "
-        f"{len(checkpoint.tensors)} tensors that are none of them, such as {_first(checkpoint.tensors)}; give the "
-        f"folder of the right model, or another model_class"
-    )
+def _chunk(tensor: Stretches, chunks: int, dim: int = 0) -> tuple[Stretches, ...]:
+    return _split(tensor, -(-tensor.shape[dim] // chunks), dim)
 
 
-def _first(names: Iterable[str]) -> str:
-    return ", ".join(list(names)[:3]) or "none at all"
+_HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.cat: _cat,
+    torch.stack: _stack,
+    torch.split: _split,
+    torch.chunk: _chunk,
+}
+
+
+def _num_bytes(tensor: Stretches) -> int:
+    return tensor.numel() * tensor.dtype.itemsize
+
+
+def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    return (*shape[:dim], *shape[dim + 1 :])
+
+
+def _cut(stretches: Sequence[FileTensor], sizes: Sequence[int]) -> list[list[FileTensor]]:
+    """Cut the run of ``stretches`` into consecutive pieces of these sizes, in bytes."""
+    left = list(reversed(stretches))
+    pieces: list[list[FileTensor]] = []
+    for size in sizes:
+        piece: list[FileTensor] = []
+        while size:
+            stretch = left.pop()
+            if stretch.num_bytes > size:
+                left.append(_part(stretch, size, stretch.num_bytes - size))
+                stretch = _part(stretch, 0, size)
+            piece.append(stretch)
+            size -= stretch.num_bytes
+        pieces.append(piece)
+    return pieces
+
+
+def _part(stretch: FileTensor, start: int, num_bytes: int) -> FileTensor:
+    """Bytes from ``start`` of a stretch on; more than it has where its neighbour in the file follows."""
+    shape = (num_bytes // stretch.dtype.itemsize,)
+    return FileTensor(stretch.name, stretch.dtype, shape, stretch.path, stretch.offset + start, num_bytes)
