@@ -828,7 +828,7 @@ def test_more_layers_than_files_can_hold(model: Path, tmp_path: Path, place: str
         depth = {"num_hidden_layers": count}
         folder = copied(model, tmp_path / str(count), **({place: depth} if place else depth))
         message = error_of("plan", folder, "--device-memory", "2MiB")
-        assert f"found num_hidden_layers = {str(count)[:20]}; mend config.json" in message
+        assert f"found num_hidden_layers = {str(count)[:20]}; correct config.json" in message
         assert "than its safetensors files have tensors (47), or 1000" in message
         assert error_of("generate", folder, "--prompt", "a", "--device-memory", "2MiB") == message
 

@@ -31,8 +31,8 @@ from torch import nn
 
 import penstock
 from checkpoints import HEADS, SIZE, assert_same_tensors, environment, make, resident, rewrite, run
-from penstock.adapters.transformers import build_meta_model, load, weight_map
-from penstock.adapters.transformers.conversion import NotStretchesError, Stretches
+from penstock.adapters.transformers import build_meta_model, load
+from penstock.adapters.transformers.conversion import NotStretchesError, Stretches, match
 from penstock.checkpoint.safetensors_header import Checkpoint, FileTensor
 from penstock.cli.opened_model import open_model
 from penstock.errors import (
@@ -193,7 +193,7 @@ class TestEquality:
         fused, num_tensors = FUSED[name]
         folder = saved(name)
         stamps = Checkpoint.open(folder).stamps
-        source = weight_map(build_meta_model(folder), Checkpoint.open(folder)).sources[fused]
+        source = match(build_meta_model(folder), Checkpoint.open(folder)).weights.sources[fused]
         assert sum(part.tensor.num_bytes for part in source.parts) == torch.Size(source.shape).numel() * 4
         assert 1 <= len(source.parts) <= num_tensors  # neighbours in the file are one read
         _, handle = load(folder, EVERYTHING)

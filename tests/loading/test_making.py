@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 
 import penstock
 from checkpoints import HEADS, SIZE, assert_same_tensors, environment, make, resident, rewrite, run
-from penstock.adapters.transformers import build_meta_model, load, weight_map
+from penstock.adapters.transformers import build_meta_model, load
+from penstock.adapters.transformers.conversion import match
 from penstock.checkpoint.safetensors_header import Checkpoint
 from penstock.checkpoint.weight_map import Conversion
 from penstock.errors import PenstockWarning, TransferError
@@ -173,7 +174,7 @@ class TestMaker:
         maker.close()
 
     def test_copies_cover_the_tensor(self, transposed: Path) -> None:
-        weights = weight_map(build_meta_model(transposed), Checkpoint.open(transposed))
+        weights = match(build_meta_model(transposed), Checkpoint.open(transposed)).weights
         assert EXPERTS in weights.recipes
         assert EXPERTS not in weights.sources
         recipe = weights.recipes[EXPERTS]

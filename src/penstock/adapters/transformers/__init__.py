@@ -1,5 +1,5 @@
 """Transformers models from a local folder of safetensors: :func:`load`."""
 
-from penstock.adapters.transformers.load_folder import build_meta_model, load, weight_map
+from penstock.adapters.transformers.load_folder import build_meta_model, load
 
-__all__ = ["build_meta_model", "load", "weight_map"]
+__all__ = ["build_meta_model", "load"]
