@@ -127,7 +127,7 @@ def test_debug_switch_catches_a_planted_race(monkeypatch: pytest.MonkeyPatch) ->
         for _ in range(3):
             assert model(x).item() == 21
         assert handle.stats().bytes_moved > 0
-    monkeypatch.setattr("penstock.runtime.store_factory.StreamLink", Hasty)
+    monkeypatch.setattr("penstock.runtime.session.StreamLink", Hasty)
     handle = penstock.offload(model, Prefetch(1, 1, 2), device="cuda")
     with pytest.raises(RaceError):
         model(x)

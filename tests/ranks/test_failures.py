@@ -54,7 +54,7 @@ MISTAKES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 # While the others wait at a connection, and before there is the second one.
 SPLIT_MISTAKES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("LimitError: planted", {}, {"penstock.runtime.rank_stores._allocate": fail_planned}),
-    ("LimitError: planted", {}, {"penstock.runtime.store_factory.sharded_link": fail_planned}),
+    ("LimitError: planted", {}, {"penstock.runtime.session.sharded_link": fail_planned}),
 ]
 
 

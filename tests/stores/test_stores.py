@@ -25,9 +25,9 @@ from penstock.plan.plan import Machine, Plan
 from penstock.plan.report import render
 from penstock.plan.schedule import lay_out_ring, steady_order
 from penstock.plan.units import move_on_demand
-from penstock.runtime import store_factory as opening
+from penstock.runtime import session
 from penstock.runtime.prepare import Needs, needs_of
-from penstock.runtime.store_factory import open_pinned
+from penstock.runtime.session import open_pinned
 from penstock.testing import assert_moved, assert_same_bits, offload_over
 from plans import layered
 from registrars import Ledger
@@ -217,7 +217,7 @@ class TestCarriedOut:
         save(resident, tmp_path)
         expected = resident(rows())
         ledger = Ledger()
-        monkeypatch.setattr(opening, "_host_store", lambda plan, bound, device, held: open_pinned(plan, bound, ledger))
+        monkeypatch.setattr(session, "_host_store", lambda plan, bound, device, held: open_pinned(plan, bound, ledger))
         with torch.device("meta" if from_meta else "cpu"):
             model = QuantStack().eval()
         if not from_meta:
@@ -243,7 +243,7 @@ class TestCarriedOut:
     ) -> None:
         model = Stack(6).eval()
         before = [parameter.data_ptr() for parameter in model.parameters()]
-        monkeypatch.setattr("penstock.runtime.store_factory._host_store", lambda *args: pytest.fail("allocates"))
+        monkeypatch.setattr("penstock.runtime.session._host_store", lambda *args: pytest.fail("allocates"))
         with pytest.raises(OptionError, match=r"2 of the plan's 6 units \(.* GiB\) rest in safetensors.*checkpoint="):
             penstock.offload(model, two_stores(model))
         assert [parameter.data_ptr() for parameter in model.parameters()] == before

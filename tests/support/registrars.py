@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from penstock.runtime import store_factory as opening
+from penstock.runtime.prepare import Prepared
+from penstock.runtime.session import open_pinned
 from penstock.stores.pinned_host import PinnedStore
 
 
@@ -48,11 +47,11 @@ def pin_by(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> list[PinnedStore]
     """Offloads on the CPU use the store of a GPU; returns the stores made."""
     stores: list[PinnedStore] = []
 
-    def opened(plan: Any, bound: Any, device: Any, weights: Any, disk: Any, peers: Any, held: Any) -> Any:
-        names = [entry.storage for unit in plan.units for entry in unit.entries] + list(plan.uva)
-        store, destinations = opening.open_pinned(plan, {name: bound[name] for name in names}, ledger)
+    def opened(prepared: Prepared) -> tuple[PinnedStore, dict[str, torch.Tensor]]:
+        names = prepared.plan.offloaded_names
+        store, destinations = open_pinned(prepared.plan, {name: prepared.bound[name] for name in names}, ledger)
         stores.append(store)
-        return opening.OpenedStore(store, destinations)
+        return store, destinations
 
     monkeypatch.setattr("penstock.runtime.session.open_store", opened)
     return stores

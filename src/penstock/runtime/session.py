@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,27 +13,41 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from penstock.config import debug_enabled, format_gib
-from penstock.errors import BudgetError, StateError, TransferError
-from penstock.loading.loader import WeightLoader
+from penstock.checkpoint.weight_map import WeightMap
+from penstock.config import SHARDED_MODES, debug_enabled, format_gib
+from penstock.errors import BudgetError, CheckpointError, OptionError, StateError, TransferError
+from penstock.loading.loader import WeightLoader, require_weights
 from penstock.loading.read_pool import Progress
-from penstock.memory.pinned import device_view
+from penstock.memory.pinned import (
+    CudaRegistrar,
+    HostRegistrar,
+    can_pin_in_place,
+    device_view,
+    pinning_disabled,
+    refuse_capture,
+)
 from penstock.model.live_tensors import BoundStorage
 from penstock.model.patterns import compile_pattern
 from penstock.ops import new_token
-from penstock.plan.plan import Plan, slab_bytes
+from penstock.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, slab_bytes
+from penstock.ranks.group import require_ranks
 from penstock.runtime.hooks import ForwardHook, UnitHook
 from penstock.runtime.prefetcher import Prefetcher, release_left
 from penstock.runtime.prepare import Prepared
 from penstock.runtime.promotion import Promoter
+from penstock.runtime.rank_stores import compare_ranks, open_sharded, open_shared
 from penstock.runtime.state_dict import NotCopyable, StateGuard
-from penstock.runtime.store_factory import OpenedStore, open_store
 from penstock.stats import Recorder, Stats
-from penstock.stores.store import new_blob
-from penstock.transfer.link import Link
+from penstock.stores.file_reader import DiskOptions
+from penstock.stores.pinned_host import Held, PinnedStore
+from penstock.stores.sharded import ShardedStore
+from penstock.stores.store import CpuStore, DiskStore, MetaStore, SpillStore, Store, new_blob
+from penstock.transfer.cuda_stream import StreamLink
+from penstock.transfer.link import Link, ThreadLink
 from penstock.transfer.ring_streams import RingLink
+from penstock.transfer.sharded_copy import sharded_link
 
-__all__ = ["OffloadSession", "Progress", "SessionOptions"]
+__all__ = ["OffloadSession", "Progress", "SessionOptions", "open_pinned", "open_store"]
 
 
 # By which implementation reads them in place.
@@ -97,17 +111,14 @@ class OffloadSession(NotCopyable):
         """
         assert self._prepared is not None, "attached once already"
         prepared, ranks = self._prepared, self._prepared.ranks
-        opened = open_store(
-            prepared.plan, self._bound, self._device, prepared.weights, prepared.disk, ranks, prepared.pooled
-        )
-        self._store = opened.store
+        self._store, destinations = open_store(prepared)
         self._in_force = True
         try:
             self._start_link()
-            self._load(prepared, opened.destinations)
+            self._load(prepared, destinations)
             self._store.finish()
             self._account = self._store.account
-            self._attach_hooks(prepared.plan, opened)
+            self._attach_hooks(prepared.plan)
             self.reset()
             if ranks is not None:
                 ranks.exchange("attached")  # up to here each rank can undo its part
@@ -201,11 +212,23 @@ class OffloadSession(NotCopyable):
     # -- building ---------------------------------------------------------------------------------------------------
 
     def _start_link(self) -> None:
-        """The readers of a ring start while weights are loaded."""
-        if self._link is None and self._device.type == "cuda" and self.plan.staged_units:
-            self._link = RingLink(self._device, measure_stalls=self._options.measure_stalls, recorder=self.recorder)
-        if self._link is not None and self.plan.units:
-            self._link.start(self.plan, [self._store.load(unit) for unit in self.plan.units])
+        """Before weights are loaded, because the readers of a ring start meanwhile."""
+        if not self.plan.units:
+            return
+        if self._link is None:  # the session has it at once: an interrupt must find it
+            self._link = self._make_link()
+        self._link.start(self.plan, [self._store.load(unit) for unit in self.plan.units])
+
+    def _make_link(self) -> Link:
+        """The link that brings the store's units. Collective where ranks hold their parts."""
+        device, recorder, measure_stalls = self._device, self.recorder, self._options.measure_stalls
+        if isinstance(self._store, ShardedStore):
+            return sharded_link(self._store, device, recorder, measure_stalls)
+        if device.type == "cpu":
+            return ThreadLink(recorder=recorder)
+        if self.plan.staged_units:
+            return RingLink(device, measure_stalls=measure_stalls, recorder=recorder)
+        return StreamLink(device, measure_stalls=measure_stalls)
 
     def _load(self, prepared: Prepared, destinations: dict[str, torch.Tensor]) -> None:
         moving = [self._bound[name] for name in self.plan.resident if prepared.must_move(name)]
@@ -226,10 +249,9 @@ class OffloadSession(NotCopyable):
         for bound in moving:
             bound.point_at(places[bound.info.name])
 
-    def _attach_hooks(self, plan: Plan, opened: OpenedStore) -> None:
-        if self._link is None:  # the session has it at once: an interrupt must find it
-            self._link = opened.make_link(self._device, self.recorder, self._options.measure_stalls)
-        self._attach_units(self._link)
+    def _attach_hooks(self, plan: Plan) -> None:
+        if self._link is not None and plan.units:
+            self._attach_units(self._link)
         self._promoter.serve(self._store)
         for name in plan.uva:
             blob = self._store.in_place(name)
@@ -241,10 +263,6 @@ class OffloadSession(NotCopyable):
         self._hook(StateGuard(self._model, [self._bound[name] for name in plan.offloaded_names], self._state_bytes))
 
     def _attach_units(self, link: Link) -> None:
-        if not self.plan.units:
-            link.close()
-            self._link = None
-            return
         debug = debug_enabled() and not self._store.is_split
         try:
             self._prefetcher = Prefetcher(
@@ -385,3 +403,146 @@ class OffloadSession(NotCopyable):
                 bound.restore()
             self._store.unpin()  # tensors moved into it stay there, in ordinary memory
             self._store.close()
+
+
+# -- the store of a plan ----------------------------------------------------------------------------------------------
+
+
+def open_store(prepared: Prepared) -> tuple[Store, dict[str, torch.Tensor]]:
+    """The store of a prepared plan. The model is not touched.
+
+    Returns:
+        the store, and by storage name the memory in it that is still to be filled (uint8, 1-D, host).
+
+    Raises:
+        CheckpointError, OptionError: files or a mode that will not do; ranks that differ.
+        PeerError: another rank failed, ended or did not come in time.
+        StateError: a graph is being captured.
+    """
+    plan, device, weights, ranks = prepared.plan, prepared.device, prepared.weights, prepared.ranks
+    if device.type == "cuda":
+        refuse_capture(CudaRegistrar(device))
+    for stamp in weights.checkpoint.stamps if weights is not None else ():
+        stamp.check()  # offsets come from headers read earlier
+    offloaded = {name: prepared.bound[name] for name in plan.offloaded_names}
+    hosts = [] if ranks is None else compare_ranks(plan, offloaded, weights, ranks)
+    if plan.mode == "meta":
+        return _meta_store(offloaded), {}
+    if plan.mode in SHARDED_MODES:
+        present = require_ranks(ranks, f"mode {plan.mode!r}")
+        return open_sharded(plan, offloaded, device, weights, prepared.disk, present, hosts), {}
+    if plan.mode == "shm_cpu":
+        return open_shared(plan, _registrar(device), require_ranks(ranks, f"mode {plan.mode!r}"), hosts)
+    staged = {entry.storage for unit in plan.staged_units for entry in unit.entries}
+    in_files = {name: bound for name, bound in offloaded.items() if plan.mode == "disk" or name in staged}
+    # Files first: if they will not do, no host memory is taken.
+    files = _disk_store(plan, in_files, device, weights, prepared.disk) if in_files else None
+    if files is not None and plan.mode == "disk":
+        return files, {}
+    on_host = {name: bound for name, bound in offloaded.items() if name not in in_files}
+    try:
+        host, destinations = _host_store(plan, on_host, device, prepared.pooled)
+    except BaseException:
+        if files is not None:
+            files.close()
+        raise
+    return host if files is None else SpillStore(host, files, in_files), destinations
+
+
+def _registrar(device: torch.device) -> CudaRegistrar | None:
+    """What pins memory for ``device``; ``None`` where nothing does."""
+    return CudaRegistrar(device) if device.type == "cuda" and not pinning_disabled() else None
+
+
+def _host_store(
+    plan: Plan, offloaded: dict[str, BoundStorage], device: torch.device, held: Mapping[str, Held] | None
+) -> tuple[Store, dict[str, torch.Tensor]]:
+    if device.type == "cuda":
+        return open_pinned(plan, offloaded, _registrar(device), held)
+    made = {name: new_blob(bound.info.num_bytes) for name, bound in offloaded.items() if bound.on_meta}
+    adopted = {name: bound.original_bytes() for name, bound in offloaded.items() if name not in made}
+    return CpuStore({**adopted, **made}, made), made
+
+
+def open_pinned(
+    plan: Plan,
+    offloaded: dict[str, BoundStorage],
+    registrar: HostRegistrar | None,
+    held: Mapping[str, Held] | None = None,
+) -> tuple[PinnedStore, dict[str, torch.Tensor]]:
+    """A pinned store for ``plan``, and its destinations still to be filled.
+
+    Large live tensors are pinned in place, and storages ``held`` in pinned memory stay there.
+    """
+    if registrar is not None:
+        refuse_capture(registrar)
+    live = {name: storage.original_bytes() for name, storage in offloaded.items() if storage.home.type == "cpu"}
+    adopt = {
+        name: blob
+        for name, blob in live.items()
+        if can_pin_in_place(blob, SLAB_ALIGNMENT_BYTES if name in plan.uva else 1)
+    }
+    units = [unit for unit in plan.units if unit.store == plan.mode]
+    store = PinnedStore(units, plan.uva, registrar, adopt=adopt, held=held)
+    if registrar is not None and any(storage.home.type == "cuda" for storage in offloaded.values()):
+        store.pin_now()
+    return store, {name: store.destination(name) for name in offloaded if name not in store.adopted | store.kept}
+
+
+def _meta_store(offloaded: dict[str, BoundStorage]) -> MetaStore:
+    for name, bound in offloaded.items():
+        if not bound.on_meta:
+            raise OptionError(
+                f"mode 'meta' keeps no bytes, and {name} has some; build the model under torch.device('meta'), or use "
+                f"mode 'cpu' or 'disk'"
+            )
+    return MetaStore({name: bound.info.num_bytes for name, bound in offloaded.items()})
+
+
+def _disk_store(
+    plan: Plan,
+    offloaded: dict[str, BoundStorage],
+    device: torch.device,
+    weights: WeightMap | None,
+    disk: DiskOptions | None,
+) -> DiskStore:
+    if weights is None and plan.spilled_bytes:
+        raise OptionError(
+            f"{len(plan.staged_units)} of the plan's {len(plan.units)} units ({format_gib(plan.spilled_bytes)}) rest "
+            f"in safetensors files, and none were given: pass checkpoint=FOLDER to penstock.offload, or make a plan "
+            f"with all of them in host memory: mode 'cpu' (--offload-mode cpu)"
+        )
+    weights = require_weights(weights)
+    on_gpu = device.type == "cuda"
+    sources = {name: weights.source(bound.info) for name, bound in offloaded.items()}
+    store = DiskStore(sources, disk, stamps=weights.checkpoint.stamps, pin_in_place=on_gpu)
+    for name in () if on_gpu or plan.mode != "disk" else plan.uva:
+        _refuse_misaligned(offloaded[name], store)
+    for bound in offloaded.values():
+        _compare_with_files(bound, store)
+    return store
+
+
+def _refuse_misaligned(bound: BoundStorage, store: DiskStore) -> None:
+    """Rows copied out of a table are the same at any address; a matrix kernel may sum in another order."""
+    address = store.in_place(bound.info.name).data_ptr()
+    itemsize = bound.info.tensors[0].dtype.itemsize
+    if address % (itemsize if bound.info.is_lookup else 64):
+        raise OptionError(
+            f"{bound.info.name} starts at an address of its file that is not a multiple of 64 bytes, so a matrix "
+            f"product that reads it in place may round differently; prefetch it instead, or rewrite the checkpoint "
+            f"aligned"
+        )
+
+
+def _compare_with_files(bound: BoundStorage, store: DiskStore) -> None:
+    """A live model's weights are about to be dropped in favour of the files': they must be the same."""
+    if bound.on_meta:
+        return
+    blob = new_blob(bound.info.num_bytes)
+    store.read(bound.info.name, blob)
+    if not torch.equal(blob, bound.original_bytes().cpu()):
+        raise CheckpointError(
+            f"{bound.info.name}: the model's values differ from the checkpoint's; save the model first "
+            f"(save_pretrained), or use mode 'cpu'"
+        )
