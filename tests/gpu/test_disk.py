@@ -225,18 +225,14 @@ class TestFailure:
         handle.remove(graphs_released=True)
 
     @torch.no_grad()
-    @pytest.mark.parametrize("victims", ["server", "group"])
-    def test_readers_that_are_killed(self, victims: str, tmp_path: Path) -> None:
+    def test_readers_that_are_killed(self, tmp_path: Path) -> None:
         before = readers()
         model, handle, _ = self.offloaded(tmp_path)
         (pid,) = readers() - before
         graph, out = captured(model, inputs())
         graph.replay()
         torch.cuda.synchronize()
-        if victims == "group":
-            os.killpg(pid, signal.SIGKILL)
-        else:
-            psutil.Process(pid).children()[0].kill()
+        os.kill(pid, signal.SIGKILL)
         start = time.monotonic()
         for _ in range(4):
             graph.replay()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import random
 import threading
@@ -30,7 +29,7 @@ from penstock.transfer.link import ComputeEvent, Link, Transfer
 from penstock.transfer.ring import READ_BYTES, RingServer
 from penstock.transfer.ring_process import RingTask
 from penstock.transfer.ring_readers import ReaderProcess
-from penstock.transfer.ring_streams import StagingRing, parts_in_files, parts_of
+from penstock.transfer.ring_streams import StagingRing, parts_of
 
 PATIENCE_S = 30.0
 ENTRY_BYTES = 4096
@@ -117,6 +116,11 @@ class _Given:
     done: bool = True
 
 
+def serve_in_thread(server: RingServer) -> None:
+    """Serve in this process until the server is closed."""
+    threading.Thread(target=server.serve, name="ring server", daemon=True).start()
+
+
 class FakeRingLink(Link):
     """What the link of a GPU does, copies and compute on one :class:`FakeStream`."""
 
@@ -152,7 +156,7 @@ class FakeRingLink(Link):
         self.server = RingServer(
             parts, self.ring.memory, num_threads=self._threads, stuck_s=self._stuck_s, verify=verify
         )
-        self.server.start()
+        serve_in_thread(self.server)
         self.stream = FakeStream(memory[self.layout.words_at : self.layout.status_at], self._pause_s)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
@@ -206,11 +210,10 @@ class ProcessRingLink(FakeRingLink):
 
     def prepare(self, plan: Plan, loads: Sequence[Load]) -> None:
         self.layout = plan.lay_out_ring(ENTRY_BYTES, self._entries)
-        parts = parts_in_files(self.layout, loads, self._read_bytes)
+        task = RingTask(self.layout, parts_of(self.layout, loads, self._read_bytes), self._threads, self._stuck_s)
         shared = SharedMemory.create(self.layout.num_bytes)
         memory = shared.map(0, self.layout.num_bytes)
         self.ring = StagingRing(self.layout, memory)
-        task = RingTask(self.layout, parts, self._threads, self._stuck_s, os.getpid())
         self.readers = ReaderProcess(task, self.ring.memory, shared.fileno(), self._recorder)
         shared.close()
         try:

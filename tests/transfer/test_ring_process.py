@@ -39,12 +39,22 @@ from penstock.stores.file_reader import DiskOptions
 from penstock.stores.store import Store
 from penstock.testing import assert_same_bits, offload_over
 from penstock.transfer import ring_readers, ring_streams
-from penstock.transfer.ring import RingMemory
-from penstock.transfer.ring_process import RingTask, failed_server
+from penstock.transfer.ring import RingMemory, RingServer
+from penstock.transfer.ring_process import RingTask
 from penstock.transfer.ring_readers import ReaderProcess
-from penstock.transfer.ring_streams import RingLink, StagingRing, parts_in_files
+from penstock.transfer.ring_streams import RingLink, StagingRing, parts_of
 from registrars import Ledger
-from rings import ENTRY_BYTES, PATIENCE_S, FakeStream, Machine, ProcessRingLink, disk_store, make_plan, save_patterns
+from rings import (
+    ENTRY_BYTES,
+    PATIENCE_S,
+    FakeStream,
+    Machine,
+    ProcessRingLink,
+    disk_store,
+    make_plan,
+    save_patterns,
+    serve_in_thread,
+)
 
 Make = Callable[..., Machine]
 
@@ -225,23 +235,12 @@ class TestFailure:
         machine.close()
         assert not psutil.pid_exists(pid_of(machine))
 
-    @pytest.mark.parametrize("victims", ["server", "stand-by then server", "group"])
-    def test_killed_readers_are_poison_and_told(self, victims: str, make: Make) -> None:
+    def test_killed_readers_are_poison_and_told(self, make: Make) -> None:
         machine = make(max_entries=2)
         machine.forward()
         machine.settle()
         graph = machine.capture()
-        (server,) = psutil.Process(pid_of(machine)).children()
-        if victims == "group":
-            os.killpg(pid_of(machine), signal.SIGKILL)
-        elif victims == "server":
-            server.kill()
-        else:
-            os.kill(pid_of(machine), signal.SIGKILL)
-            machine.forward()
-            machine.settle()  # the server goes on
-            machine.link.check()
-            server.kill()
+        os.kill(pid_of(machine), signal.SIGKILL)
         begin = time.monotonic()
         for _ in range(3):
             machine.link.stream.replay(graph)
@@ -306,13 +305,11 @@ class TestEnd:
         for _ in range(3):
             machine = Machine(6, 2, link=ProcessRingLink(), store=store)
             pid = pid_of(machine)
-            (server,) = psutil.Process(pid).children()
             machine.forward()
             assert ring_mappings() > before[1]
             machine.close()
             del machine
             assert not psutil.pid_exists(pid)
-            assert not server.is_running()
             assert not threads()
         assert (descriptors(), ring_mappings(), psutil.Process().children()) == before
         store.close()
@@ -329,8 +326,9 @@ class TestEnd:
         assert time.monotonic() - begin < 3
         assert not psutil.pid_exists(pid_of(machine))
         # The stream of the test still waits for a piece.
-        answers = failed_server(pid_of(machine), "was closed", machine.link.ring.memory)
-        answers.start()
+        answers = RingServer((), machine.link.ring.memory, num_threads=0)
+        answers.fail(TransferError("the readers were closed"))
+        serve_in_thread(answers)
         machine.link.close()
         answers.close()
 
@@ -347,8 +345,8 @@ class TestEnd:
         pinned = PinnedBuffer(shared.map(0, layout.num_bytes))
         pinned.register(ledger)
         ring = StagingRing(layout, pinned.blob)
-        parts = parts_in_files(layout, [store.load(unit) for unit in plan.units])
-        readers = ReaderProcess(RingTask(layout, parts, 2, 60.0, os.getpid()), ring.memory, shared.fileno())
+        parts = parts_of(layout, [store.load(unit) for unit in plan.units])
+        readers = ReaderProcess(RingTask(layout, parts, 2, 60.0), ring.memory, shared.fileno())
         readers.serve()
         memory = ring.memory
         for position in range(3):
@@ -622,9 +620,8 @@ class Parent:
             text=True,
             start_new_session=True,
         )
-        standby = psutil.Process(int(self.line()))
-        self.readers = [standby, *standby.children()]
-        self.forked = [child for child in psutil.Process(self.process.pid).children() if child != standby]
+        self.readers = psutil.Process(int(self.line()))
+        self.forked = [child for child in psutil.Process(self.process.pid).children() if child != self.readers]
 
     def line(self) -> str:
         assert self.process.stdout is not None
@@ -651,11 +648,9 @@ class TestParents:
         machine = make()
         machine.forward()
         machine.settle()
-        standby = psutil.Process(pid_of(machine))
-        readers = [standby, *standby.children()]
-        assert len(readers) == 2
+        readers = psutil.Process(pid_of(machine))
         machine.link.close()
-        assert settle(lambda: not any(map(psutil.Process.is_running, readers)), 5)
+        assert settle(lambda: not readers.is_running(), 5)
 
     def test_readers_are_a_group_in_the_session_of_their_parent(self, make: Make) -> None:
         """Linux shares processors out among sessions: one of the readers' own has little of a busy one."""
@@ -667,25 +662,24 @@ class TestParents:
     def test_readers_end_with_a_parent_that_is_killed(self, path: Path, fault: str) -> None:
         """In the middle of their reads, and although a child that it has forked keeps its end of the pipes open."""
         parent = Parent(path, fault)
-        assert [process.is_running() for process in parent.readers] == [True, True]
+        assert parent.readers.is_running()
         assert len(parent.forked) == 1
         parent.process.kill()
         parent.process.wait()
-        assert settle(lambda: not any(map(psutil.Process.is_running, parent.readers)), 5)
+        assert settle(lambda: not parent.readers.is_running(), 5)
         parent.end()
 
     def test_an_interrupt_for_the_group_is_not_for_the_readers(self, path: Path) -> None:
         parent = Parent(path, "")
         assert parent.line() == "forward"
         os.killpg(parent.process.pid, signal.SIGINT)
-        for process in parent.readers:
-            process.send_signal(signal.SIGINT)
+        parent.readers.send_signal(signal.SIGINT)
         said = [parent.line()]
         while said[-1] == "forward":
             said.append(parent.line())
         assert said[-1] == "interrupted"
         assert parent.line() == "forward"
-        assert [process.is_running() for process in parent.readers] == [True, True]
+        assert parent.readers.is_running()
         parent.end()
 
 
@@ -702,11 +696,10 @@ class TestProgram:
         begin = time.monotonic()
         machine = make(max_entries=1)
         took_s = time.monotonic() - begin
-        standby = psutil.Process(pid_of(machine))
-        used = [process.memory_full_info().pss for process in (standby, *standby.children())]
-        print(f"readers: ready after {took_s:.2f} s, {used[0] / 2**20:.0f} + {used[1] / 2**20:.0f} MiB")
+        used = psutil.Process(pid_of(machine)).memory_full_info().pss
+        print(f"readers: ready after {took_s:.2f} s, {used / 2**20:.0f} MiB")
         assert took_s < 5, "0.15 s on a machine with nothing else to do"
-        assert sum(used) < 60 << 20
+        assert used < 60 << 20
 
     def test_neither_the_folder_nor_a_start_file_of_the_caller_matters(
         self, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

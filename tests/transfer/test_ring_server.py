@@ -4,6 +4,7 @@ entry holds its own piece or poison, and the counters say what happened."""
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from penstock.stores.store import Load
 from penstock.transfer.ring import PAUSE_S, POISON, WANTED, Part, RingMemory, RingServer
 from penstock.transfer.ring_process import RingTask
 from penstock.transfer.ring_streams import parts_of
-from rings import PATIENCE_S, Machine
+from rings import PATIENCE_S, Machine, serve_in_thread
 
 PIECE_BYTES = 4096
 
@@ -80,7 +81,7 @@ class Ring:
 @contextmanager
 def serving(num_pieces: int, num_entries: int, read_bytes: int = PIECE_BYTES, **options: object) -> Iterator[Ring]:
     ring = Ring(num_pieces, num_entries, read_bytes, **options)
-    ring.server.start()
+    serve_in_thread(ring.server)
     try:
         yield ring
     finally:
@@ -248,10 +249,10 @@ def test_the_readers_look_at_a_file_once_for_a_piece(tmp_path: Path) -> None:
     with opened(path) as (_, stamp):
         file = File(path, DiskOptions(), stamp)
     parts = [[Part(file, position * PIECE_BYTES, 0, PIECE_BYTES)] for position in range(2)]
-    told = RingTask(layout, parts, 1, 60.0, os.getpid())
-    kept = [os.dup(fd) for fd in told.descriptors]  # load() takes them over
-    task = RingTask.load(told.dump())
-    mine = task.files[0]
+    sent = RingTask(layout, parts, 1, 60.0)
+    kept = [os.dup(fd) for fd in sent.descriptors]  # the copy takes the originals over
+    task = pickle.loads(pickle.dumps(sent))
+    mine = task.parts[0][0].source
     into = bytearray(PIECE_BYTES)
     task.verify(0)
     os.utime(path, ns=(1, 1))

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -119,6 +120,10 @@ class File(Source):
     def descriptors(self) -> tuple[int, int | None]:
         """What is open: for any read, and for direct reads (the same one, or none)."""
         return self.fd, self._direct_fd
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled for a process that has inherited the descriptors under the same numbers and takes them over."""
+        return File, (self.path, self.options, self.stamp, None, self.descriptors)
 
     def __str__(self) -> str:
         return str(self.path)

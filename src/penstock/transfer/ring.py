@@ -34,7 +34,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -163,20 +164,18 @@ class Part(NamedTuple):
     num_bytes: int
 
 
+@dataclass(slots=True, eq=False)
 class _Fill:
     """A piece on its way into its entry.
 
     Attributes:
-        in_vain: nobody wants it any more.
         left: gives how many reads are left after each; one worker alone gets 0, without a lock.
+        in_vain: the piece is not needed any more.
     """
 
-    __slots__ = ("in_vain", "left", "position")
-
-    def __init__(self, position: int, num_reads: int) -> None:
-        self.position = position
-        self.in_vain = False
-        self.left = iter(range(num_reads - 1, -1, -1))
+    position: int
+    left: Iterator[int]
+    in_vain: bool = False
 
 
 _Job = tuple[_Fill, Part, memoryview]
@@ -222,16 +221,10 @@ class RingServer:
         self._last_turn = self._last_arrival = self._last_change = time.monotonic()
         self._under_way: list[tuple[_Fill, Part] | None] = [None] * num_threads  # by worker
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
         self._workers = [
             threading.Thread(target=self._work, args=(index,), name=f"penstock-reader-{index}", daemon=True)
             for index in range(num_threads)
         ]
-
-    def start(self) -> None:
-        """Serve in a thread of its own."""
-        self._thread = threading.Thread(target=self.serve, name="penstock-ring", daemon=True)
-        self._thread.start()
 
     def serve(self) -> None:
         """Serve in the calling thread, until it is closed, or the ring is retired and the stream done for a while."""
@@ -260,9 +253,9 @@ class RingServer:
         self._stopped = True
         with self._lock:
             self._changed.notify_all()
-        for thread in (self._thread, *self._workers):
-            if thread is not None and thread.ident is not None:
-                thread.join(JOIN_S)  # a worker may be stuck in the kernel; it holds the memory it writes to
+        for worker in self._workers:
+            if worker.ident is not None:
+                worker.join(JOIN_S)  # a worker may be stuck in the kernel; it holds the memory it writes to
 
     # -- the server ---------------------------------------------------------------------------------------------------
 
@@ -374,7 +367,7 @@ class RingServer:
 
     def _start(self, position: int, entry: int, now: float) -> None:
         reads = self._parts[position]
-        fill = self._fills[entry] = _Fill(position, len(reads))
+        fill = self._fills[entry] = _Fill(position, iter(range(len(reads) - 1, -1, -1)))
         if not any(other for other in self._fills if other is not fill):
             self._last_arrival = now  # the clock of the watchdog starts with the first of several reads
         self._last_change = now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -13,11 +14,11 @@ from multiprocessing.spawn import get_executable
 from pathlib import Path
 
 import penstock.errors
-from penstock.errors import OptionError
+from penstock.errors import OptionError, TransferError
 from penstock.memory.system import above_standard_streams
 from penstock.stats import Recorder
 from penstock.transfer.ring import Counter, RingMemory, RingServer
-from penstock.transfer.ring_process import RingTask, failed_server, fate, unpack_reports
+from penstock.transfer.ring_process import RingTask, unpack_reports
 
 __all__ = ["ReaderProcess"]
 
@@ -29,14 +30,14 @@ _BOOTSTRAP = "import sys; sys.path[:] = {paths}; from importlib import import_mo
 _MEND = "use mode 'cpu', which needs no readers (--offload-mode cpu)"
 START_S = 30.0
 JOIN_S = 5.0
+_STDERR_BYTES = 2000
 
 
 class ReaderProcess:
     """A child that serves a ring, and a thread that listens to it.
 
-    The thread is the last owner of the ring's memory when an offload is collected that was not removed. It is also the
-    last to answer the stream, if all processes of the child are killed at once; a thread of this process may itself be
-    held up, so while one of them lives that one answers.
+    The thread is the last owner of the ring's memory when an offload is collected that was not removed. It also answers
+    the stream, with poison, if the child is killed.
 
     Attributes:
         pid: of the child, the leader of a process group of its own.
@@ -104,7 +105,7 @@ class ReaderProcess:
             self._stand_in.close()
         if not self._ended.wait(JOIN_S):
             with suppress(OSError):  # it has ended just now
-                os.killpg(self.pid, signal.SIGKILL)
+                self._process.kill()
         self._thread.join(JOIN_S)
 
     def _listen(self) -> None:
@@ -128,18 +129,33 @@ class ReaderProcess:
                 self._recorder.arrived(unit, num_bytes, start_ns, duration_ns, f"penstock-reader-{reader}")
 
     def _answer_for_it(self) -> None:
+        """Let every wait of the stream end, with poison, and every call of the host raise."""
         how = fate(self._process.returncode, self._errors.fileno())
-        server = self._stand_in = failed_server(self.pid, how, self._memory)
+        server = self._stand_in = RingServer((), self._memory, num_threads=0)
+        server.fail(TransferError(f"the process that reads files for the GPU (pid {self.pid}) {how}"))
         if not self._closing:
             server.serve()
+
+
+def fate(code: int | None, errors_fd: int) -> str:
+    """How a process ended (``code`` as subprocess has it), and the end of what it wrote to its error file."""
+    if code is None:
+        how = "has not ended"
+    elif code < 0:
+        how = f"was ended by signal {-code} ({signal.strsignal(-code)})"
+    else:
+        how = f"ended with exit status {code}"
+    size = os.fstat(errors_fd).st_size
+    said = os.pread(errors_fd, _STDERR_BYTES, max(0, size - _STDERR_BYTES)).decode(errors="replace").strip()
+    return f"{how} and wrote: {said}" if said else how
 
 
 def _start(task: RingTask, memory_fd: int, errors_fd: int) -> subprocess.Popen[bytes]:
     # A file and not the input pipe: what does not read its task must not hold up whoever wrote it.
     task_fd = above_standard_streams(os.memfd_create("penstock-readers-task", os.MFD_CLOEXEC))
     try:
-        with open(task_fd, "w", encoding="utf-8", closefd=False) as file:
-            file.write(task.dump())
+        with open(task_fd, "wb", closefd=False) as file:
+            pickle.dump(task, file)
         os.lseek(task_fd, 0, os.SEEK_SET)
         return subprocess.Popen(
             [*_command(), str(memory_fd), str(task_fd)],

@@ -20,23 +20,22 @@ A host function (``cudaLaunchHostFunc``) would need the interpreter lock in the 
 from __future__ import annotations
 
 import ctypes
-import os
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
 from penstock.config import pin_memory_disabled, reader_threads
 from penstock.errors import OptionError, StateError, TransferError
+from penstock.memory.byte_ranges import clip
 from penstock.memory.memfd import SharedMemory
 from penstock.memory.pages import collapse_parallel
 from penstock.memory.pinned import CudaRegistrar, PinnedBuffer, pin_shared, pin_threads, refuse_capture
 from penstock.plan.plan import Plan
 from penstock.plan.schedule import ENTRY_BYTES, MAX_ENTRIES, WORD_BYTES, RingLayout, cut
 from penstock.stats import Recorder, StagingStats
-from penstock.stores.file_reader import File
 from penstock.stores.store import Load
 from penstock.transfer.cuda_stream import StreamLink
 from penstock.transfer.link import ComputeEvent, Transfer
@@ -44,7 +43,7 @@ from penstock.transfer.ring import MAX_READERS, READ_BYTES, SPARE_ONE_CORE_IN, S
 from penstock.transfer.ring_process import RingTask
 from penstock.transfer.ring_readers import ReaderProcess
 
-__all__ = ["CopyStream", "CudaCopyStream", "RingLink", "StagingRing", "parts_in_files", "parts_of"]
+__all__ = ["CopyStream", "CudaCopyStream", "RingLink", "StagingRing", "parts_of"]
 
 _WAIT_VALUE_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ (cuda.h, CUstreamWaitValue_flags)
 _WRITE_VALUE_DEFAULT = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: fenced
@@ -101,7 +100,7 @@ class RingLink(StreamLink):
             )
         refuse_capture(CudaRegistrar(self._device))
         layout = plan.lay_out_ring(self._entry_bytes, self._max_entries)
-        task = RingTask(layout, parts_in_files(layout, loads), self._num_threads, self._stuck_s, os.getpid())
+        task = RingTask(layout, parts_of(layout, loads), self._num_threads, self._stuck_s)
         shared = SharedMemory.create(layout.num_bytes)
         try:
             self._memory = PinnedBuffer(shared.map(0, layout.num_bytes))
@@ -227,32 +226,14 @@ class StagingRing:
 
 def parts_of(layout: RingLayout, loads: Sequence[Load], read_bytes: int = READ_BYTES) -> list[list[Part]]:
     """The reads that fill each piece, of ``read_bytes`` at most; ``loads``: of all units, by index."""
-    return [list(_reads(loads[piece.unit], piece.start, piece.num_bytes, read_bytes)) for piece in layout.pieces]
-
-
-def _reads(load: Load, start: int, num_bytes: int, read_bytes: int) -> Iterator[Part]:
-    for copy in load.copies:
-        found = copy.within(start, start + num_bytes)
-        if found is not None:
-            for at, size in cut(found.num_bytes, read_bytes):
-                yield Part(found.src.source, found.src.offset + at, found.dst_offset + at, size)
-
-
-def parts_in_files(layout: RingLayout, loads: Sequence[Load], read_bytes: int = READ_BYTES) -> list[list[Part]]:
-    """:func:`parts_of` units in files, which another process can read.
-
-    Raises:
-        OptionError: a range is none of a file.
-    """
-    parts = parts_of(layout, loads, read_bytes)
-    for piece, reads in zip(layout.pieces, parts, strict=True):
-        for read in reads:
-            if not isinstance(read.source, File):
-                raise OptionError(
-                    f"unit {piece.unit}: what comes to a GPU through the staging ring has to be in files, found "
-                    f"{read.source!r}; use mode 'cpu' (--offload-mode cpu) for it"
-                )
-    return parts
+    return [
+        [
+            Part(found.src.source, found.src.offset + at, found.dst_offset + at, size)
+            for found in clip(loads[piece.unit].copies, piece.start, piece.start + piece.num_bytes)
+            for at, size in cut(found.num_bytes, read_bytes)
+        ]
+        for piece in layout.pieces
+    ]
 
 
 class CopyStream(Protocol):
