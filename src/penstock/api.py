@@ -63,6 +63,8 @@ class Handle:
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the latest copies, compute and stalls as Chrome trace JSON (open it in Perfetto).
 
+        The copies are those of threads. What a GPU's copy streams do is seen by ``torch.profiler``.
+
         Raises:
             OptionError, OptionTypeError: no file can be written there; no path.
         """

@@ -52,10 +52,6 @@ class Recorder:
         duration_ns = time.perf_counter_ns() - start_ns
         self._spans.append(Span(kind, unit, threading.current_thread().name, start_ns, duration_ns, num_bytes))
 
-    def arrived(self, unit: int, num_bytes: int, start_ns: int, duration_ns: int, track: str) -> None:
-        """A piece of ``unit`` has arrived in a thread of another process, which is called ``track``."""
-        self._spans.append(Span("copy", unit, track, start_ns, duration_ns, num_bytes))
-
     def write(self, path: str | os.PathLike[str], names: Sequence[str]) -> None:
         """Write the spans as Chrome trace JSON (Trace Event Format, complete events, times in µs); Perfetto reads it.
 

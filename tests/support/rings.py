@@ -203,9 +203,8 @@ class FakeRingLink(Link):
 class ProcessRingLink(FakeRingLink):
     """The same with the readers in their process, over memory that it shares."""
 
-    def __init__(self, recorder: Recorder | None = None, **options: object) -> None:
+    def __init__(self, **options: object) -> None:
         super().__init__(**options)  # type: ignore[arg-type]
-        self._recorder = recorder
         self._closed = False
 
     def prepare(self, plan: Plan, loads: Sequence[Load]) -> None:
@@ -214,7 +213,7 @@ class ProcessRingLink(FakeRingLink):
         shared = SharedMemory.create(self.layout.num_bytes)
         memory = shared.map(0, self.layout.num_bytes)
         self.ring = StagingRing(self.layout, memory)
-        self.readers = ReaderProcess(task, self.ring.memory, shared.fileno(), self._recorder)
+        self.readers = ReaderProcess(task, self.ring.memory, shared.fileno())
         shared.close()
         try:
             self.readers.serve()

@@ -34,7 +34,6 @@ from penstock.errors import OptionError, StateError, TransferError
 from penstock.memory.memfd import SharedMemory
 from penstock.memory.pinned import PinnedBuffer
 from penstock.plan.schedule import WORD_BYTES
-from penstock.stats import Recorder
 from penstock.stores.file_reader import DiskOptions
 from penstock.stores.store import Store
 from penstock.testing import assert_same_bits, offload_over
@@ -46,7 +45,6 @@ from penstock.transfer.ring_streams import RingLink, StagingRing, parts_of
 from registrars import Ledger
 from rings import (
     ENTRY_BYTES,
-    PATIENCE_S,
     FakeStream,
     Machine,
     ProcessRingLink,
@@ -384,36 +382,6 @@ class TestEnd:
         machine.forward()
         machine.settle()
         machine.link.check()
-
-    def test_reports_that_nobody_reads_hold_up_nobody(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-        gate = threading.Event()
-        listen = ReaderProcess._record_reads
-        monkeypatch.setattr(ReaderProcess, "_record_reads", lambda self: (gate.wait(PATIENCE_S), listen(self)))
-        machine = make(8, 1, max_entries=1)
-        graph = machine.capture()
-        machine.settle()
-        read = 0
-        while read < 2 * (1 << 16) // 32:  # more reports than a pipe has room for
-            for _ in range(50):
-                machine.link.stream.replay(graph)
-            machine.settle()
-            read = machine.link.ring.stats().bytes_read // ENTRY_BYTES
-        gate.set()
-
-    def test_reads_are_on_the_timeline(self, make: Make) -> None:
-        recorder = Recorder()
-        begin = time.perf_counter_ns()
-        machine = make(recorder=recorder)
-        machine.forward()
-        machine.settle()
-        # What is read ahead may be under way, and its report too.
-        assert settle(lambda: sum(s.num_bytes for s in recorder.spans) == machine.link.ring.stats().bytes_read)
-        spans = recorder.spans
-        assert {span.kind for span in spans} == {"copy"}
-        assert {span.unit for span in spans} == set(range(6))
-        assert {span.track for span in spans} <= {"penstock-reader-0", "penstock-reader-1"}
-        assert sum(span.num_bytes for span in spans) >= machine.plan.moved_bytes
-        assert all(begin < span.start_ns < span.start_ns + span.duration_ns < time.perf_counter_ns() for span in spans)
 
 
 class Copies(FakeStream):

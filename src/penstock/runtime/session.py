@@ -227,7 +227,7 @@ class OffloadSession(NotCopyable):
         if device.type == "cpu":
             return ThreadLink(recorder=recorder)
         if self.plan.staged_units:
-            return RingLink(device, measure_stalls=measure_stalls, recorder=recorder)
+            return RingLink(device, measure_stalls=measure_stalls)
         return StreamLink(device, measure_stalls=measure_stalls)
 
     def _load(self, prepared: Prepared, destinations: dict[str, torch.Tensor]) -> None:

@@ -179,8 +179,6 @@ class _Fill:
 
 
 _Job = tuple[_Fill, Part, memoryview]
-# Told of every read, by the worker that did it: its number, unit, bytes, when it began in ns of time.perf_counter_ns().
-OnRead = Callable[[int, int, int, int], None]
 
 
 class RingServer:
@@ -195,7 +193,6 @@ class RingServer:
         stuck_s: how long no read may end before the disk counts as dead.
         verify: called with a position when all of it was read and nobody has been told; raises what makes the bytes
             worthless, a file that was written to.
-        on_read: told of every read, in the worker's thread; must not block.
     """
 
     def __init__(
@@ -206,11 +203,10 @@ class RingServer:
         num_threads: int,
         stuck_s: float = STUCK_S,
         verify: Callable[[int], None] | None = None,
-        on_read: OnRead | None = None,
     ) -> None:
         self._memory, self._layout = memory, memory.layout
         self._parts = parts
-        self._verify, self._on_read = verify, on_read
+        self._verify = verify
         self._stuck_s = stuck_s
         self._fills: list[_Fill | None] = [None] * self._layout.num_entries
         self._ahead: list[int] = []  # what _next has passed and the stream has not taken yet, in order
@@ -389,7 +385,7 @@ class RingServer:
             self._under_way[number] = fill, read  # before the look at _failed: see _answer_with_poison
             try:
                 if not fill.in_vain and not self._failed and not self._stopped:
-                    self._carry_out(number, fill, read, into)
+                    read.source.read(read.start, into)
                 self._last_arrival = time.monotonic()
                 if next(fill.left) == 0:
                     self._landed(fill)
@@ -397,12 +393,6 @@ class RingServer:
                 self.fail(error)
             self._under_way[number] = None
             del job, fill, read, into  # they hold the ring's memory
-
-    def _carry_out(self, number: int, fill: _Fill, read: Part, into: memoryview) -> None:
-        begin = time.perf_counter_ns()
-        read.source.read(read.start, into)
-        if self._on_read is not None:
-            self._on_read(number, self._layout.pieces[fill.position].unit, read.num_bytes, begin)
 
     def _landed(self, fill: _Fill) -> None:
         """All of a piece was read: hand it over, and look at once what can be read next."""

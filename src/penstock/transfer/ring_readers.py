@@ -16,9 +16,8 @@ from pathlib import Path
 import penstock.errors
 from penstock.errors import OptionError, TransferError
 from penstock.memory.system import above_standard_streams
-from penstock.stats import Recorder
 from penstock.transfer.ring import Counter, RingMemory, RingServer
-from penstock.transfer.ring_process import RingTask, unpack_reports
+from penstock.transfer.ring_process import RingTask
 
 __all__ = ["ReaderProcess"]
 
@@ -34,7 +33,7 @@ _STDERR_BYTES = 2000
 
 
 class ReaderProcess:
-    """A child that serves a ring, and a thread that listens to it.
+    """A child that serves a ring, and a thread that waits for its end.
 
     The thread is the last owner of the ring's memory when an offload is collected that was not removed. It also answers
     the stream, with poison, if the child is killed.
@@ -43,19 +42,17 @@ class ReaderProcess:
         pid: of the child, the leader of a process group of its own.
     """
 
-    def __init__(self, task: RingTask, memory: RingMemory, memory_fd: int, recorder: Recorder | None = None) -> None:
+    def __init__(self, task: RingTask, memory: RingMemory, memory_fd: int) -> None:
         """Start it; it does not look at the ring before :meth:`serve`.
 
         Args:
             task: what it serves.
             memory: of the ring; ``memory_fd`` is its descriptor.
-            recorder: gets the reads.
 
         Raises:
             OptionError: no process can be started.
         """
         self._memory = memory
-        self._recorder = recorder or Recorder()
         self._closing = False
         self._owner = os.getpid()
         self._ended = threading.Event()
@@ -63,7 +60,7 @@ class ReaderProcess:
         self._errors = os.fdopen(os.memfd_create("penstock-readers-stderr", os.MFD_CLOEXEC), "rb")
         self._process = _start(task, memory_fd, self._errors.fileno())
         self.pid = self._process.pid
-        self._thread = threading.Thread(target=self._listen, name=f"penstock-ring-{self.pid}", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name=f"penstock-ring-{self.pid}", daemon=True)
         self._thread.start()
 
     def serve(self) -> None:
@@ -108,25 +105,13 @@ class ReaderProcess:
                 self._process.kill()
         self._thread.join(JOIN_S)
 
-    def _listen(self) -> None:
-        self._record_reads()
+    def _watch(self) -> None:
         self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
         self._ended.set()
         counters = self._memory.counters
         told = self._closing or (counters[Counter.RETIRED] and self._process.returncode == 0)
         if counters[Counter.SERVING] and not told:
             self._answer_for_it()
-
-    def _record_reads(self) -> None:
-        """Until the server has ended."""
-        assert self._process.stdout is not None
-        rest = b""
-        while data := self._process.stdout.read(1 << 16):
-            reports, rest = unpack_reports(rest + data)
-            for reader, unit, num_bytes, start_ns, duration_ns in reports:
-                self._recorder.arrived(unit, num_bytes, start_ns, duration_ns, f"penstock-reader-{reader}")
 
     def _answer_for_it(self) -> None:
         """Let every wait of the stream end, with poison, and every call of the host raise."""
@@ -161,7 +146,7 @@ def _start(task: RingTask, memory_fd: int, errors_fd: int) -> subprocess.Popen[b
             [*_command(), str(memory_fd), str(task_fd)],
             bufsize=0,
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
             stderr=errors_fd,
             pass_fds=(memory_fd, task_fd, *task.descriptors),
             cwd="/",

@@ -35,7 +35,7 @@ from penstock.memory.pages import collapse_parallel
 from penstock.memory.pinned import CudaRegistrar, PinnedBuffer, pin_shared, pin_threads, refuse_capture
 from penstock.plan.plan import Plan
 from penstock.plan.schedule import ENTRY_BYTES, MAX_ENTRIES, WORD_BYTES, RingLayout, cut
-from penstock.stats import Recorder, StagingStats
+from penstock.stats import StagingStats
 from penstock.stores.store import Load
 from penstock.transfer.cuda_stream import StreamLink
 from penstock.transfer.link import ComputeEvent, Transfer
@@ -59,7 +59,6 @@ class RingLink(StreamLink):
         device: torch.device,
         *,
         measure_stalls: bool = False,
-        recorder: Recorder | None = None,
         entry_bytes: int = ENTRY_BYTES,
         max_entries: int = MAX_ENTRIES,
         num_threads: int | None = None,
@@ -67,12 +66,11 @@ class RingLink(StreamLink):
     ) -> None:
         """``device``: a CUDA device; nothing is taken before :meth:`start`, or pinned before :meth:`prepare`.
 
-        ``recorder``: gets the reads. ``entry_bytes``, ``max_entries``: of the ring; other than the defaults they are
+        ``entry_bytes``, ``max_entries``: of the ring; other than the defaults they are
         not what limits and reports count with. ``num_threads``: readers; default ``PENSTOCK_READERS``, or as many
         as :mod:`~penstock.transfer.ring` says. ``stuck_s``: how long no read may end before the disk counts as dead.
         """
         super().__init__(device, measure_stalls=measure_stalls)
-        self._recorder = recorder
         self._entry_bytes, self._max_entries = entry_bytes, max_entries
         self._num_threads = num_threads or reader_threads(at_most=MAX_READERS, spare_one_in=SPARE_ONE_CORE_IN)
         self._stuck_s = stuck_s
@@ -105,7 +103,7 @@ class RingLink(StreamLink):
         try:
             self._memory = PinnedBuffer(shared.map(0, layout.num_bytes))
             self._ring = StagingRing(layout, self._memory.blob)
-            self._readers = ReaderProcess(task, self._ring.memory, shared.fileno(), self._recorder)
+            self._readers = ReaderProcess(task, self._ring.memory, shared.fileno())
         finally:
             shared.close()  # mappings live on without it
         self._retire = weakref.finalize(self, self._readers.retire)
