@@ -22,8 +22,7 @@ from penstock.errors import OptionError, TransferError
 from penstock.runtime import rank_stores
 from penstock.stores.sharded import ShardedStore
 from penstock.testing import assert_moved
-from penstock.transfer.machine_probe import median_s
-from penstock.transfer.peer_rates import COPY_SIZES, mutual_peers, peer_rates
+from penstock.transfer.machine_probe import COPY_SIZES, mutual_peers, peer_rates
 from ranks import outcomes, run_ranks
 
 NUM_RANKS = 4 if torch.cuda.device_count() >= 4 else 2
@@ -209,7 +208,7 @@ def test_a_probe_measures_copies_among_devices() -> None:
     """Of this process alone, and so that plans can be made with them."""
     device = torch.device("cuda", 0)
     count = len(mutual_peers(device))
-    found = peer_rates(device, median_s)
+    found = peer_rates(device)
     if count < 2:
         assert found == {}
         return

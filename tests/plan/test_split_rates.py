@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from penstock.model.memory_profile import ModelProfile
 from penstock.plan.build import Planner, build_plan
 from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates, split_rates
 from penstock.plan.plan import CHUNK_BYTES
-from penstock.transfer import peer_rates as measuring
+from penstock.transfer import machine_probe as measuring
 from penstock.transfer.machine_probe import Probe, read_probe
 from plan_predictions import build
 from ranks import outcomes
@@ -232,7 +231,7 @@ class TestProbe:
     def test_nothing_without_peers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for count, apart in ((0, ()), (1, ()), (2, {(0, 1)}), (2, {(1, 0)})):
             self.machine(monkeypatch, count, apart)
-            assert measuring.peer_rates(torch.device("cuda", 0), median_s) == {}
+            assert measuring.peer_rates(torch.device("cuda", 0)) == {}
 
     def test_a_device_that_fails_is_said_and_left_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.machine(monkeypatch, 2)
@@ -242,7 +241,7 @@ class TestProbe:
 
         monkeypatch.setattr(torch, "empty", empty)
         with pytest.warns(PenstockWarning, match=r"could not be measured: CUDA out of memory\.$"):
-            assert measuring.peer_rates(torch.device("cuda", 0), median_s) == {}
+            assert measuring.peer_rates(torch.device("cuda", 0)) == {}
 
     def test_what_is_measured(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The copies and their bytes; on a CPU, whose streams do nothing."""
@@ -254,7 +253,8 @@ class TestProbe:
         copied: list[int] = []
         plain = torch.Tensor.copy_
         monkeypatch.setattr(torch.Tensor, "copy_", lambda s, o, **k: copied.append(o.nbytes) or plain(s, o, **k))
-        found = measuring.peer_rates(torch.device("cuda", 0), once, (KIB, 4 * KIB))
+        monkeypatch.setattr(measuring, "median_s", once)
+        found = measuring.peer_rates(torch.device("cuda", 0), (KIB, 4 * KIB))
         assert copied == [KIB] * 8 + [4 * KIB] * (2 + 2 * 1 + 3 * 2)
         assert found["peer_bytes_per_s"] == {KIB: 8 * KIB, 4 * KIB: 8 * KIB}
         assert found["gather_bytes_per_s"] == {2: 4 * KIB, 3: 8 * KIB}  # into each
@@ -262,12 +262,6 @@ class TestProbe:
     def machine(self, monkeypatch: pytest.MonkeyPatch, count: int, apart: Any = ()) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one, other) not in apart)
-
-
-def median_s(run: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
 
 
 def once(run: Callable[[], object]) -> float:

@@ -146,9 +146,6 @@ def probe(
 
 _NAMES = {
     "h2d_bytes_per_s": "host to device, copies of {} KiB",
-    "uva_read_bytes_per_s": "host memory read in place",
-    "uva_gather_bytes_per_s": "host memory gathered in place, rows of {} KiB",
-    "pin_bytes_per_s": "pinning host memory",
     "device_copy_bytes_per_s": "device copy (read + written)",
     "peer_bytes_per_s": "device to device, copies of {} KiB",
     "cached_read_bytes_per_s": "file read, page cache",
@@ -165,8 +162,6 @@ def rates_of(values: dict[str, object]) -> list[tuple[str, str]]:
         rows += [(name.format(int(size) // 1024), f"{rate / 1e9:.1f} GB/s") for size, rate in by_size.items() if rate]
     gathers: Any = values["gather_bytes_per_s"]
     rows += [(f"into each of {n} devices from all others at once", f"{r / 1e9:.1f} GB/s") for n, r in gathers.items()]
-    if flops := values["matmul_flops_per_s"]:
-        rows.append(("bf16 matrix product", f"{float(str(flops)) / 1e12:.0f} TFLOP/s"))
     products: Any = values["product_s_per_byte"]
     rows += [
         (f"matrix product, {n} row{'' if int(n) == 1 else 's'}, per GB of weight", f"{s * 1e12:.2f} ms")

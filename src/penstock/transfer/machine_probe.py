@@ -1,8 +1,7 @@
 """What this machine can do: the rates a plan is made from, measured once and kept.
 
-Every figure is the median of a few timed runs over buffers far larger than caches. Rates are in bytes per second,
-except ``matmul_flops_per_s``. The result is stored per machine (devices, CPU, torch) under the user's cache folder, so
-that planning costs nothing.
+Every figure is the median of a few timed runs over buffers far larger than caches. The result is stored per machine
+(devices, CPU, torch) under the user's cache folder, so that planning costs nothing.
 """
 
 from __future__ import annotations
@@ -34,12 +33,23 @@ from penstock.memory.system import num_cores
 from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates
 from penstock.plan.plan import Machine
 from penstock.stores.file_reader import DiskOptions, File
-from penstock.transfer.peer_rates import COPY_SIZES, peer_rates
 
-__all__ = ["Probe", "cache_path", "load", "measure", "median_s", "planning_rates", "read_probe", "save"]
+__all__ = [
+    "COPY_SIZES",
+    "Probe",
+    "cache_path",
+    "load",
+    "measure",
+    "mutual_peers",
+    "peer_rates",
+    "planning_rates",
+    "read_probe",
+    "save",
+]
 
 MIB = 1 << 20
 SCHEMA_VERSION = 2
+COPY_SIZES = (MIB // 4, MIB, 4 * MIB, 16 * MIB, 256 * MIB)
 _MAX_FILE_BYTES = MIB  # a probe has some kilobytes
 _MAX_DIGITS = 18
 _LEAST, _MOST = 1e-30, 1e30
@@ -60,12 +70,8 @@ class Probe:
 
     Attributes:
         machine: what was measured; a probe counts only where this is the same.
-        h2d_bytes_per_s: pinned host to device, by bytes of one copy. Empty without a GPU, as the next four.
-        uva_read_bytes_per_s: an elementwise kernel that reads pinned host memory in place.
-        uva_gather_bytes_per_s: gathering rows in place, by bytes of a row.
-        pin_bytes_per_s: mapping, touching and registering host memory.
+        h2d_bytes_per_s: pinned host to device, by bytes of one copy. Empty without a GPU.
         device_copy_bytes_per_s: device to device, bytes read plus bytes written.
-        matmul_flops_per_s: an 8192-cubed bf16 product on the GPU.
         product_s_per_byte: ``F.linear`` 4096 -> 12288 with a bf16 weight, per byte of it, by rows; within a graph, over
             weights that no cache holds. On a machine without a GPU: 4096 -> 8192 in float32.
         grouped_s_per_byte: ``F.grouped_mm`` over 64 experts of 2048 -> 2816, by rows per expert.
@@ -80,11 +86,7 @@ class Probe:
 
     machine: dict[str, str]
     h2d_bytes_per_s: dict[int, float] = field(default_factory=dict)
-    uva_read_bytes_per_s: float | None = None
-    uva_gather_bytes_per_s: dict[int, float] = field(default_factory=dict)
-    pin_bytes_per_s: float | None = None
     device_copy_bytes_per_s: float | None = None
-    matmul_flops_per_s: float | None = None
     product_s_per_byte: dict[int, float] = field(default_factory=dict)
     grouped_s_per_byte: dict[int, float] = field(default_factory=dict)
     in_place_s_per_byte: dict[int, float] = field(default_factory=dict)
@@ -109,26 +111,21 @@ class Probe:
 
     @classmethod
     def from_json(cls, data: object) -> Probe:
-        """The inverse of :meth:`to_json`.
+        """The inverse of :meth:`to_json`. What only earlier versions measured is ignored.
 
         Raises:
-            ValueError: another schema, an unknown key, a value that no measurement gives, or too few to plan with.
+            ValueError: another schema, a value that no measurement gives, or too few to plan with.
         """
         schema = data.get("schema") if isinstance(data, dict) else data
         if not isinstance(data, dict) or schema != SCHEMA_VERSION:
             raise ValueError(f"schema {schema!r:.60}, expected {SCHEMA_VERSION}")
-        curves = {each.name: each.default_factory is dict for each in fields(cls)}
-        values: dict[str, Any] = {"machine": {}}
-        for name, value in data.items():
-            if name == "machine":
-                values[name] = _facts(value)
-            elif curves.get(name):
-                values[name] = _curve(name, value)
-            elif name in curves:
-                # None: the machine has no such thing, or does not report it.
-                values[name] = None if value is None else _positive(name, value)
-            elif name != "schema":
-                raise ValueError(f"the unknown key {name!r:.60}")
+        values: dict[str, Any] = {"machine": _facts(data.get("machine", {}))}
+        for each in fields(cls)[1:]:
+            value = data.get(each.name)
+            if each.default_factory is dict and each.name in data:
+                values[each.name] = _curve(each.name, value)
+            elif value is not None:  # None: the machine has no such thing, or does not report it
+                values[each.name] = _positive(each.name, value)
         probe = cls(**values)
         # What plans for its device need.
         key, needed = "cpu", ["product_s_per_byte", "cached_read_bytes_per_s"]
@@ -329,7 +326,7 @@ def measure(folder: Path | None = None, num_bytes: int = 1024 * MIB) -> Probe:
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
         rates |= _cuda(device, num_bytes)
-        rates |= peer_rates(device, median_s)  # last, when the other measurements have freed their memory
+        rates |= peer_rates(device)  # last, when the other measurements have freed their memory
     else:
         weight = torch.randn(8192, 4096)
         rates["product_s_per_byte"] = {
@@ -381,22 +378,14 @@ def _read_rate(path: Path, num_bytes: int, options: DiskOptions) -> float | None
 
 
 def _cuda(device: torch.device, num_bytes: int) -> dict[str, Any]:
-    start = time.perf_counter()
     host = pinned_region(num_bytes)
-    pin_s = time.perf_counter() - start
     slot = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     other = torch.empty_like(slot)
-    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
     small = torch.zeros(2048, device=device)
-    in_place = device_view(host, device)
     return {
-        "pin_bytes_per_s": num_bytes / pin_s,
         "h2d_bytes_per_s": {size: _h2d(slot, host, size) for size in COPY_SIZES},
-        "uva_read_bytes_per_s": num_bytes / _timed(lambda: torch.add(in_place, 1, out=slot)),
-        "uva_gather_bytes_per_s": {row: _gather(in_place, row) for row in (8192, MIB)},
         "device_copy_bytes_per_s": 2 * num_bytes / _timed(lambda: other.copy_(slot)),
-        "matmul_flops_per_s": 2 * 8192**3 / _timed(lambda: a @ b),
-        **_products(device, in_place),
+        **_products(device, device_view(host, device)),
         "kernel_s": _timed(_graph(lambda: [small.add_(1.0) for _ in range(500)])) / 500,
     }
 
@@ -475,7 +464,78 @@ def _h2d(slot: torch.Tensor, host: torch.Tensor, size: int) -> float:
     return count * size / _timed(run)
 
 
-def _gather(in_place: torch.Tensor, row: int) -> float:
-    rows = in_place.view(-1, row)
-    chosen = torch.randperm(len(rows), device=in_place.device)[: len(rows) // 2]
-    return len(chosen) * row / _timed(lambda: rows[chosen])
+# -- among devices ---------------------------------------------------------------------------------------------------
+
+
+def peer_rates(device: torch.device, sizes: Sequence[int] = COPY_SIZES) -> dict[str, dict[int, float]]:
+    """How fast devices copy from one another: one pair alone, and all at once. Raises nothing.
+
+    Both are measured from this one process, by the copy engines. A pair alone says little of several: of four H200 that
+    gather at once each gets less than a pair alone does.
+
+    ``sizes``: bytes of one copy, ascending; the last is also that of each copy when all devices gather.
+
+    Returns:
+        fields of a :class:`Probe`; none where ``device`` has no peers.
+    """
+    try:
+        devices = mutual_peers(device)
+        if len(devices) < 2:
+            return {}
+        pair = {size: _pair(devices[0], devices[1], size, sizes[-1]) for size in sizes}
+        every = {count: _gather(devices[:count], sizes[-1]) for count in range(2, len(devices) + 1)}
+    except RuntimeError as error:  # no room on a peer that others use, a driver that refuses; plans do without
+        reason = str(error).strip().splitlines()[0]
+        warn_user(f"copies between devices could not be measured: {reason}")
+        return {}
+    return {"peer_bytes_per_s": pair, "gather_bytes_per_s": every}
+
+
+def mutual_peers(device: torch.device) -> list[torch.device]:
+    """``device``, and others of its kind such that each can address the memory of each."""
+    can_access = torch.cuda.can_device_access_peer
+    found = [device.index]
+    for other in range(torch.cuda.device_count()):
+        if other not in found and all(can_access(other, one) and can_access(one, other) for one in found):
+            found.append(other)
+    return [torch.device(device.type, index) for index in found]
+
+
+def _pair(device: torch.device, peer: torch.device, size: int, most: int) -> float:
+    """Bytes per second of copies of ``size`` bytes, one behind the other; small ones are bound by their launches."""
+    count = 2 * most // size
+    into, source = (torch.empty(2 * most, dtype=torch.uint8, device=each) for each in (device, peer))
+
+    def run() -> None:
+        for i in range(count):
+            piece = slice(i * size, (i + 1) * size)
+            into[piece].copy_(source[piece], non_blocking=True)
+        _wait_for([device, peer])
+
+    return count * size / median_s(run)
+
+
+def _gather(devices: Sequence[torch.device], size: int) -> float:
+    """Bytes per second into each of ``devices`` while each copies ``size`` bytes from each of the others."""
+    sources = [torch.empty(size, dtype=torch.uint8, device=device) for device in devices]
+    copies = []
+    for step in range(1, len(devices)):  # as the link of sharded_gpu does it: every device begins with its neighbour
+        for index, device in enumerate(devices):
+            source = sources[(index + step) % len(devices)]
+            # torch lets the current streams of both devices wait for a copy between them, so copies side by side need
+            # streams of their own on either.
+            streams = torch.cuda.Stream(device), torch.cuda.Stream(source.device)
+            copies.append((torch.empty_like(source, device=device), source, *streams))
+
+    def run() -> None:
+        for into, source, stream, source_stream in copies:
+            with torch.cuda.stream(stream), torch.cuda.stream(source_stream):
+                into.copy_(source, non_blocking=True)
+        _wait_for(devices)
+
+    return (len(devices) - 1) * size / median_s(run)
+
+
+def _wait_for(devices: Sequence[torch.device]) -> None:
+    for device in devices:
+        torch.cuda.synchronize(device)
