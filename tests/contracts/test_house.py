@@ -97,6 +97,20 @@ def test_the_map_of_promises_is_current() -> None:
     assert README.read_text() == test_map(), "run: python tests/support/promises.py"
 
 
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
+        path, _, heading = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name} links to {target}"
+        if heading and file.suffix == ".md":
+            titles = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
+            assert heading in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, target
+
+
 @pytest.fixture(scope="module")
 def architecture() -> str:
     return ARCHITECTURE.read_text()

@@ -1,4 +1,4 @@
-"""The promise: engines find the classes and calls they know, with the names and arguments of docs/design.md."""
+"""The promise: engines find the classes and calls they know, with the names and arguments of docs/reference.md."""
 
 from __future__ import annotations
 
