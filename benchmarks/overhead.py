@@ -28,12 +28,13 @@ def measure() -> list[dict[str, Any]]:
     import torch
 
     import penstock
-    from penstock.bench.measure import time_cuda
 
     try:
+        from penstock.bench.reference_step import QWEN3_8B, DecoderShape, build_stack, time_cuda
+    except ImportError:  # a tree from before these became one file
+        from penstock.bench.measure import time_cuda
+
         from penstock.bench.reference_step import QWEN3_8B, DecoderShape, build_stack
-    except ImportError:  # a tree from before the stack and its step became one file
-        from penstock.bench.shapes import QWEN3_8B, DecoderShape, build_stack
 
     found: list[dict[str, Any]] = []
     device = torch.device("cuda")

@@ -10,20 +10,24 @@ a KV cache, so that the measurement is of the offloading. Every variant has to g
 The third term of the CPU is there because reading is work too: copies out of the page cache take the cores that compute
 wants. All terms are measured in the run: the CPU reads with the store and link of the offload, and computes nothing.
 ``accelerate.disk_offload`` of the same stack takes its turn with the others.
+
+Variants take turns in rounds, so that a drift of the machine hits all of them; ``benchmarks/`` uses the same protocol.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,11 +38,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 import penstock
-from penstock.bench.measure import LinkProbe, Step, capture, interleave, time_cuda, time_host
 from penstock.checkpoint.safetensors_header import Checkpoint
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Budget, Policy, Prefetch
 from penstock.errors import OptionError
+from penstock.memory.pinned import pinned_region
 from penstock.memory.system import PeakMeter
 from penstock.model.inventory import take_inventory
 from penstock.plan.build import build_plan
@@ -47,11 +51,112 @@ from penstock.stores.file_reader import DiskOptions
 from penstock.stores.store import DiskStore
 from penstock.transfer.link import ThreadLink
 
-__all__ = ["QWEN3_8B", "DecoderShape", "Stack", "Variant", "build_stack", "fill", "parse_policy", "run_cpu", "run_cuda"]
+__all__ = [
+    "QWEN3_8B", "DecoderShape", "LinkProbe", "Stack", "Step", "Timing", "Variant", "build_stack", "capture", "fill",
+    "interleave", "measure_cuda", "parse_policy", "run_cpu", "run_cuda", "time_cuda", "time_host",
+]  # fmt: skip
 
+WARM_UP_S = 0.2
+
+Step = Callable[[], object]
+Timer = Callable[[Step, int], list[float]]
 Model = TypeVar("Model", bound=nn.Module)
 # A variant's own way to offload the stack; returns what has the plan.
 Offload = Callable[["Stack", Policy, torch.device], Any]
+
+
+# -- the protocol of every benchmark -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times of one variant over all rounds, in ms."""
+
+    samples_ms: tuple[float, ...]
+
+    @property
+    def ms(self) -> float:
+        """Median."""
+        return statistics.median(self.samples_ms)
+
+    @property
+    def spread_ms(self) -> float:
+        """Distance between the quartiles."""
+        if len(self.samples_ms) < 2:
+            return 0.0
+        first, _, third = statistics.quantiles(self.samples_ms, n=4)
+        return third - first
+
+
+def time_cuda(step: Step, repeats: int) -> list[float]:
+    """Device time of each of ``repeats`` runs in ms, by events; the runs of the first 0.2 s are not counted."""
+    # A variant that waits for the link cools the device, and the next one runs at a higher clock for a while.
+    start = time.perf_counter()
+    while time.perf_counter() - start < WARM_UP_S:
+        step()
+        torch.cuda.synchronize()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    marks[-1].synchronize()
+    return [a.elapsed_time(b) for a, b in pairwise(marks)]
+
+
+def time_host(step: Step, repeats: int) -> list[float]:
+    """Wall time of each of ``repeats`` runs in ms; the run before them is not counted."""
+    step()
+    samples = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        step()
+        samples.append((time.perf_counter() - start) * 1e3)
+    return samples
+
+
+def interleave(steps: Mapping[str, Step], rounds: int, repeats: int, timer: Timer) -> dict[str, Timing]:
+    """Time every step ``repeats`` times in each of ``rounds`` rounds, in a new (seeded) order each round."""
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    shuffle = random.Random(0)
+    for _ in range(rounds):
+        for name in shuffle.sample(list(steps), len(steps)):
+            samples[name] += timer(steps[name], repeats)
+    return {name: Timing(tuple(values)) for name, values in samples.items()}
+
+
+def capture(step: Callable[[], torch.Tensor]) -> tuple[Step, torch.Tensor]:
+    """Capture ``step``, which has run before, in one CUDA graph.
+
+    Returns:
+        The replay of the graph, and the tensor that each replay writes.
+    """
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    # Slots have the contents of the last replay, not of the capture: two replays reach the steady state.
+    graph.replay()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph.replay, out
+
+
+class LinkProbe:
+    """One large copy from pinned memory to the device: the rate that the floor is computed with."""
+
+    num_bytes = 1 << 30
+
+    def __init__(self, device: torch.device) -> None:
+        self._host = pinned_region(self.num_bytes)
+        self._slot = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+
+    def copy(self) -> None:
+        """Move 1 GiB."""
+        self._slot.copy_(self._host, non_blocking=True)
+
+
+# -- the stack ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -80,16 +185,14 @@ class Layer(nn.Module):
 
     def __init__(self, shape: DecoderShape, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
-
-        def linear(inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=False, dtype=dtype, device=device)
-
-        self.input_norm = nn.RMSNorm(shape.hidden, eps=1e-6, dtype=dtype, device=device)
+        linear = partial(nn.Linear, bias=False, dtype=dtype, device=device)
+        norm = partial(nn.RMSNorm, shape.hidden, eps=1e-6, dtype=dtype, device=device)
+        self.input_norm = norm()
         self.q_proj = linear(shape.hidden, shape.query)
         self.k_proj = linear(shape.hidden, shape.key_value)
         self.v_proj = linear(shape.hidden, shape.key_value)
         self.o_proj = linear(shape.query, shape.hidden)
-        self.post_norm = nn.RMSNorm(shape.hidden, eps=1e-6, dtype=dtype, device=device)
+        self.post_norm = norm()
         self.gate_proj = linear(shape.hidden, shape.intermediate)
         self.up_proj = linear(shape.hidden, shape.intermediate)
         self.down_proj = linear(shape.intermediate, shape.hidden)
