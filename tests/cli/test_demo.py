@@ -17,17 +17,20 @@ from transformers import AutoTokenizer
 
 from commands import TINY, error_of, run
 from penstock.checkpoint.safetensors_header import Checkpoint
-from penstock.demo import comparison, measured_run, synthetic_model
+from penstock.demo import comparison, synthetic_model
 from penstock.demo.comparison import (
+    TRACE_FILE,
     Comparison,
+    Job,
+    Result,
     compare,
     comparison_table,
     embed_job,
     find_encoder,
     generate_job,
     most_similar,
+    run_job,
 )
-from penstock.demo.measured_run import TRACE_FILE, Job, Result, run_job
 from penstock.demo.synthetic_model import ensure_model
 from penstock.errors import OptionError, StateError
 from penstock.memory.system import PeakMeter
@@ -36,7 +39,7 @@ from penstock.memory.system import PeakMeter
 def in_process(job: Job, folder: Path) -> Result:
     """As ``run_job``, without the seconds that a process of its own takes to start."""
     folder.mkdir(parents=True)
-    return measured_run.run(job, folder)
+    return comparison.run(job, folder)
 
 
 @pytest.fixture
@@ -114,7 +117,7 @@ def test_a_damaged_model_is_written_again_a_foreign_folder_never(folder: Path, t
 def generated(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Comparison:
     """Part B, tiny, in this process."""
     monkeypatch.setattr(comparison, "run_job", in_process)
-    return compare("tiny", "tokens", lambda budget: generate_job(folder, budget, 4), 0.5, tmp_path / "b")
+    return compare("tiny", "tokens", generate_job(folder, 4), 0.5, tmp_path / "b")
 
 
 def test_generated_tokens_and_logits_are_equal(generated: Comparison) -> None:
@@ -128,8 +131,7 @@ def test_generated_tokens_and_logits_are_equal(generated: Comparison) -> None:
 
 def test_embeddings_of_the_real_model_are_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "run_job", in_process)
-    encoder = find_encoder()
-    found = compare("MiniLM", "sentences", lambda budget: embed_job(encoder, budget, rounds=2), 0.4, tmp_path / "a")
+    found = compare("MiniLM", "sentences", embed_job(find_encoder(), rounds=2), 0.4, tmp_path / "a")
     assert found.bits_equal
     assert found.streamed.stats["bytes_moved"] > 0
     first, second = most_similar(found.streamed, 2)
@@ -161,7 +163,7 @@ def test_the_trace_is_written(generated: Comparison, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_child_process_measures(folder: Path, tmp_path: Path) -> None:
     budget = Checkpoint.open(folder).num_bytes // 2
-    result = run_job(generate_job(folder, budget, 4), tmp_path / "run")
+    result = run_job(replace(generate_job(folder, 4), budget_bytes=budget), tmp_path / "run")
     assert all(np.array_equal(result.restored[name], result.arrays[name]) for name in ("tokens", "logits"))
     assert result.growth_bytes <= result.planned_bytes + 64 * 2**20
     assert (tmp_path / "run" / TRACE_FILE).exists()
@@ -170,7 +172,7 @@ def test_a_child_process_measures(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_failing_child_says_why(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="code 1"):
-        run_job(generate_job(tmp_path / "nothing", 1), tmp_path / "run")
+        run_job(generate_job(tmp_path / "nothing"), tmp_path / "run")
 
 
 def test_peak_meter_sees_what_was_freed() -> None:

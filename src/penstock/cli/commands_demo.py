@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -15,8 +14,7 @@ from penstock.cli.terminal import stdout
 from penstock.errors import OptionError
 
 if TYPE_CHECKING:
-    from penstock.demo.comparison import Comparison
-    from penstock.demo.measured_run import Job
+    from penstock.demo.comparison import Comparison, Job
 
 __all__ = ["demo"]
 
@@ -55,9 +53,9 @@ def demo(
 def _embed_sentences(runs: Path) -> list[str]:
     from penstock.demo.comparison import ENCODER_SHARE, SENTENCES, embed_job, find_encoder, most_similar
 
-    model = find_encoder()
+    job = embed_job(find_encoder())
     stdout.rule("Part A: real weights, all-MiniLM-L6-v2 embeds English sentences")
-    found = _compare(model, "all-MiniLM-L6-v2", "sentences", embed_job, ENCODER_SHARE, runs / "a")
+    found = _compare(job, "all-MiniLM-L6-v2", "sentences", ENCODER_SHARE, runs / "a")
     stdout.print("The most similar sentences, by the streamed run:")
     for cosine, first, second in most_similar(found.streamed, 2):
         stdout.print(f"  {cosine:.3f}  {SENTENCES[first]}\n         {SENTENCES[second]}", highlight=False)
@@ -65,8 +63,7 @@ def _embed_sentences(runs: Path) -> list[str]:
 
 
 def _generate_text(folder: Path, runs: Path, keep: bool) -> list[str]:
-    from penstock.demo.comparison import GENERATOR_SHARE, generate_job
-    from penstock.demo.measured_run import TRACE_FILE
+    from penstock.demo.comparison import GENERATOR_SHARE, TRACE_FILE, generate_job
     from penstock.demo.synthetic_model import ModelSize, ensure_model
 
     stdout.rule(f"Part B: a language model of 1 GB ({_GENERATOR}) generates text")
@@ -75,7 +72,7 @@ def _generate_text(folder: Path, runs: Path, keep: bool) -> list[str]:
         written = ensure_model(model, ModelSize())
     stdout.print(f"{'wrote' if written else 'found'} {model}")
     try:
-        found = _compare(model, _GENERATOR, "tokens", generate_job, GENERATOR_SHARE, runs / "b")
+        found = _compare(generate_job(model), _GENERATOR, "tokens", GENERATOR_SHARE, runs / "b")
     finally:
         if written and not keep:
             shutil.rmtree(model, ignore_errors=True)
@@ -84,9 +81,7 @@ def _generate_text(folder: Path, runs: Path, keep: bool) -> list[str]:
     return found.broken
 
 
-def _compare(
-    model: Path, name: str, item: str, make_job: Callable[[Path, int | None], Job], share: float, runs: Path
-) -> Comparison:
+def _compare(job: Job, name: str, item: str, share: float, runs: Path) -> Comparison:
     """Print the plan, run the job resident and streamed, print the comparison."""
     import torch
 
@@ -95,10 +90,10 @@ def _compare(
     from penstock.demo.comparison import compare, comparison_table
     from penstock.plan.report import render
 
-    opened = open_model(str(model))
+    opened = open_model(job.model)
     planner = opened.planner(torch.device("cpu"))
     stdout.print(render(planner.plan(Budget(int(opened.weights.checkpoint.num_bytes * share))), name))
     with stdout.status("running, resident and streamed"):
-        found = compare(name, item, lambda budget: make_job(model, budget), share, runs)
+        found = compare(name, item, job, share, runs)
     stdout.print(comparison_table(found))
     return found
