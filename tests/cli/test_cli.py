@@ -26,8 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertMo
 
 from commands import TINY, error_of, run
 from penstock.cli import app
-from penstock.cli.arguments import VERB_FLAGS, requested
-from penstock.cli.opened_model import open_model
+from penstock.cli.arguments import VERB_FLAGS, open_model, requested, target_device
 from penstock.cli.terminal import expand_lists
 from penstock.config import UVA, Budget, Prefetch, Rules, Workload, parse_size
 from penstock.demo.synthetic_model import ensure_model
@@ -188,7 +187,7 @@ def test_a_list_flag_without_names_does_not_swallow_the_next_flag(args: Sequence
     ],
 )
 def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
-    assert requested(OffloadFlags(**flags)) == policy
+    assert requested(OffloadFlags(**flags), target_device(flags.get("device"))) == policy
 
 
 @pytest.mark.parametrize(
@@ -275,7 +274,7 @@ def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
 )
 def test_contradictions_and_flags_without_effect_are_errors(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError) as caught:
-        requested(OffloadFlags(**flags))
+        requested(OffloadFlags(**flags), target_device(flags.get("device")))
     assert message in str(caught.value)
 
 
@@ -791,7 +790,7 @@ def test_whatever_is_raised_is_one_line(
     def fail(*args: object) -> None:
         raise raised
 
-    monkeypatch.setattr("penstock.cli.opened_model.open_model", fail)
+    monkeypatch.setattr("penstock.cli.commands_plan.open_model", fail)
     assert error_of("plan", model).startswith(line)
     assert run("plan", model).stderr.count("\n") == 1
     monkeypatch.setenv("PENSTOCK_DEBUG", "1")
@@ -876,7 +875,7 @@ def test_interrupt_ends_with_130_and_a_word(monkeypatch: pytest.MonkeyPatch, mod
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("penstock.cli.opened_model.open_model", interrupt)
+    monkeypatch.setattr("penstock.cli.commands_plan.open_model", interrupt)
     result = run("plan", model)
     assert result.exit_code == 130
     assert result.stderr == "interrupted\n"

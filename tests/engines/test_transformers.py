@@ -34,7 +34,7 @@ from checkpoints import HEADS, SIZE, assert_same_tensors, environment, make, res
 from penstock.adapters.transformers import build_meta_model, load
 from penstock.adapters.transformers.conversion import NotStretchesError, Stretches, match
 from penstock.checkpoint.safetensors_header import Checkpoint, FileTensor
-from penstock.cli.opened_model import open_model
+from penstock.cli.arguments import open_model
 from penstock.errors import (
     BudgetError,
     CheckpointError,

@@ -18,7 +18,7 @@ import penstock.cli.commands_plan
 import penstock.plan.report
 from giants import DEEPSEEK_V3, write_deepseek_v3
 from penstock.cli import app
-from penstock.cli.opened_model import OpenedModel, open_model
+from penstock.cli.arguments import OpenedModel, open_model
 from penstock.config import Budget, Workload
 from penstock.model.memory_profile import profile_of
 from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU

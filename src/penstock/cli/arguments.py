@@ -1,11 +1,13 @@
-"""The arguments that verbs share: options made from the table of flags, devices, places to write to."""
+"""The arguments that verbs share and what they stand for: a policy, a device, a place to write to, a model."""
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -18,13 +20,21 @@ from penstock.flags import COMMAND_LINE, OffloadFlags, flag_of
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
-    from penstock.plan.plan import Plan
+    from penstock.adapters.transformers.conversion import Match
+    from penstock.checkpoint.weight_map import WeightMap
+    from penstock.plan.build import Planner
+    from penstock.plan.cost_model import Rates
+    from penstock.plan.plan import Machine, Plan
     from penstock.stores.file_reader import DiskOptions
 
 __all__ = [
     "VERB_FLAGS",
+    "OpenedModel",
     "disk_options",
+    "no_collections",
+    "open_model",
     "refuse_idle",
     "requested",
     "require_folder",
@@ -71,18 +81,14 @@ def with_offload_flags(
     return add
 
 
-def requested(flags: OffloadFlags, on_gpu: bool | None = None) -> Policy | Plan | None:
-    """What the flags of a verb ask for; ``None`` when they ask for nothing to be offloaded.
-
-    ``on_gpu``: whether it is for a GPU; ``None`` asks ``--device``.
+def requested(flags: OffloadFlags, device: torch.device) -> Policy | Plan | None:
+    """What the flags of a verb ask for on ``device``; ``None`` when they ask for nothing to be offloaded.
 
     Raises:
         OptionError: flags that contradict one another or have no effect; a file of ``--plan`` that holds no plan.
     """
-    if on_gpu is None:
-        on_gpu = target_device(flags.device).type == "cuda"
     # Verbs open checkpoints, whose files are a store already: for a CPU a second copy has to be asked for.
-    policy = flags.policy(COMMAND_LINE, default_mode="cpu" if on_gpu else "disk")
+    policy = flags.policy(COMMAND_LINE, default_mode="cpu" if device.type == "cuda" else "disk")
     if flags.plan is None:
         return policy
     from penstock.plan.plan import Plan
@@ -149,3 +155,83 @@ def _require_access(flag: str, path: Path, place: Path) -> None:
         raise OptionError(
             f"{flag} {str(path)!r}: expected a place that user {os.geteuid()} may write to, found none; choose another"
         )
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model on ``meta`` with what is known about its weights; ``module`` has no data."""
+
+    folder: Path
+    module: PreTrainedModel
+    match: Match
+
+    @property
+    def weights(self) -> WeightMap:
+        """Where the files hold the tensors of the model."""
+        return self.match.weights
+
+    @property
+    def name(self) -> str:
+        """What the user calls it: the name of the folder."""
+        return self.folder.absolute().name
+
+    def planner(self, device: torch.device, rates: Rates | None = None, disk: DiskOptions | None = None) -> Planner:
+        """The planner for this model on ``device``, with ``rates`` instead of those of this machine if given.
+
+        ``disk``: how files are read.
+        """
+        from penstock.runtime.prepare import make_planner, not_in_files
+
+        inventory = self.match.inventory  # of the model as its checkpoint wants it, which may undo a tie
+        fixed = not_in_files(inventory, self.weights)
+        return make_planner(self.module, inventory, device, self.weights, rates, fixed, disk)
+
+    def plan(self, planner: Planner, policy: Policy | Plan | None, machine: Machine) -> Plan:
+        """The plan for ``policy``; ``None`` keeps every tensor resident; a finished plan is compared with the model.
+
+        Raises:
+            OptionError: a plan that cannot be; a plan for another model, or for another machine than ``machine``.
+        """
+        from penstock.plan.plan import Plan, assemble
+
+        if isinstance(policy, Plan):
+            policy.check(self.match.inventory)
+            policy.check_machine(machine)
+            return policy
+        if policy is None:
+            return assemble(self.match.inventory, [], 0, planner.default_mode)
+        with no_collections():
+            return replace(planner.plan(policy), model_name=self.name, made_for=machine)
+
+
+def open_model(model: str) -> OpenedModel:
+    """Read config and file headers of the folder ``model``.
+
+    Raises:
+        CheckpointError: not a folder, or without a config or safetensors files that fit together.
+    """
+    from penstock.adapters.transformers import build_meta_model
+    from penstock.adapters.transformers.conversion import match
+    from penstock.checkpoint.safetensors_header import Checkpoint
+
+    try:
+        folder = Path(model).expanduser()
+    except RuntimeError as error:
+        raise OptionError(
+            f"MODEL {model!r}: user {os.geteuid()} has no home folder for ~ to stand for; write the whole path"
+        ) from error
+    with no_collections():
+        module = build_meta_model(folder)
+        return OpenedModel(folder, module, match(module, Checkpoint.open(folder)))
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Within, Python looks for no cycles: 46,000 tensors set that off time and again, and each walks all of torch."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

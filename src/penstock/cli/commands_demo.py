@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.arguments import require_folder
+from penstock.cli.arguments import open_model, require_folder
 from penstock.cli.terminal import stdout
 from penstock.errors import OptionError
 
@@ -85,7 +85,6 @@ def _compare(job: Job, name: str, item: str, share: float, runs: Path) -> Compar
     """Print the plan, run the job resident and streamed, print the comparison."""
     import torch
 
-    from penstock.cli.opened_model import open_model
     from penstock.config import Budget
     from penstock.demo.comparison import compare, comparison_table
     from penstock.plan.report import render

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.arguments import disk_options, requested, require_writable, target_device, with_offload_flags
+from penstock.cli.arguments import (
+    disk_options,
+    open_model,
+    requested,
+    require_writable,
+    target_device,
+    with_offload_flags,
+)
 from penstock.cli.terminal import byte_bar, stderr
 from penstock.config import SHARDED_MODES, Mode, format_gib
 from penstock.errors import CheckpointError, OptionError
@@ -44,7 +51,8 @@ def generate(
     flags: OffloadFlags,
 ) -> None:
     """Generate text from a checkpoint that does not fit the device. The text goes to stdout, all else to stderr."""
-    policy = requested(flags)
+    device = target_device(flags.device)
+    policy = requested(flags, device)
     if getattr(policy, "mode", None) == "meta":
         raise OptionError(
             "mode meta (of --offload-mode, or of the plan in --plan) keeps none of the bytes that are offloaded: it is "
@@ -52,16 +60,18 @@ def generate(
         )
     if seed is not None and not temperature:
         raise OptionError("--seed has no effect on greedy decoding; add --temperature 0.7, say")
-    from penstock.cli.opened_model import open_model, require_causal_lm
-
     if trace is not None:
         require_writable("--trace", trace)
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
         raise OptionError("--prompt is empty; a causal language model needs at least one token to go on from")
     opened = open_model(model)
-    require_causal_lm(opened.module)
-    device = target_device(flags.device)
+    module: Any = opened.module
+    if not module.can_generate() or module.config.is_encoder_decoder:
+        raise OptionError(
+            f'penstock generate needs a causal language model (architectures ["...ForCausalLM"] in config.json), found '
+            f"{type(module).__name__}"
+        )
     from penstock.runtime.prepare import describe_device
 
     planner = opened.planner(device, disk=disk_options(flags))
@@ -75,7 +85,6 @@ def generate(
     from penstock.runtime.prepare import open_ranks
 
     meter = PeakMeter()
-    module = opened.module
     with byte_bar("loading", stderr) as progress, open_ranks(group) as ranks:
         handle = load_matched(opened.folder, module, opened.match, plan, device, disk_options(flags), progress, ranks)
     # The handle is not removed at the end: that would bring all weights back, which may not fit.

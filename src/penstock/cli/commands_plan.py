@@ -12,6 +12,8 @@ from rich.table import Table
 
 from penstock.cli.arguments import (
     disk_options,
+    no_collections,
+    open_model,
     refuse_idle,
     requested,
     require_folder,
@@ -21,7 +23,7 @@ from penstock.cli.arguments import (
 )
 from penstock.cli.terminal import stderr, stdout
 from penstock.config import Budget
-from penstock.errors import OptionError
+from penstock.errors import BudgetError, OptionError
 from penstock.flags import OffloadFlags
 
 if TYPE_CHECKING:
@@ -58,12 +60,11 @@ def plan(
     Without offloading flags: what the model weighs and the smallest budget that runs it.
     """
     device, made_for, rates = _planned_machine(flags, machine)
-    policy = requested(flags, device.type == "cuda")
+    policy = requested(flags, device)
     places = {"--save": save, "--plot": plot}
     if policy is None:
         reads = {"--disk-direct": flags.disk_direct, "--disk-drop-cache": flags.disk_drop_cache}
         refuse_idle({**places, **reads}, "without a plan: nothing would be offloaded; add --device-memory, say")
-    from penstock.cli.opened_model import minimum_bytes, no_collections, open_model
     from penstock.plan.report import draw_plan, render, render_outlook, render_weights, require_picture
     from penstock.stores.store import DiskStore
 
@@ -90,7 +91,11 @@ def plan(
         json.dump({**made.to_json(), "outlook": outlook.to_json()}, sys.stdout, indent=2)
         sys.stdout.write("\n")
     elif policy is None:
-        stdout.print(render_weights(made, opened.name, minimum_bytes(planner)))
+        try:
+            minimum_bytes = planner.plan(Budget(1)).device_bytes
+        except BudgetError as error:
+            minimum_bytes = error.minimum_bytes
+        stdout.print(render_weights(made, opened.name, minimum_bytes))
     else:
         stdout.print(render(made, opened.name), render_outlook(outlook))
 
