@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import CheckpointError, TransferError
-from penstock.loading.read_pool import Delivery, deliver
-from penstock.loading.upload import read_staged
+from penstock.loading.read_pool import Delivery, deliver, read_staged
 from penstock.memory.byte_ranges import ByteRange, Copy, writable_view
 from penstock.memory.pages import map_file, map_pages, resident_bytes
 from penstock.stats import ReadStats

@@ -13,8 +13,7 @@ from penstock.checkpoint.safetensors_header import FileFingerprint
 from penstock.checkpoint.weight_map import Conversion, TensorSource, WeightMap
 from penstock.config import pin_memory_disabled
 from penstock.errors import OptionError
-from penstock.loading.read_pool import PIECE_BYTES, Delivery, Progress, deliver
-from penstock.loading.upload import CudaUploader
+from penstock.loading.read_pool import PIECE_BYTES, CudaUploader, Delivery, Progress, deliver
 from penstock.memory.byte_ranges import ByteRange, Copy
 from penstock.memory.pinned import MIN_ADOPTED_BYTES, CudaRegistrar, pin_threads
 from penstock.memory.system import cpus_near, trim_heap

@@ -20,8 +20,7 @@ from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import RANK_MODES, debug_enabled
 from penstock.errors import OptionError, PeerError, warn_user
 from penstock.loading.loader import require_weights
-from penstock.loading.read_pool import Delivery, deliver
-from penstock.loading.upload import CudaUploader
+from penstock.loading.read_pool import CudaUploader, Delivery, deliver
 from penstock.memory.byte_ranges import ByteRange, Copy, clip
 from penstock.memory.memfd import SharedMemory
 from penstock.memory.pinned import CudaRegistrar, HostRegistrar, pin_threads, pinned_region, pinning_disabled
