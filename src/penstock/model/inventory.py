@@ -97,12 +97,7 @@ class TensorInfo:
     @property
     def is_contiguous(self) -> bool:
         """Whether the elements lie in row-major order without gaps."""
-        expected = 1
-        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if step != expected:
-                return False
-            expected *= max(size, 1)
-        return True
+        return torch.empty(self.shape, device="meta").stride() == self.stride
 
 
 @dataclass(frozen=True)
@@ -183,25 +178,17 @@ class Inventory:
 
     def children(self, module: str) -> list[str]:
         """Direct children of ``module`` (``""`` is the root), in order."""
-        return self._children.get(module, [])
-
-    @cached_property
-    def _children(self) -> dict[str, list[str]]:
-        children: dict[str, list[str]] = {}
-        for name in self.modules:
-            if name:
-                children.setdefault(name.rpartition(".")[0], []).append(name)
-        return children
+        return [place.module for place in self.places(module) if place.module == _join(module, place.attr)]
 
     def places(self, module: str) -> list[Place]:
-        """What hangs directly at ``module``: its children, and modules that have their name from another place."""
-        own = [Place(module, child.rpartition(".")[2], child) for child in self.children(module)]
-        return own + self._shared_in.get(module, [])
+        """What hangs directly at ``module``: its children, then modules that have their name from another place."""
+        return self._places.get(module, [])
 
     @cached_property
-    def _shared_in(self) -> dict[str, list[Place]]:
+    def _places(self) -> dict[str, list[Place]]:
         found: dict[str, list[Place]] = {}
-        for place in self.shared:
+        own = (Place(name.rpartition(".")[0], name.rpartition(".")[2], name) for name in self.modules if name)
+        for place in (*own, *self.shared):
             found.setdefault(place.parent, []).append(place)
         return found
 
@@ -270,8 +257,7 @@ def is_within(module: str, ancestor: str) -> bool:
 
 def common_prefix(chains: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     """What all of ``chains``, at least one, begin with."""
-    every = list(chains)
-    return tuple(names[0] for names in takewhile(lambda names: len(set(names)) == 1, zip(*every, strict=False)))
+    return tuple(names[0] for names in takewhile(lambda names: len(set(names)) == 1, zip(*chains, strict=False)))
 
 
 def dotted_prefixes(module: str) -> tuple[str, ...]:
@@ -316,10 +302,7 @@ def take_inventory(model: nn.Module, is_lookup: Callable[[nn.Module], bool] = is
     )
     lookups = frozenset(name for name, module in modules.items() if is_lookup(module))
     walk = _Walk(lookups, _aliases(model, names) if shared else {})
-    for name, module in modules.items():
-        walk.add_module(name, module)
-    for name, module in modules.items():
-        walk.add_attributes(name, module)
+    walk.add(modules)
     # The forward that ``nn.Module`` itself has only raises.
     without_forward = (name for name, module in modules.items() if type(module).forward is nn.Module.forward)
     containers = (name for name in without_forward if "forward" not in vars(modules[name]))
@@ -380,18 +363,18 @@ class _Walk:
         self._tensors: dict[int, tuple[torch.Tensor, list[Location]]] = {}
         self._groups: dict[int, list[int]] = {}
 
-    def add_module(self, name: str, module: nn.Module) -> None:
-        for attr, parameter in module._parameters.items():
-            self._add(name, attr, "parameter", parameter)
-        for attr, buffer in module._buffers.items():
-            self._add(name, attr, "buffer", buffer)
-        self._unsaved.update((name, attr) for attr in module._non_persistent_buffers_set)
-
-    def add_attributes(self, name: str, module: nn.Module) -> None:
+    def add(self, modules: Mapping[str, nn.Module]) -> None:
+        for name, module in modules.items():
+            for attr, parameter in module._parameters.items():
+                self._add(name, attr, "parameter", parameter)
+            for attr, buffer in module._buffers.items():
+                self._add(name, attr, "buffer", buffer)
+            self._unsaved.update((name, attr) for attr in module._non_persistent_buffers_set)
         # A cached `.view()` or `.t()` keeps the old bytes alive and would go stale unless it moves along.
-        for attr, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and _storage_key(value) in self._groups:
-                self._add(name, attr, "attribute", value)
+        for name, module in modules.items():
+            for attr, value in vars(module).items():
+                if isinstance(value, torch.Tensor) and _storage_key(value) in self._groups:
+                    self._add(name, attr, "attribute", value)
 
     def _add(self, module: str, attr: str, kind: Kind, tensor: torch.Tensor | None) -> None:
         if tensor is None:

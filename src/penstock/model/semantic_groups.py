@@ -10,7 +10,7 @@ Buffers are in no group, because modules may write them during a forward; they m
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from math import prod
 from typing import Final, NamedTuple
@@ -26,7 +26,7 @@ _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 _FEED_FORWARD = re.compile(r"mlp|ffn|feed_?forward", re.IGNORECASE)
 _ROUTER = re.compile(r"router|gate$", re.IGNORECASE)
 # Spectrograms are convolved in two dimensions, too.
-_NOT_IMAGES = ("audio", "speech")
+_NOT_IMAGES = re.compile(r"audio|speech")
 
 
 def semantic_groups(inventory: Inventory) -> dict[str, frozenset[str]]:
@@ -54,9 +54,9 @@ def semantic_groups(inventory: Inventory) -> dict[str, frozenset[str]]:
         if not _within_any(layer, vision):
             for group, held in _Layer(tree, layer).split(layer):
                 found[group].add(held.storage)
-    found["vision"] = {held.storage for root in vision for held in tree.below(root)}
-    found["embeddings"] = {held.storage for module in tree.tables for held in tree.held_by(module)}
-    found["lm_head"] = {held.storage for module in heads for held in tree.held_by(module)}
+    found["vision"] = {held.storage for root in vision for held in tree.below[root]}
+    found["embeddings"] = {held.storage for module in tree.tables for held in tree.held[module]}
+    found["lm_head"] = {held.storage for module in heads for held in tree.held[module]}
     # A storage that several groups claim is in the first of them; attention's tables of relative positions, say.
     taken: set[str] = set()
     for groups in (("vision",), ("attention",), ("embeddings", "lm_head"), ("experts",), ("shared_experts",), ("mlp",)):
@@ -83,6 +83,8 @@ class _Tree:
     """An index of an inventory for questions about subtrees.
 
     Attributes:
+        held: by module, what it holds itself.
+        below: by module, what it and all modules inside it hold.
         layers: outermost modules whose last segment is a number and that hold parameters, in model order. One is
             enough, unlike for the planner's stacks: a model of one layer has an attention block, too.
         tables: embedding modules in model order.
@@ -90,23 +92,20 @@ class _Tree:
 
     def __init__(self, inventory: Inventory) -> None:
         self.inventory = inventory
-        self._held: dict[str, list[_Parameter]] = {}
-        self._below: dict[str, list[_Parameter]] = {}
+        self.held: defaultdict[str, list[_Parameter]] = defaultdict(list)
+        self.below: defaultdict[str, list[_Parameter]] = defaultdict(list)
         for storage in inventory.storages:
             for tensor in storage.tensors:
                 for place in tensor.locations:
                     if place.kind == "parameter":
                         held = _Parameter(place.module, place.attr, tensor.shape, storage.name, storage.num_bytes)
-                        self._held.setdefault(place.module, []).append(held)
+                        self.held[place.module].append(held)
                         for module in dotted_prefixes(place.module):
-                            self._below.setdefault(module, []).append(held)
+                            self.below[module].append(held)
         self.layers: dict[str, None] = {}
         for name in inventory.modules:
-            if (
-                _segment(name).isdigit()
-                and name in self._below
-                and self.layers.keys().isdisjoint(dotted_prefixes(name))
-            ):
+            is_outermost = self.layers.keys().isdisjoint(dotted_prefixes(name))
+            if is_outermost and _segment(name).isdigit() and name in self.below:
                 self.layers[name] = None
         self.tables = [name for name in inventory.modules if name in inventory.lookups]
         # Layers of convolutions (the stem of an image model) do not count.
@@ -114,17 +113,9 @@ class _Tree:
         self._num_layers = Counter(around for name in flat_layers for around in dotted_prefixes(name))
         self._num_tables = Counter(around for name in self.tables for around in dotted_prefixes(name))
 
-    def held_by(self, module: str) -> list[_Parameter]:
-        """What ``module`` itself holds."""
-        return self._held.get(module, [])
-
-    def below(self, module: str) -> list[_Parameter]:
-        """What ``module`` and all modules inside it hold."""
-        return self._below.get(module, [])
-
     def matrices(self, module: str) -> list[_Parameter]:
-        """Of :meth:`below`, those with two or more dimensions; others (norms, biases) say nothing about structure."""
-        return [held for held in self.below(module) if len(held.shape) >= 2]
+        """Of :attr:`below`, those with two or more dimensions; others (norms, biases) say nothing about structure."""
+        return [held for held in self.below[module] if len(held.shape) >= 2]
 
     def shapes(self, module: str) -> list[tuple[int, ...]]:
         """Shapes of :meth:`matrices`."""
@@ -154,12 +145,12 @@ def _heads(tree: _Tree, elsewhere: Sequence[str]) -> list[str]:
     """Modules outside ``elsewhere`` that hold a matrix with a row per entry of a vocabulary, or are called so."""
     tables = [name for name in tree.tables if not _within_any(name, (place for place in elsewhere if place != name))]
     # Of each module the first table: tables of positions and token types follow that of the tokens.
-    first = {_parent(name): held for name in reversed(tables) for held in tree.held_by(name)[:1]}
+    first = {_parent(name): held for name in reversed(tables) for held in tree.held[name][:1]}
     vocabularies = {held.shape[0] for held in first.values()}
     # The name counts, too: a table that was padded has more rows than the head.
     found = [
         held.module
-        for held in tree.below("")
+        for held in tree.below[""]
         if len(held.shape) == 2 and (held.shape[0] in vocabularies or "lm_head" in held.module.split("."))
     ]
     return [module for module in dict.fromkeys(found) if module and not _within_any(module, elsewhere)]
@@ -176,10 +167,10 @@ def _towers(tree: _Tree) -> dict[str, int]:
     for seed in tree.matrices(""):
         # Quantised experts have four dimensions as well, but another name than a convolution's.
         convolution = len(seed.shape) >= 4 and seed.attr == "weight"
-        embeds_patches = (convolution or "patch_embed" in seed.module) and not any(
-            w in seed.module for w in _NOT_IMAGES
-        )
-        if embeds_patches and not _within_any(seed.module, towers) and (found := _tower_around(tree, seed.module)):
+        embeds_patches = convolution or "patch_embed" in seed.module
+        if not embeds_patches or _NOT_IMAGES.search(seed.module):
+            continue
+        if not _within_any(seed.module, towers) and (found := _tower_around(tree, seed.module)):
             towers = {name: width for name, width in towers.items() if not is_within(name, found)}
             towers[found] = seed.shape[0]
     return towers if any(not _within_any(layer, towers) for layer in tree.layers) else {}
@@ -208,15 +199,14 @@ def _projectors(tree: _Tree, towers: dict[str, int], heads: Collection[str]) -> 
     text_bytes: Counter[str] = Counter()  # by container of layers
     for layer in tree.layers:
         if not _within_any(layer, towers):
-            text_bytes[_parent(layer)] += sum(held.num_bytes for held in tree.below(layer))
+            text_bytes[_parent(layer)] += sum(held.num_bytes for held in tree.below[layer])
     text = max(text_bytes, key=lambda name: text_bytes[name], default="")
     found: list[str] = []
     for tower, width in towers.items():
-        writes = {held.shape[-1] for name in tree.tables if not is_within(name, tower) for held in tree.held_by(name)}
+        writes = {held.shape[-1] for name in tree.tables if not is_within(name, tower) for held in tree.held[name]}
         outputs = {held.shape[0] for held in tree.matrices(tower) if not _within_any(held.module, tree.layers)}
-        for name in (
-            child for outer in reversed(dotted_prefixes(tower)[:-1]) for child in tree.inventory.children(outer)
-        ):
+        around = reversed(dotted_prefixes(tower)[:-1])
+        for name in (child for outer in around for child in tree.inventory.children(outer)):
             holds_other = any(is_within(other, name) for other in (*towers, *heads, text)) or is_within(name, text)
             if not (holds_other or tree.text_in(name)[1] or name in found):
                 sizes = [size for shape in tree.shapes(name) for size in shape]
@@ -262,7 +252,7 @@ class _Layer:
 
     def split(self, node: str) -> Iterator[tuple[str, _Parameter]]:
         """(group, parameter) for every parameter at or below ``node`` that is in a group."""
-        own = self.tree.held_by(node)
+        own = self.tree.held[node]
         if node in self.experts:
             yield from (("experts", held) for held in own)
         elif node not in self.blocks and any(len(held.shape) >= 2 for held in own):
@@ -271,14 +261,14 @@ class _Layer:
             if not self.tree.matrices(child):
                 continue
             if child in self.attention:
-                yield from (("attention", held) for held in self.tree.below(child))
+                yield from (("attention", held) for held in self.tree.below[child])
             elif self._experts_below[child] or any(is_within(name, child) for name in self.attention):
                 yield from self.split(child)
             elif node not in self.blocks:
                 yield from self._dense(child)
             elif not self._is_router(child, self.blocks[node]):
                 # Where the experts' block is the layer itself, any block of a layer may stand beside them.
-                shared = (("shared_experts", held) for held in self.tree.below(child))
+                shared = (("shared_experts", held) for held in self.tree.below[child])
                 yield from self._dense(child) if node == self.layer else shared
 
     def _dense(self, node: str) -> Iterator[tuple[str, _Parameter]]:
@@ -290,7 +280,7 @@ class _Layer:
         mixes_tokens = len(flat) < len(shapes)  # a convolution along the sequence
         unnamed = not self.attention and not self._named(_FEED_FORWARD, node)
         group = "attention" if mixes_tokens or (unnamed and not _is_feed_forward(flat)) else "mlp"
-        yield from ((group, held) for held in self.tree.below(node))
+        yield from ((group, held) for held in self.tree.below[node])
 
     def _is_router(self, node: str, num_experts: int) -> bool:
         shapes = self.tree.shapes(node)
@@ -322,7 +312,7 @@ class _Layer:
                 families.setdefault(stem, []).append(child)
         for stem, family in families.items():
             layouts = {
-                tuple((held.module[len(child) :], held.attr, held.shape) for held in self.tree.below(child))
+                tuple((held.module[len(child) :], held.attr, held.shape) for held in self.tree.below[child])
                 for child in family
             }
             if len(family) < 2 or len(layouts) > 1:
