@@ -38,7 +38,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 import penstock
-from penstock.checkpoint.safetensors_header import Checkpoint
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Budget, Policy, Prefetch
 from penstock.errors import OptionError
@@ -444,7 +443,7 @@ class _Reader:
     """Reads all units of a plan in order through the slots, with no compute in between."""
 
     def __init__(self, plan: Plan, folder: str, disk: DiskOptions) -> None:
-        weights = WeightMap.identity(Checkpoint.open(folder))
+        weights = WeightMap.open(folder)
         inventory = take_inventory(Stack(CPU_SHAPE, torch.float32, "meta"))
         names = {entry.storage for unit in plan.units for entry in unit.entries}
         self.link, self._units = ThreadLink(), plan.units

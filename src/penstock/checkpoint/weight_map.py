@@ -20,7 +20,7 @@ from penstock.model.inventory import StorageInfo, TensorInfo
 
 __all__ = ["Conversion", "FilePart", "TensorSource", "WeightMap"]
 
-_MEND = (
+_FIX = (
     "The checkpoint is of another model, or was saved without this tensor, or with names or shapes that transformers "
     "changes while it loads (older names, unfused experts). Load the last with penstock.adapters.transformers.load; "
     "for the others: pass checkpoint= of this model."
@@ -86,13 +86,8 @@ class WeightMap:
     recipes: Mapping[str, Conversion] = field(default_factory=dict)
 
     @classmethod
-    def identity(cls, checkpoint: Checkpoint) -> WeightMap:
-        """File names are model names."""
-        return cls(checkpoint, {name: TensorSource.of(tensor) for name, tensor in checkpoint.tensors.items()})
-
-    @classmethod
     def open(cls, weights: WeightMap | Checkpoint | str | os.PathLike[str]) -> WeightMap:
-        """A weight map as given, or the identity map of a checkpoint or of a path to one.
+        """A weight map as given, or one in which the names of a checkpoint (or of a path to one) are the model's.
 
         Raises:
             OptionTypeError: none of these.
@@ -105,7 +100,8 @@ class WeightMap:
                 f"checkpoint: expected the path of a folder or file of safetensors, a Checkpoint or a WeightMap, found "
                 f"{type(weights).__name__} {weights!r}"
             )
-        return cls.identity(weights if isinstance(weights, Checkpoint) else Checkpoint.open(weights))
+        checkpoint = weights if isinstance(weights, Checkpoint) else Checkpoint.open(weights)
+        return cls(checkpoint, {name: TensorSource.of(tensor) for name, tensor in checkpoint.tensors.items()})
 
     def source(self, storage: StorageInfo) -> TensorSource:
         """The source of the bytes of ``storage``, found under any name of the tensor that covers it.
@@ -117,7 +113,7 @@ class WeightMap:
             if name in self.sources:
                 return _checked(name, tensor, self.sources[name], self.checkpoint)
         if storage.name not in self.checkpoint.tensors:
-            raise self.checkpoint.lacks(storage.name, _MEND)
+            raise self.checkpoint.lacks(storage.name, _FIX)
         raise CheckpointError(
             f"{storage.name}: {self.checkpoint.root} holds the tensor, but not in the form this model needs (it is "
             f"rearranged while loading); offload it with mode 'cpu' or keep it resident"

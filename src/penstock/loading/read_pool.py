@@ -237,10 +237,7 @@ class UploadRing:
                 self._starting.release()
 
     def _start_filled(self) -> None:
-        filled: list[tuple[torch.Tensor, list[_Upload]]] = []
-        with suppress(IndexError):
-            while True:
-                filled.append(self._filled.popleft())
+        filled = [self._filled.popleft() for _ in range(len(self._filled))]
         if not filled:  # another thread was faster
             return
         wait: _Wait = _no_wait

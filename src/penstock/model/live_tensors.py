@@ -42,7 +42,8 @@ __all__ = [
 # Ends a loan of bytes: takes the output of the operator (None if it has failed), returns what its caller gets.
 GiveBack = Callable[[Any], Any]
 
-# Called with a resting tensor, the operator that was given it, and whether this writes it: :meth:`BoundTensor.wake`.
+# Lets a tensor look at its true bytes: for good (None), or until the result is called. Takes the tensor, the operator
+# that was given it, and whether the operator writes it in place; OutsideAccessError: the bytes cannot be on the device.
 Wake = Callable[["BoundTensor", str, bool], GiveBack | None]
 
 # Attributes from a module to a tensor at or below it, into a tensor subclass too.
@@ -62,10 +63,9 @@ class BoundTensor:
         self.places = [(model.get_submodule(place.module), place) for place in info.locations]
         module, place = self.places[0]
         self._holder = _holder(module, place)
-        tensor = _find(module, place.attr, place.inner)
-        assert tensor is not None, place.name  # the inventory was taken a moment ago
-        self.tensor = tensor
-        self.original = self.tensor
+        tensor = _find(module, (place.attr, *place.inner))
+        assert isinstance(tensor, torch.Tensor), place.name  # the inventory was taken a moment ago
+        self.tensor = self.original = tensor
         self.original_data = self.tensor.data
         self._revive: Callable[[], torch.Tensor | None] | None = None  # memory of the original, if it was let go of
         self.lost = False  # the model holds another tensor, or none, in its place
@@ -74,7 +74,7 @@ class BoundTensor:
         self._slot_view: torch.Tensor | None = None  # the same; kept when the tensor is promoted beside an open window
         self._resting: torch.Tensor | None = None  # None: the tensor looks into its slot all the time
         self._slot_storage = self._resting_storage = self._num_own_views = 0
-        self._wake: Wake | None = None
+        self.wake: Wake | None = None
         self._reported = False
         self._address = 0 if self.tensor.device.type == "meta" or is_resting(self.tensor) else self.tensor.data_ptr()
         self._version: int | None = None
@@ -98,13 +98,13 @@ class BoundTensor:
     def point_at_slot(self, buffer: torch.Tensor, wake: Wake | None) -> None:
         """Let the tensor look into ``buffer`` while it is open, and rest otherwise if there is a ``wake``.
 
-        ``wake``: called, with this tensor and the name of an operator, when a resting tensor is accessed.
+        ``wake``: called when the resting tensor is accessed.
         """
         self.point_at(_own_storage(buffer))  # in no local variable, which would count as one of our own views below
         self.in_slot = self._unguarded = self.tensor.data
         self._slot_storage = storage_id(self.in_slot)
         if wake is not None:
-            self._wake = wake
+            self.wake = wake
             with torch.inference_mode(self.original.is_inference()):
                 self._resting = resting_like(self.in_slot, self)
                 self.in_slot = self._slot_view = guarded(self.in_slot, self)
@@ -209,17 +209,6 @@ class BoundTensor:
             return None
         return int(view.storage_offset() * view.itemsize - mine.storage_offset() * mine.itemsize)
 
-    def wake(self, operator: str, is_written: bool) -> GiveBack | None:
-        """Let the tensor look at its true bytes: for good (``None``), or until the result is called.
-
-        ``is_written``: by the operator, in place.
-
-        Raises:
-            OutsideAccessError: the bytes cannot be on the device now.
-        """
-        assert self._wake is not None
-        return self._wake(self, operator, is_written)
-
     def view_of(self, buffer: torch.Tensor) -> torch.Tensor:
         """This tensor's shape, strides and dtype over the bytes of its storage."""
         start = buffer.storage_offset() + self.info.byte_offset
@@ -255,7 +244,7 @@ class BoundTensor:
 
     def is_held_by(self, module: nn.Module, attr: str, inner: tuple[str, ...] = ()) -> bool:
         """Whether ``module`` has this very tensor at ``attr`` now; ``inner``: the path inside a subclass."""
-        return _find(module, attr, inner) is self.tensor
+        return _find(module, (attr, *inner)) is self.tensor
 
     def check(self) -> None:
         """Compare with what :meth:`point_at` left, where tensors do not rest; cheap enough for every run.
@@ -312,7 +301,7 @@ class BoundTensor:
             if not self.is_held_by(module, place.attr, place.inner):
                 continue  # replaced since; the new one stays
             if place.inner:
-                setattr(_find(module, place.attr, place.inner[:-1]), place.inner[-1], tensor)
+                setattr(_find(module, (place.attr, *place.inner[:-1])), place.inner[-1], tensor)
             else:
                 _holder(module, place)[place.attr] = tensor
 
@@ -426,18 +415,16 @@ def _reviver(data: torch.Tensor) -> Callable[[], torch.Tensor | None]:
 def live_tensors(module: nn.Module, paths: Iterable[Path]) -> Iterator[torch.Tensor]:
     """The tensors at ``paths`` right now; traced by the compiler, hence without any state of ours."""
     for path in paths:
-        found = module
-        for attr in path:
-            found = getattr(found, attr, None)  # type: ignore[assignment]
+        found = _find(module, path)
         if isinstance(found, torch.Tensor):  # or deleted since
             yield found
 
 
-def _find(module: nn.Module, attr: str, inner: tuple[str, ...]) -> torch.Tensor | None:
-    tensor = getattr(module, attr, None)
-    for name in inner:
-        tensor = getattr(tensor, name, None)
-    return tensor
+def _find(module: nn.Module, path: Path) -> object:
+    found: object = module
+    for attr in path:
+        found = getattr(found, attr, None)
+    return found
 
 
 def _holder(module: nn.Module, place: Location) -> dict[str, torch.Tensor | None]:
@@ -590,7 +577,7 @@ def _wake(argument: torch.Tensor, operator: str, is_written: bool) -> list[GiveB
             f"{operator} was given an alias (.data or .detach()) of a weight, taken while its model was offloaded; "
             f"the offload is gone: take the alias again"
         )
-    give_back = owner.wake(operator, is_written) if is_resting(owner.tensor) else None
+    give_back = owner.wake(owner, operator, is_written) if owner.wake and is_resting(owner.tensor) else None
     loans = [] if give_back is None else [give_back]
     if argument is not owner.tensor:
         resting = argument.data

@@ -28,12 +28,8 @@ _FUSED = ("qkv_proj", "c_attn", "query_key_value", "Wqkv", "qkv", "in_proj_qkv",
 _PROJECTIONS = {"kv_a_proj_with_mqa", *_FUSED, *(keys for keys, _ in _SEPARATE)}
 _CACHE_ARGUMENTS = {"past_key_values", "past_key_value", "layer_past", "cache_params"}
 _CROSS = ("encoder_attn", "EncDecAttention", "crossattention", "cross_attn", "cross_attention")
-_WINDOW_OF = {
-    "sliding_attention": "sliding_window",
-    "hybrid_sliding": "sliding_window",
-    "reference_sliding_attention": "sliding_window",
-    "chunked_attention": "attention_chunk_size",
-}
+_SLIDING = ("sliding_attention", "hybrid_sliding", "reference_sliding_attention")
+_WINDOW_OF = {**dict.fromkeys(_SLIDING, "sliding_window"), "chunked_attention": "attention_chunk_size"}
 # Mixtral, Qwen, DeepSeek, GPT-OSS; Hunyuan, DBRX, ERNIE, Aria, Gemma 4.
 _TOP_K = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "moe_num_active_experts", "top_k_experts", "top_k")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -159,13 +155,12 @@ def _caching_attentions(model: nn.Module, config: Any) -> Iterator[tuple[str, nn
         if _PROJECTIONS.isdisjoint(module._modules) or not _takes_cache(module):
             continue
         index = getattr(module, "layer_idx", None)
-        shared = getattr(module, "is_kv_shared_layer", False) or (
-            index is not None and sharing[index:][:1] == ["reuse"]
-        )
+        reuses = index is not None and sharing[index:][:1] == ["reuse"]
         decodes = getattr(module, "is_decoder", True) and getattr(module, "is_causal", True) is not False
         # Layers that share their weights (Zamba) say in each call which of them it is.
         is_cached = index is not None or "layer_idx" in _arguments(type(module).forward)
-        if is_cached and not shared and (decodes or _is_cross(name)):
+        shares = reuses or getattr(module, "is_kv_shared_layer", False)
+        if is_cached and not shares and (decodes or _is_cross(name)):
             yield name, module
 
 
