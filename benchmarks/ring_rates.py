@@ -33,7 +33,7 @@ from penstock.stores.store import Load
 from penstock.transfer.ring import READ_BYTES, STUCK_S, WANTED
 from penstock.transfer.ring_process import RingTask
 from penstock.transfer.ring_readers import ReaderProcess
-from penstock.transfer.ring_streams import CudaCopyStream, StagingRing, parts_of
+from penstock.transfer.ring_streams import CudaCopyStream, StagingRing, reads_of
 
 NUM_UNITS = 4
 
@@ -102,7 +102,7 @@ def serving(path: Path, readers: int, size: tuple[int, int], read_bytes: int) ->
     else:
         populate_parallel(pinned.blob, pin_threads())
     ring = StagingRing(layout, pinned.blob)
-    task = RingTask(layout, parts_of(layout, loads, read_bytes), readers, STUCK_S)
+    task = RingTask(layout, reads_of(layout, loads, read_bytes), readers, STUCK_S)
     process = ReaderProcess(task, ring.memory, shared.fileno())
     try:
         process.serve()

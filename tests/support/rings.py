@@ -29,7 +29,7 @@ from penstock.transfer.link import ComputeEvent, Link, Transfer
 from penstock.transfer.ring import READ_BYTES, RingServer
 from penstock.transfer.ring_process import RingTask
 from penstock.transfer.ring_readers import ReaderProcess
-from penstock.transfer.ring_streams import StagingRing, parts_of
+from penstock.transfer.ring_streams import StagingRing, reads_of
 
 PATIENCE_S = 30.0
 ENTRY_BYTES = 4096
@@ -116,9 +116,11 @@ class _Given:
     done: bool = True
 
 
-def serve_in_thread(server: RingServer) -> None:
+def serve_in_thread(server: RingServer) -> threading.Thread:
     """Serve in this process until the server is closed."""
-    threading.Thread(target=server.serve, name="ring server", daemon=True).start()
+    thread = threading.Thread(target=server.serve, name="ring server", daemon=True)
+    thread.start()
+    return thread
 
 
 class FakeRingLink(Link):
@@ -147,16 +149,9 @@ class FakeRingLink(Link):
         memory = torch.full((self.layout.num_bytes,), 0xEE, dtype=torch.uint8)
         memory[self.layout.words_at :] = 0
         self.ring = StagingRing(self.layout, memory)
-        parts = parts_of(self.layout, loads, self._read_bytes)
-
-        def verify(position: int) -> None:
-            for part in parts[position]:
-                part.source.require_unchanged()
-
-        self.server = RingServer(
-            parts, self.ring.memory, num_threads=self._threads, stuck_s=self._stuck_s, verify=verify
-        )
-        serve_in_thread(self.server)
+        reads = reads_of(self.layout, loads, self._read_bytes)
+        self.server = RingServer(reads, self.ring.memory, num_threads=self._threads, stuck_s=self._stuck_s)
+        self.serving = serve_in_thread(self.server)
         self.stream = FakeStream(memory[self.layout.words_at : self.layout.status_at], self._pause_s)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
@@ -188,7 +183,7 @@ class FakeRingLink(Link):
         self.ring.check()
 
     def staging_stats(self) -> StagingStats | None:
-        return self.ring.stats()
+        return self.ring.memory.stats
 
     def close(self) -> None:
         if not hasattr(self, "stream"):  # never prepared
@@ -198,6 +193,7 @@ class FakeRingLink(Link):
         finally:
             self.stream.stop()
             self.server.close()
+            self.serving.join(PATIENCE_S)
 
 
 class ProcessRingLink(FakeRingLink):
@@ -209,7 +205,7 @@ class ProcessRingLink(FakeRingLink):
 
     def prepare(self, plan: Plan, loads: Sequence[Load]) -> None:
         self.layout = plan.lay_out_ring(ENTRY_BYTES, self._entries)
-        task = RingTask(self.layout, parts_of(self.layout, loads, self._read_bytes), self._threads, self._stuck_s)
+        task = RingTask(self.layout, reads_of(self.layout, loads, self._read_bytes), self._threads, self._stuck_s)
         shared = SharedMemory.create(self.layout.num_bytes)
         memory = shared.map(0, self.layout.num_bytes)
         self.ring = StagingRing(self.layout, memory)
@@ -354,12 +350,12 @@ class Machine:
         graph = self.capture()
         self.link.stream.replay(graph)
         self.link.stream.synchronize()
-        before = self.link.ring.stats()
+        before = self.link.ring.memory.stats
         for _ in range(5):
             self.link.stream.replay(graph)
             self.settle()
         time.sleep(0.05)
-        after = self.link.ring.stats()
+        after = self.link.ring.memory.stats
         assert after.misses == before.misses
         read = after.bytes_read - before.bytes_read
         assert abs(read - 5 * self.plan.moved_bytes) <= 4 * ENTRY_BYTES  # what lies in the ring at either end

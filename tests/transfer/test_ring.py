@@ -168,11 +168,11 @@ class TestBytes:
             catch_up()
         machine.pipeline.finish_forward(whole=True)
         catch_up()
-        before = machine.link.ring.stats()
+        before = machine.link.ring.memory.stats
         for _ in range(4):
             machine.forward()
             catch_up()
-        assert machine.link.ring.stats().misses == before.misses
+        assert machine.link.ring.memory.stats.misses == before.misses
         machine.close()
 
     def test_reads_run_ahead_of_a_stream_that_stands_still(self) -> None:
@@ -188,7 +188,7 @@ class TestBytes:
         machine = Machine(8, 2, max_entries=4)
         machine.forward([5, 1, 6])
         machine.settle()
-        assert machine.link.ring.stats().misses > 0
+        assert machine.link.ring.memory.stats.misses > 0
         machine.close()
 
     def test_a_slow_disk_is_seen_as_stalls(self) -> None:
@@ -198,7 +198,7 @@ class TestBytes:
             source.before = lambda: time.sleep(0.02)
         machine.forward()
         machine.settle()
-        stats = machine.link.ring.stats()
+        stats = machine.link.ring.memory.stats
         assert stats.stalls >= 1
         assert stats.stall_s > 0.02
         machine.close()
@@ -229,7 +229,7 @@ class TestModels:
         with offload_over(model, policy, link, checkpoint=save(model, tmp_path), disk=options) as handle:
             assert_same_bits(model(x), expected)
             link.stream.synchronize()
-            first = link.ring.stats()  # the first units come in an order of their own
+            first = link.ring.memory.stats  # the first units come in an order of their own
             for _ in range(2):
                 assert_same_bits(model(x), expected)
             link.stream.synchronize()  # the refills behind the last forward
@@ -358,15 +358,8 @@ class TestStatus:
         assert memory.failure is not None
         assert set(memory.failure[shift:]) == {"€"}
         assert 3900 < len(memory.failure.encode()) <= STATUS_BYTES
-        assert memory.stats(0) == StagingStats()
+        assert memory.stats == StagingStats()
         assert not memory.words.any()
-
-    def test_a_stall_that_goes_on_is_counted_so_far(self) -> None:
-        memory = self.memory()
-        memory.counters[Counter.STALL_NS] = 10**9
-        memory.counters[Counter.HELD_SINCE_NS] = 5 * 10**9
-        assert memory.stats(7 * 10**9).stall_s == 3.0
-        assert memory.stats(4 * 10**9).stall_s == 1.0
 
 
 class TestEnd:

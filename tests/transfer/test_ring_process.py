@@ -41,7 +41,7 @@ from penstock.transfer import ring_readers, ring_streams
 from penstock.transfer.ring import RingMemory, RingServer
 from penstock.transfer.ring_process import RingTask
 from penstock.transfer.ring_readers import ReaderProcess
-from penstock.transfer.ring_streams import RingLink, StagingRing, parts_of
+from penstock.transfer.ring_streams import RingLink, StagingRing, reads_of
 from registrars import Ledger
 from rings import (
     ENTRY_BYTES,
@@ -104,7 +104,7 @@ class TestBytes:
         machine.forward()
         machine.settle()
         moved = sum(machine.plan.units[unit].payload_bytes for unit in machine.link.log)
-        assert machine.link.ring.stats().bytes_read >= moved > 0
+        assert machine.link.ring.memory.stats.bytes_read >= moved > 0
 
     @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 5), max_size=8)), min_size=1, max_size=8))
@@ -136,7 +136,7 @@ class TestBytes:
             staging = handle.stats().staging
             assert staging is not None
             # The last copies wait for the next forward, and may not be read yet.
-            assert settle(lambda: link.ring.stats().bytes_read >= handle.stats().bytes_moved)
+            assert settle(lambda: link.ring.memory.stats.bytes_read >= handle.stats().bytes_moved)
         assert_same_bits(model(rows()), expected)
 
     def test_a_slow_disk_is_seen_as_stalls(self, make: Make, faults: Faults) -> None:
@@ -144,7 +144,7 @@ class TestBytes:
         faults.slow(0.02)
         machine.forward()
         machine.settle()
-        stats = machine.link.ring.stats()
+        stats = machine.link.ring.memory.stats
         assert stats.stalls >= 1
         assert stats.stall_s > 0.02
 
@@ -344,8 +344,8 @@ class TestEnd:
         pinned = PinnedBuffer(shared.map(0, layout.num_bytes))
         pinned.register(ledger)
         ring = StagingRing(layout, pinned.blob)
-        parts = parts_of(layout, [store.load(unit) for unit in plan.units])
-        readers = ReaderProcess(RingTask(layout, parts, 2, 60.0), ring.memory, shared.fileno())
+        reads = reads_of(layout, [store.load(unit) for unit in plan.units])
+        readers = ReaderProcess(RingTask(layout, reads, 2, 60.0), ring.memory, shared.fileno())
         readers.serve()
         memory = ring.memory
         for position in range(3):

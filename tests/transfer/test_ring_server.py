@@ -22,9 +22,9 @@ from penstock.memory.byte_ranges import ByteRange, Copy
 from penstock.plan.schedule import cut, lay_out_ring
 from penstock.stores.file_reader import DiskOptions, File
 from penstock.stores.store import Load
-from penstock.transfer.ring import PAUSE_S, POISON, WANTED, Part, RingMemory, RingServer
+from penstock.transfer.ring import PAUSE_S, POISON, WANTED, RingMemory, RingServer
 from penstock.transfer.ring_process import RingTask
-from penstock.transfer.ring_streams import parts_of
+from penstock.transfer.ring_streams import reads_of
 from rings import PATIENCE_S, Machine, serve_in_thread
 
 PIECE_BYTES = 4096
@@ -33,29 +33,39 @@ PIECE_BYTES = 4096
 class Numbered:
     """Bytes that say which piece they are of, from 1 on."""
 
-    def __init__(self, position: int, before: Callable[[int, int], None]) -> None:
-        self._position, self._before = position, before
+    def __init__(self, position: int, before: Callable[[int, int], None], look: Callable[[], object]) -> None:
+        self._position, self._before, self._look = position, before, look
 
     def read(self, start: int, into: memoryview) -> None:
         self._before(self._position, start)
         into[:] = bytes([self._position + 1]) * len(into)
 
+    def require_unchanged(self) -> None:
+        self._look()
+
 
 class Ring:
     """A ring of one piece per unit, without a stream: whoever takes a piece writes the words."""
 
-    def __init__(self, num_pieces: int, num_entries: int, read_bytes: int, **options: object) -> None:
+    def __init__(
+        self,
+        num_pieces: int,
+        num_entries: int,
+        read_bytes: int,
+        look: Callable[[], object] = lambda: None,
+        **options: object,
+    ) -> None:
         self.layout = lay_out_ring([PIECE_BYTES] * num_pieces, 1, PIECE_BYTES, num_entries)
         self.memory = RingMemory(self.layout, np.zeros(self.layout.num_bytes, np.uint8))
         self.before: Callable[[int, int], None] = lambda position, start: None
-        parts = [
+        reads = [
             [
-                Part(Numbered(position, lambda *at: self.before(*at)), start, start, size)
+                Copy(ByteRange(Numbered(position, lambda *at: self.before(*at), look), start, size), start)
                 for start, size in cut(PIECE_BYTES, read_bytes)
             ]
             for position in range(num_pieces)
         ]
-        self.server = RingServer(parts, self.memory, num_threads=2, **options)  # type: ignore[arg-type]
+        self.server = RingServer(reads, self.memory, num_threads=2, **options)  # type: ignore[arg-type]
 
     def take(self, position: int, before_it_is_copied: Callable[[], None] = lambda: None) -> list[int]:
         """The different bytes of a piece, as a copy would find them."""
@@ -107,13 +117,13 @@ class TestReads:
             halves = ((f"{unit}a", 0, middle), (f"{unit}b", middle, size - middle))
             copies = [Copy(ByteRange(name, 0, n), at) for name, at, n in halves if n]  # type: ignore[arg-type]
             loads.append(Load(unit, tuple(copies)))
-        for piece, reads in zip(layout.pieces, parts_of(layout, loads, read_bytes), strict=True):
+        for piece, reads in zip(layout.pieces, reads_of(layout, loads, read_bytes), strict=True):
             found = []
             for read in reads:
                 assert 0 < read.num_bytes <= read_bytes
-                copy = next(copy for copy in loads[piece.unit].copies if copy.src.source is read.source)
-                assert copy.dst_offset + read.start == piece.start + read.offset
-                found += range(read.offset, read.offset + read.num_bytes)
+                copy = next(copy for copy in loads[piece.unit].copies if copy.src.source is read.src.source)
+                assert copy.dst_offset + read.src.offset == piece.start + read.dst_offset
+                found += range(read.dst_offset, read.dst_end)
             assert found == list(range(piece.num_bytes))
 
     @pytest.mark.parametrize("read_bytes", [700, 1 << 20])
@@ -125,7 +135,7 @@ class TestReads:
         for _ in range(4):
             machine.link.stream.replay(graph)
         machine.settle()
-        most_reads = max(map(len, machine.link.server._parts))
+        most_reads = max(map(len, machine.link.server._reads))
         assert most_reads == (7 if read_bytes == 700 else 2)  # of 4096 bytes that lie in two stretches
         machine.close()
 
@@ -161,11 +171,11 @@ class TestCounters:
         machine.settle()
         for source in machine.store.sources.values():
             source.before = lambda: time.sleep(read_s)
-        before, waited = machine.link.ring.stats().stalls, machine.link.stream.stalls
+        before, waited = machine.link.ring.memory.stats.stalls, machine.link.stream.stalls
         for _ in range(10):
             machine.forward()
             machine.settle()
-        counted, waited = machine.link.ring.stats().stalls - before, machine.link.stream.stalls - waited
+        counted, waited = machine.link.ring.memory.stats.stalls - before, machine.link.stream.stalls - waited
         machine.close()
         assert waited > 50
         assert 0.9 * waited <= counted <= 1.1 * waited  # a wait may begin or end between two looks at a word
@@ -179,7 +189,7 @@ class TestCounters:
                 beyond = ring.server._next
                 assert beyond is not None
                 assert ring.take(beyond) == [beyond + 1]
-                assert ring.memory.stats(0).misses == turn
+                assert ring.memory.stats.misses == turn
 
 
 class TestWatchdog:
@@ -200,7 +210,7 @@ class TestWatchdog:
 
     def test_names_the_read_behind_which_looking_at_the_file_hangs(self) -> None:
         gate = threading.Event()
-        with serving(8, 2, stuck_s=0.2, verify=lambda position: gate.wait(PATIENCE_S) and None) as ring:
+        with serving(8, 2, stuck_s=0.2, look=lambda: gate.wait(PATIENCE_S)) as ring:
             assert ring.take(0) == [POISON]
             gate.set()
         assert ring.memory.failure is not None
@@ -248,17 +258,17 @@ def test_the_readers_look_at_a_file_once_for_a_piece(tmp_path: Path) -> None:
     layout = lay_out_ring([PIECE_BYTES] * 2, 1, PIECE_BYTES, 2)
     with opened(path) as (_, stamp):
         file = File(path, DiskOptions(), stamp)
-    parts = [[Part(file, position * PIECE_BYTES, 0, PIECE_BYTES)] for position in range(2)]
-    sent = RingTask(layout, parts, 1, 60.0)
+    reads = [[Copy(ByteRange(file, position * PIECE_BYTES, PIECE_BYTES), 0)] for position in range(2)]
+    sent = RingTask(layout, reads, 1, 60.0)
     kept = [os.dup(fd) for fd in sent.descriptors]  # the copy takes the originals over
     task = pickle.loads(pickle.dumps(sent))
-    mine = task.parts[0][0].source
+    mine = task.reads[0][0].src.source
     into = bytearray(PIECE_BYTES)
-    task.verify(0)
+    mine.require_unchanged()
     os.utime(path, ns=(1, 1))
     mine.read(0, memoryview(into))
     with pytest.raises(TransferError, match="it was written to while in use"):
-        task.verify(0)
+        mine.require_unchanged()
     with pytest.raises(TransferError, match="it was written to while in use"):
         ByteRange(file, 0, PIECE_BYTES).read(memoryview(into))
     file.close.detach()

@@ -34,15 +34,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
 
 import numpy as np
 
 from penstock.errors import TransferError
-from penstock.memory.byte_ranges import Source
+from penstock.memory.byte_ranges import Copy
 from penstock.memory.pages import Bytes
 from penstock.plan.schedule import STATUS_BYTES, WORD_BYTES, RingLayout
 from penstock.stats import StagingStats
@@ -55,7 +54,6 @@ __all__ = [
     "STUCK_S",
     "WANTED",
     "Counter",
-    "Part",
     "RingMemory",
     "RingServer",
 ]
@@ -86,16 +84,15 @@ JOIN_S = 5.0
 
 
 class Counter(IntEnum):
-    """Places of the status (int64, by number); times in ns of CLOCK_MONOTONIC, which all processes share."""
+    """Places of the status (int64, by number)."""
 
     BYTES_READ = 0
     STALLS = 1
     STALL_NS = 2
-    HELD_SINCE_NS = 3  # since when the stream is being held, 0 while it is not
-    MISSES = 4
-    SERVING = 5  # 1 from when on somebody looks at the words
-    FAILURE_BYTES = 6  # length of the message; 0: nothing has failed
-    RETIRED = 7  # 1: the owner is gone, and whoever serves may end when the stream has been done for a while
+    MISSES = 3
+    SERVING = 4  # 1: a server looks at the words
+    FAILURE_BYTES = 5  # length of the message; 0: nothing has failed
+    RETIRED = 6  # 1: the owner is gone, and the server may end when the stream has been done for a while
 
 
 class RingMemory:
@@ -148,20 +145,11 @@ class RingMemory:
         self._message[: len(said)] = np.frombuffer(said, np.uint8)
         self.counters[Counter.FAILURE_BYTES] = len(said)
 
-    def stats(self, now_ns: int) -> StagingStats:
-        """Counters since the ring was made; a stall that goes on at ``now_ns`` is counted so far."""
-        read, stalls, stall_ns, held_since_ns, misses = self.counters[: Counter.SERVING].tolist()
-        held_ns = max(0, now_ns - held_since_ns) if held_since_ns else 0
-        return StagingStats(read, stalls, (stall_ns + held_ns) / 1e9, misses)
-
-
-class Part(NamedTuple):
-    """One read of a piece: ``num_bytes`` from ``start`` of ``source``, which go to ``offset`` in the entry."""
-
-    source: Source
-    start: int
-    offset: int
-    num_bytes: int
+    @property
+    def stats(self) -> StagingStats:
+        """Counters since the ring was made."""
+        read, stalls, stall_ns, misses = self.counters[: Counter.SERVING].tolist()
+        return StagingStats(read, stalls, stall_ns / 1e9, misses)
 
 
 @dataclass(slots=True, eq=False)
@@ -178,7 +166,7 @@ class _Fill:
     in_vain: bool = False
 
 
-_Job = tuple[_Fill, Part, memoryview]
+_Job = tuple[_Fill, Copy, memoryview]
 
 
 class RingServer:
@@ -187,35 +175,31 @@ class RingServer:
     Only its own threads take the lock: whoever gives copies to the stream takes none, and may be interrupted anywhere.
 
     Args:
-        parts: the reads of every piece, by position; gaps between them are not filled.
+        reads: of every piece, by position, into its entry; gaps between them are not filled.
         memory: of the ring.
         num_threads: workers.
         stuck_s: how long no read may end before the disk counts as dead.
-        verify: called with a position when all of it was read and nobody has been told; raises what makes the bytes
-            worthless, a file that was written to.
     """
 
     def __init__(
         self,
-        parts: Sequence[Sequence[Part]],
+        reads: Sequence[Sequence[Copy]],
         memory: RingMemory,
         *,
         num_threads: int,
         stuck_s: float = STUCK_S,
-        verify: Callable[[int], None] | None = None,
     ) -> None:
         self._memory, self._layout = memory, memory.layout
-        self._parts = parts
-        self._verify = verify
+        self._reads = reads
         self._stuck_s = stuck_s
         self._fills: list[_Fill | None] = [None] * self._layout.num_entries
         self._ahead: list[int] = []  # what _next has passed and the stream has not taken yet, in order
         self._next: int | None = None
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._failed = self._stopped = False
+        self._failed = self._stopped = self._held = False
         self._last_turn = self._last_arrival = self._last_change = time.monotonic()
-        self._under_way: list[tuple[_Fill, Part] | None] = [None] * num_threads  # by worker
+        self._under_way: list[tuple[_Fill, Copy] | None] = [None] * num_threads  # by worker
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._workers = [
             threading.Thread(target=self._work, args=(index,), name=f"penstock-reader-{index}", daemon=True)
@@ -234,7 +218,8 @@ class RingServer:
                         self._turn(time.monotonic())
                     except BaseException as error:  # whatever it is, the stream must not wait for ever
                         self._fail(error)
-                    self._changed.wait(self._pause())
+                    idle = time.monotonic() - self._last_change > IDLE_AFTER_S
+                    self._changed.wait(IDLE_S if idle else ACTIVE_S)
         finally:
             for _ in self._workers:
                 self._jobs.put(None)
@@ -257,7 +242,9 @@ class RingServer:
 
     def _turn(self, now: float) -> None:
         wanted = self._memory.wanted
-        self._time_stall(wanted)
+        if self._held:
+            self._memory.counters[Counter.STALL_NS] += int((now - self._last_turn) * 1e9)
+        self._held = wanted != 0 and self._memory.tag(self._layout.pieces[wanted - 1].entry) != wanted
         if now - self._last_turn > PAUSE_S:
             self._last_arrival += now - self._last_turn
         self._last_turn = now
@@ -278,22 +265,9 @@ class RingServer:
     def _whereabouts(self) -> str:
         """The reads under way, for an error message."""
         reads = [read for _, read in filter(None, self._under_way)]
-        found = [f"{read.num_bytes} bytes at {read.start} of {read.source}" for read in reads]
+        found = [f"{read.num_bytes} bytes at {read.src.offset} of {read.src.source}" for read in reads]
         more = f" and {len(found) - 4} more" if len(found) > 4 else ""
         return "; ".join(found[:4]) + more or "none"
-
-    def _pause(self) -> float:
-        return ACTIVE_S if time.monotonic() - self._last_change < IDLE_AFTER_S else IDLE_S
-
-    def _time_stall(self, wanted: int) -> None:
-        counters = self._memory.counters
-        held = wanted != 0 and self._memory.tag(self._layout.pieces[wanted - 1].entry) != wanted
-        since_ns = int(counters[Counter.HELD_SINCE_NS])
-        if held and not since_ns:
-            counters[Counter.HELD_SINCE_NS] = time.monotonic_ns()
-        elif not held and since_ns:
-            counters[Counter.HELD_SINCE_NS] = 0
-            counters[Counter.STALL_NS] += time.monotonic_ns() - since_ns
 
     def _is_missing(self, position: int) -> bool:
         """Whether the stream waits for a piece that is neither in its entry nor on its way."""
@@ -304,11 +278,8 @@ class RingServer:
         # The wish is looked at once more behind the tag: the stream takes it back before it clears the tag.
         if self._memory.tag(entry) == position + 1 or self._memory.wanted != position + 1:
             return False
-        return not self._is_next(position, entry)
-
-    def _is_next(self, position: int, entry: int) -> bool:
-        """Whether :meth:`_read_ahead` starts it anyway."""
-        return self._next == position and self._memory.tag(entry) == 0 and self._fills[entry] is None
+        starts_anyway = self._next == position and self._memory.tag(entry) == 0 and fill is None  # by _read_ahead
+        return not starts_anyway
 
     def _expect(self, position: int) -> None:
         """The stream waits for ``position`` and does nothing else: set the order anew from there."""
@@ -362,14 +333,14 @@ class RingServer:
             del self._ahead[: taken[-1] + 1]
 
     def _start(self, position: int, entry: int, now: float) -> None:
-        reads = self._parts[position]
+        reads = self._reads[position]
         fill = self._fills[entry] = _Fill(position, iter(range(len(reads) - 1, -1, -1)))
         if not any(other for other in self._fills if other is not fill):
             self._last_arrival = now  # the clock of the watchdog starts with the first of several reads
         self._last_change = now
         view = self._memory.entries[entry].data
         for read in reads:
-            self._jobs.put((fill, read, view[read.offset : read.offset + read.num_bytes]))
+            self._jobs.put((fill, read, view[read.dst_offset : read.dst_end]))
         if not reads:
             self._finish(fill)
 
@@ -385,7 +356,7 @@ class RingServer:
             self._under_way[number] = fill, read  # before the look at _failed: see _answer_with_poison
             try:
                 if not fill.in_vain and not self._failed and not self._stopped:
-                    read.source.read(read.start, into)
+                    read.src.source.read(read.src.offset, into)
                 self._last_arrival = time.monotonic()
                 if next(fill.left) == 0:
                     self._landed(fill)
@@ -396,8 +367,9 @@ class RingServer:
 
     def _landed(self, fill: _Fill) -> None:
         """All of a piece was read: hand it over, and look at once what can be read next."""
-        if self._verify is not None and not fill.in_vain:
-            self._verify(fill.position)
+        if not fill.in_vain:
+            for source in {read.src.source for read in self._reads[fill.position]}:
+                source.require_unchanged()
         with self._lock:
             self._finish(fill)
             if not self._failed:
@@ -408,7 +380,7 @@ class RingServer:
         self._fills[entry] = None
         self._last_change = time.monotonic()
         if not self._failed and not self._stopped and not fill.in_vain:
-            self._memory.counters[Counter.BYTES_READ] += sum(read.num_bytes for read in self._parts[fill.position])
+            self._memory.counters[Counter.BYTES_READ] += sum(read.num_bytes for read in self._reads[fill.position])
             self._hand_over(entry, fill.position)
 
     def _hand_over(self, entry: int, position: int) -> None:
@@ -429,13 +401,12 @@ class RingServer:
         entry = self._layout.pieces[wanted - 1].entry
         if self._memory.tag(entry) == wanted:
             return
-        if self._is_read_into(entry) and now - self._last_arrival < self._stuck_s:
+        # A worker may still write there; those that begin later find that the ring has failed.
+        is_read_into = any(
+            self._layout.pieces[fill.position].entry == entry for fill, _ in filter(None, self._under_way)
+        )
+        if is_read_into and now - self._last_arrival < self._stuck_s:
             return
         self._memory.entries[entry].fill(POISON)
         self._last_change = time.monotonic()
         self._hand_over(entry, wanted - 1)
-
-    def _is_read_into(self, entry: int) -> bool:
-        """Whether a worker may still write there; those that come later find that the ring has failed."""
-        fills = [fill for fill, _ in filter(None, self._under_way)]
-        return any(self._layout.pieces[fill.position].entry == entry for fill in fills)

@@ -26,10 +26,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from penstock.errors import OptionError
+from penstock.memory.byte_ranges import Copy
 from penstock.memory.pages import map_file
 from penstock.plan.schedule import RingLayout
 from penstock.stores.file_reader import File
-from penstock.transfer.ring import Part, RingMemory, RingServer
+from penstock.transfer.ring import RingMemory, RingServer
 
 __all__ = ["RingTask", "main"]
 
@@ -40,14 +41,14 @@ class RingTask:
 
     Attributes:
         layout: of the ring.
-        parts: the reads of every piece, by position; the sources are files.
+        reads: of every piece, by position; the sources are files.
         num_threads: readers.
         stuck_s: how long no read may end before the disk counts as dead.
         parent: process id of the owner of the ring; the process ends with it.
     """
 
     layout: RingLayout
-    parts: Sequence[Sequence[Part]]
+    reads: Sequence[Sequence[Copy]]
     num_threads: int
     stuck_s: float
     parent: int = field(default_factory=os.getpid)
@@ -58,24 +59,19 @@ class RingTask:
         Raises:
             OptionError: a range is none of a file.
         """
-        for piece, parts in zip(self.layout.pieces, self.parts, strict=True):
-            for part in parts:
-                if not isinstance(part.source, File):
+        for piece, reads in zip(self.layout.pieces, self.reads, strict=True):
+            for read in reads:
+                if not isinstance(read.src.source, File):
                     raise OptionError(
                         f"unit {piece.unit}: what comes to a GPU through the staging ring has to be in files, found "
-                        f"{part.source!r}; use mode 'cpu' (--offload-mode cpu) for it"
+                        f"{read.src.source!r}; use mode 'cpu' (--offload-mode cpu) for it"
                     )
 
     @property
     def descriptors(self) -> list[int]:
         """The descriptors that the process has to inherit, under the same numbers, to use the files of the task."""
-        sources = {part.source for parts in self.parts for part in parts}
+        sources = {read.src.source for reads in self.reads for read in reads}
         return sorted({fd for file in sources if isinstance(file, File) for fd in file.descriptors if fd is not None})
-
-    def verify(self, position: int) -> None:
-        """Raise ``TransferError`` if a file with bytes of this piece is no longer what it was stamped as."""
-        for source in {part.source for part in self.parts[position]}:
-            source.require_unchanged()
 
 
 def main() -> None:
@@ -94,7 +90,7 @@ def main() -> None:
     if os.getppid() != task.parent:
         return  # it has ended, and another process may have its number
     gc.freeze()  # a large task is walked through once, and not at every collection
-    server = RingServer(task.parts, memory, num_threads=task.num_threads, stuck_s=task.stuck_s, verify=task.verify)
+    server = RingServer(task.reads, memory, num_threads=task.num_threads, stuck_s=task.stuck_s)
     may_serve = threading.Event()
     threading.Thread(target=_watch, args=(parent_fd, may_serve), daemon=True).start()
     may_serve.wait()

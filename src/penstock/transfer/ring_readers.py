@@ -59,6 +59,8 @@ class ReaderProcess:
         self._stand_in: RingServer | None = None
         self._errors = os.fdopen(os.memfd_create("penstock-readers-stderr", os.MFD_CLOEXEC), "rb")
         self._process = _start(task, memory_fd, self._errors.fileno())
+        assert self._process.stdin is not None
+        self._input = self._process.stdin
         self.pid = self._process.pid
         self._thread = threading.Thread(target=self._watch, name=f"penstock-ring-{self.pid}", daemon=True)
         self._thread.start()
@@ -69,10 +71,9 @@ class ReaderProcess:
         Raises:
             OptionError: it ended, or did not come so far within 30 s.
         """
-        assert self._process.stdin is not None
         deadline = time.monotonic() + START_S
         with suppress(OSError):  # it has ended, which is seen below
-            self._process.stdin.write(b"serve\n")
+            self._input.write(b"serve\n")
         while not self._memory.counters[Counter.SERVING]:
             if self._ended.wait(0.001) or time.monotonic() > deadline:
                 raise OptionError(
@@ -88,33 +89,27 @@ class ReaderProcess:
             return
         self._memory.counters[Counter.RETIRED] = 1
         if not self._memory.counters[Counter.SERVING]:  # then no stream waits for it
-            assert self._process.stdin is not None
-            self._process.stdin.close()
+            self._input.close()
 
     def close(self) -> None:
         """End it now, whatever it is doing: the stream has to be done. Idempotent."""
         if self._owner != os.getpid():
             return
         self._closing = True
-        assert self._process.stdin is not None
-        self._process.stdin.close()
         if self._stand_in is not None:
             self._stand_in.close()
-        if not self._ended.wait(JOIN_S):
-            with suppress(OSError):  # it has ended just now
-                self._process.kill()
+        self._process.kill()
+        self._input.close()
         self._thread.join(JOIN_S)
 
     def _watch(self) -> None:
         self._process.wait()
         self._ended.set()
         counters = self._memory.counters
-        told = self._closing or (counters[Counter.RETIRED] and self._process.returncode == 0)
-        if counters[Counter.SERVING] and not told:
-            self._answer_for_it()
-
-    def _answer_for_it(self) -> None:
-        """Let every wait of the stream end, with poison, and every call of the host raise."""
+        asked_to = self._closing or (counters[Counter.RETIRED] and self._process.returncode == 0)
+        if not counters[Counter.SERVING] or asked_to:
+            return
+        # Let every wait of the stream end, with poison, and every call of the host raise.
         how = fate(self._process.returncode, self._errors.fileno())
         server = self._stand_in = RingServer((), self._memory, num_threads=0)
         server.fail(TransferError(f"the process that reads files for the GPU (pid {self.pid}) {how}"))

@@ -23,13 +23,13 @@ import ctypes
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from penstock.config import pin_memory_disabled, reader_threads
 from penstock.errors import OptionError, StateError, TransferError
-from penstock.memory.byte_ranges import clip
+from penstock.memory.byte_ranges import Copy, clip
 from penstock.memory.memfd import SharedMemory
 from penstock.memory.pages import collapse_parallel
 from penstock.memory.pinned import CudaRegistrar, PinnedBuffer, pin_shared, pin_threads, refuse_capture
@@ -39,11 +39,11 @@ from penstock.stats import StagingStats
 from penstock.stores.store import Load
 from penstock.transfer.cuda_stream import StreamLink
 from penstock.transfer.link import ComputeEvent, Transfer
-from penstock.transfer.ring import MAX_READERS, READ_BYTES, SPARE_ONE_CORE_IN, STUCK_S, WANTED, Part, RingMemory
+from penstock.transfer.ring import MAX_READERS, READ_BYTES, SPARE_ONE_CORE_IN, STUCK_S, WANTED, RingMemory
 from penstock.transfer.ring_process import RingTask
 from penstock.transfer.ring_readers import ReaderProcess
 
-__all__ = ["CopyStream", "CudaCopyStream", "RingLink", "StagingRing", "parts_of"]
+__all__ = ["CudaCopyStream", "RingLink", "StagingRing", "reads_of"]
 
 _WAIT_VALUE_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ (cuda.h, CUstreamWaitValue_flags)
 _WRITE_VALUE_DEFAULT = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: fenced
@@ -98,7 +98,7 @@ class RingLink(StreamLink):
             )
         refuse_capture(CudaRegistrar(self._device))
         layout = plan.lay_out_ring(self._entry_bytes, self._max_entries)
-        task = RingTask(layout, parts_of(layout, loads), self._num_threads, self._stuck_s)
+        task = RingTask(layout, reads_of(layout, loads), self._num_threads, self._stuck_s)
         shared = SharedMemory.create(layout.num_bytes)
         try:
             self._memory = PinnedBuffer(shared.map(0, layout.num_bytes))
@@ -119,21 +119,18 @@ class RingLink(StreamLink):
         try:
             if self._readers is None:
                 self.start(plan, loads)
-            self._serve()
+            assert self._readers is not None
+            assert self._ring is not None
+            assert self._memory is not None
+            blob = self._memory.blob
+            collapse_parallel(blob, pin_threads())
+            pin_shared(self._memory, CudaRegistrar(self._device), "use mode 'cpu'")
+            self._copies = CudaCopyStream(self._stream, blob[self._ring.memory.layout.words_at :].data_ptr())
+            self._copies.try_out()  # before the readers look at the words
+            self._readers.serve()
         except BaseException:
             self._end_readers()
             raise
-
-    def _serve(self) -> None:
-        assert self._readers is not None
-        assert self._ring is not None
-        assert self._memory is not None
-        blob = self._memory.blob
-        collapse_parallel(blob, pin_threads())
-        pin_shared(self._memory, CudaRegistrar(self._device), "use mode 'cpu'")
-        self._copies = CudaCopyStream(self._stream, blob[self._ring.memory.layout.words_at :].data_ptr())
-        self._copies.try_out()  # before the readers look at the words
-        self._readers.serve()
 
     def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> Transfer:
         self.check()
@@ -149,7 +146,7 @@ class RingLink(StreamLink):
 
     def staging_stats(self) -> StagingStats | None:
         if self._ring is not None:
-            self._last_stats = self._ring.stats()
+            self._last_stats = self._ring.memory.stats
         return self._last_stats
 
     def close(self) -> None:
@@ -160,7 +157,7 @@ class RingLink(StreamLink):
 
     def _end_readers(self) -> None:
         if self._ring is not None and self._readers is not None:
-            self._last_stats = self._ring.stats()
+            self._last_stats = self._ring.memory.stats
             self._readers.close()
         if self._retire is not None:
             self._retire.detach()
@@ -195,7 +192,7 @@ class StagingRing:
         self._entries = memory[: layout.words_at].split(layout.entry_bytes)
         self.memory = RingMemory(layout, memory.numpy())
 
-    def enqueue(self, unit: int, slot: torch.Tensor, stream: CopyStream) -> None:
+    def enqueue(self, unit: int, slot: torch.Tensor, stream: CudaCopyStream) -> None:
         """Give ``stream`` the copies of ``unit`` into ``slot`` (uint8, 1-D); in a capture they become nodes."""
         for position in self._layout.of_unit[unit]:
             piece = self._layout.pieces[position]
@@ -217,38 +214,24 @@ class StagingRing:
                 f"offload the model again"
             )
 
-    def stats(self) -> StagingStats:
-        """Counters since the ring was made."""
-        return self.memory.stats(time.monotonic_ns())
 
-
-def parts_of(layout: RingLayout, loads: Sequence[Load], read_bytes: int = READ_BYTES) -> list[list[Part]]:
+def reads_of(layout: RingLayout, loads: Sequence[Load], read_bytes: int = READ_BYTES) -> list[list[Copy]]:
     """The reads that fill each piece, of ``read_bytes`` at most; ``loads``: of all units, by index."""
     return [
         [
-            Part(found.src.source, found.src.offset + at, found.dst_offset + at, size)
-            for found in clip(loads[piece.unit].copies, piece.start, piece.start + piece.num_bytes)
-            for at, size in cut(found.num_bytes, read_bytes)
+            Copy(copy.src.part(start, size), copy.dst_offset + start)
+            for copy in clip(loads[piece.unit].copies, piece.start, piece.start + piece.num_bytes)
+            for start, size in cut(copy.num_bytes, read_bytes)
         ]
         for piece in layout.pieces
     ]
 
 
-class CopyStream(Protocol):
-    """Carries out what it is given one after the other, some time later; nothing here blocks the caller."""
-
-    def write(self, word: int, value: int) -> None:
-        """Set a word, visible after everything given before is done."""
-
-    def wait_equal(self, word: int, value: int) -> None:
-        """Go on only when a word has this value."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between uint8 tensors of one size."""
-
-
 class CudaCopyStream:
-    """A CUDA stream over words at ``address``, one every 64 bytes, in pinned host memory."""
+    """A CUDA stream over words at ``address``, one every 64 bytes, in pinned host memory.
+
+    It carries out what it is given one after the other, some time later; nothing but :meth:`try_out` blocks the caller.
+    """
 
     def __init__(self, stream: torch.cuda.Stream, address: int) -> None:
         """Nothing is given to ``stream`` yet.
@@ -262,12 +245,15 @@ class CudaCopyStream:
         self._write, self._wait = _driver_function("cuStreamWriteValue32"), _driver_function("cuStreamWaitValue32")
 
     def write(self, word: int, value: int) -> None:
+        """Set a word, visible after everything given before is done."""
         self._call(self._write, word, value, _WRITE_VALUE_DEFAULT)
 
     def wait_equal(self, word: int, value: int) -> None:
+        """Go on only when a word has this value."""
         self._call(self._wait, word, value, _WAIT_VALUE_EQUAL)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy between uint8 tensors of one size."""
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
 
