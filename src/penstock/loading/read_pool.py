@@ -27,7 +27,7 @@ import torch
 from penstock.errors import TransferError
 from penstock.memory.byte_ranges import ByteRange, Copy, writable_view
 from penstock.memory.pages import map_pages, pack
-from penstock.memory.pinned import HostRegistrar, PinnedBuffer
+from penstock.memory.pinned import CudaRegistrar, PinnedBuffer
 from penstock.stores.file_reader import ALIGN_BYTES
 
 __all__ = ["PIECE_BYTES", "CudaUploader", "Delivery", "Progress", "Read", "UploadRing", "deliver", "read_staged"]
@@ -254,7 +254,7 @@ class CudaUploader(UploadRing):
     # With the rest of its first and last page, a piece is a request of BUFFER_BYTES, which no disk need split.
     piece_bytes = BUFFER_BYTES - ALIGN_BYTES
 
-    def __init__(self, device: torch.device, registrar: HostRegistrar | None) -> None:
+    def __init__(self, device: torch.device, registrar: CudaRegistrar | None) -> None:
         """``registrar``: what pins the buffers; ``None``, or its refusal, leaves them unpinned, which is slower."""
         self._stream = torch.cuda.Stream(device)
         # The allocator may hand out memory that kernels given to the current stream still read.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,7 +22,6 @@ from penstock.memory.pages import RawMemory, map_pages, populate_parallel
 __all__ = [
     "MIN_ADOPTED_BYTES",
     "CudaRegistrar",
-    "HostRegistrar",
     "PinnedBuffer",
     "can_pin_in_place",
     "device_view",
@@ -46,25 +44,8 @@ _CAPTURE_ERRORS = range(900, 909)
 _MAPS_LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ (\d+)")
 
 
-class HostRegistrar(Protocol):
-    """What pins memory; a test counts its calls."""
-
-    @property
-    def capturing(self) -> bool:
-        """Whether a graph is being captured."""
-
-    def register(self, address: int, num_bytes: int) -> int:
-        """Pin ``num_bytes`` at ``address``; 0, or the driver's error code."""
-
-    def unregister(self, address: int) -> None:
-        """Undo :meth:`register`."""
-
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Pinned memory of the slow kind (uint8, 1-D, host), for when the driver refuses to register."""
-
-
 class CudaRegistrar:
-    """The CUDA runtime, on behalf of one device; memory is pinned for all devices (unified addressing)."""
+    """Pins memory by the CUDA runtime, on behalf of one device; it is pinned for all devices (unified addressing)."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         """``device``: whose context does it; default the current one."""
@@ -72,9 +53,11 @@ class CudaRegistrar:
 
     @property
     def capturing(self) -> bool:
+        """Whether a graph is being captured."""
         return torch.cuda.is_current_stream_capturing()
 
     def register(self, address: int, num_bytes: int) -> int:
+        """Pin ``num_bytes`` at ``address``; 0, or the driver's error code."""
         # A thread starts on device 0, where it would make a context.
         with torch.cuda.device(self._device):
             code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
@@ -85,15 +68,17 @@ class CudaRegistrar:
         return code
 
     def unregister(self, address: int) -> None:
+        """Undo :meth:`register`."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()  # a kernel may still read the memory in place, and its pages are about to go
             torch.cuda.cudart().cudaHostUnregister(address)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Pinned memory of the slow kind (uint8, 1-D, host), for when the driver refuses to register."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
-def refuse_capture(registrar: HostRegistrar) -> None:
+def refuse_capture(registrar: CudaRegistrar) -> None:
     """Raise ``StateError`` while a graph is being captured."""
     if registrar.capturing:
         raise StateError(
@@ -109,14 +94,14 @@ class PinnedBuffer(RawMemory):
         """``memory``: uint8, 1-D, contiguous, on the CPU, at least one byte. It is kept alive, and not pinned yet."""
         super().__init__(memory.data_ptr(), memory.numel(), keeps=memory)
         self._address, self.num_bytes = memory.data_ptr(), memory.numel()
-        self._registrar: HostRegistrar | None = None
+        self._registrar: CudaRegistrar | None = None
 
     @property
     def blob(self) -> torch.Tensor:
         """The memory: uint8, 1-D, host."""
         return torch.from_numpy(np.asarray(self))
 
-    def register(self, registrar: HostRegistrar) -> int:
+    def register(self, registrar: CudaRegistrar) -> int:
         """Pin it; 0, or the error code with which the driver refused.
 
         Raises:
@@ -198,7 +183,7 @@ def pinned_region(num_bytes: int) -> torch.Tensor:
     return registrar.allocate(num_bytes)
 
 
-def new_pinned(num_bytes: int, registrar: HostRegistrar) -> tuple[PinnedBuffer, int]:
+def new_pinned(num_bytes: int, registrar: CudaRegistrar) -> tuple[PinnedBuffer, int]:
     """Host memory of exactly ``num_bytes``, and the code with which the driver took (0) or refused to register it.
 
     Raises:
@@ -210,7 +195,7 @@ def new_pinned(num_bytes: int, registrar: HostRegistrar) -> tuple[PinnedBuffer, 
     return memory, memory.register(registrar)
 
 
-def pin_shared(memory: PinnedBuffer, registrar: HostRegistrar, fix: str) -> None:
+def pin_shared(memory: PinnedBuffer, registrar: CudaRegistrar, fix: str) -> None:
     """Pin memory that other processes share, which therefore cannot be replaced by memory of torch's allocator.
 
     Raises:

@@ -37,12 +37,12 @@ _CAP_IPC_LOCK = 14  # capabilities(7), linux/capability.h
 
 def rss_bytes() -> int:
     """Resident memory now, in bytes (``VmRSS``)."""
-    return _status_bytes("VmRSS")
+    return _kib_line("VmRSS", _read("/proc/self/status")) or 0
 
 
 def peak_rss_bytes() -> int:
     """The most resident memory so far, in bytes (``VmHWM``)."""
-    return _status_bytes("VmHWM")
+    return _kib_line("VmHWM", _read("/proc/self/status")) or 0
 
 
 def num_cores() -> int:
@@ -95,8 +95,7 @@ def host_available_bytes(meminfo: str | None = None) -> int | None:
     Returns:
         bytes; ``None`` where the kernel does not say.
     """
-    match = re.search(r"^MemAvailable:\s+(\d+) kB$", _read("/proc/meminfo", meminfo), re.MULTILINE)
-    return int(match[1]) * 1024 if match else None
+    return _kib_line("MemAvailable", _read("/proc/meminfo", meminfo))
 
 
 def cgroup_available_bytes(membership: str | None = None, root: Path = _CGROUP_ROOT) -> int | None:
@@ -129,7 +128,7 @@ def memlock_bytes(status: str | None = None, soft_limit: int | None = None) -> i
     capabilities = re.search(r"^CapEff:\s+([0-9a-f]+)$", text, re.MULTILINE)
     if limit == resource.RLIM_INFINITY or (capabilities and int(capabilities[1], 16) >> _CAP_IPC_LOCK & 1):
         return None
-    return max(0, limit - _kib_line("VmLck", text))
+    return max(0, limit - (_kib_line("VmLck", text) or 0))
 
 
 # The processors near a GPU, as the kernel says: Documentation/ABI/testing/sysfs-bus-pci, sysfs-devices-node.
@@ -215,13 +214,10 @@ def _page_cache_bytes(level: Path, prefix: str) -> int:
     return 0
 
 
-def _status_bytes(key: str) -> int:
-    return _kib_line(key, _read("/proc/self/status"))
-
-
-def _kib_line(key: str, status: str) -> int:
-    match = re.search(rf"^{key}:\s+(\d+) kB$", status, re.MULTILINE)
-    return int(match[1]) * 1024 if match else 0
+def _kib_line(key: str, text: str) -> int | None:
+    """The bytes that a line of proc(5) such as ``VmRSS:   1234 kB`` gives; ``None``: there is no such line."""
+    match = re.search(rf"^{key}:\s+(\d+) kB$", text, re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
 
 
 def _read(path: str, given: str | None = None) -> str:

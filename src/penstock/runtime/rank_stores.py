@@ -23,7 +23,7 @@ from penstock.loading.loader import require_weights
 from penstock.loading.read_pool import CudaUploader, Delivery, deliver
 from penstock.memory.byte_ranges import ByteRange, Copy, clip
 from penstock.memory.memfd import SharedMemory
-from penstock.memory.pinned import CudaRegistrar, HostRegistrar, pin_threads, pinned_region, pinning_disabled
+from penstock.memory.pinned import CudaRegistrar, pin_threads, pinned_region, pinning_disabled
 from penstock.memory.symmetric import SymmetricMemory
 from penstock.memory.system import cpus_near
 from penstock.model.inventory import StorageInfo
@@ -160,7 +160,7 @@ def _require_same(
 
 
 def open_shared(
-    plan: Plan, registrar: HostRegistrar | None, ranks: RankGroup, hosts: list[list[str]]
+    plan: Plan, registrar: CudaRegistrar | None, ranks: RankGroup, hosts: list[list[str]]
 ) -> tuple[SharedStore, dict[str, torch.Tensor]]:
     """The store of all ranks of this host, and the buffers in it that this rank has to fill.
 

@@ -20,7 +20,6 @@ from penstock.loading.loader import WeightLoader, require_weights
 from penstock.loading.read_pool import Progress
 from penstock.memory.pinned import (
     CudaRegistrar,
-    HostRegistrar,
     can_pin_in_place,
     device_view,
     pinning_disabled,
@@ -467,7 +466,7 @@ def _host_store(
 def open_pinned(
     plan: Plan,
     offloaded: dict[str, BoundStorage],
-    registrar: HostRegistrar | None,
+    registrar: CudaRegistrar | None,
     held: Mapping[str, Held] | None = None,
 ) -> tuple[PinnedStore, dict[str, torch.Tensor]]:
     """A pinned store for ``plan``, and its destinations still to be filled.

@@ -21,7 +21,7 @@ from torch import nn
 from penstock.config import UVA, Budget, Prefetch, pin_memory_disabled, uva_disabled
 from penstock.errors import BudgetError, warn_user
 from penstock.memory.pages import RawMemory
-from penstock.memory.pinned import CudaRegistrar, HostRegistrar, PinnedBuffer, device_view, new_pinned
+from penstock.memory.pinned import CudaRegistrar, PinnedBuffer, device_view, new_pinned
 from penstock.model.inventory import take_inventory
 from penstock.model.live_tensors import BoundStorage
 from penstock.model.patterns import compile_pattern, is_segments
@@ -99,7 +99,7 @@ class BuildTimePool:
         registrar: makes what pins memory for a device.
     """
 
-    def __init__(self, registrar: Callable[[torch.device], HostRegistrar] = CudaRegistrar) -> None:
+    def __init__(self, registrar: Callable[[torch.device], CudaRegistrar] = CudaRegistrar) -> None:
         self._make_registrar = registrar
         # By address. Weakly: a parameter that is replaced before the plan is made takes its memory with it.
         self._memory: list[tuple[int, Callable[[], PinnedBuffer | None]]] = []

@@ -20,7 +20,7 @@ import torch
 
 from penstock.memory.byte_ranges import ByteRange, Copy
 from penstock.memory.pages import map_pages, pack, populate_parallel
-from penstock.memory.pinned import HostRegistrar, PinnedBuffer, pin_threads, warn_refused
+from penstock.memory.pinned import CudaRegistrar, PinnedBuffer, pin_threads, warn_refused
 from penstock.plan.plan import SlabEntry, Unit, slab_bytes
 from penstock.stores.store import Load, Store
 
@@ -85,7 +85,7 @@ class PinnedStore(Store):
         self,
         units: Sequence[Unit],
         in_place: Mapping[str, int],
-        registrar: HostRegistrar | None,
+        registrar: CudaRegistrar | None,
         *,
         adopt: Mapping[str, torch.Tensor] | None = None,
         held: Mapping[str, Held] | None = None,

@@ -21,7 +21,7 @@ import torch
 
 from penstock.memory.memfd import SharedMemory
 from penstock.memory.pages import collapse_parallel, whole_pages
-from penstock.memory.pinned import HostRegistrar, PinnedBuffer, pin_shared, pin_threads
+from penstock.memory.pinned import CudaRegistrar, PinnedBuffer, pin_shared, pin_threads
 from penstock.plan.plan import Unit
 from penstock.ranks.group import RankGroup
 from penstock.stores.pinned_host import SLAB_BYTES, PinnedStore, Place, slab_sizes
@@ -62,7 +62,7 @@ class SharedStore(PinnedStore):
         self,
         units: Sequence[Unit],
         in_place: Mapping[str, int],
-        registrar: HostRegistrar | None,
+        registrar: CudaRegistrar | None,
         memory: SharedMemory,
         ranks: RankGroup,
         host_ranks: Sequence[int],

@@ -30,7 +30,7 @@ from penstock.plan.plan import Plan
 from penstock.stats import Recorder, StagingStats
 from penstock.stores.store import Load, new_blob
 
-__all__ = ["ComputeEvent", "Link", "ThreadLink", "ThreadTransfer", "Transfer", "close_at_exit", "end_threads"]
+__all__ = ["ComputeEvent", "Link", "ThreadLink", "ThreadTransfer", "Transfer", "end_threads"]
 
 PIECE_BYTES = 2 << 20
 
@@ -127,7 +127,7 @@ class Link(ABC):
         """Finish what is under way and give back threads and streams; idempotent."""
 
 
-# At the end of the program a worker inside a copy would be torn out of it, which aborts the process.
+# Closed at the end of the program: a worker inside a copy would be torn out of it, which aborts the process.
 _open_links: weakref.WeakSet[Link] = weakref.WeakSet()
 
 
@@ -216,7 +216,7 @@ class ThreadLink(Link):
         try:
             for worker in self._workers:
                 worker.start()
-            close_at_exit(self)
+            _open_links.add(self)
         except BaseException as error:
             self._finish()
             if isinstance(error, RuntimeError):
@@ -302,11 +302,6 @@ def end_threads(jobs: queue.SimpleQueue[Any], count: int) -> None:
     """Send ``None``, which ends a thread, ``count`` times."""
     for _ in range(count):
         jobs.put(None)
-
-
-def close_at_exit(link: Link) -> None:
-    """Close ``link`` at the end of the program, if it is still open then."""
-    _open_links.add(link)
 
 
 @atexit.register

@@ -383,7 +383,7 @@ def _cuda(device: torch.device, num_bytes: int) -> dict[str, Any]:
     other = torch.empty_like(slot)
     small = torch.zeros(2048, device=device)
     return {
-        "h2d_bytes_per_s": {size: _h2d(slot, host, size) for size in COPY_SIZES},
+        "h2d_bytes_per_s": {size: _copy_rate(slot, host, size, [device]) for size in COPY_SIZES},
         "device_copy_bytes_per_s": 2 * num_bytes / _timed(lambda: other.copy_(slot)),
         **_products(device, device_view(host, device)),
         "kernel_s": _timed(_graph(lambda: [small.add_(1.0) for _ in range(500)])) / 500,
@@ -454,14 +454,17 @@ def _rows(count: int, weight: torch.Tensor) -> torch.Tensor:
     return torch.randn(count, weight.shape[-1], device=weight.device, dtype=weight.dtype)
 
 
-def _h2d(slot: torch.Tensor, host: torch.Tensor, size: int) -> float:
-    count = max(1, min(host.numel(), 512 * MIB) // size)
+def _copy_rate(into: torch.Tensor, source: torch.Tensor, size: int, devices: Sequence[torch.device]) -> float:
+    """Bytes per second of copies of ``size`` bytes, one behind the other; small ones are bound by their launches."""
+    count = max(1, min(source.numel(), 512 * MIB) // size)
 
     def run() -> None:
         for i in range(count):
-            slot[i * size : (i + 1) * size].copy_(host[i * size : (i + 1) * size], non_blocking=True)
+            piece = slice(i * size, (i + 1) * size)
+            into[piece].copy_(source[piece], non_blocking=True)
+        _wait_for(devices)
 
-    return count * size / _timed(run)
+    return count * size / median_s(run)
 
 
 # -- among devices ---------------------------------------------------------------------------------------------------
@@ -482,7 +485,9 @@ def peer_rates(device: torch.device, sizes: Sequence[int] = COPY_SIZES) -> dict[
         devices = mutual_peers(device)
         if len(devices) < 2:
             return {}
-        pair = {size: _pair(devices[0], devices[1], size, sizes[-1]) for size in sizes}
+        into, source = (torch.empty(2 * sizes[-1], dtype=torch.uint8, device=each) for each in devices[:2])
+        pair = {size: _copy_rate(into, source, size, devices[:2]) for size in sizes}
+        del into, source
         every = {count: _gather(devices[:count], sizes[-1]) for count in range(2, len(devices) + 1)}
     except RuntimeError as error:  # no room on a peer that others use, a driver that refuses; plans do without
         reason = str(error).strip().splitlines()[0]
@@ -499,20 +504,6 @@ def mutual_peers(device: torch.device) -> list[torch.device]:
         if other not in found and all(can_access(other, one) and can_access(one, other) for one in found):
             found.append(other)
     return [torch.device(device.type, index) for index in found]
-
-
-def _pair(device: torch.device, peer: torch.device, size: int, most: int) -> float:
-    """Bytes per second of copies of ``size`` bytes, one behind the other; small ones are bound by their launches."""
-    count = 2 * most // size
-    into, source = (torch.empty(2 * most, dtype=torch.uint8, device=each) for each in (device, peer))
-
-    def run() -> None:
-        for i in range(count):
-            piece = slice(i * size, (i + 1) * size)
-            into[piece].copy_(source[piece], non_blocking=True)
-        _wait_for([device, peer])
-
-    return count * size / median_s(run)
 
 
 def _gather(devices: Sequence[torch.device], size: int) -> float:

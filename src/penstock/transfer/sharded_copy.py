@@ -66,15 +66,11 @@ class GlooShardLink(ThreadLink):
         self._channel = channel
         self._exchanger = ThreadPoolExecutor(1, "penstock-pass")
         self._failure: TransferError | None = None
-        self._slots: dict[int, ThreadTransfer] = {}
 
     def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> ThreadTransfer:
-        # As in the base: a caller that was interrupted may have lost sight of its last copy into this slot.
-        if (previous := self._slots.get(slot.data_ptr())) is not None:
-            previous.settle()
         own = super().copy(load, slot, after)
-        whole = ThreadTransfer(load.unit, 1)
-        self._slots[slot.data_ptr()] = whole
+        # The next copy into this slot waits for all of the unit, and not for this rank's part alone.
+        whole = self._latest[slot.data_ptr()] = ThreadTransfer(load.unit, 1)
         try:
             self._exchanger.submit(self._exchange, own, whole, slot)
         except BaseException as error:
