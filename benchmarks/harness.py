@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.reference_step import LinkProbe, Timing, capture, interleave, time_cuda, time_host
+from penstock.bench.reference_step import LinkProbe, Timing, capture, describe, interleave, time_cuda, time_host
 
 __all__ = [
     "LinkProbe",
@@ -105,14 +105,7 @@ def append(row: Mapping[str, Any], out: Path | None) -> None:
 
 def print_step(row: Mapping[str, Any]) -> None:
     """One line about a step."""
-    print(
-        f"{row['case']:<28} {row['rows']:>5} rows  floor {row['floor_ms']:9.2f}  median {row['ms']:9.2f} ms "
-        f"(spread {row['spread_ms']:.2f}, {row['ms'] / row['floor_ms']:.3f} x floor)  "
-        f"resident {row['resident_ms']:9.2f}  {row['bytes_moved'] / 1e9:.2f} GB at {row['link_gb_per_s']:.1f} GB/s  "
-        f"peak - plan {(row['peak_device_bytes'] - row['planned_device_bytes']) / 2**20:+.0f} MiB  "
-        f"{'same bits' if row['bit_equal'] else 'OTHER BITS'}",
-        flush=True,
-    )
+    print(describe(row), flush=True)
 
 
 def finish(name: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> None:

@@ -51,8 +51,8 @@ from penstock.stores.store import DiskStore
 from penstock.transfer.link import ThreadLink
 
 __all__ = [
-    "QWEN3_8B", "DecoderShape", "LinkProbe", "Stack", "Step", "Timing", "Variant", "build_stack", "capture", "fill",
-    "interleave", "measure_cuda", "parse_policy", "run_cpu", "run_cuda", "time_cuda", "time_host",
+    "QWEN3_8B", "DecoderShape", "LinkProbe", "Stack", "Step", "Timing", "Variant", "build_stack", "capture", "describe",
+    "fill", "interleave", "measure_cuda", "parse_policy", "run_cpu", "run_cuda", "time_cuda", "time_host",
 ]  # fmt: skip
 
 WARM_UP_S = 0.2
@@ -153,6 +153,17 @@ class LinkProbe:
     def copy(self) -> None:
         """Move 1 GiB."""
         self._slot.copy_(self._host, non_blocking=True)
+
+
+def describe(row: Mapping[str, Any]) -> str:
+    """One line about one result."""
+    over_mib = (row["peak_device_bytes"] - row["planned_device_bytes"]) / 2**20
+    return (
+        f"{row['case']:<28} {row['rows']:>5} rows  floor {row['floor_ms']:9.2f}  median {row['ms']:9.2f} ms "
+        f"(spread {row['spread_ms']:.2f}, {row['ms'] / row['floor_ms']:.3f} x floor)  "
+        f"resident {row['resident_ms']:9.2f}  {row['bytes_moved'] / 1e9:.2f} GB at {row['link_gb_per_s']:.1f} GB/s  "
+        f"peak - plan {over_mib:+.0f} MiB  {'same bits' if row['bit_equal'] else 'OTHER BITS'}"
+    )
 
 
 # -- the stack ---------------------------------------------------------------------------------------------------------

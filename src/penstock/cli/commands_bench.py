@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from penstock.cli.arguments import refuse_idle, require_writable, target_device
-from penstock.cli.terminal import stdout
 from penstock.flags import counts
 
 __all__ = ["bench"]
@@ -56,51 +53,19 @@ def step(
         given = {"--rows": rows, "--variants": variants, "--layers": layers}
         refuse_idle(given, "with --device cpu, whose step is always the same; add --device cuda, or leave it out")
     row_counts = counts("--rows", _ROWS if rows is None else rows)
-    from penstock.bench.reference_step import QWEN3_8B, run_cpu, run_cuda
+    from penstock.bench.reference_step import QWEN3_8B, describe, run_cpu, run_cuda
 
-    results: list[dict[str, Any]] = []
     shape = replace(QWEN3_8B, num_layers=layers or _LAYERS)
-    measured: Iterable[dict[str, Any]] = (
-        run_cpu(rounds, repeats)
-        if on_cpu
-        else run_cuda(
-            shape,
-            [*filter(None, (_VARIANTS if variants is None else variants).split(","))],
-            row_counts,
-            rounds,
-            repeats,
-        )
-    )
+    names = [*filter(None, (_VARIANTS if variants is None else variants).split(","))]
+    measured = run_cpu(rounds, repeats) if on_cpu else run_cuda(shape, names, row_counts, rounds, repeats)
+    results: list[dict[str, Any]] = []
     for row in measured:
         results.append(row)
+        typer.echo(describe(row))
         if out is not None:
             with out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-    stdout.print(_table(results))
     broken = [f"{row['case']} rows {row['rows']}" for row in results if not row["bit_equal"]]
     typer.echo(json.dumps({"bench": "step", "device": device, "cases": len(results), "not_bit_equal": broken}))
     if broken:
         raise typer.Exit(1)
-
-
-def _table(rows: Iterable[dict[str, Any]]) -> Table:
-    table = Table(title="step (ms)")
-    for heading in ("case", "rows", "floor", "median", "spread", "x floor", "resident", "GB moved", "link GB/s"):
-        table.add_column(heading, justify="left" if heading == "case" else "right")
-    table.add_column("peak - plan MiB", justify="right")
-    table.add_column("same bits")
-    for row in rows:
-        table.add_row(
-            row["case"],
-            str(row["rows"]),
-            f"{row['floor_ms']:.2f}",
-            f"{row['ms']:.2f}",
-            f"{row['spread_ms']:.2f}",
-            f"{row['ms'] / row['floor_ms']:.3f}",
-            f"{row['resident_ms']:.2f}",
-            f"{row['bytes_moved'] / 1e9:.2f}",
-            f"{row['link_gb_per_s']:.2f}",
-            f"{(row['peak_device_bytes'] - row['planned_device_bytes']) / 2**20:.0f}",
-            "yes" if row["bit_equal"] else "NO",
-        )
-    return table
