@@ -19,19 +19,15 @@ def __getattr__(name: str) -> Any:
     """``Worker``, made when it is asked for: importing it imports vLLM, of a version that has what it needs.
 
     Raises:
-        OptionError: this vLLM will not do; see the message.
+        OptionError: this vLLM is not supported; see the message.
     """
     if name == "Worker":
         import vllm
 
-        from penstock.adapters.vllm.interface import require_supported, require_version
+        from penstock.adapters.vllm.interface import require_supported
 
-        require_version(vllm.__version__)  # before its names are imported, of which another version may have others
-        try:
-            from penstock.adapters.vllm.worker import Worker
-        except ImportError:
-            require_supported(vllm.__version__)  # says which of them is missing
-            raise
+        require_supported(vllm.__version__)  # before the worker imports names that another version may lack
+        from penstock.adapters.vllm.worker import Worker
 
         return Worker
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

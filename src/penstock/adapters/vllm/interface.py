@@ -20,7 +20,7 @@ __all__ = ["NAMES", "NEWEST", "OLDEST", "Name", "differences", "require_supporte
 OLDEST = (0, 20, 2)
 NEWEST = (0, 26)  # and what is fixed in it later
 
-_MEND = "install one of these (pip install 'vllm==0.26.0'), or leave --worker-cls out to run vLLM without penstock"
+_FIX = "install one of these (pip install 'vllm==0.26.0'), or leave --worker-cls out to run vLLM without penstock"
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def require_supported(version: str) -> None:
     """Refuse a vLLM that is older or newer than those penstock was tried with, or that lacks a name it relies on.
 
     Raises:
-        OptionError: says which versions will do, or which names differ.
+        OptionError: names the supported versions, or what differs.
     """
     require_version(version)
     if found := differences():
@@ -123,15 +123,15 @@ def require_version(version: str) -> None:
     """Refuse a vLLM that is older or newer than those penstock was tried with; imports nothing.
 
     Raises:
-        OptionError: says which versions will do.
+        OptionError: names the supported versions.
     """
     match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
     if match is None:
-        raise OptionError(f"vLLM calls itself {version!r}, which is no version number: expected {_range()}; {_MEND}")
+        raise OptionError(f"vLLM calls itself {version!r}, which is no version number: expected {_range()}; {_FIX}")
     number = tuple(int(part or 0) for part in match.groups())
     if number < OLDEST or number[:2] > NEWEST:
         age = "too old" if number < OLDEST else "newer than what penstock knows"
-        raise OptionError(f"vLLM {version} is {age}: expected {_range()}; {_MEND}")
+        raise OptionError(f"vLLM {version} is {age}: expected {_range()}; {_FIX}")
 
 
 def _range() -> str:

@@ -66,7 +66,7 @@ FORM = """write it like --additional-config '{"penstock": {"device_memory": "20G
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What a worker is to do.
+    """What a worker does.
 
     Attributes:
         policy: ``None``: nothing is offloaded.
@@ -115,8 +115,8 @@ def engine_options(
     """What the keys of ``additional_config`` and ``flags`` ask for together; errors name flags by ``spelling``.
 
     Raises:
-        OptionError, OptionTypeError: options that contradict one another or have no effect, an unknown key, a value it
-            cannot have; the message says what to write.
+        OptionError, OptionTypeError: options that contradict one another or have no effect, an unknown key, an invalid
+            value; the message says what to write.
     """
     keys = _own(additional_config)
     values: dict[str, Any] = {}

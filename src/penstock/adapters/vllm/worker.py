@@ -47,14 +47,14 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         """As vLLM's.
 
         Raises:
-            OptionError, OptionTypeError: this vLLM, or the flags, will not do; see the message.
+            OptionError, OptionTypeError: this vLLM is not supported, or the flags are invalid; see the message.
         """
         require_supported(vllm.__version__)
         self._options = read_options(vllm_config.offload_config, vllm_config.additional_config)
         self._announces = False
         self._all_ran = False  # every module that is offloaded, at least once
         if self._options.policy is not None:
-            _refuse_what_cannot_be(vllm_config)
+            _refuse_unsupported_config(vllm_config)
             self._announces = _keep_units_out_of_pieces(vllm_config.compilation_config)
         self._offloader: EngineOffloader | None = None
         super().__init__(vllm_config, *args, **kwargs)
@@ -63,7 +63,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         """Build and load the model with penstock's offloader in force.
 
         Raises:
-            OptionError: a selection or a budget that cannot be.
+            OptionError: an impossible selection or budget.
             StateError: another offloader is set.
         """
         if self._options.policy is None:
@@ -178,9 +178,9 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         return result
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's; graphs that are replayed meanwhile are a draft model's, whose weights stay where they are.
+        """As vLLM's; graphs that are replayed inside it belong to a draft model, whose weights are not offloaded.
 
-        Taken for the model's own, each would make the first units be copied again.
+        If their replays counted as the model's own, each would copy the first units again.
         """
         if self._offloader is None:
             return super().sample_tokens(*args, **kwargs)
@@ -271,7 +271,7 @@ def _is_lookup(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding | VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
 
 
-def _refuse_what_cannot_be(config: Any) -> None:
+def _refuse_unsupported_config(config: Any) -> None:
     """Raise ``OptionError`` for :data:`~penstock.adapters.vllm.options.REFUSED`."""
     parallel = config.parallel_config
     for is_set, flag, value in (
@@ -311,7 +311,7 @@ def _replica_group(replicas: int | None, parallel: Any, rank: int) -> ProcessGro
     """The workers of this host that hold the same weights as this one: one copy can serve them in mode ``shm_cpu``.
 
     Data-parallel ranks of a mixture of experts are ranks of one world, and vLLM has a group of them. Those of a dense
-    model are engines of their own: vLLM tells each that it is alone, and only how many there are has to be said. They
+    model are separate engines with a world size of 1, so that their number has to be given as an option. They
     meet in a key-value store at the port that vLLM has set aside for the ranks of this launch, and that engines of a
     dense model leave unused.
 
