@@ -419,7 +419,7 @@ def test_plan_counts_the_workload(model: Path) -> None:
     one, many = minimum("--context", 64) - bare, minimum("--context", 64, "--batch", "1,8") - bare
     assert many == 8 * one
     assert run("plan", model, "--device-memory", f"{bare + many}B", "--context", 64, "--batch", 8).exit_code == 0
-    limit = TINY.config().max_position_embeddings
+    limit = TINY.build().config.max_position_embeddings
     message = error_of("plan", model, "--device-memory", "4MiB", "--context", limit + 1)
     assert f"{limit + 1} tokens is longer than the {limit} " in message
     assert f"--context {limit} or less" in message
@@ -725,7 +725,7 @@ def test_generate_refuses_models_that_do_not_generate(tmp_path: Path) -> None:
 
 
 def test_generate_refuses_folders_without_a_tokenizer(tmp_path: Path) -> None:
-    AutoModelForCausalLM.from_config(TINY.config()).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(TINY.build().config).save_pretrained(tmp_path)
     assert "tokenizer" in error_of("generate", tmp_path, "--prompt", "a")
 
 

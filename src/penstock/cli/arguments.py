@@ -190,7 +190,7 @@ class OpenedModel:
         """The plan for ``policy``; ``None`` keeps every tensor resident; a finished plan is compared with the model.
 
         Raises:
-            OptionError: a plan that cannot be; a plan for another model, or for another machine than ``machine``.
+            OptionError: an impossible plan; a plan for another model, or for another machine than ``machine``.
         """
         from penstock.plan.plan import Plan, assemble
 

@@ -72,18 +72,15 @@ def generate(
             f'penstock generate needs a causal language model (architectures ["...ForCausalLM"] in config.json), found '
             f"{type(module).__name__}"
         )
-    from penstock.runtime.prepare import describe_device
+    from penstock.adapters.transformers.load_folder import load_matched
+    from penstock.plan.report import render
+    from penstock.runtime.prepare import describe_device, open_ranks
 
     planner = opened.planner(device, disk=disk_options(flags))
     plan = opened.plan(planner, policy, describe_device(device))
     group = _process_group(plan.mode, device)
     tokenizer, inputs = _tokenize(opened.folder, text)
-    from penstock.plan.report import render
-
     stderr.print(render(plan, opened.name))
-    from penstock.adapters.transformers.load_folder import load_matched
-    from penstock.runtime.prepare import open_ranks
-
     meter = PeakMeter()
     with byte_bar("loading", stderr) as progress, open_ranks(group) as ranks:
         handle = load_matched(opened.folder, module, opened.match, plan, device, disk_options(flags), progress, ranks)
@@ -144,12 +141,7 @@ def _tokenize(folder: Path, text: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _stream(
-    module: Any,
-    tokenizer: Any,
-    inputs: dict[str, Any],
-    max_new_tokens: int,
-    temperature: float | None,
-    seed: int,
+    module: Any, tokenizer: Any, inputs: dict[str, Any], max_new_tokens: int, temperature: float | None, seed: int
 ) -> tuple[int, float]:
     """Print the text as it comes; returns the number of new tokens and the seconds they took, prompt included."""
     import torch
@@ -158,9 +150,6 @@ def _stream(
     # Greedy decoding also silences what the model's generation config samples with.
     sampling = {"temperature": temperature} if temperature else {"temperature": None, "top_k": None, "top_p": None}
     torch.manual_seed(seed)
-    # One sequence is never padded; transformers warns without an id all the same.
-    eos = module.generation_config.eos_token_id
-    pad_ids = [tokenizer.pad_token_id, *(eos if isinstance(eos, list) else [eos]), 0]
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     begin = time.perf_counter()
     output = module.generate(
@@ -168,7 +157,7 @@ def _stream(
         max_new_tokens=max_new_tokens,
         streamer=streamer,
         do_sample=bool(temperature),
-        pad_token_id=next(token for token in pad_ids if token is not None),
+        pad_token_id=0,  # one sequence is never padded, but transformers warns without an id
         **sampling,
     )
     return output.shape[1] - inputs["input_ids"].shape[1], time.perf_counter() - begin

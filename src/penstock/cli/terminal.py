@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any
 
 import typer
@@ -136,23 +137,17 @@ def expand_lists(args: Sequence[str]) -> list[str]:
         typer.BadParameter: a flag without a name after it; the parser would take the next flag for one.
     """
     expanded: list[str] = []
-    flag, values = "", 0
-    for index, arg in enumerate(args):
-        if flag and not arg.startswith("-"):
-            expanded += [flag, arg]
-            values += 1
+    rest = list(args)
+    while rest and rest[0] != "--":
+        flag = rest.pop(0)
+        if flag not in LIST_FLAGS:
+            expanded.append(flag)
             continue
-        _require_values(flag, values)
-        if arg == "--":
-            return [*expanded, *args[index:]]
-        flag, values = (arg, 0) if arg in LIST_FLAGS else ("", 0)
-        if not flag:
-            expanded.append(arg)
-    _require_values(flag, values)
-    return expanded
-
-
-def _require_values(flag: str, values: int) -> None:
-    if flag and not values:
-        what = "rule" if "=" in LIST_FLAGS[flag] else "name"
-        raise typer.BadParameter(f"{flag} needs at least one {what} after it, e.g. {flag} {LIST_FLAGS[flag]}")
+        values = list(takewhile(lambda word: not word.startswith("-"), rest))
+        if not values:
+            what = "rule" if "=" in LIST_FLAGS[flag] else "name"
+            raise typer.BadParameter(f"{flag} needs at least one {what} after it, e.g. {flag} {LIST_FLAGS[flag]}")
+        for value in values:
+            expanded += [flag, value]
+        del rest[: len(values)]
+    return expanded + rest

@@ -63,10 +63,7 @@ SENTENCES = (
     "Within two years copper has become twice as expensive.",
 )
 # Byte-level tokens: equally long texts need no padding. Few and short, so that memory is weights and not activations.
-_PROMPTS = (
-    "Weights rest where there is room, ",
-    "and arrive just before they run...",
-)
+_PROMPTS = ("Weights rest where there is room, ", "and arrive just before they run...")
 
 # Shrinks any configuration to a model of a few hundred KB with the same modules.
 _TINY = {

@@ -41,11 +41,11 @@ class ModelSize:
     key_value_heads: int = 4
     seed: int = 20
 
-    def config(self) -> Any:
-        """The transformers configuration. No token ends a text, so that its length is fixed."""
-        from transformers import Qwen3Config
+    def build(self) -> Any:
+        """The model with its weights; on the meta device without. No token ends a text: its length is fixed."""
+        from transformers import Qwen3Config, Qwen3ForCausalLM
 
-        return Qwen3Config(
+        config = Qwen3Config(
             vocab_size=_VOCABULARY,
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
@@ -61,13 +61,8 @@ class ModelSize:
             dtype="float32",
             architectures=["Qwen3ForCausalLM"],
         )
-
-    def build(self) -> Any:
-        """The model with its weights; on the meta device without."""
-        from transformers import Qwen3ForCausalLM
-
         torch.manual_seed(self.seed)
-        model: Any = Qwen3ForCausalLM(self.config())
+        model: Any = Qwen3ForCausalLM(config)
         model.requires_grad_(False)
         model.model.embed_tokens.weight.normal_()  # tokens that differ little would all continue alike
         return model
