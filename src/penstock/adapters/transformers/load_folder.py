@@ -84,7 +84,7 @@ def load(
 
     Raises:
         CheckpointError: no folder, no model in it, or files for another configuration.
-        OptionError, OptionTypeError: a policy, class or dtype that cannot be; a plan for another model or machine.
+        OptionError, OptionTypeError: an invalid policy, class or dtype; a plan for another model or machine.
         LimitError: the device or the host has no room for the plan; found before anything is allocated.
         PeerError: another rank of ``group`` failed, ended, or did not come in time.
 
@@ -107,7 +107,7 @@ def load_matched(
     progress: Progress | None,
     ranks: RankGroup | None,
 ) -> Handle:
-    """:func:`load` for a ``model`` on ``meta`` that has been built and brought together with its files already."""
+    """:func:`load` for a ``model`` on ``meta`` that has been built and matched with its files."""
     _report(model, found)
     prepared = prepare(
         model,
@@ -138,7 +138,7 @@ def build_meta_model(
 
     Raises:
         CheckpointError: no folder, or no model in it that transformers can build.
-        OptionError, OptionTypeError: a class or dtype that cannot be.
+        OptionError, OptionTypeError: an invalid class or dtype.
     """
     folder = _folder(path)
     raw = _read_config(folder)
@@ -362,7 +362,7 @@ def _take_generation_config(model: PreTrainedModel, folder: Path) -> None:
     adjust(None, False, None, str(folder), **options, revision="main", subfolder="", trust_remote_code=False)
 
 
-# -- what has to be said ----------------------------------------------------------------------------------------------
+# -- warnings ---------------------------------------------------------------------------------------------------------
 
 
 def _report(model: PreTrainedModel, found: Match) -> None:
