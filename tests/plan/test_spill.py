@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -147,7 +146,7 @@ def test_every_candidate_is_timed_as_its_plan_is() -> None:
     for limit in (200 * KIB, 700 * KIB):
         for group in planner.candidates(budget).families:
             fitting = group.fitting(float("inf"), limit)[::7]
-            seen, bound = group.step_s(fitting, limit), group.bound(fitting, limit)
+            seen = group.step_s(fitting, limit)
             for index, row in enumerate(fitting):
                 made = group.plan(int(row), limit)
                 assert made.device_bytes == group.memory.device_bytes[row]
@@ -156,7 +155,6 @@ def test_every_candidate_is_timed_as_its_plan_is() -> None:
                     expected = Forecaster(inventory, DISK, ModelProfile(), size)(made)
                     assert expected.step_s == pytest.approx(seen[batch, index])
                     assert expected.step_s >= expected.floor_s * (1 - 1e-9)
-                assert bound[index] <= np.log(seen[:, index]).mean() + 1e-12
                 checked += bool(made.staged_units)
     assert checked > 50
 
@@ -165,11 +163,10 @@ def test_all_in_files_are_timed_as_their_plans_are() -> None:
     inventory = layered(6, 300 * KIB, 100 * KIB, head=200 * KIB)
     for group in Planner(inventory, DISK).candidates(Budget(inventory.num_bytes, mode="disk")).families:
         every = group.fitting(float("inf"))[::11]
-        seen, bound = group.step_s(every)[0], group.bound(every)
+        seen = group.step_s(every)[0]
         for index, row in enumerate(every):
             made = group.plan(int(row))
             assert Forecaster(inventory, DISK, ModelProfile(), 1)(made).step_s == pytest.approx(seen[index])
-        assert (bound <= np.log(seen) + 1e-12).all()
 
 
 def test_no_more_on_disk_than_needed_and_nothing_without_need() -> None:

@@ -220,8 +220,7 @@ class CandidateTable:
                 run = counts if low == 0 else counts[:-1]
                 runs.append(np.stack([np.full_like(run, high), np.full_like(run, low), run]))
         high, low, pattern = np.concatenate(runs, axis=1)
-        slots = np.full(len(pattern), num_slots, dtype=np.int64)
-        return Family(self, sets, high, low, pattern, slots, self._even_patterns, outside, uva, in_place)
+        return Family(self, sets, high, low, pattern, num_slots, self._even_patterns, outside, uva, in_place)
 
     @cached_property
     def _even_patterns(self) -> Kinds:
@@ -257,8 +256,7 @@ class CandidateTable:
         low = np.repeat([index[chosen] for chosen in lows], len(patterns))
         high = np.repeat([index[chosen | experts] for chosen in lows], len(patterns))
         for num_slots in range(1, MAX_SLOTS + 1):
-            slots = np.full(len(every), num_slots, dtype=np.int64)
-            yield Family(self, sets, high, low, every, slots, patterns, outside, uva, low_uva=low_uva)
+            yield Family(self, sets, high, low, every, num_slots, patterns, outside, uva, low_uva=low_uva)
 
 
 def _three_ways(has_experts: Sequence[bool]) -> Kinds:
@@ -326,7 +324,7 @@ class Family:
         sets: the sets that ``high`` and ``low`` index.
         high, low: the set of the ``HIGH`` layers, and that of the others.
         pattern: row of ``patterns``.
-        slots: that are wanted; where there are fewer units there are fewer.
+        num_slots: that are wanted; where there are fewer units there are fewer.
         patterns: [patterns, layers]: what each layer is.
         outside: what happens outside the layers.
         uva: storages that all of them read in place.
@@ -339,7 +337,7 @@ class Family:
     high: Ints
     low: Ints
     pattern: Ints
-    slots: Ints
+    num_slots: int
     patterns: Kinds
     outside: Mechanism
     uva: tuple[StorageInfo, ...]
@@ -348,8 +346,7 @@ class Family:
 
     def _take(self, rows: Ints) -> Family:
         """The same family with only the candidates of these indices."""
-        high, low, pattern, slots = self.high[rows], self.low[rows], self.pattern[rows], self.slots[rows]
-        return replace(self, high=high, low=low, pattern=pattern, slots=slots)
+        return replace(self, high=self.high[rows], low=self.low[rows], pattern=self.pattern[rows])
 
     @cached_property
     def _chosen(self) -> Ints:
@@ -385,14 +382,14 @@ class Family:
     @cached_property
     def memory(self) -> Memory:
         """As :class:`~penstock.plan.plan.Plan` counts it once a candidate is laid out."""
-        count, wanted = len(self.high), self.slots
+        count, wanted = len(self.high), self.num_slots
         ranks = self.table.problem.ranks_on_device
         parts_bytes, moved, num_units = np.zeros(count), np.zeros(count), np.zeros(count, dtype=np.int64)
-        slot_bytes, first = np.zeros((MAX_SLOTS, count)), np.zeros((MAX_SLOTS, count))
+        slot_bytes, first = np.zeros((wanted, count)), np.zeros((wanted, count))
         for (_, slab), (_, size) in zip(self._units(self.table.slabs), self._units(self.table.sizes), strict=True):
             has = slab > 0
             place = num_units % wanted
-            for slot in range(int(wanted.max(initial=0))):
+            for slot in range(wanted):
                 here = has & (place == slot)
                 np.maximum(slot_bytes[slot], slab, out=slot_bytes[slot], where=here)
                 np.copyto(first[slot], size, where=here & (num_units < wanted))
@@ -401,7 +398,7 @@ class Family:
                 parts_bytes += np.ceil(slab / (ranks * SLAB_ALIGNMENT_BYTES)) * SLAB_ALIGNMENT_BYTES
             moved += size
         # A unit that has its slot alone is copied once and stays.
-        alone = np.arange(MAX_SLOTS)[:, None] + wanted >= num_units
+        alone = np.arange(wanted)[:, None] + wanted >= num_units
         offloaded = moved + self._in_place_bytes(self.table.sizes)
         device_bytes = self.table.problem.inventory.num_bytes - offloaded + slot_bytes.sum(0) + parts_bytes
         return Memory(num_units, np.minimum(wanted, num_units), moved - (first * alone).sum(0), offloaded, device_bytes)
@@ -460,7 +457,7 @@ class Family:
             fits &= excess <= self._host_bytes[1]
         elif host_bytes is not None:
             fits &= self.memory.offloaded_bytes <= host_bytes
-        return np.flatnonzero(fits & (self.slots <= np.maximum(self.memory.num_slots, 1)))
+        return np.flatnonzero(fits & (self.num_slots <= np.maximum(self.memory.num_slots, 1)))
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
@@ -490,45 +487,6 @@ class Family:
                 extra_s += self._is_low(stage.anchor) * (cost.in_place_s - cost.resident_s)
                 link_s += self._is_low(stage.anchor) * cost.in_place_s
             yield extra_s, link_s
-
-    def bound(self, rows: Ints, host_bytes: int | None = None) -> Floats:
-        """Mean logarithm, over the batch sizes, of a time that no schedule of the candidate can beat."""
-        rates = self.table.problem.rates
-        moved_bytes = self.memory.moved_bytes[rows]
-        moved_s = moved_bytes / max(rate for _, rate in rates.copy_bytes_per_s.points)
-        excess = self._excess(host_bytes)
-        if self.table.problem.mode == "disk":
-            moved_s = np.maximum(moved_s, moved_bytes * rates.file_s_per_byte)
-        elif excess is not None and excess[rows].any():
-            moved_s = np.maximum(moved_s, self._transfer_s(rows, excess[rows]))
-        least = [np.maximum(moved_s, compute_s) for compute_s in self._least_compute_s]
-        bound: Floats = np.log(np.array(least)).mean(axis=0) - 1e-8
-        return bound
-
-    @cached_property
-    def _least_compute_s(self) -> list[float]:
-        """Per batch size: compute that every candidate of the family has."""
-        return [
-            sum(step.resident_s) + sum(extra_s for extra_s, _ in step.read_in_place(s.name for s in self.uva))
-            for step in self.table.steps
-        ]
-
-    def _transfer_s(self, rows: Ints, excess: Floats) -> Floats:
-        """All copies and reads of a step, with as much beside one another as the ring allows."""
-        rates, taken = self.table.problem.rates, self._take(rows)
-        slots, units = self.memory.num_slots[rows], self.memory.num_units[rows]
-        staged = taken._staged(excess)
-        following = np.zeros(len(rows), np.int64)
-        links_s, disk_s = np.zeros(len(rows)), np.zeros(len(rows))
-        for anchor, size in taken._units(self.table.sizes):
-            stays = (following < slots) & (following + slots >= units)
-            in_files = staged.get(anchor, np.zeros(len(rows), dtype=bool))
-            read_s = size * rates.file_s_per_byte * in_files
-            ahead_s = np.minimum(read_s, RING_BYTES * rates.file_s_per_byte)
-            links_s += ~stays * np.maximum(rates.copies_s(size), read_s - ahead_s)
-            disk_s += ~stays * read_s
-            following += size > 0
-        return np.maximum(links_s, disk_s)
 
     # -- one candidate -------------------------------------------------------------------------------------------------
 

@@ -26,9 +26,6 @@ from penstock.plan.units import warn_of_stranded
 
 __all__ = ["Point", "curve", "host_limit", "reserved_bytes", "solve"]
 
-# Timed first, by the order of their lower bounds; the best of them rules out nearly all the others.
-_FIRST = 64
-_FIRST_FAMILIES = 4
 _CURVE_BINS = 256
 
 
@@ -90,24 +87,17 @@ def reserved_bytes(problem: PlanningProblem, budget: Budget) -> int:
 
 
 def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None) -> Plan | None:
-    fitting = [(family, family.fitting(device_bytes, host_bytes)) for family in table.families]
-    bounds = [(family, rows, family.bound(rows, host_bytes)) for family, rows in fitting if len(rows)]
-    # A few of the most promising candidates first: what they reach rules out nearly all the others.
-    limit = np.inf
-    for family, rows, bound in sorted(bounds, key=lambda entry: float(entry[2].min()))[:_FIRST_FAMILIES]:
-        first = rows[np.argsort(bound, kind="stable")[:_FIRST]]
-        limit = min(limit, float(_score(family.step_s(first, host_bytes)).min()))
     ranked = []
-    for family, rows, bound in bounds:
-        kept = rows[bound <= limit]
-        if len(kept):
-            memory, times = family.memory, family.step_s(kept, host_bytes)
-            slots = np.maximum(memory.num_slots[kept], 1)
+    for family in table.families:
+        rows = family.fitting(device_bytes, host_bytes)
+        if len(rows):
+            memory, slots = family.memory, np.maximum(family.memory.num_slots[rows], 1)
             # What decides among equally fast candidates; less is better.
-            uneven = memory.num_units[kept] % slots > 0
-            keys = (_score(times), uneven, memory.moved_bytes[kept], memory.device_bytes[kept], slots)
+            uneven = memory.num_units[rows] % slots > 0
+            score = _score(family.step_s(rows, host_bytes))
+            keys = (score, uneven, memory.moved_bytes[rows], memory.device_bytes[rows], slots)
             first = np.lexsort(keys[::-1])[0]  # the last key counts first
-            ranked.append((tuple(float(key[first]) for key in keys), family, int(kept[first])))
+            ranked.append((tuple(float(key[first]) for key in keys), family, int(rows[first])))
     if not ranked:
         return None
     _, family, row = min(ranked, key=lambda entry: entry[0])
@@ -123,12 +113,12 @@ def _score(step_s: Floats) -> Floats:
 def curve(table: CandidateTable, host_bytes: int | None = None) -> list[Point]:
     """Nearly the best step times for every amount of device memory, ascending: what a little more would buy.
 
-    ``host_bytes``: host memory that the weights may take. Of the candidates of a family only the most promising of each
-    of ``_CURVE_BINS`` ranges of memory are timed.
+    ``host_bytes``: host memory that the weights may take. Of the candidates of a family only those that move the fewest
+    bytes in each of ``_CURVE_BINS`` ranges of memory are timed.
     """
     points: list[tuple[float, float, Floats]] = []
     for family in table.families:
-        rows = _most_promising(family, host_bytes)
+        rows = _fewest_moved(family, host_bytes)
         times = family.step_s(rows, host_bytes)
         points += zip(family.memory.device_bytes[rows], _score(times), times.T, strict=True)
     best: list[Point] = []
@@ -140,13 +130,13 @@ def curve(table: CandidateTable, host_bytes: int | None = None) -> list[Point]:
     return best
 
 
-def _most_promising(family: Family, host_bytes: int | None) -> Ints:
+def _fewest_moved(family: Family, host_bytes: int | None) -> Ints:
     every = family.fitting(np.inf, host_bytes)
     if not len(every):
         return every
     total_bytes = max(1, family.table.problem.inventory.num_bytes)
     bins = np.floor(family.memory.device_bytes[every] / total_bytes * _CURVE_BINS)
-    order = np.lexsort((family.bound(every, host_bytes), bins))
+    order = np.lexsort((family.memory.moved_bytes[every], bins))
     changes = np.flatnonzero(np.diff(bins[order], prepend=-1.0))
     kept = np.unique(np.concatenate([changes, np.minimum(changes + 1, len(order) - 1)]))
     rows: Ints = every[order[kept]]
