@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, cast, get_args
 
-from penstock.errors import OptionError, OptionTypeError, SizeError
+from penstock.errors import OptionError, OptionTypeError, RuleError, SizeError
 
 __all__ = [
     "ALL_MODEL_PARAMS",
@@ -156,6 +156,12 @@ def _as_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
         if mechanism not in get_args(Mechanism):
             raise OptionError(
                 f"rule {pattern}={mechanism}: expected one of {', '.join(get_args(Mechanism))} as the mechanism; {form}"
+            )
+        other = dict(checked).get(pattern, mechanism)
+        if other != mechanism:
+            raise RuleError(
+                f"rules '{pattern}={other}' and '{pattern}={mechanism}' contradict each other: one pattern has one "
+                f"mechanism; leave one of them out"
             )
         checked.append((pattern, mechanism))
     return tuple(checked)

@@ -249,25 +249,18 @@ def counts(flag: str, text: str) -> list[int]:
 
 
 def parse_rules(texts: Sequence[str]) -> list[Rule]:
-    """The rules ``PATTERN=MECHANISM``; the pattern may contain ``=``, and one pattern has one mechanism.
+    """The rules ``PATTERN=MECHANISM``; the pattern may contain ``=``.
 
     Raises:
-        OptionError: not of that form, no such mechanism, or two mechanisms for one pattern.
+        OptionError: not of that form, or no such mechanism.
     """
-    mechanisms = ", ".join(get_args(Mechanism))
-    form = f"write PATTERN=MECHANISM with one of {mechanisms}, e.g. experts=uva or 're:.*\\.down_proj\\..*=prefetch'"
     rules: list[Rule] = []
-    first: dict[str, str] = {}
     for text in texts:
-        pattern, equals, mechanism = text.rpartition("=")
-        if not equals or not pattern:
-            raise OptionError(f"--offload-rule {text!r}: expected a name pattern, '=' and a mechanism; {form}")
-        if mechanism not in get_args(Mechanism):
-            raise OptionError(f"--offload-rule {text!r}: expected one of {mechanisms}, found {mechanism!r}; {form}")
-        if first.setdefault(pattern, mechanism) != mechanism:
+        pattern, _, mechanism = text.rpartition("=")
+        if not pattern or mechanism not in get_args(Mechanism):
             raise OptionError(
-                f"{pattern}={first[pattern]} and {text} contradict each other: one pattern has one mechanism; leave "
-                f"one of them out"
+                f"--offload-rule {text!r}: expected a name pattern, '=' and a mechanism; write PATTERN=MECHANISM with "
+                f"one of {', '.join(get_args(Mechanism))}, e.g. experts=uva or 're:.*\\.down_proj\\..*=prefetch'"
             )
         rules.append((pattern, cast(Mechanism, mechanism)))
     return rules

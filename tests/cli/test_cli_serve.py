@@ -173,7 +173,7 @@ def test_any_other_flag_is_passed_on_as_it_is(separator: list[str]) -> None:
         (["--device-memory", "1GiB", "--cpu-offload-gb", "4"], "--device-memory and --cpu-offload-gb contradict"),
         (["--device-memory", "1GiB", "--batch", "0"], "--batch '0': expected numbers of rows"),
         (["--device-memory", "1GiB", "--offload-rule", "mlp"], "--offload-rule 'mlp': expected a name pattern"),
-        (["--device-memory", "1GiB", "--offload-rule", "a=uva", "a=prefetch"], "a=uva and a=prefetch contradict"),
+        (["--device-memory", "1GiB", "--offload-rule", "a=uva", "a=prefetch"], "'a=uva' and 'a=prefetch' contradict"),
         (["--offload-rule", "a=uva"], "--offload-rule has no effect without --device-memory inside"),
         (["--batch", "1"], "--batch has no effect without --device-memory"),
         (["--offload-group-size", "4", "--cpu-offload-gb", "4"], "--offload-group-size and --cpu-offload-gb contr"),

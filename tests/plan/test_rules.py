@@ -53,7 +53,7 @@ class TestFirstMatch:
         claims = [matching(INVENTORY, pattern) for pattern, _ in rules]
         dead = [mine <= frozenset().union(*claims[:index]) for index, mine in enumerate(claims)]
         if any(dead):
-            assert "can never apply" in (message := refusal(rules)) or "contradict" in message
+            assert "can never apply" in refusal(rules)
         else:
             assert settle_rules(INVENTORY, rules) == expected
 
@@ -77,8 +77,8 @@ class TestRefusals:
             settle_rules(INVENTORY, [("experts", "uva"), ("expert", "prefetch")])
 
     def test_one_pattern_two_mechanisms(self) -> None:
-        message = refusal([("experts", "uva"), ("gate", "resident"), ("experts", "prefetch")])
-        assert "rules 'experts=uva' and 'experts=prefetch' contradict each other" in message
+        with pytest.raises(RuleError, match="rules 'experts=uva' and 'experts=prefetch' contradict each other"):
+            Rules([("experts", "uva"), ("gate", "resident"), ("experts", "prefetch")])
 
     def test_a_rule_behind_a_wider_one(self) -> None:
         message = refusal([("mlp", "prefetch"), ("experts", "uva")])

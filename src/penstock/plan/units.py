@@ -236,14 +236,19 @@ def settle_rules(
 
     Raises:
         SelectionError: a pattern matches nothing.
-        RuleError: a rule can never apply, contradicts another one, or cannot be obeyed for anything it settles.
+        RuleError: a rule can never apply, or cannot be obeyed for anything it settles.
     """
     owners: dict[str, int] = {}  # index of the first rule that matches a storage
     for index, (pattern, _) in enumerate(rules):
         matched = matching(inventory, pattern)
         left = matched - owners.keys()
         if not left:
-            raise RuleError(_never_applies(rules, index, sorted({owners[name] for name in matched})))
+            settled = " and ".join(_shown(rules[other]) for other in sorted({owners[name] for name in matched}))
+            raise RuleError(
+                f"rule {_shown(rules[index])} can never apply: all that it matches is settled by {settled} before it. "
+                f"The first rule that matches counts: put the narrower one first, e.g. --offload-rule "
+                f"'re:.*\\.layers\\.0\\..*=resident' mlp=prefetch"
+            )
         owners.update(dict.fromkeys(left, index))
     wanted = {s.name: rules[owners[s.name]][1] for s in inventory.storages if s.name in owners}
     reasons = _reasons_to_stay(inventory, wanted, unstreamable)
@@ -259,21 +264,6 @@ def settle_rules(
                 raise RuleError(message)
             warn_user(f"{message}. They stay resident")
     return {name: "resident" if name in reasons else mechanism for name, mechanism in wanted.items()}
-
-
-def _never_applies(rules: Sequence[Rule], index: int, earlier: Sequence[int]) -> str:
-    same = [other for other in earlier if rules[other][0] == rules[index][0]]
-    if same and rules[same[0]][1] != rules[index][1]:
-        return (
-            f"rules {_shown(rules[same[0]])} and {_shown(rules[index])} contradict each other: one pattern has one "
-            f"mechanism; leave one of them out"
-        )
-    settled = " and ".join(_shown(rules[other]) for other in earlier)
-    return (
-        f"rule {_shown(rules[index])} can never apply: all that it matches is settled by {settled} before it. The "
-        f"first rule that matches counts: put the narrower one first, e.g. --offload-rule "
-        f"'re:.*\\.layers\\.0\\..*=resident' mlp=prefetch"
-    )
 
 
 def _reasons_to_stay(
