@@ -59,9 +59,9 @@ class TestWhatAPlanSays:
             "cpu": made.offloaded_bytes - spilled,
             "disk": spilled,
         }
-        assert made.store_of("layers.1.linear.weight") == "disk"
-        assert made.store_of("layers.2.linear.weight") == "cpu"
-        assert made.store_of("head.weight") is None
+        assert made.placements["layers.1.linear.weight"].store == "disk"
+        assert made.placements["layers.2.linear.weight"].store == "cpu"
+        assert made.placements["head.weight"].store is None
 
     def test_a_file_keeps_them(self, tmp_path: Path) -> None:
         made = two_stores(Stack(6))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from penstock.config import Mechanism, Mode, format_gib
 from penstock.errors import OptionError
@@ -22,8 +22,8 @@ __all__ = [
     "SCHEMA_VERSION",
     "SLAB_ALIGNMENT_BYTES",
     "Machine",
-    "Mechanism",
     "PartLayout",
+    "Placement",
     "Plan",
     "SlabEntry",
     "Stretch",
@@ -103,6 +103,14 @@ class Unit:
     def payload_bytes(self) -> int:
         """Bytes that a transfer of this unit moves."""
         return sum(entry.num_bytes for entry in self.entries)
+
+
+class Placement(NamedTuple):
+    """How compute reaches a storage, where it rests (``None``: on the device), and its bytes."""
+
+    mechanism: Mechanism
+    store: Mode | None
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -233,19 +241,18 @@ class Plan:
         return self.mode == "disk" or bool(self.staged_units)
 
     @cached_property
-    def _unit_of(self) -> dict[str, Unit]:
-        return {entry.storage: unit for unit in self.units for entry in unit.entries}
+    def placements(self) -> dict[str, Placement]:
+        """Of every storage by the name of its first tensor."""
+        found = {name: Placement("resident", None, size) for name, size in self.resident.items()}
+        found |= {name: Placement("uva", self.mode, size) for name, size in self.uva.items()}
+        for unit in self.units:
+            found |= {e.storage: Placement("prefetch", unit.store, e.num_bytes) for e in unit.entries}
+        return found
 
-    @cached_property
-    def _storages(self) -> dict[str, int]:
-        in_units = {entry.storage: entry.num_bytes for unit in self.units for entry in unit.entries}
-        return {**self.resident, **self.uva, **in_units}
-
-    def store_of(self, storage: str) -> Mode | None:
-        """Where ``storage`` rests; ``None`` for residents."""
-        if storage in self.uva:
-            return self.mode
-        return self._unit_of[storage].store if storage in self._unit_of else None
+    @property
+    def storage_bytes(self) -> dict[str, int]:
+        """Bytes of every storage by name."""
+        return {name: placement.num_bytes for name, placement in self.placements.items()}
 
     def mechanism_of(self, storage: str) -> Mechanism:
         """How compute reaches ``storage`` (the name of its first tensor).
@@ -253,13 +260,11 @@ class Plan:
         Raises:
             OptionError: the plan knows no storage of that name.
         """
-        if storage in self.resident:
-            return "resident"
-        if storage in self.uva:
-            return "uva"
-        if storage in self._unit_of:
-            return "prefetch"
-        raise OptionError(f"{storage!r}: no storage of this plan has this name; tied tensors go by the first of theirs")
+        if storage not in self.placements:
+            raise OptionError(
+                f"{storage!r}: no storage of this plan has this name; tied tensors go by the first of theirs"
+            )
+        return self.placements[storage].mechanism
 
     # -- checks --------------------------------------------------------------------------------------------------------
 
@@ -268,10 +273,10 @@ class Plan:
 
         Also where bits are at stake: each unit has to be waited for before anything reads it, and to keep its slot.
         """
-        found = {storage.name: storage.num_bytes for storage in inventory.storages}
+        found, planned = {s.name: s.num_bytes for s in inventory.storages}, self.storage_bytes
         missing = [unit.anchor for unit in self.units if unit.anchor not in inventory.modules]
-        if self._storages != found or missing:
-            raise OptionError(_foreign_model(self._storages, found, missing, self.model_name))
+        if planned != found or missing:
+            raise OptionError(_foreign_model(planned, found, missing, self.model_name))
         for problem in self._misplaced_units(inventory):
             raise OptionError(f"{problem}; {_REPLAN}")
         for unit in self.units:
@@ -363,9 +368,9 @@ class Plan:
             "schema": SCHEMA_VERSION,
             "model": {
                 "name": self.model_name,
-                "num_storages": len(self._storages),
+                "num_storages": len(self.placements),
                 "weight_bytes": self.weight_bytes,
-                "sha256": _digest(self._storages),
+                "sha256": _digest(self.storage_bytes),
             },
             "machine": None if self.made_for is None else asdict(self.made_for),
             "mode": self.mode,

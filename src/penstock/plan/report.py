@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from penstock.config import Mechanism, Mode
+from penstock.config import Mode
 from penstock.errors import OptionError
 from penstock.plan.build import Outlook, Planner
 from penstock.plan.cost_model import find_stages
@@ -35,23 +35,14 @@ __all__ = [
 ]
 
 MIB, GIB = 2**20, 2**30
-# In the picture: (mechanism, whether out of files): colour and label
-_COLOURS: dict[tuple[Mechanism, bool], tuple[str, str]] = {
-    ("resident", False): ("#3aa655", "resident"),
-    ("prefetch", False): ("#4c8ed9", "prefetched"),
-    ("prefetch", True): ("#8a63c9", "prefetched from files"),
-    ("uva", False): ("#e8a33d", "read in place"),
-    ("uva", True): ("#e8a33d", "read in place"),
-}
+# How compute reaches a tensor, of a plan with two stores also from which of them it is prefetched; with its colour.
+_COLOURS = {"resident": "#3aa655", "prefetched": "#4c8ed9", "from files": "#8a63c9", "in place": "#e8a33d"}
 
 # Norms and biases have dozens of roles of a few KiB each; they share a row.
 _MAX_ROLE_ROWS = 12
 _MAX_RUNS = 6
 
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
-# How compute reaches a tensor; of a plan with two stores also from which of them it is prefetched.
-_Column = Literal["resident", "prefetched", "from files", "in place"]
-_COLUMNS: tuple[_Column, ...] = ("resident", "prefetched", "from files", "in place")
 _STORE_NAMES: dict[Mode, str] = {
     "cpu": "host",
     "shm_cpu": "host, shared",
@@ -178,10 +169,10 @@ def _units(plan: Plan) -> Table:
 def _roles(plan: Plan) -> Table:
     """The largest roles, then the rest as one."""
     counts: Counter[str] = Counter()
-    sizes: defaultdict[str, Counter[_Column]] = defaultdict(Counter)
-    for name, num_bytes, column in _storages(plan):
+    sizes: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for name, placement in plan.placements.items():
         counts[role_of(name)] += 1
-        sizes[role_of(name)][column] += num_bytes
+        sizes[role_of(name)][_reached(plan, name)] += placement.num_bytes
     rows = sorted(counts, key=lambda role: (-sizes[role].total(), role))
     if len(rows) > _MAX_ROLE_ROWS:
         rows, small = rows[: _MAX_ROLE_ROWS - 1], rows[_MAX_ROLE_ROWS - 1 :]
@@ -189,7 +180,7 @@ def _roles(plan: Plan) -> Table:
         counts[rest] = sum(counts[role] for role in small)
         for role in small:
             sizes[rest] += sizes[role]
-    shown = [column for column in _COLUMNS if column == "resident" or any(size[column] for size in sizes.values())]
+    shown = [column for column in _COLOURS if column == "resident" or any(size[column] for size in sizes.values())]
     table = titled_table("Tensors by role, GiB", "role", "count", "total", *shown)
     for role in rows:
         cells = (gib(sizes[role][column]) if sizes[role][column] else "" for column in shown)
@@ -197,14 +188,12 @@ def _roles(plan: Plan) -> Table:
     return table
 
 
-def _storages(plan: Plan) -> Iterator[tuple[str, int, _Column]]:
-    for name, num_bytes in plan.resident.items():
-        yield name, num_bytes, "resident"
-    for unit in plan.units:
-        for entry in unit.entries:
-            yield entry.storage, entry.num_bytes, "prefetched" if unit.store == plan.mode else "from files"
-    for name, num_bytes in plan.uva.items():
-        yield name, num_bytes, "in place"
+def _reached(plan: Plan, name: str) -> str:
+    """The key of ``_COLOURS`` for a storage."""
+    placement = plan.placements[name]
+    if placement.mechanism == "prefetch":
+        return "prefetched" if placement.store == plan.mode else "from files"
+    return "in place" if placement.mechanism == "uva" else "resident"
 
 
 # -- predictions -------------------------------------------------------------------------------------------------------
@@ -296,10 +285,9 @@ def _draw_layers(axes: Any, plan: Plan, planner: Planner) -> None:
     largest = max((sum(s.num_bytes for s, _ in stage.storages) for stage in stages), default=0)
     unit, unit_name = (GIB, "GiB") if largest >= GIB / 10 else (MIB, "MiB")
     bottom = [0.0] * len(stages)
-    # Where the bytes rest: the key of the colours.
-    kinds = {s.name: (plan.mechanism_of(s.name), plan.store_of(s.name) == "disk") for s in planner.inventory.storages}
-    for kind, (colour, label) in _COLOURS.items():
-        heights = [sum(s.num_bytes for s, _ in stage.storages if kinds[s.name] == kind) / unit for stage in stages]
+    reached = {name: _reached(plan, name) for name in plan.placements}
+    for label, colour in _COLOURS.items():
+        heights = [sum(s.num_bytes for s, _ in stage.storages if reached[s.name] == label) / unit for stage in stages]
         if any(heights):
             axes.bar(range(len(stages)), heights, 0.85, bottom, color=colour, label=label)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]

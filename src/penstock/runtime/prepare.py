@@ -432,7 +432,9 @@ def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_me
     slots = sum(plan.slot_bytes)
     if not on_gpu:
         copied = on_meta if plan.mode == "cpu" else dict(_offloaded(plan)) if plan.mode == "shm_cpu" else ()
-        stored = sum(size for name, size in _offloaded(plan) if name in copied and plan.store_of(name) != "disk")
+        stored = sum(
+            size for name, size in _offloaded(plan) if name in copied and plan.placements[name].store != "disk"
+        )
         if plan.mode in SHARDED_MODES:
             stored = plan.part_bytes  # copied, wherever the tensors lie
         return Needs(host_bytes=slots + sum(arriving) + stored)

@@ -378,7 +378,7 @@ class OffloadSession(NotCopyable):
         if self._bound[name].is_back:  # by a remove() that was interrupted
             return self._bound[name].current_bytes()
         # Of shared memory a GPU's tensors see the very pages that other ranks read; a CPU's have pages of their own.
-        store = self.plan.store_of(name)
+        store = self.plan.placements[name].store
         own = store == "cpu" or (store == "shm_cpu" and self._device.type == "cpu")
         return self._store.in_place(name) if own else self._current_bytes(name)
 
