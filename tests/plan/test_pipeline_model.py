@@ -25,7 +25,7 @@ def played(compute: list[float], copies: list[float], num_slots: int) -> float:
 def play_all(compute: list[float], copies: list[list[float]], slots: list[int]) -> list[float]:
     count = len(copies)
     stages = [
-        StageTimes(np.full(count, seconds), np.zeros(count), np.array([row[index] for row in copies]))
+        StageTimes(np.full(count, seconds), np.zeros(count), np.array([row[index] for row in copies]), np.zeros(count))
         for index, seconds in enumerate(compute)
     ]
     units = np.array([sum(copy > 0 for copy in row) for row in copies])
@@ -127,11 +127,11 @@ def test_reading_in_place_takes_the_link_from_the_copies() -> None:
     """Two units that would hide behind ten seconds of compute, but for a stage that reads in place for as long."""
     one = np.ones(1)
     stages = [
-        StageTimes(5 * one, 0 * one, 4 * one),
-        StageTimes(10 * one, 10 * one, 0 * one),
-        StageTimes(5 * one, 0 * one, 4 * one),
+        StageTimes(5 * one, 0 * one, 4 * one, 0 * one),
+        StageTimes(10 * one, 10 * one, 0 * one, 0 * one),
+        StageTimes(5 * one, 0 * one, 4 * one, 0 * one),
     ]
-    quiet = [StageTimes(stage.compute_s, 0 * one, stage.copy_s) for stage in stages]
+    quiet = [StageTimes(stage.compute_s, 0 * one, stage.copy_s, 0 * one) for stage in stages]
     slots, units = np.array([1]), np.array([2])
     assert step_s(stages, slots, units)[0] > step_s(quiet, slots, units)[0]
 

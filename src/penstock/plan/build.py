@@ -18,8 +18,8 @@ from penstock.config import SHARDED_MODES, UVA, Budget, Mode, Policy, Prefetch, 
 from penstock.errors import RuleError, SelectionError, warn_user
 from penstock.model.inventory import Inventory, StorageInfo
 from penstock.model.memory_profile import ModelProfile
-from penstock.plan.candidates import CandidateTable, PlanningProblem, Spill
-from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Rates, StepModel, find_stages, moves_of, split_rates
+from penstock.plan.candidates import CandidateTable, Spill
+from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Rates, StepModel, find_stages, split_rates
 from penstock.plan.plan import Plan, assemble
 from penstock.plan.solver import Point, curve, host_limit, reserved_bytes, solve
 from penstock.plan.units import (
@@ -139,16 +139,16 @@ class Planner:
         """All the plans that are considered for ``budget``, whatever its size."""
         key = (budget.params, budget.mode, budget.rules, budget.workload)
         if key not in self._tables:
-            self._tables[key] = CandidateTable(self._problem(budget))
+            self._tables[key] = self._make_table(budget)
         return self._tables[key]
 
-    def _problem(self, budget: Budget) -> PlanningProblem:
+    def _make_table(self, budget: Budget) -> CandidateTable:
         workload, mode = budget.workload, budget.mode or self.default_mode
         self.profile.check_context(workload.context)
         movable = self._movable(budget)
         forced = settle_rules(self.inventory, budget.rules, self._fixed(mode))
         has_bytes = mode != "meta" and mode not in SHARDED_MODES
-        return PlanningProblem(
+        return CandidateTable(
             self.inventory,
             [s for s in movable if s.name not in forced],
             forced,
@@ -179,7 +179,7 @@ class Planner:
     def curve(self, budget: Budget) -> list[Point]:
         """Step times against device memory for weights, for the workload and rules of ``budget``."""
         table = self.candidates(budget)
-        return curve(table, host_limit(table.problem, budget))
+        return curve(table, host_limit(table, budget))
 
     def outlook(self, policy: Policy | Plan | None, plan: Plan, points: Sequence[Point] | None = None) -> Outlook:
         """What ``plan`` will cost for the workload of ``policy``; alternatives too where that is a budget."""
@@ -256,10 +256,10 @@ class Forecaster:
 
     def __init__(self, inventory: Inventory, rates: Rates, profile: ModelProfile, rows: int, context: int = 0) -> None:
         self._rates, self._rows = rates, rows
-        self._stages = find_stages(inventory)
+        stages = find_stages(inventory)
         # A unit of tied tensors may be anchored around the module that is the stage of the first of them.
-        self._anchors = {s.name: stage.anchor for stage in self._stages for s, _ in stage.storages}
-        self._step = StepModel(self._stages, rates, profile, rows, context)
+        self._anchors = {s.name: stage.anchor for stage in stages for s, _ in stage.storages}
+        self._step = StepModel(stages, rates, profile, rows, context)
 
     def __call__(self, plan: Plan) -> Forecast:
         """The forecast for ``plan``, which is timed as a table of candidates with one row."""
@@ -268,7 +268,8 @@ class Forecaster:
         in_files = {self._anchors[unit.entries[0].storage]: np.array([True]) for unit in plan.staged_units}
         in_place = self._step.read_in_place(plan.uva)
         step_s = self._step.step_s(
-            moves_of(rates, self._stages, sizes, in_files, 1),
+            sizes,
+            in_files,
             ((np.array([extra_s]), np.array([link_s])) for extra_s, link_s in in_place),
             np.array([plan.num_slots]),
             np.array([len(plan.units)]),
@@ -357,9 +358,9 @@ class Alternatives:
     """What else ``plan``, which is that for ``budget``, could be."""
 
     def __init__(self, table: CandidateTable, budget: Budget, plan: Plan) -> None:
-        self._table, self._problem, self._budget, self._plan = table, table.problem, budget, plan
-        self._reserved = reserved_bytes(table.problem, budget)
-        self._forecasters = [self._forecaster(rows) for rows in self._problem.batch_sizes]
+        self._table, self._budget, self._plan = table, budget, plan
+        self._reserved = reserved_bytes(table, budget)
+        self._forecasters = [self._forecaster(rows) for rows in self._table.batch_sizes]
         self._now = self._times(plan)
 
     def find(self, points: Sequence[Point] | None) -> Iterator[Alternative]:
@@ -367,14 +368,14 @@ class Alternatives:
 
         ``points``: the memory curve of the table, if it is at hand.
         """
-        yield from self._more_memory(points or curve(self._table, host_limit(self._problem, self._budget)))
-        if self._plan.spilled_bytes and self._problem.spill is not None:
-            yield from self._more_host_memory(self._problem.spill.ring_bytes)
+        yield from self._more_memory(points or curve(self._table, host_limit(self._table, self._budget)))
+        if self._plan.spilled_bytes and self._table.spill is not None:
+            yield from self._more_host_memory(self._table.spill.ring_bytes)
         yield from self._larger_batch()
 
     def _forecaster(self, rows: int) -> Forecaster:
-        problem = self._problem
-        return Forecaster(problem.inventory, problem.rates, problem.profile, rows, problem.context)
+        table = self._table
+        return Forecaster(table.inventory, table.rates, table.profile, rows, table.context)
 
     def _times(self, plan: Plan) -> list[float]:
         return [forecaster(plan).step_s for forecaster in self._forecasters]
@@ -403,7 +404,7 @@ class Alternatives:
             full = " (all weights at hand: as fast as resident)" if at_full_speed else ""
             ratio = self._speedup(better.step_s)
             text = f"{extra} GiB more device memory: {ratio:.1f}x faster{full}"
-            yield Alternative(text, total, self._problem.batch_sizes[0], ratio, better.step_s[0])
+            yield Alternative(text, total, self._table.batch_sizes[0], ratio, better.step_s[0])
 
     def _more_host_memory(self, ring_bytes: int) -> Iterator[Alternative]:
         """The least host memory that is worthwhile when units in files take it, or else all that they would take.
@@ -421,7 +422,7 @@ class Alternatives:
             extra = max(1, math.ceil((taken - (0 if better.staged_units else ring_bytes)) / GIB))
             rest = "" if better.staged_units else " (nothing is left on disk)"
             text = f"{extra} GiB more host memory: {ratio:.1f}x faster{rest}"
-            yield Alternative(text, self._budget.num_bytes, self._problem.batch_sizes[0], ratio, times[0])
+            yield Alternative(text, self._budget.num_bytes, self._table.batch_sizes[0], ratio, times[0])
 
     def _brought_in(self, count: int) -> Plan:
         """The plan with ``count`` of its units in files in host memory: those that a higher limit would bring there."""
@@ -435,9 +436,9 @@ class Alternatives:
         """The largest batch whose steps take hardly longer, as far as the budget has room for its cache."""
 
         def device_bytes(rows: int) -> int:
-            return self._plan.device_bytes + self._problem.profile.workload_bytes(rows, self._problem.context)
+            return self._plan.device_bytes + self._table.profile.workload_bytes(rows, self._table.context)
 
-        batch = max(self._problem.batch_sizes)
+        batch = max(self._table.batch_sizes)
         now, best, larger = self._forecaster(batch)(self._plan), None, 2 * batch
         while larger <= _LARGEST_BATCH and device_bytes(larger) <= self._budget.num_bytes:
             then = self._forecaster(larger)(self._plan)

@@ -33,12 +33,12 @@ import numpy.typing as npt
 from penstock.config import Mechanism, Mode
 from penstock.model.inventory import Inventory, StorageInfo
 from penstock.model.memory_profile import ModelProfile
-from penstock.plan.cost_model import Bools, Floats, Ints, Rates, StepModel, experts_in, find_stages, moves_of
+from penstock.plan.cost_model import Bools, Floats, Ints, Rates, StepModel, experts_in, find_stages
 from penstock.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, UnitDraft, assemble, slab_bytes
 from penstock.plan.schedule import RING_BYTES
 from penstock.plan.units import find_layers, outside_units, stranded
 
-__all__ = ["CandidateTable", "Family", "PlanningProblem", "Spill", "spill_order"]
+__all__ = ["CandidateTable", "Family", "Spill", "spill_order"]
 
 MAX_SLOTS = 3
 # 2 ** 6 sets of roles: the five heaviest roles of a layer one by one, and all the others together.
@@ -73,9 +73,9 @@ def spill_order(count: int) -> list[int]:
     return [number for number in reversed_bits if number < count]
 
 
-@dataclass(frozen=True)
-class PlanningProblem:
-    """What the solver is asked.
+@dataclass(eq=False)
+class CandidateTable:
+    """What the solver is asked, the storages by the part they play, and the families of candidates over them.
 
     Attributes:
         inventory: of the model.
@@ -90,6 +90,16 @@ class PlanningProblem:
         ranks_on_device: over the devices of how many ranks offloaded units are split; ``None``: they rest elsewhere.
         mode: the store.
         spill: files for the units that host memory has no room for; ``None``: all rest in the one store.
+        stages: of the model, in order.
+        spill_order: anchors of all stages, in the order in which their units go to the files.
+        layers: names of those that are layers.
+        layer_index: position of every layer.
+        roles: layer -> role -> storage, movable ones.
+        outside: units outside the layers.
+        always_prefetched: by anchor, what a rule has settled.
+        always_in_place: lookup tables, and what a rule has settled.
+        stranded: movable, but no module whose forward runs could wait for them.
+        sizes, slabs: bytes of every storage by name, and what it takes of a slab.
     """
 
     inventory: Inventory
@@ -105,31 +115,13 @@ class PlanningProblem:
     mode: Mode
     spill: Spill | None
 
-
-class CandidateTable:
-    """The storages of a problem by the part they play, and the families of candidates over them.
-
-    Attributes:
-        stages: of the model, in order.
-        spill_order: anchors of all stages, in the order in which their units go to the files.
-        layers: names of those that are layers.
-        layer_index: position of every layer.
-        roles: layer -> role -> storage, movable ones.
-        outside: units outside the layers.
-        always_prefetched: by anchor, what a rule has settled.
-        always_in_place: lookup tables, and what a rule has settled.
-        stranded: movable, but no module whose forward runs could wait for them.
-        sizes, slabs: bytes of every storage by name, and what it takes of a slab.
-    """
-
-    def __init__(self, problem: PlanningProblem) -> None:
-        self.problem = problem
-        inventory = problem.inventory
-        must_move = {s.name: s for s in inventory.storages if problem.forced.get(s.name) == "prefetch"}
+    def __post_init__(self) -> None:
+        inventory = self.inventory
+        must_move = {s.name: s for s in inventory.storages if self.forced.get(s.name) == "prefetch"}
         # Rows of a lookup table are read in place: that costs neither memory nor a copy, and stays right when a model
         # reads the table again at its end (tied weights that are not tied tensors).
-        lookups = [s for s in problem.movable if s.is_lookup and problem.lookups_in_place]
-        free = {s.name: s for s in problem.movable if not (s.is_lookup and problem.lookups_in_place)}
+        lookups = [s for s in self.movable if s.is_lookup and self.lookups_in_place]
+        free = {s.name: s for s in self.movable if not (s.is_lookup and self.lookups_in_place)}
         self.layers = find_layers(inventory)
         self.layer_index = {layer: index for index, layer in enumerate(self.layers)}
         inside = {layer: inventory.under(layer) for layer in self.layers}
@@ -143,7 +135,7 @@ class CandidateTable:
         beside = outside_units(inventory, [*free.values(), *must_move.values()], with_units)
         always |= {draft.anchor: tuple(s for s in draft.storages if s.name in must_move) for draft in beside}
         self.always_prefetched = {anchor: storages for anchor, storages in always.items() if storages}
-        by_rule = [s for s in inventory.storages if problem.forced.get(s.name) == "uva"]
+        by_rule = [s for s in inventory.storages if self.forced.get(s.name) == "uva"]
         self.always_in_place = (*lookups, *by_rule)
         drafts = [UnitDraft(d.anchor, tuple(s for s in d.storages if s.name in free)) for d in beside]
         self.outside = [draft for draft in drafts if draft.storages]
@@ -157,18 +149,14 @@ class CandidateTable:
     @cached_property
     def spillable(self) -> dict[str, float]:
         """``slabs``, such that a unit of which the files lack a part has less than no bytes."""
-        spill = self.problem.spill
+        spill = self.spill
         missing = frozenset(spill.unstreamable) if spill is not None else frozenset()
         return {name: _NEVER if name in missing else slab for name, slab in self.slabs.items()}
 
     @cached_property
     def steps(self) -> list[StepModel]:
         """Per batch size."""
-        problem = self.problem
-        return [
-            StepModel(self.stages, problem.rates, problem.profile, rows, problem.context)
-            for rows in problem.batch_sizes
-        ]
+        return [StepModel(self.stages, self.rates, self.profile, rows, self.context) for rows in self.batch_sizes]
 
     @cached_property
     def families(self) -> list[Family]:
@@ -188,20 +176,20 @@ class CandidateTable:
         expert_storages = [s for mine in self.roles.values() for role, s in mine.items() if role in experts]
         outside: list[Mechanism] = ["resident"]
         if self.outside:
-            outside += ["prefetch", "uva"] if self.problem.zero_copy else ["prefetch"]
+            outside += ["prefetch", "uva"] if self.zero_copy else ["prefetch"]
         for how in outside:
             beside = [s for draft in self.outside for s in draft.storages] if how == "uva" else []
             uva = (*self.always_in_place, *beside)
             for slots in range(1, MAX_SLOTS + 1):
                 yield self._evenly_spaced(all_sets, how, uva, slots)
-            if not self.problem.zero_copy:
+            if not self.zero_copy:
                 continue
             yield self._evenly_spaced(all_sets, how, uva, 1, in_place=True)
             if experts and dense:
                 uva = (*self.always_in_place, *expert_storages, *beside)
                 for slots in range(1, MAX_SLOTS + 1):
                     yield self._evenly_spaced(dense_sets, how, uva, slots)
-            if experts and self.problem.spill is not None:
+            if experts and self.spill is not None:
                 yield from self._split_experts(all_sets, how, (*self.always_in_place, *beside), frozenset(experts))
 
     def _evenly_spaced(
@@ -383,7 +371,7 @@ class Family:
     def memory(self) -> Memory:
         """As :class:`~penstock.plan.plan.Plan` counts it once a candidate is laid out."""
         count, wanted = len(self.high), self.num_slots
-        ranks = self.table.problem.ranks_on_device
+        ranks = self.table.ranks_on_device
         parts_bytes, moved, num_units = np.zeros(count), np.zeros(count), np.zeros(count, dtype=np.int64)
         slot_bytes, first = np.zeros((wanted, count)), np.zeros((wanted, count))
         for (_, slab), (_, size) in zip(self._units(self.table.slabs), self._units(self.table.sizes), strict=True):
@@ -400,7 +388,7 @@ class Family:
         # A unit that has its slot alone is copied once and stays.
         alone = np.arange(wanted)[:, None] + wanted >= num_units
         offloaded = moved + self._in_place_bytes(self.table.sizes)
-        device_bytes = self.table.problem.inventory.num_bytes - offloaded + slot_bytes.sum(0) + parts_bytes
+        device_bytes = self.table.inventory.num_bytes - offloaded + slot_bytes.sum(0) + parts_bytes
         return Memory(num_units, np.minimum(wanted, num_units), moved - (first * alone).sum(0), offloaded, device_bytes)
 
     def _in_place_bytes(self, sizes: Mapping[str, float]) -> Floats:
@@ -422,7 +410,7 @@ class Family:
 
     def least_host_bytes(self, rows: Ints) -> Floats:
         """What the candidates of these indices cannot do without in host memory."""
-        spill = self.table.problem.spill
+        spill = self.table.spill
         if spill is None:
             return self.memory.offloaded_bytes[rows]
         none, most = (num_bytes[rows] for num_bytes in self._host_bytes)
@@ -430,7 +418,7 @@ class Family:
 
     def _excess(self, host_bytes: int | None) -> Floats | None:
         """Slab bytes that have to go to files, by candidate; ``None`` where none do."""
-        spill = self.table.problem.spill
+        spill = self.table.spill
         if spill is None or host_bytes is None or host_bytes >= sum(self.table.slabs.values()):
             return None
         too_much = self._host_bytes[0] - host_bytes
@@ -438,7 +426,7 @@ class Family:
 
     def _staged(self, excess: Floats | None) -> dict[str, Bools]:
         """By anchor of a unit: in which candidates it rests in files."""
-        if self.table.problem.mode == "disk":
+        if self.table.mode == "disk":
             return dict.fromkeys((stage.anchor for stage in self.table.stages), np.ones(len(self.high), dtype=bool))
         if excess is None or not excess.any():
             return {}
@@ -464,11 +452,10 @@ class Family:
     def step_s(self, rows: Ints, host_bytes: int | None = None) -> Floats:
         """[batch sizes, ``rows``]: seconds of a step of the candidates of these indices."""
         excess, taken = self._excess(host_bytes), self._take(rows)
-        rates, units = self.table.problem.rates, dict(taken._units(self.table.sizes))
-        staged = taken._staged(None if excess is None else excess[rows]) if rates.file_s_per_byte else {}
-        moves = moves_of(rates, self.table.stages, units, staged, len(rows))
-        slots, num_units = self.memory.num_slots[rows], self.memory.num_units[rows]
-        return np.array([step.step_s(moves, taken._read_in_place(step), slots, num_units) for step in self.table.steps])
+        units = dict(taken._units(self.table.sizes))
+        staged = taken._staged(None if excess is None else excess[rows]) if self.table.rates.file_s_per_byte else {}
+        counts = self.memory.num_slots[rows], self.memory.num_units[rows]
+        return np.array([step.step_s(units, staged, taken._read_in_place(step), *counts) for step in self.table.steps])
 
     def _read_in_place(self, step: StepModel) -> Iterator[tuple[Floats, Floats]]:
         """Per stage, by candidate: what reading in place adds to compute, and how long it takes the link."""
@@ -492,10 +479,10 @@ class Family:
 
     def plan(self, candidate: int, host_bytes: int | None = None) -> Plan:
         """The candidate of this index, laid out."""
-        problem, row = self.table.problem, np.array([candidate])
+        row = np.array([candidate])
         excess = self._excess(host_bytes)
         staged = {} if excess is None else self._take(row)._staged(excess[row])
-        order = {s.name: index for index, s in enumerate(problem.inventory.storages)}
+        order = {s.name: index for index, s in enumerate(self.table.inventory.storages)}
         drafts, uva = [], list(self.uva)
         for anchor in (stage.anchor for stage in self.table.stages):
             storages = list(self._always.get(anchor, ()))
@@ -508,4 +495,4 @@ class Family:
             if storages:
                 store: Mode | None = "disk" if anchor in staged and staged[anchor][0] else None
                 drafts.append(UnitDraft(anchor, tuple(sorted(storages, key=lambda s: order[s.name])), store))
-        return assemble(problem.inventory, drafts, int(self.memory.num_slots[candidate]), problem.mode, uva=uva)
+        return assemble(self.table.inventory, drafts, int(self.memory.num_slots[candidate]), self.table.mode, uva=uva)

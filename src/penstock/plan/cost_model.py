@@ -41,7 +41,6 @@ The simulation's arguments are arrays over candidates, so that one pass over the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -63,7 +62,6 @@ __all__ = [
     "Curve",
     "Floats",
     "Ints",
-    "Move",
     "Rates",
     "Stage",
     "StageTimes",
@@ -71,7 +69,6 @@ __all__ = [
     "StorageCost",
     "experts_in",
     "find_stages",
-    "moves_of",
     "split_rates",
     "stages_compute_s",
     "step_s",
@@ -110,15 +107,7 @@ class Curve:
 
     def __call__(self, size: float) -> float:
         """The value at ``size``."""
-        first, last = self.points[0], self.points[-1]
-        if size <= first[0]:
-            return first[1]
-        if size >= last[0]:
-            return last[1]
-        high = next(index for index, point in enumerate(self.points) if point[0] >= size)
-        (x0, y0), (x1, y1) = self.points[high - 1], self.points[high]
-        share = math.log(size / x0) / math.log(x1 / x0)
-        return float(y0 * (y1 / y0) ** share)
+        return float(self.over(np.array(size)))
 
     def over(self, sizes: Floats) -> Floats:
         """The values at many positive sizes."""
@@ -171,7 +160,7 @@ class Rates:
 
     def copy_s(self, num_bytes: float) -> float:
         """Seconds of one copy."""
-        return num_bytes / self.copy_bytes_per_s(num_bytes) if num_bytes else 0.0
+        return float(self.copies_s(np.array(num_bytes)))
 
     def copies_s(self, num_bytes: Floats) -> Floats:
         """Seconds of each of many copies; 0 for no bytes."""
@@ -370,32 +359,6 @@ def stages_compute_s(
 # -- a step, simulated -------------------------------------------------------------------------------------------------
 
 
-class Move(NamedTuple):
-    """Seconds, by candidate, of the copy of a stage's unit, and of reading it from files; ``None``: none does."""
-
-    copy_s: Floats
-    disk_s: Floats | None
-
-
-def moves_of(
-    rates: Rates, stages: Sequence[Stage], sizes: Mapping[str, Floats], in_files: Mapping[str, Bools], count: int
-) -> list[Move]:
-    """The moves of every stage, of ``count`` candidates.
-
-    Args:
-        sizes: bytes of units by the anchor of their stage.
-        in_files: by anchor, whether they rest in files.
-    """
-    moves: list[Move] = []
-    for anchor in (stage.anchor for stage in stages):
-        if anchor not in sizes:
-            moves.append(Move(np.zeros(count), None))
-        else:
-            disk_s = sizes[anchor] * in_files[anchor] * rates.file_s_per_byte if anchor in in_files else None
-            moves.append(Move(rates.copies_s(sizes[anchor]), disk_s))
-    return moves
-
-
 class StepModel:
     """A step of ``rows`` rows, by the cost model: of many candidates at once, or of the one that a plan is.
 
@@ -407,7 +370,7 @@ class StepModel:
     def __init__(
         self, stages: Sequence[Stage], rates: Rates, profile: ModelProfile, rows: int, context: int = 0
     ) -> None:
-        self._rates = rates
+        self._rates, self._stages = rates, stages
         self._stage_of = {s.name: index for index, stage in enumerate(stages) for s, _ in stage.storages}
         self.costs = {s.name: storage_cost(s, n, rows, rates, profile) for stage in stages for s, n in stage.storages}
         self.resident_s = stages_compute_s(stages, rows, rates, profile, context)
@@ -424,37 +387,48 @@ class StepModel:
         return added
 
     def step_s(
-        self, moves: Sequence[Move], in_place: Iterable[tuple[Floats, Floats]], num_slots: Ints, num_units: Ints
+        self,
+        sizes: Mapping[str, Floats],
+        in_files: Mapping[str, Bools],
+        in_place: Iterable[tuple[Floats, Floats]],
+        num_slots: Ints,
+        num_units: Ints,
     ) -> Floats:
-        """Seconds of a step, by candidate; ``in_place``: as :meth:`read_in_place`, by candidate."""
-        stages = (
-            StageTimes(resident_s + extra_s, link_s, copy_s, disk_s)
-            for resident_s, (extra_s, link_s), (copy_s, disk_s) in zip(self.resident_s, in_place, moves, strict=True)
-        )
-        reads_files = any(disk_s is not None for _, disk_s in moves)
-        ring_s = RING_BYTES * self._rates.file_s_per_byte if reads_files else 0.0
-        return step_s(stages, num_slots, num_units, self._rates.copies_take_cores, ring_s)
+        """Seconds of a step, by candidate.
+
+        Args:
+            sizes: bytes of units by the anchor of their stage.
+            in_files: by anchor, whether they rest in files.
+            in_place: as :meth:`read_in_place`, by candidate.
+        """
+        rates, none, stages = self._rates, np.zeros(len(num_slots)), []
+        for stage, resident_s, (extra_s, link_s) in zip(self._stages, self.resident_s, in_place, strict=True):
+            size = sizes.get(stage.anchor, none)
+            disk_s = size * in_files.get(stage.anchor, False) * rates.file_s_per_byte
+            stages.append(StageTimes(resident_s + extra_s, link_s, rates.copies_s(size), disk_s))
+        reads_files = any(stage.disk_s.any() for stage in stages)
+        ring_s = RING_BYTES * rates.file_s_per_byte if reads_files else 0.0
+        return step_s(stages, num_slots, num_units, rates.copies_take_cores, ring_s)
 
 
-@dataclass(frozen=True)
-class StageTimes:
+class StageTimes(NamedTuple):
     """One stage of all candidates, arrays of one value per candidate, in seconds.
 
     Attributes:
         compute_s: with its unit in the slot; reading in place included.
         in_place_s: the part of it in which the link is taken.
         copy_s: of its unit; 0 where it has none.
-        disk_s: reading its unit from the files; 0 where it rests elsewhere. ``None``: for all candidates.
+        disk_s: reading its unit from the files; 0 where it rests elsewhere.
     """
 
     compute_s: Floats
     in_place_s: Floats
     copy_s: Floats
-    disk_s: Floats | None = None
+    disk_s: Floats
 
 
 def step_s(
-    stages: Iterable[StageTimes],
+    stages: Sequence[StageTimes],
     num_slots: Ints,
     num_units: Ints,
     copies_take_cores: bool = False,
@@ -466,11 +440,10 @@ def step_s(
         stages: in order of execution.
         num_slots, num_units: per candidate; no candidate has more slots than units.
         copies_take_cores: copies and compute want the same cores, so a step takes no less than both together.
-        ring_s: how long the disk reads until the staging ring is full.
+        ring_s: how long the disk reads until the staging ring is full; 0 where nothing is read.
     """
     state = _State(num_slots, num_units, ring_s)
     if ring_s:
-        stages = list(stages)
         state.read_ahead(stages)
     for stage in stages:
         state.run(stage)
@@ -499,7 +472,7 @@ class _State:
         self._first_disk = np.zeros((count, most))  # and its reading
         self.busy_s = np.zeros(count)  # compute and copies, end to end
 
-    def read_ahead(self, stages: Iterable[StageTimes]) -> None:
+    def read_ahead(self, stages: Sequence[StageTimes]) -> None:
         """What the disk has had for this step when it begins: at least the copies behind the last read of the one
         before, as long as the ring has room. Where a first unit is read behind the end, nothing is sure."""
         count = len(self._every)
@@ -508,7 +481,7 @@ class _State:
         reads_behind = np.zeros(count, dtype=bool)
         for stage in stages:
             has_unit = (stage.copy_s > 0) & self._moves
-            reads = has_unit & (stage.disk_s > 0) if stage.disk_s is not None else np.zeros(count, dtype=bool)
+            reads = has_unit & (stage.disk_s > 0)
             behind = has_unit & (following < self._slots) & (following % self._slots != self._held_back)
             within = has_unit & ~behind
             since = np.where(reads & within, 0.0, since + np.where(within, stage.copy_s, 0.0))
@@ -518,10 +491,10 @@ class _State:
             following += stage.copy_s > 0
         self._disk_free = np.where(reads_behind, 0.0, -np.minimum(since + wrapping, self._ring_s))
 
-    def _arrival(self, start: Floats, copy_s: Floats, disk_s: Floats | None, copied: Bools) -> Floats:
+    def _arrival(self, start: Floats, copy_s: Floats, disk_s: Floats, copied: Bools) -> Floats:
         """When a copy that can start at ``start`` ends; the disk moves on to the next unit then."""
         arrival = start + copy_s
-        if disk_s is None:
+        if not self._ring_s:
             return arrival
         read = np.maximum(self._disk_free + disk_s, start + np.maximum(disk_s - self._ring_s, 0.0))
         reads = disk_s > 0
@@ -547,8 +520,7 @@ class _State:
         self._released[rows, slot[has_unit]] = self._now[has_unit]
         first = has_unit & is_first
         self._first_copy[self._every[first], slot[first]] = stage.copy_s[first]
-        if stage.disk_s is not None:
-            self._first_disk[self._every[first], slot[first]] = stage.disk_s[first]
+        self._first_disk[self._every[first], slot[first]] = stage.disk_s[first]
         self._next += has_unit
 
     def finish(self) -> Floats:

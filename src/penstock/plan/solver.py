@@ -19,7 +19,7 @@ import numpy as np
 
 from penstock.config import HOST_MODES, Budget, format_gib
 from penstock.errors import BudgetError, warn_user
-from penstock.plan.candidates import CandidateTable, Family, PlanningProblem
+from penstock.plan.candidates import CandidateTable, Family
 from penstock.plan.cost_model import Floats, Ints
 from penstock.plan.plan import Plan, assemble
 from penstock.plan.units import warn_of_stranded
@@ -48,39 +48,38 @@ def solve(table: CandidateTable, budget: Budget) -> Plan:
     Raises:
         BudgetError: even with everything offloaded the budget is too small; carries the minimum.
     """
-    problem = table.problem
-    if budget.host_limit_bytes is not None and problem.mode not in HOST_MODES:
+    if budget.host_limit_bytes is not None and table.mode not in HOST_MODES:
         warn_user(
-            f"--host-memory has no effect: in mode {problem.mode!r} no weights rest in host memory; leave it out, or "
+            f"--host-memory has no effect: in mode {table.mode!r} no weights rest in host memory; leave it out, or "
             f"say --offload-mode cpu"
         )
-    weights_budget = budget.num_bytes - reserved_bytes(problem, budget)
-    num_bytes = problem.inventory.num_bytes
-    if num_bytes <= weights_budget and not problem.forced:
+    weights_budget = budget.num_bytes - reserved_bytes(table, budget)
+    num_bytes = table.inventory.num_bytes
+    if num_bytes <= weights_budget and not table.forced:
         warn_user(
             f"the weights ({format_gib(num_bytes)}) fit the budget ({format_gib(budget.num_bytes)}): nothing is "
             f"offloaded; give a smaller --device-memory to offload some of them"
         )
-        return assemble(problem.inventory, [], 0, problem.mode)
-    warn_of_stranded(problem.inventory, table.stranded)
-    best = _best(table, weights_budget, host_limit(problem, budget))
+        return assemble(table.inventory, [], 0, table.mode)
+    warn_of_stranded(table.inventory, table.stranded)
+    best = _best(table, weights_budget, host_limit(table, budget))
     if best is None:
         raise _too_small(table, budget)
     return best
 
 
-def host_limit(problem: PlanningProblem, budget: Budget) -> int | None:
+def host_limit(table: CandidateTable, budget: Budget) -> int | None:
     """Host memory that the weights may take: the budget's, or what is free where the rest has files to rest in."""
-    if problem.mode not in HOST_MODES:
+    if table.mode not in HOST_MODES:
         return None
-    if budget.host_limit_bytes is None and problem.spill is not None:
-        return problem.spill.free_bytes
+    if budget.host_limit_bytes is None and table.spill is not None:
+        return table.spill.free_bytes
     return budget.host_limit_bytes
 
 
-def reserved_bytes(problem: PlanningProblem, budget: Budget) -> int:
+def reserved_bytes(table: CandidateTable, budget: Budget) -> int:
     """Device memory that the workload takes beside the weights."""
-    return problem.profile.workload_bytes(max(budget.workload.batch_sizes), budget.workload.context)
+    return table.profile.workload_bytes(max(budget.workload.batch_sizes), budget.workload.context)
 
 
 # -- the search --------------------------------------------------------------------------------------------------------
@@ -134,7 +133,7 @@ def _fewest_moved(family: Family, host_bytes: int | None) -> Ints:
     every = family.fitting(np.inf, host_bytes)
     if not len(every):
         return every
-    total_bytes = max(1, family.table.problem.inventory.num_bytes)
+    total_bytes = max(1, family.table.inventory.num_bytes)
     bins = np.floor(family.memory.device_bytes[every] / total_bytes * _CURVE_BINS)
     order = np.lexsort((family.memory.moved_bytes[every], bins))
     changes = np.flatnonzero(np.diff(bins[order], prepend=-1.0))
@@ -148,8 +147,8 @@ def _fewest_moved(family: Family, host_bytes: int | None) -> Ints:
 
 def _too_small(table: CandidateTable, budget: Budget) -> BudgetError:
     """The refusal of a budget within which there is no candidate, with a budget that has one."""
-    problem, work = table.problem, budget.workload
-    beside, limit = reserved_bytes(problem, budget), host_limit(problem, budget)
+    work = budget.workload
+    beside, limit = reserved_bytes(table, budget), host_limit(table, budget)
     least = beside + min(int(family.memory.device_bytes.min()) for family in table.families)
     # Under the limit of host memory; everything resident needs none, unless rules take some.
     fitting = [
@@ -157,8 +156,8 @@ def _too_small(table: CandidateTable, budget: Budget) -> BudgetError:
         for family in table.families
         if len(rows := family.fitting(np.inf, limit))
     ]
-    if not fitting and not problem.forced:
-        fitting = [problem.inventory.num_bytes]
+    if not fitting and not table.forced:
+        fitting = [table.inventory.num_bytes]
     minimum = beside + min(fitting) if fitting else None
     if budget.num_bytes >= least:
         return _too_little_host(table, budget, limit or 0, minimum)
@@ -171,19 +170,18 @@ def _too_small(table: CandidateTable, budget: Budget) -> BudgetError:
         use, too = minimum, ", which leaves little enough to host memory"
     return BudgetError(
         f"a budget of {format_gib(budget.num_bytes)} ({budget.num_bytes} bytes) is too small: this model's weights are "
-        f"{format_gib(problem.inventory.num_bytes)} and with everything offloaded penstock still needs "
+        f"{format_gib(table.inventory.num_bytes)} and with everything offloaded penstock still needs "
         f"{format_gib(least)} ({least} bytes){besides}; use --device-memory {_mib_up(use)}MiB or more{too}",
         use,
     )
 
 
 def _too_little_host(table: CandidateTable, budget: Budget, limit: int, minimum: int | None) -> BudgetError:
-    problem = table.problem
-    least = _least_host_bytes(table, budget.num_bytes - reserved_bytes(problem, budget))
+    least = _least_host_bytes(table, budget.num_bytes - reserved_bytes(table, budget))
     whose = "--host-memory" if budget.host_limit_bytes is not None else "the free host memory of"
     more = "" if minimum is None else f"use --device-memory {_mib_up(minimum)}MiB or more, "
     ring, files = " with the staging ring, beside what can rest in the checkpoint's files", ""
-    if problem.spill is None:
+    if table.spill is None:
         ring = ""
         files = (
             ", or let the rest stay in files: pass checkpoint=FOLDER and no mode, where compute runs on a GPU, or mode "
