@@ -58,7 +58,7 @@ ALL_MODEL_PARAMS = "ALL_MODEL_PARAMS"
 Mode = Literal["cpu", "shm_cpu", "sharded_cpu", "disk", "sharded_gpu", "meta"]
 # Stores of which each rank of a group keeps a part, and all stores that need a group.
 SHARDED_MODES: tuple[Mode, ...] = ("sharded_cpu", "sharded_gpu")
-# Stores whose bytes are host memory; those of shm_cpu are there once for all ranks of a host, whichever rank asks.
+# Stores whose bytes are host memory; those of shm_cpu exist once for all ranks of a host.
 HOST_MODES: tuple[Mode, ...] = ("cpu", "shm_cpu", "sharded_cpu")
 RANK_MODES: tuple[Mode, ...] = ("shm_cpu", *SHARDED_MODES)
 Mechanism = Literal["resident", "prefetch", "uva"]

@@ -1,4 +1,4 @@
-"""Policy + inventory -> plan, what the plan will cost, and what else there is to ask for.
+"""Policy + inventory -> plan, the predicted cost of the plan, and alternatives to it.
 
 The :class:`Planner` holds everything that a plan is made from. A :class:`Forecast` is the time of a step, its floor and
 what bounds it; an :class:`Alternative` is what a little more memory or a larger batch would bring.
@@ -49,7 +49,7 @@ Bound = Literal["compute", "link", "in place", "disk"]
 
 @dataclass(frozen=True)
 class Planner:
-    """Answers what a policy comes to, what it will cost, and what else there is; pure, loads nothing.
+    """Makes plans from policies, predicts their cost, and suggests alternatives; pure, loads nothing.
 
     Attributes:
         inventory: of the model, which may be on ``meta``.
@@ -57,7 +57,7 @@ class Planner:
         profile: of the model beyond names and sizes.
         zero_copy: whether a budget may have compute read any tensor in place, and not only lookups.
         default_mode: the store of a :class:`~penstock.config.Budget` that names none.
-        unstreamable: storages that the checkpoint files do not hold as they are; mode ``disk`` keeps them resident.
+        unstreamable: storages whose bytes are in no checkpoint file unchanged; mode ``disk`` keeps them resident.
         num_ranks: over how many ranks a budget's units are split in a sharded mode, where no rank has whole tensors
             to read in place.
         spill: the files in which a budget that names no store leaves what host memory has no room for; ``None``: there
@@ -84,10 +84,21 @@ class Planner:
             BudgetError: the budget is below the minimum.
             OptionError: the workload's context is longer than the model allows.
         """
+        storages = self.inventory.storages
         if isinstance(policy, Budget):
             made = solve(self.candidates(policy), policy)
         elif isinstance(policy, Rules):
-            made = self._plan_rules(policy)
+            # One unit per layer, and per module outside the layers, of what the rules prefetch.
+            forced = settle_rules(self.inventory, policy.rules, self._fixed(policy.mode))
+            moving, uva = ([s for s in storages if forced.get(s.name) == how] for how in ("prefetch", "uva"))
+            drafts = draft_units(self.inventory, moving)
+            if not drafts and not uva:
+                raise RuleError(
+                    f"the {len(policy.rules)} rule(s) keep everything resident: without a budget at least one has to "
+                    f"say prefetch or uva, e.g. --offload-rule experts=uva (or give --device-memory)"
+                )
+            num_slots = usable_slots(policy.prefetch_step, len(drafts))
+            made = assemble(self.inventory, drafts, num_slots, policy.mode, uva=uva)
         elif isinstance(policy, Prefetch):
             stacks = find_stacks(self.inventory)
             made = plan_group_rule(self.inventory, policy, list(stacks.values()), candidates=self._movable(policy))
@@ -115,28 +126,15 @@ class Planner:
         return movable
 
     def _fixed(self, mode: Mode) -> frozenset[str]:
-        """What mode ``disk`` keeps resident: the files do not hold it as it is, or no state dict has it."""
+        """Names of what mode ``disk`` keeps resident: its bytes are in no file unchanged, or it is in no state dict."""
         if mode != "disk":
             return frozenset()
         return frozenset(self.unstreamable).union(s.name for s in self.inventory.storages if not s.is_saved)
 
-    def _plan_rules(self, policy: Rules) -> Plan:
-        """One unit per layer, and per module outside the layers, of what the rules prefetch."""
-        forced = settle_rules(self.inventory, policy.rules, self._fixed(policy.mode))
-        drafts = draft_units(self.inventory, [s for s in self.inventory.storages if forced.get(s.name) == "prefetch"])
-        in_place = [s for s in self.inventory.storages if forced.get(s.name) == "uva"]
-        if not drafts and not in_place:
-            raise RuleError(
-                f"the {len(policy.rules)} rule(s) keep everything resident: without a budget at least one has to say "
-                f"prefetch or uva, e.g. --offload-rule experts=uva (or give --device-memory)"
-            )
-        num_slots = usable_slots(policy.prefetch_step, len(drafts))
-        return assemble(self.inventory, drafts, num_slots, policy.mode, uva=in_place)
-
     # -- budgets -------------------------------------------------------------------------------------------------------
 
     def candidates(self, budget: Budget) -> CandidateTable:
-        """All the plans that are considered for ``budget``, whatever its size."""
+        """All plans that are considered for ``budget``, whatever its size."""
         key = (budget.params, budget.mode, budget.rules, budget.workload)
         if key not in self._tables:
             self._tables[key] = self._make_table(budget)
@@ -173,7 +171,7 @@ class Planner:
         return Forecaster(self.inventory, rates, self.profile, rows, context)(plan)
 
     def alternatives(self, budget: Budget, plan: Plan, points: Sequence[Point] | None = None) -> list[Alternative]:
-        """What a little more would bring, ``plan`` being the one for ``budget``; ``points``: the curve, if at hand."""
+        """What more memory or rows would bring; ``plan`` is the one for ``budget``, ``points`` its curve if known."""
         return list(Alternatives(self.candidates(budget), budget, plan).find(points))
 
     def curve(self, budget: Budget) -> list[Point]:
@@ -366,7 +364,7 @@ class Alternatives:
     def find(self, points: Sequence[Point] | None) -> Iterator[Alternative]:
         """More memory on either side, or a larger batch: the nearest first; none where nothing is better.
 
-        ``points``: the memory curve of the table, if it is at hand.
+        ``points``: the memory curve of the table, if it is known.
         """
         yield from self._more_memory(points or curve(self._table, host_limit(self._table, self._budget)))
         if self._plan.spilled_bytes and self._table.spill is not None:
@@ -409,7 +407,7 @@ class Alternatives:
     def _more_host_memory(self, ring_bytes: int) -> Iterator[Alternative]:
         """The least host memory that is worthwhile when units in files take it, or else all that they would take.
 
-        The plan stays as it is otherwise: with the memory at hand the planner may do better.
+        The plan is otherwise unchanged: with that much memory the planner may find a better one.
         """
         staged = self._plan.staged_units
         counts = range(1, len(staged) + 1)

@@ -56,7 +56,7 @@ class Spill:
     """Files that units may rest in, for a plan whose store is host memory.
 
     Attributes:
-        unstreamable: storages that the files do not hold as they are; units with one of them rest in host memory.
+        unstreamable: storages whose bytes are in no file unchanged; units with one of them rest in host memory.
         free_bytes: host memory that can be had, for budgets that set no limit; ``None``: not known, or not limited.
         ring_bytes: host memory of the staging ring, which the first unit in files asks for; 0 on a CPU, which has none.
     """

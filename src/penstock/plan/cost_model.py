@@ -32,7 +32,7 @@ and of the pipeline that carries them out, for steps that follow one another wit
   the slot of the last unit, which is refilled at the beginning of the next step;
 * what a stage reads in place takes the link away from the copies for as long;
 * a unit in files is read by the disk, which begins when the copy of the last such unit has ended and gets no more than
-  the staging ring ahead of the link. Its copy ends when it has been read, and keeps the link for itself meanwhile.
+  the staging ring ahead of the link. Its copy ends when it has been read, and occupies the link until then.
 
 Every clock is made of sums and maxima, so no time falls when a stage, a copy or a read takes longer.
 

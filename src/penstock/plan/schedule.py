@@ -188,7 +188,7 @@ def cut(num_bytes: int, most: int) -> list[tuple[int, int]]:
 
 
 def _behind(position: int, pieces: Sequence[Piece]) -> int | None:
-    """Within a unit that stays: its next piece. Behind it nothing can be told."""
+    """Within a unit that stays in its slot: its next piece. After its last piece nothing is expected."""
     same = position + 1 < len(pieces) and pieces[position + 1].unit == pieces[position].unit
     return position + 1 if same else None
 

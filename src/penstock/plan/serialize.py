@@ -23,17 +23,10 @@ _FIX = "make it again with `penstock plan MODEL ... --save FILE`"
 T = TypeVar("T")
 
 
-class _FieldError(Exception):
-    """What is wrong, and where in the file."""
-
-    def __init__(self, place: str, expected: str, found: object) -> None:
-        super().__init__(f"{place or 'the file'}: expected {expected}, found {_shown(found)}")
-
-
 def require(holds: bool, place: str, expected: str, found: object) -> None:
-    """Refuse the file that is being read unless ``holds``; :func:`load_json` makes a ``PlanFileError`` of that."""
+    """Refuse the file that is being read unless ``holds``; :func:`load_json` adds the name of the file."""
     if not holds:
-        raise _FieldError(place, expected, found)
+        raise PlanFileError(f"{place or 'the file'}: expected {expected}, found {_shown(found)}")
 
 
 def require_same(expected: Any, found: Any, place: str = "") -> None:
@@ -64,7 +57,14 @@ def save_json(data: Any, path: str | os.PathLike[str]) -> None:
         OptionError: in no folder that exists, or something else than a file is there; or it cannot be written.
         OptionTypeError: no path.
     """
-    target = _writable(path)
+    target = _as_path(path)
+    if not target.parent.is_dir():
+        raise OptionError(f"{str(target)!r}: expected a file name in a folder that exists, found no such folder")
+    if target.exists() and not target.is_file():
+        found = "a folder" if target.is_dir() else "something that is no file"
+        raise OptionError(f"{str(target)!r}: expected the name of a file to write the plan to, found {found}")
+    if target.is_symlink():
+        target = target.resolve()
     draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with draft.open("w", encoding="utf-8") as file:
@@ -80,17 +80,6 @@ def save_json(data: Any, path: str | os.PathLike[str]) -> None:
             draft.unlink()
 
 
-def _writable(path: str | os.PathLike[str]) -> Path:
-    """``path`` as one that a file can be written to; looks, and writes nothing."""
-    target = _as_path(path)
-    if not target.parent.is_dir():
-        raise OptionError(f"{str(target)!r}: expected a file name in a folder that exists, found no such folder")
-    if target.exists() and not target.is_file():
-        found = "a folder" if target.is_dir() else "something that is no file"
-        raise OptionError(f"{str(target)!r}: expected the name of a file to write the plan to, found {found}")
-    return target.resolve() if target.is_symlink() else target
-
-
 def load_json(path: str | os.PathLike[str], build: Callable[[Any], T]) -> T:
     """What ``build`` makes of the JSON in the file at ``path``.
 
@@ -100,19 +89,18 @@ def load_json(path: str | os.PathLike[str], build: Callable[[Any], T]) -> T:
     """
     source = _as_path(path)
     try:
-        data = json.loads(source.read_text(encoding="utf-8"), object_pairs_hook=_without_doubles)
+        return build(json.loads(source.read_text(encoding="utf-8"), object_pairs_hook=_without_doubles))
+    except PlanFileError as error:
+        problem = str(error)
     except OSError as error:
-        raise PlanFileError(f"{source}: expected a plan file, found: {error.strerror}; {_FIX}") from error
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise PlanFileError(f"{source}: expected a plan in JSON, found: {error}; {_FIX}") from error
-    try:
-        return build(data)
-    except _FieldError as problem:
-        raise PlanFileError(f"{source}: {problem}; {_FIX}") from None
+        problem = f"expected a plan file, found: {error.strerror}"
     except KeyError as error:
-        raise PlanFileError(f"{source}: expected the key {error}, which is missing; {_FIX}") from error
+        problem = f"expected the key {error}, which is missing"
     except (TypeError, AttributeError) as error:
-        raise PlanFileError(f"{source}: expected the objects and lists of a plan, found: {error}; {_FIX}") from error
+        problem = f"expected the objects and lists of a plan, found: {error}"
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        problem = f"expected a plan in JSON, found: {error}"
+    raise PlanFileError(f"{source}: {problem}; {_FIX}")
 
 
 def _as_path(path: str | os.PathLike[str]) -> Path:

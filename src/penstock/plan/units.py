@@ -232,7 +232,7 @@ def settle_rules(
     Args:
         inventory: of the model.
         rules: pairs of pattern and mechanism, the first match counts.
-        unstreamable: storages that the files which are to be read from do not hold as they are, or not at all.
+        unstreamable: storages whose bytes are not in the files that are read, or not unchanged.
 
     Raises:
         SelectionError: a pattern matches nothing.
