@@ -1,4 +1,4 @@
-"""Mappings of files in memory: placed for huge pages, kept as long as somebody looks, gone afterwards."""
+"""Mappings of files in memory: placed for huge pages, kept as long as an array refers to them, gone afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The promise: shared memory has no name, one size, one user and one writer; whoever opens it gets that very memory."""
+"""The promise: shared memory has no name, one size, one user and one writer; opening it gives exactly that memory."""
 
 from __future__ import annotations
 

@@ -277,7 +277,7 @@ class TestRequests:
         assert sizes == [files.BLOCK_BYTES + ALIGN_BYTES] * 2
 
     def test_pages_are_given_back_wherever_reads_begin(self, tmp_path: Path) -> None:
-        """What read-ahead brings around a read is of nobody's range."""
+        """Read-ahead brings pages around a read that are in no range."""
         path = tmp_path / "weights"
         path.write_bytes(os.urandom(32 * MIB))
         forget(path)

@@ -1,4 +1,4 @@
-"""The promise: readers in a process of their own bring the same bytes, and whatever ends first, nobody hangs.
+"""The promise: readers in a process of their own bring the same bytes, and whichever process ends first, nothing hangs.
 
 The real program over real files and shared memory; only the stream is a thread of the test (tests/support/rings.py).
 """
@@ -173,7 +173,7 @@ class TestFiles:
         with pytest.raises(TransferError, match=r"model\.safetensors: expected .* while in use"):
             machine.forwards(10)
 
-    @pytest.mark.parametrize("before_the_start", [True, False], ids=["before", "meanwhile"])
+    @pytest.mark.parametrize("before_the_start", [True, False], ids=["before", "after"])
     @pytest.mark.parametrize("harm", ["remove", "replace"])
     def test_one_that_goes_is_still_open(self, harm: str, before_the_start: bool, tmp_path: Path) -> None:
         path = save_patterns(make_plan(6, 2)[1], tmp_path)
@@ -334,7 +334,7 @@ class TestEnd:
     def test_a_retired_ring_serves_what_is_under_way_and_gives_its_memory_back(
         self, tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Its last owner is the thread that listens; perhaps nothing else of the process is ever pinned or unpinned."""
+        """Its last owner is the thread that listens; this process may never pin or unpin anything else."""
         faults.linger(0.2)
         plan, patterns = make_plan(6, 2)
         store = disk_store(save_patterns(patterns, tmp_path))
@@ -496,7 +496,7 @@ class TestLink:
             prepare(ahead=ahead)
         assert not threads()
         assert (descriptors(), ring_mappings()) == before
-        links[0].close()  # whoever undoes an offload does not know
+        links[0].close()  # the code that undoes an offload closes it once more
 
     def test_readers_that_came_up_for_nobody(self, ledger: Ledger, prepare: Callable[..., RingLink]) -> None:
         """Whoever undoes an offload may be interrupted himself."""

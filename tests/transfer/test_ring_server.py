@@ -1,4 +1,4 @@
-"""The promise of the readers' side alone, asked word by word: whatever is taken and whatever a read does meanwhile, an
+"""The promise of the readers' side alone, checked word by word: in any order of pieces and with reads at any time, an
 entry holds its own piece or poison, and the counters say what happened."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Numbered:
 
 
 class Ring:
-    """A ring of one piece per unit, without a stream: whoever takes a piece writes the words."""
+    """A ring of one piece per unit, without a stream: the test writes the words when it takes a piece."""
 
     def __init__(
         self,
@@ -194,12 +194,12 @@ class TestCounters:
 
 class TestWatchdog:
     def test_a_pause_of_the_readers_is_no_dead_disk(self) -> None:
-        """Stopped and continued, or frozen with its container: nothing could have arrived meanwhile."""
+        """Stopped and continued, or frozen with its container: no read could have ended in that time."""
         ring = Ring(8, 2, PIECE_BYTES, stuck_s=60.0)
         now = time.monotonic()
         ring.server._turn(now)
         ring.server._start(0, ring.layout.pieces[0].entry, now)
-        ring.server._turn(now + 1000)  # whoever wakes first
+        ring.server._turn(now + 1000)  # the first thread that wakes
         soon = [now + 1000 + 0.9 * PAUSE_S * step for step in range(1, 65)]
         for at in soon:
             ring.server._turn(at)

@@ -48,7 +48,7 @@ class CudaRegistrar:
     """Pins memory by the CUDA runtime, on behalf of one device; it is pinned for all devices (unified addressing)."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """``device``: whose context does it; default the current one."""
+        """``device``: its context is used; default the current one."""
         self._device = device
 
     @property
@@ -200,7 +200,7 @@ def pin_shared(memory: PinnedBuffer, registrar: CudaRegistrar, fix: str) -> None
 
     Raises:
         BudgetError: the system has no memory for it.
-        OptionError: the driver refuses to register it; ``fix`` says what to do besides checking limits.
+        OptionError: the driver refuses to register it; ``fix``: what to do besides checking limits.
         StateError: a graph is being captured.
     """
     populate_parallel(memory.blob, pin_threads())  # pages may be there, but not yet in this process's tables
@@ -213,7 +213,7 @@ def pin_shared(memory: PinnedBuffer, registrar: CudaRegistrar, fix: str) -> None
 
 
 def warn_refused(num_bytes: int, code: int) -> None:
-    """Of memory that the driver has not registered, and that comes from torch's allocator instead."""
+    """Warn that the driver refused to register memory, and that torch's allocator is used instead."""
     warn_user(
         f"the driver refused to register {format_gib(num_bytes)} of host memory (cudaHostRegister: error {code}); "
         f"torch's pinned allocator is used instead, which is slower and rounds sizes up. Check `ulimit -l`"

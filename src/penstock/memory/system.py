@@ -1,4 +1,4 @@
-"""What the kernel says about this process and its machine: memory, CPU time, and which cores are near a GPU."""
+"""What the kernel reports about this process and its machine: memory, and which cores are near a GPU."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def memlock_bytes(status: str | None = None, soft_limit: int | None = None) -> i
     return max(0, limit - (_kib_line("VmLck", text) or 0))
 
 
-# The processors near a GPU, as the kernel says: Documentation/ABI/testing/sysfs-bus-pci, sysfs-devices-node.
+# The processors near a GPU: Documentation/ABI/testing/sysfs-bus-pci, sysfs-devices-node.
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:

@@ -108,7 +108,7 @@ class File(Source):
         self.options = options
         self.fd, self._direct_fd = opened or _open(path, options)
         self.num_bytes = os.fstat(self.fd).st_size
-        # To ask which of its pages are cached; reading with RWF_NOWAIT would tell as much, but starts to read ahead.
+        # To ask which of its pages are cached; reading with RWF_NOWAIT would show it too, but starts to read ahead.
         self._mapped: Bytes | None = None
         if options.direct is None and self._direct_fd is not None and self.num_bytes > 0:
             with suppress(OSError):  # a file system or a limit of address space that allows no mapping
@@ -184,7 +184,7 @@ class File(Source):
         """Compare the open file, whatever its name means by now: one that was replaced still has the right bytes.
 
         Raises:
-            TransferError: it is no longer what its stamp says, if it has one.
+            TransferError: it no longer matches its stamp, if it has one.
         """
         stamp = self.stamp
         if stamp is None:

@@ -25,7 +25,7 @@ __all__ = ["DeviceShardedStore", "HostShardedStore", "ShardedStore"]
 class ShardedStore(Store):
     """A part of every unit; nothing can be read in place.
 
-    The memory is uninitialised: :meth:`own_runs` says what belongs where.
+    The memory is uninitialised: :meth:`own_runs` gives the bytes that belong in it.
 
     Attributes:
         layout: which rank keeps what.

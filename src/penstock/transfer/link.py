@@ -99,7 +99,7 @@ class Link(ABC):
     def wait(self, transfer: Transfer, measure: bool = False) -> float:
         """Hold compute until ``transfer`` is done.
 
-        ``measure``: this is the wait of a module for its unit; :meth:`last_stall_s` will tell how long it took.
+        ``measure``: this is the wait of a module for its unit; :meth:`last_stall_s` returns its duration.
 
         Returns:
             seconds the caller was held; 0.0 when the bytes were there already.
@@ -135,7 +135,7 @@ class ThreadTransfer:
     """Counts the pieces still missing; the last one to arrive opens the gate.
 
     The gate is a plain lock and no ``threading.Event``: a Ctrl-C inside an event's own Python code can leave its lock
-    taken for ever, and the worker that wants to set it with it.
+    taken forever, and then the worker that sets it blocks.
     """
 
     def __init__(self, unit: int, num_pieces: int) -> None:
@@ -143,14 +143,10 @@ class ThreadTransfer:
         self._left = num_pieces
         self._lock = threading.Lock()
         self._gate = threading.Lock()
-        self._arrived = num_pieces == 0
+        self.done = num_pieces == 0
         self._error: BaseException | None = None
-        if not self._arrived:
+        if not self.done:
             self._gate.acquire()
-
-    @property
-    def done(self) -> bool:
-        return self._arrived
 
     @property
     def failed(self) -> bool:
@@ -162,13 +158,13 @@ class ThreadTransfer:
         with self._lock:
             self._error = self._error or error
             self._left -= num_pieces
-            if self._left <= 0 and not self._arrived:
-                self._arrived = True
+            if self._left <= 0 and not self.done:
+                self.done = True
                 self._gate.release()
 
     def settle(self) -> None:
         """Block until no piece is under way."""
-        if not self._arrived:
+        if not self.done:
             with self._gate:
                 pass
 

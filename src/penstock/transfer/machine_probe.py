@@ -230,7 +230,7 @@ _warn_once = cache(warn_user)
 
 
 def _content(path: Path) -> bytes:
-    """What a regular file holds; opening anything else may wait for ever."""
+    """The content of a regular file; opening anything else may block forever."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("no regular file")

@@ -1,32 +1,32 @@
 """The staging ring: readers fill entries of pinned memory ahead of a stream that copies them into slots.
 
-Nobody on the caller's side takes part in a replay, so stream and readers keep time by words in the same memory:
+No host code of the caller runs during a replay, so stream and readers synchronize through words in the same memory:
 ``wanted``, and a *tag* for each entry. For a piece at position ``p`` that passes through entry ``e`` the stream does
 
     wanted = p + 1;  wait until tag[e] == p + 1;  copy entry e to the slot;  wanted = 0;  tag[e] = 0
 
-with constants that are the same at every replay, because both words are back at zero behind it. The readers' side is
-one thread, the *server*, that looks at the words and hands reads to workers:
+with constants that are the same at every replay, because both words are zero again afterwards. On the readers' side one
+thread, the *server*, polls the words and hands reads to workers:
 
 * A tag of zero means that the stream is done with the entry: the next piece of the expected order (the cycle of
   :mod:`penstock.plan.schedule`) is read into it. The tag is set when the last part of a piece has arrived, by the
   worker that read it, which looks for such entries as well.
 * The order is expected, not relied on: the tag says which piece lies in an entry, and the stream waits for its own.
-  Where it wants a piece that is neither there nor on its way (a unit skipped or repeated, an aborted forward, another
-  graph), the server takes back what was read ahead in vain and goes on from the wanted piece: slower, counted as a
+  Where it wants a piece that is neither in the ring nor being read (a unit skipped or repeated, an aborted forward,
+  another graph), the server discards what was read ahead and continues from the wanted piece: slower, counted as a
   miss, never wrong, in eager code and in graphs alike.
-* Taking back a full entry is safe only while the stream cannot be copying from it. It cannot: one stream carries out
-  everything in order, and while it waits for a tag that only the readers' side can set it does nothing else.
+* Discarding a full entry is safe only while the stream cannot be copying from it. It cannot: one stream does everything
+  in order, and it is waiting for a tag that only the readers' side can set.
 
 The server runs in a process of its own (:mod:`penstock.transfer.ring_process`), because a device waits for it: it must
 not wait for a lock of the device's driver, nor for a thread that holds the interpreter while the driver makes it wait.
 
-Failure: nobody may hang and no wrong bytes may pass for right ones. When a read fails, a file changes, or no part has
-arrived for a while, the link has failed for good: from then on the server answers every wait with an entry of 0xFF,
-which is NaN in every floating dtype, and every call of the host raises. A replay in flight runs to its end and gives
-NaN where weights are floating-point numbers; what integer weights give is garbage until the next call of the host. An
-answer waits for reads that are still on their way into its entry; one that hangs in the system for longer than a disk
-may, and comes back after all, is the only thing that can still land on top of it.
+Failure: the device must not hang, and wrong bytes must not pass for right ones. When a read fails, a file changes, or
+no read ends for a while, the link has failed for good: from then on the server answers every wait with an entry of
+0xFF, which is NaN in every floating dtype, and every call of the host raises. A replay in flight runs to its end and
+gives NaN where weights are floating-point numbers; what integer weights give is garbage until the next call of the
+host. An answer waits for reads into its entry that have not ended; only one that hangs in the system for longer than a
+disk may, and then ends after all, can still overwrite it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ __all__ = [
 
 # Of every byte of an entry that could not be filled: NaN in every floating dtype.
 POISON = 0xFF
-# The word of the stream's wish; the tag of entry e is word 1 + e.
+# The word that says which piece the stream wants; the tag of entry e is word 1 + e.
 WANTED = 0
 _MESSAGE_AT = 64
 # One read at most: small enough that several workers help with the piece that is needed next.
@@ -78,7 +78,7 @@ IDLE_AFTER_S = 0.1
 STUCK_S = 60.0
 # A server that has not looked for this long was itself held up, readers and all: stopped, or in a frozen container.
 PAUSE_S = 1.0
-# After the last copy, once the owner is gone without having said so: a replay in flight may compute long in between.
+# After the last copy, for an owner that is gone without closing the ring: a replay may compute long between two copies.
 LINGER_S = 30.0
 JOIN_S = 5.0
 
@@ -104,12 +104,12 @@ class RingMemory:
     Attributes:
         layout: what lies where.
         entries: uint8, 1-D, ``layout.entry_bytes`` long, by number.
-        words: uint32: the wish, then the tags.
+        words: uint32: what is wanted, then the tags.
         counters: int64, by :class:`Counter`.
     """
 
     def __init__(self, layout: RingLayout, memory: Bytes) -> None:
-        """``memory``: 1-D, writable, ``layout.num_bytes`` long; zeros from its words on before anybody serves."""
+        """``memory``: 1-D, writable, ``layout.num_bytes`` long; zeros from its words on before a server starts."""
         self.layout = layout
         size = layout.entry_bytes
         self.entries = [memory[size * index : size * (index + 1)] for index in range(layout.num_entries)]
@@ -128,7 +128,7 @@ class RingMemory:
         return int(self.words[1 + entry])
 
     def set_tag(self, entry: int, value: int) -> None:
-        """Say what lies in ``entry``."""
+        """Record what lies in ``entry``."""
         self.words[1 + entry] = value
 
     @property
@@ -138,12 +138,12 @@ class RingMemory:
         return self._message[:length].tobytes().decode(errors="ignore") if length else None
 
     def fail(self, message: str) -> None:
-        """Say that the ring has failed; the first message stays."""
+        """Record that the ring has failed; the first message stays."""
         if self.counters[Counter.FAILURE_BYTES]:
             return
-        said = (message or "no reason given").encode(errors="replace")[: len(self._message)]
-        self._message[: len(said)] = np.frombuffer(said, np.uint8)
-        self.counters[Counter.FAILURE_BYTES] = len(said)
+        text = (message or "no reason given").encode(errors="replace")[: len(self._message)]
+        self._message[: len(text)] = np.frombuffer(text, np.uint8)
+        self.counters[Counter.FAILURE_BYTES] = len(text)
 
     @property
     def stats(self) -> StagingStats:
@@ -158,7 +158,7 @@ class _Fill:
 
     Attributes:
         left: gives how many reads are left after each; one worker alone gets 0, without a lock.
-        in_vain: the piece is not needed any more.
+        in_vain: the piece is not needed any more; its remaining reads are skipped.
     """
 
     position: int
@@ -172,7 +172,8 @@ _Job = tuple[_Fill, Copy, memoryview]
 class RingServer:
     """The readers' side of a ring.
 
-    Only its own threads take the lock: whoever gives copies to the stream takes none, and may be interrupted anywhere.
+    Only its own threads take the lock. The thread that gives copies to the stream takes none, so it may be interrupted
+    anywhere.
 
     Args:
         reads: of every piece, by position, into its entry; gaps between them are not filled.
@@ -216,7 +217,7 @@ class RingServer:
                 with self._lock:
                     try:
                         self._turn(time.monotonic())
-                    except BaseException as error:  # whatever it is, the stream must not wait for ever
+                    except BaseException as error:  # of any kind: the stream must not wait forever
                         self._fail(error)
                     idle = time.monotonic() - self._last_change > IDLE_AFTER_S
                     self._changed.wait(IDLE_S if idle else ACTIVE_S)
@@ -271,18 +272,14 @@ class RingServer:
 
     def _is_missing(self, position: int) -> bool:
         """Whether the stream waits for a piece that is neither in its entry nor on its way."""
-        entry = self._layout.pieces[position].entry
-        fill = self._fills[entry]
-        if fill is not None and fill.position == position and not fill.in_vain:
+        # ``wanted`` is read once more after the tag: the stream clears it before it clears the tag.
+        if self._holds(position) or self._memory.wanted != position + 1:
             return False
-        # The wish is looked at once more behind the tag: the stream takes it back before it clears the tag.
-        if self._memory.tag(entry) == position + 1 or self._memory.wanted != position + 1:
-            return False
-        starts_anyway = self._next == position and self._memory.tag(entry) == 0 and fill is None  # by _read_ahead
+        starts_anyway = self._next == position and self._is_free(self._layout.pieces[position].entry)  # by _read_ahead
         return not starts_anyway
 
     def _expect(self, position: int) -> None:
-        """The stream waits for ``position`` and does nothing else: set the order anew from there."""
+        """The stream waits for ``position``: restart the expected order there."""
         window = self._window(position)
         is_miss = self._next is not None and position != self._next
         for entry, fill in enumerate(self._fills):
@@ -303,6 +300,9 @@ class RingServer:
         on_its_way = fill is not None and fill.position == position and not fill.in_vain
         return on_its_way or self._memory.tag(entry) == position + 1
 
+    def _is_free(self, entry: int) -> bool:
+        return self._memory.tag(entry) == 0 and self._fills[entry] is None
+
     def _window(self, position: int) -> set[int]:
         """The pieces from ``position`` on that can lie in the ring together."""
         window: set[int] = set()
@@ -315,22 +315,19 @@ class RingServer:
         return window
 
     def _read_ahead(self, now: float) -> None:
-        self._forget_taken()
+        # What the stream has taken, and what it has left out: it took something behind it.
+        taken = [index for index, position in enumerate(self._ahead) if not self._holds(position)]
+        if taken:
+            del self._ahead[: taken[-1] + 1]
         while (position := self._next) is not None:
             entry = self._layout.pieces[position].entry
-            if self._memory.tag(entry) == 0 and self._fills[entry] is None:
+            if self._is_free(entry):
                 self._start(position, entry, now)
             elif position in self._ahead or not self._holds(position):
                 return
             # else: there from before, because the order was set anew or the stream has left it out
             self._ahead.append(position)
             self._next = self._layout.following[position]
-
-    def _forget_taken(self) -> None:
-        """What the stream has taken, and what it has left out: it took something behind it."""
-        taken = [index for index, position in enumerate(self._ahead) if not self._holds(position)]
-        if taken:
-            del self._ahead[: taken[-1] + 1]
 
     def _start(self, position: int, entry: int, now: float) -> None:
         reads = self._reads[position]
@@ -360,7 +357,7 @@ class RingServer:
                 self._last_arrival = time.monotonic()
                 if next(fill.left) == 0:
                     self._landed(fill)
-            except BaseException as error:  # a worker must survive, and the host must hear of it
+            except BaseException as error:  # a worker must survive, and the host must see the error
                 self.fail(error)
             self._under_way[number] = None
             del job, fill, read, into  # they hold the ring's memory

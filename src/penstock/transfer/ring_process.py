@@ -1,12 +1,12 @@
 """The process that reads files into a staging ring: nothing a device waits for lives beside objects of a device.
 
-Python collects garbage in any thread, and what ends there may wait for a lock of the driver: its holder may be waiting
-for the device, and the device for a reader. So the readers are a program of their own, without torch, without a driver
-and with an interpreter lock of their own. It is told what to do once and never waits for the process that started it:
+Python collects garbage in any thread, and a destructor that runs there may wait for a lock of the driver: its holder
+may be waiting for the device, and the device for a reader. So the readers are a program of their own, without torch,
+without a driver and with an interpreter lock of their own. It gets its task once and never waits for its parent:
 
 * it inherits the descriptors of the ring, of its task (:class:`RingTask`) and of the files;
-* on its standard input a byte lets it begin, and the end of it, or of the parent, ends it at once, whatever its readers
-  are doing;
+* a byte on its standard input lets it begin; the end of the input, or of the parent, ends it at once, even while it
+  reads;
 * counters and failures are words in the ring itself.
 
 If it ends while it serves (it is killed, or out of memory), the parent answers every wait with poison in its place.
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def _watch(parent_fd: int | None, may_serve: threading.Event) -> None:
-    """Until there is nobody to serve."""
+    """Set ``may_serve`` at the first byte of the input; end this process when the input or the parent ends."""
     try:
         poll = select.poll()
         poll.register(0, select.POLLIN)

@@ -21,12 +21,12 @@ from penstock.transfer.ring_process import RingTask
 
 __all__ = ["ReaderProcess"]
 
-# The module whose main() is the program; a test puts one of its own there, with faults in it.
+# The module whose main() is the program; tests replace it by one that injects faults.
 PROGRAM = "penstock.transfer.ring_process"
 # The paths are those of this process, so that both find the same packages wherever they were started. They are set
 # before anything is imported, by a module that every interpreter has within it.
 _BOOTSTRAP = "import sys; sys.path[:] = {paths}; from importlib import import_module; import_module({program!r}).main()"
-_MEND = "use mode 'cpu', which needs no readers (--offload-mode cpu)"
+_FIX = "use mode 'cpu', which needs no readers (--offload-mode cpu)"
 START_S = 30.0
 JOIN_S = 5.0
 _STDERR_BYTES = 2000
@@ -69,7 +69,7 @@ class ReaderProcess:
         """Let it serve, and wait until it does.
 
         Raises:
-            OptionError: it ended, or did not come so far within 30 s.
+            OptionError: it ended, or was not ready within 30 s.
         """
         deadline = time.monotonic() + START_S
         with suppress(OSError):  # it has ended, which is seen below
@@ -80,7 +80,7 @@ class ReaderProcess:
                     f"the process that reads files for the GPU ({_python()} -c ... {PROGRAM}) does not serve after "
                     f"{START_S:.0f} s at most: it {fate(self._process.returncode, self._errors.fileno())}. It needs "
                     f"the Python interpreter of this process: call multiprocessing.set_executable with its path, or "
-                    f"{_MEND}"
+                    f"{_FIX}"
                 )
 
     def retire(self) -> None:
@@ -126,12 +126,12 @@ def fate(code: int | None, errors_fd: int) -> str:
     else:
         how = f"ended with exit status {code}"
     size = os.fstat(errors_fd).st_size
-    said = os.pread(errors_fd, _STDERR_BYTES, max(0, size - _STDERR_BYTES)).decode(errors="replace").strip()
-    return f"{how} and wrote: {said}" if said else how
+    text = os.pread(errors_fd, _STDERR_BYTES, max(0, size - _STDERR_BYTES)).decode(errors="replace").strip()
+    return f"{how} and wrote: {text}" if text else how
 
 
 def _start(task: RingTask, memory_fd: int, errors_fd: int) -> subprocess.Popen[bytes]:
-    # A file and not the input pipe: what does not read its task must not hold up whoever wrote it.
+    # A file and not the input pipe, which would block this process if the child does not read.
     task_fd = above_standard_streams(os.memfd_create("penstock-readers-task", os.MFD_CLOEXEC))
     try:
         with open(task_fd, "wb", closefd=False) as file:
@@ -155,35 +155,31 @@ def _start(task: RingTask, memory_fd: int, errors_fd: int) -> subprocess.Popen[b
         raise OptionError(
             f"the process that reads files for the GPU cannot be started ({_python()}: {error.strerror}); free "
             f"processes and memory (`ulimit -u`), call multiprocessing.set_executable with the path of this Python's "
-            f"interpreter, or {_MEND}"
+            f"interpreter, or {_FIX}"
         ) from error
     finally:
         os.close(task_fd)
 
 
-# numpy comes with a library that would start a thread, and take memory, per core for algebra that nobody does there.
+# numpy's library for linear algebra, which the readers do not use, would start a thread per core, with its memory.
 _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def _command() -> list[str]:
     """-P, -s, -S: nothing is looked for in the current folder, and no hook of a site runs before the program."""
-    code = _BOOTSTRAP.format(paths=ascii(_search_path()), program=PROGRAM)
+    # What this process imports from, and penstock's own place, which an editable install leaves out.
+    own = str(Path(penstock.errors.__file__).resolve().parents[1])
+    paths = dict.fromkeys([*(os.path.abspath(path) for path in sys.path if path), own])
+    code = _BOOTSTRAP.format(paths=ascii(list(paths)), program=PROGRAM)
     return [_python(), "-P", "-s", "-S", "-c", code]
 
 
 def _python() -> str:
-    """The interpreter, as multiprocessing knows it: who embeds Python tells it there."""
+    """The interpreter as multiprocessing knows it: programs that embed Python set it there."""
     found = get_executable()
     if not found or (getattr(sys, "frozen", False) and os.fsdecode(found) == sys.executable):
         raise OptionError(
             f"files come to a GPU by a process of their own, and this program ({sys.executable!r}) does not say where "
-            f"its Python interpreter is: call multiprocessing.set_executable with the path, or {_MEND}"
+            f"its Python interpreter is: call multiprocessing.set_executable with the path, or {_FIX}"
         )
     return os.fsdecode(found)
-
-
-def _search_path() -> list[str]:
-    """Where this process imports from, and penstock's own place, which an editable install leaves out."""
-    own = str(Path(penstock.errors.__file__).resolve().parents[1])
-    paths = [os.path.abspath(path) for path in sys.path if path]
-    return paths if own in paths else [*paths, own]

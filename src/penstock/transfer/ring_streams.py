@@ -1,11 +1,11 @@
 """The link of units in files to a GPU: files -> staging ring -> slot, on one copy stream.
 
-To the pipeline it is a :class:`~penstock.transfer.cuda_stream.StreamLink`: the same events, in captures too. Only what
-lies between them differs: instead of one copy from a slab at rest, a handshake and a copy for each piece of the unit
-(:mod:`penstock.transfer.ring`). The stream waits where a slab would be ready, and nothing else of the device does.
+To the pipeline it is a :class:`~penstock.transfer.cuda_stream.StreamLink`: the same events, in captures too. Between
+them there is, instead of one copy from a slab, a handshake and a copy for each piece of the unit
+(:mod:`penstock.transfer.ring`). Only this stream waits for the readers; other streams of the device run on.
 
-Units that have a slab in host memory beside those in files are copied from it, on the same stream and in their turn;
-the ring knows nothing of them, and its readers work ahead meanwhile.
+Units with a slab in host memory are copied from it, on the same stream and in order; they do not pass through the ring,
+whose readers read ahead during these copies.
 
 The ring is shared memory: its readers are a process of their own (:mod:`penstock.transfer.ring_process`). Nothing on
 this side of it takes a lock or waits for a reader.
@@ -48,7 +48,7 @@ __all__ = ["CudaCopyStream", "RingLink", "StagingRing", "reads_of"]
 _WAIT_VALUE_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ (cuda.h, CUstreamWaitValue_flags)
 _WRITE_VALUE_DEFAULT = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: fenced
 _TRIAL_S = 10.0
-_MEND = "use mode 'cpu', which holds the weights in pinned host memory (--offload-mode cpu)"
+_FIX = "use mode 'cpu', which holds the weights in pinned host memory (--offload-mode cpu)"
 
 
 class RingLink(StreamLink):
@@ -82,13 +82,13 @@ class RingLink(StreamLink):
         self._retire: weakref.finalize[..., RingLink] | None = None
 
     def start(self, plan: Plan, loads: Sequence[Load]) -> None:
-        """Start the readers, whose interpreter takes some tenths of a second to come up; they look at nothing yet.
+        """Start the readers' process, whose interpreter takes some tenths of a second; it does not serve yet.
 
         At least one unit rests in files.
 
         Raises:
-            OptionError: a process for the readers is not to be had, pinned memory is forbidden, or what passes through
-                the ring is not in files.
+            OptionError: the readers' process cannot be started, pinned memory is forbidden, or a unit that passes
+                through the ring is not in files.
             StateError: a graph is being captured.
         """
         if pin_memory_disabled():
@@ -179,11 +179,10 @@ class RingLink(StreamLink):
 
 
 class StagingRing:
-    """Gives the stream its half of the handshake (:mod:`penstock.transfer.ring`), and tells what the other half has
-    said.
+    """The stream's half of the handshake (:mod:`penstock.transfer.ring`), and the errors of the readers' half.
 
     Attributes:
-        memory: of the ring, as the server sees it too.
+        memory: of the ring, which the server shares.
     """
 
     def __init__(self, layout: RingLayout, memory: torch.Tensor) -> None:
@@ -201,7 +200,7 @@ class StagingRing:
             stream.wait_equal(tag, position + 1)
             target = slot[piece.start : piece.start + piece.num_bytes]
             stream.copy(target, self._entries[piece.entry][: piece.num_bytes])
-            # In this order: a tag of zero beside the same wish would look like a piece that is missing.
+            # In this order: a tag of zero beside the same ``wanted`` would look like a missing piece.
             stream.write(WANTED, 0)
             stream.write(tag, 0)
 
@@ -269,7 +268,7 @@ class CudaCopyStream:
             self.write(0, 0)
         except TransferError as error:
             raise OptionError(
-                f"mode 'disk' needs stream memory operations, which fail here ({error}); {_MEND}"
+                f"mode 'disk' needs stream memory operations, which fail here ({error}); {_FIX}"
             ) from error
         done = torch.cuda.Event()
         done.record(self._stream)
@@ -277,7 +276,7 @@ class CudaCopyStream:
         while not done.query():
             if time.monotonic() > deadline:
                 raise OptionError(
-                    f"mode 'disk' needs stream memory operations, and one was not done after {_TRIAL_S:.0f} s; {_MEND}"
+                    f"mode 'disk' needs stream memory operations, and one was not done after {_TRIAL_S:.0f} s; {_FIX}"
                 )
             time.sleep(1e-4)
 
@@ -296,7 +295,7 @@ def _driver_function(name: str) -> Any:
         function = getattr(ctypes.CDLL("libcuda.so.1"), f"{name}_v2")
     except (OSError, AttributeError) as error:
         raise OptionError(
-            f"mode 'disk' on a GPU needs {name} of a CUDA driver 11.7 or later ({error}); {_MEND}"
+            f"mode 'disk' on a GPU needs {name} of a CUDA driver 11.7 or later ({error}); {_FIX}"
         ) from error
     function.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
     function.restype = ctypes.c_int

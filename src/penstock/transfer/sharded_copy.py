@@ -74,7 +74,7 @@ class GlooShardLink(ThreadLink):
         try:
             self._exchanger.submit(self._exchange, own, whole, slot)
         except BaseException as error:
-            whole.finish(error=error)  # or the next copy into this slot would wait for ever
+            whole.finish(error=error)  # or the next copy into this slot would wait forever
             raise
         return whole
 
@@ -108,7 +108,7 @@ class GlooShardLink(ThreadLink):
             )
 
     def _fail(self, unit: int, caught: BaseException) -> TransferError:
-        """The first failure ends all exchanges, since their order is lost with it. Leaving tells the other ranks."""
+        """The first failure ends all exchanges, since their order is lost; the other ranks see the closed channel."""
         if self._failure is None:
             wrapped = TransferError(f"unit {unit} did not arrive: {caught!r}")
             self._failure = caught if isinstance(caught, TransferError) else wrapped
