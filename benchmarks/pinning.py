@@ -148,7 +148,7 @@ def _store(path: Path, num_bytes: int, direct: bool, *, cold: bool) -> None:
     def run() -> PinnedStore:
         store = PinnedStore(units, {}, CudaRegistrar(device))
         rows = (
-            Delivery(f"{i}", size, partial(_copies, file, i * size, size), store.destination(f"{i}"))
+            Delivery(f"{i}", partial(_copies, file, i * size, size), store.destination(f"{i}"))
             for i in range(len(units))
         )
         deliver(rows, num_threads=CORES, on_loaded=store.on_loaded, cpus=cpus_near(device))

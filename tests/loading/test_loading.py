@@ -52,7 +52,7 @@ def delivery(name: str, data: torch.Tensor, cuts: list[int], into: torch.Tensor)
     ends = [*sorted(cuts), data.numel()]
     starts = [0, *ends[:-1]]
     copies = [Copy(ByteRange.of(data[a:b]), a) for a, b in zip(starts, ends, strict=True) if b > a]
-    return Delivery(name, data.numel(), lambda: copies, into)
+    return Delivery(name, lambda: copies, into)
 
 
 class Ring:
@@ -148,7 +148,7 @@ class TestDeliver:
 
         room = torch.zeros(100, dtype=torch.uint8)
         source = ByteRange(Broken(), 0, 100) if place == "source" else ByteRange.of(torch.ones(100, dtype=torch.uint8))
-        first = Delivery("a", 100, fail if place == "copies" else lambda: [Copy(source, 0)], room)
+        first = Delivery("a", fail if place == "copies" else lambda: [Copy(source, 0)], room)
         threads = threading.active_count()
         with pytest.raises(TransferError, match="planted"):
             deliver(
@@ -162,7 +162,7 @@ class TestDeliver:
 
     def test_a_source_that_does_not_add_up(self) -> None:
         blob = torch.ones(10, dtype=torch.uint8)
-        short = Delivery("w", 11, lambda: [Copy(ByteRange.of(blob[:10]), 0)], torch.zeros(11, dtype=torch.uint8))
+        short = Delivery("w", lambda: [Copy(ByteRange.of(blob[:10]), 0)], torch.zeros(11, dtype=torch.uint8))
         with pytest.raises(TransferError, match="w: expected sources of 11 bytes, found 10"):
             deliver([short], num_threads=1)
 
@@ -181,7 +181,7 @@ class TestDeliver:
                 most = max(most, sum(ref() is not None for ref in alive))
                 copies = [Copy(ByteRange.of(blob), 0)]
                 del blob
-                yield Delivery(str(i), 100, copies.copy, torch.empty(100, dtype=torch.uint8))
+                yield Delivery(str(i), copies.copy, torch.empty(100, dtype=torch.uint8))
                 del copies
 
         deliver(deliveries(), num_threads=2, piece_bytes=100)

@@ -134,7 +134,7 @@ def test_neighbours_in_a_file_are_read_in_one_go(written: tuple[Path, bytes], mo
     rooms = [torch.zeros(1000, dtype=torch.uint8) for _ in range(200)]
     deliver(
         [
-            Delivery(str(i), 1000, lambda i=i: [Copy(ByteRange(file, 5 + 1000 * i, 1000), 0)], room)  # type: ignore[misc]
+            Delivery(str(i), lambda i=i: [Copy(ByteRange(file, 5 + 1000 * i, 1000), 0)], room)  # type: ignore[misc]
             for i, room in enumerate(rooms)
         ],
         num_threads=2,

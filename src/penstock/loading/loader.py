@@ -121,10 +121,7 @@ class WeightLoader:
         uploads = not all(self._places[name].is_cpu for name in names)
         registrar = None if pin_memory_disabled() else CudaRegistrar(self.device)
         deliver(
-            (
-                Delivery(name, self.bound[name].info.num_bytes, partial(copies, name), self._places[name])
-                for name in names
-            ),
+            (Delivery(name, partial(copies, name), self._places[name]) for name in names),
             num_threads=num_threads,
             uploader=CudaUploader(self.device, registrar) if uploads else None,
             on_loaded=self._on_loaded,
@@ -228,10 +225,7 @@ class TensorConverter:
 
     def _read(self, recipe: Conversion) -> dict[str, torch.Tensor]:
         blobs = {part.name: new_blob(part.num_bytes) for part in recipe.parts}
-        deliveries = (
-            Delivery(part.name, part.num_bytes, partial(self._files.copies, part.name), blobs[part.name])
-            for part in recipe.parts
-        )
+        deliveries = (Delivery(name, partial(self._files.copies, name), blob) for name, blob in blobs.items())
         deliver(deliveries, num_threads=self.num_threads, cpus=self.cpus)
         return {part.name: blobs[part.name].view(part.dtype).reshape(part.shape) for part in recipe.parts}
 

@@ -53,13 +53,11 @@ class Delivery:
 
     Attributes:
         name: of the storage.
-        num_bytes: of it.
-        copies: gives what makes it up, with offsets relative to its first byte; called when its turn comes.
-        into: where it goes (uint8, 1-D), on the host or on the device of the uploader.
+        copies: returns the ranges that make it up, with offsets relative to its first byte; called when its turn comes.
+        into: its destination, of its size (uint8, 1-D), on the host or on the device of the uploader.
     """
 
     name: str
-    num_bytes: int
     copies: Callable[[], Sequence[Copy]]
     into: torch.Tensor
 
@@ -162,9 +160,9 @@ def _reads(delivery: Delivery, limit: int) -> Iterator[Read]:
         covered += copy.num_bytes
         for piece in copy.pieces(limit):
             yield Read(piece.src, delivery.into[piece.dst_offset : piece.dst_end])
-    if covered != delivery.num_bytes:
+    if covered != delivery.into.numel():
         raise TransferError(
-            f"{delivery.name}: expected sources of {delivery.num_bytes} bytes, found {covered}; the checkpoint has "
+            f"{delivery.name}: expected sources of {delivery.into.numel()} bytes, found {covered}; the checkpoint has "
             f"changed, offload again"
         )
 

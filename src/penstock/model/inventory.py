@@ -340,11 +340,10 @@ def _aliases(model: nn.Module, names: Mapping[int, str]) -> dict[str, list[str]]
 
 def inner_tensors(tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
     """The plain tensors inside ``tensor`` with the attribute path to each; itself under ``()`` if it is plain."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
+    if not hasattr(tensor, "__tensor_flatten__"):
         yield (), tensor
         return
-    names, _context = flatten()
+    names, _context = tensor.__tensor_flatten__()
     for name in names:
         part = getattr(tensor, name)
         if isinstance(part, torch.Tensor):  # a DTensor lists its device mesh too

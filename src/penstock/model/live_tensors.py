@@ -1,4 +1,4 @@
-"""The tensors of a live model while they are offloaded: pointed at other memory and back, and guarded meanwhile.
+"""The tensors of a live model while they are offloaded: pointed at other memory and back, and guarded in between.
 
 A tensor object is never exchanged while it can be kept: ties, optimizers and caches hold references to it. Only its
 data is pointed elsewhere (``tensor.data = ...``). Tensors on ``meta`` cannot take data and are replaced in all places
@@ -288,7 +288,7 @@ class BoundTensor:
     def note_version(self, known: bool = True) -> None:
         """Remember the version counter, so that :meth:`check` sees writes; ``known=False`` forgets it."""
         if self._resting is not None:
-            return  # writes do not come to pass
+            return  # a write raises before it happens
         self._version = _version(self.tensor) if known else None
 
     def invalidate_saved(self) -> None:
@@ -369,14 +369,11 @@ class BoundStorage:
 
         Where views kept elsewhere still hold the memory that the model came with, the bytes of ``buffer`` go there.
         """
-        is_untouched = not any(tensor.has_other_data for tensor in self.tensors)
-        if buffer is not None and is_untouched and self.return_to_original():
+        left = [tensor for tensor in self.tensors if not tensor.has_other_data]
+        if buffer is not None and len(left) == len(self.tensors) and self.return_to_original():
             self.original_bytes().copy_(buffer)
-            self.is_back = True
-            return
-        for tensor in self.tensors:
-            if tensor.has_other_data:
-                continue
+            left = []
+        for tensor in left:
             if buffer is None:
                 tensor.restore()
             else:

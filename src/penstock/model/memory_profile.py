@@ -50,7 +50,7 @@ class ModelProfile:
         window: tokens that those layers keep.
         state_bytes_per_sequence: bytes per sequence that do not grow with the context (recurrent states, convolutions).
         activation_bytes_per_row: peak of live intermediate tensors of a step per row, logits included.
-        attention_bytes_per_token: peak of what the attention of one layer makes anew in a step per token of the context
+        attention_bytes_per_token: peak of what the attention of one layer allocates in a step per token of the context
             of every sequence (a cache that grows by copying, latents that are expanded).
         max_context: the longest context the model was made for, in tokens; ``None`` if it states none.
     """
@@ -81,8 +81,8 @@ class ModelProfile:
         """Device memory beside the weights: caches, and activations of a step of ``batch`` rows; 0 without context."""
         if context == 0:
             return 0
-        anew = self.activation_bytes_per_row + context * self.attention_bytes_per_token
-        return self.cache_bytes(batch, context) + batch * anew
+        per_sequence = self.activation_bytes_per_row + context * self.attention_bytes_per_token
+        return self.cache_bytes(batch, context) + batch * per_sequence
 
 
 def profile_of(model: nn.Module) -> ModelProfile:
@@ -249,13 +249,13 @@ def _recurrent_elements(mixer: Any) -> int:
 
 
 def _attention_bytes(config: Any, attentions: Sequence[tuple[str, Any]], itemsize: int) -> int:
-    """Peak of what one layer's attention makes anew in every step, per token of every sequence.
+    """Peak of what one layer's attention allocates in every step, per token of every sequence.
 
     The default cache grows by concatenation, so the old keys or values live beside the new ones. Latent attention
     expands the latents of the whole context: keys and values per head, and the keys once more with their rotary part.
     The eager implementation repeats keys and values for the query heads that share them and makes scores, with the mask
-    added, their float32 softmax and its rounded copy; the fused ones read the cache as it is. Masks and positions take
-    up to three int64 per token.
+    added, their float32 softmax and its rounded copy; the fused ones read the cache without a copy. Masks and positions
+    take up to three int64 per token.
     """
     growth = expanded = 0
     eager = getattr(config, "_attn_implementation", None) == "eager"
@@ -264,7 +264,7 @@ def _attention_bytes(config: Any, attentions: Sequence[tuple[str, Any]], itemsiz
             growth = max(growth, max(_widths(module, config)) * itemsize)
             if hasattr(module, "expand_kv"):  # to (no-rope keys, values), and whole keys
                 keys, values = _head_widths(module)
-                copied = values if eager else 0  # a part of a projection, which a matrix product lays out anew
+                copied = values if eager else 0  # a part of a projection, which a matrix product copies
                 width = keys + values + module.num_heads * module.qk_nope_head_dim + copied
                 expanded = max(expanded, int(width) * itemsize)
     if growth and eager:

@@ -83,13 +83,22 @@ def matching(inventory: Inventory, pattern: str) -> frozenset[str]:
     if pattern.startswith("@"):
         return _group(inventory, pattern[1:])
     matches = compile_pattern(pattern)
-    found = frozenset(s.name for s in inventory.storages if any(map(matches, s.names)))
-    if found:
+    if found := frozenset(s.name for s in inventory.storages if any(map(matches, s.names))):
         return found
-    found = semantic_groups(inventory).get(pattern, frozenset())
-    if not found:
-        raise SelectionError(_nothing_matched(pattern, inventory))
-    return found
+    groups = semantic_groups(inventory)
+    if found := groups.get(pattern, frozenset()):
+        return found
+    # Compare with segments, with whole names and with groups: people misspell all of them.
+    names = list(inventory.by_name)
+    present = [group for group, storages in groups.items() if storages]
+    vocabulary = dict.fromkeys(part for name in names for part in (*name.split("."), name))
+    nearest = difflib.get_close_matches(pattern.removeprefix("re:"), [*vocabulary, *present], n=5, cutoff=0.4)
+    empty = f"; the group @{pattern} is empty in it" if pattern in GROUPS else ""
+    raise SelectionError(
+        f"pattern {pattern!r} matches none of the {len(names)} tensor names; the nearest are "
+        f"{', '.join(dict.fromkeys(nearest or names[:5]))}. Names match by whole dotted segments; use globs "
+        f"('*.mlp.*') or 're:...' for parts. This model has {_listed(groups)}{empty}."
+    )
 
 
 def _group(inventory: Inventory, word: str) -> frozenset[str]:
@@ -106,19 +115,3 @@ def _group(inventory: Inventory, word: str) -> frozenset[str]:
 def _listed(groups: dict[str, frozenset[str]]) -> str:
     present = [f"@{group}" for group, storages in groups.items() if storages]
     return f"the groups {', '.join(present)}" if present else "no groups"
-
-
-def _nothing_matched(pattern: str, inventory: Inventory) -> str:
-    # Compare with segments and with whole names: people misspell both.
-    names = list(inventory.by_name)
-    groups = semantic_groups(inventory)
-    present = [group for group, storages in groups.items() if storages]
-    vocabulary = list(dict.fromkeys(part for name in names for part in (*name.split("."), name)))
-    nearest = difflib.get_close_matches(pattern.removeprefix("re:"), [*vocabulary, *present], n=5, cutoff=0.4)
-    shown = list(dict.fromkeys(nearest)) or list(dict.fromkeys(names))[:5]
-    empty = f"; the group @{pattern} is empty in it" if pattern in GROUPS else ""
-    return (
-        f"pattern {pattern!r} matches none of the {len(names)} tensor names; the nearest are {', '.join(shown)}. "
-        f"Names match by whole dotted segments; use globs ('*.mlp.*') or 're:...' for parts. This model has "
-        f"{_listed(groups)}{empty}."
-    )

@@ -1,4 +1,4 @@
-"""What the parameters of a model are for: attention, experts, the vision tower, ..., told by structure.
+"""What the parameters of a model are for: attention, experts, the vision tower, ..., found from structure.
 
 A group is a set of storages. It is found from the tree of modules, the shapes of the parameters and which modules are
 embedding tables; where these leave a choice, a fragment of a name counts as evidence (``attn``, ``router``). There is
@@ -239,15 +239,15 @@ class _Layer:
             for module in (layer, *self.inside)
             if module in num_experts or not modules.keys().isdisjoint(dotted_prefixes(module))
         }
-        self._experts_below: Counter[str] = Counter()
-        self._others_below: Counter[str] = Counter()
+        self._around_experts: set[str] = set()
+        around_others: set[str] = set()
         for held in tree.matrices(layer):
-            counts = self._experts_below if held.module in self.experts else self._others_below
-            counts.update(dotted_prefixes(held.module))
+            around = self._around_experts if held.module in self.experts else around_others
+            around.update(dotted_prefixes(held.module))
         # A block is the innermost module that holds the experts and a matrix that is none of them; at most the layer.
         self.blocks: dict[str, int] = {}
         for root, count in num_experts.items():
-            inward = (name for name in reversed(dotted_prefixes(root)) if self._others_below[name] or name == layer)
+            inward = (name for name in reversed(dotted_prefixes(root)) if name in around_others or name == layer)
             self.blocks[next(inward, layer)] = count
 
     def split(self, node: str) -> Iterator[tuple[str, _Parameter]]:
@@ -262,7 +262,7 @@ class _Layer:
                 continue
             if child in self.attention:
                 yield from (("attention", held) for held in self.tree.below[child])
-            elif self._experts_below[child] or any(is_within(name, child) for name in self.attention):
+            elif child in self._around_experts or any(is_within(name, child) for name in self.attention):
                 yield from self.split(child)
             elif node not in self.blocks:
                 yield from self._dense(child)

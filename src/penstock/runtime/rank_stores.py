@@ -288,7 +288,6 @@ def _fill(
         deliveries = (
             Delivery(
                 f"{name}[{start}:{start + into.numel()}]",
-                into.numel(),
                 partial(_clipped, bound, files, start, start + into.numel()),
                 into,
             )
