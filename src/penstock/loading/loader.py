@@ -1,4 +1,7 @@
-"""The one pass of an offload: from files, and from the model's own tensors, to the store and to the device."""
+"""The one pass of an offload: from files, and from the model's own tensors, to the store and to the device.
+
+Tensors that the files hold in another form are converted on the way, one recipe at a time.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,7 @@ class WeightLoader:
         self._freed_bytes = 0
 
     def run(self) -> ReadStats:
-        """Bring everything; returns how the bytes that came from files were read.
+        """Load everything; return how the bytes that came from files were read.
 
         Raises:
             TransferError, CheckpointError: bytes that cannot be read.

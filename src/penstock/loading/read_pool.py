@@ -49,7 +49,7 @@ _Wait = Callable[[], None]
 
 @dataclass(frozen=True)
 class Delivery:
-    """One storage on its way.
+    """One storage and where its bytes go.
 
     Attributes:
         name: of the storage.
@@ -89,21 +89,22 @@ def deliver(
     piece_bytes: int = PIECE_BYTES,
     max_jobs: int | None = None,
 ) -> None:
-    """Bring every delivery, in order.
+    """Read every delivery into its destination, in order.
 
     Args:
         deliveries: taken one by one, as their turn comes.
         num_threads: readers.
         uploader: for destinations on a device.
-        on_loaded: called in this thread with the name of each storage that is complete (on a device: on its way).
+        on_loaded: called in this thread with the name of each storage that is complete (on a device: whose copies are
+            started).
         on_progress: called in this thread with the bytes of each job that is done.
-        cpus: the readers stay on these processors, whose memory the pages they touch then are.
+        cpus: the readers stay on these processors, so that pages they touch first are in the memory near these.
         piece_bytes: of one job; to a device, a job goes in several pieces, as large as the uploader takes them.
         max_jobs: under way or waiting to be reported; default twice the readers.
 
     Raises:
-        TransferError: bytes that cannot be read; nothing is under way any more. The same for whatever ``on_loaded``,
-            ``on_progress`` or the caller's interrupt raise.
+        TransferError: bytes that cannot be read; nothing is under way any more. The same holds for errors of
+            ``on_loaded`` and ``on_progress``, and for an interrupt.
     """
     pool = ThreadPoolExecutor(num_threads, "penstock-load", initializer=_stay_on, initargs=(cpus,))
     under_way: deque[tuple[_Job, Future[None]]] = deque()

@@ -67,7 +67,7 @@ class BoundTensor:
         assert isinstance(tensor, torch.Tensor), place.name  # the inventory was taken a moment ago
         self.tensor = self.original = tensor
         self.original_data = self.tensor.data
-        self._revive: Callable[[], torch.Tensor | None] | None = None  # memory of the original, if it was let go of
+        self._revive: Callable[[], torch.Tensor | None] | None = None  # memory of the original, if it was released
         self.lost = False  # the model holds another tensor, or none, in its place
         self.in_slot: torch.Tensor | None = None  # over slot memory; None: not brought by a unit (any more)
         self._unguarded: torch.Tensor | None = None  # the same for compiled code, which counts as writing
@@ -233,13 +233,13 @@ class BoundTensor:
         self._address = self.tensor.data_ptr()
 
     def forget_original(self) -> None:
-        """Let go of the memory the tensor had."""
+        """Release the memory that the tensor had."""
         if self.original.device.type != "meta":
             self._revive = self._revive or _reviver(self.original_data)
             self.original_data = self.tensor.data
 
     def revived_data(self) -> torch.Tensor | None:
-        """What :meth:`forget_original` let go of, if views that the model keeps elsewhere hold it still."""
+        """The memory that :meth:`forget_original` released, if views that the model keeps elsewhere still hold it."""
         return None if self._revive is None else self._revive()
 
     def is_held_by(self, module: nn.Module, attr: str, inner: tuple[str, ...] = ()) -> bool:
@@ -387,7 +387,7 @@ class BoundStorage:
             tensor.restore()
 
     def forget_original(self) -> None:
-        """Let go of the memory the model came with."""
+        """Release the memory that the model came with."""
         self.keeps_original = False
         for tensor in self.tensors:
             tensor.forget_original()
@@ -486,7 +486,7 @@ def guarded(tensor: torch.Tensor, owner: BoundTensor) -> torch.Tensor:
 
 
 def _marked(tensor: torch.Tensor, key: Any) -> torch.Tensor:
-    """Without memory; inference or not as the mode says."""
+    """A tensor like ``tensor`` with ``key`` and without memory; an inference tensor if inference mode is on."""
     _register()
     keys = torch._C.DispatchKeySet(key)
     for is_lazy, bit in ((tensor.is_conj(), "Conjugate"), (tensor.is_neg(), "Negative")):
@@ -593,7 +593,7 @@ def _rest_again(alias: torch.Tensor, resting: torch.Tensor, output: Any) -> Any:
 
 @functools.cache
 def _register() -> tuple[torch.library.Library, ...]:
-    """Tell the dispatcher, once, what the two keys mean."""
+    """Register the meaning of the two keys with the dispatcher, once."""
     everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     everything.fallback(_on_access, _RESTING)
     everything.fallback(torch.library.fallthrough_kernel, _GUARDED)
