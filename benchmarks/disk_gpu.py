@@ -33,7 +33,7 @@ from penstock.bench.reference_step import QWEN3_8B, DecoderShape, Stack, build_s
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import ALL_MODEL_PARAMS
 from penstock.runtime.prepare import prepare as prepare_offload
-from penstock.stores.file_reader import DiskOptions
+from penstock.stores.sources import DiskOptions
 from plain_reads import read_plainly
 
 SECONDS_PER_VARIANT = 6.0

@@ -40,7 +40,7 @@ from decoder_models import CONFIGS, build_model
 from harness import append, counts, finish, parser_of, words_of, writable_folder
 from penstock.config import Mode
 from penstock.memory.system import PeakMeter, rss_bytes
-from penstock.stores.file_reader import DiskOptions
+from penstock.stores.sources import DiskOptions
 from plain_reads import forget, read_plainly, touch_fresh
 
 _PENSTOCK: dict[str, tuple[Mode, DiskOptions | None]] = {

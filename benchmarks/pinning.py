@@ -25,13 +25,12 @@ import numpy as np
 import torch
 
 from penstock.loading.read_pool import Delivery, deliver
-from penstock.memory.byte_ranges import ByteRange, Copy
 from penstock.memory.pages import map_pages, pieces, populate, populate_parallel, whole_pages
 from penstock.memory.pinned import CudaRegistrar
 from penstock.memory.system import cpus_near
 from penstock.plan.plan import SlabEntry, Unit
-from penstock.stores.file_reader import DiskOptions, File
 from penstock.stores.pinned_host import PinnedStore
+from penstock.stores.sources import ByteRange, Copy, DiskOptions, File
 
 MIB, GIB = 1 << 20, 1 << 30
 CORES = len(os.sched_getaffinity(0))

@@ -23,12 +23,11 @@ from pathlib import Path
 
 import torch
 
-from penstock.memory.byte_ranges import ByteRange, Copy
 from penstock.memory.memfd import SharedMemory
 from penstock.memory.pages import collapse_parallel, populate_parallel
 from penstock.memory.pinned import CudaRegistrar, PinnedBuffer, pin_shared, pin_threads
 from penstock.plan.schedule import ENTRY_BYTES, MAX_ENTRIES, lay_out_ring
-from penstock.stores.file_reader import DiskOptions, File
+from penstock.stores.sources import ByteRange, Copy, DiskOptions, File
 from penstock.stores.store import Load
 from penstock.transfer.ring import READ_BYTES, STUCK_S, WANTED
 from penstock.transfer.ring_process import RingTask

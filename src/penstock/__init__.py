@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         set_offloader,
     )
     from penstock.plan.plan import Plan
-    from penstock.stores.file_reader import DiskOptions
+    from penstock.stores.sources import DiskOptions
 
 __all__ = [
     "UVA",
@@ -54,7 +54,7 @@ _HOMES = {
     "penstock.errors": ("PenstockError", "PenstockWarning"),
     "penstock.api": ("Handle", "offload"),
     "penstock.plan.plan": ("Plan",),
-    "penstock.stores.file_reader": ("DiskOptions",),
+    "penstock.stores.sources": ("DiskOptions",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

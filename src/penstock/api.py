@@ -17,7 +17,7 @@ from penstock.runtime.prepare import Prepared, open_ranks, prepare, require_kind
 from penstock.runtime.session import OffloadSession, Progress, SessionOptions
 from penstock.runtime.state_dict import place_of
 from penstock.stats import Stats
-from penstock.stores.file_reader import DiskOptions
+from penstock.stores.sources import DiskOptions
 from penstock.transfer.link import Link
 
 if TYPE_CHECKING:

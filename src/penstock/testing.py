@@ -26,12 +26,11 @@ from torch.utils._pytree import tree_flatten
 from penstock.api import Handle, start
 from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Policy
-from penstock.memory.byte_ranges import Source
 from penstock.offloaders.reference import NoCopyOffloader, boundaries
 from penstock.plan.plan import Plan
 from penstock.runtime.prepare import prepare
 from penstock.stats import Recorder
-from penstock.stores.file_reader import DiskOptions
+from penstock.stores.sources import DiskOptions, Source
 from penstock.stores.store import Load
 from penstock.transfer.link import ComputeEvent, Link, ThreadLink, ThreadTransfer, Transfer
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.checkpoint.safetensors_header import Checkpoint, FileFingerprint, FileTensor
 from penstock.errors import CheckpointError
-from penstock.stores.file_reader import DiskOptions, File
+from penstock.stores.sources import DiskOptions, File
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {

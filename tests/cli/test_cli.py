@@ -33,7 +33,7 @@ from penstock.demo.synthetic_model import ensure_model
 from penstock.errors import OptionError, PenstockError, SizeError
 from penstock.flags import OffloadFlags, flag_of
 from penstock.plan.report import gib
-from penstock.stores.file_reader import DiskOptions, File
+from penstock.stores.sources import DiskOptions, File
 from penstock.transfer.machine_probe import Probe
 
 OFFLOAD_FLAGS = [

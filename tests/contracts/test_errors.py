@@ -33,10 +33,9 @@ from penstock.errors import (
     SizeError,
     TransferError,
 )
-from penstock.memory.byte_ranges import ByteRange, Copy, Source
 from penstock.model.inventory import take_inventory
 from penstock.runtime import prefetcher as pipeline
-from penstock.stores.file_reader import File
+from penstock.stores.sources import ByteRange, Copy, File, Source
 from penstock.stores.store import CpuStore, DiskStore
 from penstock.testing import assert_moved, assert_same_bits
 from penstock.transfer.link import ThreadLink

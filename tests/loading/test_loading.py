@@ -29,7 +29,6 @@ from penstock.checkpoint.weight_map import WeightMap
 from penstock.errors import StateError, TransferError
 from penstock.loading.loader import WeightLoader
 from penstock.loading.read_pool import Delivery, Read, deliver
-from penstock.memory.byte_ranges import ByteRange, Copy, Source, writable_view
 from penstock.memory.pinned import CudaRegistrar
 from penstock.model.inventory import take_inventory
 from penstock.model.live_tensors import bind
@@ -37,6 +36,7 @@ from penstock.plan.plan import Plan
 from penstock.runtime.prepare import prepare
 from penstock.runtime.session import OffloadSession, SessionOptions
 from penstock.stores.pinned_host import PinnedStore
+from penstock.stores.sources import ByteRange, Copy, Source, writable_view
 from penstock.stores.store import DiskStore, Load, Store
 from penstock.testing import assert_moved, assert_same_bits
 from penstock.transfer.link import ThreadLink

@@ -24,9 +24,8 @@ from penstock.checkpoint.safetensors_header import Checkpoint
 from penstock.checkpoint.weight_map import Conversion
 from penstock.errors import PenstockWarning, TransferError
 from penstock.loading.loader import TensorConverter
-from penstock.memory.byte_ranges import Copy, writable_view
 from penstock.runtime.prepare import Prepared
-from penstock.stores.file_reader import DiskOptions, ReadCounter
+from penstock.stores.sources import Copy, DiskOptions, ReadCounter, writable_view
 from registrars import Ledger, pin_by
 from shm_ranks import ranks
 

@@ -16,9 +16,8 @@ import torch
 
 from penstock.errors import CheckpointError, TransferError
 from penstock.loading.read_pool import _BUFFER_BYTES, BUFFER_BYTES, NUM_BUFFERS, CudaUploader, Read, UploadRing
-from penstock.memory.byte_ranges import ByteRange, MemorySource, Source, writable_view
 from penstock.memory.pages import map_pages
-from penstock.stores.file_reader import DiskOptions, File
+from penstock.stores.sources import ByteRange, DiskOptions, File, MemorySource, Source, writable_view
 from registrars import Ledger
 
 SIZE = 64

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import PenstockWarning, StateError
-from penstock.memory.byte_ranges import fill
 from penstock.memory.pages import map_pages, pack, pieces, populate, populate_parallel
 from penstock.memory.pinned import MIN_ADOPTED_BYTES, PinnedBuffer, can_pin_in_place, is_anonymous
 from penstock.plan.plan import Unit
 from penstock.stores.pinned_host import Held, PinnedStore
+from penstock.stores.sources import fill
 from plans import unit
 from registrars import Ledger
 

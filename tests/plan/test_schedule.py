@@ -16,12 +16,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.memory.byte_ranges import fill
 from penstock.model.inventory import Inventory, Location, StorageInfo, TensorInfo
 from penstock.plan.plan import Plan, UnitDraft, assemble
 from penstock.plan.schedule import chain, first_units, next_in_chain, slot_of
 from penstock.runtime.prefetcher import Prefetcher
 from penstock.stats import Recorder
+from penstock.stores.sources import fill
 from penstock.stores.store import CpuStore, Load
 from penstock.transfer.link import ComputeEvent, Link, Transfer
 

@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 
 from penstock.errors import CheckpointError, TransferError
 from penstock.loading.read_pool import Delivery, deliver, read_staged
-from penstock.memory.byte_ranges import ByteRange, Copy, writable_view
 from penstock.memory.pages import map_file, map_pages, resident_bytes
 from penstock.stats import ReadStats
-from penstock.stores import file_reader as files
-from penstock.stores.file_reader import ALIGN_BYTES, DiskOptions, File
+from penstock.stores import sources as files
+from penstock.stores.sources import ALIGN_BYTES, ByteRange, Copy, DiskOptions, File, writable_view
 
 SIZE = 1_000_007
 MIB = 1 << 20

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from penstock.memory.byte_ranges import fill
 from penstock.model.inventory import Inventory, Location, StorageInfo, TensorInfo
 from penstock.plan.plan import Plan, UnitDraft, assemble
+from penstock.stores.sources import fill
 from penstock.stores.store import CpuStore, Load, Store
 from penstock.transfer.link import ComputeEvent, Link, Transfer
 

@@ -16,14 +16,13 @@ from safetensors.torch import save_file
 
 from penstock.checkpoint.safetensors_header import Checkpoint
 from penstock.checkpoint.weight_map import FilePart, TensorSource
-from penstock.memory.byte_ranges import ByteRange, Copy, Source
 from penstock.memory.memfd import SharedMemory
 from penstock.model.inventory import Inventory, Location, StorageInfo, TensorInfo
 from penstock.plan.plan import Plan, UnitDraft, assemble
 from penstock.plan.schedule import WORD_BYTES, RingLayout
 from penstock.runtime.prefetcher import Prefetcher
 from penstock.stats import Recorder, StagingStats
-from penstock.stores.file_reader import DiskOptions
+from penstock.stores.sources import ByteRange, Copy, DiskOptions, Source
 from penstock.stores.store import DiskStore, Load, Store
 from penstock.transfer.link import ComputeEvent, Link, Transfer
 from penstock.transfer.ring import READ_BYTES, RingServer

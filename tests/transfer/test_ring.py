@@ -24,7 +24,7 @@ from penstock.errors import TransferError
 from penstock.plan.plan import Plan
 from penstock.plan.schedule import STATUS_BYTES, RingLayout, lay_out_ring, next_in_chain, steady_order
 from penstock.stats import StagingStats
-from penstock.stores.file_reader import DiskOptions
+from penstock.stores.sources import DiskOptions
 from penstock.testing import assert_same_bits, offload_over
 from penstock.transfer.ring import Counter, RingMemory
 from rings import PATIENCE_S, FakeRingLink, Machine, Op, disk_store, make_plan, save_patterns

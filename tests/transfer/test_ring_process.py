@@ -34,7 +34,7 @@ from penstock.errors import OptionError, StateError, TransferError
 from penstock.memory.memfd import SharedMemory
 from penstock.memory.pinned import PinnedBuffer
 from penstock.plan.schedule import WORD_BYTES
-from penstock.stores.file_reader import DiskOptions
+from penstock.stores.sources import DiskOptions
 from penstock.stores.store import Store
 from penstock.testing import assert_same_bits, offload_over
 from penstock.transfer import ring_readers, ring_streams

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 from penstock.checkpoint.safetensors_header import opened
 from penstock.errors import TransferError
-from penstock.memory.byte_ranges import ByteRange, Copy
 from penstock.plan.schedule import cut, lay_out_ring
-from penstock.stores.file_reader import DiskOptions, File
+from penstock.stores.sources import ByteRange, Copy, DiskOptions, File
 from penstock.stores.store import Load
 from penstock.transfer.ring import PAUSE_S, POISON, WANTED, RingMemory, RingServer
 from penstock.transfer.ring_process import RingTask

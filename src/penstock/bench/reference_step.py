@@ -46,7 +46,7 @@ from penstock.memory.system import PeakMeter
 from penstock.model.inventory import take_inventory
 from penstock.plan.build import build_plan
 from penstock.plan.plan import Plan
-from penstock.stores.file_reader import DiskOptions
+from penstock.stores.sources import DiskOptions
 from penstock.stores.store import DiskStore
 from penstock.transfer.link import ThreadLink
 

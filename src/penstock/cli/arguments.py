@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from penstock.plan.build import Planner
     from penstock.plan.cost_model import Rates
     from penstock.plan.plan import Machine, Plan
-    from penstock.stores.file_reader import DiskOptions
+    from penstock.stores.sources import DiskOptions
 
 __all__ = [
     "VERB_FLAGS",
@@ -98,7 +98,7 @@ def requested(flags: OffloadFlags, device: torch.device) -> Policy | Plan | None
 
 def disk_options(flags: OffloadFlags) -> DiskOptions | None:
     """How checkpoint files are read; ``None`` where no flag says."""
-    from penstock.stores.file_reader import DiskOptions
+    from penstock.stores.sources import DiskOptions
 
     if not (flags.disk_direct or flags.disk_drop_cache):
         return None

@@ -17,12 +17,11 @@ from penstock.checkpoint.weight_map import Conversion, TensorSource, WeightMap
 from penstock.config import pin_memory_disabled
 from penstock.errors import OptionError
 from penstock.loading.read_pool import PIECE_BYTES, CudaUploader, Delivery, Progress, deliver
-from penstock.memory.byte_ranges import ByteRange, Copy
 from penstock.memory.pinned import MIN_ADOPTED_BYTES, CudaRegistrar, pin_threads
 from penstock.memory.system import cpus_near, trim_heap
 from penstock.model.live_tensors import BoundStorage
 from penstock.stats import ReadStats
-from penstock.stores.file_reader import DiskOptions, ReadCounter
+from penstock.stores.sources import ByteRange, Copy, DiskOptions, ReadCounter
 from penstock.stores.store import DiskStore, Store, new_blob
 
 __all__ = ["TensorConverter", "WeightLoader", "require_weights"]

@@ -25,10 +25,9 @@ from functools import partial
 import torch
 
 from penstock.errors import TransferError
-from penstock.memory.byte_ranges import ByteRange, Copy, writable_view
 from penstock.memory.pages import map_pages, pack
 from penstock.memory.pinned import CudaRegistrar, PinnedBuffer
-from penstock.stores.file_reader import ALIGN_BYTES
+from penstock.stores.sources import ALIGN_BYTES, ByteRange, Copy, writable_view
 
 __all__ = ["PIECE_BYTES", "CudaUploader", "Delivery", "Progress", "Read", "UploadRing", "deliver", "read_staged"]
 

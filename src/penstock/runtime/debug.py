@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 
 from penstock.errors import RaceError
-from penstock.memory.byte_ranges import Copy, fill
 from penstock.plan.plan import Plan
+from penstock.stores.sources import Copy, fill
 from penstock.stores.store import new_blob
 
 __all__ = ["POISON", "Guard"]

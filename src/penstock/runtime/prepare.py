@@ -41,8 +41,8 @@ from penstock.plan.plan import Machine, Plan, slab_bytes
 from penstock.plan.units import move_on_demand
 from penstock.ranks.group import RankGroup
 from penstock.runtime.under_construction import BuildTimePool, storages_in_engine_memory
-from penstock.stores.file_reader import DiskOptions
 from penstock.stores.pinned_host import Held
+from penstock.stores.sources import DiskOptions
 from penstock.transfer.machine_probe import planning_rates
 
 __all__ = [

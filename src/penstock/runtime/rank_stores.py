@@ -21,7 +21,6 @@ from penstock.config import RANK_MODES, debug_enabled
 from penstock.errors import OptionError, PeerError, warn_user
 from penstock.loading.loader import require_weights
 from penstock.loading.read_pool import CudaUploader, Delivery, deliver
-from penstock.memory.byte_ranges import ByteRange, Copy, clip
 from penstock.memory.memfd import SharedMemory
 from penstock.memory.pinned import CudaRegistrar, pin_threads, pinned_region, pinning_disabled
 from penstock.memory.symmetric import SymmetricMemory
@@ -31,9 +30,9 @@ from penstock.model.live_tensors import BoundStorage
 from penstock.plan.plan import CHUNK_BYTES, PartLayout, Plan
 from penstock.ranks.channel import GlooChannel
 from penstock.ranks.group import RankGroup, json_digest, this_host
-from penstock.stores.file_reader import DiskOptions
 from penstock.stores.sharded import DeviceShardedStore, HostShardedStore, ShardedStore
 from penstock.stores.shared_host import SharedStore, shared_bytes
+from penstock.stores.sources import ByteRange, Copy, DiskOptions, clip
 from penstock.stores.store import DiskStore, new_blob
 
 __all__ = ["checksum", "compare_ranks", "open_sharded", "open_shared"]

@@ -37,9 +37,9 @@ from penstock.runtime.promotion import Promoter
 from penstock.runtime.rank_stores import compare_ranks, open_sharded, open_shared
 from penstock.runtime.state_dict import NotCopyable, StateGuard
 from penstock.stats import Recorder, Stats
-from penstock.stores.file_reader import DiskOptions
 from penstock.stores.pinned_host import Held, PinnedStore
 from penstock.stores.sharded import ShardedStore
+from penstock.stores.sources import DiskOptions
 from penstock.stores.store import CpuStore, DiskStore, MetaStore, SpillStore, Store, new_blob
 from penstock.transfer.cuda_stream import StreamLink
 from penstock.transfer.link import Link, ThreadLink

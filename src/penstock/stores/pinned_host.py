@@ -18,10 +18,10 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from penstock.memory.byte_ranges import ByteRange, Copy
 from penstock.memory.pages import map_pages, pack, populate_parallel
 from penstock.memory.pinned import CudaRegistrar, PinnedBuffer, pin_threads, warn_refused
 from penstock.plan.plan import SlabEntry, Unit, slab_bytes
+from penstock.stores.sources import ByteRange, Copy
 from penstock.stores.store import Load, Store
 
 __all__ = ["Held", "PinnedStore", "Place", "slab_sizes"]

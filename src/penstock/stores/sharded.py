@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from penstock.errors import OptionError, StateError
-from penstock.memory.byte_ranges import ByteRange, Copy
 from penstock.memory.symmetric import SymmetricMemory
 from penstock.plan.plan import PartLayout, Unit
 from penstock.ranks.channel import GlooChannel
 from penstock.ranks.group import RankGroup
+from penstock.stores.sources import ByteRange, Copy
 from penstock.stores.store import Load, Store, new_blob
 
 __all__ = ["DeviceShardedStore", "HostShardedStore", "ShardedStore"]

@@ -18,10 +18,9 @@ import torch
 from penstock.checkpoint.safetensors_header import FileFingerprint
 from penstock.checkpoint.weight_map import TensorSource
 from penstock.errors import CheckpointError
-from penstock.memory.byte_ranges import ByteRange, Copy, Source, fill, writable_view
 from penstock.memory.pinned import pin_threads, pinned_region
 from penstock.plan.plan import Unit
-from penstock.stores.file_reader import DiskOptions, File, ReadCounter
+from penstock.stores.sources import ByteRange, Copy, DiskOptions, File, ReadCounter, Source, fill, writable_view
 
 __all__ = ["CpuStore", "DiskStore", "Load", "MetaStore", "SpillStore", "Store", "new_blob"]
 

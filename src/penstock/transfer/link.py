@@ -25,9 +25,9 @@ import torch
 
 from penstock.config import reader_threads
 from penstock.errors import OptionError, StateError, TransferError
-from penstock.memory.byte_ranges import ByteRange, writable_view
 from penstock.plan.plan import Plan
 from penstock.stats import Recorder, StagingStats
+from penstock.stores.sources import ByteRange, writable_view
 from penstock.stores.store import Load, new_blob
 
 __all__ = ["ComputeEvent", "Link", "ThreadLink", "ThreadTransfer", "Transfer", "end_threads"]

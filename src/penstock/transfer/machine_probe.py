@@ -32,7 +32,7 @@ from penstock.memory.pinned import device_view, pinned_region
 from penstock.memory.system import num_cores
 from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates
 from penstock.plan.plan import Machine
-from penstock.stores.file_reader import DiskOptions, File
+from penstock.stores.sources import DiskOptions, File
 
 __all__ = [
     "COPY_SIZES",

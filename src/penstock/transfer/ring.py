@@ -41,10 +41,10 @@ from enum import IntEnum
 import numpy as np
 
 from penstock.errors import TransferError
-from penstock.memory.byte_ranges import Copy
 from penstock.memory.pages import Bytes
 from penstock.plan.schedule import STATUS_BYTES, WORD_BYTES, RingLayout
 from penstock.stats import StagingStats
+from penstock.stores.sources import Copy
 
 __all__ = [
     "MAX_READERS",

@@ -26,10 +26,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from penstock.errors import OptionError
-from penstock.memory.byte_ranges import Copy
 from penstock.memory.pages import map_file
 from penstock.plan.schedule import RingLayout
-from penstock.stores.file_reader import File
+from penstock.stores.sources import Copy, File
 from penstock.transfer.ring import RingMemory, RingServer
 
 __all__ = ["RingTask", "main"]

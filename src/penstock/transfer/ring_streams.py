@@ -29,13 +29,13 @@ import torch
 
 from penstock.config import pin_memory_disabled, reader_threads
 from penstock.errors import OptionError, StateError, TransferError
-from penstock.memory.byte_ranges import Copy, clip
 from penstock.memory.memfd import SharedMemory
 from penstock.memory.pages import collapse_parallel
 from penstock.memory.pinned import CudaRegistrar, PinnedBuffer, pin_shared, pin_threads, refuse_capture
 from penstock.plan.plan import Plan
 from penstock.plan.schedule import ENTRY_BYTES, MAX_ENTRIES, WORD_BYTES, RingLayout, cut
 from penstock.stats import StagingStats
+from penstock.stores.sources import Copy, clip
 from penstock.stores.store import Load
 from penstock.transfer.cuda_stream import StreamLink
 from penstock.transfer.link import ComputeEvent, Transfer

@@ -36,7 +36,7 @@ from penstock.plan.plan import Plan
 from penstock.ranks.group import RankGroup
 from penstock.runtime.prepare import Prepared, not_in_files, open_ranks, prepare, require_kinds
 from penstock.runtime.session import Progress
-from penstock.stores.file_reader import DiskOptions
+from penstock.stores.sources import DiskOptions
 from penstock.stores.store import new_blob
 
 if TYPE_CHECKING:

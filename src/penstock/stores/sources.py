@@ -1,12 +1,15 @@
-"""Files read by position, through the page cache or past it.
+"""Sources of bytes, in memory and in files; ranges of them, and where these go.
 
-Positional reads (``preadv``) share one file descriptor between threads and need no lock. Direct reads (``O_DIRECT``)
-need aligned offsets, lengths and addresses, and tensors in a file are not aligned to its blocks. So each thread reads
-aligned blocks into a buffer of its own and copies the wanted bytes out: a fraction of a core, and the operand in the
-slot keeps its 256-byte alignment, on which the bits of a matrix product may depend. Blocks are large, because a disk
-behind a hypervisor needs large requests, and buffers are used again and again, because memory that was never touched is
-slow to receive (the hypervisor has to find it first). A caller whose buffer is larger than the range gets the whole
-pages read there.
+A :class:`Copy` is the one form in which bytes move between files and memory. torch is not imported here: the process
+that fills a staging ring reads files without it.
+
+Files are read by position, through the page cache or past it. Positional reads (``preadv``) share one file descriptor
+between threads and need no lock. Direct reads (``O_DIRECT``) need aligned offsets, lengths and addresses, and tensors
+in a file are not aligned to its blocks. So each thread reads aligned blocks into a buffer of its own and copies the
+wanted bytes out: a fraction of a core, and the operand in the slot keeps its 256-byte alignment, on which the bits of a
+matrix product may depend. Blocks are large, because a disk behind a hypervisor needs large requests, and buffers are
+used again and again, because memory that was never touched is slow to receive (the hypervisor has to find it first). A
+caller whose buffer is larger than the range gets the whole pages read there.
 """
 
 from __future__ import annotations
@@ -15,22 +18,37 @@ import mmap
 import os
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from penstock.checkpoint.safetensors_header import FileFingerprint, require_file, too_many_open
 from penstock.errors import CheckpointError, TransferError
-from penstock.memory.byte_ranges import Source
 from penstock.memory.pages import Bytes, map_file, pieces, resident_bytes
 from penstock.memory.system import above_standard_streams
 from penstock.stats import ReadStats
 
-__all__ = ["ALIGN_BYTES", "DiskOptions", "File", "ReadCounter"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "ALIGN_BYTES",
+    "ByteRange",
+    "Copy",
+    "DiskOptions",
+    "File",
+    "MemorySource",
+    "ReadCounter",
+    "Source",
+    "clip",
+    "fill",
+    "writable_view",
+]
 
 ALIGN_BYTES = 4096
 BLOCK_BYTES = 2 << 20
@@ -39,6 +57,121 @@ _SAMPLE_BYTES = 64 << 10
 _MAX_VIEWS = 1024  # IOV_MAX
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC
 _FIX = "copy the same file over it with its time (cp -p), or load the model again from files that no process writes to"
+
+
+class Source(ABC):
+    """Bytes at rest that any thread may read, any range at a time."""
+
+    @abstractmethod
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes from ``offset`` on; raises ``TransferError`` if they cannot be read."""
+
+    def scatter(self, offset: int, views: Sequence[memoryview]) -> None:
+        """Fill ``views``, one behind the other, with the bytes from ``offset`` on; raises as :meth:`read`."""
+        for view in views:
+            self.read(offset, view)
+            offset += len(view)
+
+    def read_around(self, offset: int, num_bytes: int, buffer: memoryview) -> int:
+        """Read into ``buffer`` (at least ``num_bytes``) and return where in it the bytes begin; raises as :meth:`read`.
+
+        A source that reads whole pages may need no other buffer this way.
+        """
+        self.read(offset, buffer[:num_bytes])
+        return 0
+
+    def require_unchanged(self) -> None:
+        """Raise ``TransferError`` if these are no longer the bytes that were opened; to be asked after reading them."""
+
+
+class MemorySource(Source):
+    """Bytes in host memory."""
+
+    def __init__(self, blob: torch.Tensor) -> None:
+        """``blob``: uint8, 1-D, host."""
+        self._bytes = blob.numpy()
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Copy with numpy, which drops the interpreter lock and, unlike torch, starts no threads of its own."""
+        part = self._bytes[offset : offset + len(into)]
+        if len(part) != len(into):
+            raise TransferError(f"host memory: expected {len(into)} bytes at {offset}, found {len(part)}")
+        np.copyto(np.frombuffer(into, dtype=np.uint8), part)
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """``num_bytes`` of ``source`` from ``offset`` on."""
+
+    source: Source
+    offset: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, blob: torch.Tensor) -> ByteRange:
+        """All bytes of a tensor (uint8, 1-D, host)."""
+        return cls(MemorySource(blob), 0, blob.numel())
+
+    def part(self, start: int, num_bytes: int) -> ByteRange:
+        """``num_bytes`` of this range from its byte ``start`` on."""
+        return ByteRange(self.source, self.offset + start, num_bytes)
+
+    def read(self, into: memoryview) -> None:
+        """Fill ``into``, which is as long as the range; raises as :meth:`Source.read`, also for changed bytes."""
+        self.source.read(self.offset, into)
+        self.source.require_unchanged()
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The bytes of ``src``, which go to ``dst_offset`` of some destination."""
+
+    src: ByteRange
+    dst_offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the range."""
+        return self.src.num_bytes
+
+    @property
+    def dst_end(self) -> int:
+        """Where it ends in the destination."""
+        return self.dst_offset + self.src.num_bytes
+
+    def moved(self, num_bytes: int) -> Copy:
+        """The same bytes, ``num_bytes`` further on in the destination."""
+        return Copy(self.src, self.dst_offset + num_bytes)
+
+    def pieces(self, most: int) -> Iterator[Copy]:
+        """The same bytes in consecutive copies of at most ``most``."""
+        for start in range(0, self.src.num_bytes, most):
+            size = min(most, self.src.num_bytes - start)
+            yield Copy(self.src.part(start, size), self.dst_offset + start)
+
+    def within(self, start: int, end: int) -> Copy | None:
+        """What goes to the destination's bytes from ``start`` to ``end``, with offsets relative to ``start``."""
+        first, last = max(start, self.dst_offset), min(end, self.dst_end)
+        if first >= last:
+            return None
+        return Copy(self.src.part(first - self.dst_offset, last - first), first - start)
+
+
+def clip(copies: Iterable[Copy], start: int, end: int) -> list[Copy]:
+    """The parts of ``copies`` between ``start`` and ``end`` of the destination, with offsets relative to ``start``."""
+    return [part for copy in copies if (part := copy.within(start, end)) is not None]
+
+
+def writable_view(blob: torch.Tensor) -> memoryview:
+    """The memory of a uint8 CPU tensor as a buffer that ``preadv`` can fill."""
+    return blob.numpy().data
+
+
+def fill(destination: torch.Tensor, copies: Iterable[Copy]) -> None:
+    """Carry out ``copies`` into ``destination`` (uint8, 1-D, host), in the calling thread."""
+    view = writable_view(destination)
+    for copy in copies:
+        copy.src.read(view[copy.dst_offset : copy.dst_end])
 
 
 @dataclass(frozen=True)
