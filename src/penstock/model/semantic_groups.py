@@ -52,8 +52,8 @@ def semantic_groups(inventory: Inventory) -> dict[str, frozenset[str]]:
     found: dict[str, set[str]] = {group: set() for group in GROUPS}
     for layer in tree.layers:
         if not _within_any(layer, vision):
-            for group, held in _Layer(tree, layer).split(layer):
-                found[group].add(held.storage)
+            for group, parameters in _Layer(tree, layer).split(layer):
+                found[group].update(held.storage for held in parameters)
     found["vision"] = {held.storage for root in vision for held in tree.below[root]}
     found["embeddings"] = {held.storage for module in tree.tables for held in tree.held[module]}
     found["lm_head"] = {held.storage for module in heads for held in tree.held[module]}
@@ -250,28 +250,28 @@ class _Layer:
             inward = (name for name in reversed(dotted_prefixes(root)) if name in around_others or name == layer)
             self.blocks[next(inward, layer)] = count
 
-    def split(self, node: str) -> Iterator[tuple[str, _Parameter]]:
-        """(group, parameter) for every parameter at or below ``node`` that is in a group."""
+    def split(self, node: str) -> Iterator[tuple[str, list[_Parameter]]]:
+        """(group, parameters) for all parameters at or below ``node`` that are in a group."""
         own = self.tree.held[node]
         if node in self.experts:
-            yield from (("experts", held) for held in own)
+            yield "experts", own
         elif node not in self.blocks and any(len(held.shape) >= 2 for held in own):
-            yield from (("mlp", held) for held in own)
+            yield "mlp", own
         for child in self.tree.inventory.children(node):  # whole, when it is of one kind, else part by part
             if not self.tree.matrices(child):
                 continue
             if child in self.attention:
-                yield from (("attention", held) for held in self.tree.below[child])
+                yield "attention", self.tree.below[child]
             elif child in self._around_experts or any(is_within(name, child) for name in self.attention):
                 yield from self.split(child)
             elif node not in self.blocks:
                 yield from self._dense(child)
             elif not self._is_router(child, self.blocks[node]):
                 # Where the experts' block is the layer itself, any block of a layer may stand beside them.
-                shared = (("shared_experts", held) for held in self.tree.below[child])
-                yield from self._dense(child) if node == self.layer else shared
+                shared = ("shared_experts", self.tree.below[child])
+                yield from self._dense(child) if node == self.layer else [shared]
 
-    def _dense(self, node: str) -> Iterator[tuple[str, _Parameter]]:
+    def _dense(self, node: str) -> Iterator[tuple[str, list[_Parameter]]]:
         lookups = self.tree.inventory.lookups
         shapes = [held.shape for held in self.tree.matrices(node) if held.module not in lookups]
         flat = [shape for shape in shapes if len(shape) == 2]
@@ -279,8 +279,8 @@ class _Layer:
             return  # convolutions alone: a stem, or a layer of another kind of model
         mixes_tokens = len(flat) < len(shapes)  # a convolution along the sequence
         unnamed = not self.attention and not self._named(_FEED_FORWARD, node)
-        group = "attention" if mixes_tokens or (unnamed and not _is_feed_forward(flat)) else "mlp"
-        yield from ((group, held) for held in self.tree.below[node])
+        is_attention = mixes_tokens or (unnamed and not _is_feed_forward(flat))
+        yield "attention" if is_attention else "mlp", self.tree.below[node]
 
     def _is_router(self, node: str, num_experts: int) -> bool:
         shapes = self.tree.shapes(node)
