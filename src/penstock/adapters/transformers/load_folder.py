@@ -120,7 +120,11 @@ def load_matched(
         ranks=ranks,
     )
     _materialise(model, found, prepared)
-    _take_generation_config(model, Path(path))
+    if model.can_generate():
+        adjust: Any = model.adjust_generation_fn
+        # What from_pretrained passes for a local folder.
+        options = {"cache_dir": None, "force_download": False, "proxies": None, "local_files_only": True, "token": None}
+        adjust(None, False, None, os.fspath(path), **options, revision="main", subfolder="", trust_remote_code=False)
     model.train(False)
     return start(prepared, progress=progress)
 
@@ -351,15 +355,6 @@ def _allocate(storage: BoundStorage) -> None:
     """Move a storage from ``meta`` to the CPU, ties and views kept, filled with zeros."""
     if storage.on_meta:
         storage.adopt(new_blob(storage.info.num_bytes).zero_())
-
-
-def _take_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    adjust: Any = getattr(model, "adjust_generation_fn", None)
-    if adjust is None or not model.can_generate():
-        return
-    # What from_pretrained passes for a local folder.
-    options = {"cache_dir": None, "force_download": False, "proxies": None, "local_files_only": True, "token": None}
-    adjust(None, False, None, str(folder), **options, revision="main", subfolder="", trust_remote_code=False)
 
 
 # -- warnings ---------------------------------------------------------------------------------------------------------
