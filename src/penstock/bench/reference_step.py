@@ -60,7 +60,7 @@ WARM_UP_S = 0.2
 Step = Callable[[], object]
 Timer = Callable[[Step, int], list[float]]
 Model = TypeVar("Model", bound=nn.Module)
-# A variant's own way to offload the stack; returns what has the plan.
+# Another way to offload the stack; returns an object with the plan.
 Offload = Callable[["Stack", Policy, torch.device], Any]
 
 
@@ -258,7 +258,7 @@ def fill(model: Model, rest: torch.device | str, generate_on: torch.device | str
 
 
 def parse_policy(text: str, weight_bytes: int, layer_bytes: int) -> Policy:
-    """The policy of ``even:0.25``, ``memory:0.8`` or ``group:4/1/2``; what follows a ``+`` is not looked at.
+    """The policy of ``even:0.25``, ``memory:0.8`` or ``group:4/1/2``; what follows a ``+`` is ignored.
 
     ``even:F`` offloads at least the share F of the weights, spread over all layers; ``memory:F`` allows the share F of
     the weights as device memory, slots included; ``group:A/B/C`` is the group rule.
@@ -268,7 +268,7 @@ def parse_policy(text: str, weight_bytes: int, layer_bytes: int) -> Policy:
         size, number, step = (int(part) for part in value.split("/"))
         return Prefetch(size, number, step)
     if kind == "even":
-        # Two slots of this share of a layer come on top of what stays.
+        # The budget holds the resident part and two slots of this share of a layer.
         return Budget(int(weight_bytes * (1 - float(value)) + 2.1 * float(value) * layer_bytes))
     if kind == "memory":
         return Budget(int(weight_bytes * float(value)))
@@ -345,7 +345,7 @@ def measure_cuda(
         timings = interleave({**{m.name: m.step for m in models}, "link": probe.copy}, rounds, repeats, time_cuda)
         link_bytes_per_s = probe.num_bytes / (timings["link"].ms / 1e3)
         for model in models:
-            model.step()  # after the timing: bytes that the interleaving damaged in a slot show here
+            model.step()  # after the timing, so that bytes in a slot that the interleaving damaged are noticed
             torch.cuda.synchronize()
             plan, timing = model.plan, timings[model.name]
             moved_bytes = plan.moved_bytes if plan else 0
@@ -436,7 +436,7 @@ def _measure_cpu(
 
 
 def _stream_alone(folder: str, disk: DiskOptions, rows: int) -> int:
-    """In a process that does nothing else: how much its peak resident memory grows by three steps, in bytes."""
+    """Growth of the peak resident memory by three steps, in bytes; runs in a process that does nothing else."""
     with torch.no_grad():
         tiny = build_stack(DecoderShape("tiny", 1, 64, 64, 64, 64), torch.float32, "cpu", "cpu")
         tiny(torch.randn(rows, 64))  # buffers of the kernels are not counted

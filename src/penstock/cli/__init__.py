@@ -26,14 +26,14 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
-    # A traceback with values of locals is of no use to users; ours are printed plainly (see terminal.py).
+    # Users have no use for a traceback with values of locals; terminal.py prints errors as one line.
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
 app.command()(plan)
 app.command()(probe)
 app.command()(generate)
-# Flags that it does not know are the engine's.
+# Unknown flags are passed to the engine.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.add_typer(bench, name="bench")
 
@@ -41,8 +41,8 @@ app.add_typer(bench, name="bench")
 def main() -> None:
     """The ``penstock`` command. Exit codes: 0 done, 1 the demo's promise was broken, 2 an error, 130 interrupted."""
     # On a CPU, compute and readers share the cores. By default the compute threads spin for milliseconds after each
-    # product, on cores that the readers need. Read once, when torch loads its OpenMP runtime, which is not yet.
-    # An engine that takes the place of this process inherits its environment, and has no readers.
+    # product, on cores that the readers need. OpenMP reads the variable once, when torch is imported, which is later.
+    # `serve` becomes the engine's process, which inherits the environment and has no readers.
     if sys.argv[1:2] != ["serve"]:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     app(prog_name="penstock")

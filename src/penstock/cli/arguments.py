@@ -43,7 +43,7 @@ __all__ = [
     "with_offload_flags",
 ]
 
-# All flags but those that only engines have.
+# All flags except those of engines alone.
 VERB_FLAGS = tuple(row.name for row in fields(OffloadFlags) if row.name not in ("measure_stalls", "boundaries_only"))
 
 
@@ -82,12 +82,12 @@ def with_offload_flags(
 
 
 def requested(flags: OffloadFlags, device: torch.device) -> Policy | Plan | None:
-    """What the flags of a verb ask for on ``device``; ``None`` when they ask for nothing to be offloaded.
+    """The policy or plan that the flags of a verb ask for on ``device``; ``None`` if nothing is to be offloaded.
 
     Raises:
         OptionError: flags that contradict one another or have no effect; a file of ``--plan`` that holds no plan.
     """
-    # Verbs open checkpoints, whose files are a store already: for a CPU a second copy has to be asked for.
+    # Verbs open checkpoints, whose files are a store already: on a CPU a copy in memory is made on request only.
     policy = flags.policy(COMMAND_LINE, default_mode="cpu" if device.type == "cuda" else "disk")
     if flags.plan is None:
         return policy
@@ -97,7 +97,7 @@ def requested(flags: OffloadFlags, device: torch.device) -> Policy | Plan | None
 
 
 def disk_options(flags: OffloadFlags) -> DiskOptions | None:
-    """How checkpoint files are read; ``None`` where no flag says."""
+    """How checkpoint files are read; ``None`` without a flag for it."""
     from penstock.stores.sources import DiskOptions
 
     if not (flags.disk_direct or flags.disk_drop_cache):
@@ -109,7 +109,7 @@ def target_device(name: str | None) -> torch.device:
     """Where compute runs: ``--device``, or by default a GPU where there is one.
 
     Raises:
-        OptionError: the name of no device that is here.
+        OptionError: this machine has no device of that name.
     """
     import torch
 
@@ -172,7 +172,7 @@ class OpenedModel:
 
     @property
     def name(self) -> str:
-        """What the user calls it: the name of the folder."""
+        """The name of the folder, as the model's name in output."""
         return self.folder.absolute().name
 
     def planner(self, device: torch.device, rates: Rates | None = None, disk: DiskOptions | None = None) -> Planner:
@@ -227,7 +227,7 @@ def open_model(model: str) -> OpenedModel:
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Within, Python looks for no cycles: 46,000 tensors set that off time and again, and each walks all of torch."""
+    """Without collections of cycles, which 46,000 new tensors would trigger often, each over all objects of torch."""
     enabled = gc.isenabled()
     gc.disable()
     try:

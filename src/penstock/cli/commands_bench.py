@@ -1,4 +1,4 @@
-"""``penstock bench``: measure what an offload costs here, next to what no schedule could beat."""
+"""``penstock bench``: measure what an offload costs on this machine, beside the floor of any schedule."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ bench = typer.Typer(no_args_is_help=True)
 
 @bench.callback()  # without it, typer would take the only verb for the group itself
 def _root() -> None:
-    """Measure an offloaded step against what no schedule could beat."""
+    """Measure an offloaded step against the floor that no schedule can beat."""
 
 
 @bench.command()

@@ -40,7 +40,7 @@ def demo(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OptionError(f"--folder {str(folder)!r}: expected a folder that can be written to: {error}") from error
-    require_folder("--folder", folder)  # a folder that exists may still be closed
+    require_folder("--folder", folder)  # an existing folder may still not be writable
     with TemporaryDirectory(dir=folder, prefix="runs-") as runs:
         broken = [*_embed_sentences(Path(runs)), *_generate_text(folder, Path(runs), keep)]
     for promise in broken:

@@ -132,7 +132,7 @@ def _tokenize(folder: Path, text: str) -> tuple[Any, dict[str, Any]]:
             f"{folder}: expected a tokenizer that transformers can read (tokenizer.json), found none: {error}"
         ) from error
     inputs = dict(tokenizer(text, return_tensors="pt", return_token_type_ids=False))
-    if not inputs["input_ids"].numel():  # transformers makes an empty tokenizer where there are no files of one
+    if not inputs["input_ids"].numel():  # transformers makes an empty tokenizer if its files are missing
         raise OptionError(
             f"--prompt {text!r} has no tokens in the vocabulary of {len(tokenizer)}; is tokenizer.json missing from "
             f"{folder}?"
@@ -147,7 +147,7 @@ def _stream(
     import torch
     from transformers import TextStreamer
 
-    # Greedy decoding also silences what the model's generation config samples with.
+    # None avoids warnings about sampling parameters in the model's generation config.
     sampling = {"temperature": temperature} if temperature else {"temperature": None, "top_k": None, "top_p": None}
     torch.manual_seed(seed)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)

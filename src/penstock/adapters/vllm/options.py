@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FLAG_OF_KEY", "FORM", "KEYS", "REFUSED", "EngineOptions", "engine_options", "read_options"]
 
-# Keys that mean the same as a flag of penstock's command line.
+# Keys that have the meaning of a flag of penstock's command line.
 FLAG_OF_KEY = {
     "device_memory": "device_memory",
     "batch": "batch",
@@ -48,7 +48,7 @@ REFUSED = {
     "--enable-dbo": _HALVES,
     "--ubatch-size": _HALVES,
 }
-# Rules and names for reads in place stand alone on penstock's command line, and nowhere in vLLM.
+# On penstock's command line rules, and names for reads in place, need no other flag; in vLLM they do.
 _ASKING = ("device_memory", "offload_group_size", "cpu_offload_gb")
 _VLLM = Surface(
     modes=("cpu", "shm_cpu"),
@@ -104,7 +104,7 @@ def read_options(offload_config: Any, additional_config: Any) -> EngineOptions:
         offload_prefetch_step=prefetch.offload_prefetch_step if prefetch.offload_prefetch_step != 1 else None,
         offload_params=sorted(prefetch.offload_params),
     )
-    # `vllm serve` has no flags for these; --offload-params it has.
+    # `vllm serve` has flags for none of these but --offload-params.
     spelling = {flag: f"penstock.{key}" for key, flag in FLAG_OF_KEY.items() if key != "params"}
     return engine_options(additional_config, flags, spelling)
 
@@ -112,7 +112,7 @@ def read_options(offload_config: Any, additional_config: Any) -> EngineOptions:
 def engine_options(
     additional_config: Any, flags: OffloadFlags, spelling: Mapping[str, str] | None = None
 ) -> EngineOptions:
-    """What the keys of ``additional_config`` and ``flags`` ask for together; errors name flags by ``spelling``.
+    """The options of the keys of ``additional_config`` and of ``flags`` together; errors name flags by ``spelling``.
 
     Raises:
         OptionError, OptionTypeError: options that contradict one another or have no effect, an unknown key, an invalid
@@ -139,7 +139,7 @@ def engine_options(
         policy = replace(policy, mode=mode)
     assert not isinstance(policy, Rules)  # rules need a budget here
     rules = policy.rules if isinstance(policy, Budget) else ()
-    # A pattern that is no regular expression is refused before an engine starts: a match needs the model.
+    # An invalid regular expression is refused before an engine starts; whether it matches depends on the model.
     if patterns := [*(policy.params if policy is not None else ()), *(pattern for pattern, _ in rules)]:
         from penstock.model.patterns import compile_pattern
 

@@ -33,18 +33,18 @@ from penstock.runtime.prepare import open_ranks
 
 __all__ = ["OffloadingWorker", "Worker"]
 
-logger = init_logger("vllm.penstock")  # vLLM shows what its own loggers say, and those below them
+logger = init_logger("vllm.penstock")  # vLLM prints messages of its own loggers and their children
 
 
-# OffloadingWorker is mixed into a worker class of vLLM's; for a type checker that is the one for GPUs.
+# OffloadingWorker is mixed into a worker class of vLLM; type checkers see the one for GPUs.
 _Base: Any = gpu_worker.Worker if TYPE_CHECKING else object
 
 
 class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
-    """Mixed in before a worker class of vLLM's, it puts penstock behind ``get_offloader()``."""
+    """Mixed in before a worker class of vLLM, it sets penstock's offloader behind ``get_offloader()``."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        """As vLLM's.
+        """Like vLLM's.
 
         Raises:
             OptionError, OptionTypeError: this vLLM is not supported, or the flags are invalid; see the message.
@@ -52,7 +52,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         require_supported(vllm.__version__)
         self._options = read_options(vllm_config.offload_config, vllm_config.additional_config)
         self._announces = False
-        self._all_ran = False  # every module that is offloaded, at least once
+        self._all_ran = False  # whether every offloaded module has run at least once
         if self._options.policy is not None:
             _refuse_unsupported_config(vllm_config)
             self._announces = _keep_units_out_of_pieces(vllm_config.compilation_config)
@@ -128,7 +128,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             self._give_up_offloader()
             raise
         finally:
-            del runner.load_model  # the class's again
+            del runner.load_model  # the method of the class is in force again
 
     def _give_up_offloader(self) -> None:
         if self._offloader is not None and get_offloader() is self._offloader:
@@ -136,13 +136,13 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         self._offloader = None
 
     def shutdown(self) -> None:
-        """As vLLM's; another engine of this process may then have an offloader of its own."""
+        """Like vLLM's; after it another engine of this process may set its own offloader."""
         self._give_up_offloader()
         if shut_down := getattr(super(), "shutdown", None):
             shut_down()
 
     def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's, the last step before it serves; a worker on a GPU has run its model by then.
+        """Like vLLM's, the last step before it serves; a worker on a GPU has run its model by then.
 
         Raises:
             StateError: the model does not run a module that is offloaded.
@@ -161,7 +161,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         self._all_ran = True
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's; then the copies that the next forward needs first start, beside sampling and scheduling.
+        """Like vLLM's; then the first copies of the next forward start, beside sampling and scheduling.
 
         Raises:
             StateError: the first step of a worker that has run its model for nothing else (on a CPU) does not run a
@@ -169,7 +169,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         """
         try:
             result = super().execute_model(scheduler_output, *args, **kwargs)
-        finally:  # hooks do not see an interrupt, and a replay must not find what it has left
+        finally:  # hooks do not see an interrupt, and the next replay needs the first units in their slots
             if self._offloader is not None:
                 self._offloader.prepare_next()
         has_tokens = getattr(scheduler_output, "total_num_scheduled_tokens", 1) > 0
@@ -178,7 +178,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         return result
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's; graphs that are replayed inside it belong to a draft model, whose weights are not offloaded.
+        """Like vLLM's; graphs that are replayed inside it belong to a draft model, whose weights are not offloaded.
 
         If their replays counted as the model's own, each would copy the first units again.
         """
@@ -188,7 +188,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             return super().sample_tokens(*args, **kwargs)
 
     def penstock_stats(self) -> dict[str, Any]:
-        """What was planned and what has moved, in plain numbers: for ``collective_rpc("penstock_stats")``."""
+        """The plan and the counters in plain numbers, for ``collective_rpc("penstock_stats")``."""
         if self._offloader is None:
             return {}
         plan, stats = self._offloader.plan, self._offloader.stats()
@@ -211,7 +211,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         }
 
     def sleep(self, level: int = 1) -> None:
-        """As vLLM's; slots and residents are kept and come back on ``wake_up``.
+        """Like vLLM's; slots and residents are kept and come back on ``wake_up``.
 
         Raises:
             StateError: level 2, which discards weights that would have to be loaded into the store again.
@@ -222,21 +222,21 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
                 f"behind its back; use level 1"
             )
         if self._offloader is not None and torch.cuda.is_available():
-            torch.cuda.synchronize()  # the next forward's first copies run on: vLLM saves slots that they write to
+            torch.cuda.synchronize()  # first copies of the next forward may still write to slots, which vLLM saves now
         super().sleep(level)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """As vLLM's; refused while weights are offloaded."""
+        """Like vLLM's; refused while weights are offloaded."""
         self._refuse_new_weights("reload_weights")
         super().reload_weights(*args, **kwargs)
 
     def start_weight_update(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's, where it has one; refused while weights are offloaded, before it prepares anything."""
+        """Like vLLM's, where it has one; refused while weights are offloaded, before it prepares anything."""
         self._refuse_new_weights("start_weight_update")
         return super().start_weight_update(*args, **kwargs)
 
     def update_weights(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's; refused while weights are offloaded."""
+        """Like vLLM's; refused while weights are offloaded."""
         self._refuse_new_weights("update_weights")
         return super().update_weights(*args, **kwargs)
 
@@ -258,7 +258,7 @@ def _keep_units_out_of_pieces(compilation: Any) -> bool:
         return False
     if compilation.splitting_ops:  # empty: the model is one piece
         ops = [*compilation.splitting_ops, "penstock::wait", "penstock::release"]
-        compilation.splitting_ops = list(dict.fromkeys(ops))  # another worker of this process may have added ours
+        compilation.splitting_ops = list(dict.fromkeys(ops))  # another worker of this process may have added them
     return True
 
 
@@ -267,7 +267,7 @@ class Worker(OffloadingWorker, gpu_worker.Worker):  # type: ignore[misc,unused-i
 
 
 def _is_lookup(module: nn.Module) -> bool:
-    """Tables that a forward looks rows up in; the head derives from them and is multiplied with."""
+    """Whether a forward looks rows up in ``module``; the head derives from such a class, but is a matrix product."""
     return isinstance(module, nn.Embedding | VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
 
 
@@ -347,12 +347,12 @@ def _meeting_place(port: int, keeps_it: bool, replicas: int) -> Store:
     """The store of all workers of the launch, kept by one of them."""
     patience = timedelta(seconds=peer_timeout_s())
     try:
-        # The timeout of TCPStore does not end where another program listens at the port and never answers.
+        # The timeout of TCPStore does not apply while another program holds the port and never answers.
         return call_within(
             patience.total_seconds() + GRACE_S,
             lambda: TCPStore("127.0.0.1", port, is_master=keeps_it, timeout=patience, wait_for_workers=False),
         )
-    except RuntimeError as error:  # DistNetworkError and DistStoreError are ones
+    except RuntimeError as error:  # the base class of DistNetworkError and DistStoreError
         reason = str(error).splitlines()[0]
         if keeps_it:
             raise PeerError(
