@@ -22,7 +22,7 @@ those in files under a larger limit are among those under a smaller one. Every u
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 from typing import NamedTuple
@@ -208,7 +208,9 @@ class CandidateTable:
                 run = counts if low == 0 else counts[:-1]
                 runs.append(np.stack([np.full_like(run, high), np.full_like(run, low), run]))
         high, low, pattern = np.concatenate(runs, axis=1)
-        return Family(self, sets, high, low, pattern, num_slots, self._even_patterns, outside, uva, in_place)
+        none = np.zeros_like(high)
+        chosen = (none, none, high, low) if in_place else (high, low, none, none)
+        return Family(self, sets, *chosen, pattern, num_slots, self._even_patterns, outside, uva)
 
     @cached_property
     def _even_patterns(self) -> Kinds:
@@ -230,21 +232,17 @@ class CandidateTable:
         Of the dense roles all stay or all leave: what matters here is where the experts are.
         """
         index = {chosen: number for number, chosen in enumerate(sets.sets)}
-        dense = frozenset[str]().union(*sets.sets) - experts
-        lows = [low for low in dict.fromkeys((frozenset[str](), dense)) if {low, low | experts} <= index.keys()]
-        low_uva = {
-            layer: tuple(s for role, s in mine.items() if role in experts)
-            for layer, mine in self.roles.items()
-            if experts & mine.keys()
-        }
-        if not lows or len(low_uva) < 2:
+        has_experts = [not experts.isdisjoint(mine) for mine in self.roles.values()]
+        if experts not in index or sum(has_experts) < 2:
             return
-        patterns = _three_ways([layer in low_uva for layer in self.layers])
+        lows = dict.fromkeys((frozenset[str](), frozenset[str]().union(*sets.sets) - experts))
+        patterns = _three_ways(has_experts)
         every = np.tile(np.arange(len(patterns)), len(lows))
         low = np.repeat([index[chosen] for chosen in lows], len(patterns))
         high = np.repeat([index[chosen | experts] for chosen in lows], len(patterns))
+        chosen = (high, low, np.zeros_like(high), np.full_like(low, index[experts]))
         for num_slots in range(1, MAX_SLOTS + 1):
-            yield Family(self, sets, high, low, every, num_slots, patterns, outside, uva, low_uva=low_uva)
+            yield Family(self, sets, *chosen, every, num_slots, patterns, outside, uva)
 
 
 def _three_ways(has_experts: Sequence[bool]) -> Kinds:
@@ -309,42 +307,43 @@ class Family:
 
     Attributes:
         table: of all families.
-        sets: the sets that ``high`` and ``low`` index.
-        high, low: the set of the ``HIGH`` layers, and that of the others.
+        sets: what the next four index.
+        high, low: the set that is prefetched in the ``HIGH`` layers, and that in the others.
+        high_uva, low_uva: the set that is read in place in the ``HIGH`` layers, and that in the ``LOW`` ones.
         pattern: row of ``patterns``.
         num_slots: that are wanted; where there are fewer units there are fewer.
         patterns: [patterns, layers]: what each layer is.
         outside: what happens outside the layers.
         uva: storages that all of them read in place.
-        in_place: whether the sets are read in place instead of prefetched.
-        low_uva: by layer, what is read in place there if the layer is ``LOW``.
     """
 
     table: CandidateTable
     sets: RoleSets
     high: Ints
     low: Ints
+    high_uva: Ints
+    low_uva: Ints
     pattern: Ints
     num_slots: int
     patterns: Kinds
     outside: Mechanism
     uva: tuple[StorageInfo, ...]
-    in_place: bool = False
-    low_uva: Mapping[str, tuple[StorageInfo, ...]] = field(default_factory=dict)
 
     def _take(self, rows: Ints) -> Family:
         """The same family with only the candidates of these indices."""
-        return replace(self, high=self.high[rows], low=self.low[rows], pattern=self.pattern[rows])
+        arrays = ("high", "low", "high_uva", "low_uva", "pattern")
+        return replace(self, **{name: getattr(self, name)[rows] for name in arrays})
 
     @cached_property
     def _chosen(self) -> Ints:
-        """[layers, candidates]: the set that each has in each layer."""
+        """[layers, candidates]: the set that each prefetches in each layer."""
         return np.where(self.patterns.T[:, self.pattern] == HIGH, self.high, self.low)
 
-    def _is_low(self, layer: str) -> Bools:
-        """Per candidate: whether ``layer`` is ``LOW``."""
-        low: Bools = self.patterns[self.pattern, self.table.layer_index[layer]] == LOW
-        return low
+    @cached_property
+    def _in_place(self) -> Ints:
+        """[layers, candidates]: the set that each reads in place in each layer; the first one, of nothing, if kept."""
+        kinds = self.patterns.T[:, self.pattern]
+        return np.where(kinds == HIGH, self.high_uva, np.where(kinds == LOW, self.low_uva, 0))
 
     @cached_property
     def _always(self) -> dict[str, list[StorageInfo]]:
@@ -356,11 +355,11 @@ class Family:
 
     def _units(self, value: Mapping[str, float]) -> Iterator[tuple[str, Floats]]:
         """(anchor, value of its unit per candidate), in order, for every stage that may have a unit."""
-        totals = None if self.in_place else self.sets.totals(value)
+        totals = self.sets.totals(value)
         for stage in self.table.stages:
             always = float(sum(value[s.name] for s in self._always.get(stage.anchor, ())))
             layer = self.table.layer_index.get(stage.anchor)
-            if totals is not None and layer is not None:
+            if layer is not None:
                 yield stage.anchor, totals[layer].take(self._chosen[layer]) + always
             elif always:
                 yield stage.anchor, np.full(len(self.high), always)
@@ -394,11 +393,8 @@ class Family:
     def _in_place_bytes(self, sizes: Mapping[str, float]) -> Floats:
         """Per candidate: what is read in place, each storage counted with its bytes in ``sizes``."""
         found = np.full(len(self.high), float(sum(sizes[s.name] for s in self.uva)))
-        if self.in_place:
-            for totals, chosen in zip(self.sets.totals(sizes), self._chosen, strict=True):
-                found += totals.take(chosen)
-        for layer, storages in self.low_uva.items():
-            found += self._is_low(layer) * float(sum(sizes[s.name] for s in storages))
+        for totals, chosen in zip(self.sets.totals(sizes), self._in_place, strict=True):
+            found += totals.take(chosen)
         return found
 
     @cached_property
@@ -459,20 +455,14 @@ class Family:
 
     def _read_in_place(self, step: StepModel) -> Iterator[tuple[Floats, Floats]]:
         """Per stage, by candidate: what reading in place adds to compute, and how long it takes the link."""
-        extra = link = None
-        if self.in_place:
-            extra = self.sets.totals({name: cost.in_place_s - cost.resident_s for name, cost in step.costs.items()})
-            link = self.sets.totals({name: cost.in_place_s for name, cost in step.costs.items()})
+        extra = self.sets.totals({name: cost.in_place_s - cost.resident_s for name, cost in step.costs.items()})
+        link = self.sets.totals({name: cost.in_place_s for name, cost in step.costs.items()})
         for stage, always in zip(self.table.stages, step.read_in_place(s.name for s in self.uva), strict=True):
             extra_s, link_s = (np.full(len(self.high), seconds) for seconds in always)
             layer = self.table.layer_index.get(stage.anchor)
-            if extra is not None and link is not None and layer is not None:
-                extra_s += extra[layer].take(self._chosen[layer])
-                link_s += link[layer].take(self._chosen[layer])
-            for storage in self.low_uva.get(stage.anchor, ()):
-                cost = step.costs[storage.name]
-                extra_s += self._is_low(stage.anchor) * (cost.in_place_s - cost.resident_s)
-                link_s += self._is_low(stage.anchor) * cost.in_place_s
+            if layer is not None:
+                extra_s += extra[layer].take(self._in_place[layer])
+                link_s += link[layer].take(self._in_place[layer])
             yield extra_s, link_s
 
     # -- one candidate -------------------------------------------------------------------------------------------------
@@ -486,12 +476,12 @@ class Family:
         drafts, uva = [], list(self.uva)
         for anchor in (stage.anchor for stage in self.table.stages):
             storages = list(self._always.get(anchor, ()))
-            if anchor in self.table.roles:
-                roles = self.sets.sets[self._chosen[self.table.layer_index[anchor], candidate]]
-                chosen = [s for role, s in self.table.roles[anchor].items() if role in roles]
-                (uva if self.in_place else storages).extend(chosen)
-            if anchor in self.low_uva and self._is_low(anchor)[candidate]:
-                uva.extend(self.low_uva[anchor])
+            for role, storage in self.table.roles.get(anchor, {}).items():
+                layer = self.table.layer_index[anchor]
+                if role in self.sets.sets[self._chosen[layer, candidate]]:
+                    storages.append(storage)
+                elif role in self.sets.sets[self._in_place[layer, candidate]]:
+                    uva.append(storage)
             if storages:
                 store: Mode | None = "disk" if anchor in staged and staged[anchor][0] else None
                 drafts.append(UnitDraft(anchor, tuple(sorted(storages, key=lambda s: order[s.name])), store))
