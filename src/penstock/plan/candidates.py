@@ -340,8 +340,10 @@ class Family:
         return np.where(self.patterns.T[:, self.pattern] == HIGH, self.high, self.low)
 
     @cached_property
-    def _in_place(self) -> Ints:
-        """[layers, candidates]: the set that each reads in place in each layer; the first one, of nothing, if kept."""
+    def _in_place(self) -> Ints | None:
+        """[layers, candidates]: the set that each reads in place in each layer; ``None``: all of them the empty one."""
+        if not (self.high_uva.any() or self.low_uva.any()):
+            return None
         kinds = self.patterns.T[:, self.pattern]
         return np.where(kinds == HIGH, self.high_uva, np.where(kinds == LOW, self.low_uva, 0))
 
@@ -393,8 +395,9 @@ class Family:
     def _in_place_bytes(self, sizes: Mapping[str, float]) -> Floats:
         """Per candidate: what is read in place, each storage counted with its bytes in ``sizes``."""
         found = np.full(len(self.high), float(sum(sizes[s.name] for s in self.uva)))
-        for totals, chosen in zip(self.sets.totals(sizes), self._in_place, strict=True):
-            found += totals.take(chosen)
+        if self._in_place is not None:
+            for totals, chosen in zip(self.sets.totals(sizes), self._in_place, strict=True):
+                found += totals.take(chosen)
         return found
 
     @cached_property
@@ -460,7 +463,7 @@ class Family:
         for stage, always in zip(self.table.stages, step.read_in_place(s.name for s in self.uva), strict=True):
             extra_s, link_s = (np.full(len(self.high), seconds) for seconds in always)
             layer = self.table.layer_index.get(stage.anchor)
-            if layer is not None:
+            if layer is not None and self._in_place is not None:
                 extra_s += extra[layer].take(self._in_place[layer])
                 link_s += link[layer].take(self._in_place[layer])
             yield extra_s, link_s
@@ -480,7 +483,7 @@ class Family:
                 layer = self.table.layer_index[anchor]
                 if role in self.sets.sets[self._chosen[layer, candidate]]:
                     storages.append(storage)
-                elif role in self.sets.sets[self._in_place[layer, candidate]]:
+                elif self._in_place is not None and role in self.sets.sets[self._in_place[layer, candidate]]:
                     uva.append(storage)
             if storages:
                 store: Mode | None = "disk" if anchor in staged and staged[anchor][0] else None

@@ -86,21 +86,24 @@ def reserved_bytes(table: CandidateTable, budget: Budget) -> int:
 
 
 def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None) -> Plan | None:
-    ranked = []
+    best: tuple[tuple[float, ...], Family, int] | None = None
+    copy_bytes_per_s = max(rate for _, rate in table.rates.copy_bytes_per_s.points)
     for family in table.families:
-        rows = family.fitting(device_bytes, host_bytes)
+        rows, memory = family.fitting(device_bytes, host_bytes), family.memory
+        if best is not None:  # no step is shorter than its copies, or than its compute
+            moved_s, in_place = memory.moved_bytes[rows] / copy_bytes_per_s, [s.name for s in family.uva]
+            compute_s = [sum(step.resident_s) + sum(s for s, _ in step.read_in_place(in_place)) for step in table.steps]
+            rows = rows[_score(np.array([np.maximum(moved_s, least_s) for least_s in compute_s])) <= best[0][0] + 1e-8]
         if len(rows):
-            memory, slots = family.memory, np.maximum(family.memory.num_slots[rows], 1)
+            slots = np.maximum(memory.num_slots[rows], 1)
             # What decides among equally fast candidates; less is better.
             uneven = memory.num_units[rows] % slots > 0
             score = _score(family.step_s(rows, host_bytes))
             keys = (score, uneven, memory.moved_bytes[rows], memory.device_bytes[rows], slots)
             first = np.lexsort(keys[::-1])[0]  # the last key counts first
-            ranked.append((tuple(float(key[first]) for key in keys), family, int(rows[first])))
-    if not ranked:
-        return None
-    _, family, row = min(ranked, key=lambda entry: entry[0])
-    return family.plan(row, host_bytes)
+            found = (tuple(float(key[first]) for key in keys), family, int(rows[first]))
+            best = found if best is None or found[0] < best[0] else best
+    return None if best is None else best[1].plan(best[2], host_bytes)
 
 
 def _score(step_s: Floats) -> Floats:
