@@ -24,8 +24,8 @@ from penstock.bench.reference_step import QWEN3_8B, Stack, fill
 from penstock.config import UVA, Budget, Prefetch, Workload
 from penstock.model.inventory import Inventory, take_inventory
 from penstock.model.memory_profile import ModelProfile
-from penstock.plan.build import Forecaster, build_plan
-from penstock.plan.cost_model import Rates
+from penstock.plan.build import build_plan
+from penstock.plan.cost_model import Forecaster, Rates
 from penstock.plan.plan import Plan, assemble
 from penstock.transfer.machine_probe import Probe, load, measure, save
 

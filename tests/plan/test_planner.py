@@ -17,10 +17,9 @@ from penstock.config import Budget, Workload
 from penstock.errors import BudgetError, PenstockWarning
 from penstock.model.inventory import Inventory, take_inventory
 from penstock.model.memory_profile import ModelProfile
-from penstock.plan.build import Forecaster, Planner, build_plan
-from penstock.plan.cost_model import NOMINAL_GPU, Rates
+from penstock.plan.build import Planner, build_plan, curve
+from penstock.plan.cost_model import NOMINAL_GPU, Forecaster, Rates
 from penstock.plan.plan import Plan, UnitDraft, assemble
-from penstock.plan.solver import curve
 from plans import KIB, SMALL, assignments, check_plan, layered, models
 
 

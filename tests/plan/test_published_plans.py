@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from penstock.model.inventory import take_inventory
-from penstock.plan.build import Forecaster
+from penstock.plan.cost_model import Forecaster
 from penstock.transfer.machine_probe import read_probe
 from plan_predictions import Contest, Planner, build
 

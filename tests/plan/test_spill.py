@@ -21,9 +21,9 @@ from penstock.config import Budget, Workload
 from penstock.errors import BudgetError, PenstockWarning
 from penstock.model.inventory import Inventory, take_inventory
 from penstock.model.memory_profile import ModelProfile
-from penstock.plan.build import Forecaster, Planner, build_plan
+from penstock.plan.build import Planner, build_plan
 from penstock.plan.candidates import Spill, spill_order
-from penstock.plan.cost_model import NOMINAL_GPU, Rates
+from penstock.plan.cost_model import NOMINAL_GPU, Forecaster, Rates
 from penstock.plan.plan import Plan, UnitDraft, assemble
 from penstock.plan.schedule import RING_BYTES
 from penstock.runtime import prepare as prepare_module

@@ -15,8 +15,8 @@ from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import Budget
 from penstock.model.inventory import take_inventory
 from penstock.model.memory_profile import ModelProfile
-from penstock.plan.build import Forecaster, build_plan
-from penstock.plan.cost_model import NOMINAL_GPU, Curve, Rates
+from penstock.plan.build import build_plan
+from penstock.plan.cost_model import NOMINAL_GPU, Curve, Forecaster, Rates
 from penstock.plan.plan import Machine, Plan, slab_bytes
 from penstock.plan.report import render
 from penstock.plan.schedule import lay_out_ring

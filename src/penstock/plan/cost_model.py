@@ -42,8 +42,8 @@ The simulation's arguments are arrays over candidates, so that one pass over the
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +51,7 @@ import numpy.typing as npt
 from penstock.config import SHARDED_MODES, Mode
 from penstock.model.inventory import Inventory, StorageInfo, dotted_prefixes
 from penstock.model.memory_profile import ModelProfile
-from penstock.plan.plan import CHUNK_BYTES, UnitDraft
+from penstock.plan.plan import CHUNK_BYTES, Plan, UnitDraft
 from penstock.plan.schedule import RING_BYTES
 from penstock.plan.units import find_layers, reader_of
 
@@ -59,8 +59,11 @@ __all__ = [
     "NOMINAL_CPU",
     "NOMINAL_GPU",
     "Bools",
+    "Bound",
     "Curve",
     "Floats",
+    "Forecast",
+    "Forecaster",
     "Ints",
     "Rates",
     "Stage",
@@ -538,3 +541,80 @@ class _State:
             self._link_free = np.where(valid, arrival, self._link_free)
             self.busy_s += copy_s
         return np.maximum(self._now, self._link_free)
+
+
+# -- a plan's step -----------------------------------------------------------------------------------------------------
+
+
+Bound = Literal["compute", "link", "in place", "disk"]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A step of ``rows`` rows under a plan, in seconds.
+
+    Attributes:
+        rows: sequences that decode together, or tokens of a prefill.
+        step_s: predicted time.
+        resident_s: the same with all weights on the device.
+        link_s: all copies, one after another.
+        disk_s: all reading of files that comes before the copies.
+        in_place_s: all reading in place.
+        floor_s: what no schedule can beat: the longest of compute, the link's work and the disk's.
+        bound: what the floor is made of.
+    """
+
+    rows: int
+    step_s: float
+    resident_s: float
+    link_s: float
+    disk_s: float
+    in_place_s: float
+    floor_s: float
+    bound: Bound
+
+    @property
+    def rows_per_s(self) -> float:
+        """Tokens per second of a decode step."""
+        return self.rows / self.step_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers and strings."""
+        return {**asdict(self), "rows_per_s": self.rows_per_s}
+
+
+class Forecaster:
+    """Predicts a step under any plan for one model; what does not depend on the plan is computed once.
+
+    The result follows from sizes and rates alone. ``rates`` are those of the links
+    that the units come over; see :func:`split_rates`.
+    """
+
+    def __init__(self, inventory: Inventory, rates: Rates, profile: ModelProfile, rows: int, context: int = 0) -> None:
+        self._rates, self._rows = rates, rows
+        stages = find_stages(inventory)
+        # A unit of tied tensors may be anchored around the module that is the stage of the first of them.
+        self._anchors = {s.name: stage.anchor for stage in stages for s, _ in stage.storages}
+        self._step = StepModel(stages, rates, profile, rows, context)
+
+    def __call__(self, plan: Plan) -> Forecast:
+        """The forecast for ``plan``, which is timed as a table of candidates with one row."""
+        rates = self._rates
+        sizes = {self._anchors[unit.entries[0].storage]: np.array([float(unit.payload_bytes)]) for unit in plan.units}
+        in_files = {self._anchors[unit.entries[0].storage]: np.array([True]) for unit in plan.staged_units}
+        in_place = self._step.read_in_place(plan.uva)
+        step_s = self._step.step_s(
+            sizes,
+            in_files,
+            ((np.array([extra_s]), np.array([link_s])) for extra_s, link_s in in_place),
+            np.array([plan.num_slots]),
+            np.array([len(plan.units)]),
+        )
+        in_place_s = sum(seconds for _, seconds in in_place)
+        link_s = sum(rates.copy_s(unit.payload_bytes) for unit in plan.moved_units)
+        disk_s = rates.file_s_per_byte * plan.read_bytes
+        resident_s = sum(self._step.resident_s)
+        floor_s = max(resident_s, link_s + in_place_s, disk_s)
+        link: Bound = "link" if link_s >= in_place_s else "in place"
+        bound: Bound = "compute" if floor_s == resident_s else "disk" if floor_s == disk_s else link
+        return Forecast(self._rows, float(step_s[0]), resident_s, link_s, disk_s, in_place_s, floor_s, bound)

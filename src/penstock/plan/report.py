@@ -17,10 +17,9 @@ from rich.text import Text
 
 from penstock.config import Mode
 from penstock.errors import OptionError
-from penstock.plan.build import Outlook, Planner
+from penstock.plan.build import Outlook, Planner, Point
 from penstock.plan.cost_model import find_stages
 from penstock.plan.plan import Plan, Unit
-from penstock.plan.solver import Point
 
 __all__ = [
     "compress_indices",
