@@ -145,21 +145,18 @@ class Copy:
 
     def pieces(self, most: int) -> Iterator[Copy]:
         """The same bytes in consecutive copies of at most ``most``."""
-        for start in range(0, self.src.num_bytes, most):
-            size = min(most, self.src.num_bytes - start)
-            yield Copy(self.src.part(start, size), self.dst_offset + start)
-
-    def within(self, start: int, end: int) -> Copy | None:
-        """What goes to the destination's bytes from ``start`` to ``end``, with offsets relative to ``start``."""
-        first, last = max(start, self.dst_offset), min(end, self.dst_end)
-        if first >= last:
-            return None
-        return Copy(self.src.part(first - self.dst_offset, last - first), first - start)
+        for start, end in pieces(self.num_bytes, most):
+            yield Copy(self.src.part(start, end - start), self.dst_offset + start)
 
 
 def clip(copies: Iterable[Copy], start: int, end: int) -> list[Copy]:
     """The parts of ``copies`` between ``start`` and ``end`` of the destination, with offsets relative to ``start``."""
-    return [part for copy in copies if (part := copy.within(start, end)) is not None]
+    found = []
+    for copy in copies:
+        first, last = max(start, copy.dst_offset), min(end, copy.dst_end)
+        if first < last:
+            found.append(Copy(copy.src.part(first - copy.dst_offset, last - first), first - start))
+    return found
 
 
 def writable_view(blob: torch.Tensor) -> memoryview:

@@ -45,11 +45,6 @@ class Load:
     pieces: tuple[tuple[int, torch.Tensor], ...] = ()
 
     @property
-    def num_bytes(self) -> int:
-        """Of the slot, up to the end of the last copy."""
-        return max((copy.dst_end for copy in self.copies), default=0)
-
-    @property
     def in_memory(self) -> tuple[tuple[int, torch.Tensor], ...]:
         """What a link that copies has to copy: (offset in the slot, bytes); empty if it cannot."""
         return self.pieces if self.slab is None else ((0, self.slab),)

@@ -66,9 +66,9 @@ class RingLink(StreamLink):
     ) -> None:
         """``device``: a CUDA device; nothing is taken before :meth:`start`, or pinned before :meth:`prepare`.
 
-        ``entry_bytes``, ``max_entries``: of the ring; other than the defaults they are
-        not what limits and reports count with. ``num_threads``: readers; default ``PENSTOCK_READERS``, or as many
-        as :mod:`~penstock.transfer.ring` says. ``stuck_s``: how long no read may end before the disk counts as dead.
+        ``entry_bytes``, ``max_entries``: of the ring; limits and reports assume the defaults. ``num_threads``: readers;
+        default ``PENSTOCK_READERS``, or one per core less ``SPARE_ONE_CORE_IN``, at most ``MAX_READERS``. ``stuck_s``:
+        how long no read may end before the disk counts as dead.
         """
         super().__init__(device, measure_stalls=measure_stalls)
         self._entry_bytes, self._max_entries = entry_bytes, max_entries
