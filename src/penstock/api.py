@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,7 +12,7 @@ from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import RANK_MODES, Policy
 from penstock.errors import OptionTypeError, StateError, warn_user
 from penstock.plan.plan import Plan
-from penstock.runtime.prepare import Prepared, open_ranks, prepare, require_kinds
+from penstock.runtime.prepare import Prepared, open_ranks, prepare
 from penstock.runtime.session import OffloadSession, Progress, SessionOptions
 from penstock.runtime.state_dict import place_of
 from penstock.stats import Stats
@@ -91,9 +90,7 @@ class Handle:
     def __enter__(self) -> Handle:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 
@@ -157,7 +154,6 @@ def offload(
             if not isinstance(model, nn.Module):
                 raise OptionTypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
             _refuse_second_offload(model)
-            require_kinds(device, disk)
             weights = None if checkpoint is None else WeightMap.open(checkpoint)
             prepared = prepare(model, policy, device=device, weights=weights, disk=disk, ranks=ranks)
             return start(prepared, progress=progress, measure_stalls=measure_stalls)
@@ -204,10 +200,16 @@ def _handle_of(module: nn.Module) -> Handle | None:
 
 def _refuse_second_offload(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if _handle_of(module) is not None:
-            _refuse_again(name, module, "", "the handle that penstock.offload returned for it")
-        if place := place_of(module):
-            _refuse_again(name, module, f", as {place}", "the handle or offloader of that model")
+        has_handle, place = _handle_of(module) is not None, place_of(module)
+        if has_handle or place:
+            what, again = (f"the submodule {name!r}", "the model around it") if name else ("this module", "it again")
+            where, owner = f", as {place}", "the handle or offloader of that model"
+            if has_handle:
+                where, owner = "", "the handle that penstock.offload returned for it"
+            raise StateError(
+                f"{what} ({type(module).__name__}) is offloaded already{where}; call remove() on {owner} before you "
+                f"offload {again}"
+            )
         if any(base.__module__.startswith("torch.distributed.fsdp") for base in type(module).__mro__):
             raise StateError(
                 f"{name or 'the model'} ({type(module).__name__}) is sharded by FSDP, which moves its weights itself: "
@@ -219,14 +221,6 @@ def _refuse_second_offload(model: nn.Module) -> None:
                 f"{name} is offloaded already, as a tensor of {place}; call remove() on the handle or offloader of "
                 f"that model first, or give this model a copy of its own (.clone())"
             )
-
-
-def _refuse_again(name: str, module: nn.Module, place: str, owner: str) -> NoReturn:
-    what, again = (f"the submodule {name!r}", "the model around it") if name else ("this module", "it again")
-    raise StateError(
-        f"{what} ({type(module).__name__}) is offloaded already{place}; call remove() on {owner} before you offload "
-        f"{again}"
-    )
 
 
 def _warn_about_training(prepared: Prepared) -> None:

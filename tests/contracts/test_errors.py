@@ -196,13 +196,20 @@ class TestOptions:
         ids=str,
     )
     @pytest.mark.parametrize("load", [False, True])
-    def test_kinds(self, load: bool, options: dict[str, Any], kind: type[PenstockError], message: str) -> None:
+    def test_kinds(
+        self, load: bool, options: dict[str, Any], kind: type[PenstockError], message: str, tmp_path: Path
+    ) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
         from penstock.adapters.transformers import load as load_model
 
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+        if load:
+            LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=16)).save_pretrained(tmp_path)
         model = Stack(2)
         before = state_of(model)
         with pytest.raises(kind, match=f"^{message}$" if kind is OptionError else f"^{message}"):
-            load_model("nowhere", "1GiB", **options) if load else penstock.offload(model, all_layers(1), **options)
+            load_model(tmp_path, "1GiB", **options) if load else penstock.offload(model, all_layers(1), **options)
         assert state_of(model) == before
 
     @pytest.mark.parametrize("group", [5, True, "world"])

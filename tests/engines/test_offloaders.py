@@ -26,7 +26,6 @@ from penstock import (
 )
 from penstock.errors import OptionError, SelectionError, StateError
 from penstock.model.inventory import take_inventory
-from penstock.offloaders import register_offloader
 from penstock.plan.build import build_plan
 from penstock.runtime.prepare import can_read_in_place
 from penstock.testing import assert_same_bits
@@ -286,14 +285,6 @@ class TestCreate:
     def test_an_option_without_effect_is_refused(self) -> None:
         with pytest.raises(OptionError, match="mode 'disk' would have no effect"):
             create_offloader(OffloadConfig(uva=UVA("1GiB", mode="disk")))
-
-    def test_registry(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("penstock.offloaders._registry", {})
-        with pytest.raises(OptionError, match="backend 'none': expected one of"):
-            create_offloader(OffloadConfig())
-        mine = NoopOffloader()
-        register_offloader("none", lambda config: mine)
-        assert create_offloader(OffloadConfig()) is mine
 
 
 class TestCurrent:

@@ -51,16 +51,11 @@ class LayerwiseOffloader(BaseOffloader):
     a place in a model.
     """
 
-    def __init__(
-        self, leaves: BuildTimeFilter, *, ranks: RankGroup | None = None, measure_stalls: bool = False
-    ) -> None:
-        """``leaves``: which parameters leave the device as soon as their layer is built.
+    _ranks: RankGroup | None = None  # for stores that span processes
 
-        ``ranks``: for stores that span processes. ``measure_stalls``: time every wait, for :meth:`stats`.
-        """
+    def __init__(self, leaves: BuildTimeFilter) -> None:
+        """``leaves``: which parameters leave the device as soon as their layer is built."""
         self._leaves = leaves
-        self._ranks = ranks
-        self._measure_stalls = measure_stalls
         self._stacks = nn.ModuleList()
         self._pool = BuildTimePool()
         self._session: OffloadSession | None = None
@@ -99,14 +94,11 @@ class LayerwiseOffloader(BaseOffloader):
         return prepared
 
     def sync_prev_onload(self) -> None:
-        self._wait_all()
-
-    def join_after_forward(self) -> None:
-        self._wait_all()
-
-    def _wait_all(self) -> None:
         if self._session is not None:
             self._session.wait_all()
+
+    def join_after_forward(self) -> None:
+        self.sync_prev_onload()
 
     def remove(self) -> None:
         if self._session is not None:
@@ -155,7 +147,7 @@ class LayerwiseOffloader(BaseOffloader):
 
     def _options(self, prepared: Prepared) -> SessionOptions:
         first = next((layer for stack in self._stacks for layer in stack.children()), None)
-        return SessionOptions(entry=first, measure_stalls=self._measure_stalls, never_promotes=_NEVER_PROMOTES)
+        return SessionOptions(entry=first, never_promotes=_NEVER_PROMOTES)
 
 
 class PrefetchOffloader(LayerwiseOffloader):
@@ -215,8 +207,10 @@ class EngineOffloader(LayerwiseOffloader):
         :meth:`sync_prev_onload` before every capture and every replay of a whole forward, and puts neither end of a
         unit into a graph of a part of one.
         """
-        super().__init__(BuildTimeFilter(policy), ranks=ranks, measure_stalls=measure_stalls)
+        super().__init__(BuildTimeFilter(policy))
         self._policy = policy
+        self._ranks = ranks
+        self._measure_stalls = measure_stalls
         self._find_model = find_model
         self._is_lookup = is_lookup
         self._announces_replays = announces_replays
@@ -233,7 +227,10 @@ class EngineOffloader(LayerwiseOffloader):
             return
         self._require_layers()
         before = _device_bytes(self._device())
-        self._bring_back_other_models()
+        own = {id(parameter) for parameter in self._model().parameters()}
+        for parameter in self._stacks.parameters():
+            if id(parameter) not in own and parameter.is_cuda:  # of another model, which stays on the device
+                parameter.data = parameter.data.clone()
         super().post_init()
         self.added_device_bytes = _device_bytes(self._device()) - before
 
@@ -243,13 +240,6 @@ class EngineOffloader(LayerwiseOffloader):
                 "no layers were wrapped: set the offloader before the model is built; inside vLLM, this stage of a "
                 "pipeline has none (use fewer stages), or the model is not made of layers that are handed over"
             )
-
-    def _bring_back_other_models(self) -> None:
-        """Parameters of wrapped layers that are no part of the model return to the device."""
-        own = {id(parameter) for parameter in self._model().parameters()}
-        for parameter in self._stacks.parameters():
-            if id(parameter) not in own and parameter.is_cuda:
-                parameter.data = parameter.data.clone()
 
     # -- while it runs ------------------------------------------------------------------------------------------------
 
@@ -267,9 +257,9 @@ class EngineOffloader(LayerwiseOffloader):
         finally:
             self._others_replay = False
 
-    def _wait_all(self) -> None:
+    def sync_prev_onload(self) -> None:
         if not self._others_replay:
-            super()._wait_all()
+            super().sync_prev_onload()
 
     @property
     def has_run(self) -> bool:

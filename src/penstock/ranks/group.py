@@ -55,11 +55,13 @@ class RankGroup:
     Attributes:
         process_group: ranks that hold the same weights. Only its key-value store is needed for an exchange, so a group
             without a backend will do for mode ``shm_cpu``.
+        rank, size: of this process in the group, and how many there are.
         watch: the processes of the other ranks on this host, as far as they have begun a call.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.process_group = process_group
+        self.rank, self.size = int(process_group.rank()), int(process_group.size())
         self.watch = ProcessWatch()
         self._unknown = set(range(self.size)) - {self.rank}  # ranks whose process is not known yet
         self._call = 0
@@ -83,16 +85,6 @@ class RankGroup:
             raise
         finally:
             ranks._is_open = False
-
-    @property
-    def rank(self) -> int:
-        """Of this process in the group."""
-        return int(self.process_group.rank())
-
-    @property
-    def size(self) -> int:
-        """Processes in the group."""
-        return int(self.process_group.size())
 
     @property
     def timeout_s(self) -> float:

@@ -60,7 +60,6 @@ __all__ = [
     "prepare",
     "read_limits",
     "require_disk",
-    "require_kinds",
 ]
 
 _HEADROOM_BYTES = 1 << 30
@@ -102,6 +101,11 @@ class Prepared:
     pooled: Mapping[str, Held] = field(default_factory=dict, repr=False)
     on_host: frozenset[str] = frozenset()
 
+    @property
+    def offloaded(self) -> dict[str, BoundStorage]:
+        """Of ``bound``, what the plan offloads."""
+        return {name: self.bound[name] for name in self.plan.offloaded_names}
+
     def must_move(self, name: str) -> bool:
         """Whether the storage ``name`` is not in the memory of the device; as a resident it has to go there."""
         return self.bound[name].home != self.device or name in self.pooled or name in self.on_host
@@ -140,6 +144,11 @@ def prepare(
         LimitError: the device or the host has no room for the plan.
     """
     target = compute_device(model, device)
+    if disk is not None and not isinstance(disk, DiskOptions):
+        raise OptionTypeError(
+            f"disk: expected penstock.DiskOptions, such as DiskOptions(direct=True), found {type(disk).__name__} "
+            f"{disk!r}"
+        )
     inventory = take_inventory(model) if inventory is None else inventory
     given = policy if isinstance(policy, Plan) else as_policy(policy)
     if isinstance(given, Plan):
@@ -193,33 +202,23 @@ def open_ranks(group: dist.ProcessGroup | None) -> AbstractContextManager[RankGr
     return RankGroup.open(group)
 
 
-def require_kinds(device: object, disk: object) -> None:
-    """Refuse arguments of a wrong type by name; ``None`` means not given."""
-    expected = "expected 'cpu', 'cuda', 'cuda:N' or a torch.device"
-    if device is not None and (isinstance(device, bool) or not isinstance(device, torch.device | str | int)):
-        raise OptionTypeError(f"device: {expected}, found {type(device).__name__} {device!r}")
-    if isinstance(device, str):
-        try:
-            torch.device(device)
-        except RuntimeError:  # its message lists all devices that torch has a name for
-            raise OptionError(f"device {device!r}: {expected}") from None
-    if disk is not None and not isinstance(disk, DiskOptions):
-        raise OptionTypeError(
-            f"disk: expected penstock.DiskOptions, such as DiskOptions(direct=True), found {type(disk).__name__} "
-            f"{disk!r}"
-        )
-
-
 def compute_device(model: nn.Module, device: torch.device | str | None = None) -> torch.device:
     """Where ``model`` will run: ``device``, or the one device its tensors are on (a CPU if all are on ``meta``).
 
     Raises:
-        OptionError: tensors on several devices and none named; a device that is neither a CPU nor CUDA.
+        OptionError, OptionTypeError: tensors on several devices and none named; a device that is neither a CPU nor
+            CUDA; what is no device.
     """
+    expected = "expected 'cpu', 'cuda', 'cuda:N' or a torch.device"
+    if device is not None and (isinstance(device, bool) or not isinstance(device, torch.device | str | int)):
+        raise OptionTypeError(f"device: {expected}, found {type(device).__name__} {device!r}")
     found = sorted({str(t.device) for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"})
     if device is None and len(found) > 1:
         raise OptionError(f"the model's tensors are on {', '.join(found)}; say where it runs with device=...")
-    target = torch.device(device if device is not None else found[0] if found else "cpu")
+    try:
+        target = torch.device(device if device is not None else found[0] if found else "cpu")
+    except RuntimeError:  # its message lists all devices that torch has a name for
+        raise OptionError(f"device {device!r}: {expected}") from None
     if target.type not in ("cpu", "cuda"):
         raise OptionError(f"device {target}: expected a CPU or a CUDA device")
     if target.type == "cuda" and not torch.cuda.is_available():
@@ -298,8 +297,6 @@ def not_in_files(inventory: Inventory, weights: WeightMap) -> list[str]:
 
 def _streams(storage: StorageInfo, weights: WeightMap) -> bool:
     """Whether mode ``disk`` can read ``storage``."""
-    if weights.sources.keys().isdisjoint(storage.names):
-        return False
     try:
         weights.source(storage)
     except CheckpointError:

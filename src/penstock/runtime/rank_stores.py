@@ -8,9 +8,9 @@ rank reads an equal share of the bytes, from the model's tensors or from the fil
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from functools import cache, partial
 
@@ -30,6 +30,7 @@ from penstock.model.live_tensors import BoundStorage
 from penstock.plan.plan import CHUNK_BYTES, PartLayout, Plan
 from penstock.ranks.channel import GlooChannel
 from penstock.ranks.group import RankGroup, json_digest, this_host
+from penstock.runtime.prepare import Prepared
 from penstock.stores.sharded import DeviceShardedStore, HostShardedStore, ShardedStore
 from penstock.stores.shared_host import SharedStore, shared_bytes
 from penstock.stores.sources import ByteRange, Copy, DiskOptions, clip
@@ -47,9 +48,7 @@ _PRIME = (1 << 61) - 1
 # -- what ranks compare ------------------------------------------------------------------------------------------------
 
 
-def compare_ranks(
-    plan: Plan, offloaded: Mapping[str, BoundStorage], weights: WeightMap | None, ranks: RankGroup
-) -> list[list[str]]:
+def compare_ranks(prepared: Prepared, ranks: RankGroup) -> list[list[str]]:
     """Exchange what every rank is about to do, and require the same of all; returns the hosts, by rank.
 
     Where no rank uses a store that spans ranks, nothing is required.
@@ -59,7 +58,8 @@ def compare_ranks(
         CheckpointError: tensors on ``meta`` and no files for them.
         PeerError: another rank failed, ended or did not come in time.
     """
-    mine = {"mode": plan.mode, **(_summary(plan, offloaded, weights) if plan.mode in RANK_MODES else {})}
+    mode = prepared.plan.mode
+    mine = {"mode": mode, **(_summary(prepared) if mode in RANK_MODES else {})}
     everything = ranks.exchange("plan", {"host": this_host(), "plan": mine})
     hosts: list[list[str]] = [other["host"] for other in everything]
     if any(other["plan"]["mode"] in RANK_MODES for other in everything):
@@ -68,7 +68,8 @@ def compare_ranks(
     return hosts
 
 
-def _summary(plan: Plan, offloaded: Mapping[str, BoundStorage], weights: WeightMap | None) -> dict[str, object]:
+def _summary(prepared: Prepared) -> dict[str, object]:
+    plan, offloaded, weights = prepared.plan, prepared.offloaded, prepared.weights
     on_meta = {name: bound.info for name, bound in offloaded.items() if bound.on_meta}
     sources = {name: _origin(require_weights(weights), storage) for name, storage in on_meta.items()}
     files = weights.checkpoint.stamps if weights is not None and on_meta else ()
@@ -209,19 +210,11 @@ def _join_memory(plan: Plan, ranks: RankGroup, leader: int) -> SharedMemory:
 # -- a part of every unit in each rank ---------------------------------------------------------------------------------
 
 
-def open_sharded(
-    plan: Plan,
-    offloaded: Mapping[str, BoundStorage],
-    device: torch.device,
-    weights: WeightMap | None,
-    disk: DiskOptions | None,
-    ranks: RankGroup,
-    hosts: list[list[str]],
-) -> ShardedStore:
+def open_sharded(prepared: Prepared, ranks: RankGroup, hosts: list[list[str]]) -> ShardedStore:
     """This rank's part of every unit, filled. Collective; the model is not touched.
 
     Args:
-        plan, offloaded, device, weights, disk: as for every store.
+        prepared: in all ranks with the same plan.
         ranks: which have been compared.
         hosts: of all ranks (:func:`compare_ranks`).
 
@@ -233,11 +226,12 @@ def open_sharded(
         raise OptionError("the ranks of group= are on several hosts; give each host a group of its own")
     if debug_enabled():
         warn_user("PENSTOCK_DEBUG=1 checks no units that are split over ranks: no rank has a whole one to compare with")
+    device = prepared.device
     # Symmetric memory is taken from the current device.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        store = _allocate(plan, device, ranks)
+        store = _allocate(prepared.plan, device, ranks)
         try:
-            _fill(store, offloaded, device, weights, disk)
+            _fill(store, prepared)
             ranks.exchange("loaded")
         except BaseException:
             store.close()
@@ -251,31 +245,20 @@ def _allocate(plan: Plan, device: torch.device, ranks: RankGroup) -> ShardedStor
     if device.type == "cuda" and plan.mode == "sharded_gpu":
         return DeviceShardedStore(plan.units, layout, ranks, SymmetricMemory(layout.num_bytes, device, ranks))
     if device.type == "cuda" and not pinning_disabled():
-        with _near(device):  # pages lie where the thread runs that touches them first
+        # Pages lie where the thread runs that touches them first, or one that it starts.
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, cpus_near(device) or before)
+        try:
             memory = pinned_region(layout.num_bytes)
+        finally:
+            os.sched_setaffinity(0, before)
     else:
         memory = new_blob(layout.num_bytes)
     return HostShardedStore(plan.units, layout, ranks, memory, GlooChannel(ranks, "parts"))
 
 
-@contextmanager
-def _near(device: torch.device) -> Iterator[None]:
-    """This thread, and those it starts, stay on the processors near ``device``."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cpus_near(device) or before)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
-def _fill(
-    store: ShardedStore,
-    offloaded: Mapping[str, BoundStorage],
-    device: torch.device,
-    weights: WeightMap | None,
-    disk: DiskOptions | None,
-) -> None:
+def _fill(store: ShardedStore, prepared: Prepared) -> None:
+    offloaded, device, weights, disk = prepared.offloaded, prepared.device, prepared.weights, prepared.disk
     on_device = {name: bound for name, bound in offloaded.items() if bound.home.type == "cuda"}
     for name, bound in on_device.items():
         for start, into in store.own_runs(name):

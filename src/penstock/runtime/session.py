@@ -117,7 +117,7 @@ class OffloadSession(NotCopyable):
             self._load(prepared, destinations)
             self._store.finish()
             self._account = self._store.account
-            self._attach_hooks(prepared.plan)
+            self._attach_hooks()
             self.reset()
             if ranks is not None:
                 ranks.exchange("attached")  # up to here each rank can undo its part
@@ -185,28 +185,24 @@ class OffloadSession(NotCopyable):
         try:
             # Read everything first: if a file is gone or memory is short the offload stays in force, nothing is lost.
             with self._promoter.tensor_lock:
-                names = [n for n in (*self.plan.offloaded_names, *self.plan.resident) if self._must_bring_back(n)]
+                names = (*self.plan.offloaded_names, *self.plan.resident)
                 restored = {name: self._bring_back(name) for name in names}
         except Exception:
             if self._prefetcher is not None:
                 self._prefetcher.resume()
             raise
         # Tensors before hooks: an interrupt here leaves a model that refuses to run, not one that runs without waiting.
-        for name in (*self.plan.offloaded_names, *self.plan.resident):
-            self._give_back(name, restored.get(name))
+        for name, blob in restored.items():
+            bound = self._bound[name]
+            # What was read from the files for good stays where it is.
+            stays = blob is None and name in self.plan.resident and bound.on_meta and self.plan.mode != "meta"
+            if not stays and not bound.is_back:  # is_back: by a call that was interrupted
+                bound.give_back(blob)
         self._detach()
         self._store.close()
         self._in_force = False
         self._promoter.close()
         self._bound, self._units = {}, []
-
-    def _give_back(self, name: str, restored: torch.Tensor | None) -> None:
-        bound = self._bound[name]
-        if bound.is_back:
-            return  # by a call that was interrupted
-        stays = restored is None and name in self.plan.resident and bound.on_meta and self.plan.mode != "meta"
-        if not stays:  # as residents do that were read from the files
-            bound.give_back(restored)
 
     # -- building ---------------------------------------------------------------------------------------------------
 
@@ -248,7 +244,8 @@ class OffloadSession(NotCopyable):
         for bound in moving:
             bound.point_at(places[bound.info.name])
 
-    def _attach_hooks(self, plan: Plan) -> None:
+    def _attach_hooks(self) -> None:
+        plan = self.plan
         if self._link is not None and plan.units:
             self._attach_units(self._link)
         self._promoter.serve(self._store)
@@ -318,27 +315,23 @@ class OffloadSession(NotCopyable):
         return {b.info.name: part[: b.info.num_bytes] for b, part in zip(storages, parts, strict=True)}
 
     def _forget_originals(self, prepared: Prepared) -> None:
-        for name in prepared.plan.offloaded_names:
-            if not self._store.adopts(name):
-                self._bound[name].forget_original()
-        for name in prepared.plan.resident:
-            if prepared.must_move(name):
-                self._bound[name].forget_original()
+        moved = [name for name in prepared.plan.offloaded_names if not self._store.adopts(name)]
+        moved += [name for name in prepared.plan.resident if prepared.must_move(name)]
+        for name in moved:
+            self._bound[name].forget_original()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # whole blocks of the old weights would stay with the allocator otherwise
 
     # -- bringing back ----------------------------------------------------------------------------------------------
 
-    def _must_bring_back(self, name: str) -> bool:
+    def _bring_back(self, name: str) -> torch.Tensor | None:
+        """The bytes of a storage on the device that it came from; ``None``: it has them there."""
         bound = self._bound[name]
-        if self.plan.mode == "meta" or bound.is_back:
-            return False
+        is_elsewhere = bound.on_meta or not bound.keeps_original
         if name in self.plan.resident:
-            return not bound.on_meta and bound.home != self._device
-        return bound.on_meta or not bound.keeps_original
-
-    def _bring_back(self, name: str) -> torch.Tensor:
-        bound = self._bound[name]
+            is_elsewhere = not bound.on_meta and bound.home != self._device
+        if self.plan.mode == "meta" or bound.is_back or not is_elsewhere:
+            return None
         home = self._device if bound.on_meta else bound.home
         try:
             return self._current_bytes(name).to(home)
@@ -423,13 +416,12 @@ def open_store(prepared: Prepared) -> tuple[Store, dict[str, torch.Tensor]]:
         refuse_capture(CudaRegistrar(device))
     for stamp in weights.checkpoint.stamps if weights is not None else ():
         stamp.check()  # offsets come from headers read earlier
-    offloaded = {name: prepared.bound[name] for name in plan.offloaded_names}
-    hosts = [] if ranks is None else compare_ranks(plan, offloaded, weights, ranks)
+    offloaded = prepared.offloaded
+    hosts = [] if ranks is None else compare_ranks(prepared, ranks)
     if plan.mode == "meta":
         return _meta_store(offloaded), {}
     if plan.mode in SHARDED_MODES:
-        present = require_ranks(ranks, f"mode {plan.mode!r}")
-        return open_sharded(plan, offloaded, device, weights, prepared.disk, present, hosts), {}
+        return open_sharded(prepared, require_ranks(ranks, f"mode {plan.mode!r}"), hosts), {}
     if plan.mode == "shm_cpu":
         return open_shared(plan, _registrar(device), require_ranks(ranks, f"mode {plan.mode!r}"), hosts)
     staged = {entry.storage for unit in plan.staged_units for entry in unit.entries}

@@ -34,7 +34,7 @@ from penstock.errors import CheckpointError, OptionError, OptionTypeError, warn_
 from penstock.model.live_tensors import BoundStorage, storage_id
 from penstock.plan.plan import Plan
 from penstock.ranks.group import RankGroup
-from penstock.runtime.prepare import Prepared, not_in_files, open_ranks, prepare, require_kinds
+from penstock.runtime.prepare import Prepared, not_in_files, open_ranks, prepare
 from penstock.runtime.session import Progress
 from penstock.stores.sources import DiskOptions
 from penstock.stores.store import new_blob
@@ -91,7 +91,6 @@ def load(
     To measure stalls, :func:`penstock.offload` a model that is built already.
     """
     with open_ranks(group) as ranks:
-        require_kinds(device, disk)
         model = build_meta_model(path, model_class=model_class, dtype=dtype)
         found = match(model, Checkpoint.open(path))
         return model, load_matched(path, model, found, policy, device, disk, progress, ranks)
