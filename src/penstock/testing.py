@@ -6,8 +6,7 @@ each has a helper here:
 * nothing moved: :func:`assert_moved` proves from the counters that every unit came once per forward;
 * a compiler fused differently without the offload: :func:`boundaries` gives the resident model the same ones, and
   :class:`NoCopyOffloader` does so inside an engine;
-* the race never happened: :class:`SlowLink` stretches every copy by random delays, and :class:`EarlyLink` and
-  :class:`TramplingLink` are links with a planted race that a test must be able to see.
+* the race never happened: :class:`SlowLink` stretches every copy by random delays.
 """
 
 from __future__ import annotations
@@ -32,13 +31,11 @@ from penstock.runtime.prepare import prepare
 from penstock.stats import Recorder
 from penstock.stores.sources import DiskOptions, Source
 from penstock.stores.store import Load
-from penstock.transfer.link import ComputeEvent, Link, ThreadLink, ThreadTransfer, Transfer
+from penstock.transfer.link import ComputeEvent, Link, ThreadLink, ThreadTransfer
 
 __all__ = [
-    "EarlyLink",
     "NoCopyOffloader",
     "SlowLink",
-    "TramplingLink",
     "assert_moved",
     "assert_same_bits",
     "boundaries",
@@ -118,40 +115,6 @@ class SlowLink(ThreadLink):
             for copy in load.copies
         )
         return super().copy(replace(load, copies=tuple(delayed)), slot, after)
-
-
-class EarlyLink(SlowLink):
-    """A planted race: every copy is declared done while it still runs."""
-
-    def wait(self, transfer: Transfer, measure: bool = False) -> float:
-        return 0.0
-
-
-class TramplingLink(ThreadLink):
-    """A planted race: :meth:`trample`, called while a unit is read, copies another one over it."""
-
-    def __init__(self) -> None:
-        super().__init__(num_threads=2)
-        self._loads: dict[int, tuple[Load, torch.Tensor]] = {}
-        self._reading: int | None = None
-
-    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> ThreadTransfer:
-        self._loads[load.unit] = (load, slot)
-        return super().copy(load, slot, after)
-
-    def wait(self, transfer: Transfer, measure: bool = False) -> float:
-        if measure:  # it is a module's wait, and no other
-            self._reading = transfer.unit
-        return super().wait(transfer, measure)
-
-    def trample(self) -> None:
-        """Overwrite the unit waited for last with another that has used its slot before; return when it is done."""
-        assert self._reading is not None, "no unit has been waited for"
-        _, slot = self._loads[self._reading]
-        for unit, (load, other) in self._loads.items():
-            if unit != self._reading and other.data_ptr() == slot.data_ptr():
-                return super().copy(load, slot, ()).result()
-        raise AssertionError(f"unit {self._reading} has its slot to itself")
 
 
 @dataclass(frozen=True)

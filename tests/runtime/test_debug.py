@@ -6,7 +6,7 @@ The races are planted. Without the variable each of them changes the output, so 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,42 @@ from penstock.model.inventory import take_inventory
 from penstock.plan.build import build_plan
 from penstock.runtime.debug import POISON, Guard
 from penstock.stores.store import CpuStore, Load
-from penstock.testing import EarlyLink, SlowLink, TramplingLink, assert_same_bits, offload_over
+from penstock.testing import SlowLink, assert_same_bits, offload_over
+from penstock.transfer.link import ComputeEvent, ThreadLink, ThreadTransfer, Transfer
+
+
+class EarlyLink(SlowLink):
+    """A planted race: every copy is declared done while it still runs."""
+
+    def wait(self, transfer: Transfer, measure: bool = False) -> float:
+        return 0.0
+
+
+class TramplingLink(ThreadLink):
+    """A planted race: :meth:`trample`, called while a unit is read, copies another one over it."""
+
+    def __init__(self) -> None:
+        super().__init__(num_threads=2)
+        self._loads: dict[int, tuple[Load, torch.Tensor]] = {}
+        self._reading: int | None = None
+
+    def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> ThreadTransfer:
+        self._loads[load.unit] = (load, slot)
+        return super().copy(load, slot, after)
+
+    def wait(self, transfer: Transfer, measure: bool = False) -> float:
+        if measure:  # it is a module's wait, and no other
+            self._reading = transfer.unit
+        return super().wait(transfer, measure)
+
+    def trample(self) -> None:
+        """Overwrite the unit waited for last with another that has used its slot before; return when it is done."""
+        assert self._reading is not None, "no unit has been waited for"
+        _, slot = self._loads[self._reading]
+        for unit, (load, other) in self._loads.items():
+            if unit != self._reading and other.data_ptr() == slot.data_ptr():
+                return super().copy(load, slot, ()).result()
+        raise AssertionError(f"unit {self._reading} has its slot to itself")
 
 
 @pytest.fixture(autouse=True)
