@@ -12,9 +12,9 @@ from penstock.checkpoint.weight_map import WeightMap
 from penstock.config import RANK_MODES, Policy
 from penstock.errors import OptionTypeError, StateError, warn_user
 from penstock.plan.plan import Plan
+from penstock.runtime.outside_use import place_of
 from penstock.runtime.prepare import Prepared, open_ranks, prepare
 from penstock.runtime.session import OffloadSession, Progress, SessionOptions
-from penstock.runtime.state_dict import place_of
 from penstock.stats import Stats
 from penstock.stores.sources import DiskOptions
 from penstock.transfer.link import Link

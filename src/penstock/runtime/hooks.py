@@ -25,10 +25,9 @@ from torch.utils.hooks import RemovableHandle
 from penstock.errors import ModelChangedError, OutsideAccessError, StateError
 from penstock.model.live_tensors import BoundStorage, live_tensors, resident_rule
 from penstock.ops import new_tag
+from penstock.runtime.outside_use import NotCopyable, Promoter
 from penstock.runtime.prefetcher import Prefetcher, release_left
-from penstock.runtime.promotion import Promoter
 from penstock.runtime.slot import Reader
-from penstock.runtime.state_dict import NotCopyable
 
 __all__ = ["ForwardHook", "UnitHook"]
 

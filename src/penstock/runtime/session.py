@@ -31,11 +31,10 @@ from penstock.ops import new_token
 from penstock.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, slab_bytes
 from penstock.ranks.group import require_ranks
 from penstock.runtime.hooks import ForwardHook, UnitHook
+from penstock.runtime.outside_use import NotCopyable, Promoter, StateGuard
 from penstock.runtime.prefetcher import Prefetcher, release_left
 from penstock.runtime.prepare import Prepared
-from penstock.runtime.promotion import Promoter
 from penstock.runtime.rank_stores import compare_ranks, open_sharded, open_shared
-from penstock.runtime.state_dict import NotCopyable, StateGuard
 from penstock.stats import Recorder, Stats
 from penstock.stores.pinned_host import Held, PinnedStore
 from penstock.stores.sharded import ShardedStore

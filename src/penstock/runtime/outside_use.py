@@ -1,28 +1,51 @@
-"""Weights that are used outside of their module's forward: moved to the device for good, or refused.
+"""Uses of offloaded weights outside of their module's forward: promoted, read from the store, or refused.
 
-In eager code an operator that is given a resting tensor comes to :meth:`Promoter.wake`. Weights that compiled code uses
-do not rest (it relies on addresses), so nothing would notice such a use at run time: there
-:meth:`Promoter.check_trace` checks the graph that torch.compile traces.
+* An operator in eager code that is given a resting tensor comes to :meth:`Promoter.wake`, which makes the tensor
+  resident. Weights that compiled code uses do not rest (it relies on addresses), so nothing would notice such a use at
+  run time: there :meth:`Promoter.check_trace` checks the graph that torch.compile traces.
+* ``state_dict()`` must give the weights and not what a slot happens to hold: :class:`StateGuard` puts in their bytes.
+* ``load_state_dict()``, ``to()``, ``half()`` and all that goes through ``Module._apply`` would change what is in slots
+  and be lost; :class:`StateGuard` refuses them before they have changed anything anywhere.
+* Copies and pickles of the model are refused (:class:`NotCopyable`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
 
-from penstock.errors import OutsideAccessError, warn_user
+from penstock.errors import ModelChangedError, OutsideAccessError, StateError, warn_user
 from penstock.model.live_tensors import BoundStorage, BoundTensor, GiveBack, resident_rule, storage_id
 from penstock.plan.plan import Plan
-from penstock.runtime.state_dict import NotCopyable
 from penstock.stores.store import Store, new_blob
 
-__all__ = ["Promoter"]
+__all__ = ["NotCopyable", "Promoter", "StateGuard", "place_of"]
+
+_MARK = "_penstock_offloaded"
+
+# By the path to an inner tensor; under () what is no subclass.
+_Parts = dict[tuple[str, ...], tuple[BoundStorage, BoundTensor]]
+
+_OUTSIDE = "outside of the forward that it is on the device for"
+
+
+class NotCopyable:
+    """Refuses ``copy.copy``, ``copy.deepcopy`` and ``pickle``, which all call ``__reduce_ex__``, of what holds it."""
+
+    def __reduce_ex__(self, protocol: Any = None) -> Any:
+        raise StateError(
+            "an offloaded model cannot be copied or pickled: its weights rest elsewhere; use its state_dict(), or call "
+            "handle.remove() first"
+        )
 
 
 class Promoter(NotCopyable):
@@ -252,8 +275,127 @@ def _storage_of(node: fx.Node) -> int | None:
     return storage_id(value)
 
 
-_OUTSIDE = "outside of the forward that it is on the device for"
-
-
 def _fix(tensor: BoundTensor) -> str:
     return f"keep it resident ({resident_rule(tensor.name)})"
+
+
+# -- the state of the model --------------------------------------------------------------------------------------------
+
+
+class StateGuard(NotCopyable):
+    """Stands before the state of every module that holds one of ``storages``.
+
+    Args:
+        model: the root.
+        storages: what is offloaded.
+        read: the bytes of a storage, by name (uint8, 1-D).
+    """
+
+    def __init__(self, model: nn.Module, storages: Sequence[BoundStorage], read: Callable[[str], torch.Tensor]) -> None:
+        self._read = read
+        self._parts: dict[nn.Module, dict[str, _Parts]] = {}
+        for storage in storages:
+            for tensor in storage.tensors:
+                for module, place in tensor.places:
+                    parts = self._parts.setdefault(module, {}).setdefault(place.attr, {})
+                    parts[place.inner] = (storage, tensor)
+        self._state: weakref.ref[object] | None = None
+        self._contents: dict[str, torch.Tensor] = {}
+        self._around = [m for m in model.modules() if not self._parts.keys().isdisjoint(m.modules())]
+        self._tensors = [tensor.tensor for storage in storages for tensor in storage.tensors]
+        self._model = model
+        self._handles: list[RemovableHandle] = []
+        self._attributes: list[tuple[dict[str, Any], str]] = []  # what remove() deletes
+
+    def attach(self) -> None:
+        """Put everything in place; an interrupt leaves what :meth:`remove` takes off."""
+        owner = f"a {type(self._model).__name__}"
+        names = {module: name for name, module in self._model.named_modules()}
+        for module in self._parts:
+            # A partial, because torch sets an attribute on the hook, which a bound method cannot have.
+            self._handles.append(module.register_state_dict_post_hook(partial(self._put_true_tensors)))
+            self._set(module, _MARK, f"{names[module]!r} of {owner}" if names.get(module) else owner)
+        # On every module around the owners too: loading goes from the outside in, and must not stop half-way.
+        for module in self._around:
+            self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
+            self._set(module, "_apply", partial(self._apply_to_residents, module))
+            self._set(module, "__getstate__", self.__reduce_ex__)  # of pickle and deepcopy, before they reach a tensor
+        # One Parameter may hang in two models, of which the other knows nothing of this one.
+        for tensor in self._tensors:
+            self._set(tensor, _MARK, owner)
+            self._set(tensor, "__reduce_ex__", self.__reduce_ex__)
+
+    def _set(self, owner: nn.Module | torch.Tensor, name: str, value: Any) -> None:
+        attributes = vars(owner)
+        self._attributes.append((attributes, name))
+        attributes[name] = value
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        for attributes, name in self._attributes:
+            attributes.pop(name, None)
+
+    def _apply_to_residents(self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+        """``module._apply(fn)``, unless ``fn`` would change an offloaded tensor.
+
+        ``fn`` is asked with a small tensor of the same dtype, device and number of dimensions.
+        """
+        for tensor in self._tensors:
+            probe = torch.empty([min(2, size) for size in tensor.shape], dtype=tensor.dtype, device=tensor.device)
+            if fn(probe) is not probe:
+                raise ModelChangedError(
+                    "to(), half(), cuda() and the like would change offloaded weights, which rest elsewhere: call "
+                    "handle.remove() first, move or cast the model, then offload again"
+                )
+        applied: nn.Module = type(module)._apply(module, lambda tensor: tensor if place_of(tensor) else fn(tensor))
+        return applied
+
+    def _put_true_tensors(
+        self, module: nn.Module, state: dict[str, torch.Tensor], prefix: str, local_metadata: object
+    ) -> None:
+        for attr, parts in self._parts[module].items():
+            current = {path: part for path, part in parts.items() if part[1].is_held_by(module, attr, path)}
+            if current and prefix + attr in state:
+                state[prefix + attr] = self._true(state[prefix + attr], current, state)
+
+    def _true(self, tensor: torch.Tensor, parts: _Parts, state: object, path: tuple[str, ...] = ()) -> torch.Tensor:
+        """``tensor`` with the bytes from the store; a subclass is made anew from its inner tensors."""
+        if path in parts:
+            storage, bound = parts[path]
+            if bound.has_other_data:
+                return tensor.detach()
+            return bound.view_of(self._bytes(storage, state))
+        flatten = getattr(tensor, "__tensor_flatten__", None)
+        if flatten is None:
+            return tensor
+        names, context = flatten()
+        inner = {name: self._true(getattr(tensor, name), parts, state, (*path, name)) for name in names}
+        return type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())  # type: ignore[attr-defined, no-any-return]
+
+    def _bytes(self, storage: BoundStorage, state: object) -> torch.Tensor:
+        """Read once per ``state_dict()``, so that tied tensors share their memory in it as they do in the model."""
+        if self._state is None or self._state() is not state:
+            contents: dict[str, torch.Tensor] = {}
+            self._contents = contents
+            try:
+                self._state = weakref.ref(state, lambda _: contents.clear())
+            except TypeError:  # a plain dict as destination
+                self._state = None
+        name = storage.info.name
+        if name not in self._contents:
+            self._contents[name] = self._read(name)
+        return self._contents[name]
+
+
+def place_of(thing: nn.Module | torch.Tensor) -> str | None:
+    """Which model a module or tensor is offloaded with, for people; a module if it holds an offloaded tensor itself."""
+    return vars(thing).get(_MARK)
+
+
+def _refuse_load(module: nn.Module, *args: object) -> None:
+    raise ModelChangedError(
+        "load_state_dict on an offloaded model would write into slots and be lost; call handle.remove() first, load, "
+        "then offload again"
+    )
