@@ -33,14 +33,7 @@ from penstock.stores.sources import DiskOptions, Source
 from penstock.stores.store import Load
 from penstock.transfer.link import ComputeEvent, Link, ThreadLink, ThreadTransfer
 
-__all__ = [
-    "NoCopyOffloader",
-    "SlowLink",
-    "assert_moved",
-    "assert_same_bits",
-    "boundaries",
-    "offload_over",
-]
+__all__ = ["NoCopyOffloader", "SlowLink", "assert_moved", "assert_same_bits", "boundaries", "offload_over"]
 
 
 def offload_over(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -45,7 +44,7 @@ _WRAPPED = ".base_layer."
 
 
 class LayerwiseOffloader(BaseOffloader):
-    """Collects the layers; subclasses say which plan is made in the end.
+    """Collects the layers, and makes and carries out the plan for them in the end.
 
     Layers are known by stack and index (``0.17.mlp.up_proj.weight``), since an engine hands them over before they have
     a place in a model.
@@ -53,9 +52,10 @@ class LayerwiseOffloader(BaseOffloader):
 
     _ranks: RankGroup | None = None  # for stores that span processes
 
-    def __init__(self, leaves: BuildTimeFilter) -> None:
-        """``leaves``: which parameters leave the device as soon as their layer is built."""
-        self._leaves = leaves
+    def __init__(self, policy: EnginePolicy) -> None:
+        """``policy``: what to do."""
+        self._policy = policy
+        self._leaves = BuildTimeFilter(policy)
         self._stacks = nn.ModuleList()
         self._pool = BuildTimePool()
         self._session: OffloadSession | None = None
@@ -81,14 +81,9 @@ class LayerwiseOffloader(BaseOffloader):
     def _prepare(self, allocates: bool = True) -> Prepared:
         model, device = self._model(), self._device()
         inventory = self._take_inventory(model)
+        plan = self._make_plan(inventory)
         prepared = prepare(
-            model,
-            self._make_plan(inventory),
-            inventory=inventory,
-            device=device,
-            ranks=self._ranks,
-            pool=self._pool,
-            allocates=allocates,
+            model, plan, inventory=inventory, device=device, ranks=self._ranks, pool=self._pool, allocates=allocates
         )
         self._check_plan(prepared.plan, inventory)
         return prepared
@@ -127,9 +122,11 @@ class LayerwiseOffloader(BaseOffloader):
 
     # -- what subclasses decide ---------------------------------------------------------------------------------------
 
-    @abstractmethod
     def _make_plan(self, inventory: Inventory) -> Plan:
         """The plan for the collected layers."""
+        if isinstance(self._policy, Prefetch):
+            return plan_group_rule(inventory, self._policy, self._layers())
+        return build_plan(inventory, self._policy)
 
     def _model(self) -> nn.Module:
         """What is offloaded: by default the stacks alone."""
@@ -162,11 +159,7 @@ class PrefetchOffloader(LayerwiseOffloader):
         mode: Mode = "cpu",
     ) -> None:
         """See :class:`penstock.Prefetch` for the arguments; ``offload_params`` is its ``params``."""
-        self._policy = Prefetch(group_size, num_in_group, prefetch_step, tuple(offload_params or ()), mode)
-        super().__init__(BuildTimeFilter(self._policy))
-
-    def _make_plan(self, inventory: Inventory) -> Plan:
-        return plan_group_rule(inventory, self._policy, self._layers())
+        super().__init__(Prefetch(group_size, num_in_group, prefetch_step, tuple(offload_params or ()), mode))
 
 
 class UVAOffloader(LayerwiseOffloader):
@@ -174,11 +167,7 @@ class UVAOffloader(LayerwiseOffloader):
 
     def __init__(self, cpu_offload_max_bytes: int, cpu_offload_params: Sequence[str] | None = None) -> None:
         """See :class:`penstock.UVA` for the arguments."""
-        self._policy = UVA(cpu_offload_max_bytes, tuple(cpu_offload_params or ()))
-        super().__init__(BuildTimeFilter(self._policy))
-
-    def _make_plan(self, inventory: Inventory) -> Plan:
-        return build_plan(inventory, self._policy)
+        super().__init__(UVA(cpu_offload_max_bytes, tuple(cpu_offload_params or ())))
 
 
 class EngineOffloader(LayerwiseOffloader):
@@ -207,8 +196,7 @@ class EngineOffloader(LayerwiseOffloader):
         :meth:`sync_prev_onload` before every capture and every replay of a whole forward, and puts neither end of a
         unit into a graph of a part of one.
         """
-        super().__init__(BuildTimeFilter(policy))
-        self._policy = policy
+        super().__init__(policy)
         self._ranks = ranks
         self._measure_stalls = measure_stalls
         self._find_model = find_model

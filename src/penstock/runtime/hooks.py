@@ -15,6 +15,7 @@ import threading
 import traceback
 import types
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -235,10 +236,8 @@ class UnitHook(_ModuleHook):
             window = self._open(prefetcher)
         try:
             window.running = True
-            if torch.is_grad_enabled():
-                with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
-                    output = original(*args, **kwargs)
-            else:
+            saving = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+            with saving if torch.is_grad_enabled() else nullcontext():
                 output = original(*args, **kwargs)
             window.running, window.has_returned = False, True
         except BaseException as error:

@@ -163,18 +163,11 @@ def prepare(
         may_need_files = planner.spill is not None and given.mode is None
     plan = _settle(plan, inventory, target, ranks)
     bound = bind(model, inventory.storages)
+    budget_bytes = given.num_bytes if isinstance(given, Budget) else None
+    pooled = {} if pool is None else pool.find_storages(bound)
+    on_host = frozenset() if pool is None else storages_in_engine_memory(bound)
     prepared = Prepared(
-        model,
-        inventory,
-        plan,
-        target,
-        bound,
-        weights,
-        disk,
-        ranks,
-        given.num_bytes if isinstance(given, Budget) else None,
-        {} if pool is None else pool.find_storages(bound),
-        frozenset() if pool is None else storages_in_engine_memory(bound),
+        model, inventory, plan, target, bound, weights, disk, ranks, budget_bytes, pooled=pooled, on_host=on_host
     )
     if allocates:
         _check_memory_limits(prepared)
@@ -368,18 +361,14 @@ def _check_memory_limits(prepared: Prepared) -> None:
         elsewhere={name for name in bound if prepared.must_move(name)},
         on_meta={name for name, storage in bound.items() if storage.on_meta},
     )
-    kept = slab_bytes(prepared.pooled[name].num_bytes for name in _kept_in_pool(plan, prepared.pooled))
+    pooled, kept = prepared.pooled, 0
+    if plan.mode == "cpu":  # a pinned store leaves there what is read in place, and units that are there as a whole
+        units = [[entry.storage for entry in unit.entries] for unit in plan.units if unit.store == "cpu"]
+        names = [name for names in units if all(name in pooled for name in names) for name in names]
+        names += [name for name in plan.uva if name in pooled]
+        kept = slab_bytes(pooled[name].num_bytes for name in names)
     needs = replace(needs, host_bytes=max(0, needs.host_bytes - kept), pinned_bytes=max(0, needs.pinned_bytes - kept))
     check_limits(plan, read_limits(device, pinned_bytes=needs.pinned_bytes), needs)
-
-
-def _kept_in_pool(plan: Plan, pooled: Collection[str]) -> list[str]:
-    """What a pinned store leaves where it is: units that are in the pool as a whole, and what is read in place."""
-    if plan.mode != "cpu":
-        return []
-    units = [[entry.storage for entry in unit.entries] for unit in plan.units if unit.store == "cpu"]
-    whole = [name for names in units if all(name in pooled for name in names) for name in names]
-    return [*whole, *(name for name in plan.uva if name in pooled)]
 
 
 def read_limits(device: torch.device, *, pinned_bytes: int = 0) -> Limits:
@@ -392,18 +381,14 @@ def read_limits(device: torch.device, *, pinned_bytes: int = 0) -> Limits:
     """
     host, group = host_available_bytes(), cgroup_available_bytes()
     lockable = memlock_bytes() if device.type == "cuda" else None
-    if lockable is not None and not lockable < min(pinned_bytes, host or pinned_bytes, group or pinned_bytes):
-        lockable = None
+    if lockable is not None:
+        is_enough = lockable >= min(pinned_bytes, host or pinned_bytes, group or pinned_bytes)
+        lockable = None if is_enough or _can_register(lockable + mmap.PAGESIZE) else lockable
     device_free = None
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         device_free = torch.cuda.mem_get_info(device)[0] + unused
-    return Limits(
-        device_free_bytes=device_free,
-        host_available_bytes=host,
-        cgroup_available_bytes=group,
-        memlock_bytes=lockable if lockable is None or not _can_register(lockable + mmap.PAGESIZE) else None,
-    )
+    return Limits(device_free, host, group, lockable)
 
 
 def _can_register(num_bytes: int) -> bool:

@@ -194,12 +194,9 @@ def storages_in_engine_memory(bound: Mapping[str, BoundStorage]) -> frozenset[st
         for name, storage in bound.items()
         if storage.home.type == "cuda" and any(getattr(t.original, _ENGINE_MARK, False) for t in storage.tensors)
     }
-    return frozenset(name for name, storage in marked.items() if _is_pinned(storage.original_bytes()))
-
-
-def _is_pinned(blob: torch.Tensor) -> bool:
-    """Whether a tensor of a GPU (uint8, 1-D) lies in pinned host memory; the driver knows by the address."""
-    return bool(torch.from_numpy(np.asarray(RawMemory(blob.data_ptr(), blob.numel()))).is_pinned())
+    found = {name: storage.original_bytes() for name, storage in marked.items()}
+    at_address = {name: torch.from_numpy(np.asarray(RawMemory(b.data_ptr(), b.numel()))) for name, b in found.items()}
+    return frozenset(name for name, blob in at_address.items() if blob.is_pinned())  # the driver knows by the address
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
