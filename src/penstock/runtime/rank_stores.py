@@ -28,8 +28,7 @@ from penstock.memory.system import cpus_near
 from penstock.model.inventory import StorageInfo
 from penstock.model.live_tensors import BoundStorage
 from penstock.plan.plan import CHUNK_BYTES, PartLayout, Plan
-from penstock.ranks.channel import GlooChannel
-from penstock.ranks.group import RankGroup, json_digest, this_host
+from penstock.ranks.group import GlooChannel, RankGroup, json_digest, this_host
 from penstock.runtime.prepare import Prepared
 from penstock.stores.sharded import DeviceShardedStore, HostShardedStore, ShardedStore
 from penstock.stores.shared_host import SharedStore, shared_bytes

@@ -14,8 +14,7 @@ import torch
 from penstock.errors import OptionError, StateError
 from penstock.memory.symmetric import SymmetricMemory
 from penstock.plan.plan import PartLayout, Unit
-from penstock.ranks.channel import GlooChannel
-from penstock.ranks.group import RankGroup
+from penstock.ranks.group import GlooChannel, RankGroup
 from penstock.stores.sources import ByteRange, Copy
 from penstock.stores.store import Load, Store, new_blob
 

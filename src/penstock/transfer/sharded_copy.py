@@ -34,8 +34,7 @@ import torch
 from penstock.errors import TransferError
 from penstock.memory.symmetric import SymmetricMemory
 from penstock.plan.plan import PartLayout
-from penstock.ranks.channel import GlooChannel
-from penstock.ranks.group import RankGroup
+from penstock.ranks.group import GlooChannel, RankGroup
 from penstock.stats import Recorder
 from penstock.stores.sharded import DeviceShardedStore, ShardedStore
 from penstock.stores.store import Load
