@@ -39,9 +39,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined,unused-ignore]
 
 from penstock.config import peer_timeout_s
-from penstock.errors import OptionError, PeerError, TransferError
+from penstock.errors import PeerError, TransferError
 
-__all__ = ["GRACE_S", "GlooChannel", "RankGroup", "call_within", "json_digest", "require_ranks", "this_host"]
+__all__ = ["GRACE_S", "GlooChannel", "RankGroup", "call_within", "json_digest", "this_host"]
 
 T = TypeVar("T")
 
@@ -85,7 +85,11 @@ class RankGroup:
         """
         ranks = cls(process_group)
         try:
-            ranks._begin()
+            process = json.dumps({"pid": os.getpid(), "host": this_host()})
+            ranks._ask(lambda: ranks.store.set(f"penstock/process/{ranks.rank}", process))
+            ranks._call = ranks._ask(lambda: ranks.store.add(f"penstock/calls/{ranks.rank}", 1))
+            if failure := ranks._failure():
+                raise PeerError(failure)
             yield ranks
         except BaseException as error:
             ranks._report(error)
@@ -161,13 +165,6 @@ class RankGroup:
 
     # -- the key-value store ---------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        process = json.dumps({"pid": os.getpid(), "host": this_host()})
-        self._ask(lambda: self.store.set(f"penstock/process/{self.rank}", process))
-        self._call = self._ask(lambda: self.store.add(f"penstock/calls/{self.rank}", 1))
-        if failure := self._failure():
-            raise PeerError(failure)
-
     def _report(self, error: BaseException) -> None:
         """Make ``error`` the failure of the group, unless it has one."""
         failure = json.dumps({"rank": self.rank, "reason": f"{type(error).__name__}: {error}"})
@@ -213,9 +210,9 @@ class RankGroup:
                 raise
             # All that ended: the first to end need not have been the one that held the store.
             ended = self.watch.wait_for_end(GRACE_S)
-            who = _gone(ended) if ended else "the process that holds it may have ended"
+            cause = _gone(ended) if ended else "the process that holds it may have ended"
             reason = str(error).partition("\n")[0]
-            raise PeerError(f"the store of the process group does not answer ({reason}): {who}") from error
+            raise PeerError(f"the store of the process group does not answer ({reason}): {cause}") from error
 
     def _limit(self) -> tuple[float, str]:
         """The timeout in seconds, and the setting it comes from."""
@@ -342,16 +339,6 @@ class ProcessWatch:
             wait_ms = 0 if self._ended else int(1e3 * timeout_s)
             self._ended.update(self._ranks[descriptor] for descriptor, _ in self._poll.poll(wait_ms))
         return set(self._ended)
-
-
-def require_ranks(ranks: RankGroup | None, what: str) -> RankGroup:
-    """``ranks``, or an error that says where to get them."""
-    if ranks is None:
-        raise OptionError(
-            f"{what} spans processes and no process group was given: pass group=torch.distributed.group.WORLD (after "
-            f"torch.distributed.init_process_group) to penstock.offload"
-        )
-    return ranks
 
 
 def this_host() -> list[str]:

@@ -100,8 +100,7 @@ class _ModuleHook(NotCopyable):
         """Put the hooks in place; an interrupt leaves what :meth:`remove` takes off."""
         tag = new_tag(self, self._token.device)
         for module in (self._entry, self._module):
-            module.__dict__[self._tag_attr] = tag
-            module.__dict__[_TOKEN] = self._token
+            vars(module).update({self._tag_attr: tag, _TOKEN: self._token})
         # The wait goes before every other hook, since those may read weights; the release after every other hook.
         self._handles.append(self._entry.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True))
         self._handles.append(self._module.register_forward_hook(self._after, always_call=True))

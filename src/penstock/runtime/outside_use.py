@@ -52,7 +52,8 @@ class Promoter(NotCopyable):
     """Decides, for one offload, what happens to a weight that is needed while its unit is not in use.
 
     Args:
-        plan: in force; :attr:`plan` is this one with promoted tensors as residents.
+        plan: in force; :attr:`plan` is this one with promoted tensors as residents. :attr:`store` has the bytes of
+            resting tensors; set before the first of them rests.
         bound: the live tensors, by storage name.
         device: where compute runs.
         budget_bytes: device memory that weights may take; ``None``: what the device has.
@@ -76,15 +77,11 @@ class Promoter(NotCopyable):
         self.budget_bytes = budget_bytes
         self._refusal = refusal
         self._storage_of = {id(tensor): storage for storage in bound.values() for tensor in storage.tensors}
-        self._store: Store | None = None
-
-    def serve(self, store: Store) -> None:
-        """Read the bytes of resting tensors from ``store``."""
-        self._store = store
+        self.store: Store | None = None
 
     def close(self) -> None:
         """Let go of the store and the tensors."""
-        self._store = None
+        self.store = None
         self._bound, self._storage_of = {}, {}
 
     def wake(self, tensor: BoundTensor, operator: str, is_written: bool) -> GiveBack | None:
@@ -189,7 +186,7 @@ class Promoter(NotCopyable):
         name = storage.info.name
         with self.tensor_lock:
             if name in self.plan.resident:
-                return True  # by another thread, meanwhile
+                return True  # another thread was first
             reason = self._refusal
             if reason is None and self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 reason = "nothing can be loaded while a graph is captured"
@@ -220,16 +217,16 @@ class Promoter(NotCopyable):
         if not self.lent:
             warn_user(
                 f"{how} {_OUTSIDE}, and the budget of {self.budget_bytes} bytes has no room for it beside the plan: "
-                f"its bytes are copied for every such use, which is slow and takes memory of its size meanwhile; "
+                f"its bytes are copied for every such use, which is slow and takes memory of its size; "
                 f"stats().notes lists all such tensors. Give it room: {_fix(tensor)}, or raise the budget"
             )
         if tensor.info.name not in self.lent:
             self.lent.append(tensor.info.name)
 
     def _on_device(self, storage: BoundStorage) -> torch.Tensor:
-        assert self._store is not None
+        assert self.store is not None
         buffer = new_blob(storage.info.num_bytes)
-        self._store.read(storage.info.name, buffer)
+        self.store.read(storage.info.name, buffer)
         try:
             return buffer.to(self._device)
         except torch.OutOfMemoryError as error:
@@ -283,7 +280,7 @@ def _fix(tensor: BoundTensor) -> str:
 
 
 class StateGuard(NotCopyable):
-    """Stands before the state of every module that holds one of ``storages``.
+    """Guards the state of every module that holds one of ``storages``.
 
     Args:
         model: the root.
@@ -390,7 +387,7 @@ class StateGuard(NotCopyable):
 
 
 def place_of(thing: nn.Module | torch.Tensor) -> str | None:
-    """Which model a module or tensor is offloaded with, for people; a module if it holds an offloaded tensor itself."""
+    """A text that names the model with which a tensor, or a module that holds one itself, is offloaded."""
     return vars(thing).get(_MARK)
 
 

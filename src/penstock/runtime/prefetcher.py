@@ -64,7 +64,7 @@ class Prefetcher:
         self._graphs = GraphRecord(self._num_units, self._num_slots, replays_announced)
         self._forwards: dict[int, int] = {}  # idents of the threads inside a forward of the model -> its number
         self._forward_numbers = itertools.count()
-        # Held directly, for a Ctrl-C inside the condition's own Python code could leave it taken for ever.
+        # Held directly, for a Ctrl-C inside the condition's own Python code could leave it locked forever.
         self._lock = threading.RLock()
         self._free = threading.Condition(self._lock)
         self._closed = False
@@ -176,7 +176,7 @@ class Prefetcher:
             if slot.readers:
                 self._drop_stale_readers(slot)
                 self._await_readers(unit, slot)
-                slot = self._slots()[index]  # another thread may have ended or begun a capture meanwhile
+                slot = self._slots()[index]  # while this one waited, another may have ended or begun a capture
             if self._is_loose and not slot.readers:
                 slot.to_empty()
                 self._record_read(slot)
@@ -227,9 +227,8 @@ class Prefetcher:
         holder = slot.unit
         if not slot.readers or holder == unit:
             return
-        name, held = self._plan.units[unit].anchor, "another unit"
-        if holder is not None:
-            held = f"{self._plan.units[holder].anchor} (unit {holder})"
+        name = self._plan.units[unit].anchor
+        held = "another unit" if holder is None else f"{self._plan.units[holder].anchor} (unit {holder})"
         if slot.latest_reader() is not None:
             raise SlotConflictError(
                 f"{name} (unit {unit}) runs inside {held}, and both need the same slot: use another number of slots "

@@ -129,10 +129,10 @@ def prepare(
     Args:
         model: any module; not touched.
         policy: as for ``penstock.offload``. A finished plan needs no planner, so none is built.
-        inventory: of ``model`` as it is now; taken here by default.
+        inventory: of ``model`` in its present state; taken here by default.
         device: where compute runs; default: see :func:`compute_device`.
         weights: the checkpoint.
-        unstreamable: storages that its files do not hold as they are (:func:`not_in_files`).
+        unstreamable: storages that its files do not hold in this form (:func:`not_in_files`).
         disk: how its files are read.
         ranks: those that share the weights.
         pool: where weights were put while the model was built.
@@ -461,8 +461,8 @@ def check_limits(plan: Plan, limits: Limits, needs: Needs) -> None:
     budget = _fitting_budget(plan, limit, missing, limits, needs)
     raise LimitError(
         f"the plan needs {format_gib(needed)} ({needed} bytes) of {limit}, and {format_gib(available)} ({available} "
-        f"bytes) can be had: {format_gib(missing)} ({missing} bytes) too little. {_advice(plan, budget)}"
-        f"{_fix(plan, limit, limits.device_free_bytes is not None)}; nothing was allocated",
+        f"bytes) can be had: {format_gib(missing)} ({missing} bytes) too little. "
+        f"{_fix(plan, limit, budget, limits.device_free_bytes is not None)}; nothing was allocated",
         limit,
         needed,
         available,
@@ -493,15 +493,12 @@ def _whole_mib(num_bytes: int) -> int | None:
     return None if num_bytes <= 0 else num_bytes // _MIB * _MIB or num_bytes
 
 
-def _advice(plan: Plan, budget: int | None) -> str:
-    if budget is None:
-        return "Offload less or in smaller units, or "
-    size = f"{budget // _MIB}MiB" if budget % _MIB == 0 else f"{budget}B"
-    which = "larger" if budget > plan.device_bytes else "smaller"
-    return f"A {which} budget should fit, about --device-memory {size}; use it, or "
-
-
-def _fix(plan: Plan, limit: str, on_gpu: bool) -> str:
+def _fix(plan: Plan, limit: str, budget: int | None, on_gpu: bool) -> str:
+    advice = "Offload less or in smaller units, or "
+    if budget is not None:
+        size = f"{budget // _MIB}MiB" if budget % _MIB == 0 else f"{budget}B"
+        which = "larger" if budget > plan.device_bytes else "smaller"
+        advice = f"A {which} budget should fit, about --device-memory {size}; use it, or "
     first = {
         _DEVICE: "free device memory first",
         _HOST: "free host memory first",
@@ -509,9 +506,9 @@ def _fix(plan: Plan, limit: str, on_gpu: bool) -> str:
         _MEMLOCK: "raise `ulimit -l`",
     }[limit]
     if plan.mode not in HOST_MODES or (on_gpu and limit == _DEVICE):
-        return first
+        return f"{advice}{first}"
     some = ", or what does not fit: pass checkpoint=FOLDER and no mode" if on_gpu else ""
-    return f"{first}, or let the weights rest in the files (--offload-mode disk){some}"
+    return f"{advice}{first}, or let the weights rest in the files (--offload-mode disk){some}"
 
 
 def require_disk(folder: str | os.PathLike[str], num_bytes: int, fix: str) -> None:

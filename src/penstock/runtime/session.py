@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from penstock.checkpoint.weight_map import WeightMap
-from penstock.config import SHARDED_MODES, debug_enabled, format_gib
+from penstock.config import RANK_MODES, debug_enabled, format_gib
 from penstock.errors import BudgetError, CheckpointError, OptionError, StateError, TransferError
 from penstock.loading.loader import WeightLoader, require_weights
 from penstock.loading.read_pool import Progress
@@ -29,7 +29,6 @@ from penstock.model.live_tensors import BoundStorage
 from penstock.model.patterns import compile_pattern
 from penstock.ops import new_token
 from penstock.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, slab_bytes
-from penstock.ranks.group import require_ranks
 from penstock.runtime.hooks import ForwardHook, UnitHook
 from penstock.runtime.outside_use import NotCopyable, Promoter, StateGuard
 from penstock.runtime.prefetcher import Prefetcher, release_left
@@ -135,7 +134,7 @@ class OffloadSession(NotCopyable):
         """Counters since the offload began.
 
         Raises:
-            TransferError: bytes failed to arrive in a replay, where no caller was there to be told.
+            TransferError: bytes failed to arrive in a replay, where no caller waited for them.
         """
         plan = self.plan
         sizes = {"resident": plan.resident_bytes, "prefetch": plan.prefetched_bytes, "uva": plan.uva_bytes}
@@ -206,7 +205,7 @@ class OffloadSession(NotCopyable):
     # -- building ---------------------------------------------------------------------------------------------------
 
     def _start_link(self) -> None:
-        """Before weights are loaded, because the readers of a ring start meanwhile."""
+        """Called before weights are loaded: the readers of a ring start in the meantime."""
         if not self.plan.units:
             return
         if self._link is None:  # the session has it at once: an interrupt must find it
@@ -245,9 +244,9 @@ class OffloadSession(NotCopyable):
 
     def _attach_hooks(self) -> None:
         plan = self.plan
+        self._promoter.store = self._store
         if self._link is not None and plan.units:
             self._attach_units(self._link)
-        self._promoter.serve(self._store)
         for name in plan.uva:
             blob = self._store.in_place(name)
             self._bound[name].point_at(device_view(blob, self._device) if self._device.type == "cuda" else blob)
@@ -271,18 +270,18 @@ class OffloadSession(NotCopyable):
                 needed,
             ) from error
         token = new_token(self._device)
-        session = None if self._options.keeps_addresses else self._promoter
+        promoter = None if self._options.keeps_addresses else self._promoter
         for unit in self.plan.units:
             memory = self._prefetcher.slot_memory(unit.index)
             storages = [self._bound[part.storage] for part in unit.entries]
             for part, bound in zip(unit.entries, storages, strict=True):
                 slot = memory[part.offset : part.offset + part.num_bytes]
-                bound.point_at_slot(slot, None if session is None else session.wake)
+                bound.point_at_slot(slot, None if promoter is None else promoter.wake)
             anchor = self._model.get_submodule(unit.anchor)
-            self._units.append(UnitHook(anchor, unit.index, storages, self._prefetcher, token, session, self._units))
+            self._units.append(UnitHook(anchor, unit.index, storages, self._prefetcher, token, promoter, self._units))
             self._hook(self._units[-1])
         entry = self._options.entry or self._model
-        self._hook(ForwardHook(self._model, entry, self._units, self._prefetcher, token, session))
+        self._hook(ForwardHook(self._model, entry, self._units, self._prefetcher, token, promoter))
 
     def _hook(self, hook: Hook) -> None:
         """Keep it first: an interrupt while it is attached must find it."""
@@ -419,10 +418,15 @@ def open_store(prepared: Prepared) -> tuple[Store, dict[str, torch.Tensor]]:
     hosts = [] if ranks is None else compare_ranks(prepared, ranks)
     if plan.mode == "meta":
         return _meta_store(offloaded), {}
-    if plan.mode in SHARDED_MODES:
-        return open_sharded(prepared, require_ranks(ranks, f"mode {plan.mode!r}"), hosts), {}
-    if plan.mode == "shm_cpu":
-        return open_shared(plan, _registrar(device), require_ranks(ranks, f"mode {plan.mode!r}"), hosts)
+    if plan.mode in RANK_MODES:
+        if ranks is None:
+            raise OptionError(
+                f"mode {plan.mode!r} spans processes and no process group was given: pass "
+                f"group=torch.distributed.group.WORLD (after torch.distributed.init_process_group) to penstock.offload"
+            )
+        if plan.mode == "shm_cpu":
+            return open_shared(plan, _registrar(device), ranks, hosts)
+        return open_sharded(prepared, ranks, hosts), {}
     staged = {entry.storage for unit in plan.staged_units for entry in unit.entries}
     in_files = {name: bound for name, bound in offloaded.items() if plan.mode == "disk" or name in staged}
     # Files first: if they will not do, no host memory is taken.
