@@ -459,15 +459,12 @@ def check_limits(plan: Plan, limits: Limits, needs: Needs) -> None:
         return
     missing, limit, needed, available = max(exceeded, key=lambda shortfall: shortfall[0])
     budget = _fitting_budget(plan, limit, missing, limits, needs)
-    raise LimitError(
+    message = (
         f"the plan needs {format_gib(needed)} ({needed} bytes) of {limit}, and {format_gib(available)} ({available} "
         f"bytes) can be had: {format_gib(missing)} ({missing} bytes) too little. "
-        f"{_fix(plan, limit, budget, limits.device_free_bytes is not None)}; nothing was allocated",
-        limit,
-        needed,
-        available,
-        budget,
+        f"{_fix(plan, limit, budget, limits.device_free_bytes is not None)}; nothing was allocated"
     )
+    raise LimitError(message, limit, needed, available, budget)
 
 
 def _fitting_budget(plan: Plan, limit: str, missing: int, limits: Limits, needs: Needs) -> int | None:
@@ -524,10 +521,8 @@ def require_disk(folder: str | os.PathLike[str], num_bytes: int, fix: str) -> No
     """
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
-        raise LimitError(
+        message = (
             f"{format_gib(num_bytes)} are to be written in {folder} and {format_gib(free)} are free on its disk: "
-            f"{format_gib(num_bytes - free)} too little; {fix}",
-            "disk space",
-            num_bytes,
-            free,
+            f"{format_gib(num_bytes - free)} too little; {fix}"
         )
+        raise LimitError(message, "disk space", num_bytes, free)
