@@ -8,7 +8,7 @@ behind the copy. Neither blocks the host.
 [Note: capture] Inside a capture both edges become edges of the graph, and copies become its memcpy nodes. Two rules
 follow. Compute has to wait for every copy started inside before the capture ends. And an event recorded outside must
 not be waited on inside: what it stands for has happened before the graph ever runs, because the bytes that a graph
-finds in the slots at its start are the same at every replay (see ``[Note: two timelines]`` in runtime/capture.py).
+finds in the slots at its start are the same at every replay (see ``[Note: two timelines]`` in runtime/slot.py).
 """
 
 from __future__ import annotations
