@@ -32,7 +32,7 @@ ROOMS = [
     ("plan",),
     ("checkpoint",),
     ("stores",),
-    ("loading", "ops"),
+    ("loading",),
     ("transfer",),
     ("runtime",),
     ("offloaders",),

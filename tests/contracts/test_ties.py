@@ -109,7 +109,7 @@ def test_ties_and_views_hold_while_offloaded() -> None:
 
 def test_tensors_in_slots_share_memory_but_no_storage_object() -> None:
     """A compiler that saw the sharing would rebuild them from one base, and its cache would hand that code to a plan
-    with other slots (see ``penstock.ops``)."""
+    with other slots (see ``runtime/hooks.py``)."""
     model = OddStack(5).eval()
     with penstock.offload(model, all_layers(2)):
         tensors = [t for name, t in tensors_of(model).items() if t.numel() and not name.endswith(".same")]

@@ -344,7 +344,7 @@ class BoundStorage:
             tensor.point_at(buffer)
 
     def point_at_slot(self, buffer: torch.Tensor, wake: Wake | None = None) -> None:
-        """The same for a slot, which other units' tensors look into as well; see :mod:`penstock.ops`."""
+        """The same for a slot, which other units' tensors look into as well; see :mod:`penstock.runtime.hooks`."""
         for tensor in self.tensors:
             tensor.point_at_slot(buffer, wake)
 

@@ -10,9 +10,8 @@ from torch import nn
 from penstock.config import Policy
 from penstock.errors import StateError
 from penstock.offloaders.layerwise import EngineOffloader
-from penstock.ops import new_token
 from penstock.plan.plan import Plan
-from penstock.runtime.hooks import ForwardHook, UnitHook
+from penstock.runtime.hooks import ForwardHook, UnitHook, new_token
 from penstock.runtime.prepare import Prepared, prepare
 from penstock.stats import Stats, UnitStats
 

@@ -4,6 +4,36 @@
 rest otherwise (see :mod:`penstock.model.live_tensors`). The module's ``forward`` is wrapped for two cases that hooks
 do not see: a direct call of ``module.forward(x)``, which gets a window of its own, and a ``BaseException`` such as
 ``KeyboardInterrupt``, for which torch runs no ``always_call`` hooks.
+
+[Note: ordering edges] In compiled code the hooks are traced as ops: ``penstock::wait`` and ``release`` around a module,
+``begin`` and ``join`` around a forward. A compiler may move any operation whose inputs it believes to be ready. Weights
+are inputs of the graph, so without an edge ``(w - zero) * scale`` is ready from the start and would be hoisted above
+the wait. An edge on the hidden state does not help, since this arithmetic reads no hidden state. So two ops around the
+module declare the unit's own tensors as *mutated*:
+
+* ``wait(tag, token!, tensors!, inputs!)`` writes them as far as the compiler knows, so every read of the weight stays
+  behind it. It writes what the module is given too: a custom op of an engine may find its weights by the name of its
+  layer and not among its arguments, and then the hidden states are all that holds it behind the wait;
+* ``release(tag, token!, tensors!, outputs!)`` writes them again, so it stays behind every read of the weight, and
+  writes what the module returned. Reading that would not be enough: an output that is cheap to compute (a row of an
+  embedding) is inlined into whatever uses it later, and would be computed there from a slot that holds another unit.
+
+Neither op computes anything; functionalisation sees an in-place operator and the inductor adds no copy of a weight.
+
+``begin`` and ``join`` stand at the ends of a forward. ``join`` reads what the model returns and a tensor of every unit,
+so it comes last.
+
+All of them declare the offload's one ``token`` as mutated. It keeps them in the order of the program and from being
+dropped as dead code. Without it nothing would hold the ``wait`` of a unit behind the ``release`` of the one before it
+in the same slot, because the compiler must not see that both look into one memory: it would rebuild their tensors from
+a common base, which it cannot do for several dtypes, and its cache would hand that code to a plan with other slots. So
+every tensor in a slot has a storage of its own (``BoundStorage.point_at_slot``). The tag is not declared mutated: a
+backend may hand a mutated tensor over as a copy, and the tag is known by its address.
+
+Which unit is meant is said by ``tag``, a one-element tensor known by its address, and not by a number: a number would
+be a constant of the graph, and an engine that compiles one layer and reuses the code for its siblings could not. Tags
+and the token hang on the modules themselves, and tensors are found by their paths from there, so that code kept on
+disk finds them again in the next process.
 """
 
 from __future__ import annotations
@@ -14,6 +44,7 @@ import sys
 import threading
 import traceback
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -25,14 +56,13 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ModelChangedError, OutsideAccessError, StateError
 from penstock.model.live_tensors import BoundStorage, live_tensors, resident_rule
-from penstock.ops import new_tag
 from penstock.runtime.outside_use import NotCopyable, Promoter
 from penstock.runtime.prefetcher import Prefetcher, release_left
 from penstock.runtime.slot import Reader
 
-__all__ = ["ForwardHook", "UnitHook"]
+__all__ = ["ForwardHook", "UnitHook", "new_token"]
 
-# Compiled code reads its tags and the token from the modules: see penstock.ops.
+# Compiled code reads its tags and the token from the modules: see the note on ordering edges.
 _TAG, _FORWARD_TAG, _TOKEN = "_penstock_tag", "_penstock_forward_tag", "_penstock_token"
 
 
@@ -66,7 +96,7 @@ class _ModuleHook(NotCopyable):
 
     Args:
         tag_attr: the attribute of both modules at which compiled code finds the tag of this hook.
-        token: see :mod:`penstock.ops`; one for all hooks of an offload.
+        token: see the note on ordering edges; one for all hooks of an offload.
         promoter: handles tensors that are used elsewhere; ``None`` where tensors do not rest.
     """
 
@@ -89,7 +119,7 @@ class _ModuleHook(NotCopyable):
         self._own_forward = vars(module).get("forward")  # of the instance, perhaps another library's
         self._wrapper = _wrapped_forward(module, self._forward)
 
-    # Methods of the subclasses; the first two are called by the ops, see penstock.ops.Boundary.
+    # Methods of the subclasses. The ops call the first two: wait and begin, release and join.
     enter_compiled: Callable[[Sequence[torch.Tensor]], None]
     leave_compiled: Callable[[Sequence[torch.Tensor]], None]
     _before: Callable[..., Any]
@@ -98,7 +128,8 @@ class _ModuleHook(NotCopyable):
 
     def attach(self) -> None:
         """Put the hooks in place; an interrupt leaves what :meth:`remove` takes off."""
-        tag = new_tag(self, self._token.device)
+        tag = torch.zeros(1, dtype=torch.int64, device=self._token.device)  # kept alive by the modules
+        _by_tag[tag.data_ptr()] = self
         for module in (self._entry, self._module):
             vars(module).update({self._tag_attr: tag, _TOKEN: self._token})
         # The wait goes before every other hook, since those may read weights; the release after every other hook.
@@ -469,3 +500,48 @@ def _refuse_tracers(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Non
 
 def _tensors_in(output: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+# -- the ops of compiled code: see the note on ordering edges ----------------------------------------------------------
+
+_by_tag: weakref.WeakValueDictionary[int, _ModuleHook] = weakref.WeakValueDictionary()  # by the address of the tag
+
+_library = torch.library.Library("penstock", "DEF")
+
+
+def new_token(device: torch.device) -> torch.Tensor:
+    """What all ops of one offload declare as mutated: int64, shape ``[1]``, on ``device``."""
+    return torch.zeros(1, dtype=torch.int64, device=device)
+
+
+def _hook_of(tag: torch.Tensor) -> _ModuleHook:
+    hook = _by_tag.get(tag.data_ptr())
+    if hook is None:
+        raise StateError(
+            "compiled code refers to an offload that is gone; compile the model again (torch._dynamo.reset())"
+        )
+    return hook
+
+
+def _define(name: str, arguments: str, run: Callable[..., None]) -> None:
+    """Register the op ``name`` with its kernel; on fake tensors it does nothing, because it has no output."""
+    _library.define(f"{name}({arguments}) -> ()")
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"penstock::{name}", lambda *_: None, lib=_library)
+
+
+_Tensors = Sequence[torch.Tensor]
+
+
+def _enter(tag: torch.Tensor, token: torch.Tensor, tensors: _Tensors = (), inputs: _Tensors = ()) -> None:
+    _hook_of(tag).enter_compiled(tensors)
+
+
+def _leave(tag: torch.Tensor, token: torch.Tensor, tensors: _Tensors, outputs: _Tensors = ()) -> None:
+    _hook_of(tag).leave_compiled(tensors)
+
+
+_define("wait", "Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor(c!)[] inputs", _enter)
+_define("release", "Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor(c!)[] outputs", _leave)
+_define("begin", "Tensor tag, Tensor(a!) token", _enter)
+_define("join", "Tensor tag, Tensor(a!) token, Tensor[] inputs", _leave)

@@ -27,9 +27,8 @@ from penstock.memory.pinned import (
 )
 from penstock.model.live_tensors import BoundStorage
 from penstock.model.patterns import compile_pattern
-from penstock.ops import new_token
 from penstock.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, slab_bytes
-from penstock.runtime.hooks import ForwardHook, UnitHook
+from penstock.runtime.hooks import ForwardHook, UnitHook, new_token
 from penstock.runtime.outside_use import NotCopyable, Promoter, StateGuard
 from penstock.runtime.prefetcher import Prefetcher, release_left
 from penstock.runtime.prepare import Prepared
