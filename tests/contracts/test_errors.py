@@ -35,6 +35,7 @@ from penstock.errors import (
 )
 from penstock.model.inventory import take_inventory
 from penstock.runtime import prefetcher as pipeline
+from penstock.runtime.hooks import UnitHook
 from penstock.stores.sources import ByteRange, Copy, File, Source
 from penstock.stores.store import CpuStore, DiskStore
 from penstock.testing import assert_moved, assert_same_bits
@@ -563,8 +564,8 @@ class TestInterrupted:
         if place == "progress":
             progress = fail
         elif place == "hooks":
-            real = penstock.runtime.hooks.new_tag
-            monkeypatch.setattr("penstock.runtime.hooks.new_tag", fail_third)
+            real = UnitHook.attach
+            monkeypatch.setattr(UnitHook, "attach", fail_third)
         elif place == "slots":
             monkeypatch.setattr(ThreadLink, "allocate", fail)
         elif place == "state guard":

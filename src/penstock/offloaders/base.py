@@ -31,6 +31,7 @@ class BaseOffloader(ABC):
 
     def join_after_forward(self) -> None:
         """Bring copies that this forward has started back under its end; no effect when there are none."""
+        self.sync_prev_onload()
 
     def remove(self) -> None:
         """Give the modules their tensors back; no effect by default."""

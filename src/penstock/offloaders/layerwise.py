@@ -92,9 +92,6 @@ class LayerwiseOffloader(BaseOffloader):
         if self._session is not None:
             self._session.wait_all()
 
-    def join_after_forward(self) -> None:
-        self.sync_prev_onload()
-
     def remove(self) -> None:
         if self._session is not None:
             self._session.remove(graphs_released=True)  # an engine ends its offload with its graphs

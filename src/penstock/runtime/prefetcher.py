@@ -1,4 +1,4 @@
-"""Keeps units flowing through a link into slots: which unit is where, who reads it, and what is copied next.
+"""Keeps units flowing through a link into slots: which unit is where, what reads it, and what is copied next.
 
 The prefetcher follows the slot schedule as long as modules run in the declared order, and stays right when they do not:
 a unit whose slot holds another one is fetched on demand (a *miss*), which is slower and shows in ``stats()``.

@@ -1,6 +1,7 @@
 """A plan in force on a model: tensors pointed at slots, files or host memory, hooks in place, copies running.
 
-:class:`OffloadSession` is what the handle and the engines' offloaders have in common.
+The handle and the engines' offloaders own an :class:`OffloadSession` each. It opens the store of its plan
+(:func:`open_store`), makes the link that brings units from there, fills the store, and puts the hooks on the model.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class SessionOptions:
 
     Attributes:
         progress: called with (bytes loaded, bytes to load) while weights are read or moved.
-        link: moves the units; by default worker threads on a CPU, a copy stream on a GPU.
+        link: moves the units; by default the link that fits store and device (``_make_link``).
         entry: the module whose forward begins a forward of the model; default the model itself.
         measure_stalls: on a GPU, time every wait (two event records each); a CPU always does.
         replays_announced: :meth:`OffloadSession.wait_all` is called before every capture and every replay of a whole
@@ -89,13 +90,12 @@ class OffloadSession(NotCopyable):
         self._prepared: Prepared | None = prepared  # until attach() is done
         self._options = options
         self._model, self._device, self._bound = prepared.model, prepared.device, prepared.bound
-        self._promoter = Promoter(
-            prepared.plan, self._bound, self._device, prepared.budget_bytes, options.never_promotes
-        )
+        budget_bytes, refusal = prepared.budget_bytes, options.never_promotes
+        self._promoter = Promoter(prepared.plan, self._bound, self._device, budget_bytes, refusal)
         self._hooks: list[Hook | RemovableHandle] = []  # empty once they are taken off
         self._units: list[UnitHook] = []
         self._prefetcher: Prefetcher | None = None
-        self._link = options.link  # before the pipeline has it
+        self._link = options.link
         self._in_force = False
 
     def attach(self) -> None:
@@ -258,9 +258,8 @@ class OffloadSession(NotCopyable):
     def _attach_units(self, link: Link) -> None:
         debug = debug_enabled() and not self._store.is_split
         try:
-            self._prefetcher = Prefetcher(
-                self.plan, self._store, link, self.recorder, debug, self._options.replays_announced
-            )
+            announced = self._options.replays_announced
+            self._prefetcher = Prefetcher(self.plan, self._store, link, self.recorder, debug, announced)
         except torch.OutOfMemoryError as error:
             needed = sum(self.plan.slot_bytes)
             raise BudgetError(
@@ -529,7 +528,7 @@ def _refuse_misaligned(bound: BoundStorage, store: DiskStore) -> None:
 
 
 def _compare_with_files(bound: BoundStorage, store: DiskStore) -> None:
-    """A live model's weights are about to be dropped in favour of the files': they must be the same."""
+    """Require that the files hold the weights of a live model, which are dropped because the files replace them."""
     if bound.on_meta:
         return
     blob = new_blob(bound.info.num_bytes)

@@ -81,7 +81,7 @@ class BuildTimeFilter:
         return True
 
     def _is_named(self, index: int, name: str, num_bytes: int) -> bool:
-        # A word stops to stand for its group once a module has that name.
+        # A word stands for its group only until a module has that name.
         self._words = {word: matches for word, matches in self._words.items() if not matches(name)}
         if self._first_index is None:
             self._first_index = index
