@@ -32,7 +32,7 @@ from penstock.ranks.group import GlooChannel, RankGroup, json_digest, this_host
 from penstock.runtime.prepare import Prepared
 from penstock.stores.sharded import DeviceShardedStore, HostShardedStore, ShardedStore
 from penstock.stores.shared_host import SharedStore, shared_bytes
-from penstock.stores.sources import ByteRange, Copy, DiskOptions, clip
+from penstock.stores.sources import ByteRange, Copy, clip
 from penstock.stores.store import DiskStore, new_blob
 
 __all__ = ["checksum", "compare_ranks", "open_sharded", "open_shared"]
