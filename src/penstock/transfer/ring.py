@@ -305,14 +305,12 @@ class RingServer:
 
     def _window(self, position: int) -> set[int]:
         """The pieces from ``position`` on that can lie in the ring together."""
-        window: set[int] = set()
-        entries: set[int] = set()
+        window: dict[int, int] = {}  # by entry
         following: int | None = position
-        while following is not None and self._layout.pieces[following].entry not in entries:
-            window.add(following)
-            entries.add(self._layout.pieces[following].entry)
+        while following is not None and (entry := self._layout.pieces[following].entry) not in window:
+            window[entry] = following
             following = self._layout.following[following]
-        return window
+        return set(window.values())
 
     def _read_ahead(self, now: float) -> None:
         # What the stream has taken, and what it has left out: it took something behind it.
@@ -325,7 +323,7 @@ class RingServer:
                 self._start(position, entry, now)
             elif position in self._ahead or not self._holds(position):
                 return
-            # else: there from before, because the order was set anew or the stream has left it out
+            # else: it was read before, and the order was restarted or the stream has left it out
             self._ahead.append(position)
             self._next = self._layout.following[position]
 
