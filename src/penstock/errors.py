@@ -6,19 +6,19 @@
     │   ├── SelectionError              a name pattern that matches nothing
     │   ├── RuleError                   offload rules that contradict one another or cannot be obeyed
     │   ├── BudgetError                 a budget no plan fits; carries the minimum
-    │   ├── LimitError                  a plan this machine has no room for; carries what is needed and what there is
+    │   ├── LimitError                  a plan this machine has no room for; carries needed and available bytes
     │   └── PlanFileError               a plan file that is missing, damaged or of another schema
     ├── OptionTypeError    (TypeError)  an option of the wrong Python type
     ├── CheckpointError    (ValueError) files that are missing, damaged or for another model
     └── StateError         (RuntimeError) right arguments, wrong moment
-        ├── ModelChangedError           the model was altered behind an active offload
+        ├── ModelChangedError           the model was altered during an active offload
         ├── OutsideAccessError          a weight was used outside of the forward that it is on the device for
         ├── TransferError               bytes did not arrive (short read, I/O error, closed link)
         ├── PeerError                   another rank failed, ended, or did not come to a shared offload
         ├── SlotConflictError           one slot is needed by two running units at once
         └── RaceError                   ``PENSTOCK_DEBUG=1`` found bytes that are not the unit's own
 
-    PenstockWarning        (UserWarning) something works, but not as asked; said once
+    PenstockWarning        (UserWarning) something works, but not as asked; given once
 
 Each message names the thing, what was expected, what was found, and the fix.
 """

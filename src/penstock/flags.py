@@ -1,4 +1,4 @@
-"""The offloading flags of the command line and of engines: one table, its checks, and the policy that flags stand for.
+"""The offloading flags of the command line and of engines: one table, its checks, and the policy that flags mean.
 
 Each field of :class:`OffloadFlags` is one flag with its help, the flags that it needs, and those that it excludes. The
 command line makes its options from the table; an engine's adapter fills the same class from the engine's configuration.
@@ -212,7 +212,7 @@ class OffloadFlags:
                 )
 
     def _check_backend(self, surface: Surface) -> None:
-        """``--offload-backend`` says again what the others imply: they have to agree."""
+        """``--offload-backend`` repeats what the other flags imply: they have to agree."""
         backend, name = self.offload_backend or "auto", surface.name_of("offload_backend")
         if backend not in surface.backends:
             raise OptionError(f"{name} {backend!r}: expected one of {', '.join(surface.backends)}{surface.inside}")

@@ -125,7 +125,7 @@ class StagingStats:
     """Counters of the ring between files and a GPU, replays included.
 
     Attributes:
-        bytes_read: read from the files and handed over; what was read ahead in vain is not in it.
+        bytes_read: read from the files and used; bytes that were read ahead and not used do not count.
         stalls: times the device asked for a piece that was not in its entry yet, and ``stall_s`` how long it waited in
             all, in seconds, as a thread of the host saw it (to about a millisecond).
         misses: pieces that were asked for out of the expected order, so that what had been read ahead was of no use.
@@ -158,7 +158,7 @@ class ReadStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """Counters of all units, the bytes each mechanism answers for, and what else a user should know.
+    """Counters of all units, the bytes of each mechanism, and notes for the user.
 
     Attributes:
         store_bytes: where bytes are: ``resident`` and ``slots`` on the device, ``host``, ``host_pinned``,

@@ -351,7 +351,7 @@ class TestSharedModules:
         resident = {name: size for name, size in plan.resident.items() if name != "0.inner.weight"}
         wrong = replace(plan, units=(unit, *plan.units[1:]), resident=resident)
         with pytest.raises(
-            OptionError, match=r"0\.inner\.weight in the unit of '0', but .* hangs in another place, too"
+            OptionError, match=r"0\.inner\.weight in the unit of '0', but .* is used in another place as well"
         ):
             wrong.check(inventory)
 

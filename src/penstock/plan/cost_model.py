@@ -20,7 +20,7 @@ in the order of the schedule, and units in files bytes / file rate before that, 
 that are split over ranks have a copy rate of their own: :func:`split_rates`.
 
 Where the form comes from: decode is bound by reading weights, prefill by arithmetic (roofline, Williams et al. 2009),
-and one curve measured over rows holds both ends and what lies between. The three numbers of kernels and passes below
+and one curve measured over rows covers both ends and the range between. The three numbers of kernels and passes below
 are not measured by the probe: they were fitted once, to the resident steps of two stacks on an H200.
 
 How copies and reads overlap with the stages is simulated (:func:`step_s`) by the rules of :mod:`penstock.plan.schedule`
@@ -215,7 +215,7 @@ def split_rates(rates: Rates, mode: Mode, num_ranks: int) -> Rates:
       comes.
 
     The slower of the two says how long a unit takes. The start of a pipeline, its barriers and its last chunk are not
-    counted: behind them the next unit is on its way.
+    counted: the next unit is copied during them.
 
     Args:
         rates: of one rank alone.
@@ -344,16 +344,15 @@ def stages_compute_s(
     attention_s = profile.cache_bytes(rows, context) / rates.device_bytes_per_s / max(1, num_layers)
     found = []
     for stage in stages:
-        kernels, activation_bytes = 0, 0.0
+        tensors = [(storage.tensors[0], experts) for storage, experts in stage.storages if not storage.is_lookup]
+        kernels = KERNELS_PER_TENSOR * len(tensors)
         if any(experts > 1 for _, experts in stage.storages):
             kernels += KERNELS_PER_EXPERT_LAYER
-        for storage, experts in stage.storages:
-            tensor = storage.tensors[0]
-            if not storage.is_lookup:
-                kernels += KERNELS_PER_TENSOR
-                if len(tensor.shape) > 1:  # inputs and outputs of the product with it
-                    active = min(profile.experts_per_token or experts, experts) if experts > 1 else 1
-                    activation_bytes += rows * active * sum(tensor.shape[-2:]) * tensor.dtype.itemsize
+        activation_bytes = 0.0
+        for tensor, experts in tensors:
+            if len(tensor.shape) > 1:  # inputs and outputs of the product with it
+                active = min(profile.experts_per_token or experts, experts) if experts > 1 else 1
+                activation_bytes += rows * active * sum(tensor.shape[-2:]) * tensor.dtype.itemsize
         passes_s = ACTIVATION_PASSES * activation_bytes / rates.device_bytes_per_s
         found.append(kernels * rates.kernel_s + passes_s + attention_s * stage.is_layer)
     return found
@@ -476,10 +475,10 @@ class _State:
         self.busy_s = np.zeros(count)  # compute and copies, end to end
 
     def read_ahead(self, stages: Sequence[StageTimes]) -> None:
-        """What the disk has had for this step when it begins: at least the copies behind the last read of the one
-        before, as long as the ring has room. Where a first unit is read behind the end, nothing is sure."""
+        """How long the disk has read for this step when it begins: at least during the copies after the last read of
+        the step before, as long as the ring has room; 0 where a first unit is read after the last stage."""
         count = len(self._every)
-        since, wrapping = np.zeros(count), np.zeros(count)  # copies since the last read; those behind the last stage
+        since, wrapping = np.zeros(count), np.zeros(count)  # copies since the last read; those after the last stage
         following = np.zeros(count, np.int64)
         reads_behind = np.zeros(count, dtype=bool)
         for stage in stages:
@@ -527,7 +526,7 @@ class _State:
         self._next += has_unit
 
     def finish(self) -> Floats:
-        """The first units of the next step come in behind the last units of this one, in the order of these.
+        """The first units of the next step arrive after the last units of this one, in the same order.
 
         Not into the slot of the last unit, which is held back, nor where a unit has its slot alone: it stays there.
         """

@@ -262,7 +262,7 @@ class Plan:
         """
         if storage not in self.placements:
             raise OptionError(
-                f"{storage!r}: no storage of this plan has this name; tied tensors go by the first of theirs"
+                f"{storage!r}: no storage of this plan has this name; tied tensors have the name of the first of them"
             )
         return self.placements[storage].mechanism
 
@@ -310,7 +310,7 @@ class Plan:
                 outside = sorted(module for module in storage.modules if anchor not in inventory.dominators(module))
                 if outside:
                     elsewhere = anchor in inventory.ancestors(outside[0])
-                    where = "hangs in another place, too," if elsewhere else "is not in there"
+                    where = "is used in another place as well" if elsewhere else "is not inside it"
                     yield (
                         f"the plan has {storage.name} in the unit of {anchor!r}, but module {outside[0]!r}, which "
                         f"holds it, {where} and would read it before it has arrived"
@@ -353,7 +353,7 @@ class Plan:
         ``schema``      version of this table; another one is refused
         ``model``       ``name`` (or null), ``num_storages``, ``weight_bytes``, ``sha256`` (:func:`_digest`)
         ``machine``     null, or what it was made for: ``device`` (``"cpu"`` or a GPU's name), ``device_bytes``
-        ``mode``        the store of what is read in place, and of units that do not rest in ``disk`` beside it
+        ``mode``        the store of what is read in place, and of units that do not rest in ``disk``
         ``num_ranks``   over how many ranks every unit is split
         ``num_slots``   slots, each of ``slot_bytes``
         ``units``       ``index``, ``anchor``, ``slot``, ``num_bytes``, ``store`` (as ``mode``, or ``disk`` where that
@@ -421,7 +421,7 @@ def assemble(
 
 
 def _lay_out(index: int, anchor: str, sizes: Mapping[str, int], num_slots: int, store: Mode) -> Unit:
-    """The unit of the storages of these sizes, one behind the other, each aligned."""
+    """The unit of the storages of these sizes, one after the other, each aligned."""
     *offsets, end = accumulate(map(_aligned, sizes.values()), initial=0)
     entries = tuple(SlabEntry(name, at, size) for (name, size), at in zip(sizes.items(), offsets, strict=True))
     return Unit(index, anchor, slot_of(index, num_slots), entries, end, store)

@@ -2,7 +2,7 @@
 
 Pure functions of sizes and counts. The process that reads files into a ring imports this module and has no torch.
 
-CUDA graphs need fixed addresses, so unit ``u`` uses slot ``u mod S`` for ever. The units of one slot form a *chain*:
+CUDA graphs need fixed addresses, so unit ``u`` always uses slot ``u mod S``. The units of one slot form a *chain*:
 ``s, s + S, s + 2S, ...``. When a unit has run, its slot is refilled with the next unit of the same chain, and after
 the last one with the first, ready for the next forward.
 
@@ -52,7 +52,7 @@ MAX_ENTRIES = 8
 # A word of the handshake has a cache line alone, so that the device's polling disturbs no other.
 WORD_BYTES = 64
 _PAGE_BYTES = 4096
-# Counters and an error message, behind the words.
+# Counters and an error message, after the words.
 STATUS_BYTES = 4096
 # What a ring takes at most.
 RING_BYTES = MAX_ENTRIES * (ENTRY_BYTES + WORD_BYTES) + WORD_BYTES + STATUS_BYTES
@@ -124,12 +124,12 @@ class RingLayout:
 
     @property
     def words_at(self) -> int:
-        """Where in the memory the words begin, in bytes: behind the entries."""
+        """Where in the memory the words begin, in bytes: after the entries."""
         return self.num_entries * self.entry_bytes
 
     @property
     def status_at(self) -> int:
-        """Where the status begins, in bytes: behind a word for each entry and one more."""
+        """Where the status begins, in bytes: after a word for each entry and one more."""
         return self.words_at + (1 + self.num_entries) * WORD_BYTES
 
     @property

@@ -2,7 +2,7 @@
 
 This module knows nothing of plans. A reader builds an object from the few facts that nothing else follows from, writes
 it as JSON again, and compares that with the file (:func:`require_same`): what the file says of sums, offsets and
-digests has to be what follows, so that a file edited by hand in one place alone is found out.
+digests has to be what follows, so that a file that was edited in one place only is refused.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _as_path(path: str | os.PathLike[str]) -> Path:
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object in which no key stands twice; ``json`` itself would keep the last and drop the others."""
+    """A JSON object in which no key occurs twice; ``json`` itself would keep the last and drop the others."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]

@@ -60,7 +60,7 @@ def find_stacks(inventory: Inventory) -> dict[str, list[str]]:
 
     By the container's name, the outermost with at least two numbered children that own bytes. Layers are children that
     have a forward. One of a list that has none (a list of lists, say) is replaced by the outermost modules inside it
-    that have. A child that hangs at several places of a container is one layer.
+    that have. A child that a container holds in several places is one layer.
 
     A model without such a container is treated as one stack of its leaf modules, so that any ``nn.Module`` has layers.
     """
@@ -99,13 +99,13 @@ def find_layers(inventory: Inventory) -> list[str]:
 
 
 def _numbered_children(inventory: Inventory, container: str, holders: Collection[str]) -> list[str]:
-    """By place: what hangs at several places of ``container`` is listed as often."""
+    """By place: what ``container`` holds in several places is listed as often."""
     return [
         place.module
         for place in inventory.places(container)
         if place.module in holders
         and _NUMBERED.fullmatch(place.attr)
-        # `norm1` and `norm2` that are lists stand beside each other; items of a list that are lists, behind each other.
+        # Items of a list that are lists run one after the other; lists called `norm1` and `norm2` need not.
         and (place.module not in inventory.uncalled or place.attr.isdigit())
     ]
 
