@@ -225,14 +225,18 @@ class TestFailure:
         handle.remove(graphs_released=True)
 
     @torch.no_grad()
-    def test_readers_that_are_killed(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("victims", ["server", "group"])
+    def test_readers_that_are_killed(self, victims: str, tmp_path: Path) -> None:
         before = readers()
         model, handle, _ = self.offloaded(tmp_path)
         (pid,) = readers() - before
         graph, out = captured(model, inputs())
         graph.replay()
         torch.cuda.synchronize()
-        os.kill(pid, signal.SIGKILL)
+        if victims == "group":
+            os.killpg(pid, signal.SIGKILL)
+        else:
+            psutil.Process(pid).children()[0].kill()
         start = time.monotonic()
         for _ in range(4):
             graph.replay()

@@ -234,12 +234,21 @@ class TestFailure:
         machine.close()
         assert not psutil.pid_exists(pid_of(machine))
 
-    def test_killed_readers_are_poison_and_told(self, make: Make) -> None:
+    @pytest.mark.parametrize("victims", ["server", "stand-by", "group"])
+    def test_killed_readers_are_poison_and_told(
+        self, make: Make, monkeypatch: pytest.MonkeyPatch, victims: str
+    ) -> None:
+        if victims == "server":  # then the stand-by answers, and no thread of this process has to
+            monkeypatch.setattr(ReaderProcess, "_watch", lambda self: self._process.wait())
         machine = make(max_entries=2)
         machine.forward()
         machine.settle()
         graph = machine.capture()
-        os.kill(pid_of(machine), signal.SIGKILL)
+        (server,) = psutil.Process(pid_of(machine)).children()
+        if victims == "group":
+            os.killpg(pid_of(machine), signal.SIGKILL)
+        else:
+            os.kill(server.pid if victims == "server" else pid_of(machine), signal.SIGKILL)
         begin = time.monotonic()
         for _ in range(3):
             machine.link.stream.replay(graph)
@@ -589,8 +598,9 @@ class Parent:
             text=True,
             start_new_session=True,
         )
-        self.readers = psutil.Process(int(self.line()))
-        self.forked = [child for child in psutil.Process(self.process.pid).children() if child != self.readers]
+        stand_by = psutil.Process(int(self.line()))
+        self.readers = [stand_by, *stand_by.children()]
+        self.forked = [child for child in psutil.Process(self.process.pid).children() if child != stand_by]
 
     def line(self) -> str:
         assert self.process.stdout is not None
@@ -617,9 +627,11 @@ class TestParents:
         machine = make()
         machine.forward()
         machine.settle()
-        readers = psutil.Process(pid_of(machine))
+        stand_by = psutil.Process(pid_of(machine))
+        readers = [stand_by, *stand_by.children()]
+        assert len(readers) == 2
         machine.link.close()
-        assert settle(lambda: not readers.is_running(), 5)
+        assert settle(lambda: not any(map(psutil.Process.is_running, readers)), 5)
 
     def test_readers_are_a_group_in_the_session_of_their_parent(self, make: Make) -> None:
         """Linux shares processors out among sessions: one of the readers' own has little of a busy one."""
@@ -631,24 +643,25 @@ class TestParents:
     def test_readers_end_with_a_parent_that_is_killed(self, path: Path, fault: str) -> None:
         """In the middle of their reads, and although a child that it has forked keeps its end of the pipes open."""
         parent = Parent(path, fault)
-        assert parent.readers.is_running()
+        assert [process.is_running() for process in parent.readers] == [True, True]
         assert len(parent.forked) == 1
         parent.process.kill()
         parent.process.wait()
-        assert settle(lambda: not parent.readers.is_running(), 5)
+        assert settle(lambda: not any(map(psutil.Process.is_running, parent.readers)), 5)
         parent.end()
 
     def test_an_interrupt_for_the_group_is_not_for_the_readers(self, path: Path) -> None:
         parent = Parent(path, "")
         assert parent.line() == "forward"
         os.killpg(parent.process.pid, signal.SIGINT)
-        parent.readers.send_signal(signal.SIGINT)
+        for process in parent.readers:
+            process.send_signal(signal.SIGINT)
         said = [parent.line()]
         while said[-1] == "forward":
             said.append(parent.line())
         assert said[-1] == "interrupted"
         assert parent.line() == "forward"
-        assert parent.readers.is_running()
+        assert [process.is_running() for process in parent.readers] == [True, True]
         parent.end()
 
 

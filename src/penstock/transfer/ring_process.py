@@ -9,7 +9,9 @@ without a driver and with an interpreter lock of their own. It gets its task onc
   reads;
 * counters and failures are words in the ring itself.
 
-If it ends while it serves (it is killed, or out of memory), the parent answers every wait with poison in its place.
+It is two processes: the one that was started stands by while its fork serves. If the fork is killed (out of memory, for
+instance), the other answers every wait of the stream with poison. A thread of the parent does that only if both are
+killed, because it may itself be held up by what the readers are kept away from.
 """
 
 from __future__ import annotations
@@ -24,14 +26,17 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NoReturn
 
-from penstock.errors import OptionError
+from penstock.errors import OptionError, TransferError
 from penstock.memory.pages import map_file
 from penstock.plan.schedule import RingLayout
 from penstock.stores.sources import Copy, File
-from penstock.transfer.ring import RingMemory, RingServer
+from penstock.transfer.ring import Counter, RingMemory, RingServer
 
-__all__ = ["RingTask", "main"]
+__all__ = ["RingTask", "fate", "main", "poison"]
+
+_STDERR_BYTES = 2000
 
 
 @dataclass(frozen=True)
@@ -81,30 +86,71 @@ def main() -> None:
         task: RingTask = pickle.load(file)  # only the parent can write to this descriptor
     memory = RingMemory(task.layout, map_file(memory_fd, 0, task.layout.num_bytes))
     os.close(memory_fd)
-    parent_fd = None
-    # Readable when the parent ends (pidfd_open(2)). Without it, on some kernels and in some sandboxes, only the end of
-    # the input shows that, which a child that the parent has forked may keep open.
-    with suppress(OSError):
-        parent_fd = os.pidfd_open(task.parent)
+    watched = _process_fds(task.parent)
     if os.getppid() != task.parent:
         return  # it has ended, and another process may have its number
     gc.freeze()  # a large task is walked through once, and not at every collection
-    server = RingServer(task.reads, memory, num_threads=task.num_threads, stuck_s=task.stuck_s)
+    own = os.getpid()
+    if server := os.fork():  # before there are threads
+        _stand_by(server, memory, watched)
+    watched += _process_fds(own)
+    if os.getppid() != own:
+        os._exit(0)
     may_serve = threading.Event()
-    threading.Thread(target=_watch, args=(parent_fd, may_serve), daemon=True).start()
+    threading.Thread(target=_watch, args=(watched, may_serve), daemon=True).start()
     may_serve.wait()
-    server.serve()
+    RingServer(task.reads, memory, num_threads=task.num_threads, stuck_s=task.stuck_s).serve()
     os._exit(0)  # not held up by a reader that is stuck
 
 
-def _watch(parent_fd: int | None, may_serve: threading.Event) -> None:
-    """Set ``may_serve`` at the first byte of the input; end this process when the input or the parent ends."""
+def _process_fds(pid: int) -> list[int]:
+    """What becomes readable when a process ends (pidfd_open(2)).
+
+    Empty on some kernels and in some sandboxes; then only the end of the input shows that the parent has ended, and a
+    child that the parent has forked may keep the input open.
+    """
+    with suppress(OSError):
+        return [os.pidfd_open(pid)]
+    return []
+
+
+def _stand_by(server: int, memory: RingMemory, watched: Sequence[int]) -> NoReturn:
+    """Wait for the end of the server; if it was killed, answer the stream in its place."""
+    code = os.waitstatus_to_exitcode(os.waitpid(server, 0)[1])  # it ends with the parent, and with the input
+    if code == 0 or not memory.counters[Counter.SERVING]:
+        os._exit(0 if code == 0 else 1)
+    threading.Thread(target=_watch, args=(watched, threading.Event()), daemon=True).start()
+    poison(server, fate(code, 2), memory).serve()
+    os._exit(0)
+
+
+def poison(pid: int, how: str, memory: RingMemory) -> RingServer:
+    """A server that answers every wait with poison, because process ``pid`` has ended."""
+    server = RingServer((), memory, num_threads=0)
+    server.fail(TransferError(f"the process that reads files for the GPU (pid {pid}) {how}"))
+    return server
+
+
+def _watch(watched: Sequence[int], may_serve: threading.Event) -> None:
+    """Set ``may_serve`` at the first byte of the input; end this process when the input or a watched one ends."""
     try:
         poll = select.poll()
-        poll.register(0, select.POLLIN)
-        if parent_fd is not None:
-            poll.register(parent_fd, select.POLLIN)
+        for fd in (0, *watched):
+            poll.register(fd, select.POLLIN)
         while all(fd == 0 for fd, _ in poll.poll()) and os.read(0, 1):
             may_serve.set()
     finally:
         os._exit(0)
+
+
+def fate(code: int | None, errors_fd: int) -> str:
+    """How a process ended (``code`` as subprocess has it), and the end of what it wrote to its error file."""
+    if code is None:
+        how = "has not ended"
+    elif code < 0:
+        how = f"was ended by signal {-code} ({signal.strsignal(-code)})"
+    else:
+        how = f"ended with exit status {code}"
+    size = os.fstat(errors_fd).st_size
+    text = os.pread(errors_fd, _STDERR_BYTES, max(0, size - _STDERR_BYTES)).decode(errors="replace").strip()
+    return f"{how} and wrote: {text}" if text else how

@@ -14,10 +14,10 @@ from multiprocessing.spawn import get_executable
 from pathlib import Path
 
 import penstock.errors
-from penstock.errors import OptionError, TransferError
+from penstock.errors import OptionError
 from penstock.memory.system import above_standard_streams
 from penstock.transfer.ring import Counter, RingMemory, RingServer
-from penstock.transfer.ring_process import RingTask
+from penstock.transfer.ring_process import RingTask, fate, poison
 
 __all__ = ["ReaderProcess"]
 
@@ -29,14 +29,13 @@ _BOOTSTRAP = "import sys; sys.path[:] = {paths}; from importlib import import_mo
 _FIX = "use mode 'cpu', which needs no readers (--offload-mode cpu)"
 START_S = 30.0
 JOIN_S = 5.0
-_STDERR_BYTES = 2000
 
 
 class ReaderProcess:
     """A child that serves a ring, and a thread that waits for its end.
 
     The thread is the last owner of the ring's memory when an offload is collected that was not removed. It also answers
-    the stream, with poison, if the child is killed.
+    the stream, with poison, if both processes of the child are killed.
 
     Attributes:
         pid: of the child, the leader of a process group of its own.
@@ -98,7 +97,8 @@ class ReaderProcess:
         self._closing = True
         if self._stand_in is not None:
             self._stand_in.close()
-        self._process.kill()
+        with suppress(OSError):  # it has ended
+            os.killpg(self.pid, signal.SIGKILL)
         self._input.close()
         self._thread.join(JOIN_S)
 
@@ -111,23 +111,9 @@ class ReaderProcess:
             return
         # Let every wait of the stream end, with poison, and every call of the host raise.
         how = fate(self._process.returncode, self._errors.fileno())
-        server = self._stand_in = RingServer((), self._memory, num_threads=0)
-        server.fail(TransferError(f"the process that reads files for the GPU (pid {self.pid}) {how}"))
+        server = self._stand_in = poison(self.pid, how, self._memory)
         if not self._closing:
             server.serve()
-
-
-def fate(code: int | None, errors_fd: int) -> str:
-    """How a process ended (``code`` as subprocess has it), and the end of what it wrote to its error file."""
-    if code is None:
-        how = "has not ended"
-    elif code < 0:
-        how = f"was ended by signal {-code} ({signal.strsignal(-code)})"
-    else:
-        how = f"ended with exit status {code}"
-    size = os.fstat(errors_fd).st_size
-    text = os.pread(errors_fd, _STDERR_BYTES, max(0, size - _STDERR_BYTES)).decode(errors="replace").strip()
-    return f"{how} and wrote: {text}" if text else how
 
 
 def _start(task: RingTask, memory_fd: int, errors_fd: int) -> subprocess.Popen[bytes]:
