@@ -67,7 +67,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
         "synchronize": lambda device: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr("penstock.transfer.cuda_stream.own_stream", _Stream)
+    for module in ("cuda_stream", "sharded_copy"):
+        monkeypatch.setattr(f"penstock.transfer.{module}.own_stream", _Stream)
     monkeypatch.setattr(torch, "_assert_async", lambda condition, message: None)
     monkeypatch.setattr("penstock.transfer.sharded_copy.SymmetricMemory", _Symmetric)
 
