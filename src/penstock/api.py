@@ -28,7 +28,7 @@ __all__ = ["Handle", "offload", "start"]
 
 
 class Handle:
-    """An offload in force. Leaving its ``with`` block, or :meth:`remove`, ends it; dropping the handle does not."""
+    """An active offload. Leaving its ``with`` block, or :meth:`remove`, ends it; dropping the handle does not."""
 
     def __init__(self, model: nn.Module, session: OffloadSession) -> None:
         self.model = model
@@ -115,8 +115,8 @@ def offload(
         policy: a device-memory budget for the weights, ``"20GiB"`` or an int of bytes, or
             :class:`~penstock.Prefetch`, :class:`~penstock.UVA`, :class:`~penstock.Rules`, :class:`~penstock.Budget`, or
             a finished :class:`~penstock.Plan`, from a file too (``Plan.load(path)``).
-        checkpoint: folder or file of safetensors that holds the weights. Mode ``disk`` reads from it, and so does a
-            budget without a mode what host memory has no room for.
+        checkpoint: folder or file of safetensors that holds the weights. Mode ``disk`` reads from it. A budget
+            without a mode reads from it the units for which host memory has no room.
         device: where compute runs; default the device the model is on (a CPU for ``meta``).
         disk: how its files are read, in mode ``disk`` and while loading; default: units stream through the page cache;
             loading takes cached pages from there and reads the rest past it.
@@ -145,11 +145,12 @@ def offload(
     its bytes on the device only while its module runs. Whatever else uses it through PyTorch's dispatcher gets the same
     bits, and the parameter is resident from then on, or an
     :class:`~penstock.errors.OutsideAccessError` or :class:`~penstock.errors.ModelChangedError` is raised. Code that
-    torch.compile traces is checked when it is traced.
+    torch.compile traces is checked at trace time.
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper; the code behind it retraces by itself
     was_offloaded = isinstance(model, nn.Module) and _handle_of(model) is not None
     try:
+        # Before any check: an error in one rank, a wrong argument too, is then an error in all, and none waits for it.
         with open_ranks(group) as ranks:
             if not isinstance(model, nn.Module):
                 raise OptionTypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
@@ -157,7 +158,7 @@ def offload(
             weights = None if checkpoint is None else WeightMap.open(checkpoint)
             prepared = prepare(model, policy, device=device, weights=weights, disk=disk, ranks=ranks)
             return start(prepared, progress=progress, measure_stalls=measure_stalls)
-    except BaseException:  # an interrupt behind the offload itself
+    except BaseException:  # an interrupt after start() has returned, which leaves no handle to the caller
         if not was_offloaded and isinstance(model, nn.Module) and (handle := _handle_of(model)) is not None:
             handle.remove()
         raise
@@ -170,7 +171,7 @@ def start(
     measure_stalls: bool = False,
     link: Link | None = None,
 ) -> Handle:
-    """Carry out a prepared plan; what :func:`offload` raises then, with the model as it was."""
+    """Carry out a prepared plan. Raises the errors of :func:`offload`, and then leaves the model unchanged."""
     _warn_about_training(prepared)
     if prepared.ranks is not None and prepared.plan.mode not in RANK_MODES:
         warn_user(
@@ -187,6 +188,7 @@ def start(
     handle = Handle(prepared.model, session)
     try:
         session.attach()
+        # The model keeps the handle, because dropping the handle must not end the offload.
         vars(prepared.model)[_MARK] = handle
         return handle
     except BaseException:

@@ -10,7 +10,7 @@
     │   └── PlanFileError               a plan file that is missing, damaged or of another schema
     ├── OptionTypeError    (TypeError)  an option of the wrong Python type
     ├── CheckpointError    (ValueError) files that are missing, damaged or for another model
-    └── StateError         (RuntimeError) right arguments, wrong moment
+    └── StateError         (RuntimeError) valid arguments, but the state does not allow the call
         ├── ModelChangedError           the model was altered during an active offload
         ├── OutsideAccessError          a weight was used outside of the forward that it is on the device for
         ├── TransferError               bytes did not arrive (short read, I/O error, closed link)
@@ -97,7 +97,7 @@ class CheckpointError(PenstockError, ValueError):
 
 
 class StateError(PenstockError, RuntimeError):
-    """The call was right, the moment was not."""
+    """The arguments are valid, but the state does not allow the call."""
 
 
 class ModelChangedError(StateError):
@@ -130,6 +130,7 @@ class PenstockWarning(UserWarning):
 
 def warn_user(message: str) -> None:
     """Warn with a :class:`PenstockWarning` that points at the first frame outside of this package."""
+    # A fixed stacklevel would point into penstock, whose public functions call each other at different depths.
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame, level = frame.f_back, level + 1

@@ -1,4 +1,4 @@
-"""What happened: counters per unit, and a bounded record of spans for the timeline."""
+"""Counters per unit, and a bounded record of spans for the timeline."""
 
 from __future__ import annotations
 
@@ -34,20 +34,22 @@ class Span(NamedTuple):
 
 
 class Recorder:
-    """Keeps the last 65,536 spans; appending is atomic, so any thread may record."""
+    """Keeps the last 65,536 spans; any thread may record."""
 
     def __init__(self) -> None:
+        # deque.append is atomic, so that copy threads and forwards need no lock.
         self._spans: deque[Span] = deque(maxlen=_MAX_SPANS)
 
     @property
     def spans(self) -> list[Span]:
-        """What is kept, in the order in which it ended."""
+        """The recorded spans, by the time at which they ended."""
         return list(self._spans)
 
     def add(self, kind: _Kind, unit: int, start_ns: int, num_bytes: int = 0) -> None:
-        """Something of ``unit`` that began in this thread at ``start_ns`` has just ended.
+        """Record a span of ``unit`` that began in this thread at ``start_ns`` (``time.perf_counter_ns``) and ends now.
 
-        ``kind``: a piece of the unit has arrived, its module has finished, or compute has stopped waiting for it.
+        ``kind``: ``copy``, a piece of the unit has arrived; ``compute``, its module has finished; ``stall``, compute
+        has stopped waiting for it.
         """
         duration_ns = time.perf_counter_ns() - start_ns
         self._spans.append(Span(kind, unit, threading.current_thread().name, start_ns, duration_ns, num_bytes))
@@ -102,9 +104,9 @@ class UnitStats:
         bytes_moved: bytes of those transfers.
         runs: times its module ran.
         captured_copies: transfers recorded into graphs; each happens once per replay, and replays are not counted.
-        stalls: runs that found the bytes not there yet, and ``stall_s`` how long they were held, in seconds. Counted
-            where waiting blocks the host, that is, on a CPU.
-        last_stall_s: how long the latest run was held, replays included; ``None`` where it is not measured.
+        stalls: runs that had to wait for bytes, and ``stall_s`` the seconds that they waited. Counted where waiting
+            blocks the host, that is, on a CPU.
+        last_stall_s: seconds that the latest run waited, replays included; ``None`` where it is not measured.
         misses: runs whose slot held, or was to hold, another unit: a layer skipped, repeated or out of order.
     """
 
@@ -125,10 +127,10 @@ class StagingStats:
     """Counters of the ring between files and a GPU, replays included.
 
     Attributes:
-        bytes_read: read from the files and used; bytes that were read ahead and not used do not count.
-        stalls: times the device asked for a piece that was not in its entry yet, and ``stall_s`` how long it waited in
-            all, in seconds, as a thread of the host saw it (to about a millisecond).
-        misses: pieces that were asked for out of the expected order, so that what had been read ahead was of no use.
+        bytes_read: bytes read from the files and copied to the device; bytes read ahead and not used do not count.
+        stalls: requests of the device for a piece that was not in its entry yet, and ``stall_s`` the seconds that it
+            waited in all, measured by a thread of the host (to about a millisecond).
+        misses: pieces requested out of the expected order, for which the bytes that were read ahead had no use.
     """
 
     bytes_read: int = 0
@@ -139,7 +141,7 @@ class StagingStats:
 
 @dataclass(frozen=True)
 class ReadStats:
-    """Bytes read from files, by the way they came.
+    """Bytes read from files, by path.
 
     Attributes:
         direct: past the page cache.
@@ -158,7 +160,7 @@ class ReadStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """Counters of all units, the bytes of each mechanism, and notes for the user.
+    """Counters of all units, bytes by mechanism and by store, and notes.
 
     Attributes:
         store_bytes: where bytes are: ``resident`` and ``slots`` on the device, ``host``, ``host_pinned``,
@@ -199,7 +201,7 @@ class Stats:
 
     @property
     def stall_s(self) -> float:
-        """Seconds compute was held in all."""
+        """Seconds that compute waited in all."""
         return sum(unit.stall_s for unit in self.units)
 
     @property

@@ -69,12 +69,13 @@ def assert_same_bits(found: Any, expected: Any, what: str = "output") -> None:
 
 
 def assert_moved(handle: Handle, forwards: int) -> None:
-    """Raise ``AssertionError`` unless just what ``forwards`` whole forwards in order need has moved, by prefetch.
+    """Raise ``AssertionError`` unless exactly the bytes of ``forwards`` whole forwards have moved, by prefetch.
 
-    Counts from the offload on: the first units arrive before the first forward, every forward then moves the units that
-    share their slot, the last copies of each being those that the next forward needs first.
+    Counts from the offload on; the forwards ran in order.
     """
     plan, stats = handle.plan, handle.stats()
+    # The first units arrive before the first forward. The last copies of every forward are the units that the next one
+    # needs first, so each forward moves all bytes once.
     first_bytes = sum(unit.payload_bytes for unit in plan.units[: plan.num_slots])
     expected = first_bytes + forwards * plan.moved_bytes
     runs = [unit.runs for unit in stats.units]
@@ -124,4 +125,5 @@ class _Delayed(Source):
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    # As bytes: torch.equal of floats holds NaN for unequal to itself, and -0.0 for equal to 0.0.
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

@@ -218,7 +218,7 @@ def test_what_the_worker_would_refuse_is_refused_before_vllm_starts(words: list[
 
 def test_the_engine_has_to_be_named() -> None:
     message = error_of("M", "--offload-group-size", "4")
-    assert "penstock's own engine is not there yet: write `penstock serve --engine vllm MODEL ...`" in message
+    assert "penstock has no engine of its own yet: write `penstock serve --engine vllm MODEL ...`" in message
     assert "pip install 'penstock[vllm]'" in message
     assert "--engine 'sglang': expected vllm" in error_of("--engine", "sglang", "M")
 

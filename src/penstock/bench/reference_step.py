@@ -1,17 +1,14 @@
 """``penstock bench step``: one step of a reference stack, offloaded in several ways, against the floor.
 
 The stack has the layers of a decoder of a published shape, seeded random weights, and no attention state. A step reads
-every weight that a decode step of the real model reads, in the same order and sizes, and needs neither a tokenizer nor
-a KV cache, so that the measurement is of the offloading. Every variant has to give the bits of the resident stack.
+every weight that a decode step of the real model reads, in the same order and sizes. Every variant has to give the bits
+of the resident stack.
 
     floor on a GPU = max(resident step, bytes moved / host-to-device rate)
     floor on a CPU = max(resident step, time to read the bytes, (CPU s of compute + CPU s of reading) / cores)
 
-The third term of the CPU is there because reading is work too: copies out of the page cache take the cores that compute
-wants. All terms are measured in the run: the CPU reads with the store and link of the offload, and computes nothing.
-``accelerate.disk_offload`` of the same stack takes its turn with the others.
-
-Variants take turns in rounds, so that a drift of the machine hits all of them; ``benchmarks/`` uses the same protocol.
+All terms are measured in the run. ``accelerate.disk_offload`` of the same stack takes its turn with the others.
+``benchmarks/`` uses the same protocol.
 """
 
 from __future__ import annotations
@@ -117,6 +114,7 @@ def time_host(step: Step, repeats: int) -> list[float]:
 def interleave(steps: Mapping[str, Step], rounds: int, repeats: int, timer: Timer) -> dict[str, Timing]:
     """Time every step ``repeats`` times in each of ``rounds`` rounds, in a new (seeded) order each round."""
     samples: dict[str, list[float]] = {name: [] for name in steps}
+    # In turns and not one variant after another: a drift of the machine then affects all of them.
     shuffle = random.Random(0)
     for _ in range(rounds):
         for name in shuffle.sample(list(steps), len(steps)):
@@ -193,6 +191,8 @@ QWEN3_8B = DecoderShape("qwen3-8b", 36, 4096, 12288, 4096, 1024)
 class Layer(nn.Module):
     """The projections of one decoder layer; attention is replaced by an elementwise mix of the same widths."""
 
+    # Without a KV cache and a tokenizer, the time of a step is that of the weights, which is what offloading changes.
+
     def __init__(self, shape: DecoderShape, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
         linear = partial(nn.Linear, bias=False, dtype=dtype, device=device)
@@ -240,15 +240,16 @@ def build_stack(
 def fill(model: Model, rest: torch.device | str, generate_on: torch.device | str, seed: int = 0) -> Model:
     """Give ``model``, which is on ``meta``, seeded weights on ``rest``.
 
-    Random numbers are drawn on ``generate_on``, parameter by parameter, so that a model that is too large for the
-    device is filled at the device's speed. The scale keeps activations finite through any number of layers.
+    Random numbers are drawn on ``generate_on``.
     """
     model.eval().requires_grad_(False)
     generator = torch.Generator(device=generate_on).manual_seed(seed)
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
+                # One parameter at a time: a model too large for the device is still filled at the device's speed.
                 value = torch.empty(parameter.shape, dtype=parameter.dtype, device=generate_on)
+                # The scale 0.02 keeps activations finite through any number of layers.
                 value.fill_(1.0) if value.dim() == 1 else value.normal_(0.0, 0.02, generator=generator)
                 setattr(module, name, nn.Parameter(value.to(rest), requires_grad=False))
     return model
@@ -400,6 +401,7 @@ def _measure_cpu(
     x = torch.randn(rows, CPU_SHAPE.hidden, generator=torch.Generator().manual_seed(rows))
     streamed = Stack(CPU_SHAPE, torch.float32, "meta").eval().requires_grad_(False)
     expected = others["resident"](x)
+    # In a fresh process: the peak of this one contains the resident stack. Spawned, because a fork would inherit it.
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         growth_bytes = pool.submit(_stream_alone, folder, disk, rows).result()
     with penstock.offload(streamed, CPU_POLICY, checkpoint=folder, disk=disk) as handle:
@@ -415,6 +417,7 @@ def _measure_cpu(
     cpu_ms = {name: statistics.median(steps[name].cpu_ms) for name in ("resident", "read")}
     common = {
         "rows": rows,
+        # The last term: copies out of the page cache take time of the cores that compute needs.
         "floor_ms": max(timings["resident"].ms, timings["read"].ms, sum(cpu_ms.values()) / cores),
         "resident_ms": timings["resident"].ms,
         "read_ms": timings["read"].ms,
@@ -436,7 +439,7 @@ def _measure_cpu(
 
 
 def _stream_alone(folder: str, disk: DiskOptions, rows: int) -> int:
-    """Growth of the peak resident memory by three steps, in bytes; runs in a process that does nothing else."""
+    """Growth of the peak resident memory by three steps, in bytes; needs a process that does nothing else."""
     with torch.no_grad():
         tiny = build_stack(DecoderShape("tiny", 1, 64, 64, 64, 64), torch.float32, "cpu", "cpu")
         tiny(torch.randn(rows, 64))  # buffers of the kernels are not counted
@@ -453,6 +456,7 @@ def _stream_alone(folder: str, disk: DiskOptions, rows: int) -> int:
 class _Reader:
     """Reads all units of a plan in order through the slots, with no compute in between."""
 
+    # With the store and the link of the offload, so that the floor contains no other way to read.
     def __init__(self, plan: Plan, folder: str, disk: DiskOptions) -> None:
         weights = WeightMap.open(folder)
         inventory = take_inventory(Stack(CPU_SHAPE, torch.float32, "meta"))

@@ -3,11 +3,6 @@
 The format (https://github.com/huggingface/safetensors#format): 8 bytes, the little-endian length N; N bytes
 of UTF-8 JSON, ``{name: {"dtype", "shape", "data_offsets": [begin, end]}}``, perhaps ``__metadata__``; data.
 Offsets count from the start of the data, which tensors fill without overlap, hole or remainder: all checked.
-The safetensors library is not used because it does not give a tensor's offset in its file, and stores copy
-or map the unmodified files at those offsets.
-
-torch is imported by the functions that need it: the process that fills a staging ring imports only
-:class:`FileFingerprint` and the errors of files from here, and starts faster without torch.
 """
 
 from __future__ import annotations
@@ -31,6 +26,8 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from penstock.errors import CheckpointError
 
+# Functions that need torch import it. The process that fills a staging ring uses FileFingerprint and the errors of
+# files from here, and starts faster without torch.
 if TYPE_CHECKING:
     import torch
 
@@ -147,7 +144,7 @@ def _fault(path: Path, expected: str, found: str, fix: str = _AGAIN) -> Checkpoi
 
 
 def require_file(path: Path) -> None:
-    """Raise CheckpointError for anything but a file or a folder: opening a pipe blocks until another process writes."""
+    """Raise CheckpointError for anything but a file or a folder."""
     if kind := _KINDS.get(stat.S_IFMT(os.stat(path).st_mode)):
         raise _fault(path, "a regular file", kind, "Write the weights to a file, or link to one.")
 
@@ -164,7 +161,7 @@ def too_many_open(error: OSError) -> str:
 def opened(path: Path) -> Iterator[tuple[int, FileFingerprint]]:
     """A file descriptor and the fingerprint of its file. Every OSError becomes a CheckpointError."""
     try:
-        require_file(path)
+        require_file(path)  # before open(), which blocks on a pipe until another process writes to it
         fd = os.open(path, os.O_RDONLY)
         try:
             status = os.fstat(fd)
@@ -177,8 +174,9 @@ def opened(path: Path) -> Iterator[tuple[int, FileFingerprint]]:
 
 
 def _fill(fd: int, target: memoryview | bytearray, offset: int, path: Path) -> None:
-    """Read ``len(target)`` bytes at ``offset``, in a loop: one call gives 2 GiB at most."""
+    """Read ``len(target)`` bytes at ``offset``."""
     view, done = memoryview(target), 0
+    # In a loop: one call of Linux reads 2 GiB at most.
     while done < len(view):
         if not (count := os.preadv(fd, [view[done:]], offset + done)):
             raise _fault(path, f"{len(view)} bytes at byte {offset}", f"{done} and the end of the file")
@@ -235,6 +233,8 @@ def _only_named(shard: Path, found: Mapping[str, FileTensor], names: set[str]) -
 
 def _read_header(path: Path) -> tuple[dict[str, FileTensor], FileFingerprint]:
     """The tensors of one file by offset, every rule of the format checked."""
+    # Not by the safetensors library: it does not give a tensor's offset in its file, and stores read or map the
+    # unmodified files at these offsets.
     with opened(path) as (fd, stamp):
         raw = bytearray(min(stamp.num_bytes, _FIRST_READ_BYTES))
         _fill(fd, raw, 0, path)
@@ -243,6 +243,7 @@ def _read_header(path: Path) -> tuple[dict[str, FileTensor], FileFingerprint]:
         _fill(fd, rest, len(raw), path)
     header = _parse_object(path, (raw + rest)[8:data_start])
     tensors = [_tensor(path, n, entry, data_start) for n, entry in header.items() if n != "__metadata__"]
+    # By size as well: an empty tensor begins where the next one does, and must come before it.
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.num_bytes, tensor.name))
     _check_layout(path, tensors, data_start, stamp.num_bytes)
     return {tensor.name: tensor for tensor in tensors}, stamp
@@ -263,6 +264,7 @@ def _header_bytes(path: Path, raw: bytearray, file_bytes: int) -> int:
 
 def _parse_object(path: Path, raw: bytearray) -> dict[str, object]:
     try:
+        # decode() is UTF-8, as the format demands; json.loads of bytes would take UTF-16 and UTF-32, too.
         parsed = json.loads(raw.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or a key given twice
         raise _fault(path, "UTF-8 JSON", str(error)) from error
@@ -272,7 +274,8 @@ def _parse_object(path: Path, raw: bytearray) -> dict[str, object]:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """The pairs as a dict. The format forbids equal keys; json alone would keep the last in silence."""
+    """The pairs as a dict; ValueError if a key is given twice."""
+    # The format forbids equal keys, and json alone would keep the last of them without an error.
     if len(result := dict(pairs)) != len(pairs):
         raise ValueError(f"a key given twice, {Counter(key for key, _ in pairs).most_common(1)}")
     return result
@@ -280,9 +283,10 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 @cache
 def _dtypes() -> dict[str, torch.dtype]:
-    """By their codes; the sub-byte F4 and F6 are left out: an element of theirs is not a whole number of bytes."""
+    """Dtypes by the format's codes."""
     import torch
 
+    # Without the sub-byte F4 and F6: their elements are not whole numbers of bytes.
     return {
         "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
         "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64, "F16": torch.float16,
@@ -315,6 +319,7 @@ def _are_counts(numbers: object) -> TypeGuard[list[int]]:
     if not isinstance(numbers, list):
         return False
     for number in numbers:  # noqa: SIM110 (all() takes twice as long, 46,000 times)
+        # Not isinstance(), for which the `true` of JSON is an int.
         if type(number) is not int or number < 0:
             return False
     return True

@@ -109,6 +109,7 @@ class WeightMap:
         Raises:
             CheckpointError: no such tensor, or its dtype, shape or layout disagrees with the model's.
         """
+        # A file holds tied weights under one of their names, and not always under the model's first.
         for tensor, name in _names_of(storage):
             if name in self.sources:
                 return _checked(name, tensor, self.sources[name], self.checkpoint)
@@ -122,6 +123,7 @@ class WeightMap:
     def recipe(self, storage: StorageInfo) -> tuple[str, Conversion] | None:
         """The name of the tensor that covers ``storage`` and its recipe, if it has one."""
         for tensor, name in _names_of(storage):
+            # The result of a recipe is contiguous; its bytes would be in the wrong order for other strides.
             if name in self.recipes and tensor.is_contiguous:
                 return name, self.recipes[name]
         return None
@@ -129,11 +131,13 @@ class WeightMap:
 
 def _names_of(storage: StorageInfo) -> list[tuple[TensorInfo, str]]:
     """The tensors that own all bytes of ``storage``, each with every name that it has."""
+    # An attribute that caches a view has no entry in a state_dict, and therefore none in a file.
     covering = (t for t in storage.tensors if t.extent_bytes == storage.num_bytes and t.kind != "attribute")
     return [(tensor, name) for tensor in covering for name in tensor.names]
 
 
 def _checked(name: str, tensor: TensorInfo, source: TensorSource, checkpoint: Checkpoint) -> TensorSource:
+    # No cast on the way: a slot is filled by reads of the file's own bytes.
     if source.dtype != tensor.dtype:
         raise CheckpointError(
             f"{name}: the model expects {tensor.dtype}, {checkpoint.root} holds {source.dtype}; load the model with "

@@ -1,7 +1,7 @@
 """The command line: one file per verb; the flags are those of the table in :mod:`penstock.flags`.
 
-Nothing imported here or at the top of a verb's file may pull in torch or transformers (seconds); a verb imports what
-it needs when it runs. ``tests/cli/test_cli.py`` holds us to it.
+Nothing imported here or at the top of a verb's file may import torch or transformers, which takes seconds; a verb
+imports them when it runs. ``tests/cli/test_cli.py`` checks this.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def requested(flags: OffloadFlags, device: torch.device) -> Policy | Plan | None
     Raises:
         OptionError: flags that contradict one another or have no effect; a file of ``--plan`` that holds no plan.
     """
-    # Verbs open checkpoints, whose files are a store already: on a CPU a copy in memory is made on request only.
+    # The files of the checkpoint are a store already, so on a CPU a copy in memory is made only on request.
     policy = flags.policy(COMMAND_LINE, default_mode="cpu" if device.type == "cuda" else "disk")
     if flags.plan is None:
         return policy
@@ -144,7 +144,7 @@ def require_folder(flag: str, path: Path) -> None:
 
 
 def require_writable(flag: str, path: Path) -> None:
-    """Refuse an output file that cannot be written, before hours of work go into it."""
+    """Refuse an output file that cannot be written, before the work whose result it is to hold."""
     if not path.parent.is_dir() or path.is_dir():
         raise OptionError(f"{flag} {str(path)!r}: expected a file name in a folder that exists")
     _require_access(flag, path, path if path.exists() else path.parent)
@@ -182,7 +182,8 @@ class OpenedModel:
         """
         from penstock.runtime.prepare import make_planner, not_in_files
 
-        inventory = self.match.inventory  # of the model as its checkpoint wants it, which may undo a tie
+        # Not take_inventory(): the checkpoint may hold different values for tied tensors, and match() cut these ties.
+        inventory = self.match.inventory
         fixed = not_in_files(inventory, self.weights)
         return make_planner(self.module, inventory, device, self.weights, rates, fixed, disk)
 
@@ -227,7 +228,8 @@ def open_model(model: str) -> OpenedModel:
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Without collections of cycles, which 46,000 new tensors would trigger often, each over all objects of torch."""
+    """No garbage collection of cycles within the block."""
+    # A large checkpoint makes 46,000 tensors. They would trigger many collections, each over all objects of torch.
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -36,7 +36,7 @@ __all__ = ["generate"]
 def generate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a causal language model.")],
     *,
-    prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="The text to go on from; - reads stdin.")],
+    prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="The text to continue; - reads stdin.")],
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Stop after N.")] = 64,
     temperature: Annotated[
         float | None,
@@ -56,7 +56,7 @@ def generate(
     if getattr(policy, "mode", None) == "meta":
         raise OptionError(
             "mode meta (of --offload-mode, or of the plan in --plan) keeps none of the bytes that are offloaded: it is "
-            "for sizing with `penstock plan`, and text made with it would mean nothing; use --offload-mode disk or cpu"
+            "for sizing with `penstock plan`, and its text would be meaningless; use --offload-mode disk or cpu"
         )
     if seed is not None and not temperature:
         raise OptionError("--seed has no effect on greedy decoding; add --temperature 0.7, say")
@@ -64,7 +64,7 @@ def generate(
         require_writable("--trace", trace)
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
-        raise OptionError("--prompt is empty; a causal language model needs at least one token to go on from")
+        raise OptionError("--prompt is empty; a causal language model needs at least one token to continue")
     opened = open_model(model)
     module: Any = opened.module
     if not module.can_generate() or module.config.is_encoder_decoder:
@@ -76,6 +76,7 @@ def generate(
     from penstock.plan.report import render
     from penstock.runtime.prepare import describe_device, open_ranks
 
+    # Planned here and not by load(): the plan's mode decides about the group, and it is printed before the loading.
     planner = opened.planner(device, disk=disk_options(flags))
     plan = opened.plan(planner, policy, describe_device(device))
     group = _process_group(plan.mode, device)

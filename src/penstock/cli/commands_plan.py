@@ -77,7 +77,7 @@ def plan(
         opened = open_model(model)
         planner = opened.planner(device, rates, disk_options(flags))
         made = opened.plan(planner, policy, made_for)
-        # Opens the weight files as asked, which the file system may refuse; reads nothing.
+        # The file system may refuse O_DIRECT. Opening the files finds this now, and not when the plan is carried out.
         DiskStore(dict(opened.weights.sources), disk_options(flags)).close()
         points = planner.curve(policy) if isinstance(policy, Budget) and made.offloaded_bytes else ()
         outlook = planner.outlook(policy, made, points)
@@ -108,7 +108,7 @@ def _planned_machine(flags: OffloadFlags, file: Path | None) -> tuple[torch.devi
         device = target_device(flags.device)
         return device, describe_device(device), None
     if flags.device is not None:
-        raise OptionError("--machine and --device contradict each other: the file says what device there is")
+        raise OptionError("--machine and --device contradict each other: the file names the device; leave --device out")
     import torch
 
     from penstock.transfer.machine_probe import read_probe

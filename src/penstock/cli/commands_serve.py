@@ -65,11 +65,11 @@ def serve(
     """
     if engine is None:
         raise OptionError(
-            "penstock's own engine is not there yet: write `penstock serve --engine vllm MODEL ...`, which needs vLLM "
+            "penstock has no engine of its own yet: write `penstock serve --engine vllm MODEL ...`, which needs vLLM "
             "(pip install 'penstock[vllm]'); `penstock generate MODEL` makes text without a server"
         )
     if engine != "vllm":
-        raise OptionError(f"--engine {engine!r}: expected vllm, the only engine that there is a server for")
+        raise OptionError(f"--engine {engine!r}: expected vllm, the only engine with a server")
     _require_rest(model, context.args)
     given = _parsed(additional_config)
     engine_options(given, flags)  # finds here what the worker would refuse minutes later
@@ -91,7 +91,7 @@ def serve(
 
 
 def _require_rest(model: str, rest: Sequence[str]) -> None:
-    """Refuse words behind MODEL that vLLM would misread."""
+    """Refuse arguments behind MODEL that vLLM would misread."""
     if model.startswith("-"):
         raise OptionError(
             f"MODEL is expected before the flags of vLLM, found {model!r}; write `penstock serve --engine vllm MODEL "
@@ -112,13 +112,14 @@ def _require_rest(model: str, rest: Sequence[str]) -> None:
 
 
 def _parsed(text: str | None) -> dict[str, Any]:
-    """The user's additional configuration. vLLM ignores unknown keys, so those like penstock's are refused."""
+    """The user's additional configuration; keys that resemble penstock's are refused."""
     try:
         given = json.loads(text or "{}")
     except ValueError as error:
         raise OptionError(f"--additional-config {text!r}: expected JSON ({error}); {FORM}") from None
     if not isinstance(given, dict):
         raise OptionError(f"--additional-config: expected a JSON object, found {text!r}; {FORM}")
+    # vLLM ignores unknown keys, so a misspelled one would have no effect and give no error.
     for key in given:
         if key in KEYS:
             raise OptionError(f"--additional-config: {key!r} belongs under 'penstock'; {FORM}")
@@ -139,7 +140,8 @@ def _with_flags(given: Mapping[str, Any], flags: OffloadFlags) -> dict[str, Any]
 
 
 def _count_replicas(config: dict[str, Any], rest: Sequence[str]) -> None:
-    """Add the number of engines of this host that share one store; vLLM does not pass it to those of a dense model."""
+    """Add the number of engines of this host that share one store, where the command line gives it."""
+    # vLLM does not pass it to the engines of a dense model, each of which has a world size of 1.
     own = config.get("penstock", {})
     if own.get("mode") != "shm_cpu" or "replicas" in own:
         return
@@ -181,5 +183,5 @@ def _become(command: Sequence[str]) -> None:
             f"vLLM is installed for {sys.executable}, but its command {command[0]!r} is neither beside that nor on "
             f"PATH: add its folder to PATH"
         )
-    sys.stdout.flush()
+    sys.stdout.flush()  # exec discards what Python has buffered
     os.execvp(program, list(command))

@@ -1,7 +1,7 @@
-"""What surrounds every verb: where it writes, errors as one line, Ctrl-C without a traceback, lists after one flag.
+"""Shared by all verbs: output streams, errors as one line, Ctrl-C without a traceback, lists after one flag.
 
-The product of a verb goes to stdout, everything about it to stderr: ``penstock generate ... > story.txt`` and
-``penstock plan --json | jq`` get the product alone.
+The result of a verb goes to stdout, messages go to stderr: ``penstock generate ... > story.txt`` and
+``penstock plan --json | jq`` get the result alone.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ for _console in (stdout, stderr):
 
 
 def print_error(message: str) -> None:
-    """One red line on stderr, whatever its length: scripts read it."""
+    """One red line on stderr."""
     # Names from files may contain anything, also control sequences of terminals.
     printable = (c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.split()))
     line = Text(f"error: {''.join(printable)}", style="red")
-    stderr.print(line, soft_wrap=True)
+    stderr.print(line, soft_wrap=True)  # not wrapped by rich: scripts read errors by line
 
 
 @contextmanager
@@ -130,12 +130,12 @@ def _line_of(error: Exception) -> str:
 def expand_lists(args: Sequence[str]) -> list[str]:
     """``--offload-params a b`` becomes ``--offload-params a --offload-params b``.
 
-    Engines whose flags these are take a list after one flag, which typer's parser cannot. A list ends at the next
-    flag or at ``--``, so ``MODEL`` goes before it or behind a ``--``.
+    A list ends at the next flag or at ``--``; put ``MODEL`` before it or behind a ``--``.
 
     Raises:
         typer.BadParameter: a flag without a name after it; the parser would take the next flag for one.
     """
+    # The engines with these flags take a list after one flag, which typer's parser does not support.
     expanded: list[str] = []
     rest = list(args)
     while rest and rest[0] != "--":

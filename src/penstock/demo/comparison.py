@@ -1,7 +1,6 @@
 """A job of the demo, resident and streamed: each run measured in a process of its own, then compared.
 
-Memory counts from after the imports and a tiny run of the same architecture, so that libraries, thread pools and
-buffers of kernels are not taken for weights.
+Memory counts from after the imports and a tiny run of the same architecture.
 """
 
 from __future__ import annotations
@@ -202,6 +201,7 @@ def _digest(arrays: Arrays) -> str:
 def compare(name: str, item: str, job: Job, share: float, folder: Path) -> Comparison:
     """Run the job resident, then streamed in ``share`` of the weight bytes, each in a process of its own."""
     weight_bytes = Checkpoint.open(job.model).num_bytes
+    # A process each: peak memory is counted per process and never falls.
     resident = run_job(job, folder / "resident")
     streamed = run_job(replace(job, budget_bytes=int(weight_bytes * share)), folder / "streamed")
     return Comparison(name, item, weight_bytes, resident, streamed)
@@ -284,6 +284,7 @@ def run(job: Job, folder: Path) -> Result:
         setattr(config, name, _TINY[name])
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[: config.num_hidden_layers]
+    # A run with the same modules first: libraries, thread pools and buffers of kernels must not count as weights.
     tiny = model_class.from_config(config).eval()
     work(tiny, tokenizer, replace(job, steps=2))
     meter = PeakMeter()
@@ -323,14 +324,14 @@ def _embed(model: Any, tokenizer: Any, job: Job) -> Arrays:
 
 
 def _generate(model: Any, tokenizer: Any, job: Job) -> Arrays:
-    """Greedy continuation. ``tokens`` [texts, steps] and, since equal tokens prove little, every step's ``logits``."""
+    """Greedy continuation: ``tokens`` [texts, steps], and ``logits`` [steps, texts, vocabulary]."""
     inputs = tokenizer(list(job.texts), padding=True, padding_side="left", return_tensors="pt")
     output = model.generate(
         input_ids=inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
         max_new_tokens=job.steps,
         do_sample=False,
-        output_logits=True,
+        output_logits=True,  # equal tokens prove little about the bits
         return_dict_in_generate=True,
     )
     tokens = output.sequences[:, inputs["input_ids"].shape[1] :]

@@ -1,8 +1,4 @@
-"""The language model of part B: Qwen3 architecture, seeded random weights, a byte-level tokenizer.
-
-Random weights say nothing sensible, but every bit of them passes through the same code as trained ones, and greedy
-decoding repeats exactly.
-"""
+"""The language model of part B: Qwen3 architecture, seeded random weights, a byte-level tokenizer."""
 
 from __future__ import annotations
 
@@ -29,20 +25,17 @@ _HEADROOM_BYTES = 64 * 2**20  # for headers, the tokenizer, the trace
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Shape of the model; the default weighs 1.16 GB in float32.
-
-    Grouped-query attention with few heads keeps the key-value cache, which is no weight, out of the memory figures.
-    """
+    """Shape of the model; the default weighs 1.16 GB in float32."""
 
     hidden: int = 1024
     intermediate: int = 3072
     layers: int = 24
     heads: int = 16
-    key_value_heads: int = 4
+    key_value_heads: int = 4  # few, so that the KV cache adds little to the measured memory
     seed: int = 20
 
     def build(self) -> Any:
-        """The model with its weights; on the meta device without. No token ends a text: its length is fixed."""
+        """The model with its weights; under ``torch.device("meta")`` without them."""
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
         config = Qwen3Config(
@@ -56,11 +49,12 @@ class ModelSize:
             max_position_embeddings=4096,
             tie_word_embeddings=False,
             bos_token_id=None,
-            eos_token_id=None,
+            eos_token_id=None,  # every text then has the same number of tokens
             pad_token_id=_VOCABULARY - 1,
             dtype="float32",
             architectures=["Qwen3ForCausalLM"],
         )
+        # Random weights make no sensible text, but run through the same code as trained ones; nothing is downloaded.
         torch.manual_seed(self.seed)
         model: Any = Qwen3ForCausalLM(config)
         model.requires_grad_(False)
@@ -100,7 +94,7 @@ def ensure_model(folder: Path, size: ModelSize) -> bool:
                 os.fsync(file.fileno())
         _write_tokenizer(partial)
         (partial / _MARK).write_text(json.dumps(asdict(size)))
-        partial.rename(folder)
+        partial.rename(folder)  # last, so that an interrupt never leaves a half-written model under this name
     except (OSError, SafetensorError) as error:  # a SafetensorError has an OSError only as text
         raise OptionError(
             f"the model cannot be written to {folder}: {error}; choose another place with --folder DIR"

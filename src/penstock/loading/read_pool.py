@@ -2,12 +2,10 @@
 
 Several threads read, without a copy in between. Deliveries are cut into jobs of about :data:`PIECE_BYTES` (large
 storages split, small neighbours together) and taken in order, with a bounded number of jobs under way. Finished
-storages are reported in order, too, so a source can be freed before the next ones are read.
+storages are reported in order, too.
 
 Bytes for a device pass through the few pinned buffers of a :class:`CudaUploader`: no whole tensor is in host memory on
-the way. A dozen reader threads fill thousands of buffers a second, and a thread that releases the interpreter lock for
-a call waits behind all others to get it again. So one reader at a time starts the copies of all buffers that are full,
-with one event behind them, while the others go on reading.
+the way.
 """
 
 from __future__ import annotations
@@ -111,6 +109,7 @@ def deliver(
     device_bytes = min(piece_bytes, uploader.piece_bytes) if uploader else piece_bytes
 
     def settle() -> None:
+        # In order, not as they complete: a source is then freed before the next ones are read.
         job, future = under_way.popleft()
         future.result()
         on_progress(job.num_bytes)
@@ -130,6 +129,7 @@ def deliver(
     finally:
         pool.shutdown(cancel_futures=True)
         if uploader is not None:
+            # After an error, too: copies under way still read the pinned buffers, which are freed next.
             uploader.finish()
 
 
@@ -173,6 +173,7 @@ def _run(job: _Job, uploader: CudaUploader | None, device_bytes: int) -> None:
     else:
         for run in pack([read.into.numel() for read in job.reads], device_bytes):
             uploader.upload(job.reads[run.start : run.stop])
+    # After the reads, so that a write to a file during them is seen.
     for source in {read.src.source for read in job.reads}:
         source.require_unchanged()
 
@@ -195,7 +196,7 @@ def _fill(reads: Sequence[Read]) -> None:
 def _stay_on(cpus: Collection[int] | None) -> None:
     """Bind the calling thread; 0 means itself."""
     if cpus:
-        with suppress(OSError):  # processors taken away since
+        with suppress(OSError):  # the processors may have been taken from this process since
             os.sched_setaffinity(0, cpus)
 
 
@@ -220,6 +221,9 @@ class UploadRing:
 
     def upload(self, reads: Sequence[Read]) -> None:
         """Read ``reads`` into one buffer; this thread, or another one in this method, starts their copies."""
+        # Readers fill thousands of buffers a second, and a thread that releases the interpreter lock for a call into
+        # CUDA waits behind all others to get it again. Therefore one thread at a time starts the copies of all full
+        # buffers, with one event behind them, while the others read on.
         buffer, wait = self._free.get()
         try:
             wait()

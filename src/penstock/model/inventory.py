@@ -154,7 +154,7 @@ class Inventory:
         storages: those with bytes.
         empty: names of 0-element tensors (placeholders); they never move.
         modules: module names in order, with the class name of each.
-        lookups: names of the embedding modules; unlike ``StorageInfo.is_lookup`` this tells them for tied tables too.
+        lookups: names of the embedding modules; unlike ``StorageInfo.is_lookup`` this includes tied tables.
         containers: names of the modules without a ``forward`` (``ModuleList``, ``ParameterList``, a bare ``Module``).
         shared: the further places of modules that hang in several.
     """
@@ -194,6 +194,7 @@ class Inventory:
 
     def dominators(self, module: str) -> tuple[str, ...]:
         """The modules on every path from the root to ``module``, outermost first, ``module`` itself last."""
+        # Without shared modules every module has one path from the root, and all modules on it dominate it.
         return self._dominators[module] if self.shared else dotted_prefixes(module)
 
     def ancestors(self, module: str) -> frozenset[str]:
@@ -422,14 +423,12 @@ class _Walk:
 
 
 def _overlapping(infos: list[TensorInfo]) -> Iterator[list[TensorInfo]]:
-    """Split tensors of one storage into clusters that share bytes.
-
-    Loaders that map a checkpoint hand out every tensor of a file as a view of one storage; those are neighbours, not
-    aliases, and each may go its own way.
-    """
+    """Split tensors of one storage into clusters that share bytes."""
     cluster: list[TensorInfo] = []
     end = 0
     for info in sorted(infos, key=lambda info: info.byte_offset):
+        # Loaders that map a checkpoint return every tensor of a file as a view of one storage. Those are neighbours
+        # and not aliases, so each may be offloaded alone.
         if cluster and info.byte_offset >= end:
             yield cluster
             cluster = []
@@ -440,7 +439,8 @@ def _overlapping(infos: list[TensorInfo]) -> Iterator[list[TensorInfo]]:
 
 
 def _storage_key(tensor: torch.Tensor) -> int:
-    # The address of the StorageImpl: meta storages have no data pointer, yet ties of meta tensors must be seen.
+    # The address of the StorageImpl and not data_ptr(): meta storages have no data pointer, yet ties of meta tensors
+    # must be seen.
     if hasattr(tensor, "__tensor_flatten__") or tensor.layout is not torch.strided:
         return 0  # no storage of its own
     return int(tensor.untyped_storage()._cdata)

@@ -4,18 +4,17 @@ A tensor object is never exchanged while it can be kept: ties, optimizers and ca
 data is pointed elsewhere (``tensor.data = ...``). Tensors on ``meta`` cannot take data and are replaced in all places
 that hold them.
 
-No access to an offloaded tensor goes unnoticed. Two dispatch keys that no kernel of PyTorch uses mark such tensors. The
-dispatcher looks at the keys of all arguments before it looks for a kernel, so it calls the functions below first: from
-any thread, module, model or library, whatever modes are active. Tensors without these keys never come here and cost
-nothing.
+Two dispatch keys that no kernel of PyTorch uses mark offloaded tensors. The dispatcher reads the keys of all arguments
+before it selects a kernel, so it calls the functions below first: from any thread, module, model or library, whatever
+modes are active. Tensors without these keys never reach this code and cost nothing.
 
 *Resting* tensors (``DeferredInit``, reserved for code outside of PyTorch's tree) have shape, strides, dtype and device,
 and no memory. Any operator that takes one, its ``.data`` or its ``.detach()`` comes to :func:`_on_access`. Raw pointers
 are refused by torch ("Cannot access data pointer"), since the storage has none.
 
-*Guarded* tensors (``TESTING_ONLY_GenericWrapper``) look at bytes that stay for a limited time: a slot, a copy.
-Operators that read them run at full speed, because the key falls through to their kernels; one that writes them in
-place, through any view, comes to :func:`_on_write` and is refused, since the write would be lost.
+*Guarded* tensors (``TESTING_ONLY_GenericWrapper``) view bytes that stay for a limited time: a slot, a copy. Operators
+that read them run at full speed, because the key falls through to their kernels. An operator that writes them in
+place, through any view, reaches :func:`_on_write` and is refused, since the next copy would overwrite the write.
 """
 
 from __future__ import annotations
@@ -89,6 +88,7 @@ class BoundTensor:
             self.tensor.data = view
         else:
             if self.info.kind == "parameter" and not self.info.locations[0].inner:
+                # A meta tensor cannot take data (`.data = view`), so a new object has to replace it.
                 view = nn.Parameter(view, requires_grad=self.tensor.requires_grad)
             self._put(view)
             self.tensor = view
@@ -149,7 +149,7 @@ class BoundTensor:
         return None if found in (self._slot_storage, self._resting_storage) else self._moved()
 
     def _find_loss(self) -> bool:
-        """Whether the model holds another tensor, or none, in its place, which is reported once."""
+        """Whether the model now holds another tensor, or none, at this place; warns the first time."""
         module, place = self.places[0]
         if place.inner or place.kind == "attribute":
             self.lost = not self.is_held_by(module, place.attr, place.inner)
@@ -186,6 +186,7 @@ class BoundTensor:
     def stay_in_slot(self) -> None:
         """Rest no more: compiled code relies on addresses, and its ops count as writes."""
         if self._resting is not None and self.in_slot is not None:
+            # The declared mutations of the custom ops, which order compiled code, are writes that a guard would refuse.
             self.in_slot = self._unguarded
             self.open()
             self._resting = None
@@ -200,6 +201,7 @@ class BoundTensor:
         """Whether more than ``num_known`` other tensors look into the slot through this tensor's storage."""
         if self._resting is None:
             return False
+        # Every view holds the storage, in any thread and any container; torch has no list of a tensor's views.
         return torch._C._storage_Use_Count(self._slot_storage) > self._num_own_views + num_known
 
     def offset_in_slot(self, view: torch.Tensor) -> int | None:
@@ -292,7 +294,8 @@ class BoundTensor:
         self._version = _version(self.tensor) if known else None
 
     def invalidate_saved(self) -> None:
-        """Tell autograd that the data is about to change: a backward through it must fail, not use other bytes."""
+        """Invalidate what autograd has saved of this tensor, whose data is about to change."""
+        # A backward through a saved tensor with a newer version raises. Without this it would use another unit's bytes.
         if _version(self.tensor) is not None:
             torch.autograd.graph.increment_version(self.tensor)
 
@@ -395,6 +398,7 @@ class BoundStorage:
 
 def _reviver(data: torch.Tensor) -> Callable[[], torch.Tensor | None]:
     """A function that makes ``data`` again as long as another tensor keeps its memory alive."""
+    # Weak, because the memory has to be freed unless a view outside of the model keeps it.
     weak = StorageWeakRef(data.untyped_storage())
     geometry = (data.storage_offset(), data.shape, data.stride())
     dtype, device, is_inference = data.dtype, data.device, data.is_inference()
@@ -432,6 +436,8 @@ def _holder(module: nn.Module, place: Location) -> dict[str, torch.Tensor | None
 
 def _own_storage(buffer: torch.Tensor) -> torch.Tensor:
     """The same memory, kept alive, under a storage object of its own."""
+    # The tensors of all units in a slot share its memory. With one storage for all, its use count (is_viewed) and its
+    # owner (_owners) would mix the tensors of different units.
     return torch.frombuffer(buffer.numpy(), dtype=torch.uint8) if buffer.is_cpu else device_view(buffer, buffer.device)
 
 
@@ -471,6 +477,7 @@ class _Geometry(torch.Tensor):
 def resting_like(tensor: torch.Tensor, owner: BoundTensor) -> torch.Tensor:
     """A resting tensor of the shape, strides, dtype and device of ``tensor``, which ``owner`` answers for."""
     resting = _marked(tensor, _RESTING_KEY)
+    # Code that asks for the pointer gets an error of torch instead of the null pointer of an empty storage.
     torch._C._set_throw_on_mutable_data_ptr(resting)
     _owners[storage_id(resting)] = owner
     return resting
@@ -479,6 +486,7 @@ def resting_like(tensor: torch.Tensor, owner: BoundTensor) -> torch.Tensor:
 def guarded(tensor: torch.Tensor, owner: BoundTensor) -> torch.Tensor:
     """``tensor`` over the same storage, read-only for everything that the dispatcher sees."""
     view = _marked(tensor, _GUARDED_KEY)
+    # `set_` itself is declared as a write of `view`, which the guard would refuse.
     with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(_GUARDED_KEYS):
         view.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
     _owners[storage_id(view)] = owner
@@ -491,6 +499,7 @@ def _marked(tensor: torch.Tensor, key: Any) -> torch.Tensor:
     keys = torch._C.DispatchKeySet(key)
     for is_lazy, bit in ((tensor.is_conj(), "Conjugate"), (tensor.is_neg(), "Negative")):
         keys = keys | torch._C.DispatchKeySet(torch._C._dispatch_key_parse(bit)) if is_lazy else keys
+    # The only function of torch that makes a tensor with given dispatch keys; it makes a subclass.
     geometry = torch.Tensor._make_wrapper_subclass(
         _Geometry,
         tensor.shape,
@@ -502,7 +511,8 @@ def _marked(tensor: torch.Tensor, key: Any) -> torch.Tensor:
     )
     marked = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     with torch._C._DisableTorchDispatch():
-        marked.data = geometry  # all of it but the subclass
+        # Sets keys, shape and storage; the Python class stays torch.Tensor, so no __torch_dispatch__ runs later.
+        marked.data = geometry
     return marked
 
 
@@ -547,6 +557,7 @@ def _on_write(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any
                 f"{name} was written in place by {operator} while offloaded, where the write would be lost with the "
                 f"next copy: call handle.remove() first, or keep it resident ({resident_rule(name)})"
             )
+    # Without the key excluded, the dispatcher would call this function again.
     with torch._C._ExcludeDispatchKeyGuard(_GUARDED_KEYS):
         return operator(*args, **kwargs)
 
@@ -576,6 +587,8 @@ def _wake(argument: torch.Tensor, operator: str, is_written: bool) -> list[GiveB
         )
     give_back = owner.wake(owner, operator, is_written) if owner.wake and is_resting(owner.tensor) else None
     loans = [] if give_back is None else [give_back]
+    # An alias that was taken while the tensor rested has a TensorImpl of its own, which the owner's waking does not
+    # change.
     if argument is not owner.tensor:
         resting = argument.data
         with torch.no_grad():
@@ -595,6 +608,8 @@ def _rest_again(alias: torch.Tensor, resting: torch.Tensor, output: Any) -> Any:
 def _register() -> tuple[torch.library.Library, ...]:
     """Register the meaning of the two keys with the dispatcher, once."""
     everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    # A fallback of a key serves the operators of every library in every thread. A TorchDispatchMode would cost 10 us
+    # per operator, see one thread only, and change how composite operators decompose.
     everything.fallback(_on_access, _RESTING)
     everything.fallback(torch.library.fallthrough_kernel, _GUARDED)
     for schema in torch._C._jit_get_all_schemas():
@@ -604,6 +619,7 @@ def _register() -> tuple[torch.library.Library, ...]:
             continue  # another library's, or one of TorchScript's own
         if name in _TOUCHES_NOTHING:
             aten.impl(qualified, torch.library.fallthrough_kernel, _RESTING)
+        # Python runs only for operators that declare a write; all others keep the fall-through and their speed.
         elif any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
             operator = getattr(getattr(torch.ops.aten, name), schema.overload_name or "default")
             aten.impl(qualified, functools.partial(_on_write, operator), _GUARDED)

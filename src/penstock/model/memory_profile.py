@@ -1,4 +1,4 @@
-"""What the planner has to know of a model beyond names and sizes, read from a transformers model and its configuration.
+"""What the planner needs of a model beyond names and sizes, read from a transformers model and its configuration.
 
 Caches are counted as ``transformers.cache_utils`` stores them (5.23, https://github.com/huggingface/transformers/blob/
 main/src/transformers/cache_utils.py): full attention, keys and values of every token; sliding and chunked attention,
@@ -249,56 +249,46 @@ def _recurrent_elements(mixer: Any) -> int:
 
 
 def _attention_bytes(config: Any, attentions: Sequence[tuple[str, Any]], itemsize: int) -> int:
-    """Peak of what one layer's attention allocates in every step, per token of every sequence.
-
-    The default cache grows by concatenation, so the old keys or values live beside the new ones. Latent attention
-    expands the latents of the whole context: keys and values per head, and the keys once more with their rotary part.
-    The eager implementation repeats keys and values for the query heads that share them and makes scores, with the mask
-    added, their float32 softmax and its rounded copy; the fused ones read the cache without a copy. Masks and positions
-    take up to three int64 per token.
-    """
+    """Peak of what one layer's attention allocates in every step, per token of every sequence, in bytes."""
     growth = expanded = 0
     eager = getattr(config, "_attn_implementation", None) == "eager"
     for name, module in attentions:
         if not (_is_cross(name) or _window(module, config)):
+            # The default cache grows by concatenation: the old keys or values live beside the new ones.
             growth = max(growth, max(_widths(module, config)) * itemsize)
-            if hasattr(module, "expand_kv"):  # to (no-rope keys, values), and whole keys
+            # Latents of the whole context are expanded: keys and values per head, and the keys once more with their
+            # rotary part.
+            if hasattr(module, "expand_kv"):
                 keys, values = _head_widths(module)
                 copied = values if eager else 0  # a part of a projection, which a matrix product copies
                 width = keys + values + module.num_heads * module.qk_nope_head_dim + copied
                 expanded = max(expanded, int(width) * itemsize)
     if growth and eager:
+        # Eager attention repeats keys and values for the query heads that share them. It makes scores, the same with
+        # the mask added, their float32 softmax and its rounded copy. Fused kernels read the cache without a copy.
         heads = int(getattr(config, "num_attention_heads", 1))
         shared = heads != (getattr(config, "num_key_value_heads", None) or heads)
         repeated = 2 * _head_dim(config) * itemsize if shared else 0
         expanded += heads * (repeated + 2 * itemsize + 2 * _FLOAT32_BYTES)
+    # Masks and positions take up to three int64 per token.
     return max(growth, expanded) + _INDEX_BYTES if growth else 0
 
 
 def _activation_bytes(model: nn.Module, config: Any, attentions: Sequence[nn.Module], itemsize: int) -> int:
-    """Bytes per row of the widest of these moments of a decoding step; ``e`` is ``itemsize``.
+    """Bytes per row of the largest set of tensors that live at once in a decoding step.
 
-    Layers run one after another, so only one of them has intermediates at a time. Beside them live the residual, its
-    normed copy and the output of the block, of two where attention and MLP run in parallel, ``4 * hidden * e``. On top
-    of these come
-
-    - attention: ``(5 * query + 4 * keys) * e``: projected, rotated (two products and a turned copy), and the result;
-    - the MLP: ``4 * inner * e``, ``inner`` the input of the projection back: gate, activated gate, up and their
-      product; as many for an activation that is written out in several operations;
-    - experts: ``(top_k * (3 * hidden + 2 * widest) + 4 * inner of a shared MLP) * e``, with ``widest`` what one expert
-      makes of a row at once, gate and up together, and ``5 * widest`` for experts with biases, which are gathered
-      per row; and the router's float32 scores, ``3 * 4 * experts``;
-    - a norm that computes in float32: ``3 * 4 * hidden``;
-    - the logits of one position: ``vocabulary * (e + 4)``, with the float32 copy of ``generate``.
+    Layers run one after another, so only one of them has intermediates at a time.
     """
     hidden = int(getattr(config, "hidden_size", None) or getattr(config, "d_model", None) or 0)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     beside = {id(head), *(id(child) for module in attentions for child in module.children())}
+    # The MLP: gate, activated gate, up and their product; as many for an activation written out in several operations.
     width = 4 * _widest_inner(model, beside)
     for module in attentions:
         widest = max((_width_out(child) for child in module.children()), default=0)
         # Of a fused projection the widest holds keys and values already.
         keys = next((w for name in ("k_proj", "key", "k") if (w := _width_out(getattr(module, name, None)))), 0)
+        # Queries and keys are projected and rotated (two products and a turned copy); then the result.
         width = max(width, 5 * widest + 4 * keys)
     top_k, num_experts = _experts_per_token(config) or 1, 0
     for name, module in model.named_modules():
@@ -306,12 +296,16 @@ def _activation_bytes(model: nn.Module, config: Any, attentions: Sequence[nn.Mod
             num_experts = max(num_experts, *(weight.shape[0] for weight in weights))
             widest = max(math.prod(weight.shape[1:]) // max(1, hidden) for weight in weights)
             biased = any(p is not None and p.dim() == 2 and n.endswith("bias") for n, p in module._parameters.items())
+            # What one expert makes of a row at once, gate and up together. Biases are gathered per row.
             made = 3 * max(1, hidden) + (5 if biased else 2) * widest
+            # An MLP that all rows share may stand beside the experts.
             width = max(width, top_k * made + 4 * _widest_inner(model.get_submodule(name.rpartition(".")[0])))
+    # Beside each of these live the residual, its normed copy, and the output of the block, or of two where attention
+    # and MLP run in parallel.
     return 4 * hidden * itemsize + max(
-        width * itemsize + 3 * _FLOAT32_BYTES * num_experts,
-        3 * _FLOAT32_BYTES * hidden,
-        _width_out(head) * (itemsize + _FLOAT32_BYTES),
+        width * itemsize + 3 * _FLOAT32_BYTES * num_experts,  # a layer; the router scores in float32
+        3 * _FLOAT32_BYTES * hidden,  # a norm that computes in float32
+        _width_out(head) * (itemsize + _FLOAT32_BYTES),  # logits of one position; generate() makes a float32 copy
     )
 
 

@@ -7,12 +7,11 @@ A pattern is tried as, in this order:
 3. a glob when it contains ``*``, ``?`` or ``[``: matched against the whole dotted name (``*.mlp.down_proj.*``);
 4. ``@GROUP``: a semantic group (:mod:`penstock.model.semantic_groups`), whatever the names are: ``@attention``;
 5. whole dotted segments: ``experts`` matches ``mlp.experts.w2_weight``, ``expert`` does not; ``mlp.experts`` matches
-   two neighbouring segments. This is vLLM's meaning, so in a mixture of experts ``mlp`` is everything below a module of
-   that name, and ``@mlp`` the dense blocks alone;
+   two neighbouring segments. In a mixture of experts ``mlp`` is everything below a module of that name, and ``@mlp``
+   the dense blocks alone;
 6. a word that is no segment of any name, but names a semantic group: ``attention``.
 
-A pattern that matches nothing is an error that lists the nearest names: silence would mean "offloaded" without a
-byte moved.
+A pattern that matches nothing is an error that lists the nearest names.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _GLOB = re.compile(r"[*?\[]")
 
 
 def compile_pattern(pattern: str) -> Callable[[str], bool]:
-    """A predicate on dotted tensor names; semantic groups, which are no matter of names, need :func:`matching`.
+    """A predicate on dotted tensor names; semantic groups do not depend on names and need :func:`matching`.
 
     Raises:
         SelectionError: empty, or not a valid regular expression.
@@ -53,6 +52,7 @@ def compile_pattern(pattern: str) -> Callable[[str], bool]:
     elif _GLOB.search(pattern):
         compiled = re.compile(translate(pattern))
     else:
+        # Segments and not substrings: vLLM's --offload-params has this meaning.
         segments = f".{pattern}."
         return lambda name: segments in f".{name.replace(':', '.')}."
     return lambda name: compiled.fullmatch(name) is not None
@@ -88,6 +88,7 @@ def matching(inventory: Inventory, pattern: str) -> frozenset[str]:
     groups = semantic_groups(inventory)
     if found := groups.get(pattern, frozenset()):
         return found
+    # An error and not a warning: a run that offloads nothing would look like a success.
     # Compare with segments, with whole names and with groups: people misspell all of them.
     names = list(inventory.by_name)
     present = [group for group, storages in groups.items() if storages]

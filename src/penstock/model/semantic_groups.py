@@ -4,7 +4,7 @@ A group is a set of storages. It is found from the tree of modules, the shapes o
 embedding tables; where these leave a choice, a fragment of a name counts as evidence (``attn``, ``router``). There is
 no list of models or classes, so a model of an unknown family has groups, too.
 
-Buffers are in no group, because modules may write them during a forward; they move when named.
+Buffers are in no group; they move when a pattern names them.
 """
 
 from __future__ import annotations
@@ -85,8 +85,7 @@ class _Tree:
     Attributes:
         held: by module, what it holds itself.
         below: by module, what it and all modules inside it hold.
-        layers: outermost modules whose last segment is a number and that hold parameters, in model order. One is
-            enough, unlike for the planner's stacks: a model of one layer has an attention block, too.
+        layers: outermost modules whose last segment is a number and that hold parameters, in model order.
         tables: embedding modules in model order.
     """
 
@@ -97,6 +96,7 @@ class _Tree:
         for storage in inventory.storages:
             for tensor in storage.tensors:
                 for place in tensor.locations:
+                    # Modules may write their buffers during a forward.
                     if place.kind == "parameter":
                         held = _Parameter(place.module, place.attr, tensor.shape, storage.name, storage.num_bytes)
                         self.held[place.module].append(held)
@@ -105,6 +105,7 @@ class _Tree:
         self.layers: dict[str, None] = {}
         for name in inventory.modules:
             is_outermost = self.layers.keys().isdisjoint(dotted_prefixes(name))
+            # One is enough, unlike for the planner's stacks: a model of one layer has an attention block, too.
             if is_outermost and _segment(name).isdigit() and name in self.below:
                 self.layers[name] = None
         self.tables = [name for name in inventory.modules if name in inventory.lookups]
@@ -324,13 +325,11 @@ class _Layer:
 
 
 def _fused_experts(outer: Sequence[_Parameter]) -> Iterator[tuple[str, int]]:
-    """Modules with parameters [experts, ., .]: several of one count, and a matrix elsewhere that has a row for each.
-
-    A convolution [out, in / groups, kernel] has the same number of dimensions, but either 1 as one of the last two or
-    no companion with the same first dimension.
-    """
+    """Modules with parameters [experts, ., .]: several of one count, and a matrix elsewhere that has a row for each."""
     stacks: dict[int, list[_Parameter]] = {}
     for held in outer:
+        # A convolution [out, in / groups, kernel] has three dimensions, too, but one of the last two is 1, or no other
+        # parameter has the same first dimension.
         if len(held.shape) >= 3 and held.shape[0] > 1 and held.shape[1] > 1 and prod(held.shape[2:]) > 1:
             stacks.setdefault(held.shape[0], []).append(held)
     for count, stack in stacks.items():
@@ -341,11 +340,9 @@ def _fused_experts(outer: Sequence[_Parameter]) -> Iterator[tuple[str, int]]:
 
 
 def _is_feed_forward(shapes: Sequence[tuple[int, ...]]) -> bool:
-    """Whether matrices can be those of ``width -> inner -> width``, the gate beside the up projection or fused with it.
-
-    Attention has four matrices, or a fused one that is three widths wide, or with grouped heads one that is between one
-    and two; only its output projection is square.
-    """
+    """Whether matrices can be those of ``width -> inner -> width``, the gate beside ``up`` or fused with it."""
+    # Attention has four matrices, or a fused one that is three widths wide, or with grouped heads one that is between
+    # one and two; only its output projection is square.
     for width in set.intersection(*(set(shape) for shape in shapes)):
         inner = sorted(prod(shape) // width for shape in shapes)
         if len(shapes) <= 3 and len(set(inner)) == 1:

@@ -49,7 +49,7 @@ class Match:
 
     Attributes:
         weights: for every tensor of the model that can be streamed, its stretches of the files; for others recipes.
-        rearranged: names of the latter, which are made while loading, with the reason, for people.
+        rearranged: names of the latter, which are made while loading, each with the reason in words.
         missing: names in the model that nothing in the checkpoint provides, those transformers tolerates left out.
         unexpected: names in the checkpoint that the model has no place for, those transformers tolerates left out.
         untied: names that the configuration ties to others, but the checkpoint holds with other values.
@@ -141,6 +141,7 @@ class Assembly:
         """The model's tensors, by name, made from what ``get`` returns for each part when it is needed."""
         if self.converter is None:
             return {self.target: get(self.parts[0][1])}
+        # A converter keeps the tensors that were added to it, and an assembly runs several times.
         converter = deepcopy(self.converter)
         add: Any = converter.add_tensor  # takes functions as well as futures
         for pattern, tensor in self.parts:
@@ -165,6 +166,7 @@ def _collect(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[dict[str, 
     dtype_of = _dtype_rule(model)
     collected: dict[str, Assembly] = {}
     unexpected: set[str] = set()
+    # Natural order, `experts.10` behind `experts.9`: conversions stack the parts in the order in which they come.
     for key in sorted(checkpoint.tensors, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
         if name not in state and key in state:
@@ -213,7 +215,7 @@ def _cut_false_ties(model: PreTrainedModel, collected: Mapping[str, Assembly]) -
 
 
 def _equal(one: Assembly, other: Assembly) -> bool:
-    """Whether the files hold the same values for both, read a little at a time: embeddings are large."""
+    """Whether the files hold the same values for both."""
     if one.dtype != other.dtype or len(one.parts) != len(other.parts):
         return False
     for (_, some), (_, others) in zip(one.parts, other.parts, strict=True):
@@ -222,6 +224,7 @@ def _equal(one: Assembly, other: Assembly) -> bool:
         with open(some.path, "rb") as first, open(others.path, "rb") as second:
             first.seek(some.offset)
             second.seek(others.offset)
+            # In pieces of 1 MiB, because embeddings are large.
             for start in range(0, some.num_bytes, _COMPARED_BYTES):
                 size = min(_COMPARED_BYTES, some.num_bytes - start)
                 if first.read(size) != second.read(size):
@@ -237,7 +240,7 @@ def _stream(model: PreTrainedModel, assembly: Assembly) -> tuple[dict[str, Tenso
         return {}, f"converted from {names} to {str(assembly.dtype).removeprefix('torch.')}"
     try:
         return {name: value.to_source() for name, value in assembly.run(model, Stretches.of).items()}, ""
-    except Exception:  # NotStretchesError, or whatever an operation raises that asks for more than a stretch can do
+    except Exception:  # NotStretchesError, or an error of any type of an operation that needs real tensors
         return {}, f"rearranged by {assembly.operations}"
 
 
@@ -249,7 +252,7 @@ def _shapes(model: PreTrainedModel, assembly: Assembly) -> dict[str, tuple[int, 
 
     try:
         return {name: tuple(value.shape) for name, value in assembly.run(model, get).items()}
-    except Exception as error:  # whatever the conversion code makes of shapes it does not expect
+    except Exception as error:  # conversion code raises errors of any type for shapes that it does not expect
         found = ", ".join(f"{tensor.name} {list(tensor.shape)}" for _, tensor in assembly.parts[:4])
         more = ", ..." if len(assembly.parts) > 4 else ""
         raise CheckpointError(
@@ -295,12 +298,11 @@ class Stretches:
 
     It has the shape, the dtype, and the stretches of files that hold the bytes in row-major order. transformers fuses,
     splits and rearranges weights while it loads. Stacking, concatenating, cutting and reshaping stretches gives
-    stretches again, so the result can be read from the unmodified files into place; any other operation fails. So
-    nothing here depends on the names of conversions, which change from release to release.
-
-    Rejected: running the conversion on tensors of running numbers and looking where they end up. It needs eight bytes
-    per element, that is, several times the memory of the weights.
+    stretches again, and the result can be read from the unmodified files into place; any other operation fails.
     """
+
+    # Not by the names of conversions, which change from release to release; and not by a conversion of tensors of
+    # running numbers, which takes eight bytes per element, several times the memory of the weights.
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, stretches: Iterable[FileTensor]) -> None:
         self.shape = torch.Size(shape)
@@ -316,6 +318,7 @@ class Stretches:
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # Only these keep rows of bytes whole. Any other operation, a new one too, makes the tensor a recipe.
         handler = _HANDLERS.get(function)
         if handler is None:
             raise NotStretchesError(getattr(function, "__name__", str(function)))

@@ -1,8 +1,7 @@
 """transformers models from a local folder of safetensors, without ever holding the offloaded weights.
 
-``from_pretrained`` reads everything and then places it. :func:`load` plans first: it builds the model on ``meta`` from
-config.json, matches it with the headers of the files, makes the plan, and reads only what the plan keeps resident.
-Everything else stays in the unmodified files until a forward needs it.
+:func:`load` builds the model on ``meta`` from config.json, matches it with the headers of the files, makes the plan,
+and reads only what the plan keeps resident. Everything else stays in the unmodified files until a forward needs it.
 
 The result equals that of ``from_pretrained(folder)``, tensor for tensor: the same class, dtype, ties, conversions,
 buffers, and the same treatment of tensors that are missing or too many. Nothing is downloaded, and no code from the
@@ -90,7 +89,9 @@ def load(
 
     To measure stalls, :func:`penstock.offload` a model that is built already.
     """
+    # The first statement: a wrong folder in one rank then raises in all ranks, instead of in one while others wait.
     with open_ranks(group) as ranks:
+        # Before the weights are read, unlike from_pretrained: the plan decides which of them are read at all.
         model = build_meta_model(path, model_class=model_class, dtype=dtype)
         found = match(model, Checkpoint.open(path))
         return model, load_matched(path, model, found, policy, device, disk, progress, ranks)
@@ -248,7 +249,7 @@ def _make_config(folder: Path, raw: dict[str, Any], maker: Any) -> PretrainedCon
     reader = AutoConfig if is_auto or maker.config_class is None else maker.config_class
     try:
         config: PretrainedConfig = reader.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # whatever a configuration class makes of values it does not expect
+    except Exception as error:  # configuration classes raise errors of any type for values that they do not expect
         raise CheckpointError(
             f"{folder}/config.json: transformers {transformers.__version__} makes no {raw.get('model_type')} "
             f"configuration of it: {error}"
@@ -285,7 +286,7 @@ def _build(folder: Path, maker: Any, config: PretrainedConfig, dtype: torch.dtyp
             model.tie_weights(recompute_mapping=False)
     except ImportError:
         raise  # a package the architecture needs; its message says which
-    except Exception as error:  # whatever a model class makes of a configuration it does not expect
+    except Exception as error:  # model classes raise errors of any type for configurations that they do not expect
         raise CheckpointError(
             f"{folder}: {maker.__name__} cannot be built from its config.json: {error}; correct the file, or pass "
             f"another model_class"
@@ -320,20 +321,23 @@ def _materialise(model: PreTrainedModel, found: Match, prepared: Prepared) -> No
             tensor = getattr(module, attr)
             empty = torch.empty_like(tensor, device="cpu")
             setattr(module, attr, nn.Parameter(empty, tensor.requires_grad) if attr in module._parameters else empty)
+    # keep_vars: the mark below has to be on the model's own tensors; by default state_dict() returns detached ones.
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     for name in found.loaded:
-        state[name]._is_hf_initialized = True
+        state[name]._is_hf_initialized = True  # initialize_weights() skips tensors with this mark
     initialise: Any = model.initialize_weights
     with _RefuseChanges({storage_id(state[name]): name for name in found.loaded if state[name].is_meta}):
         initialise()
 
 
 class _RefuseChanges(TorchDispatchMode):
-    """While transformers initialises what files do not hold: it may change a part of what they do hold.
+    """Refuses writes to loaded tensors while transformers initialises the others.
 
-    Its own loading then gives other values than the files have: ChineseCLIP sets rows for padding to zero. ``names``:
-    of loaded tensors, by storage.
+    ``names``: of loaded tensors, by storage.
     """
+
+    # Some initialisers write a part of a loaded tensor (ChineseCLIP zeroes its padding rows). from_pretrained would
+    # then give other values than the files hold, and streaming would not.
 
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

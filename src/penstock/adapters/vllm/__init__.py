@@ -1,8 +1,9 @@
 """penstock as the weight offloader of vLLM: ``vllm serve MODEL --worker-cls penstock.adapters.vllm.Worker``.
 
-vLLM's own offload flags keep their names and meanings and are served by penstock; what penstock has beyond them is
-given by ``--additional-config '{"penstock": {...}}'`` (:mod:`penstock.adapters.vllm.options`). Nothing of vLLM is
-patched: a worker class is one of its options, and so is the offloader that its model code asks for.
+vLLM's own offload flags keep their names and meanings, and penstock carries them out. Options beyond them are given by
+``--additional-config '{"penstock": {...}}'`` (:mod:`penstock.adapters.vllm.options`). A worker class is one of vLLM's
+options, and so is the offloader that its model code asks for; the worker replaces no function of vLLM except its own
+runner's ``load_model``.
 """
 
 from __future__ import annotations

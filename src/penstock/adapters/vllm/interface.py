@@ -1,7 +1,6 @@
 """The interface of vLLM that penstock relies on: versions, names, parameters, fields, and calls.
 
-It is checked when a worker starts, so that a vLLM that has changed is refused by name, and not by a traceback or by
-weights that are silently not offloaded.
+It is checked when a worker starts. A vLLM that differs is refused with the names that differ.
 """
 
 from __future__ import annotations
@@ -112,9 +111,11 @@ def require_supported(version: str) -> None:
         OptionError: names the supported versions, or what differs.
     """
     require_version(version)
+    # A version number says nothing about patched builds, where a renamed function would end in a traceback, and a call
+    # that is no longer made would leave weights on the device without any error.
     if found := differences():
         raise OptionError(
-            f"vLLM {version} is not as penstock knows it: {'; '.join(found)}. Use an unchanged vLLM "
+            f"vLLM {version} differs from the tested versions: {'; '.join(found)}. Use an unchanged vLLM "
             f"{_range()}, or leave --worker-cls out to run it without penstock"
         )
 

@@ -1,8 +1,8 @@
 """A worker of vLLM whose offloader is penstock's.
 
-The model runner of vLLM sets an offloader before it builds the model, or, in its second generation, none at all; the
-model code calls the offloader in ``make_layers``; the graph code calls it to order copies. This worker sets penstock's
-in between, and runs its ``post_init`` once the weights are final, with either runner.
+vLLM's first model runner sets an offloader before it builds the model; the second sets none. The model code calls the
+offloader in ``make_layers``, and the graph code calls it to order copies. This worker sets penstock's offloader before
+the model is built, and runs its ``post_init`` once the weights are final, with either runner.
 """
 
 from __future__ import annotations
@@ -103,15 +103,16 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
     def _in_force(self, offloader: EngineOffloader) -> Iterator[None]:
         """Within, ``get_offloader()`` is ``offloader``, and loading ends with its ``post_init``.
 
-        vLLM's first runner calls ``post_init`` by itself, after it has measured the memory of the weights; its second
-        does not. If loading fails, vLLM gets its former offloader back, for the next model of this process.
+        If loading fails, vLLM gets its former offloader back, for the next model of this process.
         """
         runner = self.model_runner
         load = runner.load_model
 
         def load_and_offload(*args: Any, **kwargs: Any) -> None:
             load(*args, **kwargs)
-            offloader.post_init()  # inside the memory pool that vLLM loads in
+            # vLLM's second runner does not call it, and the first does after it has measured the memory of the weights.
+            # Here it runs inside the memory pool that vLLM loads in.
+            offloader.post_init()
             runner.model_memory_usage += offloader.added_device_bytes
             # Compiled code waits for the units of the plan it was traced with. vLLM drops all guards, so with another
             # plan it would read slots that no copy has filled. The additional configuration is part of the key of
@@ -178,12 +179,10 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         return result
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Like vLLM's; graphs that are replayed inside it belong to a draft model, whose weights are not offloaded.
-
-        If their replays counted as the model's own, each would copy the first units again.
-        """
+        """Like vLLM's; graphs that are replayed inside it belong to a draft model, whose weights are not offloaded."""
         if self._offloader is None:
             return super().sample_tokens(*args, **kwargs)
+        # Counted as the model's own, each replay of the draft model would copy the first units again.
         with self._offloader.replays_of_others():
             return super().sample_tokens(*args, **kwargs)
 
@@ -249,11 +248,9 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
 
 
 def _keep_units_out_of_pieces(compilation: Any) -> bool:
-    """Have vLLM cut the compiled model at penstock's ops, as it does at attention; returns whether it can.
-
-    Each piece of a model between two cuts may be a CUDA graph. With the ends of a unit inside one, its copy would have
-    to be joined before that graph ends, with nothing beside it.
-    """
+    """Have vLLM cut the compiled model at penstock's ops, as it does at attention; returns whether it can."""
+    # Each piece between two cuts may be a CUDA graph. If a unit began and ended inside one, its copy would have to be
+    # joined before that graph ends, with no compute beside it.
     if compilation.use_inductor_graph_partition:
         return False
     if compilation.splitting_ops:  # empty: the model is one piece
@@ -267,7 +264,8 @@ class Worker(OffloadingWorker, gpu_worker.Worker):  # type: ignore[misc,unused-i
 
 
 def _is_lookup(module: nn.Module) -> bool:
-    """Whether a forward looks rows up in ``module``; the head derives from such a class, but is a matrix product."""
+    """Whether a forward looks rows up in ``module``."""
+    # ParallelLMHead derives from VocabParallelEmbedding, and reads its whole weight in a matrix product.
     return isinstance(module, nn.Embedding | VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
 
 
@@ -310,11 +308,6 @@ def _refuse_other_offloader(offloader: Any) -> None:
 def _replica_group(replicas: int | None, parallel: Any, rank: int) -> ProcessGroup:
     """The workers of this host that hold the same weights as this one: one copy can serve them in mode ``shm_cpu``.
 
-    Data-parallel ranks of a mixture of experts are ranks of one world, and vLLM has a group of them. Those of a dense
-    model are separate engines with a world size of 1, so that their number has to be given as an option. They
-    meet in a key-value store at the port that vLLM has set aside for the ranks of this launch, and that engines of a
-    dense model leave unused.
-
     Args:
         replicas: engines of a dense model that one command starts on this host; not asked where vLLM has the group.
         parallel: vLLM's ``ParallelConfig``.
@@ -325,20 +318,23 @@ def _replica_group(replicas: int | None, parallel: Any, rank: int) -> ProcessGro
         PeerError: another engine did not come in time.
     """
     group = get_dp_group()
+    # Data-parallel ranks of a mixture of experts are ranks of one world, and vLLM has a group of them. Those of a dense
+    # model are separate engines with a world size of 1, which do not know their number.
     if group.world_size > 1:
         return group.cpu_group  # type: ignore[no-any-return]
     index = parallel.data_parallel_rank_local
     if replicas is None or index is None:
         raise OptionError(
             "penstock.mode 'shm_cpu' keeps one copy for data-parallel ranks, and this engine is the only one that it "
-            "knows of: start vLLM with --data-parallel-size N, and for a dense model, whose ranks vLLM runs as engines "
-            'of their own, add how many of them this host has ("replicas": N); or leave the mode out'
+            "knows of: start vLLM with --data-parallel-size N. For a dense model, whose ranks vLLM runs as engines "
+            'of their own, also add how many of them this host has ("replicas": N). Or leave the mode out'
         )
     if index >= replicas:
         raise OptionError(
             f"penstock.replicas = {replicas}, and this is engine {index} of this host, counted from 0: write how many "
             f"--data-parallel-size starts here"
         )
+    # vLLM sets this port aside for the ranks of a launch, and engines of a dense model leave it unused.
     store = _meeting_place(parallel.data_parallel_master_port, index == rank == 0, replicas)
     return ProcessGroup(PrefixStore(f"penstock/replicas/{rank}", store), index, replicas)
 
