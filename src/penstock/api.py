@@ -62,7 +62,7 @@ class Handle:
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the latest copies, compute and stalls as Chrome trace JSON (open it in Perfetto).
 
-        The copies are those of threads. What a GPU's copy streams do is seen by ``torch.profiler``.
+        The copies are those of threads. For the copy streams of a GPU use ``torch.profiler``.
 
         Raises:
             OptionError, OptionTypeError: no file can be written there; no path.
@@ -72,7 +72,7 @@ class Handle:
     def remove(self, *, graphs_released: bool = False) -> None:
         """Restore the model exactly, with all weights resident. A second call has no effect.
 
-        Forwards of other threads may end first, within 30 seconds. If this call raises or is interrupted, no forward of
+        Waits up to 30 seconds for forwards of other threads. If this call raises or is interrupted, no forward of
         the model runs until it is repeated.
 
         Args:

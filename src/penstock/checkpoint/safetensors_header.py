@@ -1,4 +1,4 @@
-"""What a checkpoint holds and where: the headers of safetensors files, never their weights.
+"""Reads the headers of safetensors files: names, dtypes, shapes and offsets of tensors, never their weights.
 
 The format (https://github.com/huggingface/safetensors#format): 8 bytes, the little-endian length N; N bytes
 of UTF-8 JSON, ``{name: {"dtype", "shape", "data_offsets": [begin, end]}}``, perhaps ``__metadata__``; data.
@@ -61,7 +61,7 @@ class FileFingerprint:
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """One tensor at rest: ``num_bytes`` bytes at ``offset`` (in bytes, absolute) of ``path``, row-major."""
+    """One tensor in a file: ``num_bytes`` bytes at ``offset`` (in bytes, absolute) of ``path``, row-major."""
 
     name: str
     dtype: torch.dtype
@@ -139,7 +139,7 @@ class Checkpoint:
 
 
 def _fault(path: Path, expected: str, found: str, fix: str = _AGAIN) -> CheckpointError:
-    """The error for a file that differs from what it should be; ``fix`` says what to do."""
+    """The error for a file that is not as expected; ``fix`` says what to do."""
     return CheckpointError(f"{path}: expected {expected}; found {found}. {fix}")
 
 
@@ -150,7 +150,7 @@ def require_file(path: Path) -> None:
 
 
 def too_many_open(error: OSError) -> str:
-    """What to do about an error that the limit of open files has caused; empty for any other."""
+    """The fix for an error that the limit of open files caused; empty for other errors."""
     if error.errno != errno.EMFILE:
         return ""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""The arguments that verbs share and what they stand for: a policy, a device, a place to write to, a model."""
+"""Arguments that verbs share: policy, device, output file and model."""
 
 from __future__ import annotations
 

@@ -74,6 +74,7 @@ def _generate_text(folder: Path, runs: Path, keep: bool) -> list[str]:
     try:
         found = _compare(generate_job(model), _GENERATOR, "tokens", GENERATOR_SHARE, runs / "b")
     finally:
+        # Only a model that this run wrote: one that it found was kept by an earlier run.
         if written and not keep:
             shutil.rmtree(model, ignore_errors=True)
     shutil.copyfile(runs / "b" / "streamed" / TRACE_FILE, trace)

@@ -91,6 +91,7 @@ def plan(
         json.dump({**made.to_json(), "outlook": outlook.to_json()}, sys.stdout, indent=2)
         sys.stdout.write("\n")
     elif policy is None:
+        # No plan fits one byte, except where nothing has to be on the device, and the error carries the minimum.
         try:
             minimum_bytes = planner.plan(Budget(1)).device_bytes
         except BudgetError as error:

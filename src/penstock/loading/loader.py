@@ -1,4 +1,4 @@
-"""The one pass of an offload: from files, and from the model's own tensors, to the store and to the device.
+"""Loads the weights of an offload in one pass, from files and live tensors to the store and the device.
 
 Tensors that the files hold in another form are converted on the way, one recipe at a time.
 """
@@ -188,9 +188,9 @@ class TensorConverter:
     Attributes:
         recipes: by storage name, the name of the tensor that covers it, and its recipe.
         disk: how the files are read.
-        counter: of what is read.
+        counter: counts the bytes read.
         num_threads: readers.
-        stamps: what the files have to be at every read.
+        stamps: fingerprints that the files must have at every read.
         cpus: the readers stay on these processors.
     """
 
@@ -240,7 +240,7 @@ class TensorConverter:
 
 
 def require_weights(weights: WeightMap | None) -> WeightMap:
-    """``weights``, or an error that says where to get them."""
+    """Return ``weights``; OptionError if there are none."""
     if weights is None:
         raise OptionError(
             "this offload reads weights from safetensors files, and none were given: pass checkpoint=FOLDER to "

@@ -179,7 +179,7 @@ def _run(job: _Job, uploader: CudaUploader | None, device_bytes: int) -> None:
 
 
 def _fill(reads: Sequence[Read]) -> None:
-    """Fill host memory; what is side by side in a file is read in one go, whatever destinations it goes to."""
+    """Fill host memory; neighbouring ranges of a file are one request, whatever their destinations."""
     start = 0
     while start < len(reads):
         first = reads[start].src
@@ -208,7 +208,7 @@ class UploadRing:
 
     Args:
         buffers: uint8, 1-D, host.
-        start: starts copies and returns what waits until they are done; called by one thread at a time.
+        start: starts copies, returns a function that waits for them; called by one thread at a time.
     """
 
     def __init__(self, buffers: Iterable[torch.Tensor], start: Callable[[Sequence[_Upload]], _Wait]) -> None:
@@ -257,7 +257,7 @@ class CudaUploader(UploadRing):
     piece_bytes = BUFFER_BYTES - ALIGN_BYTES
 
     def __init__(self, device: torch.device, registrar: CudaRegistrar | None) -> None:
-        """``registrar``: what pins the buffers; ``None``, or its refusal, leaves them unpinned, which is slower."""
+        """``registrar``: pins the buffers; with ``None``, or if it refuses, they stay unpinned, which is slower."""
         self._stream = torch.cuda.Stream(device)
         # The allocator may hand out memory that kernels given to the current stream still read.
         self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -273,7 +273,7 @@ class CudaUploader(UploadRing):
 
 
 def _start_copies(stream: torch.cuda.Stream, copies: Sequence[_Upload]) -> _Wait:
-    """Give ``copies`` to ``stream``; returns what waits until they are done."""
+    """Start ``copies`` on ``stream``; returns a function that waits until they are done."""
     done = torch.cuda.Event()
     # A thread begins on device 0, and to return to that device's stream would make a context there.
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
@@ -303,7 +303,7 @@ def _read_all(reads: Sequence[Read], buffer: torch.Tensor) -> list[_Upload]:
 
 
 def read_staged(src: ByteRange, free: torch.Tensor, reserved_bytes: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes of ``src``, read to somewhere in ``free`` (uint8, 1-D, host), and what is free behind them.
+    """Read ``src`` into ``free`` (uint8, 1-D, host); returns its bytes there, and the free memory behind them.
 
     ``reserved_bytes`` of ``free`` are left for the reads that follow, however many of them there are.
     """

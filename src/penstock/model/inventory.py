@@ -39,7 +39,7 @@ _MIN_NAMES = 10_000
 
 @dataclass(frozen=True)
 class Location:
-    """Where a tensor hangs: ``module.attr``, and for a tensor subclass the path to the inner tensor."""
+    """One place of a tensor: ``module.attr``, and for a tensor subclass the path to the inner tensor."""
 
     module: str
     attr: str
@@ -139,7 +139,7 @@ class StorageInfo:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a module hangs: child ``attr`` of ``parent``; its own name may be from another place."""
+    """One place of a module: child ``attr`` of ``parent``; the name of the module may come from another place."""
 
     parent: str
     attr: str
@@ -181,7 +181,7 @@ class Inventory:
         return [place.module for place in self.places(module) if place.module == _join(module, place.attr)]
 
     def places(self, module: str) -> list[Place]:
-        """What hangs directly at ``module``: its children, then modules that have their name from another place."""
+        """The modules directly below ``module``: its children, then modules whose name comes from another place."""
         return self._places.get(module, [])
 
     @cached_property
@@ -243,7 +243,7 @@ class Inventory:
 
     @cached_property
     def _under(self) -> dict[str, list[StorageInfo]]:
-        """By every module that has any: a storage under the module that holds all its owners, and those around."""
+        """Storages by module; each is listed under every module on all paths from the root to all its owners."""
         found: dict[str, list[StorageInfo]] = {}
         for storage in self.storages:
             for name in common_prefix([self.dominators(module) for module in storage.modules]):
@@ -257,7 +257,7 @@ def is_within(module: str, ancestor: str) -> bool:
 
 
 def common_prefix(chains: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """What all of ``chains``, at least one, begin with."""
+    """The longest common beginning of ``chains``, of which there is at least one."""
     return tuple(names[0] for names in takewhile(lambda names: len(set(names)) == 1, zip(*chains, strict=False)))
 
 
@@ -280,7 +280,7 @@ def take_inventory(model: nn.Module, is_lookup: Callable[[nn.Module], bool] = is
 
     Args:
         model: the root.
-        is_lookup: whether a forward of a module reads only a few rows of what it holds; engines have own classes.
+        is_lookup: whether a forward of a module reads only a few rows of what it holds; engines have other classes.
 
     Raises:
         OptionError: a module is TorchScript, whose code reads weights without running hooks.

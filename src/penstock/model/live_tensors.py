@@ -41,8 +41,8 @@ __all__ = [
 # Ends a loan of bytes: takes the output of the operator (None if it has failed), returns what its caller gets.
 GiveBack = Callable[[Any], Any]
 
-# Lets a tensor look at its true bytes: for good (None), or until the result is called. Takes the tensor, the operator
-# that was given it, and whether the operator writes it in place; OutsideAccessError: the bytes cannot be on the device.
+# Brings the bytes of a resting tensor: for good (returns None), or until the result is called. Takes the tensor, the
+# operator that uses it, and whether the operator writes it in place. OutsideAccessError: the bytes cannot be brought.
 Wake = Callable[["BoundTensor", str, bool], GiveBack | None]
 
 # Attributes from a module to a tensor at or below it, into a tensor subclass too.
@@ -79,7 +79,7 @@ class BoundTensor:
         self._version: int | None = None
 
     def point_at(self, buffer: torch.Tensor) -> None:
-        """Let the tensor look into ``buffer`` (uint8, 1-D), with its own shape, strides and dtype."""
+        """Make the tensor a view of ``buffer`` (uint8, 1-D), with its own shape, strides and dtype."""
         self.in_slot = None
         # Inference tensors and others cannot take each other's data.
         with torch.inference_mode(self.original.is_inference()):
@@ -96,7 +96,7 @@ class BoundTensor:
         self.note_version()
 
     def point_at_slot(self, buffer: torch.Tensor, wake: Wake | None) -> None:
-        """Let the tensor look into ``buffer`` while it is open, and rest otherwise if there is a ``wake``.
+        """Make the tensor a view of ``buffer`` while it is open; with a ``wake`` it rests at other times.
 
         ``wake``: called when the resting tensor is accessed.
         """
@@ -113,7 +113,7 @@ class BoundTensor:
             self._num_own_views = torch._C._storage_Use_Count(self._slot_storage)  # with torch's own, by version
 
     def open(self) -> None:
-        """The unit is in its slot: let the tensor look there.
+        """Make the tensor a view of its slot, which holds its unit now.
 
         Raises:
             ModelChangedError: it was moved or written since :meth:`rest`. A replaced or deleted tensor is the caller's
@@ -132,7 +132,7 @@ class BoundTensor:
             raise self._moved()
 
     def rest(self) -> ModelChangedError | None:
-        """The slot may get another unit: let the tensor rest.
+        """Make the tensor rest, because its slot may get another unit.
 
         Returns:
             what is wrong, if it was moved or written since :meth:`open`.
@@ -176,15 +176,15 @@ class BoundTensor:
             return guarded(self.view_of(buffer), self)
 
     def lend(self, buffer: torch.Tensor) -> None:
-        """Let a resting tensor look into ``buffer`` until :meth:`end_loan`."""
+        """Make a resting tensor a view of ``buffer`` until :meth:`end_loan`."""
         self.tensor.data = self.copy_of(buffer)
 
     def end_loan(self) -> None:
-        """Let it rest again."""
+        """Make the tensor rest again."""
         self.tensor.data = self._resting  # type: ignore[assignment]
 
     def stay_in_slot(self) -> None:
-        """Rest no more: compiled code relies on addresses, and its ops count as writes."""
+        """Keep the tensor in its slot from now on, because compiled code relies on addresses."""
         if self._resting is not None and self.in_slot is not None:
             # The declared mutations of the custom ops, which order compiled code, are writes that a guard would refuse.
             self.in_slot = self._unguarded
@@ -220,7 +220,7 @@ class BoundTensor:
         return torch._neg_view(view) if self.original.is_neg() else view
 
     def restore(self) -> None:
-        """The tensor as it was found: same object, same memory."""
+        """Restore the original tensor object and its original memory."""
         self.in_slot = None
         if self.tensor is not self.original:
             self._put(self.original)
@@ -229,7 +229,7 @@ class BoundTensor:
             self.tensor.data = self.original_data
 
     def return_to(self, data: torch.Tensor) -> None:
-        """Look into memory that this tensor had before."""
+        """Make the tensor a view of ``data``, which is memory that it had before."""
         self.in_slot = None
         self.tensor.data = self.original_data = data
         self._address = self.tensor.data_ptr()
@@ -342,7 +342,7 @@ class BoundStorage:
         return min(self.tensors, key=lambda tensor: tensor.info.byte_offset)
 
     def point_at(self, buffer: torch.Tensor) -> None:
-        """Let every tensor look into ``buffer`` at its own offset."""
+        """Make every tensor a view of ``buffer`` at its own offset."""
         for tensor in self.tensors:
             tensor.point_at(buffer)
 
@@ -368,7 +368,7 @@ class BoundStorage:
         return True
 
     def give_back(self, buffer: torch.Tensor | None) -> None:
-        """Let every tensor look into ``buffer``, or where it was found; one whose data was set since keeps that.
+        """Make every tensor a view of ``buffer``, or restore it; a tensor whose data was set since keeps that data.
 
         Where views kept elsewhere still hold the memory that the model came with, the bytes of ``buffer`` go there.
         """
@@ -385,7 +385,7 @@ class BoundStorage:
         self.is_back = True
 
     def restore(self) -> None:
-        """Every tensor as it was found."""
+        """Restore the original object and memory of every tensor."""
         for tensor in self.tensors:
             tensor.restore()
 

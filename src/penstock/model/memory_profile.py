@@ -40,7 +40,7 @@ _INDEX_BYTES = 3 * 8
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """Facts about a model; the defaults claim nothing.
+    """Facts about a model; the defaults are for a model about which nothing is known.
 
     Attributes:
         experts_per_token: how many experts of a mixture-of-experts layer one row is routed to (``top_k``); ``None``
@@ -149,7 +149,7 @@ def _experts_per_token(config: Any) -> int | None:
 
 
 def _caching_attentions(model: nn.Module, config: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Name and module of every attention that writes a cache; encoders' do not, nor do those that share another's."""
+    """Name and module of every attention that writes a cache: not in encoders, and not where it reads another's."""
     sharing = getattr(config, "kv_sharing_modes", None) or ()
     for name, module in model.named_modules():
         if _PROJECTIONS.isdisjoint(module._modules) or not _takes_cache(module):

@@ -1,4 +1,4 @@
-"""What the parameters of a model are for: attention, experts, the vision tower, ..., found from structure.
+"""Groups the parameters of a model by function (attention, experts, vision tower, ...), from its structure.
 
 A group is a set of storages. It is found from the tree of modules, the shapes of the parameters and which modules are
 embedding tables; where these leave a choice, a fragment of a name counts as evidence (``attn``, ``router``). There is
@@ -143,7 +143,7 @@ def _within_any(module: str, places: Iterable[str]) -> bool:
 
 
 def _heads(tree: _Tree, elsewhere: Sequence[str]) -> list[str]:
-    """Modules outside ``elsewhere`` that hold a matrix with a row per entry of a vocabulary, or are called so."""
+    """Modules outside ``elsewhere`` that hold a matrix with a row per vocabulary entry, or are named ``lm_head``."""
     tables = [name for name in tree.tables if not _within_any(name, (place for place in elsewhere if place != name))]
     # Of each module the first table: tables of positions and token types follow that of the tokens.
     first = {_parent(name): held for name in reversed(tables) for held in tree.held[name][:1]}
@@ -222,7 +222,7 @@ def _projectors(tree: _Tree, towers: dict[str, int], heads: Collection[str]) -> 
 
 
 class _Layer:
-    """What each parameter of one layer is for: experts first, whose structure is unmistakable, then other blocks."""
+    """The group of each parameter of one layer: experts first, whose structure is unmistakable, then other blocks."""
 
     def __init__(self, tree: _Tree, layer: str) -> None:
         self.tree = tree
@@ -305,7 +305,7 @@ class _Layer:
                 yield name, 0
 
     def _numbered_experts(self, container: str, outer: Sequence[_Parameter]) -> Iterator[tuple[str, int]]:
-        """Children alike whose names end in numbers, as many as a matrix beside them has rows: the router's."""
+        """Numbered children of equal layout, as many as a matrix beside them (the router) has rows."""
         families: dict[str, list[str]] = {}
         for child in self.tree.inventory.children(container):
             stem = child.rstrip("0123456789")

@@ -298,7 +298,7 @@ def _build(folder: Path, maker: Any, config: PretrainedConfig, dtype: torch.dtyp
 
 
 def _materialise(model: PreTrainedModel, found: Match, prepared: Prepared) -> None:
-    """Give data to what is neither read from the files nor made of them during the offload."""
+    """Allocate and initialise the tensors that the offload neither reads from the files nor converts."""
     plan, bound, inventory = prepared.plan, prepared.bound, prepared.inventory
     if plan.mode != "meta":
         for recipe in dict.fromkeys(found.weights.recipes.values()):

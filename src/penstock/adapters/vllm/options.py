@@ -71,7 +71,7 @@ class EngineOptions:
     Attributes:
         policy: ``None``: nothing is offloaded.
         mode: the store.
-        replicas: engines of this host that share one, where vLLM does not know them.
+        replicas: number of engines of this host that share one store, where vLLM has no group of them.
         measure_stalls: time every wait.
         boundaries_only: trace the policy's boundaries, and offload nothing.
     """

@@ -217,8 +217,8 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         """
         if self._offloader is not None and level != 1:
             raise StateError(
-                f"sleep level {level} discards the weights, and those that penstock offloads cannot be loaded again "
-                f"behind its back; use level 1"
+                f"sleep level {level} discards the weights, and vLLM would load those that penstock offloads into "
+                f"slots instead of the store; use level 1"
             )
         if self._offloader is not None and torch.cuda.is_available():
             torch.cuda.synchronize()  # first copies of the next forward may still write to slots, which vLLM saves now
