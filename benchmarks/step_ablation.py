@@ -47,9 +47,9 @@ class FreshOnload:
             for parameter, host in self._units[-1]:
                 parameter.data = host
         for index, unit in enumerate(self.plan.units):
-            anchor = model.get_submodule(unit.anchor)
-            anchor.register_forward_pre_hook(lambda module, args, index=index: self._before(index))
-            anchor.register_forward_hook(lambda module, args, out, index=index: self._after(index))
+            module = model.get_submodule(unit.module_fqn)
+            module.register_forward_pre_hook(lambda module, args, index=index: self._before(index))
+            module.register_forward_hook(lambda module, args, out, index=index: self._after(index))
 
     def _onload(self, index: int) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))

@@ -67,7 +67,7 @@ class Handle:
         Raises:
             OptionError, OptionTypeError: no file can be written there; no path.
         """
-        self._session.recorder.write(path, [unit.anchor for unit in self.plan.units])
+        self._session.recorder.write(path, [unit.module_fqn for unit in self.plan.units])
 
     def remove(self, *, graphs_released: bool = False) -> None:
         """Restore the model exactly, with all weights resident. A second call has no effect.

@@ -57,7 +57,7 @@ class Recorder:
     def write(self, path: str | os.PathLike[str], names: Sequence[str]) -> None:
         """Write the spans as Chrome trace JSON (Trace Event Format, complete events, times in µs); Perfetto reads it.
 
-        ``names``: the anchor of each unit, for labels.
+        ``names``: the module of each unit, for labels.
 
         Raises:
             OptionError: no file can be written there.
@@ -110,7 +110,7 @@ class UnitStats:
         misses: runs whose slot held, or was to hold, another unit: a layer skipped, repeated or out of order.
     """
 
-    anchor: str
+    module_fqn: str
     store: str = "cpu"
     copies: int = 0
     bytes_moved: int = 0

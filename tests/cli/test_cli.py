@@ -323,7 +323,7 @@ def test_plan_json_is_the_plan_and_nothing_else(model: Path) -> None:
     result = run("plan", model, "--json", "--offload-group-size", "2", "--offload-params", "mlp", "q_proj")
     assert result.exit_code == 0, result.output
     plan = json.loads(result.stdout)
-    assert [unit["anchor"] for unit in plan["units"]] == ["model.layers.1", "model.layers.3"]
+    assert [unit["module_fqn"] for unit in plan["units"]] == ["model.layers.1", "model.layers.3"]
     assert {entry["storage"].split(".")[-2] for entry in plan["units"][0]["entries"]} == {
         "gate_proj",
         "up_proj",
@@ -339,7 +339,7 @@ def test_plan_by_rules(model: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     plan = json.loads(result.stdout)
-    assert [unit["anchor"] for unit in plan["units"]] == [f"model.layers.{index}" for index in (1, 2, 3)]
+    assert [unit["module_fqn"] for unit in plan["units"]] == [f"model.layers.{index}" for index in (1, 2, 3)]
     assert all(".self_attn." in entry["storage"] for unit in plan["units"] for entry in unit["entries"])
     assert list(plan["uva"]) == ["model.embed_tokens.weight"]
 

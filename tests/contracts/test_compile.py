@@ -73,7 +73,7 @@ class TestInductor:
         for slots in (1, 2):
             torch._dynamo.reset()
             handle = offload_over(model, all_layers(slots), SlowLink(seed=slots))
-            assert [unit.anchor for unit in handle.plan.units] == [unit.anchor for unit in plan.units]
+            assert [unit.module_fqn for unit in handle.plan.units] == [unit.module_fqn for unit in plan.units]
             step = stepping(model, "inductor")
             for forwards, run in enumerate((step, model, step, step, model, step), start=1):
                 assert_same_bits(run(x), eager if run is model else expected)

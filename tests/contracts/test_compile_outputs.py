@@ -43,7 +43,7 @@ def test_a_lookup_is_not_repeated_behind_its_release(monkeypatch: pytest.MonkeyP
     with penstock.offload(model, policy) as handle:
         compiled = torch.compile(model, fullgraph=True)
         outs = [compiled(ids) for _ in range(3)]
-        assert [unit.anchor for unit in handle.plan.units] == [f"layers.{i}" for i in range(4)]
+        assert [unit.module_fqn for unit in handle.plan.units] == [f"layers.{i}" for i in range(4)]
         assert handle.stats().bytes_moved >= 3 * handle.plan.moved_bytes > 0
         with boundaries(resident, handle.plan):
             torch._dynamo.reset()

@@ -1,6 +1,6 @@
 """The promise: a module that runs inside another one, in the same thread, gives the right bits or an error.
 
-No anchor lies inside another, but any module may call any other that it knows of, and a hook may call the model.
+No unit's module lies inside another's. But any module may call any other that it knows, and a hook may call the model.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ class TestEager:
         with penstock.offload(model, Prefetch(params=["ALL_MODEL_PARAMS"])) as handle:
             for _ in range(3):
                 assert_same_bits(model(x, x, x), expected)
-            assert [unit.anchor for unit in handle.plan.units] == [""]
+            assert [unit.module_fqn for unit in handle.plan.units] == [""]
 
     def test_attention_beside_other_modules(self) -> None:
         """Its norms run in another order than they are declared in, and its fast path steps aside for hooks."""

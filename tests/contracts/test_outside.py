@@ -213,7 +213,7 @@ class TestNoRoom:
         with self.tight(model) as handle:
             plan = handle.plan
             for unit in plan.units:
-                linear, same = model[int(unit.anchor)], twin[int(unit.anchor)]
+                linear, same = model[int(unit.module_fqn)], twin[int(unit.module_fqn)]
                 assert_same_bits((x @ linear.weight, linear.weight.data * 2), (x @ same.weight, same.weight * 2))
                 assert is_resting(linear.weight)
                 assert_same_bits(model(x), twin(x))
@@ -224,14 +224,14 @@ class TestNoRoom:
         model = nn.Sequential(*(nn.Linear(DIM * 8, DIM * 8) for _ in range(6))).eval()
         x, twin = torch.randn(2, DIM * 8), copy.deepcopy(model)
         with self.tight(model) as handle:
-            linear = model[int(handle.plan.units[0].anchor)]
+            linear = model[int(handle.plan.units[0].module_fqn)]
             for step in (linear.weight.zero_, lambda: linear.weight.data.add_(1)):
                 with pytest.raises(OutsideAccessError, match="which writes it in place, and the budget of"):
                     step()
             view = linear.weight.t()
             with pytest.raises(ModelChangedError, match=r"weight was written in place by aten\.mul_"):
                 view[1:].mul_(2)
-            assert_same_bits(x @ view, x @ twin[int(handle.plan.units[0].anchor)].weight.t())
+            assert_same_bits(x @ view, x @ twin[int(handle.plan.units[0].module_fqn)].weight.t())
             assert_same_bits(model(x), twin(x))
 
     def test_returned_views_are_copied(self) -> None:

@@ -285,7 +285,7 @@ def test_adapters_by_hand(act: Action, policy: Action, warm: bool) -> None:
 
 @POLICIES
 def test_layers_exchanged_for_what_they_wrap(policy: Action) -> None:
-    """The wrapper is the layer itself: its unit loses its anchor."""
+    """The wrapper is the layer itself: its unit loses its module."""
 
     def wrapped() -> nn.Module:
         torch.manual_seed(1)

@@ -47,7 +47,9 @@ def test_same_bits_and_bytes_moved(policy: EnginePolicy) -> None:
         assert not plan.units
         assert plan.uva_bytes > 500_000
     if isinstance(policy, Prefetch):
-        assert [unit.anchor for unit in plan.units][:1] == [f"model.layers.{policy.group_size - policy.num_in_group}"]
+        assert [unit.module_fqn for unit in plan.units][:1] == [
+            f"model.layers.{policy.group_size - policy.num_in_group}"
+        ]
 
 
 def test_compiled_as_engines_do() -> None:
@@ -159,7 +161,7 @@ def build_wrapped(policy: EnginePolicy, layers: range) -> EngineOffloader:
 
 def test_patterns_find_layers_of_which_lora_has_wrapped_some() -> None:
     offloader = build_wrapped(Prefetch(2, 1, 1, ["mlp.down_proj.weight"]), range(4))
-    assert [unit.anchor for unit in offloader.plan.units] == [f"model.layers.{index}" for index in (1, 3, 5, 7)]
+    assert [unit.module_fqn for unit in offloader.plan.units] == [f"model.layers.{index}" for index in (1, 3, 5, 7)]
 
 
 def test_rules_find_layers_that_lora_has_wrapped() -> None:
@@ -178,7 +180,7 @@ def test_what_an_engine_keeps_elsewhere_stays_there(kind: type[EngineOffloader])
     two = TwoTensor(*(torch.zeros(4, device="meta") for _ in range(2)))
     models[0].model.packed = nn.Parameter(two, requires_grad=False)  # type: ignore[assignment]
     offloader.post_init()
-    assert [unit.anchor for unit in offloader.plan.units][:1] == ["model.layers.3"]
+    assert [unit.module_fqn for unit in offloader.plan.units][:1] == ["model.layers.3"]
     assert models[0].model.elsewhere.is_meta
     assert not any("packed" in name for name in offloader.plan.resident)
 

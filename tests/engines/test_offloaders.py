@@ -120,7 +120,7 @@ class TestPrefetch:
         offloader.post_init()
         plan = offloader.plan
         chosen = [i for i in range(6) if i % group_size >= group_size - num_in_group]
-        assert [unit.anchor for unit in plan.units] == [f"0.{i}" for i in chosen]
+        assert [unit.module_fqn for unit in plan.units] == [f"0.{i}" for i in chosen]
         for _ in range(3):
             offloader.sync_prev_onload()
             assert_same_bits(engine(x), expected)
@@ -150,7 +150,7 @@ class TestPrefetch:
         x = rows()
         expected = second(first(x))
         offloader.post_init()
-        assert [unit.anchor for unit in offloader.plan.units] == ["0.1", "1.1", "1.3"]
+        assert [unit.module_fqn for unit in offloader.plan.units] == ["0.1", "1.1", "1.3"]
         for _ in range(2):
             assert_same_bits(second(first(x)), expected)
         assert offloader.stats().bytes_moved > 0
@@ -163,7 +163,7 @@ class TestPrefetch:
         model = nn.Sequential(*layers).eval()
         expected = model(rows())
         offloader.post_init()
-        assert [unit.anchor for unit in offloader.plan.units] == ["0.0", "0.1", "0.3"]
+        assert [unit.module_fqn for unit in offloader.plan.units] == ["0.0", "0.1", "0.3"]
         assert_same_bits(model(rows()), expected)
 
     def test_a_plan_for_another_model_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ class TestUVA:
         expected = engine(rows())
         offloader.post_init()
         assert not offloader.plan.uva
-        assert [unit.anchor for unit in offloader.plan.units] == [f"0.{i}" for i in range(3)]
+        assert [unit.module_fqn for unit in offloader.plan.units] == [f"0.{i}" for i in range(3)]
         assert_same_bits(engine(rows()), expected)
         assert offloader.stats().bytes_moved > 0
 

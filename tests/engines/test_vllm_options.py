@@ -171,11 +171,11 @@ FORM = """write it like --additional-config '{"penstock": {"device_memory": "20G
         ({"device_memory": "1GiB", "params": [1]}, OptionTypeError, 'such as ["mlp"], found [1]'),
         ({"device_memory": "1GiB", "rules": "a=uva"}, OptionTypeError, "penstock.rules: expected a list of strings"),
         ({"device_memory": "1GiB", "rules": ["mlp"]}, OptionError, "penstock.rules: 'mlp': expected a name pattern"),
-        ({"device_memory": "1GiB", "rules": ["a=cpu"]}, OptionError, "resident, prefetch, uva, found 'cpu'"),
+        ({"device_memory": "1GiB", "rules": ["a=cpu"]}, OptionError, "penstock.rules: 'a=cpu': expected a name"),
         (
             {"device_memory": "1GiB", "rules": ["a=uva", "b=uva", "a=prefetch"]},
             OptionError,
-            "penstock.rules: a=uva and a=prefetch contradict each other: one pattern has one mechanism; leave one of",
+            "rules 'a=uva' and 'a=prefetch' contradict each other: one pattern has one mechanism; leave one of them",
         ),
         ({"mode": "disk"}, OptionError, "penstock.mode 'disk': expected one of cpu, shm_cpu inside vLLM; leave it out"),
         ({"mode": ["cpu"]}, OptionError, "penstock.mode ['cpu']: expected one of cpu, shm_cpu"),

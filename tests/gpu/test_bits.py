@@ -23,7 +23,7 @@ def mixed_plan(model: torch.nn.Module) -> Plan:
     prefetched = build_plan(inventory, Prefetch(1, 1, 2, ["down_proj"]))
     in_place = build_plan(inventory, UVA(params=["up_proj", "embed"]))
     drafts = [
-        UnitDraft(unit.anchor, tuple(inventory.by_name[entry.storage] for entry in unit.entries))
+        UnitDraft(unit.module_fqn, tuple(inventory.by_name[entry.storage] for entry in unit.entries))
         for unit in prefetched.units
     ]
     return assemble(inventory, drafts, 2, "cpu", uva=[inventory.by_name[name] for name in in_place.uva])

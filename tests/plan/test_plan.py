@@ -79,7 +79,7 @@ class TestBudget:
         plan = build_plan(inventory, Budget(int(inventory.num_bytes * share)))
         check_plan(plan, inventory)
         assert len({unit.payload_bytes for unit in plan.units}) == 1
-        layers = [int(unit.anchor.split(".")[1]) for unit in plan.units]
+        layers = [int(unit.module_fqn.split(".")[1]) for unit in plan.units]
         gaps = {second - first for first, second in itertools.pairwise(layers)}
         assert max(gaps) - min(gaps) <= 1
         assert plan.num_slots == 2
@@ -123,7 +123,7 @@ class TestBudget:
         model.head = holder(w=torch.empty(100 * KIB, device="meta"))
         inventory = take_inventory(model)
         plan = build_plan(inventory, Budget(500 * KIB, ["tower", "head"]))
-        assert [unit.anchor for unit in plan.units] == ["tower", "head"]
+        assert [unit.module_fqn for unit in plan.units] == ["tower", "head"]
         assert plan.num_slots == 1
 
     def test_a_module_around_the_layers_keeps_its_weights(self) -> None:
@@ -172,7 +172,7 @@ class TestGroupRule:
             return
         check_plan(plan, inventory)
         allowed = {layers[index] for layers in stacks for index in group_rule(len(layers), group_size, num_in_group)}
-        assert {unit.anchor for unit in plan.units} <= allowed
+        assert {unit.module_fqn for unit in plan.units} <= allowed
         assert plan.num_slots == min(prefetch_step, len(plan.units))
 
     def test_more_slots_than_units_warns(self) -> None:
@@ -183,7 +183,7 @@ class TestGroupRule:
 
     def test_one_unit(self) -> None:
         plan = build_plan(take_inventory(Stack(4)), all_layers(1, group_size=4))
-        assert [unit.anchor for unit in plan.units] == ["layers.3"]
+        assert [unit.module_fqn for unit in plan.units] == ["layers.3"]
         assert (plan.num_slots, plan.moved_bytes) == (1, 0)
 
     def test_no_units(self) -> None:

@@ -83,7 +83,7 @@ class TestRoundTrip:
         data = json.loads((tmp_path / "plan.json").read_text())
         sizes = {s.name: s.num_bytes for s in take_inventory(Stack(6)).storages if s.name in known(plan)}
         digest = hashlib.sha256(json.dumps(sorted(sizes.items()), separators=(",", ":")).encode()).hexdigest()
-        assert data["schema"] == 3
+        assert data["schema"] == 4
         assert data["model"] == {
             "name": "stack",
             "num_storages": len(sizes),
@@ -94,7 +94,7 @@ class TestRoundTrip:
 
     def test_the_keys_are_frozen(self, plan: Plan) -> None:
         """Another set of keys is another schema: raise the version."""
-        assert plan.to_json()["schema"] == 3
+        assert plan.to_json()["schema"] == 4
         assert list(plan.to_json()) == [
             "schema", "model", "machine", "mode", "num_ranks", "num_slots", "slot_bytes", "device_bytes",
             "resident_bytes", "prefetched_bytes", "moved_bytes", "store_bytes", "uva_bytes", "units", "resident", "uva",
@@ -172,14 +172,14 @@ def without(*keys: Any) -> Callable[[Any], None]:
 
 FIRST = "layers.0.norm.weight"
 DAMAGE = {
-    "schema 1": (at("schema", value=1), r"schema: expected 3, the version that this penstock reads .*, found 1"),
-    "schema 2": (at("schema", value=2), r"schema: expected 3, .*, found 2"),
-    "schema true": (at("schema", value=True), "schema: expected 3, .* found true"),
-    "schema 1.0": (at("schema", value=1.0), r"schema: expected 3, .* found 1\.0"),
-    "no schema": (without("schema"), "schema: expected 3, .* found null"),
+    "schema 1": (at("schema", value=1), r"schema: expected 4, the version that this penstock reads .*, found 1"),
+    "schema 2": (at("schema", value=2), r"schema: expected 4, .*, found 2"),
+    "schema true": (at("schema", value=True), "schema: expected 4, .* found true"),
+    "schema 1.0": (at("schema", value=1.0), r"schema: expected 4, .* found 1\.0"),
+    "no schema": (without("schema"), "schema: expected 4, .* found null"),
     "key missing": (without("uva"), "expected the key 'uva', which is missing"),
     "key unknown": (at("speed", value=3), 'the file: expected no key but schema, .*, found "speed"'),
-    "unit key missing": (without("units", 1, "anchor"), "expected the key 'anchor', which is missing"),
+    "unit key missing": (without("units", 1, "module_fqn"), "expected the key 'module_fqn', which is missing"),
     "unit key unknown": (at("units", 1, "x", value=0), r'units\[1\]: expected no key but index, .* found "x"'),
     "entry key missing": (without("units", 0, "entries", 2, "offset"), r"units\[0\]\.entries\[2\]: expected the key"),
     "mode": (at("mode", value="tape"), 'mode: expected one of cpu, .*, sharded_cpu, disk, .*, meta, found "tape"'),
@@ -200,7 +200,7 @@ DAMAGE = {
     "unit store missing": (without("units", 1, "store"), "expected the key 'store', which is missing"),
     "a store that changes the sums": (at("units", 1, "store", value="disk"), "store_bytes: expected the key"),
     "no entries": (at("units", 0, "entries", value=[]), r"units\[0\]\.entries: expected at least one entry"),
-    "anchor type": (at("units", 0, "anchor", value=None), r"units\[0\]\.anchor: expected a string, found null"),
+    "fqn type": (at("units", 0, "module_fqn", value=None), r"units\[0\]\.module_fqn: expected a string, found null"),
     "overlap": (at("units", 0, "entries", 1, "offset", value=0), r"entries\[1\]\.offset: expected 256, .* found 0"),
     "alignment": (at("units", 0, "entries", 1, "offset", value=200), r"\[1\]\.offset: expected 256, .* found 200"),
     "beyond the slab": (at("units", 0, "num_bytes", value=256), r"units\[0\]\.num_bytes: expected 4864, .* found 256"),
@@ -271,8 +271,8 @@ class TestDamagedFiles:
             (b"9" * 5000, "expected a plan in JSON, found"),
             (b"[]", r"the file: expected an object, found \[\]"),
             (b"null", "the file: expected an object, found null"),
-            (b'{"schema": 3, "schema": 3}', "the key 'schema' twice in one object"),
-            (b'{"schema": NaN}', "schema: expected 3, .* found NaN"),
+            (b'{"schema": 4, "schema": 4}', "the key 'schema' twice in one object"),
+            (b'{"schema": NaN}', "schema: expected 4, .* found NaN"),
         ],
         ids=lambda value: str(value)[:20],
     )
@@ -359,14 +359,14 @@ class TestOtherModels:
 
     def test_a_module_that_is_not_there(self) -> None:
         plan = build_plan(take_inventory(Stack(2)), all_layers())
-        wrong = replace(plan, units=(replace(plan.units[0], anchor="layers.7"), *plan.units[1:]))
+        wrong = replace(plan, units=(replace(plan.units[0], module_fqn="layers.7"), *plan.units[1:]))
         assert "the model has no module 'layers.7'" in refusal(Stack(2), wrong)
 
     def test_a_unit_that_is_waited_for_elsewhere(self) -> None:
         """Its layer would read the slot before the copy is done: bits, not speed."""
         plan = build_plan(take_inventory(Stack(2)), all_layers())
         first, second = plan.units
-        swapped = replace(plan, units=(replace(first, anchor="layers.1"), replace(second, anchor="layers.0")))
+        swapped = replace(plan, units=(replace(first, module_fqn="layers.1"), replace(second, module_fqn="layers.0")))
         assert "in the unit of 'layers.1', but module 'layers.0." in refusal(Stack(2), swapped)
 
 
@@ -382,7 +382,7 @@ class TestOtherMachines:
         message = refusal(model, replace(plan, units=tuple(units)))
         assert "the plan has units 0 and 1 at 'layers.0' and 'layers.0'; expected modules none of which" in message
         for outer in ("", "layers"):
-            units = [replace(unit, anchor=outer) if unit.index == 2 else unit for unit in plan.units]
+            units = [replace(unit, module_fqn=outer) if unit.index == 2 else unit for unit in plan.units]
             message = refusal(model, replace(plan, units=tuple(units)))
             assert f"the plan has units 2 and 0 at {outer!r} and 'layers.0'; expected modules" in message
 

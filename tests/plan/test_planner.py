@@ -61,7 +61,7 @@ def exhaustive(inventory: Inventory, budget: int, rows: int) -> float:
     """The fastest of all assignments of a mechanism to every storage, with any number of slots."""
     best = float("inf")
     for drafts, uva in assignments(inventory):
-        units = [UnitDraft(anchor, tuple(storages)) for anchor, storages in drafts.items()]
+        units = [UnitDraft(fqn, tuple(storages)) for fqn, storages in drafts.items()]
         for slots in range(1, max(1, len(units)) + 1):
             made = assemble(inventory, units, slots, "cpu", uva=uva)
             if made.device_bytes <= budget:

@@ -161,7 +161,7 @@ class TestPlans:
         plan = build_plan(
             take_inventory(model), Rules([("bias", "resident"), ("b", "uva"), ("ALL_MODEL_PARAMS", "prefetch")])
         )
-        assert [unit.anchor for unit in plan.units] == ["tower", "layers.0", "layers.1", "layers.2", "head"]
+        assert [unit.module_fqn for unit in plan.units] == ["tower", "layers.0", "layers.1", "layers.2", "head"]
         assert [[entry.storage for entry in unit.entries] for unit in plan.units][1] == ["layers.0.a.weight"]
         assert list(plan.uva) == [f"layers.{index}.b.weight" for index in range(3)]
         assert set(plan.resident) == {s.name for s in take_inventory(model).storages if s.name.endswith("bias")}

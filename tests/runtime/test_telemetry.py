@@ -38,7 +38,7 @@ class TestStats:
                 model(x)
             stats = handle.stats()
             size = handle.plan.units[0].payload_bytes
-            assert [unit.anchor for unit in stats.units] == [f"layers.{i}" for i in range(5)]
+            assert [unit.module_fqn for unit in stats.units] == [f"layers.{i}" for i in range(5)]
             assert [unit.copies for unit in stats.units] == [4, 4, 3, 3, 3]
             assert [unit.bytes_moved for unit in stats.units] == [4 * size, 4 * size, 3 * size, 3 * size, 3 * size]
             assert [unit.runs for unit in stats.units] == [3] * 5
@@ -103,7 +103,7 @@ class TestStats:
             stats = handle.stats()
         back = json.loads(json.dumps(stats.to_json()))
         assert back["bytes_moved"] == stats.bytes_moved > 0
-        assert [unit["anchor"] for unit in back["units"]] == ["layers.0", "layers.1", "layers.2"]
+        assert [unit["module_fqn"] for unit in back["units"]] == ["layers.0", "layers.1", "layers.2"]
         assert back["mechanism_bytes"] == stats.mechanism_bytes
 
 

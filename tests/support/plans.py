@@ -99,17 +99,17 @@ def check_plan(plan: Plan, inventory: Inventory) -> None:
             assert entry.num_bytes == by_name[entry.storage].num_bytes
             end = entry.offset + entry.num_bytes
             for owner in by_name[entry.storage].modules:  # so ties travel together, or not at all
-                assert is_within(owner, unit.anchor), "read outside its anchor"
-                assert unit.anchor in inventory.dominators(owner), "read on another path"
+                assert is_within(owner, unit.module_fqn), "read outside its module"
+                assert unit.module_fqn in inventory.dominators(owner), "read on another path"
         assert 0 <= unit.num_bytes - end < SLAB_ALIGNMENT_BYTES
         assert unit.num_bytes == slab_bytes(entry.num_bytes for entry in unit.entries)
         assert unit.num_bytes <= plan.slot_bytes[unit.slot]
-    anchors = [unit.anchor for unit in plan.units]
-    assert anchors == sorted(anchors, key=order.__getitem__), "in the order of the model"
-    assert inventory.containers.isdisjoint(anchors), "never waited for"
-    for one in anchors:
-        assert inventory.ancestors(one).isdisjoint(anchors), "nested on some path"
-        assert not any(one != other and is_within(one, other) for other in anchors), "nested anchors"
+    fqns = [unit.module_fqn for unit in plan.units]
+    assert fqns == sorted(fqns, key=order.__getitem__), "in the order of the model"
+    assert inventory.containers.isdisjoint(fqns), "never waited for"
+    for one in fqns:
+        assert inventory.ancestors(one).isdisjoint(fqns), "nested on some path"
+        assert not any(one != other and is_within(one, other) for other in fqns), "nested fqns"
     assert plan.num_slots <= max(len(plan.units), 0)
     assert plan.device_bytes == plan.resident_bytes + sum(plan.slot_bytes)
     back = json.loads(json.dumps(plan.to_json()))
@@ -158,12 +158,12 @@ def unit(index: int, *sizes: int) -> Unit:
 
 
 def assignments(inventory: Inventory) -> Iterator[tuple[dict[str, list[StorageInfo]], list[StorageInfo]]]:
-    """Every assignment of a mechanism to every storage: what is prefetched by anchor, and what is read in place."""
+    """Every assignment of a mechanism to every storage: what is prefetched by fqn, and what is read in place."""
     movable = worth_moving(inventory.storages)
     for how in itertools.product(("resident", "prefetch", "uva"), repeat=len(movable)):
         drafts: dict[str, list[StorageInfo]] = {}
         for storage, mechanism in zip(movable, how, strict=True):
             if mechanism == "prefetch":
-                anchor = ".".join(storage.name.split(".")[:2]) if "layers" in storage.name else "head"
-                drafts.setdefault(anchor, []).append(storage)
+                fqn = ".".join(storage.name.split(".")[:2]) if "layers" in storage.name else "head"
+                drafts.setdefault(fqn, []).append(storage)
         yield drafts, [s for s, mechanism in zip(movable, how, strict=True) if mechanism == "uva"]

@@ -258,7 +258,7 @@ class EngineOffloader(LayerwiseOffloader):
             StateError: a unit whose module did not run: what reads its weights would not wait for them.
         """
         units = self.stats().units
-        idle = [unit.anchor for unit in units if unit.runs == 0]
+        idle = [unit.module_fqn for unit in units if unit.runs == 0]
         if idle:
             raise StateError(
                 f"{len(idle)} of {len(units)} offloaded modules did not run when the engine ran its model "
@@ -320,12 +320,12 @@ class EngineOffloader(LayerwiseOffloader):
     def _check_plan(self, plan: Plan, inventory: Inventory) -> None:
         model, layers = self._model(), list(chain.from_iterable(self._layers()))
         for unit in plan.units:
-            anchor = model.get_submodule(unit.anchor)
+            module = model.get_submodule(unit.module_fqn)
             # Compilers of parts of a model replace __call__, and what they put there runs no hooks.
-            if not _runs_hooks(anchor):
+            if not _runs_hooks(module):
                 raise OptionError(
-                    f"{unit.anchor} ({type(anchor).__name__}) replaces Module.__call__, so nothing would wait for its "
-                    f"weights: read them in place ('{unit.anchor}=uva'), or leave them out of what is offloaded"
+                    f"{unit.module_fqn} ({type(module).__name__}) replaces Module.__call__, so nothing would wait for "
+                    f"its weights: read them in place ('{unit.module_fqn}=uva'), or leave them out of what is offloaded"
                 )
             for storage in (inventory.by_name[entry.storage] for entry in unit.entries):
                 if not storage.is_lookup and _is_outside(storage, layers):
@@ -339,7 +339,7 @@ class EngineOffloader(LayerwiseOffloader):
         model, units = prepared.model, prepared.plan.units
         runs_hooks = _runs_hooks(model)  # a model that is compiled as a whole runs none of its own
         return SessionOptions(
-            entry=model.get_submodule(units[0].anchor) if units and not runs_hooks else None,
+            entry=model.get_submodule(units[0].module_fqn) if units and not runs_hooks else None,
             measure_stalls=self._measure_stalls,
             replays_announced=self._announces_replays and runs_hooks,  # the hooks say where a forward ends
             keeps_addresses=True,

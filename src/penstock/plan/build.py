@@ -540,8 +540,8 @@ class Alternatives:
 
     def _brought_in(self, count: int) -> Plan:
         """The plan with ``count`` of its units in files in host memory: those that a higher limit would bring there."""
-        plan, order = self._plan, {anchor: index for index, anchor in enumerate(self._table.spill_order)}
-        staged = sorted(plan.staged_units, key=lambda unit: order[unit.anchor])
+        plan, order = self._plan, {fqn: index for index, fqn in enumerate(self._table.spill_order)}
+        staged = sorted(plan.staged_units, key=lambda unit: order[unit.module_fqn])
         chosen = {unit.index for unit in staged[len(staged) - count :]}
         units = (replace(unit, store=plan.mode) if unit.index in chosen else unit for unit in plan.units)
         return replace(plan, units=tuple(units))

@@ -91,12 +91,12 @@ class CandidateTable:
         mode: the store.
         spill: files for the units that host memory has no room for; ``None``: all rest in the one store.
         stages: of the model, in order.
-        spill_order: anchors of all stages, in the order in which their units go to the files.
+        spill_order: module names (FQNs) of all stages, in the order in which their units go to the files.
         layers: names of those that are layers.
         layer_index: position of every layer.
         roles: layer -> role -> storage, movable ones.
         outside: units outside the layers.
-        always_prefetched: by anchor, what a rule has settled.
+        always_prefetched: by module, what a rule has settled.
         always_in_place: lookup tables, and what a rule has settled.
         stranded: movable, but no module whose forward runs could wait for them.
         sizes, slabs: bytes of every storage by name, and what it takes of a slab.
@@ -133,14 +133,14 @@ class CandidateTable:
         # Asked for together, so that no unit ends up inside another.
         with_units = [layer for layer in self.layers if self.roles[layer] or always[layer]]
         beside = outside_units(inventory, [*free.values(), *must_move.values()], with_units)
-        always |= {draft.anchor: tuple(s for s in draft.storages if s.name in must_move) for draft in beside}
-        self.always_prefetched = {anchor: storages for anchor, storages in always.items() if storages}
+        always |= {draft.module_fqn: tuple(s for s in draft.storages if s.name in must_move) for draft in beside}
+        self.always_prefetched = {fqn: storages for fqn, storages in always.items() if storages}
         by_rule = [s for s in inventory.storages if self.forced.get(s.name) == "uva"]
         self.always_in_place = (*lookups, *by_rule)
-        drafts = [UnitDraft(d.anchor, tuple(s for s in d.storages if s.name in free)) for d in beside]
+        drafts = [UnitDraft(d.module_fqn, tuple(s for s in d.storages if s.name in free)) for d in beside]
         self.outside = [draft for draft in drafts if draft.storages]
         self.stages = find_stages(inventory, beside)
-        self.spill_order = [self.stages[index].anchor for index in spill_order(len(self.stages))]
+        self.spill_order = [self.stages[index].module_fqn for index in spill_order(len(self.stages))]
         placed = {s.name for group in (*inside.values(), *(draft.storages for draft in beside)) for s in group}
         self.stranded = stranded(inventory, free.values(), placed)
         self.sizes = {s.name: float(s.num_bytes) for s in inventory.storages}
@@ -349,22 +349,22 @@ class Family:
 
     @cached_property
     def _always(self) -> dict[str, list[StorageInfo]]:
-        """By anchor, what every candidate prefetches there."""
-        always = {anchor: list(storages) for anchor, storages in self.table.always_prefetched.items()}
+        """What every candidate prefetches, by module."""
+        always = {fqn: list(storages) for fqn, storages in self.table.always_prefetched.items()}
         for draft in self.table.outside if self.outside == "prefetch" else ():
-            always.setdefault(draft.anchor, []).extend(draft.storages)
+            always.setdefault(draft.module_fqn, []).extend(draft.storages)
         return always
 
     def _units(self, value: Mapping[str, float]) -> Iterator[tuple[str, Floats]]:
-        """(anchor, value of its unit per candidate), in order, for every stage that may have a unit."""
+        """(module, value of its unit per candidate), in order, for every stage that may have a unit."""
         totals = self.sets.totals(value)
         for stage in self.table.stages:
-            always = float(sum(value[s.name] for s in self._always.get(stage.anchor, ())))
-            layer = self.table.layer_index.get(stage.anchor)
+            always = float(sum(value[s.name] for s in self._always.get(stage.module_fqn, ())))
+            layer = self.table.layer_index.get(stage.module_fqn)
             if layer is not None:
-                yield stage.anchor, totals[layer].take(self._chosen[layer]) + always
+                yield stage.module_fqn, totals[layer].take(self._chosen[layer]) + always
             elif always:
-                yield stage.anchor, np.full(len(self.high), always)
+                yield stage.module_fqn, np.full(len(self.high), always)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
@@ -424,17 +424,17 @@ class Family:
         return np.where(too_much > 0, too_much + spill.ring_bytes, 0.0)
 
     def _staged(self, excess: Floats | None) -> dict[str, Bools]:
-        """By anchor of a unit: in which candidates it rests in files."""
+        """In which candidates a unit rests in files, by its module."""
         if self.table.mode == "disk":
-            return dict.fromkeys((stage.anchor for stage in self.table.stages), np.ones(len(self.high), dtype=bool))
+            return dict.fromkeys((stage.module_fqn for stage in self.table.stages), np.ones(len(self.high), dtype=bool))
         if excess is None or not excess.any():
             return {}
         units = dict(self._units(self.table.spillable))
         staged = {}
-        for anchor in self.table.spill_order:
-            if anchor in units:
-                staged[anchor] = (excess > 0) & (units[anchor] > 0)
-                excess = excess - staged[anchor] * units[anchor]
+        for fqn in self.table.spill_order:
+            if fqn in units:
+                staged[fqn] = (excess > 0) & (units[fqn] > 0)
+                excess = excess - staged[fqn] * units[fqn]
         return staged
 
     def fitting(self, device_bytes: float, host_bytes: int | None = None) -> Ints:
@@ -462,7 +462,7 @@ class Family:
         link = self.sets.totals({name: cost.in_place_s for name, cost in step.costs.items()})
         for stage, always in zip(self.table.stages, step.read_in_place(s.name for s in self.uva), strict=True):
             extra_s, link_s = (np.full(len(self.high), seconds) for seconds in always)
-            layer = self.table.layer_index.get(stage.anchor)
+            layer = self.table.layer_index.get(stage.module_fqn)
             if layer is not None and self._in_place is not None:
                 extra_s += extra[layer].take(self._in_place[layer])
                 link_s += link[layer].take(self._in_place[layer])
@@ -477,15 +477,15 @@ class Family:
         staged = {} if excess is None else self._take(row)._staged(excess[row])
         order = {s.name: index for index, s in enumerate(self.table.inventory.storages)}
         drafts, uva = [], list(self.uva)
-        for anchor in (stage.anchor for stage in self.table.stages):
-            storages = list(self._always.get(anchor, ()))
-            for role, storage in self.table.roles.get(anchor, {}).items():
-                layer = self.table.layer_index[anchor]
+        for fqn in (stage.module_fqn for stage in self.table.stages):
+            storages = list(self._always.get(fqn, ()))
+            for role, storage in self.table.roles.get(fqn, {}).items():
+                layer = self.table.layer_index[fqn]
                 if role in self.sets.sets[self._chosen[layer, candidate]]:
                     storages.append(storage)
                 elif self._in_place is not None and role in self.sets.sets[self._in_place[layer, candidate]]:
                     uva.append(storage)
             if storages:
-                store: Mode | None = "disk" if anchor in staged and staged[anchor][0] else None
-                drafts.append(UnitDraft(anchor, tuple(sorted(storages, key=lambda s: order[s.name])), store))
+                store: Mode | None = "disk" if fqn in staged and staged[fqn][0] else None
+                drafts.append(UnitDraft(fqn, tuple(sorted(storages, key=lambda s: order[s.name])), store))
         return assemble(self.table.inventory, drafts, int(self.memory.num_slots[candidate]), self.table.mode, uva=uva)

@@ -261,12 +261,12 @@ class Stage:
     """A module that runs on its own in the order of the model, with what it reads.
 
     Attributes:
-        anchor: its dotted name.
+        module_fqn: its dotted name.
         storages: what it reads, each with the number of experts it is divided into (1: not divided).
         is_layer: whether it is one of the layers.
     """
 
-    anchor: str
+    module_fqn: str
     storages: tuple[tuple[StorageInfo, int], ...]
     is_layer: bool = False
 
@@ -274,20 +274,20 @@ class Stage:
 def find_stages(inventory: Inventory, outside: Iterable[UnitDraft] = ()) -> list[Stage]:
     """The layers, and around them every other module that owns tensors, in the order of the model.
 
-    ``outside``: units that may be anchored on other modules than the first that holds their tensors.
+    ``outside``: units that may be hooked on other modules than the first that holds their tensors.
     """
     layers = set(find_layers(inventory))
-    anchors = {storage.name: draft.anchor for draft in outside for storage in draft.storages}
+    fqns = {storage.name: draft.module_fqn for draft in outside for storage in draft.storages}
     members: dict[str, list[StorageInfo]] = {}
     for storage in inventory.storages:
         owner = storage.tensors[0].locations[0].module
         layer = next((name for name in dotted_prefixes(owner) if name and name in layers), None)
-        anchor = anchors.get(storage.name) or layer or reader_of(inventory, owner)
-        members.setdefault(anchor, []).append(storage)
+        fqn = fqns.get(storage.name) or layer or reader_of(inventory, owner)
+        members.setdefault(fqn, []).append(storage)
     order = {name: index for index, name in enumerate(inventory.modules)}
     return [
-        Stage(anchor, tuple((s, experts_in(s, anchor in layers)) for s in members[anchor]), anchor in layers)
-        for anchor in sorted(members, key=order.__getitem__)
+        Stage(fqn, tuple((s, experts_in(s, fqn in layers)) for s in members[fqn]), fqn in layers)
+        for fqn in sorted(members, key=order.__getitem__)
     ]
 
 
@@ -399,14 +399,14 @@ class StepModel:
         """Seconds of a step, by candidate.
 
         Args:
-            sizes: bytes of units by the anchor of their stage.
-            in_files: by anchor, whether they rest in files.
+            sizes: bytes of units by the module of their stage.
+            in_files: by module, whether they rest in files.
             in_place: as :meth:`read_in_place`, by candidate.
         """
         rates, none, stages = self._rates, np.zeros(len(num_slots)), []
         for stage, resident_s, (extra_s, link_s) in zip(self._stages, self.resident_s, in_place, strict=True):
-            size = sizes.get(stage.anchor, none)
-            disk_s = size * in_files.get(stage.anchor, False) * rates.file_s_per_byte
+            size = sizes.get(stage.module_fqn, none)
+            disk_s = size * in_files.get(stage.module_fqn, False) * rates.file_s_per_byte
             stages.append(StageTimes(resident_s + extra_s, link_s, rates.copies_s(size), disk_s))
         reads_files = any(stage.disk_s.any() for stage in stages)
         ring_s = RING_BYTES * rates.file_s_per_byte if reads_files else 0.0
@@ -592,15 +592,15 @@ class Forecaster:
     def __init__(self, inventory: Inventory, rates: Rates, profile: ModelProfile, rows: int, context: int = 0) -> None:
         self._rates, self._rows = rates, rows
         stages = find_stages(inventory)
-        # A unit of tied tensors may be anchored around the module that is the stage of the first of them.
-        self._anchors = {s.name: stage.anchor for stage in stages for s, _ in stage.storages}
+        # A unit of tied tensors may be hooked around the module that is the stage of the first of them.
+        self._fqns = {s.name: stage.module_fqn for stage in stages for s, _ in stage.storages}
         self._step = StepModel(stages, rates, profile, rows, context)
 
     def __call__(self, plan: Plan) -> Forecast:
         """The forecast for ``plan``, which is timed as a table of candidates with one row."""
         rates = self._rates
-        sizes = {self._anchors[unit.entries[0].storage]: np.array([float(unit.payload_bytes)]) for unit in plan.units}
-        in_files = {self._anchors[unit.entries[0].storage]: np.array([True]) for unit in plan.staged_units}
+        sizes = {self._fqns[unit.entries[0].storage]: np.array([float(unit.payload_bytes)]) for unit in plan.units}
+        in_files = {self._fqns[unit.entries[0].storage]: np.array([True]) for unit in plan.staged_units}
         in_place = self._step.read_in_place(plan.uva)
         step_s = self._step.step_s(
             sizes,

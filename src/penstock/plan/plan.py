@@ -43,7 +43,7 @@ SLAB_ALIGNMENT_BYTES = 256
 CHUNK_BYTES = 8 << 20
 
 # Of :meth:`Plan.to_json`, and so of plan files. Raise it with any change of a key or of its meaning.
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 _REPLAN = "make it again for this one: `penstock plan MODEL ... --save FILE`, or pass a policy instead of a plan"
 _NAMES_SHOWN = 3
@@ -85,7 +85,7 @@ class Unit:
 
     Attributes:
         index: position in the order of execution.
-        anchor: dotted name of the module whose forward reads the unit; the wait goes before it, the release after.
+        module_fqn: dotted name of the module whose forward reads the unit; the wait goes before it, the release after.
         slot: always ``index mod num_slots``.
         entries: the layout of the slab.
         num_bytes: size of the slab, alignment gaps included.
@@ -93,7 +93,7 @@ class Unit:
     """
 
     index: int
-    anchor: str
+    module_fqn: str
     slot: int
     entries: tuple[SlabEntry, ...]
     num_bytes: int
@@ -274,7 +274,7 @@ class Plan:
         Also where bits are at stake: each unit has to be waited for before anything reads it, and to keep its slot.
         """
         found, planned = {s.name: s.num_bytes for s in inventory.storages}, self.storage_bytes
-        missing = [unit.anchor for unit in self.units if unit.anchor not in inventory.modules]
+        missing = [unit.module_fqn for unit in self.units if unit.module_fqn not in inventory.modules]
         if planned != found or missing:
             raise OptionError(_foreign_model(planned, found, missing, self.model_name))
         for problem in self._misplaced_units(inventory):
@@ -282,37 +282,37 @@ class Plan:
         for unit in self.units:
             if unit.store != self.mode and (unit.store, self.mode) != ("disk", "cpu"):
                 raise OptionError(
-                    f"unit {unit.index} ({unit.anchor}) rests in {unit.store!r} and the plan in {self.mode!r}; a unit "
-                    f"rests where the plan does, or in 'disk' beside 'cpu'"
+                    f"unit {unit.index} ({unit.module_fqn}) rests in {unit.store!r} and the plan in {self.mode!r}; a "
+                    f"unit rests where the plan does, or in 'disk' beside 'cpu'"
                 )
 
     def _misplaced_units(self, inventory: Inventory) -> Iterator[str]:
         """Why units could be read before they have arrived, or overwritten while they are read."""
         first: dict[str, int] = {}
         for index, unit in enumerate(self.units):
-            first.setdefault(unit.anchor, index)
-        for index, anchor in enumerate(unit.anchor for unit in self.units):
-            around = [anchor] if first[anchor] != index else sorted(first.keys() & inventory.ancestors(anchor))
+            first.setdefault(unit.module_fqn, index)
+        for index, fqn in enumerate(unit.module_fqn for unit in self.units):
+            around = [fqn] if first[fqn] != index else sorted(first.keys() & inventory.ancestors(fqn))
             if around:
                 yield (
-                    f"the plan has units {first[around[0]]} and {index} at {around[0]!r} and {anchor!r}; expected "
+                    f"the plan has units {first[around[0]]} and {index} at {around[0]!r} and {fqn!r}; expected "
                     f"modules none of which runs inside another, because one would be overwritten while it is read"
                 )
         for unit in self.units:
-            anchor = unit.anchor
-            if anchor in inventory.uncalled:
-                why = "has no forward" if anchor in inventory.containers else "is not called by the module around it"
+            fqn = unit.module_fqn
+            if fqn in inventory.uncalled:
+                why = "has no forward" if fqn in inventory.containers else "is not called by the module around it"
                 yield (
-                    f"the plan has a unit at {anchor!r} ({inventory.modules[anchor]}), which {why}, so that nothing "
+                    f"the plan has a unit at {fqn!r} ({inventory.modules[fqn]}), which {why}, so that nothing "
                     f"would wait for its tensors; expected a module that is called"
                 )
             for storage in (inventory.by_name[entry.storage] for entry in unit.entries):
-                outside = sorted(module for module in storage.modules if anchor not in inventory.dominators(module))
+                outside = sorted(module for module in storage.modules if fqn not in inventory.dominators(module))
                 if outside:
-                    elsewhere = anchor in inventory.ancestors(outside[0])
+                    elsewhere = fqn in inventory.ancestors(outside[0])
                     where = "is used in another place as well" if elsewhere else "is not inside it"
                     yield (
-                        f"the plan has {storage.name} in the unit of {anchor!r}, but module {outside[0]!r}, which "
+                        f"the plan has {storage.name} in the unit of {fqn!r}, but module {outside[0]!r}, which "
                         f"holds it, {where} and would read it before it has arrived"
                     )
 
@@ -356,8 +356,9 @@ class Plan:
         ``mode``        the store of what is read in place, and of units that do not rest in ``disk``
         ``num_ranks``   over how many ranks every unit is split
         ``num_slots``   slots, each of ``slot_bytes``
-        ``units``       ``index``, ``anchor``, ``slot``, ``num_bytes``, ``store`` (as ``mode``, or ``disk`` where that
-                        is ``cpu`` and units are not split), and ``entries`` of ``storage``, ``offset``, ``num_bytes``
+        ``units``       ``index``, ``module_fqn``, ``slot``, ``num_bytes``, ``store`` (as ``mode``, or ``disk`` where
+                        that is ``cpu`` and units are not split), and ``entries`` of ``storage``, ``offset`` and
+                        ``num_bytes``
         ``resident``    storage name -> bytes
         ``uva``         the same, of what is read in place
         the others      sums over the above; ``store_bytes`` by where they rest
@@ -394,9 +395,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class UnitDraft:
-    """A unit before layout: the anchor, what travels with it, and its store where that is not the plan's."""
+    """A unit before layout: its module, what travels with it, and its store where that is not the plan's."""
 
-    anchor: str
+    module_fqn: str
     storages: tuple[StorageInfo, ...]
     store: Mode | None = None
 
@@ -411,7 +412,7 @@ def assemble(
     """Lay out slabs, assign slots, and call everything else resident. Drafts are in order of execution."""
     slots = min(num_slots, len(drafts))
     units = tuple(
-        _lay_out(index, draft.anchor, {s.name: s.num_bytes for s in draft.storages}, slots, draft.store or mode)
+        _lay_out(index, draft.module_fqn, {s.name: s.num_bytes for s in draft.storages}, slots, draft.store or mode)
         for index, draft in enumerate(drafts)
     )
     in_place = {storage.name: storage.num_bytes for storage in uva}
@@ -420,11 +421,11 @@ def assemble(
     return Plan(units, slots, mode, resident, in_place)
 
 
-def _lay_out(index: int, anchor: str, sizes: Mapping[str, int], num_slots: int, store: Mode) -> Unit:
+def _lay_out(index: int, fqn: str, sizes: Mapping[str, int], num_slots: int, store: Mode) -> Unit:
     """The unit of the storages of these sizes, one after the other, each aligned."""
     *offsets, end = accumulate(map(_aligned, sizes.values()), initial=0)
     entries = tuple(SlabEntry(name, at, size) for (name, size), at in zip(sizes.items(), offsets, strict=True))
-    return Unit(index, anchor, slot_of(index, num_slots), entries, end, store)
+    return Unit(index, fqn, slot_of(index, num_slots), entries, end, store)
 
 
 def slab_bytes(sizes: Iterable[int]) -> int:
@@ -557,10 +558,10 @@ def _plan_from(data: Any) -> Plan:
 
 def _unit_from(unit: Any, index: int, num_slots: int) -> Unit:
     place = f"units[{index}]"
-    require(isinstance(unit["anchor"], str), f"{place}.anchor", "a string", unit["anchor"])
+    require(isinstance(unit["module_fqn"], str), f"{place}.module_fqn", "a string", unit["module_fqn"])
     require(bool(unit["entries"]), f"{place}.entries", "at least one entry", unit["entries"])
     sizes = _sizes_from(((entry["storage"], entry["num_bytes"]) for entry in unit["entries"]), f"{place}.entries")
-    return _lay_out(index, unit["anchor"], sizes, num_slots, unit["store"])
+    return _lay_out(index, unit["module_fqn"], sizes, num_slots, unit["store"])
 
 
 def _sizes_from(items: Iterable[tuple[Any, Any]], place: str) -> dict[str, int]:

@@ -149,15 +149,15 @@ def _counted(number: int, thing: str) -> str:
 def _units(plan: Plan) -> Table:
     alike: defaultdict[tuple[str, int, Mode], list[Unit]] = defaultdict(list)
     for unit in plan.units:
-        alike[role_of(unit.anchor), len(unit.entries), unit.store].append(unit)
-    table = titled_table("Units", "anchor", "rest in", "units", "layers", "tensors each", "GiB each", "slot numbers")
-    for (anchor, tensors, store), units in alike.items():
+        alike[role_of(unit.module_fqn), len(unit.entries), unit.store].append(unit)
+    table = titled_table("Units", "module", "rest in", "units", "layers", "tensors each", "GiB each", "slot numbers")
+    for (fqn, tensors, store), units in alike.items():
         low, high = (gib(bound(unit.num_bytes for unit in units)) for bound in (min, max))
         table.add_row(
-            anchor or "(the model)",
+            fqn or "(the model)",
             _STORE_NAMES[store],
             str(len(units)),
-            compress_indices(int(number) for unit in units for number in _NUMBER.findall(unit.anchor)[:1]),
+            compress_indices(int(number) for unit in units for number in _NUMBER.findall(unit.module_fqn)[:1]),
             str(tensors),
             low if low == high else f"{low} to {high}",
             compress_indices(unit.slot for unit in units),
@@ -290,7 +290,7 @@ def _draw_layers(axes: Any, plan: Plan, planner: Planner) -> None:
         if any(heights):
             axes.bar(range(len(stages)), heights, 0.85, bottom, color=colour, label=label)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    names = [stage.anchor.rpartition(".")[2] or "(model)" for stage in stages]
+    names = [stage.module_fqn.rpartition(".")[2] or "(model)" for stage in stages]
     step = max(1, len(names) // 24)
     shown = [index for index in range(len(names)) if index % step == 0 or not names[index].isdigit()]
     # Words get a slant; where there are many layers only some numbers fit.

@@ -1,7 +1,8 @@
 """How a model is cut into units, and how a policy without a budget chooses them: the group rule, offload rules, limits.
 
-Layers are found by structure. A unit is waited for and released by hooks of its anchor, so an anchor is called (it has
-a forward of its own), every path to the tensors of its unit leads through it, and no anchor runs inside another.
+Layers are found by structure. Hooks of a unit's module wait for the unit and release it. So this module is called (it
+has a forward of its own), every path to the unit's tensors leads through it, and no module of a unit runs inside that
+of another.
 
 Of several offload rules that match a storage the first counts: the order of llama.cpp's ``--override-tensor``. What
 makes no sense is refused: a rule that matches nothing, one that earlier rules leave nothing to, and one that no plan
@@ -141,28 +142,28 @@ def worth_moving(storages: Iterable[StorageInfo]) -> list[StorageInfo]:
 def outside_units(inventory: Inventory, candidates: Sequence[StorageInfo], layers: Collection[str]) -> list[UnitDraft]:
     """Units for candidates outside ``layers`` (those that have units themselves): an untied lm_head, say.
 
-    Each is anchored on the innermost module that every path to it leads through and that is called. Left out, hence
-    resident: what no module but the root is called around, and what would be anchored inside or around another unit's
+    Each is hooked on the innermost module that every path to it leads through and that is called. Left out, hence
+    resident: what no module but the root is called around, and what would be hooked inside or around another unit's
     module, since one would be overwritten while it is read.
     """
     inside = {storage.name for layer in layers for storage in inventory.under(layer)}
     drafts: dict[str, list[StorageInfo]] = {}
     for storage in candidates:
         around = common_prefix([inventory.dominators(module) for module in storage.modules])
-        anchor = next((name for name in reversed(around) if name not in inventory.uncalled), None)
-        if anchor and storage.name not in inside:
-            drafts.setdefault(anchor, []).append(storage)
-    outer = {name for anchor in (*layers, *drafts) for name in inventory.ancestors(anchor)}
+        fqn = next((name for name in reversed(around) if name not in inventory.uncalled), None)
+        if fqn and storage.name not in inside:
+            drafts.setdefault(fqn, []).append(storage)
+    outer = {name for fqn in (*layers, *drafts) for name in inventory.ancestors(fqn)}
     return [
-        UnitDraft(anchor, tuple(storages))
-        for anchor, storages in drafts.items()
-        if anchor not in outer and inventory.ancestors(anchor).isdisjoint(layers)
+        UnitDraft(fqn, tuple(storages))
+        for fqn, storages in drafts.items()
+        if fqn not in outer and inventory.ancestors(fqn).isdisjoint(layers)
     ]
 
 
-def drafts_at(inventory: Inventory, anchors: Iterable[str], wanted: Collection[str]) -> list[UnitDraft]:
-    """A unit at each of ``anchors`` that alone leads to any of the storages ``wanted`` (by name)."""
-    drafts = (UnitDraft(anchor, tuple(s for s in inventory.under(anchor) if s.name in wanted)) for anchor in anchors)
+def drafts_at(inventory: Inventory, fqns: Iterable[str], wanted: Collection[str]) -> list[UnitDraft]:
+    """A unit at each of the modules ``fqns`` that alone leads to any of the storages ``wanted`` (by name)."""
+    drafts = (UnitDraft(fqn, tuple(s for s in inventory.under(fqn) if s.name in wanted)) for fqn in fqns)
     return [draft for draft in drafts if draft.storages]
 
 
@@ -173,9 +174,9 @@ def draft_units(inventory: Inventory, storages: Sequence[StorageInfo]) -> list[U
     """
     wanted = {storage.name for storage in storages}
     drafts = drafts_at(inventory, find_layers(inventory), wanted)
-    drafts += outside_units(inventory, storages, [draft.anchor for draft in drafts])
+    drafts += outside_units(inventory, storages, [draft.module_fqn for draft in drafts])
     order = {name: index for index, name in enumerate(inventory.modules)}
-    return sorted(drafts, key=lambda draft: order[draft.anchor])
+    return sorted(drafts, key=lambda draft: order[draft.module_fqn])
 
 
 def stranded(inventory: Inventory, candidates: Iterable[StorageInfo], placed: Collection[str]) -> list[StorageInfo]:
@@ -201,15 +202,15 @@ def split_by_part(inventory: Inventory, layers: Sequence[UnitDraft]) -> list[Uni
     every: list[UnitDraft] = []
     counts = set()
     for layer in layers:
-        parts = drafts_at(inventory, inventory.children(layer.anchor), {storage.name for storage in layer.storages})
+        parts = drafts_at(inventory, inventory.children(layer.module_fqn), {storage.name for storage in layer.storages})
         if sum(len(part.storages) for part in parts) != len(layer.storages):
             return list(layers)
         counts.add(len(parts))
         every += parts
-    anchors = {part.anchor for part in every}
-    apart = all(anchors.isdisjoint(inventory.ancestors(anchor)) for anchor in anchors)
+    fqns = {part.module_fqn for part in every}
+    apart = all(fqns.isdisjoint(inventory.ancestors(fqn)) for fqn in fqns)
     large = all(slab_bytes(s.num_bytes for s in part.storages) >= MIN_PART_BYTES for part in every)
-    can_split = len(counts) == 1 and apart and large and anchors.isdisjoint(inventory.uncalled)
+    can_split = len(counts) == 1 and apart and large and fqns.isdisjoint(inventory.uncalled)
     return every if can_split else list(layers)
 
 
@@ -337,8 +338,8 @@ def plan_group_rule(
     for stack in stacks:
         for index in group_rule(len(stack), policy.group_size, policy.num_in_group):
             layers += drafts_at(inventory, called_within(inventory, stack[index]), chosen)
-    anchors = [anchor for stack in stacks for layer in stack for anchor in called_within(inventory, layer)]
-    within = {s.name for anchor in anchors for s in inventory.under(anchor)}
+    fqns = [fqn for stack in stacks for layer in stack for fqn in called_within(inventory, layer)]
+    within = {s.name for fqn in fqns for s in inventory.under(fqn)}
     warn_of_stranded(inventory, stranded(inventory, (s for s in candidates if s.name in chosen), within))
     if not layers and not uva:
         raise SelectionError(
@@ -368,8 +369,8 @@ def move_on_demand(inventory: Inventory, plan: Plan) -> Plan:
     moving = [storage for storage in inventory.storages if storage.name in wanted]
     drafts = draft_units(inventory, moving)
     warn_of_stranded(inventory, stranded(inventory, moving, {s.name for draft in drafts for s in draft.storages}))
-    staged = {unit.anchor for unit in plan.staged_units}  # what joins them comes from the files as well
-    stores = [replace(draft, store="disk") if draft.anchor in staged else draft for draft in drafts]
+    staged = {unit.module_fqn for unit in plan.staged_units}  # what joins them comes from the files as well
+    stores = [replace(draft, store="disk") if draft.module_fqn in staged else draft for draft in drafts]
     return assemble(inventory, stores, max(plan.num_slots, 1), plan.mode)
 
 

@@ -48,7 +48,7 @@ class Guard:
         found = self._checksum(unit, slot)
         if found != self._expected[unit]:
             raise RaceError(
-                f"unit {unit} ({self._plan.units[unit].anchor}): checksum {self._expected[unit]:08x} in the store, "
+                f"unit {unit} ({self._plan.units[unit].module_fqn}): checksum {self._expected[unit]:08x} in the store, "
                 f"{found:08x} in its slot {when}"
             )
 

@@ -72,7 +72,7 @@ class Prefetcher:
         self._pid = os.getpid()
         has_bytes = plan.mode != "meta"
         self._guard = Guard(plan, [load.copies for load in self._loads]) if debug and has_bytes else None
-        self.stats = [UnitStats(unit.anchor, unit.store) for unit in plan.units]
+        self.stats = [UnitStats(unit.module_fqn, unit.store) for unit in plan.units]
 
     def slot_memory(self, unit: int) -> Tensor:
         """The slot of ``unit``: uint8, 1-D, fixed for the life of the prefetcher."""
@@ -227,8 +227,8 @@ class Prefetcher:
         holder = slot.unit
         if not slot.readers or holder == unit:
             return
-        name = self._plan.units[unit].anchor
-        held = "another unit" if holder is None else f"{self._plan.units[holder].anchor} (unit {holder})"
+        name = self._plan.units[unit].module_fqn
+        held = "another unit" if holder is None else f"{self._plan.units[holder].module_fqn} (unit {holder})"
         if slot.latest_reader() is not None:
             raise SlotConflictError(
                 f"{name} (unit {unit}) runs inside {held}, and both need the same slot: use another number of slots "

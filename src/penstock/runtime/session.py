@@ -275,8 +275,8 @@ class OffloadSession(NotCopyable):
             for part, bound in zip(unit.entries, storages, strict=True):
                 slot = memory[part.offset : part.offset + part.num_bytes]
                 bound.point_at_slot(slot, None if promoter is None else promoter.wake)
-            anchor = self._model.get_submodule(unit.anchor)
-            self._units.append(UnitHook(anchor, unit.index, storages, self._prefetcher, token, promoter, self._units))
+            module = self._model.get_submodule(unit.module_fqn)
+            self._units.append(UnitHook(module, unit.index, storages, self._prefetcher, token, promoter, self._units))
             self._hook(self._units[-1])
         entry = self._options.entry or self._model
         self._hook(ForwardHook(self._model, entry, self._units, self._prefetcher, token, promoter))

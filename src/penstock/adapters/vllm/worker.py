@@ -117,7 +117,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             # Compiled code waits for the units of the plan it was traced with. vLLM drops all guards, so with another
             # plan it would read slots that no copy has filled. The additional configuration is part of the key of
             # vLLM's compile cache, and so is the plan with it.
-            units = [(unit.anchor, [entry.storage for entry in unit.entries]) for unit in offloader.plan.units]
+            units = [(unit.module_fqn, [entry.storage for entry in unit.entries]) for unit in offloader.plan.units]
             self.vllm_config.additional_config["penstock_units"] = json_digest(units)
 
         self._former = get_offloader()

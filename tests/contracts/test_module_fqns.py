@@ -1,6 +1,6 @@
 """The promise: every unit is waited for before anything reads it, whatever the tree of modules looks like.
 
-So its anchor has a forward that runs, and every path to its tensors leads through the anchor.
+So its module has a forward that runs, and every path to its tensors leads through this module.
 """
 
 from __future__ import annotations
@@ -215,16 +215,16 @@ def test_the_same_bits_within_a_budget(build: str, share: float) -> None:
     handle.remove()
 
 
-def anchors(model: nn.Module, policy: Any = POLICIES["two slots"]) -> list[str]:
+def fqns(model: nn.Module, policy: Any = POLICIES["two slots"]) -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PenstockWarning)
-        return [unit.anchor for unit in build_plan(take_inventory(model), policy).units]
+        return [unit.module_fqn for unit in build_plan(take_inventory(model), policy).units]
 
 
 class TestModulesWithoutForward:
     def test_a_layer_without_one_is_the_modules_inside_it(self) -> None:
-        assert anchors(MODELS["list of lists"]())[:3] == ["layers.0.0", "layers.0.1", "layers.1.0"]
-        assert anchors(MODELS["list of dicts"]())[:3] == ["layers.0.attn", "layers.0.ff", "layers.1.attn"]
+        assert fqns(MODELS["list of lists"]())[:3] == ["layers.0.0", "layers.0.1", "layers.1.0"]
+        assert fqns(MODELS["list of dicts"]())[:3] == ["layers.0.attn", "layers.0.ff", "layers.1.attn"]
 
     def test_lists_side_by_side_are_no_stack(self) -> None:
         found = [
@@ -244,11 +244,11 @@ class TestModulesWithoutForward:
         model.tower = Reader()
         model.tower.weights = weights(2)
         model.head = linear()
-        assert anchors(model) == ["tower", "head"]
+        assert fqns(model) == ["tower", "head"]
         rules = Rules([("tower", "prefetch"), ("head", "resident")])
-        assert anchors(model, rules) == ["tower"]
+        assert fqns(model, rules) == ["tower"]
         model.tower.inner = linear()
-        assert anchors(model, rules) == ["tower.inner"]
+        assert fqns(model, rules) == ["tower.inner"]
 
     @pytest.mark.parametrize("policy", [POLICIES["prefetch"], Budget("24KiB", [ALL_MODEL_PARAMS])], ids=repr)
     def test_what_only_the_model_reads_stays_with_one_warning(self, policy: Any) -> None:
@@ -275,8 +275,8 @@ class TestModulesWithoutForward:
         with pytest.warns(PenstockWarning, match="4 tensors"), pytest.raises(SelectionError, match="selects none"):
             build_plan(take_inventory(model), Prefetch(params=["weights"]))
 
-    def test_a_plan_that_anchors_a_unit_there_is_refused(self, tmp_path: Path) -> None:
-        """As plans did that were made before anchors had to have a forward."""
+    def test_a_plan_that_hooks_a_unit_there_is_refused(self, tmp_path: Path) -> None:
+        """As in plans made before a unit's module had to have a forward."""
         model = MODELS["list of lists"]()
         inventory = take_inventory(model)
         drafts = [UnitDraft(f"layers.{i}", tuple(inventory.under(f"layers.{i}"))) for i in range(4)]
@@ -298,7 +298,7 @@ class TestModulesWithoutForward:
         for stack, expected in ((lists, ["0.0", "0.1", "1.0", "1.1"]), (layers, ["0", "1"])):
             inventory = take_inventory(stack)
             plan = plan_group_rule(inventory, Prefetch(), [["0", "1"]], by_part=True)
-            assert [unit.anchor for unit in plan.units] == expected
+            assert [unit.module_fqn for unit in plan.units] == expected
             plan.check(inventory)
 
     def test_nor_inside_a_module_that_reads_its_childrens_weights(self) -> None:
@@ -313,18 +313,18 @@ class TestSharedModules:
     def test_what_two_layers_share_is_in_neither_unit(self) -> None:
         inventory = take_inventory(sharing())
         plan = build_plan(inventory, POLICIES["two slots"])
-        assert [unit.anchor for unit in plan.units] == ["0", "1", "2", "3"]
+        assert [unit.module_fqn for unit in plan.units] == ["0", "1", "2", "3"]
         assert plan.mechanism_of("0.inner.weight") == "resident"
         plan.check(inventory)
 
     def test_a_rule_for_it_alone_moves_it(self) -> None:
-        assert anchors(sharing(), Rules([("0.inner", "prefetch")])) == ["0.inner"]
+        assert fqns(sharing(), Rules([("0.inner", "prefetch")])) == ["0.inner"]
 
     def test_one_layer_in_all_places_is_one_unit_under_its_first_name(self) -> None:
         plan = build_plan(take_inventory(repeated()), all_layers(1))
-        assert [unit.anchor for unit in plan.units] == ["layers.0"]
+        assert [unit.module_fqn for unit in plan.units] == ["layers.0"]
         assert len(plan.units[0].entries) == 4
-        assert anchors(alternating()) == ["layers.0", "layers.1"]
+        assert fqns(alternating()) == ["layers.0", "layers.1"]
 
     def test_every_name_counts(self) -> None:
         inventory = take_inventory(sharing())
@@ -373,20 +373,20 @@ class TestSharedModules:
         assert first.name in first.names
         assert len(first.names) < 100_000
         assert inventory.dominators("deep")[-1] == "deep"
-        assert anchors(model) != []
+        assert fqns(model) != []
 
 
 class TestTiesInsideOneModule:
     def test_their_common_parent_holds_them(self) -> None:
-        assert anchors(tied_inside(), Rules([("encoder", "prefetch")])) == ["encoder"]
-        assert anchors(tied_inside(), POLICIES["rules"]) == ["encoder", "head"]
+        assert fqns(tied_inside(), Rules([("encoder", "prefetch")])) == ["encoder"]
+        assert fqns(tied_inside(), POLICIES["rules"]) == ["encoder", "head"]
 
     def test_not_around_another_unit(self) -> None:
         model = tied_inside()
         model.encoder.down.bias = nn.Parameter(torch.zeros(DIM))
         with pytest.warns(PenstockWarning, match="runs around other units"):
             plan = build_plan(take_inventory(model), Rules([("encoder", "prefetch")]))
-        assert [unit.anchor for unit in plan.units] == ["encoder.down"]
+        assert [unit.module_fqn for unit in plan.units] == ["encoder.down"]
 
 
 class TestCheckpointOfALiveModel:
@@ -450,7 +450,7 @@ def gemma() -> nn.Module:
 
 
 class TestTransformers:
-    """Models in which units once had anchors that never ran, or that the planner could not cost."""
+    """Models in which units once had modules that never ran, or that the planner could not cost."""
 
     @pytest.mark.filterwarnings("ignore::penstock.PenstockWarning")
     @pytest.mark.parametrize(
