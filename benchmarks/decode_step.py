@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import penstock
+import headrace
 from decoder_models import CONFIGS, DecodeStep, build_model, own_routing, routers, routing, spread_routing
 from harness import LinkProbe, Timing, append, capture, counts, finish, interleave, parser_of, print_step, time_cuda
-from penstock.bench.reference_step import parse_policy
-from penstock.config import UVA, Budget, Policy, Prefetch
-from penstock.memory.pinned import device_view, pinned_region
-from penstock.model.inventory import Inventory, take_inventory
-from penstock.plan.plan import Plan, assemble
-from penstock.testing import boundaries
+from headrace.bench.reference_step import parse_policy
+from headrace.config import UVA, Budget, Policy, Prefetch
+from headrace.memory.pinned import device_view, pinned_region
+from headrace.model.inventory import Inventory, take_inventory
+from headrace.plan.plan import Plan, assemble
+from headrace.testing import boundaries
 from step_ablation import FreshOnload
 
 _GATHER_ROWS = 64
@@ -83,13 +83,13 @@ def _offload(model: Any, kind: str, fresh: bool, device: torch.device) -> Any:
     if kind == "diffusers":
         return _Diffused(model, device)
     if kind == "experts":
-        return penstock.offload(model, UVA(params=["experts"]), device=device)
+        return headrace.offload(model, UVA(params=["experts"]), device=device)
     if kind == "unselected":
-        return penstock.offload(model, _unselected(inventory), device=device)
+        return headrace.offload(model, _unselected(inventory), device=device)
     policy = _policy(model, kind)
     if fresh and isinstance(policy, Prefetch):
         return FreshOnload(model, policy, device)
-    return penstock.offload(model, policy, device=device)
+    return headrace.offload(model, policy, device=device)
 
 
 def _policy(model: Any, text: str) -> Policy:

@@ -1,6 +1,6 @@
 """Decoder models of published shapes with seeded random weights: a mixture-of-experts stack, and transformers models.
 
-The dense stack is :class:`penstock.bench.reference_step.Stack`. Random weights would send almost every token to the
+The dense stack is :class:`headrace.bench.reference_step.Stack`. Random weights would send almost every token to the
 same experts, which is a best case for reads in place; so the experts of every row are drawn uniformly, seeded by the
 layer.
 """
@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV2Config, PreTrainedConfig, Qwen3Config, StaticCache
 
 import published_configs
-from penstock.bench.reference_step import fill
+from headrace.bench.reference_step import fill
 
 __all__ = [
     "CONFIGS",

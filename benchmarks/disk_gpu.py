@@ -26,14 +26,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-import penstock
+import headrace
 from harness import LinkProbe, Timing, append, capture, writable_file, writable_folder
-from penstock.api import start as start_offload
-from penstock.bench.reference_step import QWEN3_8B, DecoderShape, Stack, build_stack
-from penstock.checkpoint.weight_map import WeightMap
-from penstock.config import ALL_MODEL_PARAMS
-from penstock.runtime.prepare import prepare as prepare_offload
-from penstock.stores.sources import DiskOptions
+from headrace.api import start as start_offload
+from headrace.bench.reference_step import QWEN3_8B, DecoderShape, Stack, build_stack
+from headrace.checkpoint.weight_map import WeightMap
+from headrace.config import ALL_MODEL_PARAMS
+from headrace.runtime.prepare import prepare as prepare_offload
+from headrace.stores.sources import DiskOptions
 from plain_reads import read_plainly
 
 SECONDS_PER_VARIANT = 6.0
@@ -103,7 +103,7 @@ def measure(ground: Ground, options: DiskOptions, device: torch.device) -> Itera
     torch.cuda.reset_peak_memory_stats(device)
     with torch.device("meta"):
         stack = Stack(ground.shape, torch.bfloat16, "meta").eval().requires_grad_(False)
-    policy = penstock.Prefetch(1, 1, 2, params=[ALL_MODEL_PARAMS], mode="disk")
+    policy = headrace.Prefetch(1, 1, 2, params=[ALL_MODEL_PARAMS], mode="disk")
     weights = WeightMap.open(ground.path)
     prepared = prepare_offload(stack, policy, device=device, weights=weights, disk=options)
     handle = start_offload(prepared)

@@ -1,4 +1,4 @@
-"""What every script here shares: :mod:`penstock.bench.reference_step`'s protocol, types of arguments, rows, the end.
+"""What every script here shares: :mod:`headrace.bench.reference_step`'s protocol, types of arguments, rows, the end.
 
 A script prints the floor, the median, the spread and the share of the floor, checks the values it times, appends one
 JSON object per result to ``--out``, and ends with one line of JSON and exit code 1 if bits differ.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.reference_step import LinkProbe, Timing, capture, describe, interleave, time_cuda, time_host
+from headrace.bench.reference_step import LinkProbe, Timing, capture, describe, interleave, time_cuda, time_host
 
 __all__ = [
     "LinkProbe",

@@ -1,12 +1,12 @@
 """From a checkpoint on disk to the first step, half of the layers' bytes offloaded.
 
-    python benchmarks/load_checkpoint.py [--layers 16] [--ways penstock,pin_memory] [--files cold] [--out FILE.jsonl]
+    python benchmarks/load_checkpoint.py [--layers 16] [--ways headrace,pin_memory] [--files cold] [--out FILE.jsonl]
 
 Each way of loading runs in a process of its own, imports, the CUDA context and the loading of kernels not counted, with
 the files in the page cache and without. The ways:
 
-* ``penstock``: :func:`penstock.adapters.transformers.load` with a budget, reads as it chooses; ``penstock-direct``
-  and ``penstock-buffered``: past the page cache, and through it; ``penstock-disk``: offloaded weights stay in the
+* ``headrace``: :func:`headrace.adapters.transformers.load` with a budget, reads as it chooses; ``headrace-direct``
+  and ``headrace-buffered``: past the page cache, and through it; ``headrace-disk``: offloaded weights stay in the
   files, and every step reads them there;
 * ``pin_memory``: ``from_pretrained`` on the CPU, then torch's ``pin_memory()`` for offloaded layers and
   ``.to(device)`` for the rest; offloaded layers copy their weights to the device before they run;
@@ -38,18 +38,18 @@ import torch
 
 from decoder_models import CONFIGS, build_model
 from harness import append, counts, finish, parser_of, words_of, writable_folder
-from penstock.config import Mode
-from penstock.memory.system import PeakMeter, rss_bytes
-from penstock.stores.sources import DiskOptions
+from headrace.config import Mode
+from headrace.memory.system import PeakMeter, rss_bytes
+from headrace.stores.sources import DiskOptions
 from plain_reads import forget, read_plainly, touch_fresh
 
-_PENSTOCK: dict[str, tuple[Mode, DiskOptions | None]] = {
-    "penstock": ("cpu", None),
-    "penstock-direct": ("cpu", DiskOptions(direct=True)),
-    "penstock-buffered": ("cpu", DiskOptions(direct=False)),
-    "penstock-disk": ("disk", None),
+_HEADRACE: dict[str, tuple[Mode, DiskOptions | None]] = {
+    "headrace": ("cpu", None),
+    "headrace-direct": ("cpu", DiskOptions(direct=True)),
+    "headrace-buffered": ("cpu", DiskOptions(direct=False)),
+    "headrace-disk": ("disk", None),
 }
-WAYS = (*_PENSTOCK, "pin_memory", "accelerate")
+WAYS = (*_HEADRACE, "pin_memory", "accelerate")
 _PLAIN = "plain read"
 _FRESH = "fresh memory"
 
@@ -75,7 +75,7 @@ def run(
         block_mib: requests of the plain direct reads, in MiB.
         states: not cached, or cached.
     """
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-load-", dir=folder) as place:
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-load-", dir=folder) as place:
         files = _write(Path(place), layers, device)
         cases: list[tuple[str, Callable[[], dict[str, Any]]]] = [(_PLAIN, partial(_plain, files, False, 8))]
         cases += [(_plain_direct(size, block_mib), partial(_plain, files, True, size)) for size in block_mib]
@@ -160,7 +160,7 @@ def run_child(way: str, folder: str, device_name: str) -> dict[str, Any]:
     tokens = torch.arange(4, device=device)[None]
     _warm_up(tokens)
     loaders: dict[str, Callable[[str, torch.device], tuple[Any, dict[str, Any]]]] = {
-        **dict.fromkeys(_PENSTOCK, partial(_penstock, way)),
+        **dict.fromkeys(_HEADRACE, partial(_headrace, way)),
         "pin_memory": _pin_memory,
         "accelerate": _accelerate,
     }
@@ -187,7 +187,7 @@ def _warm_up(tokens: torch.Tensor) -> None:
     """Import what every way needs, make the CUDA context, and have the driver load the kernels of a step."""
     import accelerate  # noqa: F401
 
-    import penstock.adapters.transformers.load_folder  # noqa: F401
+    import headrace.adapters.transformers.load_folder  # noqa: F401
 
     shape = CONFIGS["qwen3-8b"]()
     config = type(shape)(**{**shape.to_dict(), "num_hidden_layers": 2, "layer_types": None, "vocab_size": 1000})
@@ -195,13 +195,13 @@ def _warm_up(tokens: torch.Tensor) -> None:
     model(tokens, use_cache=False)
 
 
-def _penstock(way: str, folder: str, device: torch.device) -> tuple[Any, dict[str, Any]]:
-    from penstock import Budget
-    from penstock.adapters.transformers import load
+def _headrace(way: str, folder: str, device: torch.device) -> tuple[Any, dict[str, Any]]:
+    from headrace import Budget
+    from headrace.adapters.transformers import load
 
     marks: list[tuple[float, int]] = []
     share = _layers_bytes(folder) // 2
-    mode, disk = _PENSTOCK[way]
+    mode, disk = _HEADRACE[way]
     budget = Budget(_file_bytes(folder) - share, ["layers"], mode=mode)
     model, handle = load(
         folder,
@@ -262,7 +262,7 @@ def _file_bytes(folder: str) -> int:
 
 
 def _layers_bytes(folder: str) -> int:
-    from penstock.checkpoint.safetensors_header import Checkpoint
+    from headrace.checkpoint.safetensors_header import Checkpoint
 
     return sum(tensor.num_bytes for name, tensor in Checkpoint.open(folder).tensors.items() if ".layers." in name)
 

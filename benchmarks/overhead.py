@@ -27,14 +27,14 @@ def measure() -> list[dict[str, Any]]:
     """Of the tree that Python finds."""
     import torch
 
-    import penstock
+    import headrace
 
     try:
-        from penstock.bench.reference_step import QWEN3_8B, DecoderShape, build_stack, time_cuda
+        from headrace.bench.reference_step import QWEN3_8B, DecoderShape, build_stack, time_cuda
     except ImportError:  # a tree from before these became one file
-        from penstock.bench.measure import time_cuda
+        from headrace.bench.measure import time_cuda
 
-        from penstock.bench.reference_step import QWEN3_8B, DecoderShape, build_stack
+        from headrace.bench.reference_step import QWEN3_8B, DecoderShape, build_stack
 
     found: list[dict[str, Any]] = []
     device = torch.device("cuda")
@@ -43,7 +43,7 @@ def measure() -> list[dict[str, Any]]:
         x = torch.randn(ROWS, QWEN3_8B.hidden, device=device).to(torch.bfloat16)
         expected = stack(x).clone()
         resident = statistics.median(time_cuda(partial(stack, x), 5))
-        handle = penstock.offload(stack, penstock.Rules([("down_proj", "prefetch")]))
+        handle = headrace.offload(stack, headrace.Rules([("down_proj", "prefetch")]))
         for _ in range(2):
             equal = torch.equal(stack(x), expected)
         eager = statistics.median(time_cuda(partial(stack, x), 7))
@@ -63,7 +63,7 @@ def measure() -> list[dict[str, Any]]:
         x = torch.randn(4, 256, device=device).to(torch.bfloat16)
         expected = small(x).clone()
         alone = host_ms(small, x)
-        handle = penstock.offload(small, penstock.Prefetch(1, 1, 2, params=["ALL_MODEL_PARAMS"]))
+        handle = headrace.offload(small, headrace.Prefetch(1, 1, 2, params=["ALL_MODEL_PARAMS"]))
         small(x)
         ms = host_ms(small, x)
         equal = torch.equal(small(x), expected)

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import penstock
+import headrace
 from harness import append, capture, writable_file
-from penstock.bench.reference_step import QWEN3_8B, build_stack
-from penstock.runtime import rank_stores
+from headrace.bench.reference_step import QWEN3_8B, build_stack
+from headrace.runtime import rank_stores
 
 WAYS: dict[str, dict[str, Any]] = {
     "alone": {"mode": "cpu"},
@@ -117,9 +117,9 @@ def measure(case: str, model: nn.Module, x: torch.Tensor, way: str, rounds: int,
     rows: list[Row] = []
     if way != "alone" or dist.get_rank() == 0:
         shared = way in ("pooled", "sharded")
-        policy = penstock.Prefetch(params=["layers"], prefetch_step=2, mode=options["mode"])
+        policy = headrace.Prefetch(params=["layers"], prefetch_step=2, mode=options["mode"])
         group = dist.group.WORLD if shared else None
-        with penstock.offload(model, policy, device=device, group=group) as handle:
+        with headrace.offload(model, policy, device=device, group=group) as handle:
             store = handle._session._store
             for captured, step in steps_of(model, x, device):
                 same = all(torch.equal(step(), expected) for _ in range(2))

@@ -24,13 +24,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from penstock.loading.read_pool import Delivery, deliver
-from penstock.memory.pages import map_pages, pieces, populate, populate_parallel, whole_pages
-from penstock.memory.pinned import CudaRegistrar
-from penstock.memory.system import cpus_near
-from penstock.plan.plan import SlabEntry, Unit
-from penstock.stores.pinned_host import PinnedStore
-from penstock.stores.sources import ByteRange, Copy, DiskOptions, File
+from headrace.loading.read_pool import Delivery, deliver
+from headrace.memory.pages import map_pages, pieces, populate, populate_parallel, whole_pages
+from headrace.memory.pinned import CudaRegistrar
+from headrace.memory.system import cpus_near
+from headrace.plan.plan import SlabEntry, Unit
+from headrace.stores.pinned_host import PinnedStore
+from headrace.stores.sources import ByteRange, Copy, DiskOptions, File
 
 MIB, GIB = 1 << 20, 1 << 30
 CORES = len(os.sched_getaffinity(0))
@@ -136,7 +136,7 @@ def filling(num_bytes: int, folder: Path) -> None:
 
 
 def _store(path: Path, num_bytes: int, direct: bool, *, cold: bool) -> None:
-    """The whole pass of penstock itself: mapped, read, registered slab by slab."""
+    """The whole pass of headrace itself: mapped, read, registered slab by slab."""
     if cold:
         _forget(path)
     size = 256 * MIB

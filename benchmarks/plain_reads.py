@@ -1,6 +1,6 @@
 """The limit of a disk, or of the page cache: one thread per core reads files front to back, into touched memory.
 
-penstock's own reading is not used, so that it can be compared with this.
+headrace's own reading is not used, so that it can be compared with this.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from penstock.memory.pages import map_pages, populate_parallel
-from penstock.memory.system import num_cores
+from headrace.memory.pages import map_pages, populate_parallel
+from headrace.memory.system import num_cores
 
 
 def forget(files: Sequence[Path]) -> None:

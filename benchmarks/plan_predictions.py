@@ -3,7 +3,7 @@
     python benchmarks/plan_predictions.py [--model qwen3-8b] [--rivals 4/1/1,4/1/2] [--rows 1,256] [--out FILE.jsonl]
 
 For each budget (a share of the weights) and each number of rows a plan is made by the rates of this machine, run, and
-compared with its prediction. Each hand-made setting is run beside the plan that penstock makes for the device memory
+compared with its prediction. Each hand-made setting is run beside the plan that headrace makes for the device memory
 that this setting takes. All run as one captured graph, interleaved, and must give the bits of the resident stack.
 """
 
@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch import nn
 
-import penstock
+import headrace
 from decoder_models import DEEPSEEK_V2_LITE, MoeStack
 from harness import append, capture, counts, finish, interleave, numbers, parser_of, time_cuda
-from penstock.bench.reference_step import QWEN3_8B, Stack, fill
-from penstock.config import UVA, Budget, Prefetch, Workload
-from penstock.model.inventory import Inventory, take_inventory
-from penstock.model.memory_profile import ModelProfile
-from penstock.plan.build import build_plan
-from penstock.plan.cost_model import Forecaster, Rates
-from penstock.plan.plan import Plan, assemble
-from penstock.transfer.machine_probe import Probe, load, measure, save
+from headrace.bench.reference_step import QWEN3_8B, Stack, fill
+from headrace.config import UVA, Budget, Prefetch, Workload
+from headrace.model.inventory import Inventory, take_inventory
+from headrace.model.memory_profile import ModelProfile
+from headrace.plan.build import build_plan
+from headrace.plan.cost_model import Forecaster, Rates
+from headrace.plan.plan import Plan, assemble
+from headrace.transfer.machine_probe import Probe, load, measure, save
 
 STACKS = ("qwen3-8b", "deepseek-v2-lite")
 
@@ -42,7 +42,7 @@ class Contest:
 
     Attributes:
         name: the share of the weights, or the rival's setting.
-        plans: by name; "penstock" plans have the rows they were made for.
+        plans: by name; "headrace" plans have the rows they were made for.
         rows: which rows each is run with.
     """
 
@@ -52,7 +52,7 @@ class Contest:
 
     def add(self, name: str, plan: Plan, rows: Sequence[int]) -> None:
         """One more plan; one that is there under another name gets the rows."""
-        known = next((key for key, other in self.plans.items() if other == plan and name.startswith("penstock")), None)
+        known = next((key for key, other in self.plans.items() if other == plan and name.startswith("headrace")), None)
         self.plans.setdefault(known or name, plan)
         self.rows.setdefault(known or name, []).extend(rows)
 
@@ -83,14 +83,14 @@ class Planner:
         self._inventory, self._rates, self._profile, self._rows = inventory, rates, profile, rows
 
     def at_share(self, share: float) -> Contest:
-        """penstock's plans for this share of the weights, and as much read in place as the others move."""
+        """headrace's plans for this share of the weights, and as much read in place as the others move."""
         budget = int(self._inventory.num_bytes * share)
         contest = self._contest(f"{share:.0%}", budget)
         contest.add("uva", build_plan(self._inventory, UVA(self._inventory.num_bytes - budget)), self._rows)
         return contest
 
     def against(self, setting: str) -> Contest:
-        """A group rule, and penstock's plans for the memory it takes."""
+        """A group rule, and headrace's plans for the memory it takes."""
         size, number, step = (int(part) for part in setting.split("/"))
         rival = build_plan(self._inventory, Prefetch(size, number, step))
         contest = self._contest(setting, rival.device_bytes)
@@ -102,7 +102,7 @@ class Planner:
         for rows in self._rows:
             budget = Budget(device_bytes, workload=Workload([rows]))
             plan = build_plan(self._inventory, budget, rates=self._rates, profile=self._profile, zero_copy=True)
-            contest.add(f"penstock, made for {rows} rows", plan, [rows])
+            contest.add(f"headrace, made for {rows} rows", plan, [rows])
         return contest
 
 
@@ -147,7 +147,7 @@ class _Running:
     rows: list[int]
     model: nn.Module
     own_bytes: int = 0
-    handle: penstock.Handle | None = None
+    handle: headrace.Handle | None = None
     steps: dict[int, Any] = field(default_factory=dict)
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
     peak_bytes: dict[int, int] = field(default_factory=dict)
@@ -160,7 +160,7 @@ def _start(contest: str, name: str, plan: Plan, rows: list[int], stack: str, dev
     # Born on the device: from there the weights reach the store at the link's rate.
     running = _Running(contest, name, plan, rows, fill(build(stack)[0], device, device))
     if plan.units or plan.uva:
-        running.handle = penstock.offload(running.model, plan, device=device)
+        running.handle = headrace.offload(running.model, plan, device=device)
     gc.collect()
     running.own_bytes = torch.cuda.memory_allocated(device) - before
     return running

@@ -16,10 +16,10 @@ import matplotlib.pyplot as plt
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import penstock
+import headrace
 from harness import capture
-from penstock.bench.reference_step import QWEN3_8B, build_stack, parse_policy
-from penstock.model.inventory import take_inventory
+from headrace.bench.reference_step import QWEN3_8B, build_stack, parse_policy
+from headrace.model.inventory import take_inventory
 
 
 def intervals(run) -> dict[str, list[tuple[float, float]]]:
@@ -61,7 +61,7 @@ def main() -> None:
     stack = build_stack(QWEN3_8B, torch.bfloat16, "cpu", device)
     num_bytes = take_inventory(stack).num_bytes
     policy = parse_policy("even:0.25", num_bytes, num_bytes // QWEN3_8B.num_layers)
-    handle = penstock.offload(stack, policy, device=device, measure_stalls=True)
+    handle = headrace.offload(stack, policy, device=device, measure_stalls=True)
     x = torch.randn(rows, QWEN3_8B.hidden, device=device).to(torch.bfloat16)
     for _ in range(2):
         stack(x)

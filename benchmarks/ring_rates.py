@@ -23,16 +23,16 @@ from pathlib import Path
 
 import torch
 
-from penstock.memory.memfd import SharedMemory
-from penstock.memory.pages import collapse_parallel, populate_parallel
-from penstock.memory.pinned import CudaRegistrar, PinnedBuffer, pin_shared, pin_threads
-from penstock.plan.schedule import ENTRY_BYTES, MAX_ENTRIES, lay_out_ring
-from penstock.stores.sources import ByteRange, Copy, DiskOptions, File
-from penstock.stores.store import Load
-from penstock.transfer.ring import READ_BYTES, STUCK_S, WANTED
-from penstock.transfer.ring_process import RingTask
-from penstock.transfer.ring_readers import ReaderProcess
-from penstock.transfer.ring_streams import CudaCopyStream, StagingRing, reads_of
+from headrace.memory.memfd import SharedMemory
+from headrace.memory.pages import collapse_parallel, populate_parallel
+from headrace.memory.pinned import CudaRegistrar, PinnedBuffer, pin_shared, pin_threads
+from headrace.plan.schedule import ENTRY_BYTES, MAX_ENTRIES, lay_out_ring
+from headrace.stores.sources import ByteRange, Copy, DiskOptions, File
+from headrace.stores.store import Load
+from headrace.transfer.ring import READ_BYTES, STUCK_S, WANTED
+from headrace.transfer.ring_process import RingTask
+from headrace.transfer.ring_readers import ReaderProcess
+from headrace.transfer.ring_streams import CudaCopyStream, StagingRing, reads_of
 
 NUM_UNITS = 4
 

@@ -17,7 +17,7 @@ import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from penstock.memory.pinned import device_view, pinned_region
+from headrace.memory.pinned import device_view, pinned_region
 
 LARGE_BYTES, SMALL_BYTES, SMALL_COPIES, ROUNDS = 302 << 20, 4096, 8, 20  # eight: the inputs of a step of vLLM's
 PIECES_MIB = (302, 16, 4)

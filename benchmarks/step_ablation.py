@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
-import penstock
+import headrace
 from harness import append, counts, finish, parser_of, print_step
-from penstock.api import start
-from penstock.bench.reference_step import QWEN3_8B, Stack, Variant, measure_cuda, parse_policy
-from penstock.config import Policy, Prefetch
-from penstock.model.inventory import take_inventory
-from penstock.plan.build import build_plan
-from penstock.plan.plan import Plan
-from penstock.runtime.prepare import prepare
-from penstock.stores.store import Load
-from penstock.transfer.cuda_stream import StreamLink
+from headrace.api import start
+from headrace.bench.reference_step import QWEN3_8B, Stack, Variant, measure_cuda, parse_policy
+from headrace.config import Policy, Prefetch
+from headrace.model.inventory import take_inventory
+from headrace.plan.build import build_plan
+from headrace.plan.plan import Plan
+from headrace.runtime.prepare import prepare
+from headrace.stores.store import Load
+from headrace.transfer.cuda_stream import StreamLink
 
 
 class FreshOnload:
@@ -84,7 +84,7 @@ class PerTensorLink(StreamLink):
             slot[part].copy_(load.slab[part], non_blocking=True)
 
 
-def offload_per_tensor(stack: Stack, policy: Policy, device: torch.device) -> penstock.Handle:
+def offload_per_tensor(stack: Stack, policy: Policy, device: torch.device) -> headrace.Handle:
     plan = build_plan(take_inventory(stack), policy)
     return start(prepare(stack, plan, device=device), link=PerTensorLink(device))
 

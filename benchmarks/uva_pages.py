@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.memory.pages import map_pages, populate_parallel
-from penstock.memory.pinned import CudaRegistrar, PinnedBuffer, device_view, pin_threads
+from headrace.memory.pages import map_pages, populate_parallel
+from headrace.memory.pinned import CudaRegistrar, PinnedBuffer, device_view, pin_threads
 
 EXPERT_ROWS, COLUMNS = 2816, 2048
 EXPERT_BYTES = EXPERT_ROWS * COLUMNS * 2

@@ -16,7 +16,7 @@ SHAPES = {
     "qwen-short-tp": _SHORT,
     "qwen-short-pp": _SHORT,
 }
-WORKER = "penstock.adapters.vllm.Worker"
+WORKER = "headrace.adapters.vllm.Worker"
 GROUP = {"offload_group_size": 4, "offload_num_in_group": 1, "offload_prefetch_step": 1}
 # The model's name is a shape above.
 DRAFT = {"speculative_config": {"method": "draft_model", "model": "qwen-draft", "num_speculative_tokens": 2}}
@@ -25,7 +25,7 @@ EXPERTS = {"cpu_offload_gb": 40, "cpu_offload_params": {"experts"}}
 
 def _budget(gib: float, **more: Any) -> dict[str, Any]:
     size = f"{int(gib * 2**20)}KiB"
-    return {"worker_cls": WORKER, "additional_config": {"penstock": {"device_memory": size, **more}}}
+    return {"worker_cls": WORKER, "additional_config": {"headrace": {"device_memory": size, **more}}}
 
 
 # Device memory for weights under 4/1/1: what is resident, and one slot.
@@ -34,52 +34,52 @@ _QWEN_SAME_MEMORY_GIB = 12.405
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "resident": ("qwen", 1, {}),
     "vllm": ("qwen", 1, GROUP),
-    "penstock": ("qwen", 1, {**GROUP, "worker_cls": WORKER}),
+    "headrace": ("qwen", 1, {**GROUP, "worker_cls": WORKER}),
     "budget": ("qwen", 1, _budget(_QWEN_SAME_MEMORY_GIB, batch=[1, 16, 256])),
     "resident-v2": ("qwen", 2, {}),
-    "penstock-v2": ("qwen", 2, {**GROUP, "worker_cls": WORKER}),
+    "headrace-v2": ("qwen", 2, {**GROUP, "worker_cls": WORKER}),
     "budget-v2": ("qwen", 2, _budget(_QWEN_SAME_MEMORY_GIB, batch=[1, 16, 256])),
     "still": (
         "qwen",
         1,
-        {**GROUP, "worker_cls": WORKER, "additional_config": {"penstock": {"boundaries_only": True}}},
+        {**GROUP, "worker_cls": WORKER, "additional_config": {"headrace": {"boundaries_only": True}}},
     ),
-    "penstock-stalls": (
+    "headrace-stalls": (
         "qwen-prefill",
         1,
-        {**GROUP, "worker_cls": WORKER, "additional_config": {"penstock": {"measure_stalls": True}}},
+        {**GROUP, "worker_cls": WORKER, "additional_config": {"headrace": {"measure_stalls": True}}},
     ),
     "eager": ("qwen-short", 1, {"enforce_eager": True}),
-    "penstock-eager": ("qwen-short", 1, {**GROUP, "worker_cls": WORKER, "enforce_eager": True}),
+    "headrace-eager": ("qwen-short", 1, {**GROUP, "worker_cls": WORKER, "enforce_eager": True}),
     "short": ("qwen-short", 2, {}),
     "short-v1": ("qwen-short", 1, {}),
-    "penstock-short-v1": ("qwen-short", 1, {**GROUP, "worker_cls": WORKER}),
+    "headrace-short-v1": ("qwen-short", 1, {**GROUP, "worker_cls": WORKER}),
     # vLLM measures itself how much memory is left for its cache.
-    "penstock-profiled": (
+    "headrace-profiled": (
         "qwen-short",
         2,
         {**GROUP, "worker_cls": WORKER, "kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.5},
     ),
-    "penstock-short": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER}),
+    "headrace-short": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER}),
     "sleep-short": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER, "enable_sleep_mode": True}),
     "lora-short": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER, "enable_lora": True, "max_lora_rank": 16}),
     "draft-short": ("qwen-short", 1, DRAFT),
-    "penstock-draft-short": ("qwen-short", 1, {**GROUP, **DRAFT, "worker_cls": WORKER}),
+    "headrace-draft-short": ("qwen-short", 1, {**GROUP, **DRAFT, "worker_cls": WORKER}),
     "fp8-short": ("qwen-short", 1, {"quantization": "fp8"}),
-    "penstock-fp8-short": ("qwen-short", 1, {**GROUP, "worker_cls": WORKER, "quantization": "fp8"}),
+    "headrace-fp8-short": ("qwen-short", 1, {**GROUP, "worker_cls": WORKER, "quantization": "fp8"}),
     "tp": ("qwen-short-tp", 2, {"tensor_parallel_size": 2}),
-    "penstock-tp": ("qwen-short-tp", 2, {**GROUP, "worker_cls": WORKER, "tensor_parallel_size": 2}),
+    "headrace-tp": ("qwen-short-tp", 2, {**GROUP, "worker_cls": WORKER, "tensor_parallel_size": 2}),
     "budget-tp": ("qwen-short-tp", 2, {**_budget(1.4, batch=[1, 16]), "tensor_parallel_size": 2}),
     "pp": ("qwen-short-pp", 1, {"pipeline_parallel_size": 2}),
     # Every second layer, so that each of the two stages has more than its slots hold.
-    "penstock-pp": (
+    "headrace-pp": (
         "qwen-short-pp",
         1,
         {**GROUP, "offload_group_size": 2, "worker_cls": WORKER, "pipeline_parallel_size": 2},
     ),
     "moe-resident": ("deepseek", 1, {}),
     "moe-vllm": ("deepseek", 1, EXPERTS),
-    "moe-penstock": ("deepseek", 1, {**EXPERTS, "worker_cls": WORKER}),
+    "moe-headrace": ("deepseek", 1, {**EXPERTS, "worker_cls": WORKER}),
     "moe-prefetch": (
         "deepseek",
         1,

@@ -1,4 +1,4 @@
-"""vLLM with penstock as its offloader, against vLLM's own and against vLLM resident; same flags, one engine each.
+"""vLLM with headrace as its offloader, against vLLM's own and against vLLM resident; same flags, one engine each.
 
     python benchmarks/vllm_offload.py OUT_FOLDER CASE... [--profile]        cases: see vllm_cases.py
     python benchmarks/vllm_offload.py OUT_FOLDER --publish TABLE        raw results for docs/benchmarks, on stdout
@@ -6,7 +6,7 @@
 Weights are vLLM's seeded dummies, so every case has the same ones. The greedy tokens of a case, and the
 log-probabilities of them, have to equal those of the first case of its shape to the last bit. ``ms`` is the time of all
 tokens over the number of steps, prefill included. ``--profile`` adds what each kernel of one prefill takes. What a
-machine lacks of vLLM's optional kernels is named in ``PENSTOCK_BENCH_WITHOUT`` (modules, comma-separated).
+machine lacks of vLLM's optional kernels is named in ``HEADRACE_BENCH_WITHOUT`` (modules, comma-separated).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
 
 def _environment(case: str, out: Path) -> dict[str, str]:
     runner = CASES[case][1]
-    without = filter(None, os.environ.get("PENSTOCK_BENCH_WITHOUT", "").split(","))
+    without = filter(None, os.environ.get("HEADRACE_BENCH_WITHOUT", "").split(","))
     (out / "without").mkdir(parents=True, exist_ok=True)
     # Every process of an engine begins with it, its workers too.
     (out / "without" / "sitecustomize.py").write_text(f"import sys\nsys.modules |= dict.fromkeys({[*without]})\n")
@@ -198,7 +198,7 @@ def _run(engine: Any, num_sequences: int, tokens_in: int, tokens_out: int, repea
 
 def _offloader_facts(engine: Any, case: str) -> dict[str, Any]:
     if "worker_cls" in CASES[case][2]:
-        ranks = engine.collective_rpc("penstock_stats")
+        ranks = engine.collective_rpc("headrace_stats")
         found: dict[str, Any] = ranks[0]
         return found if len(ranks) == 1 else {**found, "moved_by_rank": [rank["bytes_moved"] for rank in ranks]}
     from vllm.model_executor.offloader.base import get_offloader
@@ -257,7 +257,7 @@ def _publish(out: Path, table: str) -> None:
                 published["moved_by_rank"] = facts["offloader"]["moved_by_rank"]
             if "logprobs" in row and "logprobs" in wanted:
                 published["compared"] = _compared(row, wanted)
-            if "still" in found and name.startswith("penstock") and shape == CASES["still"][0]:
+            if "still" in found and name.startswith("headrace") and shape == CASES["still"][0]:
                 published["compared_with_still"] = _compared(row, found["still"]["rows"][number])
             print(json.dumps(published))
 

@@ -2,7 +2,7 @@
 
     python benchmarks/vllm_replicas.py OUT_FOLDER [--layers 8] [--servers NAME...] [FLAG OF VLLM...]
 
-Starts ``vllm serve`` of Qwen3-8B's shape (dummy weights) resident, then ``penstock serve --engine vllm`` with
+Starts ``vllm serve`` of Qwen3-8B's shape (dummy weights) resident, then ``headrace serve --engine vllm`` with
 ``--data-parallel-size 2`` twice: a copy for each engine, and ``--offload-mode shm_cpu``. The same prompts go to all
 three over HTTP, to both engines in turns; the tokens of the first are kept in OUT_FOLDER, for servers of later runs.
 Proportional set sizes (smaps_rollup, proc(5)) are of all processes of a server together.
@@ -90,7 +90,7 @@ def _command(name: str, folder: Path, port: int, more: Sequence[str]) -> list[st
     flags = SERVERS[name]
     command = ["vllm", "serve", str(folder)]
     if flags:
-        command = [sys.executable, "-m", "penstock", "serve", "--engine", "vllm", str(folder), *flags]
+        command = [sys.executable, "-m", "headrace", "serve", "--engine", "vllm", str(folder), *flags]
     dummy = ["--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "1024", "--max-num-seqs", "16"]
     return [*command, *dummy, "--port", str(port), "--no-enable-prefix-caching", *more]
 
@@ -111,7 +111,7 @@ def _ask(url: str, num_engines: int) -> list[list[int]]:
 
 
 def _memory(server: psutil.Process) -> dict[str, Any]:
-    """Bytes: what is of files in shared memory (penstock's copy is such a one), and everything."""
+    """Bytes: what is of files in shared memory (headrace's copy is such a one), and everything."""
     found = [_rollup(process.pid) for process in [server, *server.children(recursive=True)]]
     return {
         "pss_bytes": sum(row.get("Pss", 0) for row in found),

@@ -9,7 +9,7 @@ from typing import Any
 import click
 import typer.cli
 
-from penstock.cli import app
+from headrace.cli import app
 
 DOCS = Path(__file__).parent
 LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)\s]+)\)")
@@ -28,4 +28,4 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
 def _command_line() -> str:
     group = typer.main.get_command(app)
-    return typer.cli.get_docs_for_click(obj=group, ctx=click.Context(group), name="penstock")
+    return typer.cli.get_docs_for_click(obj=group, ctx=click.Context(group), name="headrace")

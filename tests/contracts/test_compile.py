@@ -20,10 +20,10 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
-import penstock
+import headrace
+from headrace.errors import HeadraceWarning, ModelChangedError, StateError
+from headrace.testing import SlowLink, assert_moved, assert_same_bits, boundaries, offload_over
 from models import MoE, OddStack, QuantStack, ScaledStack, Stack, all_layers, rows
-from penstock.errors import ModelChangedError, PenstockWarning, StateError
-from penstock.testing import SlowLink, assert_moved, assert_same_bits, boundaries, offload_over
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +102,7 @@ class TestInductor:
     def test_under_gradients_the_inductor_copies_and_is_refused(self) -> None:
         model = Stack(2).eval()
         with (
-            penstock.offload(model, all_layers()),
+            headrace.offload(model, all_layers()),
             torch.enable_grad(),
             pytest.raises(StateError, match=r"inference_mode\(\) or no_grad\(\)"),
         ):
@@ -111,7 +111,7 @@ class TestInductor:
     def test_a_subclass_is_refused(self) -> None:
         """Its inner tensors would reach the graph twice, with and without the edges: an error, no wrong result."""
         model = ScaledStack(2).eval()
-        with penstock.offload(model, all_layers()), pytest.raises((StateError, BackendCompilerFailed)):
+        with headrace.offload(model, all_layers()), pytest.raises((StateError, BackendCompilerFailed)):
             stepping(model, "inductor")(rows())
 
 
@@ -133,7 +133,7 @@ class TestOtherBackends:
 
     def test_a_backend_that_copies_weights_is_refused(self) -> None:
         model = Stack().eval()
-        with penstock.offload(model, all_layers()), pytest.raises(StateError, match="backend='inductor' or 'eager'"):
+        with headrace.offload(model, all_layers()), pytest.raises(StateError, match="backend='inductor' or 'eager'"):
             stepping(model, "aot_eager")(rows())
 
     def test_two_threads(self) -> None:
@@ -194,16 +194,16 @@ class TestBeforeAndAfter:
 
     def test_offloading_a_compiled_model_offloads_the_model(self) -> None:
         model = Stack().eval()
-        handle = penstock.offload(torch.compile(model, backend="eager"), all_layers())
+        handle = headrace.offload(torch.compile(model, backend="eager"), all_layers())
         assert handle.model is model
         with pytest.raises(StateError, match="offloaded already"):
-            penstock.offload(model, all_layers())
+            headrace.offload(model, all_layers())
         handle.remove()
 
     def test_the_marks_on_the_layers_go_with_the_offload(self) -> None:
         model = Stack()
         before = [dict(vars(module)) for module in model.modules()]
-        penstock.offload(model.eval(), all_layers()).remove()
+        headrace.offload(model.eval(), all_layers()).remove()
         model.train()
         assert [dict(vars(module)) for module in model.modules()] == before
 
@@ -212,7 +212,7 @@ class TestChangedModels:
     def test_moved(self) -> None:
         model = Stack().eval()
         x = rows()
-        with penstock.offload(model, all_layers()):
+        with headrace.offload(model, all_layers()):
             step = stepping(model, "eager")
             step(x)
             for parameter in model.parameters():
@@ -224,13 +224,13 @@ class TestChangedModels:
         model = Stack().eval()
         x = rows()
         model.layers[2].linear.register_buffer("extra", torch.randn(3))
-        with penstock.offload(model, all_layers()) as handle:
+        with headrace.offload(model, all_layers()) as handle:
             step = stepping(model, "eager")
             step(x)
             new = nn.Parameter(torch.randn(32, 32))
             model.layers[1].linear.weight = new
             del model.layers[2].linear.extra
-            with pytest.warns(PenstockWarning) as warned:
+            with pytest.warns(HeadraceWarning) as warned:
                 output = step(x)
             assert_same_bits(step(x), output)
             assert handle.stats().bytes_moved > 3 * handle.plan.moved_bytes
@@ -244,7 +244,7 @@ class TestChangedModels:
     def test_gradients(self) -> None:
         model = Stack().eval()
         x = rows().requires_grad_()
-        with penstock.offload(model, all_layers()) as handle, torch.enable_grad():
+        with headrace.offload(model, all_layers()) as handle, torch.enable_grad():
             output = stepping(model, "eager")(x)
             assert_moved(handle, 1)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -274,6 +274,6 @@ def test_boundaries_leave_nothing_behind() -> None:
 def test_every_op_declares_as_written_what_orders_it(name: str, written: list[str]) -> None:
     """The token keeps all of them in the order of the program. The inductor of today keeps it anyway, so no result
     would show that an edge is missing; and the tag must not be written, since it is known by its address."""
-    schema = getattr(torch.ops.penstock, name).default._schema
+    schema = getattr(torch.ops.headrace, name).default._schema
     assert [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write] == written
     assert schema.returns == []

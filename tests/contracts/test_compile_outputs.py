@@ -1,7 +1,7 @@
 """What a module returns is computed before its unit is released, also when computing it later would be cheap.
 
 The inductor inlines a row lookup into the kernels that use the row. With only the weights declared as written by
-``penstock::release``, it did so behind the release, and read the rows from a slot that held another unit.
+``headrace::release``, it did so behind the release, and read the rows from a slot that held another unit.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-import penstock
-from penstock import Prefetch
-from penstock.testing import boundaries
+import headrace
+from headrace import Prefetch
+from headrace.testing import boundaries
 
 
 class Lookup(nn.Module):
@@ -34,13 +34,13 @@ class Lookup(nn.Module):
 
 @torch.no_grad()
 def test_a_lookup_is_not_repeated_behind_its_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_DEBUG", "1")  # released slots are NaN, so a late read cannot look right
+    monkeypatch.setenv("HEADRACE_DEBUG", "1")  # released slots are NaN, so a late read cannot look right
     torch.manual_seed(0)
     resident = Lookup().eval()
     model = copy.deepcopy(resident)
     ids = torch.randint(0, 500, (16,))
     policy = Prefetch(1, 1, 2, ["weight"])
-    with penstock.offload(model, policy) as handle:
+    with headrace.offload(model, policy) as handle:
         compiled = torch.compile(model, fullgraph=True)
         outs = [compiled(ids) for _ in range(3)]
         assert [unit.module_fqn for unit in handle.plan.units] == [f"layers.{i}" for i in range(4)]

@@ -16,30 +16,30 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import penstock
-from models import DIM, MoE, Stack, _earlier, all_layers, rows, save, state_of
-from penstock import UVA, Budget, DiskOptions, OffloadConfig, Prefetch, errors
-from penstock.checkpoint.safetensors_header import Checkpoint
-from penstock.checkpoint.weight_map import WeightMap
-from penstock.config import parse_size
-from penstock.errors import (
+import headrace
+from headrace import UVA, Budget, DiskOptions, OffloadConfig, Prefetch, errors
+from headrace.checkpoint.safetensors_header import Checkpoint
+from headrace.checkpoint.weight_map import WeightMap
+from headrace.config import parse_size
+from headrace.errors import (
     BudgetError,
     CheckpointError,
+    HeadraceError,
+    HeadraceWarning,
     OptionError,
     OptionTypeError,
-    PenstockError,
-    PenstockWarning,
     SelectionError,
     SizeError,
     TransferError,
 )
-from penstock.model.inventory import take_inventory
-from penstock.runtime import prefetcher as pipeline
-from penstock.runtime.hooks import UnitHook
-from penstock.stores.sources import ByteRange, Copy, File, Source
-from penstock.stores.store import CpuStore, DiskStore
-from penstock.testing import assert_moved, assert_same_bits
-from penstock.transfer.link import ThreadLink
+from headrace.model.inventory import take_inventory
+from headrace.runtime import prefetcher as pipeline
+from headrace.runtime.hooks import UnitHook
+from headrace.stores.sources import ByteRange, Copy, File, Source
+from headrace.stores.store import CpuStore, DiskStore
+from headrace.testing import assert_moved, assert_same_bits
+from headrace.transfer.link import ThreadLink
+from models import DIM, MoE, Stack, _earlier, all_layers, rows, save, state_of
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def _no_threads_of_earlier_tests() -> None:
 class TestTree:
     def test_one_root_and_python_kinds(self) -> None:
         kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, Exception)]
-        assert all(issubclass(kind, PenstockError | PenstockWarning) for kind in kinds)
+        assert all(issubclass(kind, HeadraceError | HeadraceWarning) for kind in kinds)
         for kind, builtin in (
             (OptionError, ValueError), (SizeError, OptionError), (SelectionError, OptionError),
             (errors.RuleError, OptionError),
@@ -66,7 +66,7 @@ class TestTree:
             (errors.StateError, RuntimeError),
             (errors.ModelChangedError, errors.StateError), (TransferError, errors.StateError),
             (errors.SlotConflictError, errors.StateError), (errors.RaceError, errors.StateError),
-            (PenstockWarning, UserWarning),
+            (HeadraceWarning, UserWarning),
         ):  # fmt: skip
             assert issubclass(kind, builtin)
 
@@ -108,7 +108,7 @@ class TestSizes:
     @pytest.mark.parametrize(
         ("use", "name"),
         [
-            (lambda size: penstock.offload(Stack(3), size), "device_memory"), (Budget, "device_memory"),
+            (lambda size: headrace.offload(Stack(3), size), "device_memory"), (Budget, "device_memory"),
             (UVA, "max_bytes"), (lambda size: Budget("1GiB", host_memory=size), "host_memory"),
         ],
         ids=["offload", "Budget", "UVA", "host_memory"],
@@ -140,7 +140,7 @@ class TestOptions:
             Prefetch(**{option: value})
 
     def test_what_to_plan_for(self) -> None:
-        with pytest.raises(OptionTypeError, match=r"workload: expected a penstock\.config\.Workload, found NoneType"):
+        with pytest.raises(OptionTypeError, match=r"workload: expected a headrace\.config\.Workload, found NoneType"):
             Budget("1GiB", workload=None)  # type: ignore[arg-type]
 
     def test_more_in_a_group_than_it_has(self) -> None:
@@ -170,20 +170,20 @@ class TestOptions:
         model = Stack(2)
         before = state_of(model)
         with pytest.raises(OptionTypeError, match="policy: expected a size such as"):
-            penstock.offload(model, policy)
+            headrace.offload(model, policy)
         assert state_of(model) == before
 
     @pytest.mark.parametrize("model", [None, "model", Stack, [Stack(2)]])
     def test_model(self, model: Any) -> None:
         with pytest.raises(OptionTypeError, match=r"model: expected a torch\.nn\.Module, found"):
-            penstock.offload(model, "1GiB")
+            headrace.offload(model, "1GiB")
 
     @pytest.mark.parametrize(("device", "found"), [("cuda:99", "cuda:99"), ("meta", "meta"), ("xpu", "xpu")])
     def test_device(self, device: str, found: str) -> None:
         if device.startswith("cuda") and torch.cuda.is_available():
             pytest.skip("there is one")
         with pytest.raises(OptionError, match=f"device {found}: "):
-            penstock.offload(Stack(2), all_layers(1), device=device)
+            headrace.offload(Stack(2), all_layers(1), device=device)
 
     @pytest.mark.parametrize(
         ("options", "kind", "message"),
@@ -192,17 +192,17 @@ class TestOptions:
             ({"device": ""}, OptionError, "device '': expected 'cpu', 'cuda', 'cuda:N' or a torch.device"),
             ({"device": 1.5}, OptionTypeError, "device: expected 'cpu', .*, found float 1.5"),
             ({"device": True}, OptionTypeError, "device: expected 'cpu', .*, found bool True"),
-            ({"disk": True}, OptionTypeError, "disk: expected penstock.DiskOptions, .*, found bool True"),
+            ({"disk": True}, OptionTypeError, "disk: expected headrace.DiskOptions, .*, found bool True"),
         ],
         ids=str,
     )
     @pytest.mark.parametrize("load", [False, True])
     def test_kinds(
-        self, load: bool, options: dict[str, Any], kind: type[PenstockError], message: str, tmp_path: Path
+        self, load: bool, options: dict[str, Any], kind: type[HeadraceError], message: str, tmp_path: Path
     ) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        from penstock.adapters.transformers import load as load_model
+        from headrace.adapters.transformers import load as load_model
 
         sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
         if load:
@@ -210,21 +210,21 @@ class TestOptions:
         model = Stack(2)
         before = state_of(model)
         with pytest.raises(kind, match=f"^{message}$" if kind is OptionError else f"^{message}"):
-            load_model(tmp_path, "1GiB", **options) if load else penstock.offload(model, all_layers(1), **options)
+            load_model(tmp_path, "1GiB", **options) if load else headrace.offload(model, all_layers(1), **options)
         assert state_of(model) == before
 
     @pytest.mark.parametrize("group", [5, True, "world"])
     def test_group(self, group: Any) -> None:
         with pytest.raises(OptionTypeError, match=f"^group: expected a process group, .*, found .* {group!r}$"):
-            penstock.offload(Stack(2), all_layers(1, "shm_cpu"), group=group)
+            headrace.offload(Stack(2), all_layers(1, "shm_cpu"), group=group)
 
     @pytest.mark.parametrize("checkpoint", [42, b"folder", True, []])
     def test_checkpoint(self, checkpoint: Any) -> None:
         with pytest.raises(OptionTypeError, match=r"^checkpoint: expected the path of a folder or file .*, found"):
-            penstock.offload(Stack(2), all_layers(1, "disk"), checkpoint=checkpoint)
+            headrace.offload(Stack(2), all_layers(1, "disk"), checkpoint=checkpoint)
 
     def test_trace(self, tmp_path: Path) -> None:
-        with penstock.offload(Stack(2).eval(), all_layers(1)) as handle:
+        with headrace.offload(Stack(2).eval(), all_layers(1)) as handle:
             for path, found in ((tmp_path / "no" / "t.json", "No such file"), (tmp_path, "Is a directory")):
                 with pytest.raises(OptionError, match=f"{path}': expected the name of a file .*found: {found}"):
                     handle.trace(path)
@@ -243,11 +243,11 @@ class TestOptions:
 
     @pytest.mark.parametrize("value", ["0", "-1", "many", "1.5", "", "²", "1025", "100000000000", "9" * 5000])
     def test_environment(self, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-        monkeypatch.setenv("PENSTOCK_READERS", value)
+        monkeypatch.setenv("HEADRACE_READERS", value)
         model = Stack(2).eval()
         before = state_of(model)
-        with pytest.raises(OptionError, match=f"PENSTOCK_READERS='{value[:40]}': expected a whole number of threads"):
-            penstock.offload(model, all_layers(1))
+        with pytest.raises(OptionError, match=f"HEADRACE_READERS='{value[:40]}': expected a whole number of threads"):
+            headrace.offload(model, all_layers(1))
         assert state_of(model) == before
 
 
@@ -272,7 +272,7 @@ class TestPlans:
             model = Stack(2, dim=128)
         before = state_of(model)
         with pytest.raises(SelectionError, match=message.replace("(", r"\(")):
-            penstock.offload(model, policy)
+            headrace.offload(model, policy)
         assert state_of(model) == before
 
     def test_a_budget_too_small_says_the_smallest(self) -> None:
@@ -281,21 +281,21 @@ class TestPlans:
         with pytest.raises(
             BudgetError, match=r"a budget of .* \(100 bytes\) is too small: .* use --device-memory 1MiB"
         ) as caught:
-            penstock.offload(model, 100)
+            headrace.offload(model, 100)
         assert state_of(model) == before
         minimum = caught.value.minimum_bytes
         assert f"({minimum} bytes)" in str(caught.value)
-        with penstock.offload(model, minimum) as handle:
+        with headrace.offload(model, minimum) as handle:
             assert handle.plan.device_bytes <= minimum
         with pytest.raises(BudgetError):
-            penstock.offload(model, minimum - 1)
+            headrace.offload(model, minimum - 1)
 
 
 class TestCheckpoints:
     def refuses(self, model: nn.Module, checkpoint: Any, message: str, policy: Any = None, **options: Any) -> None:
         before = state_of(model)
-        with pytest.raises(PenstockError, match=message) as caught:
-            penstock.offload(model, policy or all_layers(2, "disk"), checkpoint=checkpoint, **options)
+        with pytest.raises(HeadraceError, match=message) as caught:
+            headrace.offload(model, policy or all_layers(2, "disk"), checkpoint=checkpoint, **options)
         assert isinstance(caught.value, CheckpointError | OptionError)
         assert state_of(model) == before
 
@@ -388,10 +388,10 @@ class TestCheckpoints:
     def test_options_without_effect_warn(self, tmp_path: Path) -> None:
         model = Stack(3).eval()
         folder = save(model, tmp_path)
-        with pytest.warns(PenstockWarning, match=r"checkpoint=\.\.\. has no effect: mode 'cpu'"):
-            penstock.offload(model, all_layers(2), checkpoint=folder).remove()
-        with pytest.warns(PenstockWarning, match=r"disk=\.\.\. has no effect"):
-            penstock.offload(model, all_layers(2), disk=DiskOptions(direct=True)).remove()
+        with pytest.warns(HeadraceWarning, match=r"checkpoint=\.\.\. has no effect: mode 'cpu'"):
+            headrace.offload(model, all_layers(2), checkpoint=folder).remove()
+        with pytest.warns(HeadraceWarning, match=r"disk=\.\.\. has no effect"):
+            headrace.offload(model, all_layers(2), disk=DiskOptions(direct=True)).remove()
 
 
 class TestTransfers:
@@ -402,7 +402,7 @@ class TestTransfers:
         model, x = Stack(5).eval(), rows()
         expected = model(x)
         path = save(model, tmp_path) / "model.safetensors"
-        handle = penstock.offload(model, all_layers(slots, "disk"), checkpoint=path, disk=options)
+        handle = headrace.offload(model, all_layers(slots, "disk"), checkpoint=path, disk=options)
         for unit in range(slots):  # the copies made ahead must not be what fails
             handle._session._prefetcher.wait(unit)
             handle._session._prefetcher.release(unit)
@@ -436,7 +436,7 @@ class TestTransfers:
         (tmp_path / "other").mkdir()
         content = (save(other, tmp_path / "other") / "model.safetensors").read_bytes()
         expected = model(x)
-        handle = penstock.offload(model, all_layers(2, "disk"), checkpoint=path, disk=options)
+        handle = headrace.offload(model, all_layers(2, "disk"), checkpoint=path, disk=options)
         assert_same_bits(model(x), expected)
         assert_moved(handle, 1)
         handle.sync_prev_onload()
@@ -453,7 +453,7 @@ class TestTransfers:
         ids = torch.tensor([3, 4])
         path = save(model, tmp_path) / "model.safetensors"
         expected, content = model(ids), path.read_bytes()
-        handle = penstock.offload(model, UVA(params=["0.weight"], mode="disk"), checkpoint=path)
+        handle = headrace.offload(model, UVA(params=["0.weight"], mode="disk"), checkpoint=path)
         assert_same_bits(model(ids), expected)
 
         def write(*_: object) -> None:
@@ -493,7 +493,7 @@ class TestTransfers:
     def test_an_error_of_the_disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         model, x = Stack(5).eval(), rows()
         expected = model(x)
-        handle = penstock.offload(model, all_layers(2, "disk"), checkpoint=save(model, tmp_path))
+        handle = headrace.offload(model, all_layers(2, "disk"), checkpoint=save(model, tmp_path))
         assert_same_bits(model(x), expected)
 
         def broken(*args: object) -> int:
@@ -510,7 +510,7 @@ class TestTransfers:
 
     def test_a_reader_that_fails_in_an_unforeseen_way(self) -> None:
         model = Stack(4).eval()
-        handle = penstock.offload(model, all_layers(1))
+        handle = headrace.offload(model, all_layers(1))
         model(rows())
 
         class Broken(Source):
@@ -526,7 +526,7 @@ class TestTransfers:
     def test_a_slot_held_for_ever(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pipeline, "CONFLICT_TIMEOUT_S", 0.05)
         model = Stack(3).eval()
-        handle = penstock.offload(model, all_layers(1))
+        handle = headrace.offload(model, all_layers(1))
         thread = threading.Thread(target=handle._session._prefetcher.wait, args=(0,))
         thread.start()
         thread.join()
@@ -569,18 +569,18 @@ class TestInterrupted:
         elif place == "slots":
             monkeypatch.setattr(ThreadLink, "allocate", fail)
         elif place == "state guard":
-            monkeypatch.setattr("penstock.runtime.session.StateGuard", fail)
+            monkeypatch.setattr("headrace.runtime.session.StateGuard", fail)
         elif place == "first copy":
             monkeypatch.setattr(ThreadLink, "copy", fail)
         else:
             monkeypatch.setattr(CpuStore, "__init__", fail)
         before = state_of(model)
         with pytest.raises(BaseException) as caught:  # noqa: PT011
-            penstock.offload(model, all_layers(2), checkpoint=folder, progress=progress)
+            headrace.offload(model, all_layers(2), checkpoint=folder, progress=progress)
         assert caught.type is (error if isinstance(error, type) else type(error))
         assert state_of(model) == before
         monkeypatch.undo()
-        handle = penstock.offload(model, all_layers(2), checkpoint=folder)
+        handle = headrace.offload(model, all_layers(2), checkpoint=folder)
         model(torch.arange(3))
         assert_moved(handle, 1)
         handle.remove()
@@ -589,7 +589,7 @@ class TestInterrupted:
         model, x = Stack(4).eval(), rows()
         expected = model(x)
         path = save(model, tmp_path) / "model.safetensors"
-        handle = penstock.offload(model, all_layers(2, "disk"), checkpoint=path)
+        handle = headrace.offload(model, all_layers(2, "disk"), checkpoint=path)
         whole, was = path.read_bytes(), path.stat()
         model(x)
         with path.open("r+b") as file:

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-import penstock
+import headrace
 
-SOURCE = Path(penstock.__file__).parent
+SOURCE = Path(headrace.__file__).parent
 
 PUBLIC = [
-    "UVA", "BaseOffloader", "Budget", "DiskOptions", "Handle", "NoopOffloader", "OffloadConfig", "PenstockError",
-    "PenstockWarning", "Plan", "Prefetch", "PrefetchOffloader", "Rules", "UVAOffloader", "create_offloader",
-    "get_offloader", "offload", "set_offloader",
+    "UVA", "BaseOffloader", "Budget", "DiskOptions", "Handle", "HeadraceError", "HeadraceWarning",
+    "NoopOffloader", "OffloadConfig", "Plan", "Prefetch", "PrefetchOffloader", "Rules", "UVAOffloader",
+    "create_offloader", "get_offloader", "offload", "set_offloader",
 ]  # fmt: skip
 
 # Of docs/architecture.md, left to right: a room imports from rooms to its left, and from its own.
@@ -52,14 +52,14 @@ def run(code: str) -> str:
 
 
 def test_the_public_names_are_frozen() -> None:
-    assert penstock.__all__ == PUBLIC
-    assert all(hasattr(penstock, name) for name in PUBLIC)
-    assert isinstance(penstock.__version__, str)
+    assert headrace.__all__ == PUBLIC
+    assert all(hasattr(headrace, name) for name in PUBLIC)
+    assert isinstance(headrace.__version__, str)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_is_documented(name: str) -> None:
-    thing = getattr(penstock, name)
+    thing = getattr(headrace, name)
     assert (thing.__doc__ or "").strip()
 
 
@@ -77,7 +77,7 @@ def state():
     ]
 
 before = state()
-import penstock
+import headrace
 print(json.dumps({
     "unchanged": [one == other for one, other in zip(before, state())],
     "modules": sorted({name.split(".")[0] for name in sys.modules}),
@@ -107,27 +107,27 @@ class TestImport:
         run(
             "import sys\n"
             "sys.modules.update(dict.fromkeys(['transformers', 'matplotlib', 'accelerate', 'aiohttp', 'tokenizers']))\n"
-            "import torch, penstock\n"
+            "import torch, headrace\n"
             "model = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(3))).eval()\n"
-            "handle = penstock.offload(model, penstock.Prefetch())\n"
+            "handle = headrace.offload(model, headrace.Prefetch())\n"
             "with torch.no_grad(): model(torch.ones(1, 200))\n"
             "assert handle.stats().bytes_moved > 0\n"
         )
 
 
 def imports_of(file: Path) -> set[str]:
-    """Modules of penstock that ``file`` imports when it is imported itself, or when a function of it runs."""
+    """Modules of headrace that ``file`` imports when it is imported itself, or when a function of it runs."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             found.add(node.module)
-            if node.module == "penstock":
-                found.update(f"penstock.{alias.name}" for alias in node.names)
+            if node.module == "headrace":
+                found.update(f"headrace.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             pytest.fail(f"{file}: relative import")
-    return {name for name in found if name.split(".")[0] == "penstock"}
+    return {name for name in found if name.split(".")[0] == "headrace"}
 
 
 def room_of(file: Path) -> str:
@@ -143,8 +143,8 @@ def test_imports_point_left_only(file: Path) -> None:
     assert room in RANK, f"{room} is a new room: give it a place in ROOMS and in docs/architecture.md"
     for name in imports_of(file):
         parts = name.split(".")
-        if len(parts) == 1 or parts[1] in penstock.__all__:
-            # The package itself: for rooms that use penstock as its users do.
+        if len(parts) == 1 or parts[1] in headrace.__all__:
+            # The package itself: for rooms that use headrace as its users do.
             assert RANK[room] >= RANK["adapters"], f"{file.name} imports the package itself"
         elif parts[1] != room:
             assert RANK[parts[1]] < RANK[room], f"{file.name} imports {name}, which is not left of {room}"

@@ -15,15 +15,15 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import penstock
+import headrace
+from headrace.adapters.transformers import load
+from headrace.model.inventory import take_inventory
+from headrace.model.live_tensors import bind
+from headrace.plan.build import Planner
+from headrace.runtime.prepare import check_limits, make_planner, prepare, read_limits
 from models import Stack, save
-from penstock.adapters.transformers import load
-from penstock.model.inventory import take_inventory
-from penstock.model.live_tensors import bind
-from penstock.plan.build import Planner
-from penstock.runtime.prepare import check_limits, make_planner, prepare, read_limits
 
-SOURCES = str(Path(penstock.__file__).parent)
+SOURCES = str(Path(headrace.__file__).parent)
 # Threads included; what a first call imports or warms up is not.
 MAX_FILES = {"offload": 27, "load": 32}
 
@@ -39,7 +39,7 @@ STEPS: dict[str, Callable[..., Any]] = {
 
 
 class Trace:
-    """Calls of functions of penstock's in all threads."""
+    """Calls of functions of headrace's in all threads."""
 
     def __init__(self) -> None:
         self.calls: Counter[CodeType] = Counter()
@@ -90,9 +90,9 @@ def show(what: str, trace: Trace, most: int) -> None:
 def test_offload_with_a_budget(tmp_path: Path) -> None:
     model = Stack(8, 256).eval()
     checkpoint = save(model, tmp_path)
-    penstock.offload(model, "1MiB", checkpoint=checkpoint).remove()
+    headrace.offload(model, "1MiB", checkpoint=checkpoint).remove()
     with traced() as trace:
-        handle = penstock.offload(model, "1MiB", checkpoint=checkpoint)
+        handle = headrace.offload(model, "1MiB", checkpoint=checkpoint)
     assert handle.plan.units
     handle.remove()
     assert trace.counts() == ONCE
@@ -101,10 +101,10 @@ def test_offload_with_a_budget(tmp_path: Path) -> None:
 
 def test_offload_with_a_plan_builds_no_planner() -> None:
     model = Stack(8, 256).eval()
-    with penstock.offload(model, "1MiB") as handle:
+    with headrace.offload(model, "1MiB") as handle:
         plan = handle.plan
     with traced() as trace:
-        handle = penstock.offload(model, plan)
+        handle = headrace.offload(model, plan)
     handle.remove()
     assert trace.counts() == {**ONCE, "planner": 0, "rates": 0}
 
@@ -122,7 +122,7 @@ def test_load(folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["prefetch", "uva"])
 def test_engines(kind: str) -> None:
-    offloader = penstock.PrefetchOffloader(2, 1, 1) if kind == "prefetch" else penstock.UVAOffloader(10**6)
+    offloader = headrace.PrefetchOffloader(2, 1, 1) if kind == "prefetch" else headrace.UVAOffloader(10**6)
     layers = Stack(8, 256).eval().layers
     offloader.wrap_modules(iter(layers))
     with traced() as trace:

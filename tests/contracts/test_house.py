@@ -13,7 +13,7 @@ import pytest
 from promises import README, test_map
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE = ROOT / "src" / "penstock"
+SOURCE = ROOT / "src" / "headrace"
 FILES = sorted(SOURCE.rglob("*.py"))
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 MAX_FILES = 120

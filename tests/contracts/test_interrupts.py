@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-import penstock
+import headrace
+from headrace.errors import OptionError
+from headrace.model.live_tensors import BoundStorage
+from headrace.testing import assert_moved, assert_same_bits
+from headrace.transfer import link as threads
 from models import Stack, all_layers, rows, save
-from penstock.errors import OptionError
-from penstock.model.live_tensors import BoundStorage
-from penstock.testing import assert_moved, assert_same_bits
-from penstock.transfer import link as threads
 
 
 @pytest.fixture(autouse=True)
@@ -42,21 +42,21 @@ def test_while_the_originals_are_let_go(at: int, tmp_path: Path, monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr(BoundStorage, "forget_original", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            penstock.offload(model, all_layers(2, "disk"), checkpoint=folder)
+            headrace.offload(model, all_layers(2, "disk"), checkpoint=folder)
     assert next(calls) > at
     assert_same_bits(model(rows()), expected)
-    with penstock.offload(model, all_layers(2, "disk"), checkpoint=folder) as handle:
+    with headrace.offload(model, all_layers(2, "disk"), checkpoint=folder) as handle:
         assert_same_bits(model(rows()), expected)
         assert_moved(handle, 1)
     assert_same_bits(model(rows()), expected)
 
 
 _REMOVE = """
-    import faulthandler, sys, torch, penstock
-    from penstock.transfer import link as threads
+    import faulthandler, sys, torch, headrace
+    from headrace.transfer import link as threads
     faulthandler.dump_traceback_later(60, exit=True)
     layers = [torch.nn.Linear(256, 256) for _ in range(4)]
-    handle = penstock.offload(torch.nn.Sequential(*layers).eval(), penstock.Prefetch(1, 1, 2))
+    handle = headrace.offload(torch.nn.Sequential(*layers).eval(), headrace.Prefetch(1, 1, 2))
 
     def tracer(frame, event, arg):
         if event == "call" and frame.f_code is threads.end_threads.__code__:
@@ -85,16 +85,16 @@ def test_readers_that_cannot_be_started_leave_none(monkeypatch: pytest.MonkeyPat
     before, start, calls = threading.active_count(), threading.Thread.start, iter(range(1000))
 
     def fails_at_the_second(thread: threading.Thread) -> None:
-        if thread.name.startswith("penstock-reader") and next(calls) % 2:
+        if thread.name.startswith("headrace-reader") and next(calls) % 2:
             raise RuntimeError("can't start new thread")
         start(thread)
 
     with monkeypatch.context() as patch:
         patch.setattr(threads.threading.Thread, "start", fails_at_the_second)
         for _ in range(3):
-            with pytest.raises(OptionError, match=r"starts no 2 threads to read with.*ulimit -u.*PENSTOCK_READERS"):
-                penstock.offload(model, all_layers(1))
-    started: list[Any] = [thread for thread in threading.enumerate() if thread.name.startswith("penstock-reader")]
+            with pytest.raises(OptionError, match=r"starts no 2 threads to read with.*ulimit -u.*HEADRACE_READERS"):
+                headrace.offload(model, all_layers(1))
+    started: list[Any] = [thread for thread in threading.enumerate() if thread.name.startswith("headrace-reader")]
     for thread in started:
         thread.join(10)
     assert threading.active_count() == before

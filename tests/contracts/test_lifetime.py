@@ -23,12 +23,12 @@ import pytest
 import torch
 from torch import nn
 
-import penstock
+import headrace
+from headrace import UVA, HeadraceWarning, Prefetch
+from headrace.errors import ModelChangedError, StateError
+from headrace.model.live_tensors import is_resting
+from headrace.testing import assert_moved, assert_same_bits
 from models import DIM, MoE, ScaledStack, Stack, all_layers, rows, save
-from penstock import UVA, PenstockWarning, Prefetch
-from penstock.errors import ModelChangedError, StateError
-from penstock.model.live_tensors import is_resting
-from penstock.testing import assert_moved, assert_same_bits
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def _no_grad() -> Iterator[None]:
 
 
 def readers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("penstock-reader")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("headrace-reader")]
 
 
 def open_files(folder: Path) -> int:
@@ -71,7 +71,7 @@ class TestGivenBack:
         assert settle(lambda: readers() == [])
         model = Stack(4).eval()
         checkpoint = save(model, tmp_path) if mode == "disk" else None
-        handle = penstock.offload(model, all_layers(2, mode), checkpoint=checkpoint)
+        handle = headrace.offload(model, all_layers(2, mode), checkpoint=checkpoint)
         model(rows())
         assert len(readers()) == 2
         assert open_files(tmp_path) == (1 if mode == "disk" else 0)
@@ -87,7 +87,7 @@ class TestGivenBack:
         assert settle(lambda: readers() == [])
         model = Stack(4).eval()
         checkpoint = save(model, tmp_path) if mode == "disk" else None
-        handle = penstock.offload(model, all_layers(2, mode), checkpoint=checkpoint)
+        handle = headrace.offload(model, all_layers(2, mode), checkpoint=checkpoint)
         model(rows())
         slot, weight = weakref.ref(handle._session._prefetcher.slot_memory(0)), weakref.ref(model.head.weight)
         del model, handle
@@ -98,18 +98,18 @@ class TestGivenBack:
     def test_dropping_the_handle_changes_nothing(self) -> None:
         model = Stack(4).eval()
         expected = model(rows())
-        penstock.offload(model, all_layers(2))
+        headrace.offload(model, all_layers(2))
         gc.collect()
         assert_same_bits(model(rows()), expected)
         assert len(readers()) == 2
         with pytest.raises(StateError, match="offloaded already"):
-            penstock.offload(model, all_layers(2))
+            headrace.offload(model, all_layers(2))
 
     def test_in_disk_mode_the_old_weights_are_let_go(self, tmp_path: Path) -> None:
         model = Stack(4).eval()
         folder = save(model, tmp_path)
         old = weakref.ref(model.layers[1].linear.weight.untyped_storage())
-        with penstock.offload(model, all_layers(2, "disk"), checkpoint=folder):
+        with headrace.offload(model, all_layers(2, "disk"), checkpoint=folder):
             gc.collect()
             assert old() is None
             assert open_files(tmp_path) == 1
@@ -122,7 +122,7 @@ class TestGivenBack:
         gc.collect()
         gc.disable()
         try:
-            handle = penstock.offload(model, all_layers(2, mode), checkpoint=checkpoint)
+            handle = headrace.offload(model, all_layers(2, mode), checkpoint=checkpoint)
             model(rows())
             assert_moved(handle, 1)
             attachment = handle._session
@@ -138,7 +138,7 @@ class TestGivenBack:
         x = rows()
         expected = model(x)
         for _ in range(100):
-            with penstock.offload(model, all_layers(1)):
+            with headrace.offload(model, all_layers(1)):
                 model(x)
         assert readers() == []
         assert_same_bits(model(x), expected)
@@ -148,11 +148,11 @@ class TestEnd:
     def test_of_the_program_while_copies_are_under_way(self) -> None:
         """The first units of a next forward that never comes; a thread torn out of a copy would abort the process."""
         code = """
-            import torch, penstock
+            import torch, headrace
             torch.set_num_threads(1)
             with torch.no_grad():
                 layers = [torch.nn.Linear(3000, 3000, bias=False, dtype=torch.float64) for _ in range(9)]
-                handle = penstock.offload(torch.nn.Sequential(*layers), penstock.Prefetch(1, 1, 8))
+                handle = headrace.offload(torch.nn.Sequential(*layers), headrace.Prefetch(1, 1, 8))
                 handle.model(torch.zeros(1, 3000, dtype=torch.float64))
         """
         for _ in range(2):
@@ -163,7 +163,7 @@ class TestEnd:
 class TestViews:
     def test_of_a_slot_stay_readable_after_remove(self) -> None:
         model = Stack(4).eval()
-        handle = penstock.offload(model, all_layers(2))
+        handle = headrace.offload(model, all_layers(2))
         model(rows())
         handle.sync_prev_onload()  # between forwards the slot is being filled for the next one
         view = model.layers[0].linear.weight.detach()
@@ -179,7 +179,7 @@ class TestViews:
         model = nn.Sequential(nn.Embedding(4000, DIM), nn.Linear(DIM, DIM)).eval()
         expected = model[0].weight.clone()
         policy = UVA(params=["0.weight"], mode="disk")
-        handle = penstock.offload(model, policy, checkpoint=save(model, tmp_path))
+        handle = headrace.offload(model, policy, checkpoint=save(model, tmp_path))
         view = model[0].weight.detach()
         handle.remove()
         del handle
@@ -194,10 +194,10 @@ class TestViews:
         folder = save(model, tmp_path)
         view = model.layers[0].linear.weight.data[1:3].t()
         for _ in range(2):
-            with penstock.offload(model, all_layers(2, "disk"), checkpoint=folder):
+            with headrace.offload(model, all_layers(2, "disk"), checkpoint=folder):
                 model(rows())
             assert_same_bits(view.t(), model.layers[0].linear.weight[1:3])
-        with penstock.offload(model, all_layers(2, "disk"), checkpoint=folder), torch.no_grad():
+        with headrace.offload(model, all_layers(2, "disk"), checkpoint=folder), torch.no_grad():
             model.layers[0].linear.weight[1:3].copy_(torch.ones(()))
             assert view.eq(1).all()
         with torch.no_grad():
@@ -208,7 +208,7 @@ class TestViews:
         """Trap 9."""
         model = Stack(4).eval()
         expected = model.layers[1].linear.weight.clone()
-        penstock.offload(model, all_layers(1))
+        headrace.offload(model, all_layers(1))
         state = model.state_dict()
         del model
         gc.collect()
@@ -218,7 +218,7 @@ class TestViews:
 class TestRemove:
     def test_twice(self) -> None:
         model = Stack(3).eval()
-        handle = penstock.offload(model, all_layers())
+        handle = headrace.offload(model, all_layers())
         handle.remove()
         address = model.layers[0].linear.weight.data_ptr()
         handle.remove()
@@ -227,7 +227,7 @@ class TestRemove:
     def test_by_leaving_a_with_block_in_any_way(self) -> None:
         model = Stack(3).eval()
         addresses = [p.data_ptr() for p in model.parameters()]
-        handle = penstock.offload(model, all_layers())
+        handle = headrace.offload(model, all_layers())
         assert is_resting(model.layers[0].linear.weight)
         with pytest.raises(ZeroDivisionError), handle:
             raise ZeroDivisionError
@@ -237,16 +237,16 @@ class TestRemove:
         model = Stack(3).eval()
         x = rows()
         expected = model(x)
-        old = penstock.offload(model, all_layers())
+        old = headrace.offload(model, all_layers())
         old.remove()
-        with penstock.offload(model, all_layers()) as new:
+        with headrace.offload(model, all_layers()) as new:
             old.remove()
             assert_same_bits(model(x), expected)
             assert_moved(new, 1)
 
     def test_stats_and_plan_stay_readable(self) -> None:
         model = Stack(3).eval()
-        handle = penstock.offload(model, all_layers())
+        handle = headrace.offload(model, all_layers())
         model(rows())
         moved = handle.stats().bytes_moved
         handle.remove()
@@ -258,7 +258,7 @@ class TestRemove:
         model = Stack().eval()
         kept = []
         model.layers[1].register_forward_hook(lambda *_: kept.append(sys._getframe()))
-        with penstock.offload(model, all_layers(2)) as handle:
+        with headrace.offload(model, all_layers(2)) as handle:
             model(rows())
             assert_moved(handle, 1)
         assert len(kept) == 1
@@ -267,7 +267,7 @@ class TestRemove:
         model = Stack(6, max_pause_s=0.01).eval()
         x = rows()
         expected = model(x)
-        handle = penstock.offload(model, all_layers(2))
+        handle = headrace.offload(model, all_layers(2))
         outcomes: list[Any] = []
 
         def work() -> None:
@@ -295,10 +295,10 @@ class TestReplaced:
 
     def test_the_new_value_is_used_and_said_once(self) -> None:
         model, x = Stack(4).eval(), rows()
-        handle = penstock.offload(model, all_layers(2))
+        handle = headrace.offload(model, all_layers(2))
         new = nn.Parameter(torch.randn(DIM, DIM))
         model.layers[1].linear.weight = new
-        with pytest.warns(PenstockWarning, match=r"layers\.1\.linear\.weight was replaced after it was offloaded"):
+        with pytest.warns(HeadraceWarning, match=r"layers\.1\.linear\.weight was replaced after it was offloaded"):
             output = model(x)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -317,7 +317,7 @@ class TestReplaced:
             if device == "cpu":
                 model.load_state_dict(source.state_dict())
             checkpoint = save(source, tmp_path) if mode == "disk" else None
-            handle = penstock.offload(model.eval(), all_layers(2, mode), checkpoint=checkpoint)
+            handle = headrace.offload(model.eval(), all_layers(2, mode), checkpoint=checkpoint)
             new = nn.Parameter(torch.ones(DIM, DIM))
             model.layers[1].linear.weight = new
             assert_same_bits(model.state_dict()["layers.1.linear.weight"], new)
@@ -327,38 +327,38 @@ class TestReplaced:
 
     def test_a_parameter_of_another_dtype(self) -> None:
         model, x = Stack(4).eval(), rows()
-        with penstock.offload(model, all_layers(2)):
+        with headrace.offload(model, all_layers(2)):
             model.layers[1].linear.weight = nn.Parameter(torch.zeros(DIM, DIM, dtype=torch.float64))
             model.layers[1].linear.bias = nn.Parameter(torch.zeros(DIM, dtype=torch.float64))
-            with pytest.warns(PenstockWarning, match="replaced"), pytest.raises(RuntimeError, match="dtype"):
+            with pytest.warns(HeadraceWarning, match="replaced"), pytest.raises(RuntimeError, match="dtype"):
                 model(x)
 
     def test_deleted(self) -> None:
         model, x = Stack(4).eval(), rows()
         expected = model(x)
         model.layers[2].linear.register_parameter("unused", nn.Parameter(torch.randn(9)))
-        with penstock.offload(model, all_layers(2)):
+        with headrace.offload(model, all_layers(2)):
             del model.layers[2].linear.unused
-            with pytest.warns(PenstockWarning, match=r"layers\.2\.linear\.unused was deleted"):
+            with pytest.warns(HeadraceWarning, match=r"layers\.2\.linear\.unused was deleted"):
                 assert_same_bits(model(x), expected)
             assert "layers.2.linear.unused" not in model.state_dict()
         assert not hasattr(model.layers[2].linear, "unused")
 
     def test_set_to_none(self) -> None:
         model, x = Stack(4).eval(), rows()
-        with penstock.offload(model, all_layers(2)):
+        with headrace.offload(model, all_layers(2)):
             model.layers[1].linear.bias = None
-            with pytest.warns(PenstockWarning, match=r"layers\.1\.linear\.bias was replaced"):
+            with pytest.warns(HeadraceWarning, match=r"layers\.1\.linear\.bias was replaced"):
                 output = model(x)
         assert model.layers[1].linear.bias is None
         assert_same_bits(model(x), output)
 
     def test_a_subclass(self) -> None:
         model, x = ScaledStack(3).eval(), rows()
-        with penstock.offload(model, all_layers(2)):
+        with headrace.offload(model, all_layers(2)):
             new = nn.Parameter(torch.randn(DIM, DIM))
             model.layers[1].weight = new
-            with pytest.warns(PenstockWarning, match=r"layers\.1\.weight:\w+ was (replaced|deleted)"):
+            with pytest.warns(HeadraceWarning, match=r"layers\.1\.weight:\w+ was (replaced|deleted)"):
                 output = model(x)
         assert model.layers[1].weight is new
         assert_same_bits(model(x), output)
@@ -369,8 +369,8 @@ class TestReplaced:
         other = {"layers.1.linear.weight": torch.randn(DIM, DIM)}
         expected, swapped = model(x), torch.func.functional_call(model, other, x)
         address = model.layers[1].linear.weight.data_ptr()
-        handle = penstock.offload(model, all_layers(2))
-        with pytest.warns(PenstockWarning, match="replaced"):
+        handle = headrace.offload(model, all_layers(2))
+        with pytest.warns(HeadraceWarning, match="replaced"):
             assert_same_bits(torch.func.functional_call(model, other, x), swapped)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -391,7 +391,7 @@ class TestChanged:
     def test_a_cast_is_refused_at_once(self, change: Callable[[nn.Module], Any]) -> None:
         model, x = Stack(3).eval(), rows()
         expected = model(x)
-        with penstock.offload(model, all_layers(2)) as handle:
+        with headrace.offload(model, all_layers(2)) as handle:
             for module in (model, model.layers, model.layers[1].linear):
                 with pytest.raises(ModelChangedError, match=r"would change offloaded weights.*handle\.remove"):
                     change(module)
@@ -403,7 +403,7 @@ class TestChanged:
 
     def test_moved_data_of_one_tensor(self) -> None:
         model, x = Stack(3).eval(), rows()
-        with penstock.offload(model, all_layers(2)):
+        with headrace.offload(model, all_layers(2)):
             model.layers[2].linear.weight.data = torch.zeros(DIM, DIM)
             with pytest.raises(ModelChangedError, match=r"layers\.2\.linear\.weight was moved"):
                 model(x)
@@ -413,10 +413,10 @@ class TestChanged:
         model, x, other = Stack(3).eval(), rows(), Stack(3).eval()
         other.load_state_dict(model.state_dict())
         other.layers[1].linear.weight.zero_()
-        with penstock.offload(model, all_layers(2)) as handle:
+        with headrace.offload(model, all_layers(2)) as handle:
             if when != "before":
                 model(x)
-            with pytest.warns(PenstockWarning, match=r"layers\.1\.linear\.weight was given to aten\.zero_"):
+            with pytest.warns(HeadraceWarning, match=r"layers\.1\.linear\.weight was given to aten\.zero_"):
                 model.layers[1].linear.weight.zero_()
             assert_same_bits(model(x), other(x))
             assert_same_bits(model.state_dict(), other.state_dict())
@@ -426,7 +426,7 @@ class TestChanged:
     @pytest.mark.filterwarnings("error")  # one error, and no echo of it
     def test_written_in_place_during_a_forward(self) -> None:
         model, x = Stack(3).eval(), rows()
-        with penstock.offload(model, all_layers(2)):
+        with headrace.offload(model, all_layers(2)):
             model.layers[1].linear.register_forward_pre_hook(zero_weight)
             with pytest.raises(ModelChangedError, match=r"layers\.1\.linear\.weight was written in place"):
                 model(x)
@@ -434,7 +434,7 @@ class TestChanged:
     def test_to_the_same_device_and_dtype_is_no_change(self) -> None:
         model, x = Stack(3).eval(), rows()
         expected = model(x)
-        with penstock.offload(model, all_layers(2)) as handle:
+        with headrace.offload(model, all_layers(2)) as handle:
             model.to("cpu").float().eval().requires_grad_(False)
             assert_same_bits(model(x), expected)
             assert_moved(handle, 1)
@@ -446,7 +446,7 @@ class TestRefused:
         model = MoE(3).eval()
         state = {name: torch.zeros_like(t) for name, t in model.state_dict().items()}
         expected = {name: t.clone() for name, t in model.state_dict().items()}
-        with penstock.offload(model, policy):
+        with headrace.offload(model, policy):
             for part, prefix in ((model, ""), (model.layers, "layers."), (model.layers[1].mlp, "layers.1.mlp.")):
                 own = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
                 with pytest.raises(ModelChangedError, match=r"handle\.remove\(\) first, load"):
@@ -457,7 +457,7 @@ class TestRefused:
 
     def test_loading_a_resident_part_is_fine(self) -> None:
         model = Stack(3).eval()
-        with penstock.offload(model, all_layers(2)):
+        with headrace.offload(model, all_layers(2)):
             model.head.load_state_dict({"weight": torch.zeros(3, DIM), "bias": torch.ones(3)})
             assert_same_bits(model(rows()), torch.ones(4, 3))
 
@@ -476,7 +476,7 @@ class TestRefused:
         model = Stack(3).eval()
         x = rows()
         expected = model(x)
-        with penstock.offload(model, policy):
+        with headrace.offload(model, policy):
             with pytest.raises(StateError, match="cannot be copied or pickled"):
                 how(model)
             assert_same_bits(copy.deepcopy(model.head)(torch.ones(1, DIM)), model.head(torch.ones(1, DIM)))
@@ -486,14 +486,14 @@ class TestRefused:
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")
     def test_torch_jit_trace(self) -> None:
         model = Stack(3).eval()
-        with penstock.offload(model, all_layers(2)), pytest.raises(StateError, match="would record what slots hold"):
+        with headrace.offload(model, all_layers(2)), pytest.raises(StateError, match="would record what slots hold"):
             torch.jit.trace(model, rows(), check_trace=False)
 
     def test_a_forward_in_a_forked_process(self) -> None:
         """Threads do not come along: an error, where there would be a wait for ever."""
         model, x = Stack(3).eval(), rows()
         expected = model(x)
-        with penstock.offload(model, all_layers(1)) as handle:
+        with headrace.offload(model, all_layers(1)) as handle:
             model(x)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
@@ -514,15 +514,15 @@ class TestRefused:
         x = rows()
         expected = model(x)
         for policy in (all_layers(2), UVA(params=["layers"])):
-            handle = penstock.offload(model[0], policy)
+            handle = headrace.offload(model[0], policy)
             for again in (model, model[0], model[0].layers, model[0].layers[1].linear):
                 with pytest.raises(StateError, match="offloaded already"):
-                    penstock.offload(again, Prefetch(params=["ALL_MODEL_PARAMS"]))
+                    headrace.offload(again, Prefetch(params=["ALL_MODEL_PARAMS"]))
             assert_same_bits(model(x), expected)
             handle.remove()
         assert_same_bits(model(x), expected)
-        with penstock.offload(model[0], all_layers(2)):
-            its_own = r"already; call remove\(\) on the handle that penstock\.offload returned for it before you"
+        with headrace.offload(model[0], all_layers(2)):
+            its_own = r"already; call remove\(\) on the handle that headrace\.offload returned for it before you"
             as_part = r"already, as 'layers\.1\.linear' of a Stack; call remove\(\) on the handle or offloader of that"
             for again, message in (
                 (model[0], rf"^this module \(Stack\) is offloaded {its_own} offload it again$"),
@@ -531,11 +531,11 @@ class TestRefused:
                 (model[0].layers[1], rf"^the submodule 'norm' .* {as_part.replace('linear', 'norm')}"),
             ):
                 with pytest.raises(StateError, match=message):
-                    penstock.offload(again, UVA(params=["weight"]))
-        offloader = penstock.PrefetchOffloader(1, 1, 1, ["weight"])
+                    headrace.offload(again, UVA(params=["weight"]))
+        offloader = headrace.PrefetchOffloader(1, 1, 1, ["weight"])
         offloader.wrap_modules(model[0].layers)
         offloader.post_init()
         with pytest.raises(StateError, match="offloaded already"):
-            penstock.offload(model, all_layers(1))
+            headrace.offload(model, all_layers(1))
         offloader.remove()
-        penstock.offload(model, all_layers(1)).remove()
+        headrace.offload(model, all_layers(1)).remove()

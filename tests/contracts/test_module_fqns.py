@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch import nn
 
-import penstock
+import headrace
+from headrace.config import ALL_MODEL_PARAMS, UVA, Budget, Prefetch, Rules
+from headrace.errors import CheckpointError, HeadraceWarning, OptionError, RuleError, SelectionError
+from headrace.model.inventory import take_inventory
+from headrace.plan.build import build_plan
+from headrace.plan.plan import Plan, UnitDraft, assemble
+from headrace.plan.units import find_stacks, plan_group_rule
+from headrace.testing import assert_same_bits
 from models import DIM, Reader, ReaderDict, all_layers, rows, save
-from penstock.config import ALL_MODEL_PARAMS, UVA, Budget, Prefetch, Rules
-from penstock.errors import CheckpointError, OptionError, PenstockWarning, RuleError, SelectionError
-from penstock.model.inventory import take_inventory
-from penstock.plan.build import build_plan
-from penstock.plan.plan import Plan, UnitDraft, assemble
-from penstock.plan.units import find_stacks, plan_group_rule
-from penstock.testing import assert_same_bits
 
 
 @pytest.fixture(autouse=True)
@@ -184,21 +184,21 @@ POLICIES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::penstock.PenstockWarning")
+@pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("build", MODELS)
 def test_the_same_bits(build: str, policy: str) -> None:
     torch.manual_seed(0)
     model = MODELS[build]().eval()
     expected = model(rows())
-    with penstock.offload(model, POLICIES[policy]) as handle:
+    with headrace.offload(model, POLICIES[policy]) as handle:
         for _ in range(3):
             assert_same_bits(model(rows()), expected)
         assert handle.plan.offloaded_bytes > 0
     assert_same_bits(model(rows()), expected)
 
 
-@pytest.mark.filterwarnings("ignore::penstock.PenstockWarning")
+@pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning")
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
 @pytest.mark.parametrize("build", MODELS)
 def test_the_same_bits_within_a_budget(build: str, share: float) -> None:
@@ -207,9 +207,9 @@ def test_the_same_bits_within_a_budget(build: str, share: float) -> None:
     expected = model(rows())
     total = take_inventory(model).num_bytes
     try:
-        handle = penstock.offload(model, Budget(int(total * share), [ALL_MODEL_PARAMS], mode="cpu"))
-    except penstock.errors.BudgetError as error:
-        handle = penstock.offload(model, Budget(error.minimum_bytes, [ALL_MODEL_PARAMS], mode="cpu"))
+        handle = headrace.offload(model, Budget(int(total * share), [ALL_MODEL_PARAMS], mode="cpu"))
+    except headrace.errors.BudgetError as error:
+        handle = headrace.offload(model, Budget(error.minimum_bytes, [ALL_MODEL_PARAMS], mode="cpu"))
     for _ in range(2):
         assert_same_bits(model(rows()), expected)
     handle.remove()
@@ -217,7 +217,7 @@ def test_the_same_bits_within_a_budget(build: str, share: float) -> None:
 
 def fqns(model: nn.Module, policy: Any = POLICIES["two slots"]) -> list[str]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PenstockWarning)
+        warnings.simplefilter("ignore", HeadraceWarning)
         return [unit.module_fqn for unit in build_plan(take_inventory(model), policy).units]
 
 
@@ -253,7 +253,7 @@ class TestModulesWithoutForward:
     @pytest.mark.parametrize("policy", [POLICIES["prefetch"], Budget("24KiB", [ALL_MODEL_PARAMS])], ids=repr)
     def test_what_only_the_model_reads_stays_with_one_warning(self, policy: Any) -> None:
         inventory = take_inventory(MODELS["parameter list"]())
-        with pytest.warns(PenstockWarning) as caught:
+        with pytest.warns(HeadraceWarning) as caught:
             plan = build_plan(inventory, policy)
         stranded = [str(w.message) for w in caught if "no forward" in str(w.message)]
         assert len(stranded) == 1
@@ -272,7 +272,7 @@ class TestModulesWithoutForward:
     def test_a_model_of_lists_alone_offloads_nothing(self) -> None:
         model = Reader()
         model.weights = weights(4)
-        with pytest.warns(PenstockWarning, match="4 tensors"), pytest.raises(SelectionError, match="selects none"):
+        with pytest.warns(HeadraceWarning, match="4 tensors"), pytest.raises(SelectionError, match="selects none"):
             build_plan(take_inventory(model), Prefetch(params=["weights"]))
 
     def test_a_plan_that_hooks_a_unit_there_is_refused(self, tmp_path: Path) -> None:
@@ -282,9 +282,9 @@ class TestModulesWithoutForward:
         drafts = [UnitDraft(f"layers.{i}", tuple(inventory.under(f"layers.{i}"))) for i in range(4)]
         assemble(inventory, drafts, 2, "cpu").save(tmp_path / "plan.json")
         with pytest.raises(
-            OptionError, match=r"unit at 'layers\.0' \(ModuleList\), which has no forward.*penstock plan"
+            OptionError, match=r"unit at 'layers\.0' \(ModuleList\), which has no forward.*headrace plan"
         ):
-            penstock.offload(model, Plan.load(tmp_path / "plan.json"))
+            headrace.offload(model, Plan.load(tmp_path / "plan.json"))
 
     def test_layers_of_lists_are_split_into_no_parts_but_their_modules(self) -> None:
         """What engines do: the stack is given, and parts of its layers get units of their own."""
@@ -339,7 +339,7 @@ class TestSharedModules:
         state = {name: t for name, t in model.state_dict().items() if not name.startswith("0.inner")}
         save_file(state, tmp_path / "model.safetensors")
         rules = Rules([("0.inner", "prefetch"), (ALL_MODEL_PARAMS, "resident")], mode="disk")
-        with penstock.offload(model, rules, checkpoint=tmp_path):
+        with headrace.offload(model, rules, checkpoint=tmp_path):
             assert_same_bits(model(rows()), expected)
 
     def test_a_plan_with_it_in_a_layers_unit_is_refused(self) -> None:
@@ -384,7 +384,7 @@ class TestTiesInsideOneModule:
     def test_not_around_another_unit(self) -> None:
         model = tied_inside()
         model.encoder.down.bias = nn.Parameter(torch.zeros(DIM))
-        with pytest.warns(PenstockWarning, match="runs around other units"):
+        with pytest.warns(HeadraceWarning, match="runs around other units"):
             plan = build_plan(take_inventory(model), Rules([("encoder", "prefetch")]))
         assert [unit.module_fqn for unit in plan.units] == ["encoder.down"]
 
@@ -402,8 +402,8 @@ class TestCheckpointOfALiveModel:
         expected = model(rows())
         save(model, tmp_path)
         policy = replace(policy, mode="disk")
-        with pytest.warns(PenstockWarning, match=r"4 tensors \(layers\.0\.scratch, .*not persistent.*stay resident"):
-            handle = penstock.offload(model, policy, checkpoint=tmp_path)
+        with pytest.warns(HeadraceWarning, match=r"4 tensors \(layers\.0\.scratch, .*not persistent.*stay resident"):
+            handle = headrace.offload(model, policy, checkpoint=tmp_path)
         assert_same_bits(model(rows()), expected)
         assert {name for name in handle.plan.resident if "scratch" in name} == {f"layers.{i}.scratch" for i in range(4)}
         handle.remove()
@@ -418,13 +418,13 @@ class TestCheckpointOfALiveModel:
         unfused = {name: tensor.unsqueeze(0).clone() for name, tensor in state.items()}
         for wrong in (older, unfused):
             save_file(wrong, tmp_path / "model.safetensors")
-            with pytest.raises(CheckpointError, match=r"penstock\.adapters\.transformers\.load"):
-                penstock.offload(model, replace(policy, mode="disk"), checkpoint=tmp_path)
+            with pytest.raises(CheckpointError, match=r"headrace\.adapters\.transformers\.load"):
+                headrace.offload(model, replace(policy, mode="disk"), checkpoint=tmp_path)
 
     def test_rules_say_so_too(self, tmp_path: Path) -> None:
         model = self.model()
-        with pytest.warns(PenstockWarning, match="a buffer that is not persistent"):
-            handle = penstock.offload(
+        with pytest.warns(HeadraceWarning, match="a buffer that is not persistent"):
+            handle = headrace.offload(
                 model, Rules([(ALL_MODEL_PARAMS, "prefetch")], mode="disk"), checkpoint=save(model, tmp_path)
             )
         handle.remove()
@@ -452,7 +452,7 @@ def gemma() -> nn.Module:
 class TestTransformers:
     """Models in which units once had modules that never ran, or that the planner could not cost."""
 
-    @pytest.mark.filterwarnings("ignore::penstock.PenstockWarning")
+    @pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning")
     @pytest.mark.parametrize(
         "build",
         [lambda: xlm("XLM"), lambda: xlm("Flaubert"), funnel, gemma],
@@ -465,7 +465,7 @@ class TestTransformers:
         expected = model(input_ids=ids)[0]
         budget = Budget(take_inventory(model).num_bytes * 3 // 4, [ALL_MODEL_PARAMS], mode="cpu")
         for policy in (*POLICIES.values(), budget):
-            with penstock.offload(model, policy) as handle:
+            with headrace.offload(model, policy) as handle:
                 for _ in range(2):
                     assert_same_bits(model(input_ids=ids)[0], expected)
                 assert handle.plan.offloaded_bytes > 0

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-import penstock
+import headrace
+from headrace.errors import SlotConflictError
+from headrace.testing import assert_same_bits
 from models import DIM, Stack, all_layers, rows
-from penstock.errors import SlotConflictError
-from penstock.testing import assert_same_bits
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ class TestAnotherLayer:
     def test_in_the_same_slot_is_refused(self, slots: int) -> None:
         model = Model().eval()
         expected = model(rows())
-        handle = penstock.offload(model, all_layers(slots))
+        handle = headrace.offload(model, all_layers(slots))
         for _ in range(2):
             with pytest.raises(SlotConflictError, match=r"^layers\.0 \(unit 0\) runs inside layers\.2 \(unit 2\)"):
                 model(rows())
@@ -75,7 +75,7 @@ class TestAnotherLayer:
     def test_in_another_slot_gives_the_right_bits(self, slots: int) -> None:
         model = Model().eval()
         expected = model(rows())
-        with penstock.offload(model, all_layers(slots)) as handle:
+        with headrace.offload(model, all_layers(slots)) as handle:
             for _ in range(3):
                 assert_same_bits(model(rows()), expected)
             assert handle.stats().bytes_moved > 0
@@ -83,7 +83,7 @@ class TestAnotherLayer:
     def test_in_compiled_code_is_refused_too(self) -> None:
         model = Model().eval()
         compiled = torch.compile(model, backend="eager")
-        with penstock.offload(model, all_layers(2)), pytest.raises(SlotConflictError, match=r"runs inside layers\.2"):
+        with headrace.offload(model, all_layers(2)), pytest.raises(SlotConflictError, match=r"runs inside layers\.2"):
             compiled(rows())
 
 
@@ -93,7 +93,7 @@ class TestItself:
         model = Model(calls=False).eval()
         model.layers[1].depth = 2
         expected = model(rows())
-        with penstock.offload(model, all_layers(slots)) as handle:
+        with headrace.offload(model, all_layers(slots)) as handle:
             for _ in range(3):
                 assert_same_bits(model(rows()), expected)
             assert handle.stats().bytes_moved > 0
@@ -108,7 +108,7 @@ class TestItself:
                 busy.append(None)
                 model(rows())
 
-        with penstock.offload(model, all_layers(2)):
+        with headrace.offload(model, all_layers(2)):
             hook = model.layers[3].linear.register_forward_pre_hook(again)
             with pytest.raises(SlotConflictError, match=r"layers\.1 \(unit 1\) runs inside layers\.3"):
                 model(rows())
@@ -129,7 +129,7 @@ class TestInterrupted:
         def interrupt(module: nn.Module, args: object) -> None:
             raise KeyboardInterrupt
 
-        with penstock.offload(model, all_layers(slots)):
+        with headrace.offload(model, all_layers(slots)):
             for again in (lambda: model(x), lambda: model.layers[(where + slots) % 5](x)):
                 hook = model.layers[where].linear.register_forward_pre_hook(interrupt)
                 with pytest.raises(KeyboardInterrupt):

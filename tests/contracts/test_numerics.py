@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch import nn
 
-import penstock
+import headrace
+from headrace import UVA, Budget, DiskOptions, Prefetch
+from headrace.testing import SlowLink, assert_moved, assert_same_bits, offload_over
+from headrace.transfer.link import ThreadLink
 from models import DIM, Block, MoE, OddStack, QuantStack, ScaledStack, Stack, all_layers, rows, save
-from penstock import UVA, Budget, DiskOptions, Prefetch
-from penstock.testing import SlowLink, assert_moved, assert_same_bits, offload_over
-from penstock.transfer.link import ThreadLink
 
 MODELS: list[tuple[Callable[[], nn.Module], torch.Tensor]] = [
     (lambda: Stack(5, max_pause_s=0.001), rows()),
@@ -57,7 +57,7 @@ class TestEager:
         model = Stack(4).eval().to(dtype)
         x = rows().to(dtype)
         expected = model(x)
-        with penstock.offload(model, all_layers()) as handle:
+        with headrace.offload(model, all_layers()) as handle:
             assert_same_bits(model(x), expected)
             assert_moved(handle, 1)
 
@@ -73,7 +73,7 @@ class TestEager:
         ],
         ids=["every third", "three of four", "a slot each", "smallest", "even spread", "barely"],
     )
-    def test_policies(self, policy: penstock.Prefetch | penstock.Budget) -> None:
+    def test_policies(self, policy: headrace.Prefetch | headrace.Budget) -> None:
         model = Stack(12, dim=128, max_pause_s=0.001).eval()
         x = rows(128)
         expected = model(x)
@@ -104,7 +104,7 @@ class TestEager:
         for index, layer in enumerate(model.layers):
             model.layers[index] = torch.compile(layer, backend="eager")
         for _ in range(2):
-            with penstock.offload(model, all_layers(2)) as handle:
+            with headrace.offload(model, all_layers(2)) as handle:
                 for forwards in (1, 2):
                     assert_same_bits(model(x), expected)
                     assert_moved(handle, forwards)
@@ -114,7 +114,7 @@ class TestEager:
         model = nn.Sequential(nn.Embedding(50, DIM), Stack(3), nn.Linear(3, 4000)).eval()
         x = torch.arange(9)
         expected = model(x)
-        with penstock.offload(model, Budget("70KiB", ["ALL_MODEL_PARAMS"])) as handle:
+        with headrace.offload(model, Budget("70KiB", ["ALL_MODEL_PARAMS"])) as handle:
             assert_same_bits(model(x), expected)
             assert_moved(handle, 1)
             assert handle.plan.mechanism_of("0.weight") == "uva"
@@ -135,7 +135,7 @@ class TestEager:
         model = Tied().eval()
         tokens = torch.arange(9)
         expected = model(tokens)
-        with penstock.offload(model, Budget("12KiB", ["ALL_MODEL_PARAMS"])) as handle:
+        with headrace.offload(model, Budget("12KiB", ["ALL_MODEL_PARAMS"])) as handle:
             for forwards in (1, 2):
                 assert_same_bits(model(tokens), expected)
                 assert_moved(handle, forwards)
@@ -144,7 +144,7 @@ class TestEager:
         model = nn.MultiheadAttention(DIM, 4).eval()
         x = rows().unsqueeze(1)
         expected = model(x, x, x)
-        with penstock.offload(model, Prefetch(params=["ALL_MODEL_PARAMS"])) as handle:
+        with headrace.offload(model, Prefetch(params=["ALL_MODEL_PARAMS"])) as handle:
             for _ in range(3):
                 assert_same_bits(model(x, x, x), expected)
             assert [unit.module_fqn for unit in handle.plan.units] == [""]
@@ -154,7 +154,7 @@ class TestEager:
         model = nn.TransformerEncoderLayer(DIM, 4, 64, batch_first=True).eval()
         x = rows().unsqueeze(0)
         expected = model(x)
-        with penstock.offload(model, Prefetch(params=["ALL_MODEL_PARAMS"])) as handle:
+        with headrace.offload(model, Prefetch(params=["ALL_MODEL_PARAMS"])) as handle:
             for _ in range(3):
                 assert_same_bits(model(x), expected)
             assert handle.stats().bytes_moved > 3 * handle.plan.prefetched_bytes
@@ -167,7 +167,7 @@ class TestEager:
         x = rows()
         expected = model(x)
         with offloaded_in():
-            handle = penstock.offload(model, all_layers())
+            handle = headrace.offload(model, all_layers())
         for forwards, mode in enumerate((torch.inference_mode, torch.no_grad, torch.inference_mode), start=1):
             with mode():
                 assert_same_bits(model(x), expected)
@@ -180,7 +180,7 @@ class TestEager:
         model = MoE(3).eval()
         tokens = torch.arange(9)
         expected = model(tokens)
-        with penstock.offload(model, UVA(params=["experts"])) as handle:
+        with headrace.offload(model, UVA(params=["experts"])) as handle:
             assert_same_bits(model(tokens), expected)
             stats = handle.stats()
         assert stats.bytes_moved == 0
@@ -215,7 +215,7 @@ class TestDisk:
         expected = model(x)
         policy = Prefetch(params=["ALL_MODEL_PARAMS"], mode="disk")
         for options in (DiskOptions(), DiskOptions(direct=True, drop_cache=True)):
-            with penstock.offload(model, policy, checkpoint=save(model, tmp_path), disk=options) as handle:
+            with headrace.offload(model, policy, checkpoint=save(model, tmp_path), disk=options) as handle:
                 assert max(unit.num_bytes for unit in handle.plan.units) > 2 * (2 << 20)
                 assert_same_bits(model(x), expected)
                 assert_moved(handle, 1)
@@ -230,7 +230,7 @@ class TestDisk:
         with torch.device("meta"):
             model = MoE(4).eval()
         seen: list[tuple[int, int]] = []
-        handle = penstock.offload(
+        handle = headrace.offload(
             model, all_layers(2, mode), checkpoint=folder, progress=lambda done, total: seen.append((done, total))
         )
         for forwards in (1, 2):
@@ -248,7 +248,7 @@ class TestDisk:
         model = nn.Sequential(nn.Embedding(4000, DIM), Stack(4, dim=DIM)).eval()
         x = torch.tensor([0, 3999, 17])
         expected = model(x)
-        with penstock.offload(model, "40KiB", checkpoint=save(model, tmp_path)) as handle:
+        with headrace.offload(model, "40KiB", checkpoint=save(model, tmp_path)) as handle:
             assert handle.plan.uva == {"0.weight": 4000 * DIM * 4}
             assert_same_bits(model(x), expected)
             assert handle.stats().bytes_moved == 0
@@ -257,7 +257,7 @@ class TestDisk:
         model = Stack(12, dim=128).eval()
         x = rows(128)
         expected = model(x)
-        with penstock.offload(model, "400KiB", checkpoint=save(model, tmp_path)) as handle:
+        with headrace.offload(model, "400KiB", checkpoint=save(model, tmp_path)) as handle:
             assert handle.plan.mode == "disk"
             assert handle.plan.device_bytes <= 400 * 2**10
             for forwards in (1, 2):
@@ -303,7 +303,7 @@ class TestOrder:
         model = Stack(5).eval()
         model.order = [0, 1, 3, 4]
         expected = model(rows())
-        with penstock.offload(model, all_layers()) as handle:
+        with headrace.offload(model, all_layers()) as handle:
             assert_same_bits(model(rows()), expected)
             assert handle.stats().units[2].runs == 0
 
@@ -312,7 +312,7 @@ class TestOrder:
         x = rows()
         expected = model(x)
         alone = model.layers[3](x)
-        with penstock.offload(model, all_layers()) as handle:
+        with headrace.offload(model, all_layers()) as handle:
             assert_same_bits(model.layers[3](x), alone)
             assert_same_bits(model(x), expected)
             assert handle.stats().units[3].runs == 2
@@ -338,9 +338,9 @@ class TestSeveral:
         second.layers[0].linear.weight = first.layers[0].linear.weight
         x = rows()
         expected = first(x), second(x)
-        with penstock.offload(first, all_layers()):
+        with headrace.offload(first, all_layers()):
             assert_same_bits(first(x), expected[0])
-        with penstock.offload(second, all_layers()):
+        with headrace.offload(second, all_layers()):
             assert_same_bits(second(x), expected[1])
         assert_same_bits((first(x), second(x)), expected)
 
@@ -408,7 +408,7 @@ class Failing(nn.Module):
         return x
 
 
-@pytest.mark.filterwarnings("error::penstock.PenstockWarning")
+@pytest.mark.filterwarnings("error::headrace.HeadraceWarning")
 class TestInterrupted:
     @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), SystemExit()], ids=repr)
     @pytest.mark.parametrize("at", [0, 2, 4])
@@ -528,7 +528,7 @@ class TestGradients:
         x = rows().requires_grad_()
         with torch.enable_grad():
             expected = model(x)
-            handle = penstock.offload(model, all_layers(slots))
+            handle = headrace.offload(model, all_layers(slots))
             output = model(x)
             assert_same_bits(output, expected)
             assert_moved(handle, 1)
@@ -545,10 +545,10 @@ class TestGradients:
     def test_gradients_of_inputs_through_residents_only(self) -> None:
         model = Stack(5).eval()
         x = torch.randn(4, DIM, requires_grad=True)
-        with penstock.offload(model, all_layers()), torch.enable_grad():
+        with headrace.offload(model, all_layers()), torch.enable_grad():
             model.head(x).sum().backward()
         assert x.grad is not None
 
     def test_training_mode_warns(self) -> None:
-        with pytest.warns(penstock.PenstockWarning, match="training mode"):
-            penstock.offload(Stack(3).train(), all_layers()).remove()
+        with pytest.warns(headrace.HeadraceWarning, match="training mode"):
+            headrace.offload(Stack(3).train(), all_layers()).remove()

@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import penstock
+import headrace
+from headrace.errors import HeadraceWarning, ModelChangedError, OutsideAccessError, StateError
+from headrace.model.live_tensors import is_resting
+from headrace.testing import assert_same_bits
 from models import DIM, Stack, all_layers, rows, save
 from outside_models import EVERYTHING, Around, Reads
-from penstock.errors import ModelChangedError, OutsideAccessError, PenstockWarning, StateError
-from penstock.model.live_tensors import is_resting
-from penstock.testing import assert_same_bits
 
-promoted = pytest.mark.filterwarnings("ignore:.*It is resident from now on:penstock.PenstockWarning")
+promoted = pytest.mark.filterwarnings("ignore:.*It is resident from now on:headrace.HeadraceWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def judged(model: nn.Module, x: torch.Tensor, policy: Any = EVERYTHING, forwards
     model.eval()
     twin = copy.deepcopy(model)
     expected = [twin(x) for _ in range(forwards)]
-    with penstock.offload(model, policy) as handle:
+    with headrace.offload(model, policy) as handle:
         for output in expected:
             assert_same_bits(model(x), output)
         assert handle.stats().bytes_moved > 0
@@ -91,7 +91,7 @@ def test_returned_weights(give: Callable[..., Any], take: Callable[..., Any]) ->
 def test_an_output_that_nothing_looks_into_is_refused() -> None:
     model = Around(lambda w: Opaque(w[:2]), lambda g: g.tensor[0]).eval()
     with (
-        penstock.offload(model, EVERYTHING),
+        headrace.offload(model, EVERYTHING),
         pytest.raises(OutsideAccessError, match=r"a view of table\.weight was kept beyond the forward of its Table"),
     ):
         model(rows())
@@ -102,7 +102,7 @@ def test_a_view_that_is_returned_and_kept_is_refused() -> None:
     kept: list[torch.Tensor] = []
     model = Around(lambda w: (kept.append(w.t()), w[:2])[1], lambda g: g[0]).eval()
     with (
-        penstock.offload(model, EVERYTHING),
+        headrace.offload(model, EVERYTHING),
         pytest.raises(OutsideAccessError, match=r"a view of table\.weight was kept beyond the forward of its Table"),
     ):
         model(rows())
@@ -123,7 +123,7 @@ def test_a_view_kept_by_a_module_that_returns_nothing_is_refused() -> None:
     kept: list[torch.Tensor] = []
     model = Around(lambda w: kept.append(w.t()), lambda g: kept[0][0]).eval()
     with (
-        penstock.offload(model, EVERYTHING),
+        headrace.offload(model, EVERYTHING),
         pytest.raises(OutsideAccessError, match=r"a view of table\.weight was kept beyond the forward of its Table"),
     ):
         model(rows())
@@ -131,20 +131,20 @@ def test_a_view_kept_by_a_module_that_returns_nothing_is_refused() -> None:
 
 def test_a_kept_view_is_refused_in_every_forward() -> None:
     model = nn.Sequential(Keeps(), Keeps()).eval()
-    with penstock.offload(model, EVERYTHING):
+    with headrace.offload(model, EVERYTHING):
         for _ in range(2):
             with pytest.raises(
                 OutsideAccessError, match=r"\('0\.lin\.weight', 'resident'\).*or let the module keep a c"
             ):
                 model(rows())
-    with penstock.offload(model, penstock.Rules([("lin.weight", "resident"), ("lin", "prefetch")])):
+    with headrace.offload(model, headrace.Rules([("lin.weight", "resident"), ("lin", "prefetch")])):
         assert_same_bits(model(rows()), nn.Sequential(*model)(rows()))
 
 
 @promoted
 @pytest.mark.parametrize("calls", [True, False])
-@pytest.mark.parametrize("policy", [EVERYTHING, penstock.Prefetch(1, 1, 2, params=["ALL_MODEL_PARAMS"])])
-def test_a_parent_that_reads_a_childs_weight(calls: bool, policy: penstock.Prefetch) -> None:
+@pytest.mark.parametrize("policy", [EVERYTHING, headrace.Prefetch(1, 1, 2, params=["ALL_MODEL_PARAMS"])])
+def test_a_parent_that_reads_a_childs_weight(calls: bool, policy: headrace.Prefetch) -> None:
     (note,) = judged(Reads(calls), rows(), policy)
     assert note.endswith(" lin.weight")
 
@@ -156,7 +156,7 @@ def test_only_in_some_later_forward() -> None:
     before = model(x)
     model.reads = True
     after = model(x)
-    with penstock.offload(model, EVERYTHING) as handle:
+    with headrace.offload(model, EVERYTHING) as handle:
         model.reads = False
         for _ in range(3):
             assert_same_bits(model(x), before)
@@ -184,9 +184,9 @@ def test_forward_called_directly() -> None:
 
 def test_promotion_says_so_once_and_names_the_rule() -> None:
     model = Reads().eval()
-    with penstock.offload(model, EVERYTHING) as handle:
+    with headrace.offload(model, EVERYTHING) as handle:
         before = handle.plan
-        with pytest.warns(PenstockWarning, match=r"lin\.weight was given to aten\.linear") as caught:
+        with pytest.warns(HeadraceWarning, match=r"lin\.weight was given to aten\.linear") as caught:
             nn.Sequential(model, model)(rows())
         assert len(caught) == 1
         assert "(rules=[('lin.weight', 'resident')], --offload-rule lin.weight=resident)" in str(caught[0].message)
@@ -196,16 +196,16 @@ def test_promotion_says_so_once_and_names_the_rule() -> None:
         assert handle.plan.weight_bytes == before.weight_bytes
 
 
-@pytest.mark.filterwarnings("ignore:.*has no room for it beside the plan:penstock.PenstockWarning")
+@pytest.mark.filterwarnings("ignore:.*has no room for it beside the plan:headrace.HeadraceWarning")
 class TestNoRoom:
     """A budget that the plan has used up: bytes are copied for every such use."""
 
     @staticmethod
-    def tight(model: nn.Module, share: float = 0.4) -> penstock.Handle:
+    def tight(model: nn.Module, share: float = 0.4) -> headrace.Handle:
         size = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
-        handle = penstock.offload(model, int(size * share))
+        handle = headrace.offload(model, int(size * share))
         handle.remove()
-        return penstock.offload(model, handle.plan.device_bytes)
+        return headrace.offload(model, handle.plan.device_bytes)
 
     def test_reads(self) -> None:
         model = nn.Sequential(*(nn.Linear(DIM * 8, DIM * 8) for _ in range(6))).eval()
@@ -241,8 +241,8 @@ class TestNoRoom:
         model.layers = nn.ModuleList(nn.Sequential(*(nn.Linear(*shape) for shape in shapes)) for _ in range(4))
         model.eval()
         twin, x = copy.deepcopy(model), rows()
-        rule = penstock.Budget(450 * 2**10, rules=[("table", "prefetch")])
-        with penstock.offload(model, rule) as handle:
+        rule = headrace.Budget(450 * 2**10, rules=[("table", "prefetch")])
+        with headrace.offload(model, rule) as handle:
             assert handle.plan.device_bytes + DIM * DIM * 64 > rule.num_bytes
             for _ in range(3):
                 assert_same_bits(model(x), twin(x))
@@ -266,7 +266,7 @@ def test_parameters_that_share_a_version_counter() -> None:
 
     layers = [Halves(torch.randn(DIM, DIM).chunk(2, 1)) for _ in range(3)]
     assert all(layer.first._version == layer.second._version for layer in layers)
-    assert judged(nn.Sequential(*layers).eval(), rows(), penstock.Prefetch(1, 1, 1, params=["first", "second"])) == ()
+    assert judged(nn.Sequential(*layers).eval(), rows(), headrace.Prefetch(1, 1, 1, params=["first", "second"])) == ()
 
 
 class Writes(nn.Module):
@@ -298,7 +298,7 @@ def test_writes_inside_a_forward_are_refused(write: Callable[[nn.Linear], Any], 
     with torch.inference_mode(inference):
         model, x = nn.Sequential(*(Writes(lambda lin: None) for _ in range(3))).eval(), rows()
         expected = model(x)
-        with penstock.offload(model, EVERYTHING) as handle:
+        with headrace.offload(model, EVERYTHING) as handle:
             assert_same_bits(model(x), expected)
             model[1].write = write
             with pytest.raises(ModelChangedError, match=r"1\.lin\.weight was written in place by aten"):
@@ -311,7 +311,7 @@ def test_writes_inside_a_forward_are_refused(write: Callable[[nn.Linear], Any], 
 def test_data_set_inside_a_forward_stays_and_is_refused() -> None:
     model, x = nn.Sequential(*(Writes(lambda lin: None) for _ in range(3))).eval(), rows()
     new = torch.randn(DIM, DIM)
-    with penstock.offload(model, EVERYTHING):
+    with headrace.offload(model, EVERYTHING):
         model[1].write = lambda lin: setattr(lin.weight, "data", new)
         for _ in range(2):
             with pytest.raises(ModelChangedError, match=r"1\.lin\.weight was moved"):
@@ -329,10 +329,10 @@ class TestOthers:
         draft.weight = model.layers[1].linear.weight
         x = torch.randn(2, DIM)
         expected = draft(x), model(x)
-        with penstock.offload(model, all_layers(1)):
+        with headrace.offload(model, all_layers(1)):
             assert_same_bits((draft(x), model(x)), expected)
             with pytest.raises(StateError, match=r"weight is offloaded already, as a tensor of a Stack"):
-                penstock.offload(draft, EVERYTHING)
+                headrace.offload(draft, EVERYTHING)
         assert_same_bits((draft(x), model(x)), expected)
 
     @promoted
@@ -340,7 +340,7 @@ class TestOthers:
         model, x = Stack(3).eval(), torch.randn(2, DIM)
         expected = x @ model.layers[2].linear.weight
         found: list[torch.Tensor] = []
-        with penstock.offload(model, all_layers(1)):
+        with headrace.offload(model, all_layers(1)):
             thread = threading.Thread(target=lambda: found.append(x @ model.layers[2].linear.weight.detach()))
             thread.start()
             thread.join(30)
@@ -353,7 +353,7 @@ class TestOthers:
             model, delta, x = Stack(4).eval(), torch.randn(DIM, DIM), rows()
             twin = copy.deepcopy(model)
             twin.layers[1].linear.weight.data += delta
-            with penstock.offload(model, all_layers(2)) as handle:
+            with headrace.offload(model, all_layers(2)) as handle:
                 model(x)
                 model.layers[1].linear.weight.data += delta
                 for _ in range(2):
@@ -366,7 +366,7 @@ class TestOthers:
     def test_an_alias_that_outlives_the_offload(self) -> None:
         model = Stack(3).eval()
         expected = model.layers[0].linear.weight.clone()
-        handle = penstock.offload(model, all_layers(1))
+        handle = headrace.offload(model, all_layers(1))
         alias = model.layers[0].linear.weight.data
         handle.remove()
         del handle
@@ -392,7 +392,7 @@ class TestOthers:
 
         model, twin, x = build(), build(), rows()
         folder = save(model, tmp_path) if mode == "disk" else None
-        with penstock.offload(model, penstock.Rules([("weight", "prefetch")], mode=mode), checkpoint=folder) as handle:
+        with headrace.offload(model, headrace.Rules([("weight", "prefetch")], mode=mode), checkpoint=folder) as handle:
             assert_same_bits(model(x), twin(x))
             for each in (model, twin):
                 each[1].weight.add_(1)
@@ -412,7 +412,7 @@ class TestOthers:
 
         model = nn.Sequential(*(Wrapped() for _ in range(3))).eval()
         twin = nn.Sequential(*(copy.deepcopy(layer.base_layer) for layer in model))
-        with penstock.offload(model, EVERYTHING):
+        with headrace.offload(model, EVERYTHING):
             for index in range(3):
                 model[index] = model[index].base_layer
             assert_same_bits(model(rows()), twin(rows()))
@@ -420,7 +420,7 @@ class TestOthers:
     @pytest.mark.filterwarnings("error")
     def test_what_reads_no_bytes_wakes_nothing(self) -> None:
         model = Stack(3).eval()
-        with penstock.offload(model, all_layers(1)) as handle:
+        with headrace.offload(model, all_layers(1)) as handle:
             weight = model.layers[1].linear.weight
             assert (weight.shape, weight.dtype, weight.device, weight.stride()) == (
                 (DIM, DIM),
@@ -436,7 +436,7 @@ class TestOthers:
 
     def test_a_raw_pointer_is_refused(self) -> None:
         model = Stack(3).eval()
-        with penstock.offload(model, all_layers(1)), pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        with headrace.offload(model, all_layers(1)), pytest.raises(RuntimeError, match="Cannot access data pointer"):
             model.layers[1].linear.weight.data_ptr()
 
 
@@ -456,7 +456,7 @@ class TestTracers:
 
         model, x = nn.Sequential(*(nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU()) for _ in range(3))).eval(), rows()
         expected = model(x)
-        with penstock.offload(model, EVERYTHING):
+        with headrace.offload(model, EVERYTHING):
             with pytest.raises(StateError, match="would record what slots hold"):
                 trace(model, x)
             assert_same_bits(model(x), expected)
@@ -466,7 +466,7 @@ class TestRemove:
     def test_inside_a_forward(self) -> None:
         model, x = Stack(3).eval(), rows()
         expected = model(x)
-        handle = penstock.offload(model, all_layers(1))
+        handle = headrace.offload(model, all_layers(1))
         hook = model.layers[1].register_forward_hook(lambda *_: handle.remove())
         with pytest.raises(StateError, match=r"remove\(\) was called inside a forward"):
             model(x)
@@ -478,7 +478,7 @@ class TestRemove:
     def test_leaves_a_wrapper_that_came_later(self) -> None:
         model, x = Stack(3).eval(), rows()
         expected = model(x)
-        handle = penstock.offload(model, all_layers(1))
+        handle = headrace.offload(model, all_layers(1))
         inner, calls = model.layers[1].forward, []
 
         def wrapper(*args: Any) -> Any:
@@ -495,7 +495,7 @@ class TestRemove:
         import weakref
 
         model = Stack(3).eval()
-        handle = penstock.offload(model, all_layers(1))
+        handle = headrace.offload(model, all_layers(1))
         slot = weakref.ref(handle._session._prefetcher.slot_memory(0))
         model(rows())
         handle.remove()
@@ -506,7 +506,7 @@ class TestRemove:
 def test_a_forward_ended_by_an_interrupt_holds_up_no_other_thread() -> None:
     model, x = Stack(4).eval(), rows()
     expected = model(x)
-    with penstock.offload(model, all_layers(1)):
+    with headrace.offload(model, all_layers(1)):
 
         def interrupt(*_: Any) -> None:
             raise KeyboardInterrupt
@@ -528,5 +528,5 @@ def test_a_forward_ended_by_an_interrupt_holds_up_no_other_thread() -> None:
 
 def test_casts_are_refused() -> None:
     model = Stack(3).eval()
-    with penstock.offload(model, all_layers(1)), pytest.raises(ModelChangedError, match="would change offloaded"):
+    with headrace.offload(model, all_layers(1)), pytest.raises(ModelChangedError, match="would change offloaded"):
         model.to(memory_format=torch.channels_last, dtype=torch.float64)

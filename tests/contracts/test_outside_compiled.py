@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-import penstock
+import headrace
+from headrace.errors import ModelChangedError
+from headrace.testing import assert_moved, assert_same_bits, boundaries
 from models import Stack, all_layers, rows
 from outside_models import EVERYTHING, Around, Reads
-from penstock.errors import ModelChangedError
-from penstock.testing import assert_moved, assert_same_bits, boundaries
 
 OUTSIDE = r"outside of the forward that it is on the device for, in code that torch\.compile traces.*resident"
 
@@ -34,7 +34,7 @@ def test_a_model_that_keeps_to_itself_compiles() -> None:
     with boundaries(model, all_layers(2)):
         expected = compiled(model, "eager")(x)
     torch.compiler.reset()
-    with penstock.offload(model, all_layers(2)) as handle:
+    with headrace.offload(model, all_layers(2)) as handle:
         step = compiled(model, "eager")
         for forwards in (1, 2, 3):
             assert_same_bits(step(x), expected)
@@ -46,7 +46,7 @@ def test_a_model_that_keeps_to_itself_compiles() -> None:
 def test_after_eager_forwards_and_before() -> None:
     model, x = Stack(4).eval(), rows()
     expected = model(x)
-    with penstock.offload(model, all_layers(1)) as handle:
+    with headrace.offload(model, all_layers(1)) as handle:
         step = compiled(model, "eager")
         for run in (model, step, model, step):
             assert_same_bits(run(x), expected)
@@ -61,7 +61,7 @@ def test_an_eager_forward_that_writes_a_weight_after_compiled_ones_is_an_error_a
 
     model, x = Stack(4).eval(), rows()
     expected = model(x)
-    with penstock.offload(model, all_layers(1)):
+    with headrace.offload(model, all_layers(1)):
         assert_same_bits(compiled(model, "eager")(x), expected)
         writes = model.layers[2].register_forward_pre_hook(write_weight)
         with pytest.raises(ModelChangedError, match=r"layers\.2\.linear\.weight was written in place while offloaded"):
@@ -73,24 +73,24 @@ def test_an_eager_forward_that_writes_a_weight_after_compiled_ones_is_an_error_a
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_parent_that_reads_a_childs_weight(backend: str) -> None:
     model = Reads().eval()
-    with penstock.offload(model, EVERYTHING), pytest.raises(RuntimeError, match=rf"lin\.weight is used by .*{OUTSIDE}"):
+    with headrace.offload(model, EVERYTHING), pytest.raises(RuntimeError, match=rf"lin\.weight is used by .*{OUTSIDE}"):
         compiled(model, backend)(rows())
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_returned_view(backend: str) -> None:
     model = Around(lambda w: w[:3], lambda g: g.sum(0)).eval()
-    with penstock.offload(model, EVERYTHING), pytest.raises(RuntimeError, match=rf"table\.weight is .*{OUTSIDE}"):
+    with headrace.offload(model, EVERYTHING), pytest.raises(RuntimeError, match=rf"table\.weight is .*{OUTSIDE}"):
         compiled(model, backend)(rows())
 
 
-@pytest.mark.filterwarnings("ignore:.*It is resident from now on:penstock.PenstockWarning")
+@pytest.mark.filterwarnings("ignore:.*It is resident from now on:headrace.HeadraceWarning")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_a_child_that_is_never_called(backend: str) -> None:
     """It has no window in the graph, so its weight still rests when the compiled code reads it."""
     model, x = Reads(calls=False).eval(), rows()
     expected = model(x)
-    with penstock.offload(model, EVERYTHING):
+    with headrace.offload(model, EVERYTHING):
         step = compiled(model, backend)
         try:
             outputs = [step(x), step(x)]
@@ -104,7 +104,7 @@ def test_a_child_that_is_never_called(backend: str) -> None:
 def test_layers_compiled_one_by_one() -> None:
     model, x = Stack(4).eval(), rows()
     expected = model(x)
-    with penstock.offload(model, all_layers(2)) as handle:
+    with headrace.offload(model, all_layers(2)) as handle:
         for layer in model.layers:
             layer.compile(backend="eager", fullgraph=True)
         for forwards in (1, 2):
@@ -116,6 +116,6 @@ def test_layers_compiled_one_by_one() -> None:
 def test_export_is_as_without(strict: bool) -> None:
     model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))).eval(), torch.randn(2, 8)
     expected = model(x)
-    with penstock.offload(model, penstock.Prefetch(1, 1, 1, params=["ALL_MODEL_PARAMS"])):
+    with headrace.offload(model, headrace.Prefetch(1, 1, 1, params=["ALL_MODEL_PARAMS"])):
         exported = torch.export.export(model, (x,), strict=strict)
         assert_same_bits(exported.module()(x), expected)

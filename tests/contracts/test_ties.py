@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-import penstock
+import headrace
+from headrace import UVA, Prefetch
+from headrace.testing import assert_moved, assert_same_bits
 from models import DIM, MoE, Odd, OddStack, Scaled, ScaledStack, Stack, all_layers, rows, save
-from penstock import UVA, Prefetch
-from penstock.testing import assert_moved, assert_same_bits
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     for prefix, module in model.named_modules():
         held = {**module._parameters, **module._buffers, **vars(module)}
         for name, value in held.items():
-            if isinstance(value, torch.Tensor) and not name.startswith("_penstock_"):
+            if isinstance(value, torch.Tensor) and not name.startswith("_headrace_"):
                 found[f"{prefix}.{name}"] = value
                 if isinstance(value, Scaled):
                     found[f"{prefix}.{name}:data"], found[f"{prefix}.{name}:scale"] = value.data_int8, value.scale
@@ -67,7 +67,7 @@ def test_everything_is_as_it_was_after_remove(build: str, policy: Prefetch | UVA
     expected = model(x)
     before = signature(tensors_of(model))
     values = {name: t.clone() for name, t in tensors_of(model).items()}
-    handle = penstock.offload(model, policy)
+    handle = headrace.offload(model, policy)
     for forwards in (1, 2):
         assert_same_bits(model(x), expected)
         if isinstance(policy, Prefetch):
@@ -102,7 +102,7 @@ def test_ties_and_views_hold_while_offloaded() -> None:
         looks.append(unit.index)
 
     layer.register_forward_pre_hook(look)
-    with penstock.offload(model, all_layers(2)) as handle:
+    with headrace.offload(model, all_layers(2)) as handle:
         model(rows())
     assert looks == [1]
 
@@ -111,7 +111,7 @@ def test_tensors_in_slots_share_memory_but_no_storage_object() -> None:
     """A compiler that saw the sharing would rebuild them from one base, and its cache would hand that code to a plan
     with other slots (see ``runtime/hooks.py``)."""
     model = OddStack(5).eval()
-    with penstock.offload(model, all_layers(2)):
+    with headrace.offload(model, all_layers(2)):
         tensors = [t for name, t in tensors_of(model).items() if t.numel() and not name.endswith(".same")]
         assert len({t.untyped_storage()._cdata for t in tensors}) == len(tensors)
         addresses: list[int] = []
@@ -147,7 +147,7 @@ def test_every_dtype_every_bit(dtype: torch.dtype, mode: str, tmp_path: Path) ->
     model.layers = nn.ModuleList(Reader() for _ in range(3))
     model.forward = lambda: [layer() for layer in model.layers]
     checkpoint = save(model, tmp_path) if mode == "disk" else None
-    with penstock.offload(model.eval(), all_layers(1, mode), checkpoint=checkpoint) as handle:
+    with headrace.offload(model.eval(), all_layers(1, mode), checkpoint=checkpoint) as handle:
         for forwards in (1, 2):
             for found in model():
                 assert found.dtype == dtype
@@ -166,7 +166,7 @@ def test_lazy_conjugates_and_negatives(flip: str) -> None:
     for layer in model.layers:
         layer.register_buffer("value", value.clone().conj() if flip == "conj" else value)
     expected = model.layers[1].value.resolve_conj().resolve_neg().clone()
-    with penstock.offload(model.eval(), UVA(params=["layers"])) as handle:
+    with headrace.offload(model.eval(), UVA(params=["layers"])) as handle:
         assert_same_bits(model.layers[1].value, expected)
         assert handle.plan.uva_bytes > 0
     assert_same_bits(model.layers[1].value, expected)
@@ -180,7 +180,7 @@ class TestMeta:
         source = MoE(3).eval()
         with torch.device("meta"):
             model = MoE(3).eval()
-        with penstock.offload(model, all_layers(2, mode), checkpoint=save(source, tmp_path)) as handle:
+        with headrace.offload(model, all_layers(2, mode), checkpoint=save(source, tmp_path)) as handle:
             assert model.head.weight is model.embed.weight
             assert isinstance(model.head.weight, nn.Parameter)
             assert_same_bits(model(torch.arange(9)), source(torch.arange(9)))
@@ -194,7 +194,7 @@ class TestMeta:
         with torch.device("meta"):
             model = Stack(3)
         model.layers[1].linear.weight.requires_grad_(False)
-        with penstock.offload(model.eval(), all_layers(), checkpoint=save(source, tmp_path)):
+        with headrace.offload(model.eval(), all_layers(), checkpoint=save(source, tmp_path)):
             flags = {name: p.requires_grad for name, p in model.named_parameters()}
         assert {name for name, flag in flags.items() if not flag} == {"layers.1.linear.weight"}
         assert all(isinstance(p, nn.Parameter) for p in model.parameters())
@@ -204,7 +204,7 @@ class TestMeta:
         with torch.device("meta"):
             model = nn.LSTM(DIM, DIM, 2).eval()
         policy = Prefetch(params=["ALL_MODEL_PARAMS"], mode="disk")
-        with penstock.offload(model, policy, checkpoint=save(source, tmp_path)) as handle:
+        with headrace.offload(model, policy, checkpoint=save(source, tmp_path)) as handle:
             assert_same_bits(model(rows()), source(rows()))
             assert handle.stats().bytes_moved > 0
 
@@ -217,7 +217,7 @@ class TestStateDict:
         model = make().eval()
         expected = {name: t.clone() for name, t in model.state_dict().items()}
         kinds = {name: type(t) for name, t in model.state_dict().items()}
-        with penstock.offload(model, policy):
+        with headrace.offload(model, policy):
             for _ in range(2):
                 state = model.state_dict()
                 assert list(state) == list(expected)
@@ -230,7 +230,7 @@ class TestStateDict:
         model = Stack(4).eval()
         expected = model.layers[2].state_dict(prefix="here.")
         expected = {name: t.clone() for name, t in expected.items()}
-        with penstock.offload(model, all_layers(1)):
+        with headrace.offload(model, all_layers(1)):
             found: dict[str, torch.Tensor] = {}
             model.layers[2].state_dict(destination=found, prefix="here.")
             assert_same_bits(found, expected)
@@ -242,7 +242,7 @@ class TestStateDict:
         policy = Prefetch(params=["layers.0.weight", "layers.1.weight"], mode=mode)
         if mode == "disk":
             model.layers[2].weight.data.add_(1)  # not offloaded, so it may differ
-        with penstock.offload(model, policy, checkpoint=folder if mode == "disk" else None):
+        with headrace.offload(model, policy, checkpoint=folder if mode == "disk" else None):
             state = model.state_dict()
             assert state["layers.0.weight"].data_ptr() == state["layers.0.same"].data_ptr()
             assert state["layers.0.weight"].data_ptr() != state["layers.1.weight"].data_ptr()
@@ -250,12 +250,12 @@ class TestStateDict:
     def test_costs_no_memory_in_mode_cpu(self) -> None:
         model = Stack(4).eval()
         address = model.layers[1].linear.weight.data_ptr()
-        with penstock.offload(model, all_layers(1)):
+        with headrace.offload(model, all_layers(1)):
             assert model.state_dict()["layers.1.linear.weight"].data_ptr() == address
 
     def test_can_be_saved_and_loaded_elsewhere(self, tmp_path: Path) -> None:
         model, other = Stack(4).eval(), Stack(4).eval()
-        with penstock.offload(model, all_layers(2)):
+        with headrace.offload(model, all_layers(2)):
             save(model, tmp_path)
             other.load_state_dict(model.state_dict())
             assert_same_bits(other(rows()), model(rows()))

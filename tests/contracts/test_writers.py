@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch import nn
 
-import penstock
+import headrace
+from headrace import Prefetch
+from headrace.errors import HeadraceError, ModelChangedError
 from models import DIM, Block, all_layers, rows
-from penstock import Prefetch
-from penstock.errors import ModelChangedError, PenstockError
 
 pytestmark = [
     # A weight that is used outside of its forward becomes resident, with a warning; its bits are what counts here.
-    pytest.mark.filterwarnings("ignore::penstock.PenstockWarning"),
+    pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -117,8 +117,8 @@ def equal_or_refused(
     torch.manual_seed(2)
     expected = act(twin)
     try:
-        handle = penstock.offload(model, policy(model))
-    except PenstockError as error:
+        handle = headrace.offload(model, policy(model))
+    except HeadraceError as error:
         return f"not offloaded: {type(error).__name__}"
     if warm:
         require_same(_run(model, x), _run(untouched, x))
@@ -130,8 +130,8 @@ def equal_or_refused(
         return type(error).__name__
     try:
         outputs = [_run(changed, x) for _ in range(3)]
-    except PenstockError as error:  # noticed late, but noticed
-        with suppress(PenstockError):
+    except HeadraceError as error:  # noticed late, but noticed
+        with suppress(HeadraceError):
             handle.remove()
         return type(error).__name__
     for output in outputs:
@@ -148,7 +148,7 @@ def _run(module: Any, x: torch.Tensor) -> torch.Tensor:
     return (output if isinstance(output, torch.Tensor) else output.logits).detach()
 
 
-def _require_untouched(model: nn.Module, handle: penstock.Handle, untouched: nn.Module, x: torch.Tensor) -> None:
+def _require_untouched(model: nn.Module, handle: headrace.Handle, untouched: nn.Module, x: torch.Tensor) -> None:
     """What was refused has changed nothing, and the offload goes on."""
     for _ in range(2):
         require_same(_run(model, x), _run(untouched, x))
@@ -314,7 +314,7 @@ def test_layers_exchanged_for_what_they_wrap(policy: Action) -> None:
         (lambda m: m.double(), ModelChangedError),
         (lambda m: m.to(torch.float64), ModelChangedError),
         (lambda m: m.to("meta"), ModelChangedError),
-        # Without CUDA torch itself refuses, perhaps before penstock is asked.
+        # Without CUDA torch itself refuses, perhaps before headrace is asked.
         (lambda m: m.cuda(), ModelChangedError if torch.cuda.is_available() else (ModelChangedError, AssertionError)),
     ],
     ids=["half", "bfloat16", "double", "to", "meta", "cuda"],
@@ -322,7 +322,7 @@ def test_layers_exchanged_for_what_they_wrap(policy: Action) -> None:
 def test_casts_and_moves_are_refused_at_once(cast: Action, error: Any, policy: Action) -> None:
     for part in (lambda m: m, lambda m: m.layers, lambda m: m.layers[2].linear):
         model, untouched = plain(), plain()
-        handle = penstock.offload(model, policy(model))
+        handle = headrace.offload(model, policy(model))
         with pytest.raises(error):
             cast(part(model))
         _require_untouched(model, handle, untouched, rows())

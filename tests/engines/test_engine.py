@@ -14,10 +14,10 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from engines import EngineModel, Layer, Wrapped, build, ids, is_lookup
-from penstock import UVA, Budget, Prefetch
-from penstock.errors import OptionError, SelectionError, StateError
-from penstock.offloaders.layerwise import EngineOffloader, EnginePolicy
-from penstock.testing import NoCopyOffloader
+from headrace import UVA, Budget, Prefetch
+from headrace.errors import OptionError, SelectionError, StateError
+from headrace.offloaders.layerwise import EngineOffloader, EnginePolicy
+from headrace.testing import NoCopyOffloader
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
@@ -108,8 +108,8 @@ def test_a_pattern_reaches_a_tower() -> None:
 
 @pytest.mark.parametrize("kind", [EngineOffloader, NoCopyOffloader])
 def test_a_tower_needs_to_be_read_in_place(kind: type[EngineOffloader], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU with PENSTOCK_DISABLE_UVA: layers are moved on demand, and what is outside of them is refused."""
-    monkeypatch.setattr("penstock.runtime.prepare.can_read_in_place", lambda device: False)
+    """As on a GPU with HEADRACE_DISABLE_UVA: layers are moved on demand, and what is outside of them is refused."""
+    monkeypatch.setattr("headrace.runtime.prepare.can_read_in_place", lambda device: False)
     resident, _ = build(None)
     model, offloader = build(UVA(2**40), kind)
     assert offloader is not None
@@ -117,7 +117,7 @@ def test_a_tower_needs_to_be_read_in_place(kind: type[EngineOffloader], monkeypa
     assert len(offloader.plan.units) == 8
     with torch.inference_mode():
         assert torch.equal(model(ids()), resident(ids()))
-    with pytest.raises(OptionError, match=r"visual\.0\.weight lies outside the layers.*PENSTOCK_DISABLE_UVA"):
+    with pytest.raises(OptionError, match=r"visual\.0\.weight lies outside the layers.*HEADRACE_DISABLE_UVA"):
         build(UVA(2**40, ["visual"]), kind)
 
 
@@ -217,7 +217,7 @@ KEPT = """
 import sys
 import torch
 from engines import build, ids
-from penstock import Prefetch
+from headrace import Prefetch
 
 if sys.argv[1] == "load":  # hooks are numbered by the history of the process
     for _ in range(37):

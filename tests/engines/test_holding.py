@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.config import Mode, Prefetch
-from penstock.memory.pinned import PinnedBuffer
-from penstock.model.inventory import take_inventory
-from penstock.model.live_tensors import bind
-from penstock.plan.build import build_plan
-from penstock.plan.plan import Machine
-from penstock.runtime import prepare as prepare_module
-from penstock.runtime import under_construction
-from penstock.runtime.prepare import Limits, prepare
-from penstock.runtime.session import OffloadSession
-from penstock.runtime.under_construction import BuildTimeFilter, BuildTimePool, storages_in_engine_memory
-from penstock.stores.pinned_host import Held
+from headrace.config import Mode, Prefetch
+from headrace.memory.pinned import PinnedBuffer
+from headrace.model.inventory import take_inventory
+from headrace.model.live_tensors import bind
+from headrace.plan.build import build_plan
+from headrace.plan.plan import Machine
+from headrace.runtime import prepare as prepare_module
+from headrace.runtime import under_construction
+from headrace.runtime.prepare import Limits, prepare
+from headrace.runtime.session import OffloadSession
+from headrace.runtime.under_construction import BuildTimeFilter, BuildTimePool, storages_in_engine_memory
+from headrace.stores.pinned_host import Held
 from registrars import Ledger
 
 

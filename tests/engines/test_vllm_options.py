@@ -1,4 +1,4 @@
-"""vLLM's offload flags and penstock's own keys: what they mean, and what is refused before an engine starts."""
+"""vLLM's offload flags and headrace's own keys: what they mean, and what is refused before an engine starts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from penstock import UVA, Budget, Prefetch
-from penstock.adapters.vllm import interface
-from penstock.adapters.vllm.interface import Name, require_supported
-from penstock.adapters.vllm.options import EngineOptions, read_options
-from penstock.config import Workload
-from penstock.errors import OptionError, OptionTypeError, SizeError
+from headrace import UVA, Budget, Prefetch
+from headrace.adapters.vllm import interface
+from headrace.adapters.vllm.interface import Name, require_supported
+from headrace.adapters.vllm.options import EngineOptions, read_options
+from headrace.config import Workload
+from headrace.errors import OptionError, OptionTypeError, SizeError
 
 
 def offload_config(backend: str = "auto", **flags: Any) -> SimpleNamespace:
@@ -30,7 +30,7 @@ def offload_config(backend: str = "auto", **flags: Any) -> SimpleNamespace:
 
 
 def read(flags: dict[str, Any] | None = None, own: Any = None) -> EngineOptions:
-    return read_options(offload_config(**flags or {}), {} if own is None else {"penstock": own})
+    return read_options(offload_config(**flags or {}), {} if own is None else {"headrace": own})
 
 
 GROUP = {"offload_group_size": 4}
@@ -76,7 +76,7 @@ def test_names_narrow_a_budget_and_the_group_rule_wherever_they_are_written() ->
     assert read(own={"device_memory": "1GiB", "params": ["mlp"]}) == budget
     assert read(GROUP, {"params": ["mlp"]}) == EngineOptions(Prefetch(4, 1, 1, ["mlp"]))
     with pytest.raises(
-        OptionError, match=r"penstock\.params is given twice: \['a'\] in --additional-config and \['mlp'\]"
+        OptionError, match=r"headrace\.params is given twice: \['a'\] in --additional-config and \['mlp'\]"
     ):
         read({"offload_params": {"mlp"}}, {"device_memory": "1GiB", "params": ["a"]})
 
@@ -89,8 +89,8 @@ def test_the_store_and_the_stalls_go_with_flags_and_with_a_budget() -> None:
     assert read(own={**own, "device_memory": "1GiB", "replicas": 4}) == EngineOptions(budget, "shm_cpu", 4, True)
 
 
-@pytest.mark.parametrize("additional", [{}, {"other": 1}, {"penstock": {}}, SimpleNamespace(), None])
-def test_what_is_not_for_penstock_is_left_alone(additional: Any) -> None:
+@pytest.mark.parametrize("additional", [{}, {"other": 1}, {"headrace": {}}, SimpleNamespace(), None])
+def test_what_is_not_for_headrace_is_left_alone(additional: Any) -> None:
     assert read_options(offload_config(), additional) == EngineOptions(None)
 
 
@@ -110,7 +110,7 @@ def test_what_is_not_for_penstock_is_left_alone(additional: Any) -> None:
         ({**GROUP, "offload_prefetch_step": 0}, "prefetch_step = 0: expected at least 1 (--offload-prefetch-step)"),
         (
             {"offload_params": {"mlp"}},
-            "--offload-params has no effect without penstock.device_memory or --offload-group-size inside vLLM: add "
+            "--offload-params has no effect without headrace.device_memory or --offload-group-size inside vLLM: add "
             "one of them, or leave --offload-params out",
         ),
         ({"offload_num_in_group": 2}, "--offload-num-in-group has no effect without --offload-group-size"),
@@ -132,7 +132,7 @@ def test_flags_that_contradict_or_have_no_effect(flags: dict[str, Any], message:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (GROUP, "penstock.device_memory and --offload-group-size contradict each other"),
+        (GROUP, "headrace.device_memory and --offload-group-size contradict each other"),
         ({"cpu_offload_gb": 2.0}, "leave one of the two out"),
     ],
 )
@@ -142,53 +142,53 @@ def test_a_budget_and_flags_contradict_each_other(flags: dict[str, Any], message
     assert message in str(caught.value)
 
 
-FORM = """write it like --additional-config '{"penstock": {"device_memory": "20GiB"}}'"""
+FORM = """write it like --additional-config '{"headrace": {"device_memory": "20GiB"}}'"""
 
 
 @pytest.mark.parametrize(
     ("own", "kind", "message"),
     [
-        ([], OptionTypeError, f"penstock: expected an object, found list []; {FORM}"),
-        ("20GiB", OptionTypeError, f"penstock: expected an object, found str '20GiB'; {FORM}"),
-        ({"device_mem": "1GiB"}, OptionError, "penstock.device_mem is unknown: expected one of device_memory, batch"),
+        ([], OptionTypeError, f"headrace: expected an object, found list []; {FORM}"),
+        ("20GiB", OptionTypeError, f"headrace: expected an object, found str '20GiB'; {FORM}"),
+        ({"device_mem": "1GiB"}, OptionError, "headrace.device_mem is unknown: expected one of device_memory, batch"),
         ({"device_mem": "1GiB"}, OptionError, "did you mean 'device_memory'?"),
-        ({"zzz": 1}, OptionError, "penstock.zzz is unknown: expected one of"),
-        ({"device_memory": "20 GB"}, SizeError, "penstock.device_memory: size '20 GB' has a decimal unit: 20 GB"),
-        ({"device_memory": -1}, SizeError, "penstock.device_memory: size -1: expected more than 0 bytes; write it"),
-        ({"device_memory": "lots"}, SizeError, "penstock.device_memory: size 'lots' is not a size; write it like"),
-        ({"device_memory": 1.5}, OptionTypeError, "penstock.device_memory: size: expected str or int, found float 1.5"),
-        ({"device_memory": None}, OptionTypeError, "penstock.device_memory: size: expected str or int, found NoneType"),
+        ({"zzz": 1}, OptionError, "headrace.zzz is unknown: expected one of"),
+        ({"device_memory": "20 GB"}, SizeError, "headrace.device_memory: size '20 GB' has a decimal unit: 20 GB"),
+        ({"device_memory": -1}, SizeError, "headrace.device_memory: size -1: expected more than 0 bytes; write it"),
+        ({"device_memory": "lots"}, SizeError, "headrace.device_memory: size 'lots' is not a size; write it like"),
+        ({"device_memory": 1.5}, OptionTypeError, "headrace.device_memory: size: expected str or int, found float 1.5"),
+        ({"device_memory": None}, OptionTypeError, "headrace.device_memory: size: expected str or int, found NoneType"),
         *(
             (
                 {"device_memory": "1GiB", "batch": wrong},
                 OptionError,
-                f"penstock.batch: expected numbers of sequences, each at least 1, such as [1, 16, 256], found {wrong}",
+                f"headrace.batch: expected numbers of sequences, each at least 1, such as [1, 16, 256], found {wrong}",
             )
             for wrong in (0, -1, 1.5, True, [], [0], [1, "16"], {"1": 2}, None)
         ),
         ({"device_memory": "1GiB", "batch": "1,16"}, OptionError, "such as [1, 16, 256], found '1,16'"),
-        ({"device_memory": "1GiB", "params": "mlp"}, OptionTypeError, "penstock.params: expected a list of strings"),
+        ({"device_memory": "1GiB", "params": "mlp"}, OptionTypeError, "headrace.params: expected a list of strings"),
         ({"device_memory": "1GiB", "params": [1]}, OptionTypeError, 'such as ["mlp"], found [1]'),
-        ({"device_memory": "1GiB", "rules": "a=uva"}, OptionTypeError, "penstock.rules: expected a list of strings"),
-        ({"device_memory": "1GiB", "rules": ["mlp"]}, OptionError, "penstock.rules: 'mlp': expected a name pattern"),
-        ({"device_memory": "1GiB", "rules": ["a=cpu"]}, OptionError, "penstock.rules: 'a=cpu': expected a name"),
+        ({"device_memory": "1GiB", "rules": "a=uva"}, OptionTypeError, "headrace.rules: expected a list of strings"),
+        ({"device_memory": "1GiB", "rules": ["mlp"]}, OptionError, "headrace.rules: 'mlp': expected a name pattern"),
+        ({"device_memory": "1GiB", "rules": ["a=cpu"]}, OptionError, "headrace.rules: 'a=cpu': expected a name"),
         (
             {"device_memory": "1GiB", "rules": ["a=uva", "b=uva", "a=prefetch"]},
             OptionError,
             "rules 'a=uva' and 'a=prefetch' contradict each other: one pattern has one mechanism; leave one of them",
         ),
-        ({"mode": "disk"}, OptionError, "penstock.mode 'disk': expected one of cpu, shm_cpu inside vLLM; leave it out"),
-        ({"mode": ["cpu"]}, OptionError, "penstock.mode ['cpu']: expected one of cpu, shm_cpu"),
-        ({"replicas": "2"}, OptionTypeError, "penstock.replicas: expected a number of engines, found '2'"),
-        ({"replicas": True}, OptionTypeError, "penstock.replicas: expected a number of engines, found True"),
-        ({"replicas": 1, "mode": "shm_cpu"}, OptionError, "penstock.replicas = 1: expected at least 2 engines"),
+        ({"mode": "disk"}, OptionError, "headrace.mode 'disk': expected one of cpu, shm_cpu inside vLLM; leave it out"),
+        ({"mode": ["cpu"]}, OptionError, "headrace.mode ['cpu']: expected one of cpu, shm_cpu"),
+        ({"replicas": "2"}, OptionTypeError, "headrace.replicas: expected a number of engines, found '2'"),
+        ({"replicas": True}, OptionTypeError, "headrace.replicas: expected a number of engines, found True"),
+        ({"replicas": 1, "mode": "shm_cpu"}, OptionError, "headrace.replicas = 1: expected at least 2 engines"),
         ({"replicas": 2}, OptionError, "no effect with mode 'cpu': add \"mode\": \"shm_cpu\", or leave it out"),
-        ({"measure_stalls": 1}, OptionTypeError, "penstock.measure_stalls: expected true or false, found 1"),
-        ({"batch": 1}, OptionError, "penstock.batch has no effect without penstock.device_memory inside vLLM: add it"),
-        ({"rules": ["a=uva"]}, OptionError, "penstock.rules has no effect without penstock.device_memory"),
-        ({"params": ["a"]}, OptionError, "penstock.params has no effect without penstock.device_memory or --offload"),
-        ({"mode": "cpu"}, OptionError, "penstock.mode has no effect without penstock.device_memory, --offload-gro"),
-        ({"measure_stalls": True}, OptionError, "penstock.measure_stalls has no effect without penstock.device_me"),
+        ({"measure_stalls": 1}, OptionTypeError, "headrace.measure_stalls: expected true or false, found 1"),
+        ({"batch": 1}, OptionError, "headrace.batch has no effect without headrace.device_memory inside vLLM: add it"),
+        ({"rules": ["a=uva"]}, OptionError, "headrace.rules has no effect without headrace.device_memory"),
+        ({"params": ["a"]}, OptionError, "headrace.params has no effect without headrace.device_memory or --offload"),
+        ({"mode": "cpu"}, OptionError, "headrace.mode has no effect without headrace.device_memory, --offload-gro"),
+        ({"measure_stalls": True}, OptionError, "headrace.measure_stalls has no effect without headrace.device_me"),
     ],
 )  # fmt: skip
 def test_a_wrong_key_or_value_says_what_to_write(own: Any, kind: type[Exception], message: str) -> None:
@@ -220,9 +220,9 @@ def test_versions_that_will_do(version: str) -> None:
         ("0.20.1", "vLLM 0.20.1 is too old"),
         ("0.9.2", "vLLM 0.9.2 is too old"),
         ("0.20", "vLLM 0.20 is too old"),
-        ("0.27.0", "vLLM 0.27.0 is newer than what penstock knows"),
-        ("0.27.0.dev1+gabc", "vLLM 0.27.0.dev1+gabc is newer than what penstock knows"),
-        ("1.0.0", "vLLM 1.0.0 is newer than what penstock knows"),
+        ("0.27.0", "vLLM 0.27.0 is newer than what headrace knows"),
+        ("0.27.0.dev1+gabc", "vLLM 0.27.0.dev1+gabc is newer than what headrace knows"),
+        ("1.0.0", "vLLM 1.0.0 is newer than what headrace knows"),
         ("dev", "vLLM calls itself 'dev', which is no version number"),
         ("", "vLLM calls itself '', which is no version number"),
     ],
@@ -249,8 +249,8 @@ def test_versions_that_will_not(version: str, what: str) -> None:
         (Name("json", "loads", ("text",)), "json.loads takes (s, cls, object_hook"),
         (Name("json", "loads", mentions=("gone",)), "json.loads no longer uses gone"),
         (Name("json", "JSONDecoder", fields=("gone",)), "json.JSONDecoder has no field gone"),
-        (Name("penstock.config", "Budget", fields=("device_memory", "workload")), ""),
-        (Name("penstock.config", "Budget", fields=("rules", "gone")), "penstock.config.Budget has no field gone"),
+        (Name("headrace.config", "Budget", fields=("device_memory", "workload")), ""),
+        (Name("headrace.config", "Budget", fields=("rules", "gone")), "headrace.config.Budget has no field gone"),
     ],
 )
 def test_differences_are_named(monkeypatch: pytest.MonkeyPatch, name: Name, difference: str) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 import vllm_stand_in as vllm
 from engines import Linear
-from penstock.errors import OptionError, PeerError, StateError
+from headrace.errors import OptionError, PeerError, StateError
 from ranks import outcomes
 from vllm_workers import (
     GROUP,
@@ -60,7 +60,7 @@ def compiled_tower(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("params", [["visual", "mlp"], ["ALL_MODEL_PARAMS"], ["visual", "layers"]])
 def test_a_budget_reads_a_tower_in_place(params: list[str], second: bool) -> None:
     worker = loaded(own={"device_memory": "5MiB", "params": params}, second=second)
-    stats = worker.penstock_stats()
+    stats = worker.headrace_stats()
     assert set(stats["uva_names"]) >= TOWER
     assert stats["prefetched_bytes"] > 0
     require_same_outputs(worker, resident())
@@ -79,7 +79,7 @@ def test_a_budget_reads_a_tower_in_place(params: list[str], second: bool) -> Non
 )
 def test_rules_for_what_is_outside(rules: list[str], stays: set[str], in_place: set[str]) -> None:
     worker = loaded(own={"device_memory": "4MiB", "params": ["ALL_MODEL_PARAMS"], "rules": rules})
-    uva = set(worker.penstock_stats()["uva_names"])
+    uva = set(worker.headrace_stats()["uva_names"])
     assert uva >= in_place
     assert offloaded_names(worker).isdisjoint(stays)
     assert offloaded_names(worker)
@@ -108,7 +108,7 @@ def test_layers_that_go_on_to_torch_are_none_of_these(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(vllm, "Layer", Layer)
     worker = loaded(GROUP)
-    assert worker.penstock_stats()["prefetched_bytes"] > 0
+    assert worker.headrace_stats()["prefetched_bytes"] > 0
     require_same_outputs(worker, resident())
 
 
@@ -129,7 +129,7 @@ def test_a_start_that_failed_leaves_vllm_as_it_was(wrong: dict[str, Any], second
 
 def test_the_next_engine_of_a_process() -> None:
     worker = loaded(GROUP, second=True)
-    with pytest.raises(StateError, match="an engine of this process has penstock's offloader already"):
+    with pytest.raises(StateError, match="an engine of this process has headrace's offloader already"):
         loaded(GROUP, second=True)
     require_same_outputs(worker, resident())
     worker.shutdown()
@@ -146,7 +146,7 @@ def test_a_vllm_of_another_version_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def fail_before_it_meets(rank: int, own: dict[str, Any]) -> float:
-    os.environ["PENSTOCK_PEER_TIMEOUT"] = "60"
+    os.environ["HEADRACE_PEER_TIMEOUT"] = "60"
     with pytest.MonkeyPatch.context() as patch:
         vllm.install(patch)
         vllm.state.data_parallel = SimpleNamespace(world_size=2, cpu_group=dist.group.WORLD)

@@ -1,4 +1,4 @@
-"""penstock's worker in engines of several ranks: stages, shards, and one copy for replicas."""
+"""headrace's worker in engines of several ranks: stages, shards, and one copy for replicas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 import vllm_stand_in as vllm
-from penstock.errors import OptionError, PeerError, StateError
+from headrace.errors import OptionError, PeerError, StateError
 from ranks import outcomes, run_ranks
 from vllm_workers import (
     GROUP,
@@ -57,7 +57,7 @@ def test_each_tensor_parallel_rank_offloads_its_shard() -> None:
         vllm.set_offloader(vllm.NoopOffloader())
         worker = loaded(GROUP, width=width)
         require_same_outputs(worker, resident(width=width))
-        sizes.append(worker.penstock_stats()["prefetched_bytes"])
+        sizes.append(worker.headrace_stats()["prefetched_bytes"])
     assert sizes[1] == 4 * sizes[0]
 
 
@@ -67,7 +67,7 @@ def data_parallel_rank(rank: int, own: dict[str, Any], flags: dict[str, Any]) ->
         vllm.state.data_parallel = SimpleNamespace(world_size=2, cpu_group=dist.group.WORLD)
         worker = loaded(flags, own, second=bool(rank))
         require_same_outputs(worker, resident())
-        return dict(worker.penstock_stats())
+        return dict(worker.headrace_stats())
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def replica(rank: int, own: dict[str, Any], flags: dict[str, Any], port: int, te
         worker = loaded(flags, own, rank=tensor_rank, parallel_config=parallel)
         dist.barrier()  # whoever keeps the store may end when all are done
         require_same_outputs(worker, resident())
-        return dict(worker.penstock_stats())
+        return dict(worker.headrace_stats())
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_each_tensor_parallel_rank_shares_with_its_like() -> None:
 
 
 def lonely(rank: int, port: int) -> None:
-    os.environ["PENSTOCK_PEER_TIMEOUT"] = "1"
+    os.environ["HEADRACE_PEER_TIMEOUT"] = "1"
     replica(rank + 1, {"mode": "shm_cpu", "replicas": 2}, GROUP, port)
 
 
@@ -153,7 +153,7 @@ def test_a_port_where_somebody_else_listens_holds_nobody_up() -> None:
         ({}, None, r"keeps one copy for data-parallel ranks, and this engine is the only one.*--data-parallel-size N"),
         ({}, 0, r'add how many of them this host has \("replicas": N\)'),
         ({"replicas": 2}, None, r"start vLLM with --data-parallel-size N"),
-        ({"replicas": 2}, 2, r"penstock.replicas = 2, and this is engine 2 of this host, counted from 0"),
+        ({"replicas": 2}, 2, r"headrace.replicas = 2, and this is engine 2 of this host, counted from 0"),
     ],
 )
 def test_one_copy_for_nobody_knows_whom_is_refused(own: dict[str, Any], index: int | None, message: str) -> None:

@@ -1,4 +1,4 @@
-"""penstock's worker against a stand-in for vLLM: the right offloader at the right moment, with both model runners.
+"""headrace's worker against a stand-in for vLLM: the right offloader at the right moment, with both model runners.
 
 What vLLM's own tests ask of an offloader is here too: the same outputs with and without, the right offloader
 installed, more than no bytes, towers reached.
@@ -15,10 +15,10 @@ from torch import nn
 
 import vllm_stand_in as vllm
 from engines import Wrapped
-from penstock.adapters.vllm.interface import differences
-from penstock.config import Prefetch
-from penstock.errors import OptionError, SelectionError, StateError
-from penstock.offloaders.layerwise import EngineOffloader
+from headrace.adapters.vllm.interface import differences
+from headrace.config import Prefetch
+from headrace.errors import OptionError, SelectionError, StateError
+from headrace.offloaders.layerwise import EngineOffloader
 from vllm_workers import (
     GROUP,
     RUNNERS,
@@ -60,13 +60,13 @@ def test_outputs_are_the_same_and_bytes_move(flags: dict[str, Any], own: dict[st
     worker = loaded(flags, own, second=second)
     assert type(vllm.get_offloader()) is EngineOffloader
     require_same_outputs(worker, plain)
-    stats = worker.penstock_stats()
+    stats = worker.headrace_stats()
     assert stats["offloader"] == "EngineOffloader"
     assert stats["prefetched_bytes"] + stats["uva_bytes"] > 500_000
     if stats["num_units"]:
         assert stats["bytes_moved"] >= 4 * stats["prefetched_bytes"]
         assert stats["copies"] >= 4 * stats["num_units"]
-    assert any(line.startswith("info: penstock: ") for line in vllm.state.logger.lines)
+    assert any(line.startswith("info: headrace: ") for line in vllm.state.logger.lines)
 
 
 @RUNNERS
@@ -127,7 +127,7 @@ def test_the_group_rule_counts_the_layers_of_the_model() -> None:
 @RUNNERS
 def test_a_pattern_reaches_a_tower(second: bool) -> None:
     worker = loaded({**GROUP, "offload_params": {"mlp", "visual"}}, second=second)
-    assert worker.penstock_stats()["uva_names"] == ["visual.0.weight", "visual.1.weight"]
+    assert worker.headrace_stats()["uva_names"] == ["visual.0.weight", "visual.1.weight"]
     require_same_outputs(worker, resident())
 
 
@@ -156,7 +156,7 @@ def test_names_reach_what_lora_has_wrapped(second: bool) -> None:
 def test_a_draft_model_stays_where_it_is(second: bool) -> None:
     worker = loaded(GROUP, second=second, draft_layers=4)
     plain = resident(draft_layers=4)
-    assert worker.penstock_stats()["num_units"] == 2
+    assert worker.headrace_stats()["num_units"] == 2
     assert {name.split(".")[2] for name in offloaded_names(worker)} == {"3", "7"}
     with torch.inference_mode():
         assert torch.equal(worker.model_runner.drafter(ids()), plain.model_runner.drafter(ids()))  # type: ignore[misc]
@@ -173,11 +173,11 @@ def test_graphs_of_a_draft_model_are_not_taken_for_the_models(second: bool) -> N
         for _ in range(5):
             worker.execute_model(ids())
             worker.sample_tokens(None, draft_replays=draft_replays)
-        copies.append(worker.penstock_stats()["copies"])
+        copies.append(worker.headrace_stats()["copies"])
     assert copies[0] == copies[1]
     vllm.get_offloader().sync_prev_onload()  # the model's own, for one that is not replayed: the units are given up
     worker.execute_model(ids())
-    assert worker.penstock_stats()["copies"] - copies[1] > copies[1] / 5
+    assert worker.headrace_stats()["copies"] - copies[1] > copies[1] / 5
 
 
 # -- layers that do not run --------------------------------------------------------------------------------------------
@@ -245,10 +245,10 @@ def test_device_memory_that_the_offload_frees_or_takes_is_accounted_for(
 ) -> None:
     """vLLM has measured what the model takes before the plan is carried out; the KV cache gets what is left."""
     in_use = iter([5_000_000, 3_000_000])
-    monkeypatch.setattr("penstock.offloaders.layerwise._device_bytes", lambda device: next(in_use))
+    monkeypatch.setattr("headrace.offloaders.layerwise._device_bytes", lambda device: next(in_use))
     worker = loaded(GROUP, second=second)
     assert worker.model_runner.model_memory_usage == resident().model_runner.model_memory_usage - 2_000_000
-    assert worker.penstock_stats()["added_device_bytes"] == -2_000_000
+    assert worker.headrace_stats()["added_device_bytes"] == -2_000_000
 
 
 @RUNNERS
@@ -273,9 +273,9 @@ def test_an_additional_config_that_is_no_dict_is_refused_at_start() -> None:
         make(GROUP, additional_config=())
 
 
-def test_the_compiled_model_is_cut_at_penstocks_ops_once() -> None:
+def test_the_compiled_model_is_cut_at_headraces_ops_once() -> None:
     worker = make(GROUP)
-    expected = ["vllm::unified_attention", "penstock::wait", "penstock::release"]
+    expected = ["vllm::unified_attention", "headrace::wait", "headrace::release"]
     assert worker.vllm_config.compilation_config.splitting_ops == expected
     vllm.set_offloader(vllm.NoopOffloader())
     again = start(worker.vllm_config)
@@ -366,9 +366,9 @@ def test_nothing_to_do_is_said(second: bool) -> None:
     worker = loaded(second=second)
     lines = [line for line in vllm.state.logger.lines if line.startswith("warning: ")]
     assert len(lines) == 1
-    assert "penstock has nothing to do" in lines[0]
+    assert "headrace has nothing to do" in lines[0]
     assert type(vllm.get_offloader()) is vllm.NoopOffloader
-    assert worker.penstock_stats() == {}
+    assert worker.headrace_stats() == {}
     assert worker.vllm_config == vllm.VllmConfig(use_v2_model_runner=second)  # nothing of it was touched
     require_same_outputs(worker, resident())
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from faulty_readers import Faults
-from penstock.transfer import ring_readers
+from headrace.transfer import ring_readers
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

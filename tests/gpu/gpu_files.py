@@ -8,7 +8,7 @@ import torch
 from gpu_models import Stack
 from safetensors.torch import save_file
 
-from penstock import UVA, Budget, Prefetch, Rules
+from headrace import UVA, Budget, Prefetch, Rules
 
 IDS = 8
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import penstock
+import headrace
 
 WIDTH = 512
 
@@ -57,9 +57,9 @@ def build(num_layers: int = 7, device: str = "cuda", dtype: torch.dtype = torch.
 
 
 @contextmanager
-def offloaded(model: nn.Module, *args: Any, **options: Any) -> Iterator[penstock.Handle]:
+def offloaded(model: nn.Module, *args: Any, **options: Any) -> Iterator[headrace.Handle]:
     """An offload whose end is the end of all graphs captured over it."""
-    handle = penstock.offload(model, *args, **options)
+    handle = headrace.offload(model, *args, **options)
     try:
         yield handle
     finally:

@@ -9,12 +9,12 @@ import pytest
 import torch
 from gpu_models import build, offloaded
 
-import penstock
-from penstock import UVA, Budget, Handle, Plan, Prefetch
-from penstock.model.inventory import take_inventory
-from penstock.plan.build import build_plan
-from penstock.plan.plan import UnitDraft, assemble
-from penstock.plan.units import move_on_demand
+import headrace
+from headrace import UVA, Budget, Handle, Plan, Prefetch
+from headrace.model.inventory import take_inventory
+from headrace.plan.build import build_plan
+from headrace.plan.plan import UnitDraft, assemble
+from headrace.plan.units import move_on_demand
 
 
 def mixed_plan(model: torch.nn.Module) -> Plan:
@@ -48,8 +48,8 @@ def pair(request: pytest.FixtureRequest):
     resident = build()
     model = copy.deepcopy(resident)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", penstock.PenstockWarning)
-        handle = penstock.offload(model, POLICIES[request.param](model))
+        warnings.simplefilter("ignore", headrace.HeadraceWarning)
+        handle = headrace.offload(model, POLICIES[request.param](model))
     yield resident, handle
     handle.remove(graphs_released=True)
 
@@ -187,7 +187,7 @@ def test_own_streams_and_threads(pair) -> None:
 @pytest.mark.parametrize("name", ["even", "group, units mod slots != 0", "uva", "mixed"])
 def test_compiled(name: str) -> None:
     """One full graph, no break; bits of the compiled resident model with the same boundaries; then captured as well."""
-    from penstock.testing import boundaries
+    from headrace.testing import boundaries
 
     resident = build(5)
     model = copy.deepcopy(resident)
@@ -216,7 +216,7 @@ def test_two_models_in_one_process() -> None:
     for seed in (0, 1):
         resident = build(seed=seed)
         model = copy.deepcopy(resident)
-        pairs.append((resident, penstock.offload(model, Prefetch(1, 1, 2))))
+        pairs.append((resident, headrace.offload(model, Prefetch(1, 1, 2))))
     ids = inputs(16)
     graphs = [capture(handle.model, ids) for _, handle in pairs]
     for _ in range(10):
@@ -231,7 +231,7 @@ def test_two_models_in_one_process() -> None:
 
 @torch.no_grad()
 def test_uva_disabled_moves_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_DISABLE_UVA", "1")
+    monkeypatch.setenv("HEADRACE_DISABLE_UVA", "1")
     resident = build()
     model = copy.deepcopy(resident)
     ids = inputs(16)

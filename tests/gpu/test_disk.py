@@ -18,12 +18,12 @@ import torch
 from gpu_files import POLICIES, captured, inputs, save
 from gpu_models import Stack, build, offloaded
 
-import penstock
+import headrace
 from faulty_readers import Faults
-from penstock import DiskOptions, Handle
-from penstock.errors import OptionError, StateError, TransferError
-from penstock.model.inventory import take_inventory
-from penstock.transfer.ring_streams import RingLink
+from headrace import DiskOptions, Handle
+from headrace.errors import OptionError, StateError, TransferError
+from headrace.model.inventory import take_inventory
+from headrace.transfer.ring_streams import RingLink
 
 
 @pytest.fixture(params=["small ring", "whole ring"])
@@ -31,17 +31,17 @@ def ring(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     """Three entries of 64 KiB, so that every unit goes around several times; or the ring as it is."""
     if request.param == "small ring":
         link = partial(RingLink, entry_bytes=1 << 16, max_entries=3)
-        monkeypatch.setattr("penstock.runtime.session.RingLink", link)
+        monkeypatch.setattr("headrace.runtime.session.RingLink", link)
 
 
 def readers() -> set[int]:
     """Process ids, of rings that this process has now; each has a thread that listens to it."""
-    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("penstock-ring-")]
+    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("headrace-ring-")]
     return {int(name.rpartition("-")[2]) for name in names}
 
 
 def ring_mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:penstock-")
+    return Path("/proc/self/maps").read_text().count("memfd:headrace-")
 
 
 def settled(condition: Callable[[], bool]) -> bool:
@@ -89,7 +89,7 @@ class TestBits:
         expected = resident(inputs())
         with torch.device("meta"):
             model = Stack(7).eval().requires_grad_(False).to(torch.bfloat16)
-        handle = penstock.offload(model, POLICIES["two slots"], checkpoint=tmp_path, device="cuda")
+        handle = headrace.offload(model, POLICIES["two slots"], checkpoint=tmp_path, device="cuda")
         assert torch.equal(model(inputs()), expected)
         compiled = torch.compile(model, fullgraph=True)
         first = compiled(inputs())
@@ -104,7 +104,7 @@ class TestBits:
         resident = build()
         model = copy.deepcopy(resident)
         expected = resident(inputs())
-        handle = penstock.offload(model, POLICIES["two slots"], checkpoint=save(model, tmp_path))
+        handle = headrace.offload(model, POLICIES["two slots"], checkpoint=save(model, tmp_path))
         graph, out = captured(model, inputs())
         faults.slow(0.003)
         for _ in range(4):
@@ -121,7 +121,7 @@ class TestBits:
     def test_a_replay_reads_the_files(self, tmp_path: Path) -> None:
         """And no more of them than it moves."""
         model = build(12)
-        handle = penstock.offload(model, POLICIES["two slots"], checkpoint=save(model, tmp_path))
+        handle = headrace.offload(model, POLICIES["two slots"], checkpoint=save(model, tmp_path))
         graph, _ = captured(model, inputs())
         graph.replay()
         torch.cuda.synchronize()
@@ -140,7 +140,7 @@ class TestBits:
 
     @torch.no_grad()
     def test_debug_checksums(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("PENSTOCK_DEBUG", "1")
+        monkeypatch.setenv("HEADRACE_DEBUG", "1")
         resident = build()
         model = copy.deepcopy(resident)
         with offloaded(model, POLICIES["two slots"], checkpoint=save(model, tmp_path)):
@@ -209,7 +209,7 @@ class TestFailure:
 
     @torch.no_grad()
     def test_a_read_that_never_ends(self, tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("penstock.runtime.session.RingLink", partial(RingLink, stuck_s=1.0))
+        monkeypatch.setattr("headrace.runtime.session.RingLink", partial(RingLink, stuck_s=1.0))
         model, handle, _ = self.offloaded(tmp_path)
         graph, _ = captured(model, inputs())
         graph.replay()
@@ -252,7 +252,7 @@ class TestFailure:
     @staticmethod
     def offloaded(tmp_path: Path, options: DiskOptions | None = None) -> tuple[Stack, Handle, Path]:
         model = build()
-        handle = penstock.offload(model, POLICIES["two slots"], checkpoint=save(model, tmp_path), disk=options)
+        handle = headrace.offload(model, POLICIES["two slots"], checkpoint=save(model, tmp_path), disk=options)
         return model, handle, tmp_path / "model.safetensors"
 
     @staticmethod
@@ -267,9 +267,9 @@ class TestLimits:
         model = build(2)
         folder = save(model, tmp_path)
         addresses = [p.data_ptr() for p in model.parameters()]
-        monkeypatch.setenv("PENSTOCK_DISABLE_PIN_MEMORY", "1")
-        with pytest.raises(OptionError, match="PENSTOCK_DISABLE_PIN_MEMORY=1 forbids"):
-            penstock.offload(model, POLICIES["one slot"], checkpoint=folder)
+        monkeypatch.setenv("HEADRACE_DISABLE_PIN_MEMORY", "1")
+        with pytest.raises(OptionError, match="HEADRACE_DISABLE_PIN_MEMORY=1 forbids"):
+            headrace.offload(model, POLICIES["one slot"], checkpoint=folder)
         assert [p.data_ptr() for p in model.parameters()] == addresses
 
     def test_a_driver_without_stream_memory_operations(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,9 +279,9 @@ class TestLimits:
         def missing(name: str) -> None:
             raise OptionError(f"mode 'disk' on a GPU needs {name}; use mode 'cpu'")
 
-        monkeypatch.setattr("penstock.transfer.ring_streams._driver_function", missing)
+        monkeypatch.setattr("headrace.transfer.ring_streams._driver_function", missing)
         with pytest.raises(OptionError, match=r"needs cuStreamWriteValue32.*mode 'cpu'"):
-            penstock.offload(model, POLICIES["one slot"], checkpoint=folder)
+            headrace.offload(model, POLICIES["one slot"], checkpoint=folder)
         assert model(inputs()).isfinite().all()
 
     def test_not_within_a_capture(self, tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ class TestLimits:
         with torch.cuda.graph(graph):
             x.add_(1)
             try:
-                penstock.offload(model, POLICIES["one slot"], checkpoint=folder, device="cuda")
+                headrace.offload(model, POLICIES["one slot"], checkpoint=folder, device="cuda")
             except StateError as caught:
                 error = caught
         assert error is not None
@@ -302,7 +302,7 @@ class TestLimits:
         mapped = ring_mappings()
         model = build()
         addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
-        handle = penstock.offload(model, POLICIES["two slots"], checkpoint=save(model, tmp_path))
+        handle = headrace.offload(model, POLICIES["two slots"], checkpoint=save(model, tmp_path))
         (pid,) = readers()
         assert psutil.pid_exists(pid)
         assert ring_mappings() > mapped
@@ -321,7 +321,7 @@ class TestLimits:
         mapped = ring_mappings()
         faults.linger(0.5)
         model = build()
-        handle = penstock.offload(model, POLICIES["two slots"], checkpoint=save(model, tmp_path))
+        handle = headrace.offload(model, POLICIES["two slots"], checkpoint=save(model, tmp_path))
         model(inputs())
         (pid,) = readers()
         assert ring_mappings() > mapped

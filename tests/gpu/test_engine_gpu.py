@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from engines import VOCABULARY, EngineModel, Head, Linear, Table
-from penstock import UVA, Budget, Prefetch
-from penstock.offloaders.base import NoopOffloader
-from penstock.offloaders.layerwise import EngineOffloader, EnginePolicy
+from headrace import UVA, Budget, Prefetch
+from headrace.offloaders.base import NoopOffloader
+from headrace.offloaders.layerwise import EngineOffloader, EnginePolicy
 
 pytestmark = pytest.mark.gpu
 

@@ -18,9 +18,9 @@ import torch
 from gpu_files import POLICIES, captured, inputs, save
 from gpu_models import build
 
-import penstock
+import headrace
 from faulty_readers import Faults
-from penstock.memory.pinned import pinned_region
+from headrace.memory.pinned import pinned_region
 
 
 def events() -> list[object]:
@@ -73,7 +73,7 @@ def test_what_ends_while_the_device_waits_holds_nobody_up(kind: str, tmp_path: P
     resident = build()
     model = copy.deepcopy(resident)
     expected = resident(inputs())
-    handle = penstock.offload(model, POLICIES["two slots"], checkpoint=save(model, tmp_path))
+    handle = headrace.offload(model, POLICIES["two slots"], checkpoint=save(model, tmp_path))
     graph, out = captured(model, inputs())
     garbage = GARBAGE[kind]()
     torch.cuda.synchronize()

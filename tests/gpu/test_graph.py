@@ -11,10 +11,10 @@ from gpu_models import build, offloaded
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-import penstock
-from penstock import Prefetch
-from penstock.errors import RaceError
-from penstock.transfer.cuda_stream import StreamLink
+import headrace
+from headrace import Prefetch
+from headrace.errors import RaceError
+from headrace.transfer.cuda_stream import StreamLink
 
 
 def copies_to_device(run) -> list[tuple[str, float]]:
@@ -67,8 +67,8 @@ def test_copies_overlap_compute(graphed: bool) -> None:
     alone = nn.Sequential(*(Spin(1, cycles) for _ in range(8))).cuda()
     copies_only = nn.Sequential(*(Spin(64, 1) for _ in range(8)))
     both = nn.Sequential(*(Spin(64, cycles) for _ in range(8)))
-    penstock.offload(copies_only, Prefetch(1, 1, 2), device="cuda")
-    handle = penstock.offload(both, Prefetch(1, 1, 2), device="cuda", measure_stalls=True)
+    headrace.offload(copies_only, Prefetch(1, 1, 2), device="cuda")
+    handle = headrace.offload(both, Prefetch(1, 1, 2), device="cuda", measure_stalls=True)
     times = []
     for model in (alone, copies_only, both):
         run = partial(model, x)
@@ -99,7 +99,7 @@ def test_the_copy_stream_is_none_of_torchs_pool() -> None:
     """Compute or a capture on the copy stream would serialize both; torch hands out its 32 streams again and again."""
     pooled = {torch.cuda.Stream().cuda_stream for _ in range(64)}
     assert len(pooled) < 64
-    handle = penstock.offload(nn.Sequential(*(Spin(1, 1) for _ in range(8))), Prefetch(1, 1, 2), device="cuda")
+    handle = headrace.offload(nn.Sequential(*(Spin(1, 1) for _ in range(8))), Prefetch(1, 1, 2), device="cuda")
     assert handle._session is not None
     assert handle._session._prefetcher._link._stream.cuda_stream not in pooled  # type: ignore[union-attr]
 
@@ -118,7 +118,7 @@ class Hasty(StreamLink):
 
 @torch.no_grad()
 def test_debug_switch_catches_a_planted_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_DEBUG", "1")
+    monkeypatch.setenv("HEADRACE_DEBUG", "1")
     x = torch.zeros(1, device="cuda")
     model = nn.Sequential(*(Spin(64, 1000) for _ in range(6)))
     for index, layer in enumerate(model):
@@ -127,8 +127,8 @@ def test_debug_switch_catches_a_planted_race(monkeypatch: pytest.MonkeyPatch) ->
         for _ in range(3):
             assert model(x).item() == 21
         assert handle.stats().bytes_moved > 0
-    monkeypatch.setattr("penstock.runtime.session.StreamLink", Hasty)
-    handle = penstock.offload(model, Prefetch(1, 1, 2), device="cuda")
+    monkeypatch.setattr("headrace.runtime.session.StreamLink", Hasty)
+    handle = headrace.offload(model, Prefetch(1, 1, 2), device="cuda")
     with pytest.raises(RaceError):
         model(x)
     handle.remove(graphs_released=True)

@@ -13,11 +13,11 @@ import pytest
 import torch
 from gpu_models import build
 
-import penstock
-from penstock import Budget, Plan, Prefetch
-from penstock.errors import LimitError, OptionError
-from penstock.runtime import prepare as prepare_module
-from penstock.runtime.prepare import Limits, describe_device, read_limits
+import headrace
+from headrace import Budget, Plan, Prefetch
+from headrace.errors import LimitError, OptionError
+from headrace.runtime import prepare as prepare_module
+from headrace.runtime.prepare import Limits, describe_device, read_limits
 
 GPU = torch.device("cuda", 0)
 MIB = 2**20
@@ -51,13 +51,13 @@ def test_too_large_for_the_device_is_refused_with_a_budget_that_works(monkeypatc
     with pytest.raises(
         LimitError, match=r"of device memory, .* A smaller budget should fit, about --device-memory"
     ) as caught:
-        penstock.offload(model, Budget(int(total * 0.9)), device="cuda")
+        headrace.offload(model, Budget(int(total * 0.9)), device="cuda")
     assert torch.cuda.memory_allocated() == allocated
     assert {p.device for p in model.parameters()} == devices
     budget = caught.value.budget_bytes
     assert budget is not None
     ids = torch.arange(8, device="cuda")
-    with penstock.offload(model, budget, device="cuda") as handle:
+    with headrace.offload(model, budget, device="cuda") as handle:
         assert handle.plan.device_bytes <= total // 2
         assert torch.equal(model(ids), resident.to("cuda")(ids))
 
@@ -66,27 +66,27 @@ def test_too_large_for_the_device_is_refused_with_a_budget_that_works(monkeypatc
 def test_a_saved_plan_is_for_this_gpu(tmp_path: Path) -> None:
     model, ids = build(4), torch.arange(8, device="cuda")
     expected = model(ids)
-    with penstock.offload(model, Prefetch(1, 1, 2)) as handle:
+    with headrace.offload(model, Prefetch(1, 1, 2)) as handle:
         assert handle.plan.made_for == describe_device(GPU)
         handle.plan.save(tmp_path / "plan.json")
     plan = Plan.load(tmp_path / "plan.json")
-    with penstock.offload(model, plan) as handle:
+    with headrace.offload(model, plan) as handle:
         assert torch.equal(model(ids), expected)
         assert handle.stats().bytes_moved > 0
     assert plan.made_for is not None
     larger = replace(plan, made_for=replace(plan.made_for, device_bytes=(plan.made_for.device_bytes or 0) + MIB))
     for other in (larger, replace(plan, made_for=replace(plan.made_for, device="NVIDIA A100"))):
         with pytest.raises(OptionError, match=f"another machine: for {other.made_for}, and this is {plan.made_for}"):
-            penstock.offload(model, other)
+            headrace.offload(model, other)
     with pytest.raises(OptionError, match=f"another machine: for {plan.made_for}, and this is cpu"):
-        penstock.offload(model.cpu(), plan)
+        headrace.offload(model.cpu(), plan)
 
 
 UNPRIVILEGED = """
 import os, resource, torch, warnings
-from penstock.runtime.prepare import read_limits
-from penstock.memory.system import memlock_bytes
-from penstock.memory.pinned import pinned_region
+from headrace.runtime.prepare import read_limits
+from headrace.memory.system import memlock_bytes
+from headrace.memory.pinned import pinned_region
 torch.empty(1, device="cuda")
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
 os.setgroups([]); os.setgid(65534); os.setuid(65534)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from gpu_models import build, offloaded
 
-import penstock
-from penstock import UVA, Prefetch
-from penstock.errors import BudgetError, OptionError
-from penstock.memory import pinned as pinning
+import headrace
+from headrace import UVA, Prefetch
+from headrace.errors import BudgetError, OptionError
+from headrace.memory import pinned as pinning
 
 MIB = 2**20
 
@@ -63,19 +63,19 @@ def test_refused_registration_falls_back(monkeypatch: pytest.MonkeyPatch) -> Non
             return 2
 
     monkeypatch.setattr(torch.cuda, "cudart", Refusing)
-    with pytest.warns(penstock.PenstockWarning, match="refused to register"):
+    with pytest.warns(headrace.HeadraceWarning, match="refused to register"):
         region = pinning.pinned_region(MIB)
     assert region.is_pinned()
 
 
 @torch.no_grad()
 def test_unpinned_memory_works_eagerly_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_DISABLE_PIN_MEMORY", "1")
+    monkeypatch.setenv("HEADRACE_DISABLE_PIN_MEMORY", "1")
     resident = build()
     model = copy.deepcopy(resident)
     ids = torch.arange(8, device="cuda")
-    with pytest.warns(penstock.PenstockWarning, match="PENSTOCK_DISABLE_PIN_MEMORY"):
-        handle = penstock.offload(model, Prefetch(1, 1, 2))
+    with pytest.warns(headrace.HeadraceWarning, match="HEADRACE_DISABLE_PIN_MEMORY"):
+        handle = headrace.offload(model, Prefetch(1, 1, 2))
     for _ in range(3):
         assert torch.equal(model(ids), resident(ids))
     assert handle.stats().bytes_moved >= 3 * handle.plan.moved_bytes > 0
@@ -88,7 +88,7 @@ def test_remove_restores_everything() -> None:
     for device in ("cuda", "cpu"):
         model = copy.deepcopy(resident).to(device)
         tensors = dict(model.named_parameters())
-        handle = penstock.offload(model, Prefetch(2, 1, 2), device="cuda")
+        handle = headrace.offload(model, Prefetch(2, 1, 2), device="cuda")
         model(torch.arange(8, device="cuda"))
         assert handle.stats().bytes_moved > 0
         handle.remove(graphs_released=True)
@@ -105,7 +105,7 @@ def test_device_memory_is_given_back() -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     model = build()
-    handle = penstock.offload(model, Prefetch(1, 1, 3))
+    handle = headrace.offload(model, Prefetch(1, 1, 3))
     model(torch.arange(8, device="cuda"))
     del model, handle
     gc.collect()
@@ -129,7 +129,7 @@ def test_no_room_for_slots_leaves_the_model_intact(monkeypatch: pytest.MonkeyPat
                 hoard.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
     try:
         with pytest.raises(BudgetError, match="no room for 7 slots"):
-            penstock.offload(model, Prefetch(1, 1, 7))
+            headrace.offload(model, Prefetch(1, 1, 7))
         hoard.clear()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
@@ -147,8 +147,8 @@ def test_no_unified_addressing_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         raise RuntimeError("pointer is not a device pointer")
 
     monkeypatch.setattr(torch, "as_tensor", refuse)
-    with pytest.raises(OptionError, match="PENSTOCK_DISABLE_UVA=1"):
-        penstock.offload(model, UVA(params=["up_proj"]))
+    with pytest.raises(OptionError, match="HEADRACE_DISABLE_UVA=1"):
+        headrace.offload(model, UVA(params=["up_proj"]))
     assert [p.data_ptr() for p in model.parameters()] == addresses
 
 
@@ -156,7 +156,7 @@ def test_no_unified_addressing_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_views_of_zero_copy_tensors_keep_their_bytes() -> None:
     model = build(2)
     expected = model.layers[0].up_proj.weight[3].clone()
-    handle = penstock.offload(model, UVA(params=["up_proj"]))
+    handle = headrace.offload(model, UVA(params=["up_proj"]))
     row = model.layers[0].up_proj.weight[3]
     handle.remove(graphs_released=True)
     del handle, model

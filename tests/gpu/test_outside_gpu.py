@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from gpu_models import offloaded
 from torch import nn
 
-import penstock
-from penstock.errors import ModelChangedError, OutsideAccessError, StateError
+import headrace
+from headrace.errors import ModelChangedError, OutsideAccessError, StateError
 
 DIM = 512
-EVERYTHING = penstock.Rules([("ALL_MODEL_PARAMS", "prefetch")])
-promoted = pytest.mark.filterwarnings("ignore:.*It is resident from now on:penstock.PenstockWarning")
+EVERYTHING = headrace.Rules([("ALL_MODEL_PARAMS", "prefetch")])
+promoted = pytest.mark.filterwarnings("ignore:.*It is resident from now on:headrace.HeadraceWarning")
 
 
 class Odd(nn.Module):
@@ -94,7 +94,7 @@ def test_writes(pair: tuple[Odd, Odd]) -> None:
 def test_a_kept_view_is_refused(pair: tuple[Odd, Odd]) -> None:
     resident, model = pair
     kept = []
-    with offloaded(model, penstock.Rules([("table", "resident"), ("layers", "prefetch")])):
+    with offloaded(model, headrace.Rules([("table", "resident"), ("layers", "prefetch")])):
         hook = model.layers[3].register_forward_pre_hook(lambda layer, _: kept.append(layer.weight.t()))
         with pytest.raises(OutsideAccessError, match=r"a view of layers\.3\.weight was kept"):
             model(inputs())
@@ -118,7 +118,7 @@ def test_a_raw_pointer_is_refused(pair: tuple[Odd, Odd]) -> None:
 def test_captured_graphs(pair: tuple[Odd, Odd]) -> None:
     resident, model = pair
     x = inputs()
-    handle = penstock.offload(model, EVERYTHING)
+    handle = headrace.offload(model, EVERYTHING)
     with pytest.raises(OutsideAccessError, match="nothing can be loaded while a graph is captured"):
         _capture(model, x)
     for _ in range(2):

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from gpu_models import build
 
-import penstock
-from penstock import Prefetch
-from penstock.errors import OptionError, TransferError
-from penstock.runtime import rank_stores
-from penstock.stores.sharded import ShardedStore
-from penstock.testing import assert_moved
-from penstock.transfer.machine_probe import COPY_SIZES, mutual_peers, peer_rates
+import headrace
+from headrace import Prefetch
+from headrace.errors import OptionError, TransferError
+from headrace.runtime import rank_stores
+from headrace.stores.sharded import ShardedStore
+from headrace.testing import assert_moved
+from headrace.transfer.machine_probe import COPY_SIZES, mutual_peers, peer_rates
 from ranks import outcomes, run_ranks
 
 NUM_RANKS = 4 if torch.cuda.device_count() >= 4 else 2
@@ -32,9 +32,9 @@ KEPT: list[Any] = []
 needs_peers = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
-def share(model: Any, mode: str, slots: int = 2) -> penstock.Handle:
+def share(model: Any, mode: str, slots: int = 2) -> headrace.Handle:
     policy = Prefetch(1, 1, slots, params=["layers"], mode=mode)  # type: ignore[arg-type]
-    return penstock.offload(model, policy, device="cuda", group=dist.group.WORLD)
+    return headrace.offload(model, policy, device="cuda", group=dist.group.WORLD)
 
 
 def capture(model: Any, ids: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
@@ -92,7 +92,7 @@ def compiled(rank: int, mode: str) -> None:
     resident = build(5)
     model = copy.deepcopy(resident)
     ids = torch.arange(8, device="cuda")
-    with penstock.testing.boundaries(resident, Prefetch(1, 1, 2, params=["layers"])):
+    with headrace.testing.boundaries(resident, Prefetch(1, 1, 2, params=["layers"])):
         expected = torch.compile(resident, fullgraph=True)(ids)
     torch._dynamo.reset()
     handle = share(model, mode)

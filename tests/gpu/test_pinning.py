@@ -16,18 +16,18 @@ from gpu_models import build
 from safetensors.torch import save_model
 from torch import nn
 
-import penstock
-from penstock import UVA, Prefetch
-from penstock.errors import StateError
-from penstock.memory.pages import map_pages, populate_parallel
-from penstock.memory.pinned import CudaRegistrar, PinnedBuffer
-from penstock.runtime.session import OffloadSession
-from penstock.stores.pinned_host import PinnedStore
+import headrace
+from headrace import UVA, Prefetch
+from headrace.errors import StateError
+from headrace.memory.pages import map_pages, populate_parallel
+from headrace.memory.pinned import CudaRegistrar, PinnedBuffer
+from headrace.runtime.session import OffloadSession
+from headrace.stores.pinned_host import PinnedStore
 
 MIB = 1 << 20
 
 
-def store_of(handle: penstock.Handle) -> PinnedStore:
+def store_of(handle: headrace.Handle) -> PinnedStore:
     attachment: OffloadSession = handle._session
     assert isinstance(attachment._store, PinnedStore)
     return attachment._store
@@ -36,7 +36,7 @@ def store_of(handle: penstock.Handle) -> PinnedStore:
 @torch.no_grad()
 @pytest.mark.parametrize("home", ["cpu", "cuda", "meta"])
 @pytest.mark.parametrize("policy", [Prefetch(1, 1, 2), Prefetch(3, 2, 2), UVA(params=["up_proj"])], ids=str)
-def test_bits_and_exact_bytes(tmp_path: Path, home: str, policy: penstock.Prefetch | penstock.UVA) -> None:
+def test_bits_and_exact_bytes(tmp_path: Path, home: str, policy: headrace.Prefetch | headrace.UVA) -> None:
     resident = build()
     ids = torch.arange(8, device="cuda")
     expected = resident(ids)
@@ -46,7 +46,7 @@ def test_bits_and_exact_bytes(tmp_path: Path, home: str, policy: penstock.Prefet
         checkpoint = tmp_path
     for _ in range(3):  # a second offload of the same size works, so the first gave everything back
         model = copy.deepcopy(resident).to(home)
-        handle = penstock.offload(model, policy, checkpoint=checkpoint, device="cuda")
+        handle = headrace.offload(model, policy, checkpoint=checkpoint, device="cuda")
         plan, store = handle.plan, store_of(handle)
         aligned = sum(u.num_bytes for u in plan.units) + sum(-(-n // 256) * 256 for n in plan.uva.values())
         assert store.host_bytes == aligned
@@ -79,9 +79,9 @@ def test_remove_unregisters_while_the_handle_lives() -> None:
             del self.held[address]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.runtime.session.CudaRegistrar", Counting)
+        patch.setattr("headrace.runtime.session.CudaRegistrar", Counting)
         model = build(device="cpu")
-        handle = penstock.offload(model, Prefetch(1, 1, 2), device="cuda")
+        handle = headrace.offload(model, Prefetch(1, 1, 2), device="cuda")
         assert sum(Counting.held.values()) == store_of(handle).host_bytes
         handle.remove(graphs_released=True)
         gc.collect()
@@ -94,7 +94,7 @@ def test_large_live_tensors_are_adopted_in_place() -> None:
     before = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
     x = torch.randn(2, 4096)
     resident = copy.deepcopy(model).cuda()
-    handle = penstock.offload(model, Prefetch(1, 1, 2, params=["weight"]), device="cuda")
+    handle = headrace.offload(model, Prefetch(1, 1, 2, params=["weight"]), device="cuda")
     assert store_of(handle).adopted == set(before)
     for _ in range(3):
         assert torch.equal(model(x.cuda()), resident(x.cuda()))
@@ -113,7 +113,7 @@ def test_offload_during_a_capture_is_refused() -> None:
     with torch.cuda.graph(graph):
         y = x + 1
         with pytest.raises(StateError, match="before the capture begins"):
-            penstock.offload(model, Prefetch(1, 1, 1), device="cuda")
+            headrace.offload(model, Prefetch(1, 1, 1), device="cuda")
     graph.replay()
     assert y.sum().item() == 8
     assert [p.data_ptr() for p in model.parameters()] == addresses
@@ -151,9 +151,9 @@ def test_a_refusal_leaves_no_error_behind() -> None:
 
 
 GROWTH = """
-import gc, json, sys, torch, penstock
-from penstock import Prefetch
-from penstock.memory.system import PeakMeter, rss_bytes
+import gc, json, sys, torch, headrace
+from headrace import Prefetch
+from headrace.memory.system import PeakMeter, rss_bytes
 sys.path.insert(0, sys.argv[1])
 from gpu_models import Stack, build
 from safetensors.torch import save_model
@@ -164,7 +164,7 @@ def offload(layers, width, checkpoint=None):
     torch.set_default_dtype(torch.bfloat16)  # never there in float32: that would be the peak
     with torch.device("meta" if home == "meta" else "cpu"):
         model = Stack(layers, width).eval().requires_grad_(False)
-    handle = penstock.offload(model, Prefetch(1, 1, 2), checkpoint=checkpoint, device="cuda")
+    handle = headrace.offload(model, Prefetch(1, 1, 2), checkpoint=checkpoint, device="cuda")
     with torch.no_grad():
         model(torch.arange(8, device="cuda"))
         torch.cuda.synchronize()

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from gpu_models import build
 from safetensors.torch import save_model
 
-import penstock
-from penstock import UVA, Prefetch
+import headrace
+from headrace import UVA, Prefetch
 from shm_ranks import pss_bytes, ranks
 
 POLICIES = [
@@ -31,7 +31,7 @@ def run_on_gpu(rank: int, talk: Connection, policy: Any, home: str, folder: str)
         want = resident(ids)
         model = resident if home == "cuda" else resident.to("cpu") if home == "cpu" else build(device="meta")
         checkpoint = folder if home == "meta" else None
-        handle = penstock.offload(model, policy, device="cuda", group=dist.group.WORLD, checkpoint=checkpoint)
+        handle = headrace.offload(model, policy, device="cuda", group=dist.group.WORLD, checkpoint=checkpoint)
         same = all(torch.equal(model(ids), want) for _ in range(3))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -67,14 +67,14 @@ def host_growth(rank: int, talk: Connection, mode: str, folder: str) -> tuple[in
     torch.cuda.set_device(rank % torch.cuda.device_count())
     with torch.no_grad():  # contexts, modules, kernels: every process has its own
         small = build()
-        with penstock.offload(small, Prefetch(1, 1, 1), device="cuda"):
+        with headrace.offload(small, Prefetch(1, 1, 1), device="cuda"):
             small(torch.arange(8, device="cuda"))
     model = build(LAYERS, device="meta")
     dist.barrier()
     before = pss_bytes()
     dist.barrier()
     group = dist.group.WORLD if mode == "shm_cpu" else None
-    handle = penstock.offload(model, Prefetch(1, 1, 1, mode=mode), device="cuda", checkpoint=folder, group=group)  # type: ignore[arg-type]
+    handle = headrace.offload(model, Prefetch(1, 1, 1, mode=mode), device="cuda", checkpoint=folder, group=group)  # type: ignore[arg-type]
     with torch.no_grad():
         model(torch.arange(8, device="cuda"))
     torch.cuda.synchronize()

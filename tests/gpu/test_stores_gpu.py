@@ -12,16 +12,16 @@ import torch
 from gpu_files import captured, inputs, save
 from gpu_models import Stack, build, offloaded
 
-import penstock
-from penstock import Budget, Plan, Prefetch, Rules
-from penstock.config import Policy
-from penstock.errors import BudgetError, TransferError
-from penstock.model.inventory import take_inventory
-from penstock.plan.build import build_plan
-from penstock.plan.schedule import RING_BYTES
-from penstock.runtime import prepare as prepare_module
-from penstock.runtime.prepare import Limits, needs_of
-from penstock.transfer.ring_streams import RingLink
+import headrace
+from headrace import Budget, Plan, Prefetch, Rules
+from headrace.config import Policy
+from headrace.errors import BudgetError, TransferError
+from headrace.model.inventory import take_inventory
+from headrace.plan.build import build_plan
+from headrace.plan.schedule import RING_BYTES
+from headrace.runtime import prepare as prepare_module
+from headrace.runtime.prepare import Limits, needs_of
+from headrace.transfer.ring_streams import RingLink
 
 # Policy, and the units of it that rest in files.
 PLANS: dict[str, tuple[Policy, tuple[int, ...]]] = {
@@ -46,7 +46,7 @@ def ring(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     """Three entries of 64 KiB, so that every unit goes around several times; or the ring as it is."""
     if request.param == "small ring":
         link = partial(RingLink, entry_bytes=1 << 16, max_entries=3)
-        monkeypatch.setattr("penstock.runtime.session.RingLink", link)
+        monkeypatch.setattr("headrace.runtime.session.RingLink", link)
 
 
 class TestBits:
@@ -89,7 +89,7 @@ class TestBits:
         model = build(12)
         made = build_plan(take_inventory(model), Prefetch(1, 1, 2))
         plan = replace(made, units=tuple(replace(u, store="disk") if u.index % 4 == 1 else u for u in made.units))
-        handle = penstock.offload(model, plan, checkpoint=save(model, tmp_path))
+        handle = headrace.offload(model, plan, checkpoint=save(model, tmp_path))
         graph, _ = captured(model, inputs())
         graph.replay()
         torch.cuda.synchronize()
@@ -110,7 +110,7 @@ class TestBits:
     def test_under_a_compiler(self, tmp_path: Path) -> None:
         resident = build()
         model = copy.deepcopy(resident)
-        handle = penstock.offload(model, plan_of("two slots", model), checkpoint=save(model, tmp_path))
+        handle = headrace.offload(model, plan_of("two slots", model), checkpoint=save(model, tmp_path))
         compiled = torch.compile(model, fullgraph=True)
         first = compiled(inputs())
         for _ in range(3):
@@ -120,7 +120,7 @@ class TestBits:
 
     @torch.no_grad()
     def test_debug_checksums(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("PENSTOCK_DEBUG", "1")
+        monkeypatch.setenv("HEADRACE_DEBUG", "1")
         resident = build()
         model = copy.deepcopy(resident)
         with offloaded(model, plan_of("two slots", model), checkpoint=save(model, tmp_path)):
@@ -159,7 +159,7 @@ class TestBudget:
         monkeypatch.setattr(prepare_module, "read_limits", lambda device, pinned_bytes=0: limits)
         if free < RING_BYTES:
             with pytest.raises(BudgetError, match=r"free host memory of 0\.\d+ GiB .* with the staging ring"):
-                penstock.offload(model, "4MiB", checkpoint=folder)
+                headrace.offload(model, "4MiB", checkpoint=folder)
             return
         with offloaded(model, "4MiB", checkpoint=folder) as handle:
             assert handle.plan.offloaded_bytes
@@ -172,7 +172,7 @@ class TestFailure:
     def test_a_file_that_changes_is_told(self, tmp_path: Path) -> None:
         model = build()
         path = save(model, tmp_path) / "model.safetensors"
-        penstock.offload(model, plan_of("two slots", model), checkpoint=tmp_path)
+        headrace.offload(model, plan_of("two slots", model), checkpoint=tmp_path)
         graph, out = captured(model, inputs())
         graph.replay()
         torch.cuda.synchronize()

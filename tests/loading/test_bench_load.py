@@ -26,11 +26,11 @@ def script(name: str, *args: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.stem)
-def test_scripts_import_what_penstock_has(path: Path) -> None:
+def test_scripts_import_what_headrace_has(path: Path) -> None:
     """Most need a GPU to run; here at least a name that was moved is found."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("penstock"):
-            if node.module == "penstock.bench.shapes":  # of older trees, in overhead.py
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("headrace"):
+            if node.module == "headrace.bench.shapes":  # of older trees, in overhead.py
                 continue
             module = importlib.import_module(node.module or "")
             missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
@@ -59,7 +59,7 @@ def test_plain_reads_read_everything(tmp_path: Path, direct: bool, monkeypatch: 
 
 
 def test_the_summary_compares_with_the_faster_plain_read() -> None:
-    rates = {"plain read": (2.0, 1.0, 3.0), "plain read, direct": (4.0, 4.0, 1.0), "penstock": (3.0, 3.8, 3.6)}
+    rates = {"plain read": (2.0, 1.0, 3.0), "plain read, direct": (4.0, 4.0, 1.0), "headrace": (3.0, 3.8, 3.6)}
     rows = [
         {"case": case, "cold": True, "load_s": 1 / rate, "gb_per_s": rate}
         for case, each in rates.items()
@@ -75,25 +75,25 @@ def test_the_summary_compares_with_the_faster_plain_read() -> None:
 
 def test_rows_tell_how_the_files_were_read(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    args = ("--device", "cpu", "--layers", 2, "--ways", "penstock,penstock-buffered", "--files", "cached")
+    args = ("--device", "cpu", "--layers", 2, "--ways", "headrace,headrace-buffered", "--files", "cached")
     done = script("load_checkpoint", *args, "--folder", tmp_path, "--out", out)
     assert done.returncode == 0, done.stderr
     rows = {row["case"]: row for row in map(json.loads, out.read_text().splitlines())}
-    assert rows.keys() == {"plain read", "penstock", "penstock-buffered"}
-    auto, buffered = rows["penstock"]["reads_bytes"], rows["penstock-buffered"]["reads_bytes"]
+    assert rows.keys() == {"plain read", "headrace", "headrace-buffered"}
+    auto, buffered = rows["headrace"]["reads_bytes"], rows["headrace-buffered"]["reads_bytes"]
     total = buffered["buffered"]
     assert total > 100_000_000
     assert (buffered["direct"], buffered["cached"]) == (0, 0)
     assert auto["direct"] + auto["cached"] + auto["buffered"] == total
-    assert rows["penstock-buffered"]["reads"] in done.stdout
-    assert rows["penstock"]["bit_equal"]
+    assert rows["headrace-buffered"]["reads"] in done.stdout
+    assert rows["headrace"]["bit_equal"]
     assert json.loads(done.stdout.splitlines()[-1]) == {"bench": "load", "cases": 3, "not_bit_equal": []}
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("load_checkpoint", "--ways", "penstok"), "argument --ways: expected some of penstock, penstock-direct"),
+        (("load_checkpoint", "--ways", "penstok"), "argument --ways: expected some of headrace, headrace-direct"),
         (("load_checkpoint", "--files", "warm"), "argument --files: expected some of cached, cold, found 'warm'"),
         (("load_checkpoint", "--plain-blocks", "0.5"), "--plain-blocks: expected whole numbers, each at least 1"),
         (("load_checkpoint", "--folder", "/nonexistent/x"), "--folder: expected a folder that can be written to"),

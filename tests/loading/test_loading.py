@@ -21,25 +21,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import penstock
+import headrace
+from headrace import Prefetch
+from headrace.checkpoint.safetensors_header import Checkpoint
+from headrace.checkpoint.weight_map import WeightMap
+from headrace.errors import StateError, TransferError
+from headrace.loading.loader import WeightLoader
+from headrace.loading.read_pool import Delivery, Read, deliver
+from headrace.memory.pinned import CudaRegistrar
+from headrace.model.inventory import take_inventory
+from headrace.model.live_tensors import bind
+from headrace.plan.plan import Plan
+from headrace.runtime.prepare import prepare
+from headrace.runtime.session import OffloadSession, SessionOptions
+from headrace.stores.pinned_host import PinnedStore
+from headrace.stores.sources import ByteRange, Copy, Source, writable_view
+from headrace.stores.store import DiskStore, Load, Store
+from headrace.testing import assert_moved, assert_same_bits
+from headrace.transfer.link import ThreadLink
 from models import MoE, all_layers, save
-from penstock import Prefetch
-from penstock.checkpoint.safetensors_header import Checkpoint
-from penstock.checkpoint.weight_map import WeightMap
-from penstock.errors import StateError, TransferError
-from penstock.loading.loader import WeightLoader
-from penstock.loading.read_pool import Delivery, Read, deliver
-from penstock.memory.pinned import CudaRegistrar
-from penstock.model.inventory import take_inventory
-from penstock.model.live_tensors import bind
-from penstock.plan.plan import Plan
-from penstock.runtime.prepare import prepare
-from penstock.runtime.session import OffloadSession, SessionOptions
-from penstock.stores.pinned_host import PinnedStore
-from penstock.stores.sources import ByteRange, Copy, Source, writable_view
-from penstock.stores.store import DiskStore, Load, Store
-from penstock.testing import assert_moved, assert_same_bits
-from penstock.transfer.link import ThreadLink
 from registrars import Ledger, pin_by
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
@@ -207,7 +207,7 @@ class TestOffload:
         tensors = dict(model.named_parameters())
         checkpoint = save(source, tmp_path) if on_meta else None
         for files in (checkpoint, None):
-            handle = penstock.offload(model, all_layers(2, "cpu"), checkpoint=files)
+            handle = headrace.offload(model, all_layers(2, "cpu"), checkpoint=files)
             assert_same_bits(model(tokens), expected)
             assert_moved(handle, 1)
             assert stores[-1].host_bytes == sum(ledger.held.values()) == sum(u.num_bytes for u in handle.plan.units)
@@ -226,7 +226,7 @@ class TestOffload:
         with torch.device("meta"):
             model = MoE(4).eval()
         seen: list[tuple[int, int]] = []
-        handle = penstock.offload(
+        handle = headrace.offload(
             model, all_layers(2, "cpu"), checkpoint=folder, progress=lambda done, total: seen.append((done, total))
         )
         total = handle.plan.weight_bytes
@@ -247,12 +247,12 @@ class TestOffload:
             file.write_bytes(content)
 
         with pytest.raises(TransferError, match="it was written to while in use"):
-            penstock.offload(model, all_layers(2, "cpu"), checkpoint=folder, progress=write)
+            headrace.offload(model, all_layers(2, "cpu"), checkpoint=folder, progress=write)
         assert all(parameter.is_meta for parameter in model.parameters())
 
     def test_so_is_one_that_is_put_back_before_the_end(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pin_by(Ledger(), monkeypatch)
-        monkeypatch.setattr("penstock.loading.loader.PIECE_BYTES", 1 << 16)  # most is read after the write
+        monkeypatch.setattr("headrace.loading.loader.PIECE_BYTES", 1 << 16)  # most is read after the write
         folder = save(nn.Sequential(*(nn.Linear(1 << 10, 1 << 10, bias=False) for _ in range(12))), tmp_path)
         (file,) = Checkpoint.open(folder).files
         content, at = file.read_bytes(), file.stat()
@@ -269,7 +269,7 @@ class TestOffload:
                 os.utime(file, ns=(at.st_atime_ns, at.st_mtime_ns))
 
         with pytest.raises(TransferError, match="it was written to while in use"):
-            penstock.offload(model, Prefetch(1, 1, 2, params=["weight"]), checkpoint=folder, progress=write)
+            headrace.offload(model, Prefetch(1, 1, 2, params=["weight"]), checkpoint=folder, progress=write)
         assert calls[-1] < len(content)
 
     def test_capture_is_refused_before_anything_moves(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +277,7 @@ class TestOffload:
         model = MoE(4).eval()
         before = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
         with pytest.raises(StateError, match="before the capture begins"):
-            penstock.offload(model, all_layers(2, "cpu"))
+            headrace.offload(model, all_layers(2, "cpu"))
         assert {name: tensor.data_ptr() for name, tensor in model.named_parameters()} == before
 
     def test_a_failure_after_tensors_have_moved_leaves_a_working_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,16 +291,16 @@ class TestOffload:
         def fail(*args: object) -> None:
             raise MemoryError
 
-        monkeypatch.setattr("penstock.runtime.session.StateGuard", fail)
+        monkeypatch.setattr("headrace.runtime.session.StateGuard", fail)
         with pytest.raises(MemoryError):
-            penstock.offload(model, all_layers(2, "cpu"))
+            headrace.offload(model, all_layers(2, "cpu"))
         assert all(parameter is tensors[name] for name, parameter in model.named_parameters())
         assert ledger.held == {}
         assert_same_bits(model(tokens), expected)
 
     def test_large_live_tensors_are_adopted_in_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("penstock.memory.pinned.MIN_ADOPTED_BYTES", 1 << 20)
-        monkeypatch.setattr("penstock.memory.pinned.is_anonymous", lambda *args: True)
+        monkeypatch.setattr("headrace.memory.pinned.MIN_ADOPTED_BYTES", 1 << 20)
+        monkeypatch.setattr("headrace.memory.pinned.is_anonymous", lambda *args: True)
         ledger = Ledger()
         stores = pin_by(ledger, monkeypatch)
         model = nn.Sequential(*(nn.Linear(600, 600, bias=False) for _ in range(4))).eval()
@@ -308,7 +308,7 @@ class TestOffload:
         x = torch.randn(2, 600)
         with torch.no_grad():
             expected = model(x)
-            handle = penstock.offload(model, Prefetch(1, 1, 2, params=["weight"]))
+            handle = headrace.offload(model, Prefetch(1, 1, 2, params=["weight"]))
             assert stores[-1].adopted == set(before)
             assert ledger.held == dict.fromkeys(before.values(), 600 * 600 * 4)
             assert_same_bits(model(x), expected)
@@ -410,8 +410,8 @@ class TestUploads:
     def load(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[Store], Any]:
         made: list[tuple[torch.device, Any]] = []
         monkeypatch.setattr(Uploads, "made", made, raising=False)
-        monkeypatch.setattr("penstock.loading.loader.CudaUploader", Uploads)
-        monkeypatch.setattr("penstock.loading.loader.cpus_near", lambda device: None)
+        monkeypatch.setattr("headrace.loading.loader.CudaUploader", Uploads)
+        monkeypatch.setattr("headrace.loading.loader.cpus_near", lambda device: None)
         model = nn.Linear(4, 4, bias=False)
         bound = bind(model, take_inventory(model).storages)
         residents = {"weight": torch.empty(64, dtype=torch.uint8, device="meta")}
@@ -431,18 +431,18 @@ class TestUploads:
     ) -> None:
         """Of the copies of mode 'disk' none was: 7.5 GB/s on an H200's host, where mode 'cpu' had 13 and more."""
         assert isinstance(load(store), CudaRegistrar)
-        monkeypatch.setenv("PENSTOCK_DISABLE_PIN_MEMORY", "1")
+        monkeypatch.setenv("HEADRACE_DISABLE_PIN_MEMORY", "1")
         assert load(store) is None
 
 
 GROWTH = """
-import gc, json, sys, torch, penstock
+import gc, json, sys, torch, headrace
 from torch import nn
 sys.path.insert(0, sys.argv[1])
 import pytest
 from registrars import Ledger
 from registrars import pin_by
-from penstock.memory.system import PeakMeter, rss_bytes
+from headrace.memory.system import PeakMeter, rss_bytes
 
 torch.set_num_threads(1)
 side = int(sys.argv[2])
@@ -453,7 +453,7 @@ def build(layers, side):
 def run(layers, side):
     with torch.no_grad():
         model = build(layers, side)
-        handle = penstock.offload(model, penstock.Prefetch(1, 1, 2, params=["weight"]))
+        handle = headrace.offload(model, headrace.Prefetch(1, 1, 2, params=["weight"]))
         model(torch.zeros(1, side))
     return model, handle
 

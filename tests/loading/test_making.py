@@ -16,16 +16,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import penstock
+import headrace
 from checkpoints import HEADS, SIZE, assert_same_tensors, environment, make, resident, rewrite, run
-from penstock.adapters.transformers import build_meta_model, load
-from penstock.adapters.transformers.conversion import match
-from penstock.checkpoint.safetensors_header import Checkpoint
-from penstock.checkpoint.weight_map import Conversion
-from penstock.errors import PenstockWarning, TransferError
-from penstock.loading.loader import TensorConverter
-from penstock.runtime.prepare import Prepared
-from penstock.stores.sources import Copy, DiskOptions, ReadCounter, writable_view
+from headrace.adapters.transformers import build_meta_model, load
+from headrace.adapters.transformers.conversion import match
+from headrace.checkpoint.safetensors_header import Checkpoint
+from headrace.checkpoint.weight_map import Conversion
+from headrace.errors import HeadraceWarning, TransferError
+from headrace.loading.loader import TensorConverter
+from headrace.runtime.prepare import Prepared
+from headrace.stores.sources import Copy, DiskOptions, ReadCounter, writable_view
 from registrars import Ledger, pin_by
 from shm_ranks import ranks
 
@@ -55,17 +55,17 @@ def transposed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_transposed(tmp_path_factory.mktemp("transposed"), 3)
 
 
-def experts(mode: str) -> penstock.Prefetch:
-    return penstock.Prefetch(mode=mode, prefetch_step=2, params=["experts"])  # type: ignore[arg-type]
+def experts(mode: str) -> headrace.Prefetch:
+    return headrace.Prefetch(mode=mode, prefetch_step=2, params=["experts"])  # type: ignore[arg-type]
 
 
-@pytest.mark.filterwarnings("ignore::penstock.errors.PenstockWarning")
+@pytest.mark.filterwarnings("ignore::headrace.errors.HeadraceWarning")
 class TestSameBits:
     @pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "plain"])
     def test_made_into_host_memory(self, transposed: Path, pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         if pinned:
             pin_by(Ledger(), monkeypatch)
-        monkeypatch.setattr("penstock.loading.loader._LIVE_PIECE_BYTES", 1 << 14)
+        monkeypatch.setattr("headrace.loading.loader._LIVE_PIECE_BYTES", 1 << 14)
         reference = resident(transposed)
         seen: list[tuple[int, int]] = []
         model, handle = load(transposed, experts("cpu"), progress=lambda done, total: seen.append((done, total)))
@@ -93,13 +93,13 @@ class TestSameBits:
     def test_nothing_is_made_before_the_offload(self, transposed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The model has no bytes for them when the store is opened."""
         empty: list[bool] = []
-        plain = penstock.api.start
+        plain = headrace.api.start
 
         def start(prepared: Prepared, **options: Any) -> Any:
             empty.append(prepared.model.get_parameter(EXPERTS).is_meta)
             return plain(prepared, **options)
 
-        monkeypatch.setattr("penstock.adapters.transformers.load_folder.start", start)
+        monkeypatch.setattr("headrace.adapters.transformers.load_folder.start", start)
         for policy in (experts("cpu"), "1GiB"):
             load(transposed, policy)[1].remove()
         assert empty == [True, True]
@@ -118,7 +118,7 @@ def load_shared(rank: int, talk: Any, folder: str) -> Any:
 
     import torch.distributed as dist
 
-    warnings.simplefilter("ignore", PenstockWarning)
+    warnings.simplefilter("ignore", HeadraceWarning)
     model, handle = load(folder, experts("shm_cpu"), group=dist.group.WORLD)
     return run(model).tolist(), handle.stats().store_bytes["host_shared"], handle.plan.offloaded_bytes
 
@@ -186,17 +186,17 @@ class TestMaker:
 
 GROWTH = """
 import json, sys, warnings
-import torch, torch.distributed as dist, transformers, penstock
-from penstock.adapters.transformers import load
-from penstock.errors import PenstockWarning
-from penstock.memory.system import PeakMeter, rss_bytes
+import torch, torch.distributed as dist, transformers, headrace
+from headrace.adapters.transformers import load
+from headrace.errors import HeadraceWarning
+from headrace.memory.system import PeakMeter, rss_bytes
 
 transformers.logging.disable_progress_bar()
-warnings.simplefilter("ignore", PenstockWarning)
+warnings.simplefilter("ignore", HeadraceWarning)
 small, big, meeting = sys.argv[1:]
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
-policy = penstock.Prefetch(mode="shm_cpu", params=["experts"])
+policy = headrace.Prefetch(mode="shm_cpu", params=["experts"])
 load(small, policy, group=dist.group.WORLD)[1].remove()  # imports and pools that any first use costs
 meter = PeakMeter()
 model, handle = load(big, policy, group=dist.group.WORLD)

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.errors import CheckpointError, TransferError
-from penstock.loading.read_pool import _BUFFER_BYTES, BUFFER_BYTES, NUM_BUFFERS, CudaUploader, Read, UploadRing
-from penstock.memory.pages import map_pages
-from penstock.stores.sources import ByteRange, DiskOptions, File, MemorySource, Source, writable_view
+from headrace.errors import CheckpointError, TransferError
+from headrace.loading.read_pool import _BUFFER_BYTES, BUFFER_BYTES, NUM_BUFFERS, CudaUploader, Read, UploadRing
+from headrace.memory.pages import map_pages
+from headrace.stores.sources import ByteRange, DiskOptions, File, MemorySource, Source, writable_view
 from registrars import Ledger
 
 SIZE = 64

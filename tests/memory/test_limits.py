@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-import penstock
+import headrace
+from headrace import Budget, Plan, PrefetchOffloader
+from headrace.config import parse_size
+from headrace.errors import LimitError, OptionError
+from headrace.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes
+from headrace.model.inventory import take_inventory
+from headrace.plan.build import build_plan
+from headrace.runtime import prepare as prepare_module
+from headrace.runtime.prepare import Limits, Needs, check_limits, needs_of, read_limits, require_disk
 from models import Stack, all_layers, rows, save, state_of
-from penstock import Budget, Plan, PrefetchOffloader
-from penstock.config import parse_size
-from penstock.errors import LimitError, OptionError
-from penstock.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes
-from penstock.model.inventory import take_inventory
-from penstock.plan.build import build_plan
-from penstock.runtime import prepare as prepare_module
-from penstock.runtime.prepare import Limits, Needs, check_limits, needs_of, read_limits, require_disk
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -164,7 +164,7 @@ class TestNeeds:
         assert needs_of(self.plan("shm_cpu"), on_gpu=True) == needs_of(self.plan("cpu"), on_gpu=True)
 
     def test_gpu_without_pinning(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("PENSTOCK_DISABLE_PIN_MEMORY", "1")
+        monkeypatch.setenv("HEADRACE_DISABLE_PIN_MEMORY", "1")
         needs = needs_of(self.plan(), on_gpu=True)
         assert needs.pinned_bytes == 0
         assert needs.host_bytes > 0
@@ -287,11 +287,11 @@ class TestOffload:
         before = state_of(model)
         monkeypatch.setattr(torch, "empty", _no_allocation)
         with pytest.raises(LimitError, match=r"bytes\) of host memory, and 0\.000 GiB \(100 bytes\) can be had"):
-            penstock.offload(model, policy)
+            headrace.offload(model, policy)
         monkeypatch.undo()
         assert state_of(model) == before
         expected = model(rows())
-        with penstock.offload(model, policy):
+        with headrace.offload(model, policy):
             assert torch.equal(model(rows()), expected)
 
     def test_the_budget_it_names_works(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,10 +301,10 @@ class TestOffload:
             model = Stack(6, dim=256).eval()
         limited(monkeypatch, host_available_bytes=MIB, cgroup_available_bytes=2 * MIB)
         with pytest.raises(LimitError, match="A smaller budget should fit, about --device-memory") as caught:
-            penstock.offload(model, "1300KiB", checkpoint=tmp_path)
+            headrace.offload(model, "1300KiB", checkpoint=tmp_path)
         budget = caught.value.budget_bytes
         assert budget is not None
-        with penstock.offload(model, budget, checkpoint=tmp_path) as handle:
+        with headrace.offload(model, budget, checkpoint=tmp_path) as handle:
             assert handle.plan.device_bytes <= MIB
             assert torch.equal(model(rows(256)), resident(rows(256)))
 
@@ -315,10 +315,10 @@ class TestOffload:
         with torch.device("meta"):
             model = Stack(6).eval()
         with pytest.raises(LimitError, match=r"let the weights rest in the files \(--offload-mode disk\)"):
-            penstock.offload(model, all_layers(), checkpoint=tmp_path)
-        with penstock.offload(model, all_layers(mode="disk"), checkpoint=tmp_path):
+            headrace.offload(model, all_layers(), checkpoint=tmp_path)
+        with headrace.offload(model, all_layers(mode="disk"), checkpoint=tmp_path):
             assert torch.equal(model(rows()), resident(rows()))
-        with penstock.offload(resident, all_layers()):  # adopted: the slots alone are new
+        with headrace.offload(resident, all_layers()):  # adopted: the slots alone are new
             pass
 
     def test_the_offloaders_of_engines(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.memory.memfd import SharedMemory
-from penstock.memory.pages import HUGE_PAGE_BYTES, TOUCH_BYTES, collapse, collapse_parallel, map_file
-from penstock.stores.shared_host import SharedStore, shared_bytes
+from headrace.memory.memfd import SharedMemory
+from headrace.memory.pages import HUGE_PAGE_BYTES, TOUCH_BYTES, collapse, collapse_parallel, map_file
+from headrace.stores.shared_host import SharedStore, shared_bytes
 
-NAME = "penstock-test-mapping"
+NAME = "headrace-test-mapping"
 SIZE = 3 * HUGE_PAGE_BYTES + 5000
 
 
@@ -112,7 +112,7 @@ def test_the_first_refusal_is_the_last_try(monkeypatch: pytest.MonkeyPatch) -> N
         tried.append(memory.size)
         return len(tried) < 2
 
-    monkeypatch.setattr("penstock.memory.pages.collapse", refuse)
+    monkeypatch.setattr("headrace.memory.pages.collapse", refuse)
     shared = SharedMemory.create(5 * TOUCH_BYTES)
     collapse_parallel(shared.map(0, 5 * TOUCH_BYTES), 1)
     assert tried == [TOUCH_BYTES, TOUCH_BYTES]

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import BudgetError, OptionError, PeerError
-from penstock.memory.memfd import SharedMemory
-from penstock.ranks.group import RankGroup
-from penstock.stores.shared_host import SharedStore, share_out, shared_bytes
+from headrace.errors import BudgetError, OptionError, PeerError
+from headrace.memory.memfd import SharedMemory
+from headrace.ranks.group import RankGroup
+from headrace.stores.shared_host import SharedStore, share_out, shared_bytes
 from plans import unit
 from registrars import Ledger
 
@@ -35,7 +35,7 @@ def open_fds() -> list[str]:
     found = []
     for entry in os.scandir("/proc/self/fd"):
         link = os.readlink(entry.path) if os.path.lexists(entry.path) else ""
-        if "memfd:penstock" in link:
+        if "memfd:headrace" in link:
             found.append(link)
     return found
 
@@ -101,11 +101,11 @@ class TestSharedMemory:
         assert view.tolist() == [4] * 8
         del view
         assert open_fds() == []
-        assert "memfd:penstock" not in Path("/proc/self/maps").read_text()
+        assert "memfd:headrace" not in Path("/proc/self/maps").read_text()
 
     def test_the_address_of_a_dead_process(self) -> None:
         code = (
-            "import json; from penstock.memory.memfd import SharedMemory\n"
+            "import json; from headrace.memory.memfd import SharedMemory\n"
             "memory = SharedMemory.create(4096); print(json.dumps(memory.describe()))"
         )
         address = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
@@ -118,7 +118,7 @@ class TestSharedMemory:
         made.close()
         other = SharedMemory.create(PAGE)  # takes the lowest free number
         assert other.describe()["fd"] == address["fd"]
-        with pytest.raises(PeerError, match="expected shared memory 'penstock-"):
+        with pytest.raises(PeerError, match="expected shared memory 'headrace-"):
             SharedMemory.open(address)
         del other
         assert open_fds() == []

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.memory.system import local_cpus, parse_cpu_list
+from headrace.memory.system import local_cpus, parse_cpu_list
 
 ADDRESS = "0000:1b:00.0"
 

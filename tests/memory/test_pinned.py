@@ -15,12 +15,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import PenstockWarning, StateError
-from penstock.memory.pages import map_pages, pack, pieces, populate, populate_parallel
-from penstock.memory.pinned import MIN_ADOPTED_BYTES, PinnedBuffer, can_pin_in_place, is_anonymous
-from penstock.plan.plan import Unit
-from penstock.stores.pinned_host import Held, PinnedStore
-from penstock.stores.sources import fill
+from headrace.errors import HeadraceWarning, StateError
+from headrace.memory.pages import map_pages, pack, pieces, populate, populate_parallel
+from headrace.memory.pinned import MIN_ADOPTED_BYTES, PinnedBuffer, can_pin_in_place, is_anonymous
+from headrace.plan.plan import Unit
+from headrace.stores.pinned_host import Held, PinnedStore
+from headrace.stores.sources import fill
 from plans import unit
 from registrars import Ledger
 
@@ -50,7 +50,7 @@ class TestPages:
         assert blob.count_nonzero() == 1
 
     def test_an_older_kernel_is_served_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("penstock.memory.pages._MADV_POPULATE_WRITE", 9999)
+        monkeypatch.setattr("headrace.memory.pages._MADV_POPULATE_WRITE", 9999)
         blob = torch.from_numpy(map_pages(8 * MIB + 1, huge=False))
         blob[-1] = 3
         before = resident_pages()
@@ -94,7 +94,7 @@ class TestPinnedBytes:
         gc.collect()
         assert len(ledger.held) == 1
         second = PinnedBuffer(torch.zeros(10, dtype=torch.uint8))
-        with pytest.raises(StateError, match=r"Call penstock\.offload before the capture begins"):
+        with pytest.raises(StateError, match=r"Call headrace\.offload before the capture begins"):
             second.register(ledger)
         ledger.capturing = False
         second.register(ledger)
@@ -173,11 +173,11 @@ class TestStore:
         ledger = Ledger(refusals=[0, 2])
         store = PinnedStore(self.units, self.in_place, ledger, max_slab_bytes=72_000)
         if first:
-            with pytest.warns(PenstockWarning, match="refused to register"):
+            with pytest.warns(HeadraceWarning, match="refused to register"):
                 store.pin_now()
             written = fill_store(store, self.units, self.in_place)
         else:
-            with pytest.warns(PenstockWarning, match="refused to register"):
+            with pytest.warns(HeadraceWarning, match="refused to register"):
                 written = fill_store(store, self.units, self.in_place)
         assert [what for what, _, _ in ledger.log] == ["register", "refuse", "allocate"]
         for name, expected in written.items():

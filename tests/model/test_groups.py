@@ -16,8 +16,8 @@ import torch
 import transformers
 from torch import nn
 
-from penstock.model.inventory import Inventory, take_inventory
-from penstock.model.semantic_groups import GROUPS, semantic_groups
+from headrace.model.inventory import Inventory, take_inventory
+from headrace.model.semantic_groups import GROUPS, semantic_groups
 
 TEXT = {
     "hidden_size": 64,

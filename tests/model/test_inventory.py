@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-import penstock
+import headrace
+from headrace.errors import OptionError, StateError
+from headrace.model.inventory import StorageInfo, TensorInfo, take_inventory
 from models import DIM, MoE, OddStack, Scaled, ScaledStack, Stack
-from penstock.errors import OptionError, StateError
-from penstock.model.inventory import StorageInfo, TensorInfo, take_inventory
 
 
 def bare(**tensors: torch.Tensor) -> nn.Module:
@@ -182,7 +182,7 @@ class TestRefusals:
     def test_lazy_modules(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
         with pytest.raises(StateError, match=r"^1\.weight: .* found UninitializedParameter.*run the model once"):
-            penstock.offload(model, "1MiB")
+            headrace.offload(model, "1MiB")
         model(torch.ones(4))
         assert len(take_inventory(model).storages) == 4
 
@@ -192,9 +192,9 @@ class TestRefusals:
         traced = torch.jit.trace(nn.Linear(4, 4), torch.ones(4))
         for inner in (scripted, traced):
             with pytest.raises(OptionError, match=r"module '1' \(.*Module\) is TorchScript: .*torch\.jit\.script or"):
-                penstock.offload(nn.Sequential(nn.Linear(4, 4), inner), "1MiB")
+                headrace.offload(nn.Sequential(nn.Linear(4, 4), inner), "1MiB")
             with pytest.raises(OptionError, match="the model"):
-                penstock.offload(inner, "1MiB")
+                headrace.offload(inner, "1MiB")
 
 
 class TestOddities:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
+from headrace.config import ALL_MODEL_PARAMS
+from headrace.errors import SelectionError
+from headrace.model.inventory import Inventory, take_inventory
+from headrace.model.patterns import compile_pattern, select
 from models import MoE, OddStack, ScaledStack, Stack
-from penstock.config import ALL_MODEL_PARAMS
-from penstock.errors import SelectionError
-from penstock.model.inventory import Inventory, take_inventory
-from penstock.model.patterns import compile_pattern, select
 
 MOE = take_inventory(MoE(2))
 DENSE = take_inventory(Stack(2))

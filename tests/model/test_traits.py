@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import checkpoints
-import penstock
-from penstock.config import Workload
-from penstock.errors import OptionError
-from penstock.model.inventory import take_inventory
-from penstock.model.memory_profile import ModelProfile, profile_of
+import headrace
+from headrace.config import Workload
+from headrace.errors import OptionError
+from headrace.model.inventory import take_inventory
+from headrace.model.memory_profile import ModelProfile, profile_of
 
 SIZE = {**checkpoints.SIZE, "max_position_embeddings": 512}
 HEADS = {"num_key_value_heads": 2, "head_dim": 16}
@@ -271,7 +271,7 @@ class TestReading:
         weights = take_inventory(model).num_bytes
         work = Workload([4], 256)
         beside = profile_of(model).workload_bytes(4, 256)
-        with penstock.offload(model, penstock.Budget(weights + beside // 2, workload=work)) as handle:
+        with headrace.offload(model, headrace.Budget(weights + beside // 2, workload=work)) as handle:
             assert handle.plan.device_bytes <= weights - beside // 2
         with pytest.raises(OptionError, match="context of 513 tokens is longer than the 512"):
-            penstock.offload(model, penstock.Budget("1GiB", workload=Workload([1], 513)))
+            headrace.offload(model, headrace.Budget("1GiB", workload=Workload([1], 513)))

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.plan.cost_model import StageTimes, step_s
-from penstock.plan.schedule import first_units, next_in_chain, slot_of
+from headrace.plan.cost_model import StageTimes, step_s
+from headrace.plan.schedule import first_units, next_in_chain, slot_of
 
 times = st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.5, 7.0])
 

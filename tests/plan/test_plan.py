@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch import nn
 
-import penstock
+import headrace
+from headrace.config import ALL_MODEL_PARAMS, UVA, Budget, Mode, Prefetch
+from headrace.errors import BudgetError, HeadraceWarning, OptionError, SelectionError
+from headrace.model.inventory import Inventory, take_inventory
+from headrace.plan.build import build_plan
+from headrace.plan.plan import Plan
+from headrace.plan.report import render
+from headrace.plan.units import find_stacks, group_rule
 from models import MoE, OddStack, Reader, ReaderDict, ScaledStack, Stack, all_layers
-from penstock.config import ALL_MODEL_PARAMS, UVA, Budget, Mode, Prefetch
-from penstock.errors import BudgetError, OptionError, PenstockWarning, SelectionError
-from penstock.model.inventory import Inventory, take_inventory
-from penstock.plan.build import build_plan
-from penstock.plan.plan import Plan
-from penstock.plan.report import render
-from penstock.plan.units import find_stacks, group_rule
 from plans import KIB, check_plan, holder, models, plan_for
 
 
@@ -97,7 +97,7 @@ class TestBudget:
 
     def test_what_fits_stays_and_says_so(self) -> None:
         inventory = take_inventory(Stack(3))
-        with pytest.warns(PenstockWarning, match="nothing is offloaded"):
+        with pytest.warns(HeadraceWarning, match="nothing is offloaded"):
             plan = build_plan(inventory, Budget(inventory.num_bytes))
         assert (plan.units, plan.num_slots, plan.uva) == ((), 0, {})
         assert plan.resident_bytes == inventory.num_bytes
@@ -176,7 +176,7 @@ class TestGroupRule:
         assert plan.num_slots == min(prefetch_step, len(plan.units))
 
     def test_more_slots_than_units_warns(self) -> None:
-        with pytest.warns(PenstockWarning, match=r"prefetch_step = 9 .*3 slot\(s\) are used"):
+        with pytest.warns(HeadraceWarning, match=r"prefetch_step = 9 .*3 slot\(s\) are used"):
             plan = build_plan(take_inventory(Stack(3)), all_layers(9))
         assert plan.num_slots == 3
         assert plan.moved_bytes == 0, "each unit has a slot to itself"
@@ -202,9 +202,9 @@ class TestGroupRule:
     def test_a_pattern_without_effect_warns(self) -> None:
         """Trap 15: names outside the layers that the group rule never reaches."""
         inventory = take_inventory(Stack(4))
-        with pytest.warns(PenstockWarning, match="pattern 'head' selects nothing in the layers"):
+        with pytest.warns(HeadraceWarning, match="pattern 'head' selects nothing in the layers"):
             build_plan(inventory, Prefetch(params=["linear", "head"]))
-        with pytest.warns(PenstockWarning, match=r"pattern 'layers\.0' selects nothing"):
+        with pytest.warns(HeadraceWarning, match=r"pattern 'layers\.0' selects nothing"):
             build_plan(inventory, Prefetch(2, 1, params=["layers.3", "layers.0"]))
         with pytest.raises(SelectionError):
             build_plan(inventory, Prefetch(params=["head"]))
@@ -274,7 +274,7 @@ class TestPredictions:
     @pytest.mark.parametrize("model", [Stack(5), MoE(3), OddStack(5), ScaledStack(5)], ids=lambda m: type(m).__name__)
     @pytest.mark.parametrize("slots", [1, 2, 3])
     def test_slots_have_the_predicted_size(self, model: nn.Module, slots: int) -> None:
-        with penstock.offload(model.eval(), all_layers(slots)) as handle:
+        with headrace.offload(model.eval(), all_layers(slots)) as handle:
             plan = handle.plan
             memory = [handle._session._prefetcher.slot_memory(index) for index in range(slots)]
             assert [slot.untyped_storage().nbytes() for slot in memory] == list(plan.slot_bytes)
@@ -309,14 +309,14 @@ class TestForeignPlans:
         for other in (Stack(4), Stack(6), Stack(5, dim=16), MoE()):
             before = {name: t.data_ptr() for name, t in other.state_dict().items()}
             with pytest.raises(OptionError, match=r"for another model: \d+ of \d+ storages differ: .* bytes"):
-                penstock.offload(other, plan)
+                headrace.offload(other, plan)
             assert {name: t.data_ptr() for name, t in other.state_dict().items()} == before
 
     def test_made_on_meta_used_on_the_real_model(self) -> None:
         with torch.device("meta"):
             plan = build_plan(take_inventory(MoE()), all_layers())
         model = MoE().eval()
-        with penstock.offload(model, plan) as handle:
+        with headrace.offload(model, plan) as handle:
             assert handle.plan is plan
             assert handle.stats().bytes_moved > 0
 

@@ -18,14 +18,14 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import penstock
+import headrace
+from headrace.config import ALL_MODEL_PARAMS, UVA, Budget, Mode, Policy, Prefetch
+from headrace.errors import BudgetError, OptionError, OptionTypeError, PlanFileError, SelectionError
+from headrace.model.inventory import take_inventory
+from headrace.plan.build import build_plan
+from headrace.plan.plan import Machine, Plan, slab_bytes
+from headrace.testing import assert_moved, assert_same_bits
 from models import MoE, Stack, all_layers, rows, save
-from penstock.config import ALL_MODEL_PARAMS, UVA, Budget, Mode, Policy, Prefetch
-from penstock.errors import BudgetError, OptionError, OptionTypeError, PlanFileError, SelectionError
-from penstock.model.inventory import take_inventory
-from penstock.plan.build import build_plan
-from penstock.plan.plan import Machine, Plan, slab_bytes
-from penstock.testing import assert_moved, assert_same_bits
 from plans import models, plan_for
 
 GIB = 2**30
@@ -108,7 +108,7 @@ class TestRoundTrip:
         for source in ("policy", "file"):
             model = Stack(5).eval()
             model.load_state_dict(resident.state_dict())
-            handle = penstock.offload(model, policy if source == "policy" else Plan.load(tmp_path / "plan.json"))
+            handle = headrace.offload(model, policy if source == "policy" else Plan.load(tmp_path / "plan.json"))
             handle.plan.save(tmp_path / "plan.json")
             before = handle.stats().bytes_moved
             assert torch.equal(model(x), expected)
@@ -123,7 +123,7 @@ class TestRoundTrip:
         with torch.device("meta"):
             model = MoE().eval()
         build_plan(take_inventory(model), all_layers(mode="disk")).save(tmp_path / "plan.json")
-        with penstock.offload(model, Plan.load(tmp_path / "plan.json"), checkpoint=tmp_path) as handle:
+        with headrace.offload(model, Plan.load(tmp_path / "plan.json"), checkpoint=tmp_path) as handle:
             tokens = torch.arange(9)
             assert_same_bits(model(tokens), resident(tokens))
             assert_moved(handle, 1)
@@ -172,7 +172,7 @@ def without(*keys: Any) -> Callable[[Any], None]:
 
 FIRST = "layers.0.norm.weight"
 DAMAGE = {
-    "schema 1": (at("schema", value=1), r"schema: expected 4, the version that this penstock reads .*, found 1"),
+    "schema 1": (at("schema", value=1), r"schema: expected 4, the version that this headrace reads .*, found 1"),
     "schema 2": (at("schema", value=2), r"schema: expected 4, .*, found 2"),
     "schema true": (at("schema", value=True), "schema: expected 4, .* found true"),
     "schema 1.0": (at("schema", value=1.0), r"schema: expected 4, .* found 1\.0"),
@@ -235,7 +235,7 @@ class TestDamagedFiles:
         with pytest.raises(PlanFileError, match=message) as caught:
             Plan.load(file)
         assert str(caught.value).startswith(f"{file}: ")
-        assert str(caught.value).endswith("make it again with `penstock plan MODEL ... --save FILE`")
+        assert str(caught.value).endswith("make it again with `headrace plan MODEL ... --save FILE`")
 
     def test_undamaged(self, plan: Plan, tmp_path: Path) -> None:
         assert Plan.load(write(tmp_path / "plan.json", plan, lambda data: None)) == plan
@@ -339,7 +339,7 @@ def refusal(model: nn.Module, plan: Plan) -> str:
     """What ``offload`` says; the model has to be as it was."""
     before = {name: (id(t), t.data_ptr()) for name, t in model.state_dict(keep_vars=True).items()}
     with pytest.raises(OptionError) as caught:
-        penstock.offload(model, plan)
+        headrace.offload(model, plan)
     assert {name: (id(t), t.data_ptr()) for name, t in model.state_dict(keep_vars=True).items()} == before
     return str(caught.value)
 
@@ -355,7 +355,7 @@ class TestOtherModels:
         assert "in the plan alone" in refusal(Stack(4), plan)
         message = refusal(Stack(5, dim=16), plan)
         assert "layers.0.linear.bias (128 bytes in the plan, 64 in the model)" in message
-        assert "`penstock plan MODEL ... --save FILE`" in message
+        assert "`headrace plan MODEL ... --save FILE`" in message
 
     def test_a_module_that_is_not_there(self) -> None:
         plan = build_plan(take_inventory(Stack(2)), all_layers())
@@ -413,7 +413,7 @@ class TestOtherMachines:
             plan.check_machine(here)
 
     def test_the_plan_in_force_names_its_machine(self) -> None:
-        with penstock.offload(Stack(5).eval(), all_layers()) as handle:
+        with headrace.offload(Stack(5).eval(), all_layers()) as handle:
             assert handle.plan.made_for == Machine("cpu")
 
 

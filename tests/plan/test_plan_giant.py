@@ -14,17 +14,17 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-import penstock.cli.commands_plan
-import penstock.plan.report
+import headrace.cli.commands_plan
+import headrace.plan.report
 from giants import DEEPSEEK_V3, write_deepseek_v3
-from penstock.cli import app
-from penstock.cli.arguments import OpenedModel, open_model
-from penstock.config import Budget, Workload
-from penstock.model.memory_profile import profile_of
-from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU
-from penstock.plan.plan import Machine
-from penstock.plan.schedule import RING_BYTES
-from penstock.runtime.prepare import needs_of
+from headrace.cli import app
+from headrace.cli.arguments import OpenedModel, open_model
+from headrace.config import Budget, Workload
+from headrace.model.memory_profile import profile_of
+from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU
+from headrace.plan.plan import Machine
+from headrace.plan.schedule import RING_BYTES
+from headrace.runtime.prepare import needs_of
 
 _ENOUGH_S = 3.0  # of CPU time; 0.7 to 1.4 s on two quiet cores, but machines that run tests are neither quiet nor alike
 _TRIES = 4  # the best of them counts: on one such machine the same verb took from 1.4 to 3.9 s within a minute
@@ -44,7 +44,7 @@ def opened(giant: Path) -> OpenedModel:
 
 @pytest.fixture(scope="module")
 def gpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `penstock probe --json` says of a machine with a GPU."""
+    """What `headrace probe --json` says of a machine with a GPU."""
     seconds = {"1": 3e-13, "256": 4e-13, "2048": 2e-12}
     probe = {
         "schema": 2,
@@ -64,8 +64,8 @@ def test_the_whole_verb_in_seconds_without_a_weight_read(
 ) -> None:
     """From the folder to the printed outlook: on a CPU, and on a GPU with less host memory than the weights."""
     assert transformers.DeepseekV3ForCausalLM  # imports are not planning
-    assert penstock.cli.commands_plan
-    assert penstock.plan.report
+    assert headrace.cli.commands_plan
+    assert headrace.plan.report
     reads: list[tuple[int, int, int]] = []
     preadv = os.preadv
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 from rich.console import Console
 
-from penstock.plan.plan import Plan, SlabEntry, Unit
-from penstock.plan.report import compress_indices, gib, render, role_of
+from headrace.plan.plan import Plan, SlabEntry, Unit
+from headrace.plan.report import compress_indices, gib, render, role_of
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from decoder_models import DEEPSEEK_V2_LITE, MoeStack
-from penstock.bench.reference_step import QWEN3_8B, Stack
-from penstock.config import Budget, Workload
-from penstock.errors import BudgetError, PenstockWarning
-from penstock.model.inventory import Inventory, take_inventory
-from penstock.model.memory_profile import ModelProfile
-from penstock.plan.build import Planner, build_plan, curve
-from penstock.plan.cost_model import NOMINAL_GPU, Forecaster, Rates
-from penstock.plan.plan import Plan, UnitDraft, assemble
+from headrace.bench.reference_step import QWEN3_8B, Stack
+from headrace.config import Budget, Workload
+from headrace.errors import BudgetError, HeadraceWarning
+from headrace.model.inventory import Inventory, take_inventory
+from headrace.model.memory_profile import ModelProfile
+from headrace.plan.build import Planner, build_plan, curve
+from headrace.plan.cost_model import NOMINAL_GPU, Forecaster, Rates
+from headrace.plan.plan import Plan, UnitDraft, assemble
 from plans import KIB, SMALL, assignments, check_plan, layered, models
 
 
@@ -27,7 +27,7 @@ def plan(
     inventory: Inventory, num_bytes: int, rows: int = 1, profile: ModelProfile | None = None, **rates: Rates
 ) -> Plan:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PenstockWarning)
+        warnings.simplefilter("ignore", HeadraceWarning)
         budget = Budget(num_bytes, workload=Workload([rows]))
         return build_plan(
             inventory, budget, rates=rates.get("rates", SMALL), profile=profile or ModelProfile(), zero_copy=True
@@ -164,7 +164,7 @@ def test_experts_are_read_in_place_for_few_rows_and_prefetched_for_many() -> Non
 
 
 def test_the_planner_beats_the_group_rule_on_paper() -> None:
-    from penstock.config import Prefetch
+    from headrace.config import Prefetch
 
     inventory, profile = on_meta("dense")
     for size, number, slots in ((4, 1, 1), (4, 1, 2), (2, 1, 1), (2, 1, 2), (1, 1, 2)):

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from penstock.model.inventory import take_inventory
-from penstock.plan.cost_model import Forecaster
-from penstock.transfer.machine_probe import read_probe
+from headrace.model.inventory import take_inventory
+from headrace.plan.cost_model import Forecaster
+from headrace.transfer.machine_probe import read_probe
 from plan_predictions import Contest, Planner, build
 
 REPORT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "2026-11-21-plan-h200.jsonl"
@@ -24,7 +24,7 @@ PROBE = REPORT.with_name("2026-11-21-plan-h200-probe.json")
 
 def published(stack: str) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in REPORT.read_text().splitlines()]
-    return [row for row in rows if row["stack"] == stack and row["case"] == "penstock"]
+    return [row for row in rows if row["stack"] == stack and row["case"] == "headrace"]
 
 
 def contest_of(planner: Planner, name: str) -> Contest:
@@ -41,7 +41,7 @@ def slowdowns(stack: str) -> Iterator[float]:
     for name in sorted({row["contest"] for row in rows}):
         made = contest_of(planner, name)
         for row in (row for row in rows if row["contest"] == name):
-            mine = next(plan for key, plan in made.plans.items() if "penstock" in key and row["rows"] in made.rows[key])
+            mine = next(plan for key, plan in made.plans.items() if "headrace" in key and row["rows"] in made.rows[key])
             yield Forecaster(inventory, rates, profile, row["rows"])(mine).step_s * 1e3 / row["predicted_ms"]
 
 

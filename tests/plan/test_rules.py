@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import penstock
+import headrace
+from headrace.config import Budget, Mode, Rule, Rules
+from headrace.errors import HeadraceWarning, OptionError, OptionTypeError, RuleError, SelectionError
+from headrace.flags import parse_rules
+from headrace.model.inventory import Inventory, take_inventory
+from headrace.model.patterns import matching
+from headrace.plan.build import build_plan
+from headrace.plan.units import settle_rules
+from headrace.testing import assert_moved, assert_same_bits
 from models import MoE, ReaderDict, Stack, rows, save
-from penstock.config import Budget, Mode, Rule, Rules
-from penstock.errors import OptionError, OptionTypeError, PenstockWarning, RuleError, SelectionError
-from penstock.flags import parse_rules
-from penstock.model.inventory import Inventory, take_inventory
-from penstock.model.patterns import matching
-from penstock.plan.build import build_plan
-from penstock.plan.units import settle_rules
-from penstock.testing import assert_moved, assert_same_bits
 
 INVENTORY = take_inventory(MoE(3))
 PATTERNS = [
@@ -100,14 +100,14 @@ class TestRefusals:
             RuleError, match=r"rule 'head=prefetch': 1 of the 1 tensors .*\(embed\.weight\).*several modules"
         ):
             settle_rules(INVENTORY, [("head", "prefetch")])
-        with pytest.warns(PenstockWarning, match=r"'ALL_MODEL_PARAMS=prefetch': 1 of the .*stay resident"):
+        with pytest.warns(HeadraceWarning, match=r"'ALL_MODEL_PARAMS=prefetch': 1 of the .*stay resident"):
             forced = settle_rules(INVENTORY, [("ALL_MODEL_PARAMS", "prefetch")])
         assert {name for name, mechanism in forced.items() if mechanism == "resident"} == {"embed.weight"}
 
     def test_what_the_files_do_not_hold(self) -> None:
         fixed = ["layers.0.mlp.experts.up_proj"]
         for mechanism in ("prefetch", "uva"):
-            with pytest.warns(PenstockWarning, match=r"1 of the 6 tensors .*cannot be streamed from the files.*cpu"):
+            with pytest.warns(HeadraceWarning, match=r"1 of the 6 tensors .*cannot be streamed from the files.*cpu"):
                 forced = settle_rules(INVENTORY, [("experts", mechanism)], fixed)
             assert forced[fixed[0]] == "resident"
         assert settle_rules(INVENTORY, [("experts", "resident")], fixed)[fixed[0]] == "resident"
@@ -177,12 +177,12 @@ class TestPlans:
     def test_step_and_mode(self, mode: Mode) -> None:
         plan = build_plan(INVENTORY, Rules([("layers", "prefetch")], 3, mode))
         assert (plan.mode, plan.num_slots, len(plan.units)) == (mode, 3, 3)
-        with pytest.warns(PenstockWarning, match="prefetch_step = 9"):
+        with pytest.warns(HeadraceWarning, match="prefetch_step = 9"):
             build_plan(INVENTORY, Rules([("layers", "prefetch")], 9, mode))
 
     def test_the_files_count_in_mode_disk_alone(self) -> None:
         fixed = ["layers.0.mlp.experts.up_proj"]
-        with pytest.warns(PenstockWarning, match="cannot be streamed"):
+        with pytest.warns(HeadraceWarning, match="cannot be streamed"):
             plan = build_plan(INVENTORY, Rules([("experts", "uva")], mode="disk"), unstreamable=fixed)
         assert fixed[0] in plan.resident
         assert fixed[0] in build_plan(INVENTORY, Rules([("experts", "uva")]), unstreamable=fixed).uva
@@ -211,7 +211,7 @@ RULES: list[list[Rule]] = [
 def check_same_bits(model: nn.Module, rules: Rules, checkpoint: Path | None = None) -> None:
     with torch.no_grad():
         expected = model(torch.arange(6))
-        with penstock.offload(model, rules, checkpoint=checkpoint) as handle:
+        with headrace.offload(model, rules, checkpoint=checkpoint) as handle:
             for _ in range(3):
                 assert_same_bits(model(torch.arange(6)), expected)
             assert_moved(handle, 3)
@@ -233,8 +233,8 @@ class TestRuns:
         model = Stack(4, dim=32).eval()
         with torch.no_grad():
             expected = model(rows())
-            with penstock.offload(model, Rules([("linear", "prefetch")])) as handle:
+            with headrace.offload(model, Rules([("linear", "prefetch")])) as handle:
                 assert_same_bits(model(rows()), expected)
                 assert_moved(handle, 1)
-        with pytest.raises(OptionTypeError, match=r"penstock\.Rules"):
-            penstock.offload(model, object())  # type: ignore[arg-type]
+        with pytest.raises(OptionTypeError, match=r"headrace\.Rules"):
+            headrace.offload(model, object())  # type: ignore[arg-type]

@@ -16,14 +16,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.model.inventory import Inventory, Location, StorageInfo, TensorInfo
-from penstock.plan.plan import Plan, UnitDraft, assemble
-from penstock.plan.schedule import chain, first_units, next_in_chain, slot_of
-from penstock.runtime.prefetcher import Prefetcher
-from penstock.stats import Recorder
-from penstock.stores.sources import fill
-from penstock.stores.store import CpuStore, Load
-from penstock.transfer.link import ComputeEvent, Link, Transfer
+from headrace.model.inventory import Inventory, Location, StorageInfo, TensorInfo
+from headrace.plan.plan import Plan, UnitDraft, assemble
+from headrace.plan.schedule import chain, first_units, next_in_chain, slot_of
+from headrace.runtime.prefetcher import Prefetcher
+from headrace.stats import Recorder
+from headrace.stores.sources import fill
+from headrace.stores.store import CpuStore, Load
+from headrace.transfer.link import ComputeEvent, Link, Transfer
 
 MAX_UNITS, MAX_SLOTS, ROUNDS = 12, 8, 3
 CASES = [(n, s) for n in range(1, MAX_UNITS + 1) for s in range(1, min(n, MAX_SLOTS) + 1)]

@@ -15,19 +15,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from headrace.checkpoint.weight_map import WeightMap
+from headrace.config import Budget, Workload
+from headrace.errors import BudgetError, HeadraceWarning
+from headrace.model.inventory import Inventory, take_inventory
+from headrace.model.memory_profile import ModelProfile
+from headrace.plan.build import Planner, build_plan
+from headrace.plan.candidates import Spill, spill_order
+from headrace.plan.cost_model import NOMINAL_GPU, Forecaster, Rates
+from headrace.plan.plan import Plan, UnitDraft, assemble
+from headrace.plan.schedule import RING_BYTES
+from headrace.runtime import prepare as prepare_module
+from headrace.runtime.prepare import Limits, make_planner, needs_of
 from models import MoE, Reader, Stack, save
-from penstock.checkpoint.weight_map import WeightMap
-from penstock.config import Budget, Workload
-from penstock.errors import BudgetError, PenstockWarning
-from penstock.model.inventory import Inventory, take_inventory
-from penstock.model.memory_profile import ModelProfile
-from penstock.plan.build import Planner, build_plan
-from penstock.plan.candidates import Spill, spill_order
-from penstock.plan.cost_model import NOMINAL_GPU, Forecaster, Rates
-from penstock.plan.plan import Plan, UnitDraft, assemble
-from penstock.plan.schedule import RING_BYTES
-from penstock.runtime import prepare as prepare_module
-from penstock.runtime.prepare import Limits, make_planner, needs_of
 from plans import assignments, check_plan, layered, models
 from spills import DISK, GIB, KIB, MIB, SPILL
 
@@ -65,7 +65,7 @@ def spilling(
     zero_copy: bool = True,
 ) -> Plan:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PenstockWarning)
+        warnings.simplefilter("ignore", HeadraceWarning)
         budget = Budget(device_bytes, host_memory=host_bytes, workload=Workload([batch]))
         return build_plan(inventory, budget, rates=rates, profile=profile, zero_copy=zero_copy, spill=spill)
 
@@ -236,7 +236,7 @@ class TestWhoMaySpill:
 
     def test_host_memory_without_effect_is_said(self) -> None:
         budget = Budget(self.INVENTORY.num_bytes // 2, mode="disk", host_memory="1GiB")
-        with pytest.warns(PenstockWarning, match="--host-memory has no effect: in mode 'disk'"):
+        with pytest.warns(HeadraceWarning, match="--host-memory has no effect: in mode 'disk'"):
             build_plan(self.INVENTORY, budget, rates=DISK)
 
     def test_ranks_do_not(self) -> None:
@@ -270,7 +270,7 @@ class TestWhoMaySpill:
         budget = Budget(int(inventory.num_bytes * device), rules=rules, host_memory=host * 10)
         planner = Planner(inventory, DISK, ModelProfile(), zero_copy=True, spill=spill)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PenstockWarning)
+            warnings.simplefilter("ignore", HeadraceWarning)
             try:
                 planner.plan(budget)
             except BudgetError as error:
@@ -310,7 +310,7 @@ class TestWhoMaySpill:
         assert elsewhere == Spill(frozenset(["head.weight"]), None), "another machine's memory is not known here"
         assert make_planner(model, inventory, gpu).spill is None
         assert make_planner(model, inventory, torch.device("cpu"), weights).spill is None
-        monkeypatch.setenv("PENSTOCK_DISABLE_PIN_MEMORY", "1")
+        monkeypatch.setenv("HEADRACE_DISABLE_PIN_MEMORY", "1")
         assert make_planner(model, inventory, gpu, weights).spill is None
 
     def test_files_of_another_form_are_not_streamed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

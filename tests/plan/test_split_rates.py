@@ -15,18 +15,18 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-import penstock
+import headrace
+from headrace.cli.commands_plan import rates_of as table_of
+from headrace.config import Budget, Workload
+from headrace.errors import HeadraceWarning
+from headrace.model.inventory import take_inventory
+from headrace.model.memory_profile import ModelProfile
+from headrace.plan.build import Planner, build_plan
+from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates, split_rates
+from headrace.plan.plan import CHUNK_BYTES
+from headrace.transfer import machine_probe as measuring
+from headrace.transfer.machine_probe import Probe, read_probe
 from models import Stack, all_layers
-from penstock.cli.commands_plan import rates_of as table_of
-from penstock.config import Budget, Workload
-from penstock.errors import PenstockWarning
-from penstock.model.inventory import take_inventory
-from penstock.model.memory_profile import ModelProfile
-from penstock.plan.build import Planner, build_plan
-from penstock.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates, split_rates
-from penstock.plan.plan import CHUNK_BYTES
-from penstock.transfer import machine_probe as measuring
-from penstock.transfer.machine_probe import Probe, read_probe
 from plan_predictions import build
 from ranks import outcomes
 
@@ -178,13 +178,13 @@ class TestPlanning:
 
 
 def offload_with_links(rank: int) -> list[list[int]]:
-    penstock.runtime.prepare.planning_rates = lambda *_: LINKED  # type: ignore[attr-defined]
+    headrace.runtime.prepare.planning_rates = lambda *_: LINKED  # type: ignore[attr-defined]
     found = []
     for mode, share in (("sharded_gpu", 5 / 6), ("sharded_cpu", 0.7)):
         model = Stack(8, 128).eval()
         inventory = take_inventory(model)
         budget = Budget(int(inventory.num_bytes * share), mode=mode, workload=Workload([1]))  # type: ignore[arg-type]
-        with penstock.offload(model, budget, group=dist.group.WORLD) as handle:
+        with headrace.offload(model, budget, group=dist.group.WORLD) as handle:
             plans = [
                 handle.plan,
                 *(Planner(inventory, r, ModelProfile(), num_ranks=2).plan(budget) for r in (LINKED, SLOW)),
@@ -240,7 +240,7 @@ class TestProbe:
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to")
 
         monkeypatch.setattr(torch, "empty", empty)
-        with pytest.warns(PenstockWarning, match=r"could not be measured: CUDA out of memory\.$"):
+        with pytest.warns(HeadraceWarning, match=r"could not be measured: CUDA out of memory\.$"):
             assert measuring.peer_rates(torch.device("cuda", 0)) == {}
 
     def test_what_is_measured(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,19 +10,19 @@ import pytest
 import torch
 from rich.console import Console
 
+from headrace.checkpoint.weight_map import WeightMap
+from headrace.config import Budget
+from headrace.model.inventory import take_inventory
+from headrace.model.memory_profile import ModelProfile
+from headrace.plan.build import build_plan
+from headrace.plan.cost_model import NOMINAL_GPU, Curve, Forecaster, Rates
+from headrace.plan.plan import Machine, Plan, slab_bytes
+from headrace.plan.report import render
+from headrace.plan.schedule import lay_out_ring
+from headrace.runtime.prepare import Needs, needs_of
+from headrace.stores.store import DiskStore
+from headrace.transfer.machine_probe import Probe
 from models import MoE, Stack, all_layers, save
-from penstock.checkpoint.weight_map import WeightMap
-from penstock.config import Budget
-from penstock.model.inventory import take_inventory
-from penstock.model.memory_profile import ModelProfile
-from penstock.plan.build import build_plan
-from penstock.plan.cost_model import NOMINAL_GPU, Curve, Forecaster, Rates
-from penstock.plan.plan import Machine, Plan, slab_bytes
-from penstock.plan.report import render
-from penstock.plan.schedule import lay_out_ring
-from penstock.runtime.prepare import Needs, needs_of
-from penstock.stores.store import DiskStore
-from penstock.transfer.machine_probe import Probe
 
 GPU = Machine("a GPU", 2**34)
 
@@ -97,12 +97,12 @@ class TestHostMemory:
         assert "staging ring" not in report(on_cpu)
 
     def test_what_is_read_in_place_is_a_copy(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("PENSTOCK_DISABLE_PIN_MEMORY", "1")  # there is no driver to pin with
+        monkeypatch.setenv("HEADRACE_DISABLE_PIN_MEMORY", "1")  # there is no driver to pin with
         model = MoE()
         weights = WeightMap.open(save(model, tmp_path))
         info = take_inventory(model).by_name["embed.weight"]
         store = DiskStore({"embed.weight": weights.source(info)}, pin_in_place=True)
-        with pytest.warns(UserWarning, match="PENSTOCK_DISABLE_PIN_MEMORY"):
+        with pytest.warns(UserWarning, match="HEADRACE_DISABLE_PIN_MEMORY"):
             blob = store.in_place("embed.weight")
         assert torch.equal(blob.view(torch.float32), model.embed.weight.detach().reshape(-1))
         assert store.in_place("embed.weight") is blob

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import penstock
+import headrace
+from headrace.adapters.transformers import load
+from headrace.errors import LimitError, PeerError
 from models import all_layers, rows, save
-from penstock.adapters.transformers import load
-from penstock.errors import LimitError, PeerError
 from shm_models import SHARED, build, expected, mappings, offload, on_meta
 from shm_ranks import ranks
 
@@ -41,20 +41,20 @@ def interrupt(*args: object) -> None:
     raise KeyboardInterrupt
 
 
-# How the call of the rank that fails differs, and what stands in for parts of penstock there.
+# How the call of the rank that fails differs, and what stands in for parts of headrace there.
 MISTAKES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("CheckpointError: /no/such", {"checkpoint": "/no/such/folder"}, {}),
     ("OptionTypeError: model", {"model": "a model"}, {}),
     ("SizeError", {"policy": "lots"}, {}),
-    ("LimitError: planted", {}, {"penstock.runtime.prepare.check_limits": fail_planned}),
-    ("KeyboardInterrupt", {}, {"penstock.runtime.prepare.take_inventory": interrupt}),
+    ("LimitError: planted", {}, {"headrace.runtime.prepare.check_limits": fail_planned}),
+    ("KeyboardInterrupt", {}, {"headrace.runtime.prepare.take_inventory": interrupt}),
     # After the store was filled: the others have read everything, and undo that.
-    ("LimitError: planted", {}, {"penstock.runtime.session.OffloadSession._attach_units": fail_planned}),
+    ("LimitError: planted", {}, {"headrace.runtime.session.OffloadSession._attach_units": fail_planned}),
 ]
 # While the others wait at a connection, and before there is the second one.
 SPLIT_MISTAKES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("LimitError: planted", {}, {"penstock.runtime.rank_stores._allocate": fail_planned}),
-    ("LimitError: planted", {}, {"penstock.runtime.session.sharded_link": fail_planned}),
+    ("LimitError: planted", {}, {"headrace.runtime.rank_stores._allocate": fail_planned}),
+    ("LimitError: planted", {}, {"headrace.runtime.session.sharded_link": fail_planned}),
 ]
 
 
@@ -70,13 +70,13 @@ def make_mistakes(rank: int, talk: Connection, folder: str, options: dict[str, A
             if rank == guilty:
                 for name, stand_in in stand_ins.items():
                     patch.setattr(name, stand_in)
-            penstock.offload(**{**right, **(wrong if rank == guilty else {})})
+            headrace.offload(**{**right, **(wrong if rank == guilty else {})})
         seconds, error = time.monotonic() - begin, f"{type(caught.value).__name__}: {caught.value}"
         del caught
         untouched = all(p.is_meta for p in model.parameters()) and mappings() == []
         with pytest.raises(PeerError, match="To try again, make a new group on all ranks"):
-            penstock.offload(**right)
-        with penstock.offload(**{**right, "group": dist.new_group()}):
+            headrace.offload(**right)
+        with headrace.offload(**{**right, "group": dist.new_group()}):
             found.append((told, guilty, error, seconds, untouched, torch.equal(model(rows()), expected())))
     return found
 
@@ -106,8 +106,8 @@ def fail_in_one_group(rank: int, talk: Connection) -> list[bool]:
     for step in range(6):
         group, model = groups[step % 2], models[(step // 2) % 2]
         try:
-            penstock.offload(model, "lots" if step == 1 and rank == 0 else SHARED, group=group).remove()
-        except penstock.PenstockError:
+            headrace.offload(model, "lots" if step == 1 and rank == 0 else SHARED, group=group).remove()
+        except headrace.HeadraceError:
             found.append(step % 2 == 1)
         else:
             found.append(step % 2 == 0)
@@ -123,7 +123,7 @@ def other_mode(rank: int, talk: Connection, modes: list[str]) -> Any:
     model = build()
     try:
         offload(model, all_layers(2, modes[rank]))
-    except penstock.PenstockError as error:
+    except headrace.HeadraceError as error:
         return type(error).__name__, str(error), torch.equal(model(rows()), expected())
 
 
@@ -139,7 +139,7 @@ def test_another_mode_is_named_in_all_ranks_at_once(modes: list[str], tmp_path: 
 def own_weights(rank: int, talk: Connection) -> Any:
     """A mode that is each process's own: the group has no effect, and ranks may hold other weights."""
     model = build(rank)
-    with pytest.warns(penstock.PenstockWarning, match="group=... has no effect"), offload(model, all_layers(2, "cpu")):
+    with pytest.warns(headrace.HeadraceWarning, match="group=... has no effect"), offload(model, all_layers(2, "cpu")):
         return torch.equal(model(rows()), expected(rank))
 
 
@@ -155,10 +155,10 @@ def die_while_planning(rank: int, talk: Connection, when: str) -> Any:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
     elif rank == 1:
-        vars(penstock.runtime.prepare)["take_inventory"] = lambda model: os.kill(os.getpid(), signal.SIGKILL)
+        vars(headrace.runtime.prepare)["take_inventory"] = lambda model: os.kill(os.getpid(), signal.SIGKILL)
     try:
         offload(build())
-    except penstock.PenstockError as error:
+    except headrace.HeadraceError as error:
         return type(error).__name__, str(error)
 
 
@@ -173,11 +173,11 @@ def test_a_rank_killed_before_it_has_met_the_others_is_noticed(when: str, tmp_pa
 
 
 def load_another_folder(rank: int, talk: Connection, folder: str) -> Any:
-    """Before anything of penstock.offload is called."""
+    """Before anything of headrace.offload is called."""
     begin = time.monotonic()
     try:
         load(folder if rank == 0 else f"{folder}/none", SHARED, group=dist.group.WORLD)
-    except penstock.PenstockError as caught:
+    except headrace.HeadraceError as caught:
         error, seconds = f"{type(caught).__name__}: {caught}", time.monotonic() - begin
     model, handle = load(folder, SHARED, group=dist.new_group())
     with handle:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import OptionError, PeerError
-from penstock.ranks.group import ProcessWatch, RankGroup, this_host
+from headrace.errors import OptionError, PeerError
+from headrace.ranks.group import ProcessWatch, RankGroup, this_host
 
 
 class _Group:
@@ -53,7 +53,7 @@ def store() -> dist.Store:
 
 @pytest.fixture
 def timeout(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    return lambda seconds: monkeypatch.setattr("penstock.ranks.group.peer_timeout_s", lambda: seconds)
+    return lambda seconds: monkeypatch.setattr("headrace.ranks.group.peer_timeout_s", lambda: seconds)
 
 
 def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
@@ -81,7 +81,7 @@ def test_every_rank_gets_the_values_of_all_in_every_call(store: dist.Store) -> N
 def test_ranks_that_do_not_come_are_named(store: dist.Store, timeout: Callable[[float], None]) -> None:
     timeout(0.2)
     begin = time.monotonic()
-    with pytest.raises(PeerError, match=r"waited 0 s for ranks 1, 2 \('step' .*PENSTOCK_PEER_TIMEOUT"):
+    with pytest.raises(PeerError, match=r"waited 0 s for ranks 1, 2 \('step' .*HEADRACE_PEER_TIMEOUT"):
         exchange(store, 0, 3)
     assert 0.2 <= time.monotonic() - begin < 2
 
@@ -132,7 +132,7 @@ def test_what_was_said_before_a_failure_still_counts(store: dist.Store) -> None:
 def test_a_process_that_ends_is_noticed_unless_it_has_said_all(store: dist.Store, said: bool) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     with opened(store, 0) as first:
-        store.set("penstock/process/1", json.dumps({"pid": child.pid, "host": this_host()}))
+        store.set("headrace/process/1", json.dumps({"pid": child.pid, "host": this_host()}))
         if said:
             store.set(f"{first.prefix}/1 step/1", "2")
         thread, found = in_thread(lambda: first.exchange("step", 1))
@@ -207,11 +207,11 @@ def test_an_interrupt_at_the_beginning_of_a_call_is_a_failure_in_all(store: dist
 
 
 def test_a_timeout_that_cannot_be_is_a_failure_in_all(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_PEER_TIMEOUT", "soon")
+    monkeypatch.setenv("HEADRACE_PEER_TIMEOUT", "soon")
     with pytest.raises(OptionError):
         exchange(store, 1)
-    monkeypatch.delenv("PENSTOCK_PEER_TIMEOUT")
-    with pytest.raises(PeerError, match=r"rank 1 gave up .* OptionError: PENSTOCK_PEER_TIMEOUT"):
+    monkeypatch.delenv("HEADRACE_PEER_TIMEOUT")
+    with pytest.raises(PeerError, match=r"rank 1 gave up .* OptionError: HEADRACE_PEER_TIMEOUT"):
         exchange(store, 0)
 
 
@@ -240,7 +240,7 @@ def behave(store: dist.Store, rank: int, behaviour: str, delay_s: float) -> str:
 def test_all_ranks_succeed_or_none(behaviours: tuple[str, ...], delays: tuple[float, ...]) -> None:
     store = dist.HashStore()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.ranks.group.peer_timeout_s", lambda: 0.3)
+        patch.setattr("headrace.ranks.group.peer_timeout_s", lambda: 0.3)
         for turn in (["right"] * 3, behaviours):  # a call that succeeds changes nothing for the next one
             threads = [in_thread(partial(behave, store, *args)) for args in zip(range(3), turn, delays, strict=True)]
             for thread, _ in threads:
@@ -256,6 +256,6 @@ def test_all_ranks_succeed_or_none(behaviours: tuple[str, ...], delays: tuple[fl
 def test_the_timeout_is_a_whole_number_of_seconds(
     value: str, store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PENSTOCK_PEER_TIMEOUT", value)
+    monkeypatch.setenv("HEADRACE_PEER_TIMEOUT", value)
     with pytest.raises(OptionError, match="whole number of seconds"):
         exchange(store, 0, 1)

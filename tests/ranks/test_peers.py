@@ -20,27 +20,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import penstock
+import headrace
+from headrace.errors import HeadraceWarning, OptionError, PeerError, TransferError
+from headrace.memory.symmetric import SymmetricMemory
+from headrace.plan.plan import Striping
+from headrace.ranks.group import RankGroup
+from headrace.runtime import rank_stores
+from headrace.runtime.rank_stores import checksum
+from headrace.stores.sharded import ShardedStore
+from headrace.testing import assert_moved, assert_same_bits, boundaries
 from models import MoE, OddStack, ScaledStack, Stack, all_layers, rows, save
-from penstock.errors import OptionError, PeerError, PenstockWarning, TransferError
-from penstock.memory.symmetric import SymmetricMemory
-from penstock.plan.plan import Striping
-from penstock.ranks.group import RankGroup
-from penstock.runtime import rank_stores
-from penstock.runtime.rank_stores import checksum
-from penstock.stores.sharded import ShardedStore
-from penstock.testing import assert_moved, assert_same_bits, boundaries
 from ranks import outcomes, run_ranks
 
 MODES = ["sharded_gpu", "sharded_cpu"]
 
 
-def share(model: nn.Module, mode: str, slots: int = 2, **options: Any) -> penstock.Handle:
+def share(model: nn.Module, mode: str, slots: int = 2, **options: Any) -> headrace.Handle:
     """Offload every layer over all ranks."""
-    return penstock.offload(model, all_layers(slots, mode), group=dist.group.WORLD, **options)
+    return headrace.offload(model, all_layers(slots, mode), group=dist.group.WORLD, **options)
 
 
-def store_of(handle: penstock.Handle) -> ShardedStore:
+def store_of(handle: headrace.Handle) -> ShardedStore:
     store = handle._session._store
     assert isinstance(store, ShardedStore)
     return store
@@ -293,12 +293,12 @@ def refusals(rank: int) -> list[str]:
     found = []
     model = Stack().eval()
     with pytest.raises(OptionError) as caught:
-        penstock.offload(model, all_layers(2, "sharded_gpu"))
+        headrace.offload(model, all_layers(2, "sharded_gpu"))
     found.append(str(caught.value))
-    with penstock.offload(model, penstock.UVA(params=["layers"], mode="sharded_cpu"), group=dist.group.WORLD) as handle:
+    with headrace.offload(model, headrace.UVA(params=["layers"], mode="sharded_cpu"), group=dist.group.WORLD) as handle:
         found.append(",".join({handle.plan.mechanism_of("layers.0.linear.weight")}))
-    os.environ["PENSTOCK_DEBUG"] = "1"
-    with pytest.warns(PenstockWarning, match="checks no units that are split"):
+    os.environ["HEADRACE_DEBUG"] = "1"
+    with pytest.warns(HeadraceWarning, match="checks no units that are split"):
         share(model, "sharded_cpu").remove()
     return found
 
@@ -316,8 +316,8 @@ class TestDevicesWithoutPeerAccess:
             raise RuntimeError("CUDASymmetricMemory: peer access from device 0 to device 1 is not supported\n  at ...")
 
         memory: Any = type("Fake", (), {"empty_strided_p2p": staticmethod(empty)})
-        monkeypatch.setattr("penstock.memory.symmetric._SymmetricMemory", memory)
-        monkeypatch.setattr("penstock.memory.symmetric.symm.rendezvous", rendezvous)
+        monkeypatch.setattr("headrace.memory.symmetric._SymmetricMemory", memory)
+        monkeypatch.setattr("headrace.memory.symmetric.symm.rendezvous", rendezvous)
         monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
         group: Any = type("Group", (), {"group_name": "0"})
         ranks: Any = SimpleNamespace(
@@ -360,9 +360,9 @@ def budgets(rank: int) -> None:
         expected = model(x)
         total = sum(p.nbytes for p in model.parameters())
         budget = total * 5 // 6
-        handle = penstock.offload(
+        handle = headrace.offload(
             model,
-            penstock.Budget(budget, mode=mode),  # type: ignore[arg-type]
+            headrace.Budget(budget, mode=mode),  # type: ignore[arg-type]
             group=dist.group.WORLD,
         )
         plan, store = handle.plan, store_of(handle)
@@ -385,8 +385,8 @@ def test_a_budget_counts_what_the_parts_take() -> None:
 
 
 def idle(rank: int) -> None:
-    with pytest.warns(PenstockWarning, match="group=... has no effect: mode 'cpu'"):
-        penstock.offload(Stack().eval(), all_layers(2), group=dist.group.WORLD)
+    with pytest.warns(HeadraceWarning, match="group=... has no effect: mode 'cpu'"):
+        headrace.offload(Stack().eval(), all_layers(2), group=dist.group.WORLD)
 
 
 def test_a_group_without_effect_is_said() -> None:

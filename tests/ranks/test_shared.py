@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import penstock
+import headrace
+from headrace import UVA, Prefetch
 from models import Stack, all_layers, rows, save
-from penstock import UVA, Prefetch
 from shm_models import SHARED, build, expected, mappings, offload, on_meta
 from shm_ranks import pss_bytes, ranks
 
@@ -72,7 +72,7 @@ def two_models(rank: int, talk: Connection) -> list[bool]:
     assert other_group is not None
     first, second, third = build(1), build(2), build(3)
     one = offload(first)
-    two = penstock.offload(second, SHARED, group=other_group)
+    two = headrace.offload(second, SHARED, group=other_group)
     three = offload(third)
     same = [torch.equal(model(rows()), expected(seed)) for seed, model in ((1, first), (2, second), (3, third))]
     two.remove()
@@ -114,7 +114,7 @@ def grow(rank: int, talk: Connection, policy: Any, folder: str, live: bool = Fal
     shared = policy.mode == "shm_cpu"
     group = dist.group.WORLD if shared else None
     small = build() if live else on_meta()
-    with penstock.offload(small, policy, checkpoint=None if live else f"{folder}/small", group=group):
+    with headrace.offload(small, policy, checkpoint=None if live else f"{folder}/small", group=group):
         small(rows())  # what is imported and started once
     model = Stack(**WIDE).eval().requires_grad_(False) if live else on_meta(**WIDE)
     x = rows(WIDE["dim"])
@@ -123,7 +123,7 @@ def grow(rank: int, talk: Connection, policy: Any, folder: str, live: bool = Fal
     dist.barrier()
     before = pss_bytes()
     dist.barrier()
-    handle = penstock.offload(model, policy, checkpoint=None if live else folder, group=group)
+    handle = headrace.offload(model, policy, checkpoint=None if live else folder, group=group)
     model(x)
     gc.collect()
     dist.barrier()
@@ -213,7 +213,7 @@ def die_while_loading(rank: int, talk: Connection, folder: str, victim: int, sig
 
     model = on_meta()
     begin = time.monotonic()
-    with pytest.raises(penstock.PenstockError) as caught:
+    with pytest.raises(headrace.HeadraceError) as caught:
         offload(model, checkpoint=folder, progress=progress)
     seconds, kind, message = time.monotonic() - begin, type(caught.value).__name__, str(caught.value)
     del caught
@@ -244,13 +244,13 @@ def late_rank(rank: int, talk: Connection) -> Any:
     model = build()
     if rank == 1:
         talk.recv()
-    os.environ["PENSTOCK_PEER_TIMEOUT"] = "1" if rank == 0 else "20"
+    os.environ["HEADRACE_PEER_TIMEOUT"] = "1" if rank == 0 else "20"
     begin = time.monotonic()
-    with pytest.raises(penstock.PenstockError) as caught:
+    with pytest.raises(headrace.HeadraceError) as caught:
         offload(model)
     talk.send((type(caught.value).__name__, str(caught.value), time.monotonic() - begin))
-    os.environ["PENSTOCK_PEER_TIMEOUT"] = "20"
-    with penstock.offload(model, SHARED, group=dist.new_group()):
+    os.environ["HEADRACE_PEER_TIMEOUT"] = "20"
+    with headrace.offload(model, SHARED, group=dist.new_group()):
         return torch.equal(model(rows()), expected())
 
 
@@ -259,7 +259,7 @@ def test_a_rank_that_never_comes_is_not_waited_for_and_is_told_when_it_comes(tmp
         kind, message, seconds = first.hear()
         assert kind == "PeerError"
         assert "has waited 1 s for rank 1" in message
-        assert "PENSTOCK_PEER_TIMEOUT" in message
+        assert "HEADRACE_PEER_TIMEOUT" in message
         assert 1 <= seconds < 5
         second.tell("come")
         kind, message, seconds = second.hear()
@@ -281,7 +281,7 @@ def fail_while_loading(rank: int, talk: Connection) -> Any:
     pointers = [p.data_ptr() for p in model.parameters()]
     try:
         offload(model, progress=progress)
-    except (ValueError, penstock.PenstockError) as error:
+    except (ValueError, headrace.HeadraceError) as error:
         found = type(error).__name__, str(error)
     untouched = pointers == [p.data_ptr() for p in model.parameters()]
     return found, untouched and torch.equal(model(rows()), expected()), mappings()
@@ -311,7 +311,7 @@ def disagree(rank: int, talk: Connection, what: str) -> Any:
     want = model(rows())
     try:
         offload(model, policy)
-    except penstock.PenstockError as error:
+    except headrace.HeadraceError as error:
         found = type(error).__name__, str(error)
     return (*found, torch.equal(model(rows()), want), mappings())
 
@@ -336,7 +336,7 @@ def test_other_plans_or_weights_are_refused(what: str, words: list[str], tmp_pat
 def read_own_files(rank: int, talk: Connection, folders: list[str]) -> Any:
     try:
         offload(on_meta(), checkpoint=folders[rank])
-    except penstock.PenstockError as error:
+    except headrace.HeadraceError as error:
         return type(error).__name__, str(error)
 
 
@@ -364,7 +364,7 @@ def show_address(rank: int, talk: Connection) -> list[str]:
         if done == total and not found:
             for entry in os.scandir("/proc/self/fd"):
                 link = os.readlink(entry.path) if os.path.islink(entry.path) else ""
-                if "memfd:penstock" in link:
+                if "memfd:headrace" in link:
                     found.append(f"/proc/{os.getpid()}/fd/{entry.name}")
             talk.send(found)
             talk.recv()
@@ -391,5 +391,5 @@ def test_no_other_user_can_open_it(tmp_path: Path) -> None:
 
 
 def test_without_a_group_it_is_refused() -> None:
-    with pytest.raises(penstock.PenstockError, match="no process group was given: pass group="):
-        penstock.offload(build(), SHARED)
+    with pytest.raises(headrace.HeadraceError, match="no process group was given: pass group="):
+        headrace.offload(build(), SHARED)

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import penstock
-from penstock.model.inventory import take_inventory
-from penstock.testing import assert_moved, assert_same_bits
+import headrace
+from headrace.model.inventory import take_inventory
+from headrace.testing import assert_moved, assert_same_bits
 from ranks import outcomes
 
 PLAN = {
@@ -60,7 +60,7 @@ def shards(rank: int, policy: Any) -> dict[str, Any]:
         # heads are split, so sums are taken in another order; the same function all the same
         torch.testing.assert_close(expected, whole)
         parameters = dict(model.named_parameters())
-        handle = penstock.offload(model, policy)
+        handle = headrace.offload(model, policy)
         for _ in range(2):
             assert_same_bits(model(tokens, use_cache=False).logits, expected)
         assert_moved(handle, 2)
@@ -76,7 +76,7 @@ def shards(rank: int, policy: Any) -> dict[str, Any]:
 
 
 def test_each_rank_offloads_its_local_shards() -> None:
-    for facts in outcomes(2, shards, penstock.Prefetch(params=["layers"], prefetch_step=2)):
+    for facts in outcomes(2, shards, headrace.Prefetch(params=["layers"], prefetch_step=2)):
         assert facts["split"] == 4 * 7
         # 4 layers: seven projections, half of each here, and two norms that every rank has
         assert facts["bytes"] == 4 * 4 * ((4 * 128 * 128 + 3 * 128 * 256) // 2 + 2 * 128)
@@ -88,7 +88,7 @@ def budget(rank: int) -> Any:
     assert inventory.num_bytes == sum(
         (p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters()
     ) + sum(b.nbytes for b in model.buffers())
-    return shards(rank, penstock.Budget(inventory.num_bytes * 2 // 3))
+    return shards(rank, headrace.Budget(inventory.num_bytes * 2 // 3))
 
 
 def test_a_budget_counts_local_bytes() -> None:

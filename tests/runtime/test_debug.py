@@ -1,4 +1,4 @@
-"""The promise: with ``PENSTOCK_DEBUG=1`` no race goes unseen, and none is seen where there is none.
+"""The promise: with ``HEADRACE_DEBUG=1`` no race goes unseen, and none is seen where there is none.
 
 The races are planted. Without the variable each of them changes the output, so the plants are real.
 """
@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch import nn
 
-import penstock
+import headrace
+from headrace.config import debug_enabled
+from headrace.errors import OptionError, RaceError
+from headrace.model.inventory import take_inventory
+from headrace.plan.build import build_plan
+from headrace.runtime.debug import POISON, Guard
+from headrace.stores.store import CpuStore, Load
+from headrace.testing import SlowLink, assert_same_bits, offload_over
+from headrace.transfer.link import ComputeEvent, ThreadLink, ThreadTransfer, Transfer
 from models import MoE, OddStack, Stack, all_layers, rows, save
-from penstock.config import debug_enabled
-from penstock.errors import OptionError, RaceError
-from penstock.model.inventory import take_inventory
-from penstock.plan.build import build_plan
-from penstock.runtime.debug import POISON, Guard
-from penstock.stores.store import CpuStore, Load
-from penstock.testing import SlowLink, assert_same_bits, offload_over
-from penstock.transfer.link import ComputeEvent, ThreadLink, ThreadTransfer, Transfer
 
 
 class EarlyLink(SlowLink):
@@ -68,7 +68,7 @@ def _no_grad() -> Iterator[None]:
 
 @pytest.fixture
 def debug(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_DEBUG", "1")
+    monkeypatch.setenv("HEADRACE_DEBUG", "1")
 
 
 class TestPlantedRaces:
@@ -146,7 +146,7 @@ class TestNoFalseAlarms:
         expected = []
         for model.order in orders:
             expected.append(model(x))
-        with penstock.offload(model, all_layers(2)) as handle:
+        with headrace.offload(model, all_layers(2)) as handle:
             for model.order, output in zip(orders, expected, strict=True):
                 assert_same_bits(model(x), output)
             assert handle.stats().misses > 0
@@ -157,8 +157,8 @@ class TestNoFalseAlarms:
         x = torch.arange(5) if isinstance(model, MoE) else rows()
         expected = model(x)
         params = ["experts"] if isinstance(model, MoE) else ["mask"]
-        policy = penstock.Prefetch(params=params, mode="disk")
-        with penstock.offload(model, policy, checkpoint=save(model, tmp_path)) as handle:
+        policy = headrace.Prefetch(params=params, mode="disk")
+        with headrace.offload(model, policy, checkpoint=save(model, tmp_path)) as handle:
             for _ in range(3):
                 assert_same_bits(model(x), expected)
             assert handle.stats().bytes_moved > 0
@@ -167,7 +167,7 @@ class TestNoFalseAlarms:
         model = Stack(5).eval()
         x = rows()
         expected = model(x)
-        with penstock.offload(model, all_layers(2)) as handle:
+        with headrace.offload(model, all_layers(2)) as handle:
             step = torch.compile(model, backend="eager", fullgraph=True)
             for run in (step, step, model, step):
                 assert_same_bits(run(x), expected)
@@ -176,7 +176,7 @@ class TestNoFalseAlarms:
     def test_mode_meta_has_no_bytes_to_check(self) -> None:
         with torch.device("meta"):
             model = Stack(3).eval()
-        with penstock.offload(model, all_layers(2, "meta")) as handle:
+        with headrace.offload(model, all_layers(2, "meta")) as handle:
             assert handle.stats().bytes_moved > 0
         assert all(tensor.is_meta for tensor in model.parameters())
 
@@ -200,14 +200,14 @@ def test_released_slots_are_poisoned() -> None:
 @pytest.mark.parametrize(("value", "expected"), [(None, False), ("", False), ("0", False), ("1", True)])
 def test_the_variable(monkeypatch: pytest.MonkeyPatch, value: str | None, expected: bool) -> None:
     if value is not None:
-        monkeypatch.setenv("PENSTOCK_DEBUG", value)
+        monkeypatch.setenv("HEADRACE_DEBUG", value)
     assert debug_enabled() is expected
 
 
 def test_a_bad_value_is_refused_before_the_model_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_DEBUG", "yes")
+    monkeypatch.setenv("HEADRACE_DEBUG", "yes")
     model = Stack(3).eval()
     before = {name: t.data_ptr() for name, t in model.state_dict().items()}
-    with pytest.raises(OptionError, match="PENSTOCK_DEBUG='yes': expected 0 or 1"):
-        penstock.offload(model, all_layers())
+    with pytest.raises(OptionError, match="HEADRACE_DEBUG='yes': expected 0 or 1"):
+        headrace.offload(model, all_layers())
     assert {name: t.data_ptr() for name, t in model.state_dict().items()} == before

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from device_model import BYTES, Device, DeviceLink, Graph, Op, plan_and_store
-from penstock.runtime.prefetcher import Prefetcher
-from penstock.runtime.slot import SlotState
-from penstock.stats import Recorder
-from penstock.stores.store import Load
-from penstock.transfer.link import ComputeEvent, Transfer
+from headrace.runtime.prefetcher import Prefetcher
+from headrace.runtime.slot import SlotState
+from headrace.stats import Recorder
+from headrace.stores.store import Load
+from headrace.transfer.link import ComputeEvent, Transfer
 
 
 class Engine:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from device_model import Copy, Event
-from penstock.errors import StateError
-from penstock.runtime.slot import Reader, Slot, SlotState
+from headrace.errors import StateError
+from headrace.runtime.slot import Reader, Slot, SlotState
 
 EMPTY, HELD_BACK, ARRIVING, READY, IN_USE = SlotState
 

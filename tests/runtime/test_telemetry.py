@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-import penstock
+import headrace
+from headrace import UVA
+from headrace.model.inventory import take_inventory
+from headrace.stats import Recorder
+from headrace.testing import SlowLink, assert_moved, offload_over
 from models import Stack, all_layers, rows, save
-from penstock import UVA
-from penstock.model.inventory import take_inventory
-from penstock.stats import Recorder
-from penstock.testing import SlowLink, assert_moved, offload_over
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def _no_grad() -> Iterator[None]:
 class TestStats:
     def test_per_unit_and_in_total(self) -> None:
         model, x = Stack(5).eval(), rows()
-        with penstock.offload(model, all_layers(2)) as handle:
+        with headrace.offload(model, all_layers(2)) as handle:
             before = handle.stats()
             assert [unit.copies for unit in before.units] == [1, 1, 0, 0, 0]
             for _ in range(3):
@@ -50,7 +50,7 @@ class TestStats:
     def test_bytes_by_mechanism(self) -> None:
         model = Stack(5).eval()
         for policy, mechanism in ((all_layers(2), "prefetch"), (UVA(params=["layers"]), "uva")):
-            with penstock.offload(model, policy) as handle:
+            with headrace.offload(model, policy) as handle:
                 found = handle.stats().mechanism_bytes
                 assert sum(found.values()) == sum(p.nbytes for p in model.parameters())
                 assert found["resident"] == model.head.weight.nbytes + model.head.bias.nbytes
@@ -61,7 +61,7 @@ class TestStats:
         sizes = {s.name: s.num_bytes for s in take_inventory(model).storages}
         folder = save(model, tmp_path)
         for mode, where in (("cpu", "adopted"), ("disk", "file")):
-            with penstock.offload(model, all_layers(2, mode), checkpoint=folder if mode == "disk" else None) as handle:
+            with headrace.offload(model, all_layers(2, mode), checkpoint=folder if mode == "disk" else None) as handle:
                 found, plan = handle.stats().store_bytes, handle.plan
                 slots = sum(plan.slot_bytes)
                 assert found == {"resident": plan.resident_bytes, "slots": slots, where: plan.offloaded_bytes}
@@ -70,7 +70,7 @@ class TestStats:
                 assert handle.stats().to_json()["store_bytes"] == found
         with torch.device("meta"):
             empty = Stack(5).eval()
-        with penstock.offload(empty, all_layers(2, "cpu"), checkpoint=folder) as handle:
+        with headrace.offload(empty, all_layers(2, "cpu"), checkpoint=folder) as handle:
             assert handle.stats().store_bytes["host"] == handle.plan.offloaded_bytes
 
     def test_stalls(self) -> None:
@@ -88,7 +88,7 @@ class TestStats:
 
     def test_no_stall_once_all_units_are_there(self) -> None:
         model, x = Stack(3).eval(), rows()
-        with penstock.offload(model, all_layers(3)) as handle:
+        with headrace.offload(model, all_layers(3)) as handle:
             model(x)
             settled = handle.stats()
             model(x)
@@ -98,7 +98,7 @@ class TestStats:
 
     def test_to_json(self) -> None:
         model, x = Stack(3).eval(), rows()
-        with penstock.offload(model, all_layers(1)) as handle:
+        with headrace.offload(model, all_layers(1)) as handle:
             model(x)
             stats = handle.stats()
         back = json.loads(json.dumps(stats.to_json()))
@@ -114,11 +114,11 @@ def events(path: Path, kind: str) -> list[dict[str, Any]]:
 class TestTrace:
     @pytest.fixture(autouse=True)
     def _slow_copies(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("penstock.runtime.session.ThreadLink", partial(SlowLink, 0.005))
+        monkeypatch.setattr("headrace.runtime.session.ThreadLink", partial(SlowLink, 0.005))
 
     def test_is_a_chrome_trace(self, tmp_path: Path) -> None:
         model, x = Stack(5, max_pause_s=0.002).eval(), rows()
-        handle = penstock.offload(model, all_layers(2))
+        handle = headrace.offload(model, all_layers(2))
         for _ in range(3):
             model(x)
         assert_moved(handle, 3)
@@ -128,7 +128,7 @@ class TestTrace:
         assert trace["displayTimeUnit"] == "ms"
         names = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
         assert {"MainThread"} < set(names.values())
-        assert any(name.startswith("penstock-reader") for name in names.values())
+        assert any(name.startswith("headrace-reader") for name in names.values())
         spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
         assert {event["tid"] for event in spans} == set(names)
         for event in spans:
@@ -142,7 +142,7 @@ class TestTrace:
 
     def test_copies_and_compute_overlap_in_time(self, tmp_path: Path) -> None:
         model, x = Stack(6, max_pause_s=0.01).eval(), rows()
-        handle = penstock.offload(model, all_layers(2))
+        handle = headrace.offload(model, all_layers(2))
         for _ in range(3):
             model(x)
         handle.remove()
@@ -159,7 +159,7 @@ class TestTrace:
 
     def test_spans_on_one_track_do_not_cross(self, tmp_path: Path) -> None:
         model, x = Stack(5).eval(), rows()
-        with penstock.offload(model, all_layers(2)) as handle:
+        with headrace.offload(model, all_layers(2)) as handle:
             model(x)
             handle.trace(tmp_path / "trace.json")
         for kind in ("compute", "stall"):
@@ -167,13 +167,13 @@ class TestTrace:
             assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
 
     def test_nothing_to_show(self, tmp_path: Path) -> None:
-        with penstock.offload(Stack(3).eval(), UVA(params=["layers"])) as handle:
+        with headrace.offload(Stack(3).eval(), UVA(params=["layers"])) as handle:
             handle.trace(tmp_path / "trace.json")
         assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == []
 
 
 def test_the_record_is_bounded_and_safe_to_read_while_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.stats._MAX_SPANS", 300)
+    monkeypatch.setattr("headrace.stats._MAX_SPANS", 300)
     recorder = Recorder()
     stop = threading.Event()
 

@@ -15,12 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import CheckpointError, TransferError
-from penstock.loading.read_pool import Delivery, deliver, read_staged
-from penstock.memory.pages import map_file, map_pages, resident_bytes
-from penstock.stats import ReadStats
-from penstock.stores import sources as files
-from penstock.stores.sources import ALIGN_BYTES, ByteRange, Copy, DiskOptions, File, writable_view
+from headrace.errors import CheckpointError, TransferError
+from headrace.loading.read_pool import Delivery, deliver, read_staged
+from headrace.memory.pages import map_file, map_pages, resident_bytes
+from headrace.stats import ReadStats
+from headrace.stores import sources as files
+from headrace.stores.sources import ALIGN_BYTES, ByteRange, Copy, DiskOptions, File, writable_view
 
 SIZE = 1_000_007
 MIB = 1 << 20

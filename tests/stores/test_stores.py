@@ -13,22 +13,22 @@ import torch
 from rich.console import Console
 from torch import nn
 
-import penstock
+import headrace
+from headrace.config import Budget
+from headrace.errors import HeadraceWarning, OptionError
+from headrace.model.inventory import take_inventory
+from headrace.model.memory_profile import ModelProfile
+from headrace.plan.build import Outlook, Planner, build_plan
+from headrace.plan.candidates import Spill
+from headrace.plan.plan import Machine, Plan
+from headrace.plan.report import render
+from headrace.plan.schedule import lay_out_ring, steady_order
+from headrace.plan.units import move_on_demand
+from headrace.runtime import session
+from headrace.runtime.prepare import Needs, needs_of
+from headrace.runtime.session import open_pinned
+from headrace.testing import assert_moved, assert_same_bits, offload_over
 from models import MoE, QuantStack, Stack, all_layers, rows, save
-from penstock.config import Budget
-from penstock.errors import OptionError, PenstockWarning
-from penstock.model.inventory import take_inventory
-from penstock.model.memory_profile import ModelProfile
-from penstock.plan.build import Outlook, Planner, build_plan
-from penstock.plan.candidates import Spill
-from penstock.plan.plan import Machine, Plan
-from penstock.plan.report import render
-from penstock.plan.schedule import lay_out_ring, steady_order
-from penstock.plan.units import move_on_demand
-from penstock.runtime import session
-from penstock.runtime.prepare import Needs, needs_of
-from penstock.runtime.session import open_pinned
-from penstock.testing import assert_moved, assert_same_bits, offload_over
 from plans import layered
 from registrars import Ledger
 from rings import FakeRingLink
@@ -168,7 +168,7 @@ class TestCarriedOut:
                 model = Stack(6).eval()
         expected = resident(rows())
         plan = two_stores(model, slots, *indices)
-        handle = penstock.offload(model, plan, checkpoint=tmp_path)
+        handle = headrace.offload(model, plan, checkpoint=tmp_path)
         before = handle.stats().moved_by_store
         for _ in range(2):
             assert_same_bits(model(rows()), expected)
@@ -197,12 +197,12 @@ class TestCarriedOut:
         inventory = take_inventory(model)
         planner = Planner(inventory, DISK, ModelProfile(), spill=SPILL)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PenstockWarning)
+            warnings.simplefilter("ignore", HeadraceWarning)
             plan = planner.plan(
                 Budget(int(inventory.num_bytes * 0.7), ["ALL_MODEL_PARAMS"], host_memory=int(inventory.num_bytes * 0.3))
             )
         assert plan.spilled_bytes
-        with penstock.offload(model, plan, checkpoint=tmp_path) as handle:
+        with headrace.offload(model, plan, checkpoint=tmp_path) as handle:
             for _ in range(3):
                 assert_same_bits(model(inputs), resident(inputs))
             assert handle.stats().store_bytes["file"] == plan.spilled_bytes
@@ -243,9 +243,9 @@ class TestCarriedOut:
     ) -> None:
         model = Stack(6).eval()
         before = [parameter.data_ptr() for parameter in model.parameters()]
-        monkeypatch.setattr("penstock.runtime.session._host_store", lambda *args: pytest.fail("allocates"))
+        monkeypatch.setattr("headrace.runtime.session._host_store", lambda *args: pytest.fail("allocates"))
         with pytest.raises(OptionError, match=r"2 of the plan's 6 units \(.* GiB\) rest in safetensors.*checkpoint="):
-            penstock.offload(model, two_stores(model))
+            headrace.offload(model, two_stores(model))
         assert [parameter.data_ptr() for parameter in model.parameters()] == before
 
 

@@ -1,4 +1,4 @@
-"""Small transformers checkpoints, loaded as Transformers does and as penstock does."""
+"""Small transformers checkpoints, loaded as Transformers does and as headrace does."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from penstock.checkpoint.safetensors_header import Checkpoint
-from penstock.model.inventory import take_inventory
+from headrace.checkpoint.safetensors_header import Checkpoint
+from headrace.model.inventory import take_inventory
 
 SIZE = {
     "hidden_size": 64,

@@ -6,15 +6,15 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from penstock.cli import app
-from penstock.demo.synthetic_model import ModelSize
+from headrace.cli import app
+from headrace.demo.synthetic_model import ModelSize
 
 TINY = ModelSize(hidden=128, intermediate=384, layers=4, heads=4, key_value_heads=2)
 
 
 def run(*args: object, stdin: str | None = None) -> Any:
     """The command line in this process: exit_code, stdout, stderr."""
-    return CliRunner().invoke(app, [str(arg) for arg in args], input=stdin, prog_name="penstock")
+    return CliRunner().invoke(app, [str(arg) for arg in args], input=stdin, prog_name="headrace")
 
 
 def error_of(*args: object) -> str:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from penstock.model.inventory import Inventory, Location, StorageInfo, TensorInfo
-from penstock.plan.plan import Plan, UnitDraft, assemble
-from penstock.stores.sources import fill
-from penstock.stores.store import CpuStore, Load, Store
-from penstock.transfer.link import ComputeEvent, Link, Transfer
+from headrace.model.inventory import Inventory, Location, StorageInfo, TensorInfo
+from headrace.plan.plan import Plan, UnitDraft, assemble
+from headrace.stores.sources import fill
+from headrace.stores.store import CpuStore, Load, Store
+from headrace.transfer.link import ComputeEvent, Link, Transfer
 
 BYTES = 256
 

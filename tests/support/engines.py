@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from penstock.offloaders.base import BaseOffloader, NoopOffloader
-from penstock.offloaders.layerwise import EngineOffloader, EnginePolicy
+from headrace.offloaders.base import BaseOffloader, NoopOffloader
+from headrace.offloaders.layerwise import EngineOffloader, EnginePolicy
 
 VOCABULARY, WIDTH = 300, 160  # a projection is 100 KiB: more than what stays resident for being tiny
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.transfer import ring, ring_process
+from headrace.transfer import ring, ring_process
 
 
 def main() -> None:

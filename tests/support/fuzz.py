@@ -1,4 +1,4 @@
-"""A seeded generator of models and programs that judges penstock on a CPU; ``scripts/fuzz`` runs it.
+"""A seeded generator of models and programs that judges headrace on a CPU; ``scripts/fuzz`` runs it.
 
 A case is data (:class:`fuzz_judge.CaseSpec`), so that it can be printed, run again and made smaller.
 
@@ -331,7 +331,7 @@ def main() -> int:
     parser.add_argument("--kinds", type=int, default=60, help="how many kinds of bad cases the summary lists")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    os.environ.setdefault("PENSTOCK_READERS", "2")
+    os.environ.setdefault("HEADRACE_READERS", "2")
     import torch
 
     torch.set_num_threads(1)

@@ -19,14 +19,14 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-import penstock
+import headrace
 from fuzz_models import ModelSpec, build
 from fuzz_steps import STEPS, Env, Raised, StuckThreadError
 
 # From the best outcome to the worst.
 OUTCOMES = ("equal", "refused", "DIFFERS", "CRASHED", "HUNG")
 BAD = OUTCOMES[2:]
-_OURS = re.compile(r"penstock|offload|handle\.remove", re.IGNORECASE)
+_OURS = re.compile(r"headrace|offload|handle\.remove", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class PolicySpec:
         """The policy for a model of ``num_bytes``."""
         size = max(int(num_bytes * self.share), 1)
         if self.kind == "prefetch":
-            return penstock.Prefetch(
+            return headrace.Prefetch(
                 self.group_size, self.num_in_group, self.prefetch_step, list(self.params), self.mode or "cpu"
             )
         if self.kind == "uva":
-            return penstock.UVA(size if self.share < 1 else None, list(self.params), self.mode or "cpu")
+            return headrace.UVA(size if self.share < 1 else None, list(self.params), self.mode or "cpu")
         if self.kind == "rules":
-            return penstock.Rules(list(self.rules), self.prefetch_step, self.mode or "cpu")
-        return penstock.Budget(size, list(self.params), self.mode) if self.mode or self.params else size
+            return headrace.Rules(list(self.rules), self.prefetch_step, self.mode or "cpu")
+        return headrace.Budget(size, list(self.params), self.mode) if self.mode or self.params else size
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class CaseSpec:
     Attributes:
         grad: ``no_grad``, ``inference`` or ``grad``.
         checkpoint: whether the weights are given as a file too.
-        debug: with ``PENSTOCK_DEBUG=1``.
+        debug: with ``HEADRACE_DEBUG=1``.
         steps: names in :data:`fuzz_steps.STEPS`, each with a number that it makes its choices from.
     """
 
@@ -99,15 +99,15 @@ class Verdict:
 
 
 def judge(
-    case: CaseSpec, log: Callable[[str], None] = lambda line: None, offload: Callable[..., Any] = penstock.offload
+    case: CaseSpec, log: Callable[[str], None] = lambda line: None, offload: Callable[..., Any] = headrace.offload
 ) -> Verdict:
-    """Run ``case``; ``log`` is told every step. ``offload``: what stands for penstock's, in tests of the fuzzer."""
+    """Run ``case``; ``log`` is told every step. ``offload``: what stands for headrace's, in tests of the fuzzer."""
     with (
-        tempfile.TemporaryDirectory(prefix="penstock-fuzz-", dir=_memory_folder()) as folder,
+        tempfile.TemporaryDirectory(prefix="headrace-fuzz-", dir=_memory_folder()) as folder,
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
-        os.environ["PENSTOCK_DEBUG"] = "1" if case.debug else "0"
+        os.environ["HEADRACE_DEBUG"] = "1" if case.debug else "0"
         return _Case(case, Path(folder), log, offload).run()
 
 
@@ -163,7 +163,7 @@ class _Case:
 
     def _put_under(self, model: nn.Module, policy: Any) -> Any:
         if model is not self.subject.model:
-            return self.offload_function(model, penstock.UVA(params=["ALL_MODEL_PARAMS"]))
+            return self.offload_function(model, headrace.UVA(params=["ALL_MODEL_PARAMS"]))
         return self.offload_function(model, policy, checkpoint=self.files)
 
     def _step(self, where: str, name: str, arg: int) -> bool:
@@ -326,8 +326,8 @@ def no_offload(model: nn.Module, policy: Any, **options: Any) -> Any:
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether penstock raised this, or an error of torch's that names what to do about the offload."""
-    if isinstance(error, penstock.PenstockError):
+    """Whether headrace raised this, or an error of torch's that names what to do about the offload."""
+    if isinstance(error, headrace.HeadraceError):
         return True
     return isinstance(error, RuntimeError | TypeError) and _OURS.search(str(error)) is not None
 

@@ -1,13 +1,13 @@
-"""A KeyboardInterrupt at every line of penstock's own files; ``scripts/test-interrupts`` runs all of them.
+"""A KeyboardInterrupt at every line of headrace's own files; ``scripts/test-interrupts`` runs all of them.
 
 A run is a phase (``offload``, ``forward``, ``remove``), a way to offload, and a number k: the interrupt comes at the
-k-th line that the calling thread executes in ``src/penstock``. Behind it the model must be right, or say an error and
+k-th line that the calling thread executes in ``src/headrace``. Behind it the model must be right, or say an error and
 be right once the interrupted call is made again. What comes of a run:
 
     right      a forward and the state were right at once
-    repeated   something raised an error of penstock's, and a second call made it right
+    repeated   something raised an error of headrace's, and a second call made it right
     WRONG      a forward or state_dict() gave other bits without an error
-    FOREIGN    something raised an error that is not penstock's
+    FOREIGN    something raised an error that is not headrace's
     STUCK      the second call does not help
     BLOCKED    a forward in another thread took longer than 5 s
     HUNG       the process had to be killed; DIED: it ended
@@ -35,7 +35,7 @@ from isolated import run_jobs, serve
 PHASES = ("offload", "forward", "remove")
 MODES = ("prefetch", "disk", "budget")
 GOOD = ("right", "repeated", "not reached")
-SOURCES = str(Path(__file__).resolve().parents[2] / "src" / "penstock")
+SOURCES = str(Path(__file__).resolve().parents[2] / "src" / "headrace")
 # What changes models, threads and files; the rest of offload() only plans.
 ROOMS = ("api", "loading", "memory", "model/live_tensors", "offloaders", "ops", "runtime", "stores", "transfer")
 CHANGING = tuple(os.path.join(SOURCES, name) for name in ROOMS)
@@ -105,14 +105,14 @@ class Subject:
 
     def offload(self) -> Any:
         """Put the model under the policy of the mode."""
-        import penstock
+        import headrace
 
         if self.mode == "prefetch":
-            return penstock.offload(self.model, penstock.Prefetch(prefetch_step=2))
+            return headrace.offload(self.model, headrace.Prefetch(prefetch_step=2))
         if self.mode == "disk":
-            policy = penstock.Prefetch(prefetch_step=2, mode="disk", params=["ALL_MODEL_PARAMS"])
-            return penstock.offload(self.model, policy, checkpoint=self.path)
-        return penstock.offload(self.model, "180KiB", checkpoint=self.path)
+            policy = headrace.Prefetch(prefetch_step=2, mode="disk", params=["ALL_MODEL_PARAMS"])
+            return headrace.offload(self.model, policy, checkpoint=self.path)
+        return headrace.offload(self.model, "180KiB", checkpoint=self.path)
 
     def forward(self) -> Any:
         """A forward; grad mode belongs to the thread."""
@@ -161,7 +161,7 @@ class Bench:
     """Runs in a worker; a model that came out right is used again."""
 
     def __init__(self) -> None:
-        self.folder = tempfile.TemporaryDirectory(prefix="penstock-interrupts-")
+        self.folder = tempfile.TemporaryDirectory(prefix="headrace-interrupts-")
         self.subjects: dict[str, Subject] = {}
 
     def work(self, job: dict[str, Any]) -> dict[str, Any]:

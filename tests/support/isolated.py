@@ -151,7 +151,7 @@ def run_jobs(command: list[str], jobs: Iterable[Any], num_workers: int, limit_s:
 
 
 def environment() -> dict[str, str]:
-    """Ours, with penstock of this tree and none of its options."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
+    """Ours, with headrace of this tree and none of its options."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
     paths = [str(HERE.parents[1] / "src"), *filter(None, [kept.get("PYTHONPATH")])]
-    return kept | {"PENSTOCK_READERS": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    return kept | {"HEADRACE_READERS": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}

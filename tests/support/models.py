@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
-from penstock import Prefetch
+from headrace import Prefetch
 
 DIM = 32
 
@@ -258,4 +258,4 @@ def state_of(model: nn.Module) -> list[Any]:
         for module in model.modules()
     ]
     threads = set(threading.enumerate()) - _earlier
-    return [tensors, attributes, sorted(t.name for t in threads if t.name.startswith("penstock"))]
+    return [tensors, attributes, sorted(t.name for t in threads if t.name.startswith("headrace"))]

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import penstock
+import headrace
 from models import DIM
 
-EVERYTHING = penstock.Rules([("ALL_MODEL_PARAMS", "prefetch")])
+EVERYTHING = headrace.Rules([("ALL_MODEL_PARAMS", "prefetch")])
 
 
 class Table(nn.Module):

@@ -12,14 +12,14 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
+from headrace.config import Mode, Policy
+from headrace.errors import HeadraceWarning
+from headrace.model.inventory import Inventory, StorageInfo, is_within, take_inventory
+from headrace.plan.build import build_plan
+from headrace.plan.cost_model import Curve, Rates
+from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, SlabEntry, Unit, slab_bytes
+from headrace.plan.units import worth_moving
 from models import Reader
-from penstock.config import Mode, Policy
-from penstock.errors import PenstockWarning
-from penstock.model.inventory import Inventory, StorageInfo, is_within, take_inventory
-from penstock.plan.build import build_plan
-from penstock.plan.cost_model import Curve, Rates
-from penstock.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, SlabEntry, Unit, slab_bytes
-from penstock.plan.units import worth_moving
 
 KIB = 2**10
 
@@ -76,7 +76,7 @@ def models(draw: st.DrawFn) -> nn.Module:
 
 def plan_for(inventory: Inventory, policy: Policy, mode: Mode = "cpu") -> Plan:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PenstockWarning)
+        warnings.simplefilter("ignore", HeadraceWarning)
         return build_plan(inventory, policy, mode)
 
 

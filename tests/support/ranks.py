@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "penstock.api", "models"])
+_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "headrace.api", "models"])
 
 
 def run_ranks(
@@ -80,7 +80,7 @@ def _main(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
-    os.environ["PENSTOCK_READERS"] = "2"
+    os.environ["HEADRACE_READERS"] = "2"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     files = dist.FileStore(store, num_ranks)
     timeout = timedelta(seconds=timeout_s)

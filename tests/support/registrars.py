@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.runtime.prepare import Prepared
-from penstock.runtime.session import open_pinned
-from penstock.stores.pinned_host import PinnedStore
+from headrace.runtime.prepare import Prepared
+from headrace.runtime.session import open_pinned
+from headrace.stores.pinned_host import PinnedStore
 
 
 class Ledger:
@@ -53,5 +53,5 @@ def pin_by(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> list[PinnedStore]
         stores.append(store)
         return store, destinations
 
-    monkeypatch.setattr("penstock.runtime.session.open_store", opened)
+    monkeypatch.setattr("headrace.runtime.session.open_store", opened)
     return stores

@@ -14,21 +14,21 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from penstock.checkpoint.safetensors_header import Checkpoint
-from penstock.checkpoint.weight_map import FilePart, TensorSource
-from penstock.memory.memfd import SharedMemory
-from penstock.model.inventory import Inventory, Location, StorageInfo, TensorInfo
-from penstock.plan.plan import Plan, UnitDraft, assemble
-from penstock.plan.schedule import WORD_BYTES, RingLayout
-from penstock.runtime.prefetcher import Prefetcher
-from penstock.stats import Recorder, StagingStats
-from penstock.stores.sources import ByteRange, Copy, DiskOptions, Source
-from penstock.stores.store import DiskStore, Load, Store
-from penstock.transfer.link import ComputeEvent, Link, Transfer
-from penstock.transfer.ring import READ_BYTES, RingServer
-from penstock.transfer.ring_process import RingTask
-from penstock.transfer.ring_readers import ReaderProcess
-from penstock.transfer.ring_streams import StagingRing, reads_of
+from headrace.checkpoint.safetensors_header import Checkpoint
+from headrace.checkpoint.weight_map import FilePart, TensorSource
+from headrace.memory.memfd import SharedMemory
+from headrace.model.inventory import Inventory, Location, StorageInfo, TensorInfo
+from headrace.plan.plan import Plan, UnitDraft, assemble
+from headrace.plan.schedule import WORD_BYTES, RingLayout
+from headrace.runtime.prefetcher import Prefetcher
+from headrace.stats import Recorder, StagingStats
+from headrace.stores.sources import ByteRange, Copy, DiskOptions, Source
+from headrace.stores.store import DiskStore, Load, Store
+from headrace.transfer.link import ComputeEvent, Link, Transfer
+from headrace.transfer.ring import READ_BYTES, RingServer
+from headrace.transfer.ring_process import RingTask
+from headrace.transfer.ring_readers import ReaderProcess
+from headrace.transfer.ring_streams import StagingRing, reads_of
 
 PATIENCE_S = 30.0
 ENTRY_BYTES = 4096

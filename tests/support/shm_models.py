@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import penstock
+import headrace
 from models import DIM, Stack, all_layers, rows
 
 SHARED = all_layers(2, "shm_cpu")
@@ -31,19 +31,19 @@ def expected(seed: int = 0) -> torch.Tensor:
     return build(seed)(rows())
 
 
-def offload(model: nn.Module, policy: Any = SHARED, **options: Any) -> penstock.Handle:
-    return penstock.offload(model, policy, group=dist.group.WORLD, **options)
+def offload(model: nn.Module, policy: Any = SHARED, **options: Any) -> headrace.Handle:
+    return headrace.offload(model, policy, group=dist.group.WORLD, **options)
 
 
 def mappings() -> list[str]:
     """Shared memory of ours in this process: what is mapped, and what is open."""
     gc.collect()
     lines = Path("/proc/self/maps").read_text().splitlines()
-    mapped = [line for line in lines if "memfd:penstock" in line or "/dev/shm/" in line]
+    mapped = [line for line in lines if "memfd:headrace" in line or "/dev/shm/" in line]
     links = []
     for entry in os.scandir("/proc/self/fd"):
         try:
             links.append(os.readlink(entry.path))
         except OSError:  # the folder itself
             continue
-    return mapped + [link for link in links if "memfd:penstock" in link]
+    return mapped + [link for link in links if "memfd:headrace" in link]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 # The server imports once what each rank needs, so that a rank starts in milliseconds.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "safetensors.torch", "penstock.api"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "safetensors.torch", "headrace.api"])
 
 TIMEOUT_S = 60.0
 

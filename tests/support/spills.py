@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.plan.candidates import Spill
-from penstock.plan.plan import Plan
+from headrace.plan.candidates import Spill
+from headrace.plan.plan import Plan
 from plans import SMALL
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import penstock
+import headrace
 from fuzz_judge import is_ours
 from interrupts import Subject
 
@@ -153,7 +153,7 @@ def remove_beside_forwards(mode: str, rounds: int) -> dict[str, Any]:
                 handle = subject.offload()
         ended = loop.stop()
         if ended and not removals["HUNG"]:
-            with suppress(penstock.PenstockError):
+            with suppress(headrace.HeadraceError):
                 handle.remove()
             after[outcome(subject, loop.notes)] += 1
         return {

@@ -39,30 +39,30 @@ CASES: dict[str, dict[str, Any]] = {
     "draft-resident": DRAFT,
     "draft": {**GROUP, **DRAFT},
     "prefetch": GROUP,
-    "still": {**GROUP, "additional_config": {"penstock": {"boundaries_only": True}}},
+    "still": {**GROUP, "additional_config": {"headrace": {"boundaries_only": True}}},
     "named": {"offload_group_size": 2, "offload_params": {"mlp"}},
     "uva": {"cpu_offload_gb": 0.01},
-    "budget": {"additional_config": {"penstock": {"device_memory": "12MiB", "batch": [1, 4]}}},
+    "budget": {"additional_config": {"headrace": {"device_memory": "12MiB", "batch": [1, 4]}}},
     "lora": {**GROUP, "enable_lora": True},
     # Two engines, which vLLM tells nothing of each other.
     "replicas": {
         **GROUP,
         "data_parallel_size": 2,
-        "additional_config": {"penstock": {"mode": "shm_cpu", "replicas": 2}},
+        "additional_config": {"headrace": {"mode": "shm_cpu", "replicas": 2}},
     },
 }
 
 
 def worker_class() -> type:
-    """penstock's part of a worker before vLLM's worker for CPUs, whose runner keeps no account of memory."""
+    """headrace's part of a worker before vLLM's worker for CPUs, whose runner keeps no account of memory."""
     import vllm._custom_ops as ops
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     ops._supports_onednn = False  # it would pack the weights into objects of its own, which nobody can move
-    from penstock.adapters.vllm import interface
+    from headrace.adapters.vllm import interface
 
     interface.NEWEST = (99, 0)  # this version is not one that GPUs were tried with
-    from penstock.adapters.vllm.worker import OffloadingWorker
+    from headrace.adapters.vllm.worker import OffloadingWorker
 
     class CpuWorker(OffloadingWorker, CPUWorker):
         def load_model(self, **kwargs: Any) -> None:
@@ -129,7 +129,7 @@ def main(folder: Path, case: str, mode: str) -> None:
     given = SamplingParams(**sampling())
     engine.generate(prompts(), given, use_tqdm=False)
     outputs = [output.outputs[0] for output in engine.generate(prompts(), given, use_tqdm=False)]
-    stats = {} if case in RESIDENT else engine.collective_rpc("penstock_stats")[0]
+    stats = {} if case in RESIDENT else engine.collective_rpc("headrace_stats")[0]
     (folder / f"{case}-{mode}.json").write_text(json.dumps({**found_in(outputs), "stats": stats}))
 
 
@@ -152,7 +152,7 @@ async def main_of_two(folder: Path, mode: str) -> None:
                     last = output
                 outputs.append(last.outputs[0])
             engines.append(found_in(outputs))
-        stats = await engine.collective_rpc("penstock_stats")
+        stats = await engine.collective_rpc("headrace_stats")
         (folder / f"replicas-{mode}.json").write_text(json.dumps({"engines": engines, "stats": stats}))
     finally:
         engine.shutdown()

@@ -1,4 +1,4 @@
-"""A stand-in for vLLM on a CPU: the modules, signatures and order of calls that penstock's worker sees, no more.
+"""A stand-in for vLLM on a CPU: the modules, signatures and order of calls that headrace's worker sees, no more.
 
 ``test_vllm_worker.py`` holds it to the same list of names (``interface.NAMES``) that a real vLLM is held to.
 """
@@ -193,7 +193,7 @@ class Model(nn.Module):
 
 @contextmanager
 def device_loading_context(module: nn.Module, target_device: torch.device) -> Iterator[nn.Module]:
-    """Of use on a GPU only; it is among what penstock relies on."""
+    """Of use on a GPU only; it is among what headrace relies on."""
     yield module
     for parameter in module.parameters():
         parameter._vllm_is_uva_offloaded = True  # type: ignore[attr-defined]

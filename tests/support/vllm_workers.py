@@ -1,4 +1,4 @@
-"""Workers of penstock's and of vLLM's own over the stand-in for vLLM, and what their outputs are compared by."""
+"""Workers of headrace's and of vLLM's own over the stand-in for vLLM, and what their outputs are compared by."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ SOME = {"device_memory": "7MiB"}  # of 9 MiB
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     vllm.install(monkeypatch)
-    monkeypatch.delitem(sys.modules, "penstock.adapters.vllm.worker", raising=False)
+    monkeypatch.delitem(sys.modules, "headrace.adapters.vllm.worker", raising=False)
     yield
-    sys.modules.pop("penstock.adapters.vllm.worker", None)  # it has imported the stand-in
+    sys.modules.pop("headrace.adapters.vllm.worker", None)  # it has imported the stand-in
 
 
 def make(
@@ -34,17 +34,17 @@ def make(
     rank: int = 0,
     **config: Any,
 ) -> Any:
-    """penstock's worker as vLLM makes it, before the model is loaded."""
+    """headrace's worker as vLLM makes it, before the model is loaded."""
     flags = flags or {}
     uva = {name: value for name, value in flags.items() if name.startswith("cpu_")}
     prefetch = {name: value for name, value in flags.items() if name.startswith("offload_")}
     offload = vllm.OffloadConfig("auto", vllm.UVAOffloadConfig(**uva), vllm.PrefetchOffloadConfig(**prefetch))
-    config.setdefault("additional_config", {"penstock": own} if own else {})
+    config.setdefault("additional_config", {"headrace": own} if own else {})
     return start(vllm.VllmConfig(offload, use_v2_model_runner=second, **config), rank)
 
 
 def start(config: vllm.VllmConfig, rank: int = 0) -> Any:
-    worker_class = importlib.import_module("penstock.adapters.vllm").Worker
+    worker_class = importlib.import_module("headrace.adapters.vllm").Worker
     worker = worker_class(
         vllm_config=config, local_rank=0, rank=rank, distributed_init_method="", is_driver_worker=rank == 0
     )

@@ -15,13 +15,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import penstock
+import headrace
+from headrace.cli import app
+from headrace.errors import HeadraceWarning, OptionError
+from headrace.plan.cost_model import NOMINAL_CPU
+from headrace.transfer import machine_probe as probes
+from headrace.transfer.machine_probe import Probe, cache_path, describe_machine, load, planning_rates, read_probe, save
 from models import Stack
-from penstock.cli import app
-from penstock.errors import OptionError, PenstockWarning
-from penstock.plan.cost_model import NOMINAL_CPU
-from penstock.transfer import machine_probe as probes
-from penstock.transfer.machine_probe import Probe, cache_path, describe_machine, load, planning_rates, read_probe, save
 
 CPU = torch.device("cpu")
 NUM_MUTATIONS = 230
@@ -54,10 +54,10 @@ def require_ignored(place: Path) -> str:
         for _ in range(2):
             assert planning_rates(CPU) is NOMINAL_CPU
     (warning,) = said
-    assert warning.category is PenstockWarning
+    assert warning.category is HeadraceWarning
     message = str(warning.message)
     assert message.startswith(f"{place}: expected the kept probe of this machine, found: ")
-    assert "`penstock probe` has measured again, or the file is deleted" in message
+    assert "`headrace probe` has measured again, or the file is deleted" in message
     return message
 
 
@@ -154,7 +154,7 @@ def test_a_damaged_file_is_named_and_ignored(place: Path, seed: int) -> None:
     content = mutated(random.Random(seed))
     place.write_bytes(content)
     require_ignored(place)
-    with pytest.raises(OptionError, match="expected what `penstock probe --json` of this version printed"):
+    with pytest.raises(OptionError, match="expected what `headrace probe --json` of this version printed"):
         read_probe(place)
     save(measured())
     assert load() == measured()
@@ -214,7 +214,7 @@ def test_budgets_work_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert planning_rates(CPU) is NOMINAL_CPU
     model = Stack(4, 256).eval()
     resident = sum(parameter.nbytes for parameter in model.parameters())
-    with penstock.offload(model, resident // 2) as handle:
+    with headrace.offload(model, resident // 2) as handle:
         assert handle.plan.offloaded_bytes
     with pytest.raises(OptionError, match=r"has no home folder .*; set XDG_CACHE_HOME"):
         save(measured())

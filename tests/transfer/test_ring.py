@@ -19,14 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from headrace.errors import TransferError
+from headrace.plan.plan import Plan
+from headrace.plan.schedule import STATUS_BYTES, RingLayout, lay_out_ring, next_in_chain, steady_order
+from headrace.stats import StagingStats
+from headrace.stores.sources import DiskOptions
+from headrace.testing import assert_same_bits, offload_over
+from headrace.transfer.ring import Counter, RingMemory
 from models import QuantStack, Stack, all_layers, rows, save
-from penstock.errors import TransferError
-from penstock.plan.plan import Plan
-from penstock.plan.schedule import STATUS_BYTES, RingLayout, lay_out_ring, next_in_chain, steady_order
-from penstock.stats import StagingStats
-from penstock.stores.sources import DiskOptions
-from penstock.testing import assert_same_bits, offload_over
-from penstock.transfer.ring import Counter, RingMemory
 from rings import PATIENCE_S, FakeRingLink, Machine, Op, disk_store, make_plan, save_patterns
 
 CASES = [(n, s) for n in range(1, 9) for s in range(1, min(n, 4) + 1)]
@@ -372,7 +372,7 @@ class TestEnd:
         assert threading.active_count() == before
 
     def test_a_retired_ring_serves_what_is_under_way_and_ends(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("penstock.transfer.ring.LINGER_S", 0.2)
+        monkeypatch.setattr("headrace.transfer.ring.LINGER_S", 0.2)
         before = threading.active_count()
         machine = Machine(6, 2, 0.002)
         machine.forward()

@@ -29,19 +29,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from faulty_readers import Faults
+from headrace.errors import OptionError, StateError, TransferError
+from headrace.memory.memfd import SharedMemory
+from headrace.memory.pinned import PinnedBuffer
+from headrace.plan.schedule import WORD_BYTES
+from headrace.stores.sources import DiskOptions
+from headrace.stores.store import Store
+from headrace.testing import assert_same_bits, offload_over
+from headrace.transfer import ring_readers, ring_streams
+from headrace.transfer.ring import RingMemory, RingServer
+from headrace.transfer.ring_process import RingTask
+from headrace.transfer.ring_readers import ReaderProcess
+from headrace.transfer.ring_streams import RingLink, StagingRing, reads_of
 from models import Stack, all_layers, rows, save
-from penstock.errors import OptionError, StateError, TransferError
-from penstock.memory.memfd import SharedMemory
-from penstock.memory.pinned import PinnedBuffer
-from penstock.plan.schedule import WORD_BYTES
-from penstock.stores.sources import DiskOptions
-from penstock.stores.store import Store
-from penstock.testing import assert_same_bits, offload_over
-from penstock.transfer import ring_readers, ring_streams
-from penstock.transfer.ring import RingMemory, RingServer
-from penstock.transfer.ring_process import RingTask
-from penstock.transfer.ring_readers import ReaderProcess
-from penstock.transfer.ring_streams import RingLink, StagingRing, reads_of
 from registrars import Ledger
 from rings import (
     ENTRY_BYTES,
@@ -295,7 +295,7 @@ class TestFailure:
 
 def threads() -> list[threading.Thread]:
     """Those of rings of this process."""
-    return [thread for thread in threading.enumerate() if thread.name.startswith("penstock-ring")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("headrace-ring")]
 
 
 def descriptors() -> int:
@@ -303,7 +303,7 @@ def descriptors() -> int:
 
 
 def ring_mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:penstock-")
+    return Path("/proc/self/maps").read_text().count("memfd:headrace-")
 
 
 class TestEnd:
@@ -414,7 +414,7 @@ class TestLink:
     @pytest.fixture
     def ledger(self, monkeypatch: pytest.MonkeyPatch) -> Ledger:
         ledger = Ledger()
-        monkeypatch.setattr("penstock.transfer.cuda_stream.own_stream", lambda device: None)
+        monkeypatch.setattr("headrace.transfer.cuda_stream.own_stream", lambda device: None)
         monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
         monkeypatch.setattr(ring_streams, "CudaRegistrar", lambda device: ledger)
         monkeypatch.setattr(ring_streams, "CudaCopyStream", Copies)
@@ -526,7 +526,7 @@ class TestLink:
     def test_one_core_in_eight_is_left_to_others(
         self, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, cores: int, readers: int
     ) -> None:
-        monkeypatch.delenv("PENSTOCK_READERS")
+        monkeypatch.delenv("HEADRACE_READERS")
         monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
         assert RingLink(torch.device("cuda", 0))._num_threads == readers
 
@@ -563,7 +563,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background j
 sys.path[:] = json.loads(sys.argv[1])
 from pathlib import Path
 from rings import Machine, ProcessRingLink, disk_store
-from penstock.transfer import ring_readers
+from headrace.transfer import ring_readers
 ring_readers.PROGRAM = "faulty_readers"
 machine = Machine(6, 2, link=ProcessRingLink(), store=disk_store(Path(sys.argv[2])))
 machine.forward()
@@ -668,7 +668,7 @@ class TestParents:
 class TestProgram:
     def test_it_imports_no_torch(self) -> None:
         code = (
-            "import sys; import penstock.transfer.ring_process; "
+            "import sys; import headrace.transfer.ring_process; "
             "assert 'numpy' in sys.modules; print(*{'torch', 'safetensors', 'psutil'} & set(sys.modules))"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -686,7 +686,7 @@ class TestProgram:
     def test_neither_the_folder_nor_a_start_file_of_the_caller_matters(
         self, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        for name in ("json", "numpy", "penstock", "sitecustomize", "usercustomize"):
+        for name in ("json", "numpy", "headrace", "sitecustomize", "usercustomize"):
             (tmp_path / f"{name}.py").write_text("raise RuntimeError('a file of the caller')")
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("PYTHONSTARTUP", str(tmp_path / "json.py"))

@@ -16,14 +16,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.safetensors_header import opened
-from penstock.errors import TransferError
-from penstock.plan.schedule import cut, lay_out_ring
-from penstock.stores.sources import ByteRange, Copy, DiskOptions, File
-from penstock.stores.store import Load
-from penstock.transfer.ring import PAUSE_S, POISON, WANTED, RingMemory, RingServer
-from penstock.transfer.ring_process import RingTask
-from penstock.transfer.ring_streams import reads_of
+from headrace.checkpoint.safetensors_header import opened
+from headrace.errors import TransferError
+from headrace.plan.schedule import cut, lay_out_ring
+from headrace.stores.sources import ByteRange, Copy, DiskOptions, File
+from headrace.stores.store import Load
+from headrace.transfer.ring import PAUSE_S, POISON, WANTED, RingMemory, RingServer
+from headrace.transfer.ring_process import RingTask
+from headrace.transfer.ring_streams import reads_of
 from rings import PATIENCE_S, Machine, serve_in_thread
 
 PIECE_BYTES = 4096

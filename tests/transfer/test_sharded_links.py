@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.errors import TransferError
-from penstock.plan.plan import PartLayout, SlabEntry, Unit
-from penstock.stores.sharded import DeviceShardedStore, HostShardedStore, ShardedStore
-from penstock.transfer.sharded_copy import DeviceShardLink, HostShardLink
+from headrace.errors import TransferError
+from headrace.plan.plan import PartLayout, SlabEntry, Unit
+from headrace.stores.sharded import DeviceShardedStore, HostShardedStore, ShardedStore
+from headrace.transfer.sharded_copy import DeviceShardLink, HostShardLink
 
 UNITS = [
     Unit(0, "layers.0", 0, (SlabEntry("a", 0, 5000),), 5120, "sharded_cpu"),
@@ -68,9 +68,9 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     for module in ("cuda_stream", "sharded_copy"):
-        monkeypatch.setattr(f"penstock.transfer.{module}.own_stream", _Stream)
+        monkeypatch.setattr(f"headrace.transfer.{module}.own_stream", _Stream)
     monkeypatch.setattr(torch, "_assert_async", lambda condition, message: None)
-    monkeypatch.setattr("penstock.transfer.sharded_copy.SymmetricMemory", _Symmetric)
+    monkeypatch.setattr("headrace.transfer.sharded_copy.SymmetricMemory", _Symmetric)
 
 
 def ranks_of(rank: int, size: int) -> Any:

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.models.auto import configuration_auto, modeling_auto
 
-from penstock.plan.units import TINY_BYTES
+from headrace.plan.units import TINY_BYTES
 
 from .inputs import Inputs, candidates, mended
 from .shrink import WAYS, Way, shrink

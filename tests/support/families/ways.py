@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-import penstock
-from penstock.errors import BudgetError, CheckpointError, PenstockError
-from penstock.model.inventory import take_inventory
+import headrace
+from headrace.errors import BudgetError, CheckpointError, HeadraceError
+from headrace.model.inventory import take_inventory
 
 from . import WAYS
 from .builders import Case, hush, quiet
@@ -35,9 +35,9 @@ class Outcome:
     """What came of a case in one way.
 
     Attributes:
-        what: equal, differs, refused (an error of penstock's), crashed (another one), moved nothing, cannot build.
+        what: equal, differs, refused (an error of headrace's), crashed (another one), moved nothing, cannot build.
         share: of the weights, the budget: the least there is where 40 % is below that; 0 without a budget.
-        warned: penstock's warnings.
+        warned: headrace's warnings.
         checkpoint: why the folder that the library saved could not be the checkpoint of the live model.
     """
 
@@ -179,25 +179,25 @@ def first_line(error: BaseException) -> str:
     return lines[0][:400] if lines else ""
 
 
-def offloaded(reference: Reference, outcome: Outcome, share: float = SHARE) -> tuple[nn.Module, penstock.Handle]:
+def offloaded(reference: Reference, outcome: Outcome, share: float = SHARE) -> tuple[nn.Module, headrace.Handle]:
     """The model offloaded and its handle; ``outcome`` gets the share that the budget was in the end."""
     budget = int(share * reference.num_bytes)
     outcome.share = share
     try:
         if outcome.way == "load":
-            from penstock.adapters.transformers import load
+            from headrace.adapters.transformers import load
 
             return load(reference.folder, budget, model_class=type(reference.model))
         model = copy.deepcopy(reference.model)
         if outcome.way == "prefetch":
             outcome.share = 0.0
-            policy = penstock.Prefetch(1, 1, 1, params=[penstock.config.ALL_MODEL_PARAMS])
-            return model, penstock.offload(model, policy)
+            policy = headrace.Prefetch(1, 1, 1, params=[headrace.config.ALL_MODEL_PARAMS])
+            return model, headrace.offload(model, policy)
         try:
-            return model, penstock.offload(model, budget, checkpoint=reference.folder)
+            return model, headrace.offload(model, budget, checkpoint=reference.folder)
         except CheckpointError as error:
             outcome.checkpoint = f"own names, because: {first_line(error)}"
-            return model, penstock.offload(model, budget, checkpoint=reference.own_names())
+            return model, headrace.offload(model, budget, checkpoint=reference.own_names())
     except BudgetError as error:
         if not budget < error.minimum_bytes < reference.num_bytes:
             raise
@@ -212,11 +212,11 @@ def compare(reference: Reference, way: str) -> Outcome:
         warnings.simplefilter("always")
         try:
             _compare(reference, way, outcome)
-        except PenstockError as error:
+        except HeadraceError as error:
             outcome.what, outcome.detail = "refused", f"{type(error).__name__}: {first_line(error)}"
         except Exception as error:
             outcome.what, outcome.detail = "crashed", f"{type(error).__name__}: {first_line(error)} {place_of(error)}"
-    said = [str(w.message) for w in caught if issubclass(w.category, penstock.PenstockWarning)]
+    said = [str(w.message) for w in caught if issubclass(w.category, headrace.HeadraceWarning)]
     outcome.warned = " | ".join(said)[:600]
     outcome.seconds = round(time.perf_counter() - start, 2)
     return outcome
@@ -251,7 +251,7 @@ def place_of(error: BaseException) -> str:
 
 def outcomes(case: Case, ways: tuple[str, ...] = WAYS) -> list[Outcome]:
     """A case in all ways. A family whose resident model does not repeat itself has no outcome."""
-    with tempfile.TemporaryDirectory(prefix="penstock-families-") as folder:
+    with tempfile.TemporaryDirectory(prefix="headrace-families-") as folder:
         reference = Reference(case, Path(folder))
         if reference.steady:
             return [Outcome(case.family, "all", "cannot build", f"resident runs differ: {reference.steady}")]

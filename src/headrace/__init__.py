@@ -1,0 +1,71 @@
+"""Run PyTorch models whose weights do not fit the device; same bits out.
+
+Names are imported on first use: the command line can show its help, and set the environment torch reads when it loads,
+before torch is there.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headrace.api import Handle, offload
+    from headrace.config import UVA, Budget, OffloadConfig, Prefetch, Rules
+    from headrace.errors import HeadraceError, HeadraceWarning
+    from headrace.offloaders import (
+        BaseOffloader,
+        NoopOffloader,
+        PrefetchOffloader,
+        UVAOffloader,
+        create_offloader,
+        get_offloader,
+        set_offloader,
+    )
+    from headrace.plan.plan import Plan
+    from headrace.stores.sources import DiskOptions
+
+__all__ = [
+    "UVA",
+    "BaseOffloader",
+    "Budget",
+    "DiskOptions",
+    "Handle",
+    "HeadraceError",
+    "HeadraceWarning",
+    "NoopOffloader",
+    "OffloadConfig",
+    "Plan",
+    "Prefetch",
+    "PrefetchOffloader",
+    "Rules",
+    "UVAOffloader",
+    "create_offloader",
+    "get_offloader",
+    "offload",
+    "set_offloader",
+]
+
+__version__ = "0.1.0"
+
+# Every other public name is one of headrace.offloaders.
+_HOMES = {
+    "headrace.config": ("UVA", "Budget", "OffloadConfig", "Prefetch", "Rules"),
+    "headrace.errors": ("HeadraceError", "HeadraceWarning"),
+    "headrace.api": ("Handle", "offload"),
+    "headrace.plan.plan": ("Plan",),
+    "headrace.stores.sources": ("DiskOptions",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'headrace' has no attribute {name!r}")
+    home = import_module(_HOME_OF.get(name, "headrace.offloaders"))
+    value = globals()[name] = getattr(home, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, "__version__"})

@@ -1,0 +1,395 @@
+"""transformers models from a local folder of safetensors, without ever holding the offloaded weights.
+
+:func:`load` builds the model on ``meta`` from config.json, matches it with the headers of the files, makes the plan,
+and reads only what the plan keeps resident. Everything else stays in the unmodified files until a forward needs it.
+
+The result equals that of ``from_pretrained(folder)``, tensor for tensor: the same class, dtype, ties, conversions,
+buffers, and the same treatment of tensors that are missing or too many. Nothing is downloaded, and no code from the
+folder is run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
+from transformers.initialization import meta_device_safe_creation_ops
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from headrace.adapters.transformers.conversion import Match, match
+from headrace.api import Handle, start
+from headrace.checkpoint.safetensors_header import Checkpoint
+from headrace.config import SHARDED_MODES, Policy, format_gib
+from headrace.errors import CheckpointError, OptionError, OptionTypeError, warn_user
+from headrace.model.live_tensors import BoundStorage, storage_id
+from headrace.plan.plan import Plan
+from headrace.ranks.group import RankGroup
+from headrace.runtime.prepare import Prepared, not_in_files, open_ranks, prepare
+from headrace.runtime.session import Progress
+from headrace.stores.sources import DiskOptions
+from headrace.stores.store import new_blob
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
+    ModelClass = type[PreTrainedModel] | type[_BaseAutoModelClass]
+
+__all__ = ["build_meta_model", "load", "load_matched"]
+
+_NAMES_SHOWN = 8
+_MANY_LAYERS = 1000
+# num_hidden_layers, n_layer, depth, ...: what configurations call a number of layers.
+_DEPTHS = ("layers", "layer", "depth", "blocks")
+
+
+def load(
+    path: str | os.PathLike[str],
+    policy: Policy | Plan | str | int,
+    *,
+    model_class: ModelClass | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    disk: DiskOptions | None = None,
+    progress: Progress | None = None,
+    group: ProcessGroup | None = None,
+) -> tuple[PreTrainedModel, Handle]:
+    """Load a model and offload it in one go; memory stays within the plan while loading, too.
+
+    Args:
+        path: a folder with config.json and safetensors files, as ``save_pretrained`` or a download leaves it.
+        policy: as for :func:`headrace.offload`; on a CPU a size such as ``"20GiB"`` streams from the files (mode
+            ``disk``), for a GPU it fills pinned host memory from them (mode ``cpu``), and what that has no room for
+            streams from the files (mode ``disk``).
+        model_class: a transformers class, ``Auto`` classes included; default the one that config.json names.
+        dtype: of the weights; default the checkpoint's own. What has to be converted stays resident.
+        device: where compute runs; default the CPU.
+        disk: how the files are read.
+        progress: called with (bytes loaded, bytes to load) while weights are read or moved.
+        group: as for :func:`headrace.offload`: ranks that load the same folder and share its bytes.
+
+    Returns:
+        the model in evaluation mode, ready for ``generate``, and its handle; ``handle.remove()`` makes everything
+        resident.
+
+    Raises:
+        CheckpointError: no folder, no model in it, or files for another configuration.
+        OptionError, OptionTypeError: an invalid policy, class or dtype; a plan for another model or machine.
+        LimitError: the device or the host has no room for the plan; found before anything is allocated.
+        PeerError: another rank of ``group`` failed, ended, or did not come in time.
+
+    To measure stalls, :func:`headrace.offload` a model that is built already.
+    """
+    # The first statement: a wrong folder in one rank then raises in all ranks, instead of in one while others wait.
+    with open_ranks(group) as ranks:
+        # Before the weights are read, unlike from_pretrained: the plan decides which of them are read at all.
+        model = build_meta_model(path, model_class=model_class, dtype=dtype)
+        found = match(model, Checkpoint.open(path))
+        return model, load_matched(path, model, found, policy, device, disk, progress, ranks)
+
+
+def load_matched(
+    path: str | os.PathLike[str],
+    model: PreTrainedModel,
+    found: Match,
+    policy: Policy | Plan | str | int,
+    device: torch.device | str | None,
+    disk: DiskOptions | None,
+    progress: Progress | None,
+    ranks: RankGroup | None,
+) -> Handle:
+    """:func:`load` for a ``model`` on ``meta`` that has been built and matched with its files."""
+    _report(model, found)
+    prepared = prepare(
+        model,
+        policy,
+        inventory=found.inventory,
+        device=device,
+        weights=found.weights,
+        unstreamable=not_in_files(found.inventory, found.weights),
+        disk=disk,
+        ranks=ranks,
+    )
+    _materialise(model, found, prepared)
+    if model.can_generate():
+        adjust: Any = model.adjust_generation_fn
+        # What from_pretrained passes for a local folder.
+        options = {"cache_dir": None, "force_download": False, "proxies": None, "local_files_only": True, "token": None}
+        adjust(None, False, None, os.fspath(path), **options, revision="main", subfolder="", trust_remote_code=False)
+    model.train(False)
+    return start(prepared, progress=progress)
+
+
+# -- config.json -> a model on meta ------------------------------------------------------------------------------------
+
+
+def build_meta_model(
+    path: str | os.PathLike[str], *, model_class: ModelClass | None = None, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """The model of a folder on ``meta``, from its config.json alone: names, shapes, dtypes, ties, and no data.
+
+    Where config.json states no dtype, that of the first floating-point tensor in the folder's files counts, if there
+    are any; that is what ``from_pretrained`` does.
+
+    Raises:
+        CheckpointError: no folder, or no model in it that transformers can build.
+        OptionError, OptionTypeError: an invalid class or dtype.
+    """
+    folder = _folder(path)
+    raw = _read_config(folder)
+    _refuse_unsupported(folder, raw)
+    if model_class is None or hasattr(model_class, "from_config"):
+        _refuse_unknown(folder, raw)
+    maker = model_class or _named_class(folder, raw) or AutoModel
+    config = _make_config(folder, raw, maker)
+    config.name_or_path = str(path)
+    return _build(folder, maker, config, _choose_dtype(folder, config, dtype))
+
+
+def _folder(path: str | os.PathLike[str]) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise OptionTypeError(f"path: expected a str or path of a folder, found {type(path).__name__}")
+    folder = Path(path)
+    if not folder.is_dir():
+        found = "a file" if folder.exists() else "no such folder"
+        raise CheckpointError(
+            f"{str(path)!r}: expected a folder with config.json and safetensors files, found {found}; headrace "
+            f"downloads nothing: fetch the model first, e.g. `hf download NAME --local-dir FOLDER`"
+        )
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder}: a folder that is no model: expected a config.json in it, found none; give the folder that "
+            f"model.save_pretrained(FOLDER) or a download wrote"
+        )
+    if (folder / "adapter_config.json").is_file():
+        raise CheckpointError(
+            f"{folder}: expected a whole model, found an adapter (adapter_config.json), which is not supported yet; "
+            f"merge it into its base model and save that (peft: merge_and_unload(), save_pretrained)"
+        )
+    return folder
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, or not JSON
+        raise CheckpointError(f"{file}: expected a JSON object, found: {error}; download or copy it again") from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{file}: expected a JSON object, found {type(raw).__name__}; download it again")
+    return raw
+
+
+def _refuse_unsupported(folder: Path, raw: dict[str, Any]) -> None:
+    """Refuse quantised weights, and more layers than there are tensors, in the model and in each part of it."""
+    for part in (raw, *(value for value in raw.values() if isinstance(value, dict))):
+        quantised = part.get("quantization_config") or part.get("compression_config")
+        if quantised:
+            method = quantised.get("quant_method", "unnamed") if isinstance(quantised, dict) else "unnamed"
+            raise CheckpointError(
+                f"{folder}: expected plain weights, found quantised ones (quantization_config in config.json, method "
+                f"{method!r}), which are not supported yet; use the model's unquantised checkpoint"
+            )
+        for key, count in part.items():
+            if not key.endswith(_DEPTHS) or not isinstance(count, int) or count <= _MANY_LAYERS:
+                continue
+            # transformers builds every layer that it is asked for, which takes minutes for 100,000 of them.
+            held = len(Checkpoint.open(folder).tensors) if any(folder.glob("*.safetensors")) else 0
+            if count > held:
+                raise CheckpointError(
+                    f"{folder}/config.json: expected no more layers than its safetensors files have tensors ({held}), "
+                    f"or {_MANY_LAYERS}, found {key} = {str(count)[:20]}; correct config.json, or download it again"
+                )
+
+
+def _refuse_unknown(folder: Path, raw: dict[str, Any]) -> None:
+    kind = raw.get("model_type")
+    if kind in CONFIG_MAPPING:
+        return
+    if raw.get("auto_map"):
+        raise CheckpointError(
+            f"{folder}: model_type {kind!r} is not part of transformers {transformers.__version__} and comes with code "
+            f"of its own (auto_map in config.json), which headrace does not run; load it with "
+            f"from_pretrained(..., trust_remote_code=True) and hand the model to headrace.offload"
+        )
+    nearest = ", ".join(difflib.get_close_matches(str(kind), CONFIG_MAPPING.keys())) or "none"
+    raise CheckpointError(
+        f"{folder}/config.json: expected a model_type that transformers {transformers.__version__} knows, found "
+        f"{kind!r} (the nearest it knows: {nearest}); correct config.json, or install a transformers that knows it"
+    )
+
+
+def _named_class(folder: Path, raw: dict[str, Any]) -> type[PreTrainedModel] | None:
+    names = raw.get("architectures")
+    if not names:
+        return None
+    found = getattr(transformers, str(names[0]), None)
+    if isinstance(found, type) and issubclass(found, PreTrainedModel):
+        return found
+    raise CheckpointError(
+        f"{folder}/config.json: expected an architecture that transformers {transformers.__version__} has, found "
+        f"{names[0]!r}; pass model_class=, e.g. transformers.AutoModelForCausalLM"
+    )
+
+
+def _make_config(folder: Path, raw: dict[str, Any], maker: Any) -> PretrainedConfig:
+    # A concrete class reads config.json with its own configuration class, which may be a part of a composite one.
+    is_auto = hasattr(maker, "from_config")
+    if not is_auto and not (isinstance(maker, type) and issubclass(maker, PreTrainedModel)):
+        raise OptionTypeError(f"model_class: expected a transformers model class, found {maker!r}")
+    reader = AutoConfig if is_auto or maker.config_class is None else maker.config_class
+    try:
+        config: PretrainedConfig = reader.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # configuration classes raise errors of any type for values that they do not expect
+        raise CheckpointError(
+            f"{folder}/config.json: transformers {transformers.__version__} makes no {raw.get('model_type')} "
+            f"configuration of it: {error}"
+        ) from error
+    return config
+
+
+def _choose_dtype(folder: Path, config: PretrainedConfig, asked: torch.dtype | None) -> torch.dtype:
+    if asked is not None:
+        if not isinstance(asked, torch.dtype):
+            raise OptionTypeError(f"dtype: expected a torch.dtype such as torch.bfloat16, found {asked!r}")
+        if not asked.is_floating_point:
+            raise OptionError(f"dtype {asked}: expected a floating-point dtype; leave it out for the checkpoint's own")
+        return asked
+    stated: torch.dtype | str | None = config.dtype
+    if stated is not None:
+        return getattr(torch, stated) if isinstance(stated, str) else stated
+    stored: list[torch.dtype] = []
+    if any(folder.glob("*.safetensors")):
+        checkpoint = Checkpoint.open(folder)
+        first_file = [tensor for tensor in checkpoint.tensors.values() if tensor.path == checkpoint.files[0]]
+        stored = [tensor.dtype for tensor in sorted(first_file, key=lambda tensor: tensor.name)]
+    return next((t for t in stored if t.is_floating_point and t.itemsize > 1), torch.get_default_dtype())
+
+
+def _build(folder: Path, maker: Any, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    make = getattr(maker, "from_config", None) or maker._from_config
+    try:
+        with torch.device("meta"), meta_device_safe_creation_ops():
+            model: PreTrainedModel = make(config, dtype=dtype)
+        if any(tensor.device.type != "meta" for tensor in (*model.parameters(), *model.buffers())):
+            # Some classes create a tensor in a way that ignores the device asked for (`torch.Tensor(size)`).
+            nn.Module.to(model, torch.device("meta"))
+            model.tie_weights(recompute_mapping=False)
+    except ImportError:
+        raise  # a package the architecture needs; its message says which
+    except Exception as error:  # model classes raise errors of any type for configurations that they do not expect
+        raise CheckpointError(
+            f"{folder}: {maker.__name__} cannot be built from its config.json: {error}; correct the file, or pass "
+            f"another model_class"
+        ) from error
+    return model
+
+
+# -- what is not streamed ---------------------------------------------------------------------------------------------
+
+
+def _materialise(model: PreTrainedModel, found: Match, prepared: Prepared) -> None:
+    """Allocate and initialise the tensors that the offload neither reads from the files nor converts."""
+    plan, bound, inventory = prepared.plan, prepared.bound, prepared.inventory
+    if plan.mode != "meta":
+        for recipe in dict.fromkeys(found.weights.recipes.values()):
+            storages = [inventory.by_name[name] for name in recipe.names]
+            # A rank that keeps a part of every tensor takes it from stretches of files or from live tensors.
+            split = plan.mode in SHARDED_MODES and any(plan.mechanism_of(s.name) != "resident" for s in storages)
+            if not split and all(found.weights.recipe(storage) is not None for storage in storages):
+                continue  # the offload makes them straight into their places, tensor by tensor
+            made = recipe.make({part.name: found.weights.checkpoint.read(part.name) for part in recipe.parts})
+            for storage in storages:
+                _allocate(bound[storage.name])
+            for name, value in made.items():
+                model.get_parameter_or_buffer(name).data.copy_(value)
+        for storage in inventory.storages:
+            if found.loaded.isdisjoint(storage.names):
+                _allocate(bound[storage.name])
+        for name in inventory.empty:  # without elements, so that no storage of the inventory describes them
+            owner, _, attr = name.rpartition(".")
+            module = model.get_submodule(owner)
+            tensor = getattr(module, attr)
+            empty = torch.empty_like(tensor, device="cpu")
+            setattr(module, attr, nn.Parameter(empty, tensor.requires_grad) if attr in module._parameters else empty)
+    # keep_vars: the mark below has to be on the model's own tensors; by default state_dict() returns detached ones.
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    for name in found.loaded:
+        state[name]._is_hf_initialized = True  # initialize_weights() skips tensors with this mark
+    initialise: Any = model.initialize_weights
+    with _RefuseChanges({storage_id(state[name]): name for name in found.loaded if state[name].is_meta}):
+        initialise()
+
+
+class _RefuseChanges(TorchDispatchMode):
+    """Refuses writes to loaded tensors while transformers initialises the others.
+
+    ``names``: of loaded tensors, by storage.
+    """
+
+    # Some initialisers write a part of a loaded tensor (ChineseCLIP zeroes its padding rows). from_pretrained would
+    # then give other values than the files hold, and streaming would not.
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        target = args[0] if args and func._schema.is_mutable else None
+        name = self._names.get(storage_id(target)) if isinstance(target, torch.Tensor) else None
+        if name is not None:
+            raise CheckpointError(
+                f"{name}: Transformers changes a part of this tensor after it is read ({func}), so it cannot be "
+                f"streamed from the files: build the model with from_pretrained() and give it to headrace.offload()"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _allocate(storage: BoundStorage) -> None:
+    """Move a storage from ``meta`` to the CPU, ties and views kept, filled with zeros."""
+    if storage.on_meta:
+        storage.adopt(new_blob(storage.info.num_bytes).zero_())
+
+
+# -- warnings ---------------------------------------------------------------------------------------------------------
+
+
+def _report(model: PreTrainedModel, found: Match) -> None:
+    root = found.weights.checkpoint.root
+    if found.missing:
+        warn_user(
+            f"{_some(found.missing)} of {type(model).__name__} not in {root}: initialised anew, as from_pretrained "
+            f"does; outputs that depend on them mean nothing until they are trained"
+        )
+    if found.unexpected:
+        warn_user(f"{_some(found.unexpected)} in {root} not used: {type(model).__name__} has no place for them")
+    if found.untied:
+        warn_user(
+            f"{_some(found.untied)} in {root} differ from the tensors that config.json ties them to: not tied, as "
+            f"from_pretrained does; say tie_word_embeddings: false in config.json"
+        )
+    if found.rearranged:
+        state = model.state_dict()
+        sizes = {name: state[name].nbytes for name in found.rearranged}
+        named = [f"{name} ({size} bytes, {found.rearranged[name]})" for name, size in sizes.items()]
+        warn_user(
+            f"{_some(named)}, {format_gib(sum(sizes.values()))} in all, cannot be streamed from the unmodified files: "
+            f"made while loading, tensor by tensor, and resident where the rest is streamed; a checkpoint saved in the "
+            f"form and dtype the model uses streams them"
+        )
+
+
+def _some(names: Iterable[str]) -> str:
+    every = list(names)
+    more = f" and {len(every) - _NAMES_SHOWN} more" if len(every) > _NAMES_SHOWN else ""
+    noun = "tensor" if len(every) == 1 else "tensors"
+    return f"{len(every)} {noun} ({', '.join(every[:_NAMES_SHOWN])}{more})"

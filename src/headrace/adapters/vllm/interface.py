@@ -1,0 +1,173 @@
+"""The interface of vLLM that headrace relies on: versions, names, parameters, fields, and calls.
+
+It is checked when a worker starts. A vLLM that differs is refused with the names that differ.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+from headrace.errors import OptionError
+
+__all__ = ["NAMES", "NEWEST", "OLDEST", "Name", "differences", "require_supported", "require_version"]
+
+OLDEST = (0, 20, 2)
+NEWEST = (0, 26)  # with its later patch releases
+
+_FIX = "install one of these (pip install 'vllm==0.26.0'), or leave --worker-cls out to run vLLM without headrace"
+
+
+@dataclass(frozen=True)
+class Name:
+    """A function or class of vLLM, and what headrace relies on.
+
+    Attributes:
+        module: that defines it.
+        path: its name there, dotted.
+        parameters: the first ones, in order, that headrace passes or receives; ``None``: not checked.
+        fields: of a configuration, those that headrace reads.
+        mentions: attributes and functions that its code uses: calls that headrace waits for, attributes it changes.
+    """
+
+    module: str
+    path: str
+    parameters: tuple[str, ...] | None = None
+    fields: tuple[str, ...] = ()
+    mentions: tuple[str, ...] = ()
+
+
+_OFFLOADER = "vllm.model_executor.offloader.base"
+_WORKER = "vllm.v1.worker.gpu_worker"
+_RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
+_GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
+_AROUND_CAPTURE = ("sync_prev_onload", "join_after_forward")
+_PARALLEL = ("data_parallel_master_port", "data_parallel_rank_local", "enable_dbo", "enable_eplb", "ubatch_size")
+NAMES = (
+    Name(_OFFLOADER, "get_offloader", ()),
+    Name(_OFFLOADER, "set_offloader", ("instance",)),
+    Name(_OFFLOADER, "NoopOffloader"),
+    Name(_OFFLOADER, "BaseOffloader.wrap_modules", ("self", "modules_generator")),
+    Name(_OFFLOADER, "BaseOffloader.post_init", ("self",)),
+    Name(_OFFLOADER, "BaseOffloader.sync_prev_onload", ("self",)),
+    Name(_OFFLOADER, "BaseOffloader.join_after_forward", ("self",)),
+    Name(
+        "vllm.model_executor.models.utils",
+        "make_layers",
+        ("num_hidden_layers", "layer_fn", "prefix"),
+        mentions=("get_offloader", "wrap_modules"),
+    ),
+    Name("vllm.model_executor.layers.vocab_parallel_embedding", "VocabParallelEmbedding"),
+    Name("vllm.model_executor.layers.vocab_parallel_embedding", "ParallelLMHead"),
+    Name(_WORKER, "Worker.__init__", ("self", "vllm_config")),
+    Name("vllm.v1.worker.worker_base", "WorkerBase.__init__", mentions=("rank", "vllm_config")),
+    Name(_WORKER, "Worker.load_model", ("self", "load_dummy_weights"), mentions=("model_runner", "load_model")),
+    Name(_WORKER, "Worker.compile_or_warm_up_model", ("self",)),
+    Name(_WORKER, "Worker.execute_model", ("self", "scheduler_output")),
+    Name(_WORKER, "Worker.sample_tokens", ("self",)),
+    Name(_WORKER, "Worker.sleep", ("self", "level")),
+    Name(_WORKER, "Worker.reload_weights"),
+    Name(_WORKER, "Worker.update_weights"),
+    *(
+        Name(runner, "GPUModelRunner.load_model", ("self", "load_dummy_weights"), mentions=("model_memory_usage",))
+        for runner in _RUNNERS
+    ),
+    *(Name(runner, "GPUModelRunner.get_model", ("self",)) for runner in _RUNNERS),
+    # vLLM announces every replay; the prefetcher relies on this.
+    Name("vllm.compilation.cuda_graph", "CUDAGraphWrapper.__call__", mentions=_AROUND_CAPTURE),
+    Name(_GRAPHS, "CudaGraphManager.capture", mentions=_AROUND_CAPTURE),
+    Name(_GRAPHS, "CudaGraphManager.run_fullgraph", mentions=("sync_prev_onload",)),
+    # vLLM moves the replacement of an offloaded parameter off the device again.
+    Name("vllm.model_executor.model_loader.utils", "device_loading_context", mentions=("_vllm_is_uva_offloaded",)),
+    Name("vllm.distributed.parallel_state", "get_dp_group", ()),
+    Name("vllm.logger", "init_logger", ("name",)),
+    Name(
+        "vllm.config.vllm",
+        "VllmConfig",
+        fields=("additional_config", "compilation_config", "offload_config", "parallel_config"),
+    ),
+    # The additional configuration is part of the compile cache's key.
+    Name("vllm.config.vllm", "VllmConfig.compute_hash", ("self",), mentions=("additional_config",)),
+    Name("vllm.config.compilation", "CompilationConfig", fields=("splitting_ops", "use_inductor_graph_partition")),
+    Name("vllm.config.parallel", "ParallelConfig", fields=_PARALLEL),
+    Name("vllm.config.offload", "OffloadConfig", fields=("offload_backend", "prefetch", "uva")),
+    Name("vllm.config.offload", "UVAOffloadConfig", fields=("cpu_offload_gb", "cpu_offload_params")),
+    Name(
+        "vllm.config.offload",
+        "PrefetchOffloadConfig",
+        fields=("offload_group_size", "offload_num_in_group", "offload_params", "offload_prefetch_step"),
+    ),
+)
+
+
+def require_supported(version: str) -> None:
+    """Refuse a vLLM that is older or newer than the tested ones, or that lacks a name headrace relies on.
+
+    Raises:
+        OptionError: names the supported versions, or what differs.
+    """
+    require_version(version)
+    # A version number says nothing about patched builds, where a renamed function would end in a traceback, and a call
+    # that is no longer made would leave weights on the device without any error.
+    if found := differences():
+        raise OptionError(
+            f"vLLM {version} differs from the tested versions: {'; '.join(found)}. Use an unchanged vLLM "
+            f"{_range()}, or leave --worker-cls out to run it without headrace"
+        )
+
+
+def require_version(version: str) -> None:
+    """Refuse a vLLM that is older or newer than the tested ones; imports nothing.
+
+    Raises:
+        OptionError: names the supported versions.
+    """
+    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    if match is None:
+        raise OptionError(f"vLLM calls itself {version!r}, which is no version number: expected {_range()}; {_FIX}")
+    number = tuple(int(part or 0) for part in match.groups())
+    if number < OLDEST or number[:2] > NEWEST:
+        age = "too old" if number < OLDEST else "newer than what headrace knows"
+        raise OptionError(f"vLLM {version} is {age}: expected {_range()}; {_FIX}")
+
+
+def _range() -> str:
+    return f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}.x"
+
+
+def differences() -> list[str]:
+    """Names that are missing or differ from what is expected; empty if none. Imports vLLM."""
+    return [problem for name in NAMES if (problem := _difference(name))]
+
+
+def _difference(name: Name) -> str:
+    where = f"{name.module}.{name.path}"
+    try:
+        found: Any = importlib.import_module(name.module)
+        for part in name.path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        return f"{where} is missing ({error})"
+    if name.fields:
+        # Annotations, since a field with a default factory is no attribute of its class.
+        known = {field for base in found.__mro__ for field in inspect.get_annotations(base)}
+        if missing := [field for field in name.fields if field not in known]:
+            return f"{where} has no field {', '.join(missing)}"
+    code = getattr(inspect.unwrap(found), "__code__", None)
+    if missing := [word for word in name.mentions if code is None or word not in _names_in(code)]:
+        return f"{where} no longer uses {', '.join(missing)}"
+    if name.parameters is not None:
+        taken = tuple(inspect.signature(found).parameters)
+        if taken[: len(name.parameters)] != name.parameters:
+            return f"{where} takes ({', '.join(taken)}), expected ({', '.join(name.parameters)}, ...)"
+    return ""
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Attributes, variables and global names in the code of a function, and of functions inside it."""
+    inner = (_names_in(part) for part in code.co_consts if isinstance(part, CodeType))
+    return set(code.co_names).union(code.co_varnames, *inner)

@@ -1,0 +1,207 @@
+"""vLLM's offload flags and ``--additional-config '{"headrace": {...}}'`` -> one policy.
+
+====================  ================================================================================================
+key under "headrace"  meaning
+====================  ================================================================================================
+``device_memory``     a budget for the weights on each GPU, ``"20GiB"``: headrace makes the plan, in place of the flags
+``batch``             sequences per step that a budget is planned for, ``[1, 16, 256]``; default 1
+``params``            name patterns that narrow what may be offloaded, as ``--offload-params``
+``rules``             ``["experts=uva", ...]``: mechanisms that the planner may not choose; with a budget
+``mode``              the store: ``cpu``, or ``shm_cpu`` for one copy per host among data-parallel ranks
+``replicas``          with ``shm_cpu`` and a dense model: engines that ``--data-parallel-size`` starts on this host
+``measure_stalls``    time every wait for a unit; costs two events each
+``boundaries_only``   compile the model as if it were offloaded and move nothing: the reference for equal bits
+====================  ================================================================================================
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from headrace.config import Budget, Mode, Rules, parse_size
+from headrace.errors import OptionError, OptionTypeError
+from headrace.flags import OffloadFlags, Surface, parse_rules
+
+if TYPE_CHECKING:
+    from headrace.offloaders.layerwise import EnginePolicy
+
+__all__ = ["FLAG_OF_KEY", "FORM", "KEYS", "REFUSED", "EngineOptions", "engine_options", "read_options"]
+
+# Keys that have the meaning of a flag of headrace's command line.
+FLAG_OF_KEY = {
+    "device_memory": "device_memory",
+    "batch": "batch",
+    "params": "offload_params",
+    "rules": "offload_rule",
+    "mode": "offload_mode",
+    "measure_stalls": "measure_stalls",
+    "boundaries_only": "boundaries_only",
+}
+KEYS = (*FLAG_OF_KEY, "replicas")
+_HALVES = "runs parts of a batch through the layers at once, and they would share one slot"
+# Features of vLLM, by their flags, that move weights themselves or run a layer twice at once.
+REFUSED = {
+    "--enable-eplb": "rearranges experts in place, which headrace keeps elsewhere",
+    "--enable-dbo": _HALVES,
+    "--ubatch-size": _HALVES,
+}
+# On headrace's command line rules, and names for reads in place, need no other flag; in vLLM they do.
+_ASKING = ("device_memory", "offload_group_size", "cpu_offload_gb")
+_VLLM = Surface(
+    modes=("cpu", "shm_cpu"),
+    inside=" inside vLLM",
+    backends=("auto", "prefetch", "uva"),
+    needs={
+        "offload_rule": ("device_memory",),
+        "offload_prefetch_step": ("offload_group_size",),
+        "cpu_offload_params": ("cpu_offload_gb",),
+        **dict.fromkeys(("offload_mode", "measure_stalls", "boundaries_only"), _ASKING),
+    },
+)
+FORM = """write it like --additional-config '{"headrace": {"device_memory": "20GiB"}}'"""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What a worker does.
+
+    Attributes:
+        policy: ``None``: nothing is offloaded.
+        mode: the store.
+        replicas: number of engines of this host that share one store, where vLLM has no group of them.
+        measure_stalls: time every wait.
+        boundaries_only: trace the policy's boundaries, and offload nothing.
+    """
+
+    policy: EnginePolicy | None
+    mode: Mode = "cpu"
+    replicas: int | None = None
+    measure_stalls: bool = False
+    boundaries_only: bool = False
+
+
+def read_options(offload_config: Any, additional_config: Any) -> EngineOptions:
+    """The options of a worker.
+
+    Args:
+        offload_config: vLLM's ``OffloadConfig``.
+        additional_config: vLLM's ``additional_config``; only its key ``headrace`` is read.
+
+    Raises:
+        OptionError, OptionTypeError: as :func:`engine_options`.
+    """
+    prefetch, uva = offload_config.prefetch, offload_config.uva
+    flags = OffloadFlags(
+        offload_backend=offload_config.offload_backend,
+        cpu_offload_gb=uva.cpu_offload_gb,
+        cpu_offload_params=sorted(uva.cpu_offload_params),
+        offload_group_size=prefetch.offload_group_size,
+        # 1 is vLLM's default of both, whether it was given or not.
+        offload_num_in_group=prefetch.offload_num_in_group if prefetch.offload_num_in_group != 1 else None,
+        offload_prefetch_step=prefetch.offload_prefetch_step if prefetch.offload_prefetch_step != 1 else None,
+        offload_params=sorted(prefetch.offload_params),
+    )
+    # `vllm serve` has flags for none of these but --offload-params.
+    spelling = {flag: f"headrace.{key}" for key, flag in FLAG_OF_KEY.items() if key != "params"}
+    return engine_options(additional_config, flags, spelling)
+
+
+def engine_options(
+    additional_config: Any, flags: OffloadFlags, spelling: Mapping[str, str] | None = None
+) -> EngineOptions:
+    """The options of the keys of ``additional_config`` and of ``flags`` together; errors name flags by ``spelling``.
+
+    Raises:
+        OptionError, OptionTypeError: options that contradict one another or have no effect, an unknown key, an invalid
+            value; the message says what to write.
+    """
+    keys = _own(additional_config)
+    values: dict[str, Any] = {}
+    names = dict(spelling or {})
+    for key, flag in FLAG_OF_KEY.items():
+        if key not in keys:
+            continue
+        names[flag] = f"headrace.{key}"
+        values[flag] = _checked(key, keys[key])
+        if flags.given(flag) and getattr(flags, flag) != values[flag]:
+            raise OptionError(
+                f"headrace.{key} is given twice: {keys[key]!r} in --additional-config and {getattr(flags, flag)!r} as "
+                f"a flag; leave one of them out"
+            )
+    merged = replace(flags, **values)
+    mode = cast(Mode, merged.offload_mode or "cpu")
+    replicas = _replicas(keys, mode)
+    policy = merged.policy(replace(_VLLM, spelling=names))
+    if isinstance(policy, Budget):
+        policy = replace(policy, mode=mode)
+    assert not isinstance(policy, Rules)  # rules need a budget here
+    rules = policy.rules if isinstance(policy, Budget) else ()
+    # An invalid regular expression is refused before an engine starts; whether it matches depends on the model.
+    if patterns := [*(policy.params if policy is not None else ()), *(pattern for pattern, _ in rules)]:
+        from headrace.model.patterns import compile_pattern
+
+        for pattern in patterns:
+            compile_pattern(pattern)
+    return EngineOptions(policy, mode, replicas, merged.measure_stalls, merged.boundaries_only)
+
+
+def _own(additional_config: Any) -> Mapping[str, Any]:
+    given = additional_config.get("headrace", {}) if isinstance(additional_config, Mapping) else {}
+    if not isinstance(given, Mapping):
+        raise OptionTypeError(f"headrace: expected an object, found {type(given).__name__} {given!r}; {FORM}")
+    for key in given:
+        if key not in KEYS:
+            nearest = difflib.get_close_matches(str(key), KEYS, n=1, cutoff=0.4)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise OptionError(f"headrace.{key} is unknown: expected one of {', '.join(KEYS)}{hint}")
+    return given
+
+
+def _checked(key: str, value: Any) -> Any:
+    """The value of ``key`` as the flag of the same meaning has it."""
+    if key in ("measure_stalls", "boundaries_only"):
+        if not isinstance(value, bool):
+            raise OptionTypeError(f"headrace.{key}: expected true or false, found {value!r}; {FORM}")
+        return value
+    if key == "mode":
+        if value not in _VLLM.modes:
+            raise OptionError(
+                f"headrace.mode {value!r}: expected one of {', '.join(_VLLM.modes)} inside vLLM; leave it out for cpu"
+            )
+        return value
+    if key == "batch":
+        sizes = value if isinstance(value, list) else [value]
+        if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+            raise OptionError(
+                f"headrace.batch: expected numbers of sequences, each at least 1, such as [1, 16, 256], found {value!r}"
+            )
+        return ",".join(map(str, sizes))
+    strings = isinstance(value, list) and all(isinstance(name, str) for name in value)
+    if key != "device_memory" and not strings:
+        raise OptionTypeError(f'headrace.{key}: expected a list of strings such as ["mlp"], found {value!r}')
+    try:
+        if key == "device_memory":
+            parse_size(value)
+        elif key == "rules":
+            parse_rules(value)
+    except (OptionError, OptionTypeError) as error:  # names a flag of headrace's command line
+        raise type(error)(f"headrace.{key}: {str(error).removeprefix('--offload-rule ')}") from None
+    return value
+
+
+def _replicas(given: Mapping[str, Any], mode: Mode) -> int | None:
+    if "replicas" not in given:
+        return None
+    value = given["replicas"]
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise OptionTypeError(f"headrace.replicas: expected a number of engines, found {value!r}; {FORM}")
+    if value < 2:
+        raise OptionError(f"headrace.replicas = {value}: expected at least 2 engines that share one copy")
+    if mode != "shm_cpu":
+        raise OptionError(
+            f'headrace.replicas = {value} has no effect with mode {mode!r}: add "mode": "shm_cpu", or leave it out'
+        )
+    return value

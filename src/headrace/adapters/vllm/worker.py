@@ -1,0 +1,363 @@
+"""A worker of vLLM whose offloader is headrace's.
+
+vLLM's first model runner sets an offloader before it builds the model; the second sets none. The model code calls the
+offloader in ``make_layers``, and the graph code calls it to order copies. This worker sets headrace's offloader before
+the model is built, and runs its ``post_init`` once the weights are final, with either runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+from torch import nn
+from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore  # type: ignore[attr-defined,unused-ignore]
+from vllm.distributed.parallel_state import get_dp_group
+from vllm.logger import init_logger
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.offloader.base import get_offloader, set_offloader
+from vllm.v1.worker import gpu_worker
+
+from headrace.adapters.vllm.interface import require_supported
+from headrace.adapters.vllm.options import REFUSED, read_options
+from headrace.config import format_gib, peer_timeout_s
+from headrace.errors import OptionError, PeerError, StateError
+from headrace.offloaders.layerwise import EngineOffloader
+from headrace.offloaders.reference import NoCopyOffloader
+from headrace.ranks.group import GRACE_S, call_within, json_digest
+from headrace.runtime.prepare import open_ranks
+
+__all__ = ["OffloadingWorker", "Worker"]
+
+logger = init_logger("vllm.headrace")  # vLLM prints messages of its own loggers and their children
+
+
+# OffloadingWorker is mixed into a worker class of vLLM; type checkers see the one for GPUs.
+_Base: Any = gpu_worker.Worker if TYPE_CHECKING else object
+
+
+class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
+    """Mixed in before a worker class of vLLM, it sets headrace's offloader behind ``get_offloader()``."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        """Like vLLM's.
+
+        Raises:
+            OptionError, OptionTypeError: this vLLM is not supported, or the flags are invalid; see the message.
+        """
+        require_supported(vllm.__version__)
+        self._options = read_options(vllm_config.offload_config, vllm_config.additional_config)
+        self._announces = False
+        self._all_ran = False  # whether every offloaded module has run at least once
+        if self._options.policy is not None:
+            _refuse_unsupported_config(vllm_config)
+            self._announces = _keep_units_out_of_pieces(vllm_config.compilation_config)
+        self._offloader: EngineOffloader | None = None
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Build and load the model with headrace's offloader in force.
+
+        Raises:
+            OptionError: an impossible selection or budget.
+            StateError: another offloader is set.
+        """
+        if self._options.policy is None:
+            logger.warning(
+                "headrace has nothing to do: neither an offload flag (--offload-group-size, --cpu-offload-gb) nor "
+                "headrace.device_memory is set; all weights stay on the GPU"
+            )
+            super().load_model(**kwargs)
+            return
+        _refuse_other_offloader(get_offloader())
+        kind = EngineOffloader
+        if self._options.boundaries_only:
+            logger.warning("headrace.boundaries_only is set: the model is traced as if offloaded, and nothing moves")
+            kind = NoCopyOffloader
+        replicas = None
+        if self._options.mode == "shm_cpu":
+            replicas = _replica_group(self._options.replicas, self.vllm_config.parallel_config, self.rank)
+        with open_ranks(replicas) as ranks:
+            self._offloader = kind(
+                self._options.policy,
+                self.model_runner.get_model,
+                is_lookup=_is_lookup,
+                ranks=ranks,
+                measure_stalls=self._options.measure_stalls,
+                announces_replays=self._announces,
+            )
+            with self._in_force(self._offloader):
+                super().load_model(**kwargs)
+        plan = self._offloader.plan
+        logger.info(
+            f"headrace: {format_gib(plan.resident_bytes)} resident, {format_gib(plan.prefetched_bytes)} prefetched in "
+            f"{len(plan.units)} units through {plan.num_slots} slots of {format_gib(max(plan.slot_bytes, default=0))}, "
+            f"{format_gib(plan.uva_bytes)} read in place; at rest in {plan.mode}"
+        )
+
+    @contextmanager
+    def _in_force(self, offloader: EngineOffloader) -> Iterator[None]:
+        """Within, ``get_offloader()`` is ``offloader``, and loading ends with its ``post_init``.
+
+        If loading fails, vLLM gets its former offloader back, for the next model of this process.
+        """
+        runner = self.model_runner
+        load = runner.load_model
+
+        def load_and_offload(*args: Any, **kwargs: Any) -> None:
+            load(*args, **kwargs)
+            # vLLM's second runner does not call it, and the first does after it has measured the memory of the weights.
+            # Here it runs inside the memory pool that vLLM loads in.
+            offloader.post_init()
+            runner.model_memory_usage += offloader.added_device_bytes
+            # Compiled code waits for the units of the plan it was traced with. vLLM drops all guards, so with another
+            # plan it would read slots that no copy has filled. The additional configuration is part of the key of
+            # vLLM's compile cache, and so is the plan with it.
+            units = [(unit.module_fqn, [entry.storage for entry in unit.entries]) for unit in offloader.plan.units]
+            self.vllm_config.additional_config["headrace_units"] = json_digest(units)
+
+        self._former = get_offloader()
+        set_offloader(offloader)
+        runner.load_model = load_and_offload
+        try:
+            yield
+        except BaseException:
+            self._give_up_offloader()
+            raise
+        finally:
+            del runner.load_model  # the method of the class is in force again
+
+    def _give_up_offloader(self) -> None:
+        if self._offloader is not None and get_offloader() is self._offloader:
+            set_offloader(self._former)
+        self._offloader = None
+
+    def shutdown(self) -> None:
+        """Like vLLM's; after it another engine of this process may set its own offloader."""
+        self._give_up_offloader()
+        if shut_down := getattr(super(), "shutdown", None):
+            shut_down()
+
+    def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Like vLLM's, the last step before it serves; a worker on a GPU has run its model by then.
+
+        Raises:
+            StateError: the model does not run a module that is offloaded.
+        """
+        result = super().compile_or_warm_up_model(*args, **kwargs)
+        if self._offloader is not None and not self._options.boundaries_only and self._offloader.has_run:
+            self._require_all_ran(self._offloader)
+        return result
+
+    def _require_all_ran(self, offloader: EngineOffloader) -> None:
+        try:
+            offloader.require_all_ran()
+        except StateError:
+            self._give_up_offloader()
+            raise
+        self._all_ran = True
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Like vLLM's; then the first copies of the next forward start, beside sampling and scheduling.
+
+        Raises:
+            StateError: the first step of a worker that has run its model for nothing else (on a CPU) does not run a
+                module that is offloaded.
+        """
+        try:
+            result = super().execute_model(scheduler_output, *args, **kwargs)
+        finally:  # hooks do not see an interrupt, and the next replay needs the first units in their slots
+            if self._offloader is not None:
+                self._offloader.prepare_next()
+        has_tokens = getattr(scheduler_output, "total_num_scheduled_tokens", 1) > 0
+        if self._offloader is not None and has_tokens and not (self._all_ran or self._options.boundaries_only):
+            self._require_all_ran(self._offloader)
+        return result
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Like vLLM's; graphs that are replayed inside it belong to a draft model, whose weights are not offloaded."""
+        if self._offloader is None:
+            return super().sample_tokens(*args, **kwargs)
+        # Counted as the model's own, each replay of the draft model would copy the first units again.
+        with self._offloader.replays_of_others():
+            return super().sample_tokens(*args, **kwargs)
+
+    def headrace_stats(self) -> dict[str, Any]:
+        """The plan and the counters in plain numbers, for ``collective_rpc("headrace_stats")``."""
+        if self._offloader is None:
+            return {}
+        plan, stats = self._offloader.plan, self._offloader.stats()
+        return {
+            "offloader": type(get_offloader()).__name__,
+            "num_units": len(plan.units),
+            "num_slots": plan.num_slots,
+            "device_bytes": plan.device_bytes,
+            "prefetched_bytes": plan.prefetched_bytes,
+            "moved_bytes_per_forward": plan.moved_bytes,
+            "uva_bytes": plan.uva_bytes,
+            "uva_names": sorted(plan.uva)[:1000],
+            "store_bytes": stats.store_bytes,
+            "bytes_moved": stats.bytes_moved,
+            "copies": stats.copies,
+            "captured_copies": sum(unit.captured_copies for unit in stats.units),
+            "misses": stats.misses,
+            "last_stalls_s": [unit.last_stall_s for unit in stats.units],
+            "added_device_bytes": self._offloader.added_device_bytes,
+        }
+
+    def sleep(self, level: int = 1) -> None:
+        """Like vLLM's; slots and residents are kept and come back on ``wake_up``.
+
+        Raises:
+            StateError: level 2, which discards weights that would have to be loaded into the store again.
+        """
+        if self._offloader is not None and level != 1:
+            raise StateError(
+                f"sleep level {level} discards the weights, and vLLM would load those that headrace offloads into "
+                f"slots instead of the store; use level 1"
+            )
+        if self._offloader is not None and torch.cuda.is_available():
+            torch.cuda.synchronize()  # first copies of the next forward may still write to slots, which vLLM saves now
+        super().sleep(level)
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Like vLLM's; refused while weights are offloaded."""
+        self._refuse_new_weights("reload_weights")
+        super().reload_weights(*args, **kwargs)
+
+    def start_weight_update(self, *args: Any, **kwargs: Any) -> Any:
+        """Like vLLM's, where it has one; refused while weights are offloaded, before it prepares anything."""
+        self._refuse_new_weights("start_weight_update")
+        return super().start_weight_update(*args, **kwargs)
+
+    def update_weights(self, *args: Any, **kwargs: Any) -> Any:
+        """Like vLLM's; refused while weights are offloaded."""
+        self._refuse_new_weights("update_weights")
+        return super().update_weights(*args, **kwargs)
+
+    def _refuse_new_weights(self, what: str) -> None:
+        if self._offloader is not None:
+            raise StateError(
+                f"{what} would write into slots, which the next copy overwrites, and not into the store; start the "
+                f"engine again with the new weights"
+            )
+
+
+def _keep_units_out_of_pieces(compilation: Any) -> bool:
+    """Have vLLM cut the compiled model at headrace's ops, as it does at attention; returns whether it can."""
+    # Each piece between two cuts may be a CUDA graph. If a unit began and ended inside one, its copy would have to be
+    # joined before that graph ends, with no compute beside it.
+    if compilation.use_inductor_graph_partition:
+        return False
+    if compilation.splitting_ops:  # empty: the model is one piece
+        ops = [*compilation.splitting_ops, "headrace::wait", "headrace::release"]
+        compilation.splitting_ops = list(dict.fromkeys(ops))  # another worker of this process may have added them
+    return True
+
+
+class Worker(OffloadingWorker, gpu_worker.Worker):  # type: ignore[misc,unused-ignore]
+    """vLLM's GPU worker with headrace behind ``get_offloader()``."""
+
+
+def _is_lookup(module: nn.Module) -> bool:
+    """Whether a forward looks rows up in ``module``."""
+    # ParallelLMHead derives from VocabParallelEmbedding, and reads its whole weight in a matrix product.
+    return isinstance(module, nn.Embedding | VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
+
+
+def _refuse_unsupported_config(config: Any) -> None:
+    """Raise ``OptionError`` for :data:`~headrace.adapters.vllm.options.REFUSED`."""
+    parallel = config.parallel_config
+    for is_set, flag, value in (
+        (parallel.enable_eplb, "--enable-eplb", ""),
+        (parallel.enable_dbo, "--enable-dbo", ""),
+        (parallel.ubatch_size > 1, "--ubatch-size", f" {parallel.ubatch_size}"),
+    ):
+        if is_set:
+            raise OptionError(f"{flag}{value} {REFUSED[flag]}; leave it out, or offload nothing")
+    if not isinstance(config.additional_config, dict):
+        raise OptionError(
+            f"additional_config: expected a dict (--additional-config JSON), found "
+            f"{type(config.additional_config).__name__}; the plan has to be part of vLLM's compile cache key"
+        )
+
+
+def _refuse_other_offloader(offloader: Any) -> None:
+    """Refuse an offloader that is in use; vLLM's own, which its runner has set for the same flags, is replaced."""
+    if isinstance(offloader, EngineOffloader):
+        raise StateError(
+            "an engine of this process has headrace's offloader already, and its weights are offloaded: shut it down "
+            "first, or start this one in a process of its own"
+        )
+    if not type(offloader).__module__.startswith("vllm."):
+        raise StateError(
+            f"{type(offloader).__module__}.{type(offloader).__name__} is set as vLLM's offloader, and headrace would "
+            f"replace it: use one of the two"
+        )
+    if getattr(offloader, "module_offloaders", None) or getattr(offloader, "cpu_offload_bytes", 0):
+        raise StateError(
+            f"vLLM's own {type(offloader).__name__} has offloaded layers in this process already: load the model with "
+            f"one of the two, headrace or vLLM's"
+        )
+
+
+def _replica_group(replicas: int | None, parallel: Any, rank: int) -> ProcessGroup:
+    """The workers of this host that hold the same weights as this one: one copy can serve them in mode ``shm_cpu``.
+
+    Args:
+        replicas: engines of a dense model that one command starts on this host; not asked where vLLM has the group.
+        parallel: vLLM's ``ParallelConfig``.
+        rank: of this worker in its engine; tensor-parallel ranks hold different weights.
+
+    Raises:
+        OptionError: there are none, or their number was not given.
+        PeerError: another engine did not come in time.
+    """
+    group = get_dp_group()
+    # Data-parallel ranks of a mixture of experts are ranks of one world, and vLLM has a group of them. Those of a dense
+    # model are separate engines with a world size of 1, which do not know their number.
+    if group.world_size > 1:
+        return group.cpu_group  # type: ignore[no-any-return]
+    index = parallel.data_parallel_rank_local
+    if replicas is None or index is None:
+        raise OptionError(
+            "headrace.mode 'shm_cpu' keeps one copy for data-parallel ranks, and this engine is the only one that it "
+            "knows of: start vLLM with --data-parallel-size N. For a dense model, whose ranks vLLM runs as engines "
+            'of their own, also add how many of them this host has ("replicas": N). Or leave the mode out'
+        )
+    if index >= replicas:
+        raise OptionError(
+            f"headrace.replicas = {replicas}, and this is engine {index} of this host, counted from 0: write how many "
+            f"--data-parallel-size starts here"
+        )
+    # vLLM sets this port aside for the ranks of a launch, and engines of a dense model leave it unused.
+    store = _meeting_place(parallel.data_parallel_master_port, index == rank == 0, replicas)
+    return ProcessGroup(PrefixStore(f"headrace/replicas/{rank}", store), index, replicas)
+
+
+def _meeting_place(port: int, keeps_it: bool, replicas: int) -> Store:
+    """The store of all workers of the launch, kept by one of them."""
+    patience = timedelta(seconds=peer_timeout_s())
+    try:
+        # The timeout of TCPStore does not apply while another program holds the port and never answers.
+        return call_within(
+            patience.total_seconds() + GRACE_S,
+            lambda: TCPStore("127.0.0.1", port, is_master=keeps_it, timeout=patience, wait_for_workers=False),
+        )
+    except RuntimeError as error:  # the base class of DistNetworkError and DistStoreError
+        reason = str(error).splitlines()[0]
+        if keeps_it:
+            raise PeerError(
+                f"the first of {replicas} engines that share one copy (headrace.replicas) cannot open port {port}, "
+                f"where they are to meet ({reason}): start vLLM again, which looks for a free one each time"
+            ) from error
+        raise PeerError(
+            f"the {replicas} engines that share one copy (headrace.replicas) did not meet at port {port} within "
+            f"{patience.total_seconds():.0f} s ({reason}): one `vllm serve --data-parallel-size` "
+            f"has to start all of them. Look at the errors of the first; if it is only slow, raise "
+            f"HEADRACE_PEER_TIMEOUT"
+        ) from error

@@ -1,0 +1,237 @@
+"""The one verb, :func:`offload`, and the :class:`Handle` it returns."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from headrace.checkpoint.weight_map import WeightMap
+from headrace.config import RANK_MODES, Policy
+from headrace.errors import OptionTypeError, StateError, warn_user
+from headrace.plan.plan import Plan
+from headrace.runtime.outside_use import place_of
+from headrace.runtime.prepare import Prepared, open_ranks, prepare
+from headrace.runtime.session import OffloadSession, Progress, SessionOptions
+from headrace.stats import Stats
+from headrace.stores.sources import DiskOptions
+from headrace.transfer.link import Link
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from headrace.checkpoint.safetensors_header import Checkpoint
+
+__all__ = ["Handle", "offload", "start"]
+
+
+class Handle:
+    """An active offload. Leaving its ``with`` block, or :meth:`remove`, ends it; dropping the handle does not."""
+
+    def __init__(self, model: nn.Module, session: OffloadSession) -> None:
+        self.model = model
+        self._session = session
+
+    def __repr__(self) -> str:
+        on_device, in_all = self.plan.device_bytes / 2**30, self.plan.weight_bytes / 2**30
+        return f"<headrace.Handle: {in_all:.3f} GiB of weights, {on_device:.3f} GiB for them on the device>"
+
+    @property
+    def plan(self) -> Plan:
+        """Where every tensor rests and how compute reaches it."""
+        return self._session.plan
+
+    def stats(self) -> Stats:
+        """Bytes moved, copies, stalls and misses, per unit and in total, since the offload began."""
+        return self._session.stats()
+
+    def sync_prev_onload(self) -> None:
+        """Order the current stream behind every copy under way; on a CPU, return when all are done.
+
+        Needed only by code that captures or replays parts of a model itself, or reads a slot: :func:`offload` does it
+        around a forward of the whole model. No effect when nothing is under way.
+        """
+        self._session.wait_all()
+
+    def join_after_forward(self) -> None:
+        """The same, at the end of a part that is being captured: copies it has started become part of its graph."""
+        self._session.wait_all()
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the latest copies, compute and stalls as Chrome trace JSON (open it in Perfetto).
+
+        The copies are those of threads. For the copy streams of a GPU use ``torch.profiler``.
+
+        Raises:
+            OptionError, OptionTypeError: no file can be written there; no path.
+        """
+        self._session.recorder.write(path, [unit.module_fqn for unit in self.plan.units])
+
+    def remove(self, *, graphs_released: bool = False) -> None:
+        """Restore the model exactly, with all weights resident. A second call has no effect.
+
+        Waits up to 30 seconds for forwards of other threads. If this call raises or is interrupted, no forward of
+        the model runs until it is repeated.
+
+        Args:
+            graphs_released: no CUDA graph that was captured over this offload will be replayed again; needed where
+                there were some, since a replay would read memory that is gone.
+
+        Raises:
+            StateError: called inside a forward; another thread does not end one; graphs may still be replayed.
+            BudgetError: the device the model came from has no room for it; the offload stays in force.
+        """
+        self._session.remove(graphs_released)
+        if _handle_of(self.model) is self:
+            del self.model.__dict__[_MARK]
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+_MARK = "_headrace_handle"
+
+
+def offload(
+    model: nn.Module,
+    policy: Policy | Plan | str | int,
+    *,
+    checkpoint: WeightMap | Checkpoint | str | os.PathLike[str] | None = None,
+    device: torch.device | str | None = None,
+    disk: DiskOptions | None = None,
+    progress: Progress | None = None,
+    measure_stalls: bool = False,
+    group: ProcessGroup | None = None,
+) -> Handle:
+    """Run ``model`` in less memory than its weights need; outputs stay the same bit for bit.
+
+    Args:
+        model: any module; tensors on ``meta`` are filled from ``checkpoint``.
+        policy: a device-memory budget for the weights, ``"20GiB"`` or an int of bytes, or
+            :class:`~headrace.Prefetch`, :class:`~headrace.UVA`, :class:`~headrace.Rules`, :class:`~headrace.Budget`, or
+            a finished :class:`~headrace.Plan`, from a file too (``Plan.load(path)``).
+        checkpoint: folder or file of safetensors that holds the weights. Mode ``disk`` reads from it. A budget
+            without a mode reads from it the units for which host memory has no room.
+        device: where compute runs; default the device the model is on (a CPU for ``meta``).
+        disk: how its files are read, in mode ``disk`` and while loading; default: units stream through the page cache;
+            loading takes cached pages from there and reads the rest past it.
+        progress: called with (bytes loaded, bytes to load) while weights are read or moved.
+        measure_stalls: on a GPU, time every wait, in graphs too, for ``stats()``; a CPU always does.
+        group: ranks that offload the same weights, for modes ``shm_cpu``, ``sharded_cpu`` and ``sharded_gpu``.
+            All of them make this call, in the same order. It succeeds in all or in none; after a failure, try again
+            with a new group.
+            In mode ``sharded_cpu`` the ranks run in step: they call the model for the same modules in the same order,
+            each within that timeout (see ``PeerError``), and ``state_dict()`` and ``remove()`` are calls that all ranks
+            make, because each has to pass on its part. The same holds for ``sharded_gpu`` on a CPU.
+
+    Returns:
+        the handle; ``handle.remove()`` undoes everything.
+
+    Raises:
+        OptionError, OptionTypeError: a wrong policy; a selection or budget that cannot be; a plan for another model or
+            machine; a sharded mode on devices without peer access.
+        LimitError: the device or the host has no room for the plan; found before anything is allocated.
+        CheckpointError: files missing, damaged or for another model.
+        StateError: the model, a part of it or a model around it is offloaded already.
+        PeerError: another rank of ``group`` failed, ended, or did not come within ``HEADRACE_PEER_TIMEOUT`` seconds,
+            or the timeout of the group if that is shorter; or the group has failed before.
+
+    The model is untouched when anything is raised. While it is offloaded, a parameter that is copied ahead of use has
+    its bytes on the device only while its module runs. Whatever else uses it through PyTorch's dispatcher gets the same
+    bits, and the parameter is resident from then on, or an
+    :class:`~headrace.errors.OutsideAccessError` or :class:`~headrace.errors.ModelChangedError` is raised. Code that
+    torch.compile traces is checked at trace time.
+    """
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper; the code behind it retraces by itself
+    was_offloaded = isinstance(model, nn.Module) and _handle_of(model) is not None
+    try:
+        # Before any check: an error in one rank, a wrong argument too, is then an error in all, and none waits for it.
+        with open_ranks(group) as ranks:
+            if not isinstance(model, nn.Module):
+                raise OptionTypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+            _refuse_second_offload(model)
+            weights = None if checkpoint is None else WeightMap.open(checkpoint)
+            prepared = prepare(model, policy, device=device, weights=weights, disk=disk, ranks=ranks)
+            return start(prepared, progress=progress, measure_stalls=measure_stalls)
+    except BaseException:  # an interrupt after start() has returned, which leaves no handle to the caller
+        if not was_offloaded and isinstance(model, nn.Module) and (handle := _handle_of(model)) is not None:
+            handle.remove()
+        raise
+
+
+def start(
+    prepared: Prepared,
+    *,
+    progress: Progress | None = None,
+    measure_stalls: bool = False,
+    link: Link | None = None,
+) -> Handle:
+    """Carry out a prepared plan. Raises the errors of :func:`offload`, and then leaves the model unchanged."""
+    _warn_about_training(prepared)
+    if prepared.ranks is not None and prepared.plan.mode not in RANK_MODES:
+        warn_user(
+            f"group=... has no effect: mode {prepared.plan.mode!r} is each process's own; use mode "
+            f"{', '.join(map(repr, RANK_MODES))}"
+        )
+    options = SessionOptions(
+        progress=progress,
+        link=link,
+        measure_stalls=measure_stalls,
+        never_promotes=None if prepared.ranks is None else "the ranks of a group keep to one plan",
+    )
+    session = OffloadSession(prepared, options)
+    handle = Handle(prepared.model, session)
+    try:
+        session.attach()
+        # The model keeps the handle, because dropping the handle must not end the offload.
+        vars(prepared.model)[_MARK] = handle
+        return handle
+    except BaseException:
+        handle.remove()  # no effect unless an interrupt came behind attach(), which undoes its own part
+        raise
+
+
+def _handle_of(module: nn.Module) -> Handle | None:
+    return vars(module).get(_MARK)
+
+
+def _refuse_second_offload(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        has_handle, place = _handle_of(module) is not None, place_of(module)
+        if has_handle or place:
+            what, again = (f"the submodule {name!r}", "the model around it") if name else ("this module", "it again")
+            where, owner = f", as {place}", "the handle or offloader of that model"
+            if has_handle:
+                where, owner = "", "the handle that headrace.offload returned for it"
+            raise StateError(
+                f"{what} ({type(module).__name__}) is offloaded already{where}; call remove() on {owner} before you "
+                f"offload {again}"
+            )
+        if any(base.__module__.startswith("torch.distributed.fsdp") for base in type(module).__mro__):
+            raise StateError(
+                f"{name or 'the model'} ({type(module).__name__}) is sharded by FSDP, which moves its weights itself: "
+                f"offload the model before it is wrapped, or use FSDP's own CPUOffload"
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if place := place_of(tensor):
+            raise StateError(
+                f"{name} is offloaded already, as a tensor of {place}; call remove() on the handle or offloader of "
+                f"that model first, or give this model a copy of its own (.clone())"
+            )
+
+
+def _warn_about_training(prepared: Prepared) -> None:
+    model, plan, by_name = prepared.model, prepared.plan, prepared.inventory.by_name
+    if model.training and any(
+        p.requires_grad and name in by_name and plan.mechanism_of(by_name[name].name) != "resident"
+        for name, p in model.named_parameters()
+    ):
+        warn_user(
+            "the model is in training mode; headrace is for inference, and a backward pass through an offloaded tensor "
+            "is refused by autograd. Call model.eval()"
+        )

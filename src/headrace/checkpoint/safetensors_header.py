@@ -1,0 +1,343 @@
+"""Reads the headers of safetensors files: names, dtypes, shapes and offsets of tensors, never their weights.
+
+The format (https://github.com/huggingface/safetensors#format): 8 bytes, the little-endian length N; N bytes
+of UTF-8 JSON, ``{name: {"dtype", "shape", "data_offsets": [begin, end]}}``, perhaps ``__metadata__``; data.
+Offsets count from the start of the data, which tensors fill without overlap, hole or remainder: all checked.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import heapq
+import json
+import math
+import os
+import reprlib
+import resource
+import stat
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, TypeGuard
+
+from headrace.errors import CheckpointError
+
+# Functions that need torch import it. The process that fills a staging ring uses FileFingerprint and the errors of
+# files from here, and starts faster without torch.
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Checkpoint", "FileFingerprint", "FileTensor", "opened", "require_file", "too_many_open"]
+
+_INDEX = "model.safetensors.index.json"
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_FIRST_READ_BYTES = 128 * 1024  # holds the header of a shard of about 1,000 tensors
+_FOREIGN = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
+_CONVERT = "Load it with the library that wrote it, then `model.save_pretrained(folder)` writes safetensors."
+_REWRITE = "Write the file again with safetensors.torch.save_file, or download it again."
+_AGAIN = "Download or copy it again."
+_KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+
+@dataclass(frozen=True)
+class FileFingerprint:
+    """A file as it was when opened: size, modification time in ns since 1970, inode (of a link's target)."""
+
+    path: Path
+    num_bytes: int
+    modified_ns: int
+    inode: int
+
+    def check(self) -> None:
+        """Raise CheckpointError if the file on disk is gone or no longer the one that was opened."""
+        with opened(self.path) as (_, now):
+            if now != self:
+                raise _fault(self.path, str(self), str(now), "It changed while in use: open it again.")
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """One tensor in a file: ``num_bytes`` bytes at ``offset`` (in bytes, absolute) of ``path``, row-major."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    path: Path
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The tensors of a folder or file, by (file, offset); ``root`` is the folder's absolute path."""
+
+    root: Path
+    tensors: Mapping[str, FileTensor]
+    stamps: tuple[FileFingerprint, ...]
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
+        """Read the headers of a folder, a ``.safetensors`` file or an index ``.json``.
+
+        Of a folder, the first that exists: ``model.safetensors.index.json`` (only tensors it names count),
+        ``model.safetensors``, every ``*.safetensors``. Raises CheckpointError for files that are missing,
+        unreadable, damaged, of another format or at odds with the index.
+        """
+        root, files = _find_files(Path(path).absolute())
+        named = _index_shards(files[0]) if files[0].suffix == ".json" else None
+        headers = [_read_header(file) for file in sorted(named or files)]
+        tensors: dict[str, FileTensor] = {}
+        for found, stamp in headers:
+            kept = found if named is None else _only_named(stamp.path, found, named[stamp.path])
+            if both := sorted(tensors.keys() & kept.keys()):
+                elsewhere = f"{_some(both)} also in {tensors[both[0]].path}"
+                fix = f"Remove one of the two files, or add a {_INDEX} that says which one counts."
+                raise _fault(stamp.path, "each tensor in one file only", elsewhere, fix)
+            tensors.update(kept)
+        return cls(root, tensors, tuple(stamp for _, stamp in headers))
+
+    @property
+    def num_bytes(self) -> int:
+        """Sum of the tensors' bytes, headers not counted."""
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The safetensors files, sorted; an index is not among them."""
+        return tuple(stamp.path for stamp in self.stamps)
+
+    def __getitem__(self, name: str) -> FileTensor:
+        """The tensor of that name; CheckpointError with the nearest names when there is none."""
+        if name not in self.tensors:
+            raise self.lacks(name, "Use a name from `.tensors`.")
+        return self.tensors[name]
+
+    def lacks(self, name: str, fix: str) -> CheckpointError:
+        """The error for a missing tensor, with the nearest names."""
+        # Shared trigrams first: difflib alone takes seconds on 45,000 names.
+        grams = {name[i : i + 3] for i in range(len(name))}
+        likely = heapq.nlargest(100, self.tensors, key=lambda other: sum(gram in other for gram in grams))
+        nearest = ", ".join(difflib.get_close_matches(name, likely) or likely[:3])
+        found = f"{len(self.tensors)} others, the nearest are {nearest}" if self.tensors else "no tensors at all"
+        return _fault(self.root, f"a tensor {name!r}", found, fix)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, byte for byte, in new CPU memory; CheckpointError if the file is short or changed."""
+        import torch
+
+        tensor = self[name]
+        result = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        with opened(tensor.path) as (fd, _):
+            _fill(fd, result.reshape(-1).view(torch.uint8).numpy().data, tensor.offset, tensor.path)
+        # After the read, so that a change during it counts too.
+        next(stamp for stamp in self.stamps if stamp.path == tensor.path).check()
+        return result
+
+
+def _fault(path: Path, expected: str, found: str, fix: str = _AGAIN) -> CheckpointError:
+    """The error for a file that is not as expected; ``fix`` says what to do."""
+    return CheckpointError(f"{path}: expected {expected}; found {found}. {fix}")
+
+
+def require_file(path: Path) -> None:
+    """Raise CheckpointError for anything but a file or a folder."""
+    if kind := _KINDS.get(stat.S_IFMT(os.stat(path).st_mode)):
+        raise _fault(path, "a regular file", kind, "Write the weights to a file, or link to one.")
+
+
+def too_many_open(error: OSError) -> str:
+    """The fix for an error that the limit of open files caused; empty for other errors."""
+    if error.errno != errno.EMFILE:
+        return ""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"Raise the limit of open files (ulimit -n), which is {limit}, or save the weights in fewer shards."
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[int, FileFingerprint]]:
+    """A file descriptor and the fingerprint of its file. Every OSError becomes a CheckpointError."""
+    try:
+        require_file(path)  # before open(), which blocks on a pipe until another process writes to it
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            status = os.fstat(fd)
+            yield fd, FileFingerprint(path, status.st_size, status.st_mtime_ns, status.st_ino)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        fix = too_many_open(error) or "Check the path, its permissions (`chmod u+rX` as the owner) and the disk."
+        raise _fault(path, f"files that user {os.geteuid()} can read", str(error.strerror), fix) from error
+
+
+def _fill(fd: int, target: memoryview | bytearray, offset: int, path: Path) -> None:
+    """Read ``len(target)`` bytes at ``offset``."""
+    view, done = memoryview(target), 0
+    # In a loop: one call of Linux reads 2 GiB at most.
+    while done < len(view):
+        if not (count := os.preadv(fd, [view[done:]], offset + done)):
+            raise _fault(path, f"{len(view)} bytes at byte {offset}", f"{done} and the end of the file")
+        done += count
+
+
+def _find_files(start: Path) -> tuple[Path, list[Path]]:
+    """Folder, and its index or its safetensors files. Hidden files (macOS leaves ``._*``) do not count."""
+    with opened(start) as (fd, _):
+        names = sorted(os.listdir(fd)) if start.is_dir() else [start.name]
+    foreign = [name for name in names if name.endswith(_FOREIGN)]
+    if not start.is_dir() and not foreign:
+        return start.parent, [start]
+    every = [name for name in names if name.endswith(".safetensors") and name[0] != "."]
+    chosen = [name for name in (_INDEX, "model.safetensors") if name in names][:1] or every
+    if not chosen:
+        found = f"{_some(foreign)} of another format" if foreign else _some(names) if names else "an empty folder"
+        fix = _CONVERT if foreign else "Give the folder of the weights."
+        raise _fault(start, "safetensors files", found, fix)
+    return start, [start / name for name in chosen]
+
+
+def _index_shards(index: Path) -> dict[Path, set[str]]:
+    """Shard -> names of the tensors that the index's ``weight_map`` (``{name: file}``) places in it."""
+    with opened(index) as (fd, stamp):
+        raw = bytearray(stamp.num_bytes)
+        _fill(fd, raw, 0, index)
+    files = _parse_object(index, raw).get("weight_map")
+    if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
+        raise _fault(index, 'an index with "weight_map": {tensor: file}', reprlib.repr(files))
+    names_in: defaultdict[str, set[str]] = defaultdict(set)
+    for name, file in files.items():
+        names_in[file].add(name)
+    shards: dict[Path, set[str]] = {}
+    for file, names in names_in.items():  # several spellings may lead to one file
+        # Judged by its text: in a Hugging Face cache every shard is a link that leads out.
+        pure = PurePosixPath(file)
+        if pure.is_absolute() or ".." in pure.parts or not pure.parts:
+            raise _fault(index, "shards inside its folder", repr(file), "Do not use it, or correct its weight_map.")
+        shards.setdefault(index.parent / pure, set()).update(names)
+    if missing := [str(shard) for shard in sorted(shards) if not shard.exists()]:
+        found = f"{len(shards) - len(missing)}, missing: {_some(missing)}"
+        raise _fault(index, f"{len(shards)} shards in its folder", found, "Download or copy what is missing.")
+    return shards
+
+
+def _only_named(shard: Path, found: Mapping[str, FileTensor], names: set[str]) -> dict[str, FileTensor]:
+    if absent := sorted(names - found.keys()):
+        expected = f"all {len(names)} tensors that the index places here"
+        fix = "One of the two is of another checkpoint: download or copy both again."
+        raise _fault(shard, expected, f"{len(names) - len(absent)} of them, missing: {_some(absent)}", fix)
+    return dict(found) if len(found) == len(names) else {name: found[name] for name in found if name in names}
+
+
+def _read_header(path: Path) -> tuple[dict[str, FileTensor], FileFingerprint]:
+    """The tensors of one file by offset, every rule of the format checked."""
+    # Not by the safetensors library: it does not give a tensor's offset in its file, and stores read or map the
+    # unmodified files at these offsets.
+    with opened(path) as (fd, stamp):
+        raw = bytearray(min(stamp.num_bytes, _FIRST_READ_BYTES))
+        _fill(fd, raw, 0, path)
+        data_start = 8 + _header_bytes(path, raw, stamp.num_bytes)
+        rest = bytearray(max(0, data_start - len(raw)))
+        _fill(fd, rest, len(raw), path)
+    header = _parse_object(path, (raw + rest)[8:data_start])
+    tensors = [_tensor(path, n, entry, data_start) for n, entry in header.items() if n != "__metadata__"]
+    # By size as well: an empty tensor begins where the next one does, and must come before it.
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.num_bytes, tensor.name))
+    _check_layout(path, tensors, data_start, stamp.num_bytes)
+    return {tensor.name: tensor for tensor in tensors}, stamp
+
+
+def _header_bytes(path: Path, raw: bytearray, file_bytes: int) -> int:
+    length, found = int.from_bytes(raw[:8], "little"), f"a file of {file_bytes} bytes"
+    if raw.startswith(b"version https://git-lfs"):
+        raise _fault(path, "a safetensors file", "a Git LFS pointer to one", "Fetch it: `git lfs pull`.")
+    if file_bytes < 8:
+        raise _fault(path, "at least the 8 bytes of the header length", found)
+    if length > _MAX_HEADER_BYTES:
+        raise _fault(path, f"a header of at most {_MAX_HEADER_BYTES} bytes", f"a length of {length}")
+    if 8 + length > file_bytes:
+        raise _fault(path, f"8 + {length} bytes of length and header", f"{found}, it is truncated")
+    return length
+
+
+def _parse_object(path: Path, raw: bytearray) -> dict[str, object]:
+    try:
+        # decode() is UTF-8, as the format demands; json.loads of bytes would take UTF-16 and UTF-32, too.
+        parsed = json.loads(raw.decode(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or a key given twice
+        raise _fault(path, "UTF-8 JSON", str(error)) from error
+    if not isinstance(parsed, dict):
+        raise _fault(path, "a JSON object", reprlib.repr(parsed))
+    return parsed
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """The pairs as a dict; ValueError if a key is given twice."""
+    # The format forbids equal keys, and json alone would keep the last of them without an error.
+    if len(result := dict(pairs)) != len(pairs):
+        raise ValueError(f"a key given twice, {Counter(key for key, _ in pairs).most_common(1)}")
+    return result
+
+
+@cache
+def _dtypes() -> dict[str, torch.dtype]:
+    """Dtypes by the format's codes."""
+    import torch
+
+    # Without the sub-byte F4 and F6: their elements are not whole numbers of bytes.
+    return {
+        "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
+        "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64, "F16": torch.float16,
+        "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+        "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2": torch.float8_e5m2,
+        "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
+    }  # fmt: skip
+
+
+def _tensor(path: Path, name: str, entry: object, data_start: int) -> FileTensor:
+    dtypes = _dtypes()
+    if isinstance(entry, dict):
+        code, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+        if isinstance(code, str) and _are_counts(shape) and _are_counts(offsets) and len(offsets) == 2:
+            begin, end = offsets
+            if code not in dtypes:
+                kind = "sub-byte" if code.startswith(("F4", "F6")) else "unknown"
+                expected = f"{name!r} of a supported dtype ({', '.join(dtypes)})"
+                raise _fault(path, expected, f"the {kind} {code!r}", "Save it as one of these; packed bytes as U8.")
+            num_bytes = math.prod(shape) * dtypes[code].itemsize
+            if end - begin != num_bytes:
+                expected = f"{name!r} of {num_bytes} bytes ({code}, shape {shape})"
+                raise _fault(path, expected, f"{end - begin} bytes, data_offsets [{begin}, {end}]", _REWRITE)
+            return FileTensor(name, dtypes[code], tuple(shape), path, data_start + begin, end - begin)
+    expected = f"{name!r} as {{dtype: text, shape: [sizes >= 0], data_offsets: [begin >= 0, end >= 0]}}"
+    raise _fault(path, expected, reprlib.repr(entry), _REWRITE)
+
+
+def _are_counts(numbers: object) -> TypeGuard[list[int]]:
+    if not isinstance(numbers, list):
+        return False
+    for number in numbers:  # noqa: SIM110 (all() takes twice as long, 46,000 times)
+        # Not isinstance(), for which the `true` of JSON is an int.
+        if type(number) is not int or number < 0:
+            return False
+    return True
+
+
+def _check_layout(path: Path, tensors: Iterable[FileTensor], data_start: int, file_bytes: int) -> None:
+    """Tensors, by offset, must fill the file from ``data_start`` to its end without overlap or hole."""
+    position = data_start
+    for tensor in tensors:
+        if tensor.offset != position:
+            kind = "an overlap" if tensor.offset < position else "a hole"
+            found = f"{kind}: it begins at byte {tensor.offset - data_start}"
+            raise _fault(path, f"{tensor.name!r} at data byte {position - data_start}", found, _REWRITE)
+        position += tensor.num_bytes
+    if position != file_bytes:
+        kind = "it is truncated" if file_bytes < position else "it has trailing bytes"
+        raise _fault(path, f"a file of {position} bytes", f"{file_bytes} bytes, {kind}")
+
+
+def _some(names: list[str]) -> str:
+    return f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"

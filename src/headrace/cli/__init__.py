@@ -1,0 +1,48 @@
+"""The command line: one file per verb; the flags are those of the table in :mod:`headrace.flags`.
+
+Nothing imported here or at the top of a verb's file may import torch or transformers, which takes seconds; a verb
+imports them when it runs. ``tests/cli/test_cli.py`` checks this.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from headrace.cli.commands_bench import bench
+from headrace.cli.commands_demo import demo
+from headrace.cli.commands_generate import generate
+from headrace.cli.commands_plan import plan, probe
+from headrace.cli.commands_serve import serve
+from headrace.cli.terminal import HeadraceGroup
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    cls=HeadraceGroup,
+    help="Run PyTorch models whose weights do not fit the device; same bits out.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    # Users have no use for a traceback with values of locals; terminal.py prints errors as one line.
+    pretty_exceptions_enable=False,
+)
+app.command()(demo)
+app.command()(plan)
+app.command()(probe)
+app.command()(generate)
+# Unknown flags are passed to the engine.
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
+app.add_typer(bench, name="bench")
+
+
+def main() -> None:
+    """The ``headrace`` command. Exit codes: 0 done, 1 the demo's promise was broken, 2 an error, 130 interrupted."""
+    # On a CPU, compute and readers share the cores. By default the compute threads spin for milliseconds after each
+    # product, on cores that the readers need. OpenMP reads the variable once, when torch is imported, which is later.
+    # `serve` becomes the engine's process, which inherits the environment and has no readers.
+    if sys.argv[1:2] != ["serve"]:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    app(prog_name="headrace")

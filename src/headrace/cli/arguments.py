@@ -1,0 +1,239 @@
+"""Arguments that verbs share: policy, device, output file and model."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+import typer
+
+from headrace.config import Policy
+from headrace.errors import OptionError
+from headrace.flags import COMMAND_LINE, OffloadFlags, flag_of
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from headrace.adapters.transformers.conversion import Match
+    from headrace.checkpoint.weight_map import WeightMap
+    from headrace.plan.build import Planner
+    from headrace.plan.cost_model import Rates
+    from headrace.plan.plan import Machine, Plan
+    from headrace.stores.sources import DiskOptions
+
+__all__ = [
+    "VERB_FLAGS",
+    "OpenedModel",
+    "disk_options",
+    "no_collections",
+    "open_model",
+    "refuse_idle",
+    "requested",
+    "require_folder",
+    "require_writable",
+    "target_device",
+    "with_offload_flags",
+]
+
+# All flags except those of engines alone.
+VERB_FLAGS = tuple(row.name for row in fields(OffloadFlags) if row.name not in ("measure_stalls", "boundaries_only"))
+
+
+def with_offload_flags(
+    names: Sequence[str] = VERB_FLAGS, helps: Mapping[str, str] | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add flags of the table to a verb, which receives them as its argument ``flags``; ``helps`` replace texts."""
+
+    def add(verb: Callable[..., None]) -> Callable[..., None]:
+        @wraps(verb)
+        def run(**values: Any) -> None:
+            flags = OffloadFlags(**{name: values.pop(name) for name in names})
+            verb(**values, flags=flags)
+
+        hints = get_type_hints(verb, include_extras=True)
+        own = inspect.signature(verb).parameters.values()
+        parameters = [p.replace(annotation=hints[p.name]) for p in own if p.name != "flags"]
+        hints = get_type_hints(OffloadFlags)
+        for row in (row for row in fields(OffloadFlags) if row.name in names):
+            option = typer.Option(
+                row.default,
+                flag_of(row.name),
+                metavar=row.metadata["metavar"],
+                help=(helps or {}).get(row.name, row.metadata["help"]),
+                rich_help_panel="Offloading",
+                show_default=False,
+            )
+            keyword = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(inspect.Parameter(row.name, keyword, default=option, annotation=hints[row.name]))
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        del run.__wrapped__
+        return run
+
+    return add
+
+
+def requested(flags: OffloadFlags, device: torch.device) -> Policy | Plan | None:
+    """The policy or plan that the flags of a verb ask for on ``device``; ``None`` if nothing is to be offloaded.
+
+    Raises:
+        OptionError: flags that contradict one another or have no effect; a file of ``--plan`` that holds no plan.
+    """
+    # The files of the checkpoint are a store already, so on a CPU a copy in memory is made only on request.
+    policy = flags.policy(COMMAND_LINE, default_mode="cpu" if device.type == "cuda" else "disk")
+    if flags.plan is None:
+        return policy
+    from headrace.plan.plan import Plan
+
+    return Plan.load(flags.plan)
+
+
+def disk_options(flags: OffloadFlags) -> DiskOptions | None:
+    """How checkpoint files are read; ``None`` without a flag for it."""
+    from headrace.stores.sources import DiskOptions
+
+    if not (flags.disk_direct or flags.disk_drop_cache):
+        return None
+    return DiskOptions(direct=flags.disk_direct, drop_cache=flags.disk_drop_cache)
+
+
+def target_device(name: str | None) -> torch.device:
+    """Where compute runs: ``--device``, or by default a GPU where there is one.
+
+    Raises:
+        OptionError: this machine has no device of that name.
+    """
+    import torch
+
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise OptionError(f"--device {name!r}: expected cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise OptionError(
+            f"--device {name!r}: torch sees {torch.cuda.device_count()} CUDA device(s) here; --device cpu needs none"
+        )
+    return device
+
+
+def refuse_idle(flags: Mapping[str, object], why: str) -> None:
+    """Refuse flags that would have no effect; ``None`` and ``False`` mean not given."""
+    for flag, given in flags.items():
+        if given is not None and given is not False:
+            raise OptionError(f"{flag} has no effect {why}")
+
+
+def require_folder(flag: str, path: Path) -> None:
+    """Refuse a folder that files cannot be made in, before anything is measured."""
+    if not path.is_dir():
+        found = "something else" if path.exists() else "no such folder"
+        raise OptionError(f"{flag} {str(path)!r}: expected a folder, found {found}; make it, or leave {flag} out")
+    _require_access(flag, path, path)
+
+
+def require_writable(flag: str, path: Path) -> None:
+    """Refuse an output file that cannot be written, before the work whose result it is to hold."""
+    if not path.parent.is_dir() or path.is_dir():
+        raise OptionError(f"{flag} {str(path)!r}: expected a file name in a folder that exists")
+    _require_access(flag, path, path if path.exists() else path.parent)
+
+
+def _require_access(flag: str, path: Path, place: Path) -> None:
+    if not os.access(place, os.W_OK):
+        raise OptionError(
+            f"{flag} {str(path)!r}: expected a place that user {os.geteuid()} may write to, found none; choose another"
+        )
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model on ``meta`` with what is known about its weights; ``module`` has no data."""
+
+    folder: Path
+    module: PreTrainedModel
+    match: Match
+
+    @property
+    def weights(self) -> WeightMap:
+        """Where the files hold the tensors of the model."""
+        return self.match.weights
+
+    @property
+    def name(self) -> str:
+        """The name of the folder, as the model's name in output."""
+        return self.folder.absolute().name
+
+    def planner(self, device: torch.device, rates: Rates | None = None, disk: DiskOptions | None = None) -> Planner:
+        """The planner for this model on ``device``, with ``rates`` instead of those of this machine if given.
+
+        ``disk``: how files are read.
+        """
+        from headrace.runtime.prepare import make_planner, not_in_files
+
+        # Not take_inventory(): the checkpoint may hold different values for tied tensors, and match() cut these ties.
+        inventory = self.match.inventory
+        fixed = not_in_files(inventory, self.weights)
+        return make_planner(self.module, inventory, device, self.weights, rates, fixed, disk)
+
+    def plan(self, planner: Planner, policy: Policy | Plan | None, machine: Machine) -> Plan:
+        """The plan for ``policy``; ``None`` keeps every tensor resident; a finished plan is compared with the model.
+
+        Raises:
+            OptionError: an impossible plan; a plan for another model, or for another machine than ``machine``.
+        """
+        from headrace.plan.plan import Plan, assemble
+
+        if isinstance(policy, Plan):
+            policy.check(self.match.inventory)
+            policy.check_machine(machine)
+            return policy
+        if policy is None:
+            return assemble(self.match.inventory, [], 0, planner.default_mode)
+        with no_collections():
+            return replace(planner.plan(policy), model_name=self.name, made_for=machine)
+
+
+def open_model(model: str) -> OpenedModel:
+    """Read config and file headers of the folder ``model``.
+
+    Raises:
+        CheckpointError: not a folder, or without a config or safetensors files that fit together.
+    """
+    from headrace.adapters.transformers import build_meta_model
+    from headrace.adapters.transformers.conversion import match
+    from headrace.checkpoint.safetensors_header import Checkpoint
+
+    try:
+        folder = Path(model).expanduser()
+    except RuntimeError as error:
+        raise OptionError(
+            f"MODEL {model!r}: user {os.geteuid()} has no home folder for ~ to stand for; write the whole path"
+        ) from error
+    with no_collections():
+        module = build_meta_model(folder)
+        return OpenedModel(folder, module, match(module, Checkpoint.open(folder)))
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """No garbage collection of cycles within the block."""
+    # A large checkpoint makes 46,000 tensors. They would trigger many collections, each over all objects of torch.
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,71 @@
+"""``headrace bench``: measure what an offload costs on this machine, beside the floor of any schedule."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headrace.cli.arguments import refuse_idle, require_writable, target_device
+from headrace.flags import counts
+
+__all__ = ["bench"]
+
+_ROWS = "1,16,256,2048,8192"
+_VARIANTS = "even:0.25,group:4/1/2,group:1/1/2"
+_LAYERS = 36
+
+bench = typer.Typer(no_args_is_help=True)
+
+
+@bench.callback()  # without it, typer would take the only verb for the group itself
+def _root() -> None:
+    """Measure an offloaded step against the floor that no schedule can beat."""
+
+
+@bench.command()
+def step(
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    rows: Annotated[
+        str | None, typer.Option(help=f"rows per step, comma-separated; cuda only (default {_ROWS})")
+    ] = None,
+    variants: Annotated[
+        str | None,
+        typer.Option(
+            help=f"comma-separated: even:F, memory:F, group:A/B/C, each with +eager; cuda only (default {_VARIANTS})"
+        ),
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(help=f"layers of the reference stack; cuda only (default {_LAYERS})", min=1)
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="rounds in which all variants take turns", min=1)] = 5,
+    repeats: Annotated[int, typer.Option(help="steps per variant and round", min=1)] = 8,
+    out: Annotated[Path | None, typer.Option(help="append results here, one JSON object per line")] = None,
+) -> None:
+    """One step, offloaded in several ways and interleaved, against the floor; bits are checked."""
+    if out is not None:
+        require_writable("--out", out)
+    on_cpu = target_device(device).type == "cpu"
+    if on_cpu:
+        given = {"--rows": rows, "--variants": variants, "--layers": layers}
+        refuse_idle(given, "with --device cpu, whose step is always the same; add --device cuda, or leave it out")
+    row_counts = counts("--rows", _ROWS if rows is None else rows)
+    from headrace.bench.reference_step import QWEN3_8B, describe, run_cpu, run_cuda
+
+    shape = replace(QWEN3_8B, num_layers=layers or _LAYERS)
+    names = [*filter(None, (_VARIANTS if variants is None else variants).split(","))]
+    measured = run_cpu(rounds, repeats) if on_cpu else run_cuda(shape, names, row_counts, rounds, repeats)
+    results: list[dict[str, Any]] = []
+    for row in measured:
+        results.append(row)
+        typer.echo(describe(row))
+        if out is not None:
+            with out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    broken = [f"{row['case']} rows {row['rows']}" for row in results if not row["bit_equal"]]
+    typer.echo(json.dumps({"bench": "step", "device": device, "cases": len(results), "not_bit_equal": broken}))
+    if broken:
+        raise typer.Exit(1)

@@ -1,0 +1,178 @@
+"""``headrace plan``: what an offload would cost, from headers alone. ``headrace probe``: the rates of this machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from headrace.cli.arguments import (
+    disk_options,
+    no_collections,
+    open_model,
+    refuse_idle,
+    requested,
+    require_folder,
+    require_writable,
+    target_device,
+    with_offload_flags,
+)
+from headrace.cli.terminal import stderr, stdout
+from headrace.config import Budget
+from headrace.errors import BudgetError, OptionError
+from headrace.flags import OffloadFlags
+
+if TYPE_CHECKING:
+    import torch
+
+    from headrace.plan.cost_model import Rates
+    from headrace.plan.plan import Machine
+
+__all__ = ["plan", "probe"]
+
+
+@with_offload_flags()
+def plan(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder with config.json and safetensors files.")],
+    *,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the plan as JSON, in bytes, and nothing else.")
+    ] = False,
+    save: Annotated[
+        Path | None, typer.Option("--save", metavar="FILE", help="Write the plan to FILE, for --plan FILE.")
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Draw the plan, and the step time against device memory."),
+    ] = None,
+    machine: Annotated[
+        Path | None,
+        typer.Option("--machine", metavar="FILE", help="Plan for the machine of FILE, from `headrace probe --json`."),
+    ] = None,
+    flags: OffloadFlags,
+) -> None:
+    """Show what would be offloaded and what it would cost; loads no weights.
+
+    Without offloading flags: what the model weighs and the smallest budget that runs it.
+    """
+    device, made_for, rates = _planned_machine(flags, machine)
+    policy = requested(flags, device)
+    places = {"--save": save, "--plot": plot}
+    if policy is None:
+        reads = {"--disk-direct": flags.disk_direct, "--disk-drop-cache": flags.disk_drop_cache}
+        refuse_idle({**places, **reads}, "without a plan: nothing would be offloaded; add --device-memory, say")
+    from headrace.plan.report import draw_plan, render, render_outlook, render_weights, require_picture
+    from headrace.stores.store import DiskStore
+
+    for flag, file in places.items():
+        if file is not None:
+            require_writable(flag, file)
+    if plot is not None:
+        require_picture(plot)
+    with no_collections():
+        opened = open_model(model)
+        planner = opened.planner(device, rates, disk_options(flags))
+        made = opened.plan(planner, policy, made_for)
+        # The file system may refuse O_DIRECT. Opening the files finds this now, and not when the plan is carried out.
+        DiskStore(dict(opened.weights.sources), disk_options(flags)).close()
+        points = planner.curve(policy) if isinstance(policy, Budget) and made.offloaded_bytes else ()
+        outlook = planner.outlook(policy, made, points)
+    if save is not None:
+        made.save(save)
+        stderr.print(f"plan saved in {save} (--plan {save} carries it out)", highlight=False, soft_wrap=True)
+    if plot is not None:
+        draw_plan(plot, opened.name, made, planner, outlook, points)
+        stderr.print(f"picture: {plot}", highlight=False, soft_wrap=True)
+    if as_json:
+        json.dump({**made.to_json(), "outlook": outlook.to_json()}, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    elif policy is None:
+        # No plan fits one byte, except where nothing has to be on the device, and the error carries the minimum.
+        try:
+            minimum_bytes = planner.plan(Budget(1)).device_bytes
+        except BudgetError as error:
+            minimum_bytes = error.minimum_bytes
+        stdout.print(render_weights(made, opened.name, minimum_bytes))
+    else:
+        stdout.print(render(made, opened.name), render_outlook(outlook))
+
+
+def _planned_machine(flags: OffloadFlags, file: Path | None) -> tuple[torch.device, Machine, Rates | None]:
+    """Where the plan is to be carried out: this machine, or that of a probe, with its rates."""
+    if file is None:
+        from headrace.runtime.prepare import describe_device
+
+        device = target_device(flags.device)
+        return device, describe_device(device), None
+    if flags.device is not None:
+        raise OptionError("--machine and --device contradict each other: the file names the device; leave --device out")
+    import torch
+
+    from headrace.transfer.machine_probe import read_probe
+
+    probe = read_probe(file)
+    rates = probe.gpu_rates()
+    if rates is None:
+        return torch.device("cpu"), probe.planned_machine, probe.cpu_rates(flags.disk_direct)
+    return torch.device("cuda", 0), probe.planned_machine, rates
+
+
+def probe(
+    folder: Annotated[Path | None, typer.Option(help="a folder on the disk that checkpoints are read from")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON and nothing else")] = False,
+) -> None:
+    """Measure the link, the device, the CPU and the disk of this machine; takes about half a minute."""
+    if folder is not None:
+        require_folder("--folder", folder)
+    from headrace.transfer.machine_probe import measure, save
+
+    if not as_json:
+        stderr.print("measuring ...")
+    result = measure(folder)
+    if as_json:
+        typer.echo(json.dumps(result.to_json()))
+    else:
+        table = Table(title="this machine")
+        table.add_column("what")
+        table.add_column("rate", justify="right")
+        for what, rate in result.machine.items():
+            table.add_row(what, rate)
+        table.add_section()
+        for what, rate in rates_of(result.to_json()):
+            table.add_row(what, rate)
+        stdout.print(table)
+    path = save(result)  # last: the result is printed even if it cannot be kept
+    if not as_json:
+        stderr.print(f"kept in {path}", soft_wrap=True)
+
+
+_NAMES = {
+    "h2d_bytes_per_s": "host to device, copies of {} KiB",
+    "device_copy_bytes_per_s": "device copy (read + written)",
+    "peer_bytes_per_s": "device to device, copies of {} KiB",
+    "cached_read_bytes_per_s": "file read, page cache",
+    "disk_read_bytes_per_s": "file read, direct",
+}
+
+
+def rates_of(values: dict[str, object]) -> list[tuple[str, str]]:
+    """The rates of ``Probe.to_json()`` as (what, rate) for people."""
+    rows = []
+    for key, name in _NAMES.items():
+        value = values[key]
+        by_size: dict[int, Any] = value if isinstance(value, dict) else {0: value}
+        rows += [(name.format(int(size) // 1024), f"{rate / 1e9:.1f} GB/s") for size, rate in by_size.items() if rate]
+    gathers: Any = values["gather_bytes_per_s"]
+    rows += [(f"into each of {n} devices from all others at once", f"{r / 1e9:.1f} GB/s") for n, r in gathers.items()]
+    products: Any = values["product_s_per_byte"]
+    rows += [
+        (f"matrix product, {n} row{'' if int(n) == 1 else 's'}, per GB of weight", f"{s * 1e12:.2f} ms")
+        for n, s in products.items()
+    ]
+    if kernel_s := values["kernel_s"]:
+        rows.append(("small kernel in a graph", f"{float(str(kernel_s)) * 1e6:.1f} us"))
+    return rows

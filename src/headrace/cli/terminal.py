@@ -1,0 +1,153 @@
+"""Shared by all verbs: output streams, errors as one line, Ctrl-C without a traceback, lists after one flag.
+
+The result of a verb goes to stdout, messages go to stderr: ``headrace generate ... > story.txt`` and
+``headrace plan --json | jq`` get the result alone.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import takewhile
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.text import Text
+from typer.core import TyperGroup
+
+from headrace.config import debug_enabled
+from headrace.errors import HeadraceError, HeadraceWarning
+
+__all__ = ["HeadraceGroup", "byte_bar", "expand_lists", "print_error", "stderr", "stdout"]
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
+
+# Flags that take a list, each with a value to show.
+LIST_FLAGS = {"--cpu-offload-params": "mlp", "--offload-params": "mlp", "--offload-rule": "experts=uva"}
+
+stdout = Console()
+stderr = Console(stderr=True)
+
+# Wide enough for the plan's tables when the output is a file or a pipe, where rich would assume 80.
+_PIPE_WIDTH = 120
+for _console in (stdout, stderr):
+    if not _console.is_terminal:
+        _console.width = _PIPE_WIDTH
+
+
+def print_error(message: str) -> None:
+    """One red line on stderr."""
+    # Names from files may contain anything, also control sequences of terminals.
+    printable = (c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.split()))
+    line = Text(f"error: {''.join(printable)}", style="red")
+    stderr.print(line, soft_wrap=True)  # not wrapped by rich: scripts read errors by line
+
+
+@contextmanager
+def byte_bar(text: str, console: Console) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar for bytes: call it with (done, total). It shows from the first total above zero on."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    bar = Progress(*columns, console=console)
+    task = bar.add_task(text, total=None)
+
+    def show(done: int, total: int) -> None:
+        if total > 0:
+            bar.update(task, completed=done, total=total)
+            bar.start()
+
+    try:
+        yield show
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+
+
+@contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    """Within, a :class:`HeadraceWarning` is a yellow line on stderr; other warnings are shown as before."""
+    with warnings.catch_warnings():
+        ordinary = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **rest: Any) -> None:
+            if issubclass(category, HeadraceWarning):
+                stderr.print(Text(f"warning: {message}", style="yellow"), soft_wrap=True)
+            else:
+                ordinary(message, category, *where, **rest)
+
+        warnings.showwarning = show
+        yield
+
+
+class HeadraceGroup(TyperGroup):
+    """The root command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, expand_lists(args))
+
+    def invoke(self, ctx: Any) -> Any:
+        with _warnings_as_lines(), _errors_as_lines():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _errors_as_lines() -> Iterator[None]:
+    with_traceback = False
+    try:
+        with_traceback = debug_enabled()
+        yield
+    except BrokenPipeError:
+        raise  # the reader of the output closed it; typer ends quietly
+    except Exception as error:
+        if with_traceback or type(error).__module__.partition(".")[0] in ("typer", "click"):  # typer prints its own
+            raise
+        error.__traceback__ = None  # its frames may hold all of the memory
+        try:
+            print_error(_line_of(error))
+        except MemoryError:
+            os.write(2, b"error: no memory is left\n")
+        raise typer.Exit(EXIT_ERROR) from None
+    except KeyboardInterrupt as interrupt:
+        stderr.print("interrupted", style="yellow")
+        raise typer.Exit(EXIT_INTERRUPTED) from interrupt
+
+
+def _line_of(error: Exception) -> str:
+    """The message of an error; with the type, if headrace neither raised nor expected it."""
+    if isinstance(error, HeadraceError) or (isinstance(error, OSError) and error.strerror):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return (
+            f"no memory is left ({str(error) or 'MemoryError'}): free some, or raise this process's limit (ulimit -v)"
+        )
+    return f"{type(error).__name__}: {error}; HEADRACE_DEBUG=1 shows where it comes from"
+
+
+def expand_lists(args: Sequence[str]) -> list[str]:
+    """``--offload-params a b`` becomes ``--offload-params a --offload-params b``.
+
+    A list ends at the next flag or at ``--``; put ``MODEL`` before it or behind a ``--``.
+
+    Raises:
+        typer.BadParameter: a flag without a name after it; the parser would take the next flag for one.
+    """
+    # The engines with these flags take a list after one flag, which typer's parser does not support.
+    expanded: list[str] = []
+    rest = list(args)
+    while rest and rest[0] != "--":
+        flag = rest.pop(0)
+        if flag not in LIST_FLAGS:
+            expanded.append(flag)
+            continue
+        values = list(takewhile(lambda word: not word.startswith("-"), rest))
+        if not values:
+            what = "rule" if "=" in LIST_FLAGS[flag] else "name"
+            raise typer.BadParameter(f"{flag} needs at least one {what} after it, e.g. {flag} {LIST_FLAGS[flag]}")
+        for value in values:
+            expanded += [flag, value]
+        del rest[: len(values)]
+    return expanded + rest

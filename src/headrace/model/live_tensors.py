@@ -1,0 +1,626 @@
+"""The tensors of a live model while they are offloaded: pointed at other memory and back, and guarded in between.
+
+A tensor object is never exchanged while it can be kept: ties, optimizers and caches hold references to it. Only its
+data is pointed elsewhere (``tensor.data = ...``). Tensors on ``meta`` cannot take data and are replaced in all places
+that hold them.
+
+Two dispatch keys that no kernel of PyTorch uses mark offloaded tensors. The dispatcher reads the keys of all arguments
+before it selects a kernel, so it calls the functions below first: from any thread, module, model or library, whatever
+modes are active. Tensors without these keys never reach this code and cost nothing.
+
+*Resting* tensors (``DeferredInit``, reserved for code outside of PyTorch's tree) have shape, strides, dtype and device,
+and no memory. Any operator that takes one, its ``.data`` or its ``.detach()`` comes to :func:`_on_access`. Raw pointers
+are refused by torch ("Cannot access data pointer"), since the storage has none.
+
+*Guarded* tensors (``TESTING_ONLY_GenericWrapper``) view bytes that stay for a limited time: a slot, a copy. Operators
+that read them run at full speed, because the key falls through to their kernels. An operator that writes them in
+place, through any view, reaches :func:`_on_write` and is refused, since the next copy would overwrite the write.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from headrace.errors import ModelChangedError, StateError, warn_user
+from headrace.memory.pinned import device_view
+from headrace.model.inventory import Location, StorageInfo, TensorInfo
+
+__all__ = [
+    "BoundStorage", "BoundTensor", "GiveBack", "Path", "Wake", "bind", "is_resting", "live_tensors", "resident_rule",
+    "storage_id",
+]  # fmt: skip
+
+# Ends a loan of bytes: takes the output of the operator (None if it has failed), returns what its caller gets.
+GiveBack = Callable[[Any], Any]
+
+# Brings the bytes of a resting tensor: for good (returns None), or until the result is called. Takes the tensor, the
+# operator that uses it, and whether the operator writes it in place. OutsideAccessError: the bytes cannot be brought.
+Wake = Callable[["BoundTensor", str, bool], GiveBack | None]
+
+# Attributes from a module to a tensor at or below it, into a tensor subclass too.
+Path = tuple[str, ...]
+
+
+def bind(model: nn.Module, storages: Iterable[StorageInfo]) -> dict[str, BoundStorage]:
+    """The live side of ``storages``, by storage name."""
+    return {storage.name: BoundStorage(model, storage) for storage in storages}
+
+
+class BoundTensor:
+    """One tensor object and every place that holds it."""
+
+    def __init__(self, model: nn.Module, info: TensorInfo) -> None:
+        self.info = info
+        self.places = [(model.get_submodule(place.module), place) for place in info.locations]
+        module, place = self.places[0]
+        self._holder = _holder(module, place)
+        tensor = _find(module, (place.attr, *place.inner))
+        assert isinstance(tensor, torch.Tensor), place.name  # the inventory was taken a moment ago
+        self.tensor = self.original = tensor
+        self.original_data = self.tensor.data
+        self._revive: Callable[[], torch.Tensor | None] | None = None  # memory of the original, if it was released
+        self.lost = False  # the model holds another tensor, or none, in its place
+        self.in_slot: torch.Tensor | None = None  # over slot memory; None: not brought by a unit (any more)
+        self._unguarded: torch.Tensor | None = None  # the same for compiled code, which counts as writing
+        self._slot_view: torch.Tensor | None = None  # the same; kept when the tensor is promoted beside an open window
+        self._resting: torch.Tensor | None = None  # None: the tensor looks into its slot all the time
+        self._slot_storage = self._resting_storage = self._num_own_views = 0
+        self.wake: Wake | None = None
+        self._reported = False
+        self._address = 0 if self.tensor.device.type == "meta" or is_resting(self.tensor) else self.tensor.data_ptr()
+        self._version: int | None = None
+
+    def point_at(self, buffer: torch.Tensor) -> None:
+        """Make the tensor a view of ``buffer`` (uint8, 1-D), with its own shape, strides and dtype."""
+        self.in_slot = None
+        # Inference tensors and others cannot take each other's data.
+        with torch.inference_mode(self.original.is_inference()):
+            view = self.view_of(buffer)
+        if self.tensor.device.type != "meta":
+            self.tensor.data = view
+        else:
+            if self.info.kind == "parameter" and not self.info.locations[0].inner:
+                # A meta tensor cannot take data (`.data = view`), so a new object has to replace it.
+                view = nn.Parameter(view, requires_grad=self.tensor.requires_grad)
+            self._put(view)
+            self.tensor = view
+        self._address = view.data_ptr()
+        self.note_version()
+
+    def point_at_slot(self, buffer: torch.Tensor, wake: Wake | None) -> None:
+        """Make the tensor a view of ``buffer`` while it is open; with a ``wake`` it rests at other times.
+
+        ``wake``: called when the resting tensor is accessed.
+        """
+        self.point_at(_own_storage(buffer))  # in no local variable, which would count as one of our own views below
+        self.in_slot = self._unguarded = self.tensor.data
+        self._slot_storage = storage_id(self.in_slot)
+        if wake is not None:
+            self.wake = wake
+            with torch.inference_mode(self.original.is_inference()):
+                self._resting = resting_like(self.in_slot, self)
+                self.in_slot = self._slot_view = guarded(self.in_slot, self)
+            self._resting_storage = storage_id(self._resting)
+            self.tensor.data = self._resting
+            self._num_own_views = torch._C._storage_Use_Count(self._slot_storage)  # with torch's own, by version
+
+    def open(self) -> None:
+        """Make the tensor a view of its slot, which holds its unit now.
+
+        Raises:
+            ModelChangedError: it was moved or written since :meth:`rest`. A replaced or deleted tensor is the caller's
+                right: it is reported once, and the new one is used.
+        """
+        if self.in_slot is None:
+            return
+        if self._resting is None:
+            self.check()  # looks for a loss itself
+            self.note_version()  # unknown after compiled code, whose ops count as writes
+        elif self._find_loss():
+            return
+        elif self.tensor.untyped_storage()._cdata == self._resting_storage or not self.has_other_data:
+            self.tensor.data = self.in_slot  # where an interrupt may have left it
+        else:
+            raise self._moved()
+
+    def rest(self) -> ModelChangedError | None:
+        """Make the tensor rest, because its slot may get another unit.
+
+        Returns:
+            what is wrong, if it was moved or written since :meth:`open`.
+        """
+        if self.in_slot is None or self.lost:
+            return None
+        if self._resting is None:
+            error = self._change()
+            self.note_version()
+            return error
+        found = self.tensor.untyped_storage()._cdata
+        if found == self._slot_storage:
+            self.tensor.data = self._resting
+        return None if found in (self._slot_storage, self._resting_storage) else self._moved()
+
+    def _find_loss(self) -> bool:
+        """Whether the model now holds another tensor, or none, at this place; warns the first time."""
+        module, place = self.places[0]
+        if place.inner or place.kind == "attribute":
+            self.lost = not self.is_held_by(module, place.attr, place.inner)
+        else:  # what getattr() finds, without its detour
+            self.lost = self._holder.get(place.attr) is not self.tensor
+        if self.lost and not self._reported:
+            self._reported = True
+            what = "replaced" if hasattr(module, place.attr) else "deleted"
+            warn_user(
+                f"{place.name} was {what} after it was offloaded; headrace leaves the new state alone and the tensor "
+                f"is resident from now on. Offload again to bring it back under the plan"
+            )
+        return self.lost
+
+    def _moved(self) -> ModelChangedError:
+        return ModelChangedError(
+            f"{self.name} was moved (.data = ... or a private way to move it) while offloaded; its bytes are in the "
+            f"store, not in the tensor: call handle.remove() first, then move, then offload again"
+        )
+
+    def copy_of(self, buffer: torch.Tensor) -> torch.Tensor:
+        """This tensor over ``buffer``, for reading only."""
+        with torch.inference_mode(self.original.is_inference()):
+            return guarded(self.view_of(buffer), self)
+
+    def lend(self, buffer: torch.Tensor) -> None:
+        """Make a resting tensor a view of ``buffer`` until :meth:`end_loan`."""
+        self.tensor.data = self.copy_of(buffer)
+
+    def end_loan(self) -> None:
+        """Make the tensor rest again."""
+        self.tensor.data = self._resting  # type: ignore[assignment]
+
+    def stay_in_slot(self) -> None:
+        """Keep the tensor in its slot from now on, because compiled code relies on addresses."""
+        if self._resting is not None and self.in_slot is not None:
+            # The declared mutations of the custom ops, which order compiled code, are writes that a guard would refuse.
+            self.in_slot = self._unguarded
+            self.open()
+            self._resting = None
+            self.note_version()
+
+    @property
+    def name(self) -> str:
+        """The first name."""
+        return self.info.name
+
+    def is_viewed(self, num_known: int = 0) -> bool:
+        """Whether more than ``num_known`` other tensors look into the slot through this tensor's storage."""
+        if self._resting is None:
+            return False
+        # Every view holds the storage, in any thread and any container; torch has no list of a tensor's views.
+        return torch._C._storage_Use_Count(self._slot_storage) > self._num_own_views + num_known
+
+    def offset_in_slot(self, view: torch.Tensor) -> int | None:
+        """Bytes from this tensor's first one in its slot to the first of ``view``; ``None``: it looks elsewhere."""
+        mine = self._slot_view
+        if mine is None or storage_id(view) != self._slot_storage:
+            return None
+        return int(view.storage_offset() * view.itemsize - mine.storage_offset() * mine.itemsize)
+
+    def view_of(self, buffer: torch.Tensor) -> torch.Tensor:
+        """This tensor's shape, strides and dtype over the bytes of its storage."""
+        start = buffer.storage_offset() + self.info.byte_offset
+        view = torch.empty(0, dtype=self.info.dtype, device=buffer.device)
+        view.set_(buffer.untyped_storage(), start // view.itemsize, self.info.shape, self.info.stride)
+        view = view.conj() if self.original.is_conj() else view
+        return torch._neg_view(view) if self.original.is_neg() else view
+
+    def restore(self) -> None:
+        """Restore the original tensor object and its original memory."""
+        self.in_slot = None
+        if self.tensor is not self.original:
+            self._put(self.original)
+            self.tensor = self.original
+        elif self.tensor.device.type != "meta":
+            self.tensor.data = self.original_data
+
+    def return_to(self, data: torch.Tensor) -> None:
+        """Make the tensor a view of ``data``, which is memory that it had before."""
+        self.in_slot = None
+        self.tensor.data = self.original_data = data
+        self._address = self.tensor.data_ptr()
+
+    def forget_original(self) -> None:
+        """Release the memory that the tensor had."""
+        if self.original.device.type != "meta":
+            self._revive = self._revive or _reviver(self.original_data)
+            self.original_data = self.tensor.data
+
+    def revived_data(self) -> torch.Tensor | None:
+        """The memory that :meth:`forget_original` released, if views that the model keeps elsewhere still hold it."""
+        return None if self._revive is None else self._revive()
+
+    def is_held_by(self, module: nn.Module, attr: str, inner: tuple[str, ...] = ()) -> bool:
+        """Whether ``module`` has this very tensor at ``attr`` now; ``inner``: the path inside a subclass."""
+        return _find(module, (attr, *inner)) is self.tensor
+
+    def check(self) -> None:
+        """Compare with what :meth:`point_at` left, where tensors do not rest; cheap enough for every run.
+
+        Raises:
+            ModelChangedError: moved, or written in place.
+        """
+        if error := self._change():
+            raise error
+
+    def _change(self) -> ModelChangedError | None:
+        if self._find_loss():
+            return None
+        if self.tensor.data_ptr() != self._address:
+            return self._moved()
+        if self._version is not None and _version(self.tensor) != self._version:
+            return ModelChangedError(
+                f"{self.name} was written in place while offloaded; the write is lost with the next copy: call "
+                f"handle.remove() first, or leave this tensor out of the selection"
+            )
+        return None
+
+    @property
+    def has_other_data(self) -> bool:
+        """Whether its data was set (``tensor.data = ...``) since :meth:`point_at` or :meth:`point_at_slot`."""
+        if self.tensor.device.type == "meta":
+            return False
+        if self.in_slot is None:
+            return not is_resting(self.tensor) and self.tensor.data_ptr() != self._address
+        return storage_id(self.tensor) not in (self._resting_storage, self._slot_storage)
+
+    def refuse_copy(self, given: Collection[int]) -> None:
+        """Raise ``StateError`` unless compiled code was given this very memory (``given``: addresses), not a copy."""
+        if not self.lost and self._address not in given:
+            raise StateError(
+                f"{self.info.name}: the compiler hands over a copy made before the bytes have arrived, so the result "
+                f"would be wrong; compile with backend='inductor' or 'eager', run under torch.inference_mode() or "
+                f"no_grad(), and leave tensor subclasses out of the selection"
+            )
+
+    def note_version(self, known: bool = True) -> None:
+        """Remember the version counter, so that :meth:`check` sees writes; ``known=False`` forgets it."""
+        if self._resting is not None:
+            return  # a write raises before it happens
+        self._version = _version(self.tensor) if known else None
+
+    def invalidate_saved(self) -> None:
+        """Invalidate what autograd has saved of this tensor, whose data is about to change."""
+        # A backward through a saved tensor with a newer version raises. Without this it would use another unit's bytes.
+        if _version(self.tensor) is not None:
+            torch.autograd.graph.increment_version(self.tensor)
+
+    def _put(self, tensor: torch.Tensor) -> None:
+        for module, place in self.places:
+            if not self.is_held_by(module, place.attr, place.inner):
+                continue  # replaced since; the new one stays
+            if place.inner:
+                setattr(_find(module, (place.attr, *place.inner[:-1])), place.inner[-1], tensor)
+            else:
+                _holder(module, place)[place.attr] = tensor
+
+
+class BoundStorage:
+    """All tensors that look into one stretch of memory, moved together so that they keep overlapping."""
+
+    def __init__(self, model: nn.Module, info: StorageInfo) -> None:
+        self.info = info
+        self.tensors = [BoundTensor(model, tensor) for tensor in info.tensors]
+        self.home = self.tensors[0].original.device
+        self.keeps_original = True
+        self.is_back = False  # remove() has given the tensors their bytes
+
+    @property
+    def on_meta(self) -> bool:
+        """Whether the model has no bytes for it yet."""
+        return self.home.type == "meta"
+
+    def original_bytes(self) -> torch.Tensor:
+        """The memory the model came with: uint8, 1-D."""
+        return self._bytes_around(self._first.original_data)
+
+    def current_bytes(self) -> torch.Tensor:
+        """The memory the tensors look into now: uint8, 1-D."""
+        return self._bytes_around(self._first.tensor.data)
+
+    def _bytes_around(self, first: torch.Tensor) -> torch.Tensor:
+        start = first.storage_offset() * first.dtype.itemsize - self._first.info.byte_offset
+        buffer = torch.empty(0, dtype=torch.uint8, device=first.device)
+        return buffer.set_(first.untyped_storage(), start, (self.info.num_bytes,), (1,))
+
+    @property
+    def _first(self) -> BoundTensor:
+        return min(self.tensors, key=lambda tensor: tensor.info.byte_offset)
+
+    def point_at(self, buffer: torch.Tensor) -> None:
+        """Make every tensor a view of ``buffer`` at its own offset."""
+        for tensor in self.tensors:
+            tensor.point_at(buffer)
+
+    def point_at_slot(self, buffer: torch.Tensor, wake: Wake | None = None) -> None:
+        """The same for a slot, which other units' tensors look into as well; see :mod:`headrace.runtime.hooks`."""
+        for tensor in self.tensors:
+            tensor.point_at_slot(buffer, wake)
+
+    def adopt(self, buffer: torch.Tensor) -> None:
+        """Make ``buffer`` the memory that the model came with: for what was on ``meta`` and is computed, not read."""
+        self.point_at(buffer)
+        for tensor in self.tensors:
+            tensor.original, tensor.original_data = tensor.tensor, tensor.tensor.data
+        self.home = buffer.device
+
+    def return_to_original(self) -> bool:
+        """Point every tensor at the memory that the model came with, if views kept elsewhere hold it still."""
+        found = [tensor.original_data if self.keeps_original else tensor.revived_data() for tensor in self.tensors]
+        if self.on_meta or any(data is None for data in found):
+            return False
+        for tensor, data in zip(self.tensors, found, strict=True):
+            tensor.return_to(data)  # type: ignore[arg-type] # none is None
+        return True
+
+    def give_back(self, buffer: torch.Tensor | None) -> None:
+        """Make every tensor a view of ``buffer``, or restore it; a tensor whose data was set since keeps that data.
+
+        Where views kept elsewhere still hold the memory that the model came with, the bytes of ``buffer`` go there.
+        """
+        left = [tensor for tensor in self.tensors if not tensor.has_other_data]
+        if buffer is not None and len(left) == len(self.tensors) and self.return_to_original():
+            self.original_bytes().copy_(buffer)
+            left = []
+        for tensor in left:
+            if buffer is None:
+                tensor.restore()
+            else:
+                tensor.point_at(buffer)
+                tensor.forget_original()
+        self.is_back = True
+
+    def restore(self) -> None:
+        """Restore the original object and memory of every tensor."""
+        for tensor in self.tensors:
+            tensor.restore()
+
+    def forget_original(self) -> None:
+        """Release the memory that the model came with."""
+        self.keeps_original = False
+        for tensor in self.tensors:
+            tensor.forget_original()
+
+
+def _reviver(data: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+    """A function that makes ``data`` again as long as another tensor keeps its memory alive."""
+    # Weak, because the memory has to be freed unless a view outside of the model keeps it.
+    weak = StorageWeakRef(data.untyped_storage())
+    geometry = (data.storage_offset(), data.shape, data.stride())
+    dtype, device, is_inference = data.dtype, data.device, data.is_inference()
+
+    def revive() -> torch.Tensor | None:
+        storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+        if storage is None:
+            return None
+        with torch.inference_mode(is_inference):
+            return torch.empty(0, dtype=dtype, device=device).set_(storage, *geometry)
+
+    return revive
+
+
+def live_tensors(module: nn.Module, paths: Iterable[Path]) -> Iterator[torch.Tensor]:
+    """The tensors at ``paths`` right now; traced by the compiler, hence without any state of ours."""
+    for path in paths:
+        found = _find(module, path)
+        if isinstance(found, torch.Tensor):  # or deleted since
+            yield found
+
+
+def _find(module: nn.Module, path: Path) -> object:
+    found: object = module
+    for attr in path:
+        found = getattr(found, attr, None)
+    return found
+
+
+def _holder(module: nn.Module, place: Location) -> dict[str, torch.Tensor | None]:
+    if place.kind == "parameter":
+        return module._parameters  # type: ignore[return-value]
+    return module._buffers if place.kind == "buffer" else vars(module)
+
+
+def _own_storage(buffer: torch.Tensor) -> torch.Tensor:
+    """The same memory, kept alive, under a storage object of its own."""
+    # The tensors of all units in a slot share its memory. With one storage for all, its use count (is_viewed) and its
+    # owner (_owners) would mix the tensors of different units.
+    return torch.frombuffer(buffer.numpy(), dtype=torch.uint8) if buffer.is_cpu else device_view(buffer, buffer.device)
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    try:
+        return tensor._version
+    except RuntimeError:  # made in inference mode, which does without; autograd saves no such tensor
+        return None
+
+
+# -- dispatch keys -----------------------------------------------------------------------------------------------------
+
+_RESTING, _GUARDED = "DeferredInit", "TESTING_ONLY_GenericWrapper"
+_RESTING_KEY, _GUARDED_KEY = (torch._C._dispatch_key_parse(name) for name in (_RESTING, _GUARDED))
+_GUARDED_KEYS = torch._C.DispatchKeySet(_GUARDED_KEY)
+
+# These neither read nor write bytes: bookkeeping, aliases, and factories that only ask for shape, dtype and device.
+_TOUCHES_NOTHING = {
+    "set_data", "_has_compatible_shallow_copy_type", "detach", "alias", "requires_grad_", "retain_grad",
+    "record_stream", "is_pinned", "is_same_size",
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
+    "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full",
+}  # fmt: skip
+
+
+_owners: weakref.WeakValueDictionary[int, BoundTensor] = weakref.WeakValueDictionary()
+
+
+class _Geometry(torch.Tensor):
+    """Makes tensors with keys of our choice, nothing else: torch builds these for subclasses alone."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise AssertionError("the tensors made from this one are plain")
+
+
+def resting_like(tensor: torch.Tensor, owner: BoundTensor) -> torch.Tensor:
+    """A resting tensor of the shape, strides, dtype and device of ``tensor``, which ``owner`` answers for."""
+    resting = _marked(tensor, _RESTING_KEY)
+    # Code that asks for the pointer gets an error of torch instead of the null pointer of an empty storage.
+    torch._C._set_throw_on_mutable_data_ptr(resting)
+    _owners[storage_id(resting)] = owner
+    return resting
+
+
+def guarded(tensor: torch.Tensor, owner: BoundTensor) -> torch.Tensor:
+    """``tensor`` over the same storage, read-only for everything that the dispatcher sees."""
+    view = _marked(tensor, _GUARDED_KEY)
+    # `set_` itself is declared as a write of `view`, which the guard would refuse.
+    with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(_GUARDED_KEYS):
+        view.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    _owners[storage_id(view)] = owner
+    return view
+
+
+def _marked(tensor: torch.Tensor, key: Any) -> torch.Tensor:
+    """A tensor like ``tensor`` with ``key`` and without memory; an inference tensor if inference mode is on."""
+    _register()
+    keys = torch._C.DispatchKeySet(key)
+    for is_lazy, bit in ((tensor.is_conj(), "Conjugate"), (tensor.is_neg(), "Negative")):
+        keys = keys | torch._C.DispatchKeySet(torch._C._dispatch_key_parse(bit)) if is_lazy else keys
+    # The only function of torch that makes a tensor with given dispatch keys; it makes a subclass.
+    geometry = torch.Tensor._make_wrapper_subclass(
+        _Geometry,
+        tensor.shape,
+        strides=tensor.stride(),
+        dtype=tensor.dtype,
+        device=tensor.device,
+        storage_size=0,
+        _extra_dispatch_keys=keys,
+    )
+    marked = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    with torch._C._DisableTorchDispatch():
+        # Sets keys, shape and storage; the Python class stays torch.Tensor, so no __torch_dispatch__ runs later.
+        marked.data = geometry
+    return marked
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """The address of the tensor's storage object, which all views of it share; its memory may change."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def is_resting(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of ``tensor`` are elsewhere."""
+    return bool(torch._C._dispatch_keys(tensor).has(_RESTING_KEY))
+
+
+def resident_rule(name: str) -> str:
+    """How to keep the tensor ``name`` on the device, for messages: in Python and on a command line."""
+    return f"rules=[({name!r}, 'resident')], --offload-rule {name}=resident"
+
+
+def _on_access(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Give every resting argument its bytes, then run ``operator`` as if nothing had been offloaded."""
+    loans: list[GiveBack] = []
+    output = None
+    try:
+        for argument in tree_leaves((args, kwargs)):
+            if isinstance(argument, torch.Tensor) and is_resting(argument):
+                is_written = any(argument is target for target in _targets(operator, args, kwargs))
+                loans += _wake(argument, str(operator), is_written)
+        output = operator(*args, **kwargs)
+    finally:
+        for give_back in reversed(loans):
+            output = give_back(output)
+    return output
+
+
+def _on_write(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Refuse ``operator`` if it writes a guarded tensor; others may be among its arguments."""
+    for target in _targets(operator, args, kwargs):
+        if isinstance(target, torch.Tensor) and torch._C._dispatch_keys(target).has(_GUARDED_KEY):
+            owner = _owners.get(storage_id(target))
+            name = "a weight" if owner is None else owner.name
+            raise ModelChangedError(
+                f"{name} was written in place by {operator} while offloaded, where the write would be lost with the "
+                f"next copy: call handle.remove() first, or keep it resident ({resident_rule(name)})"
+            )
+    # Without the key excluded, the dispatcher would call this function again.
+    with torch._C._ExcludeDispatchKeyGuard(_GUARDED_KEYS):
+        return operator(*args, **kwargs)
+
+
+def _targets(operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The tensors that ``operator`` writes in place."""
+    targets: list[Any] = []
+    for position, name in _written(operator):
+        target = args[position] if position < len(args) else kwargs.get(name)
+        targets += target if isinstance(target, list | tuple) else [target]
+    return targets
+
+
+@functools.cache
+def _written(operator: torch._ops.OpOverload) -> list[tuple[int, str]]:
+    """Position and name of each argument that the schema of ``operator`` says it writes."""
+    arguments = enumerate(operator._schema.arguments)
+    return [(position, a.name) for position, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def _wake(argument: torch.Tensor, operator: str, is_written: bool) -> list[GiveBack]:
+    owner = _owners.get(storage_id(argument))
+    if owner is None:
+        raise StateError(
+            f"{operator} was given an alias (.data or .detach()) of a weight, taken while its model was offloaded; "
+            f"the offload is gone: take the alias again"
+        )
+    give_back = owner.wake(owner, operator, is_written) if owner.wake and is_resting(owner.tensor) else None
+    loans = [] if give_back is None else [give_back]
+    # An alias that was taken while the tensor rested has a TensorImpl of its own, which the owner's waking does not
+    # change.
+    if argument is not owner.tensor:
+        resting = argument.data
+        with torch.no_grad():
+            argument.data = owner.tensor.data
+        if give_back is not None:
+            loans.append(functools.partial(_rest_again, argument, resting))
+    return loans
+
+
+def _rest_again(alias: torch.Tensor, resting: torch.Tensor, output: Any) -> Any:
+    with torch.no_grad():
+        alias.data = resting
+    return output
+
+
+@functools.cache
+def _register() -> tuple[torch.library.Library, ...]:
+    """Register the meaning of the two keys with the dispatcher, once."""
+    everything, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    # A fallback of a key serves the operators of every library in every thread. A TorchDispatchMode would cost 10 us
+    # per operator, see one thread only, and change how composite operators decompose.
+    everything.fallback(_on_access, _RESTING)
+    everything.fallback(torch.library.fallthrough_kernel, _GUARDED)
+    for schema in torch._C._jit_get_all_schemas():
+        namespace, _, name = schema.name.partition("::")
+        qualified = f"{name}.{schema.overload_name}".rstrip(".")
+        if namespace != "aten" or not torch._C._dispatch_has_kernel(f"aten::{qualified}"):
+            continue  # another library's, or one of TorchScript's own
+        if name in _TOUCHES_NOTHING:
+            aten.impl(qualified, torch.library.fallthrough_kernel, _RESTING)
+        # Python runs only for operators that declare a write; all others keep the fall-through and their speed.
+        elif any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
+            operator = getattr(getattr(torch.ops.aten, name), schema.overload_name or "default")
+            aten.impl(qualified, functools.partial(_on_write, operator), _GUARDED)
+    return everything, aten

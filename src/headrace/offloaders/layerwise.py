@@ -1,0 +1,414 @@
+"""Offloaders of engines: layers leave the device as they are built, and one session takes over all of them.
+
+:class:`PrefetchOffloader` and :class:`UVAOffloader` know only the layers that they were handed.
+:class:`EngineOffloader` knows the whole model in the end: its patterns reach what the engine does not build as layers
+(vision towers, tables), and a device-memory budget is planned over all of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import nn
+
+from headrace.config import UVA, Budget, Mechanism, Mode, Prefetch, Rule
+from headrace.errors import OptionError, StateError
+from headrace.model.inventory import Inventory, StorageInfo, is_embedding, is_within, take_inventory
+from headrace.model.patterns import is_segments, matching
+from headrace.model.semantic_groups import semantic_groups
+from headrace.offloaders.base import BaseOffloader
+from headrace.plan.build import build_plan
+from headrace.plan.plan import Plan
+from headrace.plan.units import TINY_BYTES, plan_group_rule, worth_moving
+from headrace.ranks.group import RankGroup
+from headrace.runtime.prepare import Prepared, compute_device, make_planner, prepare
+from headrace.runtime.session import OffloadSession, SessionOptions
+from headrace.runtime.under_construction import BuildTimeFilter, BuildTimePool
+from headrace.stats import Stats
+
+__all__ = ["EngineOffloader", "EnginePolicy", "LayerwiseOffloader", "PrefetchOffloader", "UVAOffloader"]
+
+EnginePolicy = Prefetch | UVA | Budget
+
+_NEVER_PROMOTES = "an engine that has counted its memory has no room for more"
+
+# LoRA wraps a linear module in one that has it as a child of this name.
+_WRAPPED = ".base_layer."
+
+
+class LayerwiseOffloader(BaseOffloader):
+    """Collects the layers, and makes and carries out the plan for them in the end.
+
+    Layers are known by stack and index (``0.17.mlp.up_proj.weight``), since an engine hands them over before they have
+    a place in a model.
+    """
+
+    _ranks: RankGroup | None = None  # for stores that span processes
+
+    def __init__(self, policy: EnginePolicy) -> None:
+        """``policy``: what to do."""
+        self._policy = policy
+        self._leaves = BuildTimeFilter(policy)
+        self._stacks = nn.ModuleList()
+        self._pool = BuildTimePool()
+        self._session: OffloadSession | None = None
+
+    def wrap_modules(self, modules_generator: Iterable[nn.Module]) -> list[nn.Module]:
+        if self._session is not None:
+            raise StateError("wrap_modules was called after post_init; use a new offloader for another model")
+        stack = nn.ModuleList()
+        self._stacks.append(stack)
+        for index, module in enumerate(modules_generator):
+            stack.append(module)
+            self._pool.take(module, partial(self._leaves, index), apart=not self._leaves.is_exact)
+        return list(stack)
+
+    def post_init(self) -> None:
+        if self._session is not None:
+            raise StateError("post_init was called twice; call remove() in between to take over new weights")
+        prepared = self._prepare()
+        session = OffloadSession(prepared, self._options(prepared))
+        session.attach()
+        self._session = session
+
+    def _prepare(self, allocates: bool = True) -> Prepared:
+        model, device = self._model(), self._device()
+        inventory = self._take_inventory(model)
+        plan = self._make_plan(inventory)
+        prepared = prepare(
+            model, plan, inventory=inventory, device=device, ranks=self._ranks, pool=self._pool, allocates=allocates
+        )
+        self._check_plan(prepared.plan, inventory)
+        return prepared
+
+    def sync_prev_onload(self) -> None:
+        if self._session is not None:
+            self._session.wait_all()
+
+    def remove(self) -> None:
+        if self._session is not None:
+            self._session.remove(graphs_released=True)  # an engine ends its offload with its graphs
+            self._session = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force; after ``post_init``."""
+        return self._require_session().plan
+
+    def stats(self) -> Stats:
+        """What has moved; after ``post_init``."""
+        return self._require_session().stats()
+
+    def _require_session(self) -> OffloadSession:
+        if self._session is None:
+            raise StateError("nothing is offloaded yet: call post_init() once the weights are loaded")
+        return self._session
+
+    def _layers(self) -> list[list[str]]:
+        """Names within :meth:`_model` of the layers, by stack; a layer that is called several times counts once."""
+        names = {id(module): name for name, module in self._model().named_modules()}
+        stacks = [[names.get(id(layer), "") for layer in stack.children()] for stack in self._stacks]
+        return [found for stack in stacks if (found := [name for name in stack if name])]
+
+    # -- what subclasses decide ---------------------------------------------------------------------------------------
+
+    def _make_plan(self, inventory: Inventory) -> Plan:
+        """The plan for the collected layers."""
+        if isinstance(self._policy, Prefetch):
+            return plan_group_rule(inventory, self._policy, self._layers())
+        return build_plan(inventory, self._policy)
+
+    def _model(self) -> nn.Module:
+        """What is offloaded: by default the stacks alone."""
+        return self._stacks
+
+    def _device(self) -> torch.device:
+        """Where compute runs."""
+        return compute_device(self._model())
+
+    def _take_inventory(self, model: nn.Module) -> Inventory:
+        return take_inventory(model)
+
+    def _check_plan(self, plan: Plan, inventory: Inventory) -> None:
+        """Raise ``OptionError`` for a plan that the engine cannot run, though ``headrace.offload`` could."""
+
+    def _options(self, prepared: Prepared) -> SessionOptions:
+        first = next((layer for stack in self._stacks for layer in stack.children()), None)
+        return SessionOptions(entry=first, never_promotes=_NEVER_PROMOTES)
+
+
+class PrefetchOffloader(LayerwiseOffloader):
+    """Of every ``group_size`` layers the last ``num_in_group`` live in the store and are copied ahead of use."""
+
+    def __init__(
+        self,
+        group_size: int,
+        num_in_group: int,
+        prefetch_step: int,
+        offload_params: Sequence[str] | None = None,
+        mode: Mode = "cpu",
+    ) -> None:
+        """See :class:`headrace.Prefetch` for the arguments; ``offload_params`` is its ``params``."""
+        super().__init__(Prefetch(group_size, num_in_group, prefetch_step, tuple(offload_params or ()), mode))
+
+
+class UVAOffloader(LayerwiseOffloader):
+    """Reads tensors where they rest: up to ``cpu_offload_max_bytes``, in the order the layers are built."""
+
+    def __init__(self, cpu_offload_max_bytes: int, cpu_offload_params: Sequence[str] | None = None) -> None:
+        """See :class:`headrace.UVA` for the arguments."""
+        super().__init__(UVA(cpu_offload_max_bytes, tuple(cpu_offload_params or ())))
+
+
+class EngineOffloader(LayerwiseOffloader):
+    """Executes ``policy`` on the model that ``find_model`` returns once it is built.
+
+    The group rule counts the layers of the largest stack that was wrapped. What a pattern names outside all layers is
+    read in place: a tower runs by itself, and the schedule of the layers would be out of step with it. Layers that
+    belong to another model than ``find_model``'s, a draft model's, come back to the device: it runs several times per
+    step of the other.
+    """
+
+    def __init__(
+        self,
+        policy: EnginePolicy,
+        find_model: Callable[[], nn.Module],
+        *,
+        is_lookup: Callable[[nn.Module], bool] = is_embedding,
+        ranks: RankGroup | None = None,
+        measure_stalls: bool = False,
+        announces_replays: bool = False,
+    ) -> None:
+        """``policy``: what to do; ``find_model``: asked in :meth:`post_init`.
+
+        ``is_lookup``: see :func:`headrace.model.inventory.take_inventory`. ``ranks``: for mode ``shm_cpu``.
+        ``measure_stalls``: time every wait, for :meth:`stats`. ``announces_replays``: the engine calls
+        :meth:`sync_prev_onload` before every capture and every replay of a whole forward, and puts neither end of a
+        unit into a graph of a part of one.
+        """
+        super().__init__(policy)
+        self._ranks = ranks
+        self._measure_stalls = measure_stalls
+        self._find_model = find_model
+        self._is_lookup = is_lookup
+        self._announces_replays = announces_replays
+        self._others_replay = False
+        self.added_device_bytes = 0
+
+    def post_init(self) -> None:
+        """Weights are final: make the plan and carry it out. Further calls have no effect.
+
+        Attributes set:
+            added_device_bytes: device memory that was in use before and is not any more counts as negative.
+        """
+        if self._session is not None:
+            return
+        self._require_layers()
+        before = _device_bytes(self._device())
+        own = {id(parameter) for parameter in self._model().parameters()}
+        for parameter in self._stacks.parameters():
+            if id(parameter) not in own and parameter.is_cuda:  # of another model, which stays on the device
+                parameter.data = parameter.data.clone()
+        super().post_init()
+        self.added_device_bytes = _device_bytes(self._device()) - before
+
+    def _require_layers(self) -> None:
+        if next(self._stacks.parameters(), None) is None:
+            raise StateError(
+                "no layers were wrapped: set the offloader before the model is built; inside vLLM, this stage of a "
+                "pipeline has none (use fewer stages), or the model is not made of layers that are handed over"
+            )
+
+    # -- while it runs ------------------------------------------------------------------------------------------------
+
+    def prepare_next(self) -> None:
+        """A forward has been given to the device, as a replay perhaps: copy ahead for the next one."""
+        if self._session is not None:
+            self._session.reset()
+
+    @contextmanager
+    def replays_of_others(self) -> Iterator[None]:
+        """Within, what the engine announces is none of the model's replays but, say, a draft model's."""
+        self._others_replay = True
+        try:
+            yield
+        finally:
+            self._others_replay = False
+
+    def sync_prev_onload(self) -> None:
+        if not self._others_replay:
+            super().sync_prev_onload()
+
+    @property
+    def has_run(self) -> bool:
+        """Whether any module that is offloaded ran."""
+        return any(unit.runs for unit in self.stats().units)
+
+    def require_all_ran(self) -> None:
+        """To be asked when the engine has run its model once, before its results count.
+
+        Raises:
+            StateError: a unit whose module did not run: what reads its weights would not wait for them.
+        """
+        units = self.stats().units
+        idle = [unit.module_fqn for unit in units if unit.runs == 0]
+        if idle:
+            raise StateError(
+                f"{len(idle)} of {len(units)} offloaded modules did not run when the engine ran its model "
+                f"({', '.join(idle[:3])}{', ...' if len(idle) > 3 else ''}), so nothing would wait for their weights: "
+                f"leave them out of what is offloaded, with names that do not match them (--offload-params; with "
+                f"device_memory: headrace.params, or headrace.rules such as '{idle[0]}=resident')"
+            )
+
+    # -- the plan -----------------------------------------------------------------------------------------------------
+
+    def _model(self) -> nn.Module:
+        return self._find_model()
+
+    def _device(self) -> torch.device:
+        return next(parameter.device for parameter in self._stacks.parameters())
+
+    def _take_inventory(self, model: nn.Module) -> Inventory:
+        """What lies on the device and is not tiny.
+
+        What an engine keeps elsewhere it keeps there on purpose. Norms and biases are not worth a copy, even where a
+        pattern names them; and model code that reads ``weight.data`` cannot be compiled if an op writes that weight.
+        """
+        device = self._device()
+        tensors = chain(model.named_parameters(), model.named_buffers())
+        elsewhere = {name for name, tensor in tensors if tensor.device != device}
+        inventory = take_inventory(model, self._is_lookup)
+        # The name of an inner tensor of a subclass goes on behind a colon.
+        here = [s for s in inventory.storages if elsewhere.isdisjoint(n.partition(":")[0] for n in s.names)]
+        return replace(inventory, storages=tuple(s for s in here if s.num_bytes >= TINY_BYTES))
+
+    def _make_plan(self, inventory: Inventory) -> Plan:
+        policy, stacks = self._policy, self._layers()
+        if isinstance(policy, Budget) and policy.num_bytes >= inventory.num_bytes:
+            raise OptionError(
+                f"device_memory = {policy.num_bytes} bytes offloads nothing: all weights together have "
+                f"{inventory.num_bytes} bytes; leave device_memory out, or lower it"
+            )
+        if not stacks:
+            raise StateError(
+                "the model has none of the layers that were wrapped: set the offloader before the model is built"
+            )
+        layers = max(stacks, key=lambda names: sum(s.num_bytes for name in names for s in inventory.under(name)))
+        params = tuple(_through_wrappers(inventory, pattern) for pattern in policy.params)
+        if isinstance(policy, Prefetch):
+            everywhere = list(chain.from_iterable(stacks))
+            outside = (lambda s: _is_outside(s, everywhere)) if params else (lambda s: False)
+            return plan_group_rule(inventory, replace(policy, params=params), [layers], outside, by_part=True)
+        if isinstance(policy, UVA):
+            return build_plan(inventory, replace(policy, params=params or [_pattern_of(inventory, layers)]))
+        if not params:  # layers, and tables that are only looked up; other modules may be read without a call
+            tables = [_exactly([s.name]) for s in inventory.storages if s.is_lookup]
+            params = (_pattern_of(inventory, layers), *tables)
+        rules = [(_through_wrappers(inventory, pattern), mechanism) for pattern, mechanism in policy.rules]
+        outside_names = {s.name for s in inventory.storages if not s.is_lookup and _is_outside(s, layers)}
+        rules += _rules_for(outside_names, inventory, params, rules)
+        planner = make_planner(self._model(), inventory, self._device())
+        return planner.plan(replace(policy, params=params, rules=tuple(rules)))
+
+    def _check_plan(self, plan: Plan, inventory: Inventory) -> None:
+        model, layers = self._model(), list(chain.from_iterable(self._layers()))
+        for unit in plan.units:
+            module = model.get_submodule(unit.module_fqn)
+            # Compilers of parts of a model replace __call__, and what they put there runs no hooks.
+            if not _runs_hooks(module):
+                raise OptionError(
+                    f"{unit.module_fqn} ({type(module).__name__}) replaces Module.__call__, so nothing would wait for "
+                    f"its weights: read them in place ('{unit.module_fqn}=uva'), or leave them out of what is offloaded"
+                )
+            for storage in (inventory.by_name[entry.storage] for entry in unit.entries):
+                if not storage.is_lookup and _is_outside(storage, layers):
+                    raise OptionError(
+                        f"{storage.name} lies outside the layers that are handed over, where an engine may use weights "
+                        f"without calling their module, so it has to be read in place, which HEADRACE_DISABLE_UVA=1 "
+                        f"and HEADRACE_DISABLE_PIN_MEMORY=1 forbid: unset them, or leave it out of --offload-params"
+                    )
+
+    def _options(self, prepared: Prepared) -> SessionOptions:
+        model, units = prepared.model, prepared.plan.units
+        runs_hooks = _runs_hooks(model)  # a model that is compiled as a whole runs none of its own
+        return SessionOptions(
+            entry=model.get_submodule(units[0].module_fqn) if units and not runs_hooks else None,
+            measure_stalls=self._measure_stalls,
+            replays_announced=self._announces_replays and runs_hooks,  # the hooks say where a forward ends
+            keeps_addresses=True,
+            never_promotes=_NEVER_PROMOTES,
+        )
+
+
+def _device_bytes(device: torch.device) -> int:
+    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else 0
+
+
+def _runs_hooks(module: nn.Module) -> bool:
+    """Whether its ``__call__`` is torch's, or a wrapper that goes on to it, as transformers' layers have one."""
+    call = type(module).__call__
+    code = getattr(inspect.unwrap(call), "__code__", None)
+    return call is nn.Module.__call__ or (code is not None and "super" in code.co_names)
+
+
+def _is_outside(storage: StorageInfo, layers: Sequence[str]) -> bool:
+    return not any(is_within(module, layer) for module in storage.modules for layer in layers)
+
+
+def _rules_for(
+    outside: Collection[str], inventory: Inventory, params: Sequence[str], rules: Sequence[Rule]
+) -> list[Rule]:
+    """For storages outside the layers, no tables, that have no rule of the user's (``rules``).
+
+    An engine multiplies with a head without calling it, so that stays. The rest is read in place where ``params`` names
+    it, as by the group rule.
+
+    Raises:
+        OptionError: a rule would have something of it copied into a slot.
+    """
+    ruled: set[str] = set()
+    for pattern, mechanism in rules:
+        matched = matching(inventory, pattern) - ruled
+        if mechanism == "prefetch" and (found := sorted(matched.intersection(outside))):
+            raise OptionError(
+                f"rule '{pattern}=prefetch' reaches {found[0]}, outside the layers that are handed over, where an "
+                f"engine may use weights without calling their module: say uva or resident for it, in a rule before "
+                f"this one"
+            )
+        ruled |= matched
+    free = set(outside) - ruled
+    heads = free & semantic_groups(inventory)["lm_head"]
+    named = free.intersection(chain.from_iterable(matching(inventory, pattern) for pattern in params)) - heads
+    kinds: tuple[tuple[set[str], Mechanism], ...] = ((heads, "resident"), (named, "uva"))
+    return [(_exactly(sorted(names)), mechanism) for names, mechanism in kinds if names]
+
+
+def _pattern_of(inventory: Inventory, layers: Sequence[str]) -> str:
+    """What is offloaded of ``layers`` when no names are given: neither buffers nor what is tiny."""
+    worth = {storage.name for layer in layers for storage in worth_moving(inventory.under(layer))}
+    within = {name.removeprefix(f"{layer}.") for layer in layers for name in worth if is_within(name, layer)}
+    return f"re:(?:{'|'.join(map(re.escape, layers))})\\.(?:{'|'.join(map(re.escape, sorted(within)))})"
+
+
+def _through_wrappers(inventory: Inventory, pattern: str) -> str:
+    """``pattern``, or if wrapped modules have names that it means, the pattern for those too."""
+    wrapped = [name for name in inventory.by_name if _WRAPPED in name]
+    plain = {name.replace(_WRAPPED, "."): name for name in wrapped}
+    if not plain or not is_segments(pattern):
+        return pattern
+    segments = f".{pattern}."
+    found = [name for name in inventory.by_name if segments in f".{name}."]
+    hidden = [real for name, real in plain.items() if segments in f".{name}." and segments not in f".{real}."]
+    return _exactly([*found, *hidden]) if hidden else pattern
+
+
+def _exactly(names: Iterable[str]) -> str:
+    """The pattern that means these names and no other."""
+    return f"re:{'|'.join(map(re.escape, names))}"

@@ -1,0 +1,96 @@
+"""The boundaries of an offload without the offload: the reference of its compiled code, bit for bit (contract 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from torch import nn
+
+from headrace.config import Policy
+from headrace.errors import StateError
+from headrace.offloaders.layerwise import EngineOffloader
+from headrace.plan.plan import Plan
+from headrace.runtime.hooks import ForwardHook, UnitHook, new_token
+from headrace.runtime.prepare import Prepared, prepare
+from headrace.stats import Stats, UnitStats
+
+__all__ = ["NoCopyOffloader", "boundaries"]
+
+
+@contextmanager
+def boundaries(model: nn.Module, policy: Policy | Plan | str | int) -> Iterator[Plan]:
+    """Give a resident model the boundaries of an offload: the same ops are traced, nothing moves.
+
+    Under ``torch.compile`` this is the reference of contract 1. A compiler may fuse across what would be a boundary and
+    then round differently; such a difference is the compiler's, and comparing with this context leaves it out.
+
+    Args:
+        model: resident, on any device.
+        policy: as for :func:`headrace.offload`.
+
+    Yields:
+        the plan whose units set the boundaries.
+    """
+    prepared = prepare(model, policy, allocates=False)
+    with _boundaries_of(prepared, model):
+        yield prepared.plan
+
+
+@contextmanager
+def _boundaries_of(prepared: Prepared, entry: nn.Module) -> Iterator[None]:
+    """``entry``: the module whose forward begins one."""
+    model, token = prepared.model, new_token(prepared.device)
+    hooks: list[UnitHook | ForwardHook] = []
+    try:
+        units = []
+        for unit in prepared.plan.units:
+            storages = [prepared.bound[entry.storage] for entry in unit.entries]
+            units.append(UnitHook(model.get_submodule(unit.module_fqn), unit.index, storages, None, token))
+            hooks.append(units[-1])
+        hooks.append(ForwardHook(model, entry, units, None, token))
+        for hook in hooks:
+            hook.attach()
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class NoCopyOffloader(EngineOffloader):
+    """What an :class:`~headrace.offloaders.layerwise.EngineOffloader` would do, but nothing leaves the device.
+
+    The model has to fit. Its compiled code has the same boundaries, so this is what an engine's outputs are compared
+    with, bit for bit.
+    """
+
+    _boundaries: AbstractContextManager[None] | None = None
+
+    def wrap_modules(self, modules_generator: Iterable[nn.Module]) -> list[nn.Module]:
+        layers = list(modules_generator)
+        self._stacks.append(nn.ModuleList(layers))
+        return layers
+
+    def post_init(self) -> None:
+        if self._boundaries is None:
+            self._require_layers()
+            prepared = self._prepare(allocates=False)
+            self._traced_plan = prepared.plan
+            self._boundaries = _boundaries_of(prepared, self._options(prepared).entry or prepared.model)
+            self._boundaries.__enter__()
+
+    def remove(self) -> None:
+        if self._boundaries is not None:
+            self._boundaries.__exit__(None, None, None)
+            self._boundaries = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan whose units set the boundaries; after ``post_init``."""
+        if self._boundaries is None:
+            raise StateError("nothing is traced yet: call post_init() once the weights are loaded")
+        return self._traced_plan
+
+    def stats(self) -> Stats:
+        """Nothing has moved."""
+        return Stats(tuple(UnitStats(unit.module_fqn, unit.store) for unit in self.plan.units), {})

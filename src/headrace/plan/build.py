@@ -1,0 +1,573 @@
+"""Policy + inventory -> plan, the predicted cost of the plan, and alternatives to it.
+
+The :class:`Planner` holds everything that a plan is made from. A :class:`Forecast` is the time of a step, its floor and
+what bounds it; an :class:`Alternative` is what a little more memory or a larger batch would bring.
+
+A byte budget gets the fastest plan within it. Offloading a quarter of *every* layer beats offloading every fourth
+layer: slots are a quarter of the size, and every stretch of compute has a copy that runs beside it. So
+:mod:`headrace.plan.candidates` offers sets of roles, the same in every layer, with evenly spaced layers that keep more;
+here each is timed by the cost model and the fastest is taken. Memory that is left over goes into residency, because
+every byte that stays is a byte that is not copied.
+
+Of equally fast candidates: slots that divide the units, then fewer bytes moved, then less device memory.
+
+Where units may rest in files (:class:`headrace.plan.candidates.Spill`), host memory comes first: a candidate leaves as
+many units in files as do not fit into it, and is timed with them there.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from headrace.config import HOST_MODES, SHARDED_MODES, UVA, Budget, Mode, Policy, Prefetch, Rules, Workload, format_gib
+from headrace.errors import BudgetError, RuleError, SelectionError, warn_user
+from headrace.model.inventory import Inventory, StorageInfo
+from headrace.model.memory_profile import ModelProfile
+from headrace.plan.candidates import CandidateTable, Family, Spill
+from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Floats, Forecast, Forecaster, Ints, Rates, split_rates
+from headrace.plan.plan import Plan, assemble
+from headrace.plan.units import (
+    draft_units,
+    find_stacks,
+    plan_group_rule,
+    read_in_place,
+    selected,
+    settle_rules,
+    some_names,
+    usable_slots,
+    warn_of_stranded,
+)
+
+__all__ = ["Alternative", "Outlook", "Planner", "Point", "WorkloadBytes", "build_plan", "curve"]
+
+GIB = 2**30
+# A step that much faster is worth asking for more memory.
+_WORTHWHILE = 1.3
+# A step is as good as resident within this.
+_AT_FULL_SPEED = 1.02
+# A larger batch is as good as free if a step takes no more than this much longer.
+_NEARLY_FREE = 1.1
+_LARGEST_BATCH = 1024
+# Ranges of device memory of which the curve has a point each at most.
+_CURVE_BINS = 256
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Makes plans from policies, predicts their cost, and suggests alternatives; pure, loads nothing.
+
+    Attributes:
+        inventory: of the model, which may be on ``meta``.
+        rates: of the machine, one rank alone; those of units that are split are derived from them.
+        profile: of the model beyond names and sizes.
+        zero_copy: whether a budget may have compute read any tensor in place, and not only lookups.
+        default_mode: the store of a :class:`~headrace.config.Budget` that names none.
+        unstreamable: storages whose bytes are in no checkpoint file unchanged; mode ``disk`` keeps them resident.
+        num_ranks: over how many ranks a budget's units are split in a sharded mode, where no rank has whole tensors
+            to read in place.
+        spill: the files in which a budget that names no store leaves what host memory has no room for; ``None``: there
+            are none.
+    """
+
+    inventory: Inventory
+    rates: Rates
+    profile: ModelProfile = field(default_factory=ModelProfile)
+    zero_copy: bool = False
+    default_mode: Mode = "cpu"
+    unstreamable: Collection[str] = ()
+    num_ranks: int = 1
+    spill: Spill | None = None
+    # Candidates do not depend on the size of the budget, and are asked for again with other sizes.
+    _tables: dict[object, CandidateTable] = field(default_factory=dict, compare=False, repr=False)
+
+    def plan(self, policy: Policy) -> Plan:
+        """The plan for ``policy``.
+
+        Raises:
+            SelectionError: a pattern, or the policy as a whole, selects nothing that can be offloaded.
+            RuleError: offload rules that contradict one another or cannot be obeyed.
+            BudgetError: the budget is below the minimum.
+            OptionError: the workload's context is longer than the model allows.
+        """
+        storages = self.inventory.storages
+        if isinstance(policy, Budget):
+            made = solve(self.candidates(policy), policy)
+        elif isinstance(policy, Rules):
+            # One unit per layer, and per module outside the layers, of what the rules prefetch.
+            forced = settle_rules(self.inventory, policy.rules, self._fixed(policy.mode))
+            moving, uva = ([s for s in storages if forced.get(s.name) == how] for how in ("prefetch", "uva"))
+            drafts = draft_units(self.inventory, moving)
+            if not drafts and not uva:
+                raise RuleError(
+                    f"the {len(policy.rules)} rule(s) keep everything resident: without a budget at least one has to "
+                    f"say prefetch or uva, e.g. --offload-rule experts=uva (or give --device-memory)"
+                )
+            num_slots = usable_slots(policy.prefetch_step, len(drafts))
+            made = assemble(self.inventory, drafts, num_slots, policy.mode, uva=uva)
+        elif isinstance(policy, Prefetch):
+            stacks = find_stacks(self.inventory)
+            made = plan_group_rule(self.inventory, policy, list(stacks.values()), candidates=self._movable(policy))
+        else:
+            uva = read_in_place(self.inventory, self._movable(policy), policy.limit_bytes)
+            made = assemble(self.inventory, [], 0, policy.mode, uva=uva)
+        return replace(made, num_ranks=self.num_ranks)
+
+    def _movable(self, policy: Budget | Prefetch | UVA) -> list[StorageInfo]:
+        """What ``policy`` selects, without what its store cannot hold."""
+        candidates = selected(self.inventory, policy.params)
+        fixed = self._fixed(policy.mode or self.default_mode)
+        if unsaved := [s.name for s in candidates if s.name in fixed and s.name not in self.unstreamable]:
+            warn_user(
+                f"{some_names(unsaved)}: buffers that are not persistent are in no state dict, so no checkpoint file "
+                f"holds them, and mode 'disk' cannot stream them: they stay resident"
+            )
+        movable = [s for s in candidates if s.name not in fixed]
+        if candidates and not movable and not isinstance(policy, Budget):
+            raise SelectionError(
+                f"all {len(candidates)} selected tensors ({candidates[0].name}, ...) are made or rearranged while "
+                f"loading, or in no state dict, and cannot be streamed from the files; use mode 'cpu' "
+                f"(--offload-mode cpu) or select other names"
+            )
+        return movable
+
+    def _fixed(self, mode: Mode) -> frozenset[str]:
+        """Names of what mode ``disk`` keeps resident: its bytes are in no file unchanged, or it is in no state dict."""
+        if mode != "disk":
+            return frozenset()
+        return frozenset(self.unstreamable).union(s.name for s in self.inventory.storages if not s.is_saved)
+
+    # -- budgets -------------------------------------------------------------------------------------------------------
+
+    def candidates(self, budget: Budget) -> CandidateTable:
+        """All plans that are considered for ``budget``, whatever its size."""
+        key = (budget.params, budget.mode, budget.rules, budget.workload)
+        if key not in self._tables:
+            self._tables[key] = self._make_table(budget)
+        return self._tables[key]
+
+    def _make_table(self, budget: Budget) -> CandidateTable:
+        workload, mode = budget.workload, budget.mode or self.default_mode
+        self.profile.check_context(workload.context)
+        movable = self._movable(budget)
+        forced = settle_rules(self.inventory, budget.rules, self._fixed(mode))
+        has_bytes = mode != "meta" and mode not in SHARDED_MODES
+        return CandidateTable(
+            self.inventory,
+            [s for s in movable if s.name not in forced],
+            forced,
+            split_rates(self.rates, mode, self.num_ranks),
+            self.profile,
+            # Read in place on a GPU, bytes of files have to be in pinned memory: lookups at most, or nothing is saved.
+            zero_copy=self.zero_copy and has_bytes and mode != "disk",
+            lookups_in_place=has_bytes,
+            batch_sizes=workload.batch_sizes,
+            context=workload.context,
+            ranks_on_device=self.num_ranks if mode == "sharded_gpu" else None,
+            mode=mode,
+            # A budget that names a store gets that one alone.
+            spill=self.spill if budget.mode is None and mode == "cpu" else None,
+        )
+
+    # -- predictions ---------------------------------------------------------------------------------------------------
+
+    def forecast(self, plan: Plan, rows: int, context: int = 0) -> Forecast:
+        """What a step of ``rows`` rows will take under ``plan``, with ``context`` tokens per sequence in the cache."""
+        rates = split_rates(self.rates, plan.mode, plan.num_ranks)
+        return Forecaster(self.inventory, rates, self.profile, rows, context)(plan)
+
+    def alternatives(self, budget: Budget, plan: Plan, points: Sequence[Point] | None = None) -> list[Alternative]:
+        """What more memory or rows would bring; ``plan`` is the one for ``budget``, ``points`` its curve if known."""
+        return list(Alternatives(self.candidates(budget), budget, plan).find(points))
+
+    def curve(self, budget: Budget) -> list[Point]:
+        """Step times against device memory for weights, for the workload and rules of ``budget``."""
+        table = self.candidates(budget)
+        return curve(table, host_limit(table, budget))
+
+    def outlook(self, policy: Policy | Plan | None, plan: Plan, points: Sequence[Point] | None = None) -> Outlook:
+        """What ``plan`` will cost for the workload of ``policy``; alternatives too where that is a budget."""
+        budget = policy if isinstance(policy, Budget) else None
+        workload = Workload() if budget is None else budget.workload
+        context, profile = workload.context, self.profile
+        memory = []
+        for rows in workload.batch_sizes:
+            cache_bytes = profile.cache_bytes(rows, context) if context else 0
+            memory.append(WorkloadBytes(rows, cache_bytes, profile.workload_bytes(rows, context) - cache_bytes))
+        return Outlook(
+            self.rates.machine,
+            self.rates.is_measured,
+            context,
+            tuple(self.forecast(plan, rows, context) for rows in workload.batch_sizes),
+            tuple(memory),
+            plan.device_bytes,
+            tuple(self.alternatives(budget, plan, points)) if budget is not None and plan.offloaded_bytes else (),
+        )
+
+
+def build_plan(
+    inventory: Inventory, policy: Policy, default_mode: Mode = "cpu", rates: Rates | None = None, **facts: Any
+) -> Plan:
+    """The plan for ``policy`` by a :class:`Planner` of these facts; without ``rates`` by nominal ones."""
+    if rates is None:
+        rates = NOMINAL_CPU if (policy.mode or default_mode) == "disk" else NOMINAL_GPU
+    return Planner(inventory, rates, default_mode=default_mode, **facts).plan(policy)
+
+
+# -- predictions -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WorkloadBytes:
+    """Device memory beside the weights for one batch size; zeros when no context was stated."""
+
+    batch: int
+    cache_bytes: int
+    activation_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Both together."""
+        return self.cache_bytes + self.activation_bytes
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Predictions for a plan.
+
+    Attributes:
+        machine: whose rates they are made with.
+        is_measured: false for nominal rates.
+        context: tokens per sequence; 0 if none was stated.
+        forecasts: one per batch size.
+        memory: beside the weights, one per batch size.
+        device_bytes: of weights: residents and slots.
+        alternatives: other choices; empty unless the plan was made for a budget.
+    """
+
+    machine: str
+    is_measured: bool
+    context: int
+    forecasts: tuple[Forecast, ...]
+    memory: tuple[WorkloadBytes, ...]
+    device_bytes: int
+    alternatives: tuple[Alternative, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers and strings; bytes and seconds."""
+        return {
+            "machine": self.machine,
+            "is_measured": self.is_measured,
+            "context": self.context,
+            "steps": [forecast.to_json() for forecast in self.forecasts],
+            "memory": [{**asdict(use), "device_bytes": self.device_bytes + use.total_bytes} for use in self.memory],
+            "alternatives": [asdict(alternative) for alternative in self.alternatives],
+        }
+
+
+# -- the search within a budget ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Point:
+    """A candidate that no other beats: none is as fast with less device memory.
+
+    Attributes:
+        device_bytes: for weights.
+        step_s: by batch size, in the order of the workload.
+    """
+
+    device_bytes: int
+    step_s: tuple[float, ...]
+
+
+def solve(table: CandidateTable, budget: Budget) -> Plan:
+    """The plan with the least geometric mean of step times over the batch sizes.
+
+    Raises:
+        BudgetError: even with everything offloaded the budget is too small; carries the minimum.
+    """
+    if budget.host_limit_bytes is not None and table.mode not in HOST_MODES:
+        warn_user(
+            f"--host-memory has no effect: in mode {table.mode!r} no weights rest in host memory; leave it out, or "
+            f"say --offload-mode cpu"
+        )
+    weights_budget = budget.num_bytes - reserved_bytes(table, budget)
+    num_bytes = table.inventory.num_bytes
+    if num_bytes <= weights_budget and not table.forced:
+        warn_user(
+            f"the weights ({format_gib(num_bytes)}) fit the budget ({format_gib(budget.num_bytes)}): nothing is "
+            f"offloaded; give a smaller --device-memory to offload some of them"
+        )
+        return assemble(table.inventory, [], 0, table.mode)
+    warn_of_stranded(table.inventory, table.stranded)
+    best = _best(table, weights_budget, host_limit(table, budget))
+    if best is None:
+        raise _too_small(table, budget)
+    return best
+
+
+def host_limit(table: CandidateTable, budget: Budget) -> int | None:
+    """Host memory that the weights may take: the budget's, or what is free where the rest has files to rest in."""
+    if table.mode not in HOST_MODES:
+        return None
+    if budget.host_limit_bytes is None and table.spill is not None:
+        return table.spill.free_bytes
+    return budget.host_limit_bytes
+
+
+def reserved_bytes(table: CandidateTable, budget: Budget) -> int:
+    """Device memory that the workload takes beside the weights."""
+    return table.profile.workload_bytes(max(budget.workload.batch_sizes), budget.workload.context)
+
+
+def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None) -> Plan | None:
+    best: tuple[tuple[float, ...], Family, int] | None = None
+    copy_bytes_per_s = max(rate for _, rate in table.rates.copy_bytes_per_s.points)
+    for family in table.families:
+        rows, memory = family.fitting(device_bytes, host_bytes), family.memory
+        if best is not None:  # no step is shorter than its copies, or than its compute
+            moved_s, in_place = memory.moved_bytes[rows] / copy_bytes_per_s, [s.name for s in family.uva]
+            compute_s = [sum(step.resident_s) + sum(s for s, _ in step.read_in_place(in_place)) for step in table.steps]
+            rows = rows[_score(np.array([np.maximum(moved_s, least_s) for least_s in compute_s])) <= best[0][0] + 1e-8]
+        if len(rows):
+            slots = np.maximum(memory.num_slots[rows], 1)
+            # What decides among equally fast candidates; less is better.
+            uneven = memory.num_units[rows] % slots > 0
+            score = _score(family.step_s(rows, host_bytes))
+            keys = (score, uneven, memory.moved_bytes[rows], memory.device_bytes[rows], slots)
+            first = np.lexsort(keys[::-1])[0]  # the last key counts first
+            found = (tuple(float(key[first]) for key in keys), family, int(rows[first]))
+            best = found if best is None or found[0] < best[0] else best
+    return None if best is None else best[1].plan(best[2], host_bytes)
+
+
+def _score(step_s: Floats) -> Floats:
+    """Mean logarithm over the batch sizes, rounded so that equal times are equal."""
+    score: Floats = np.round(np.log(step_s).mean(axis=0), 9)
+    return score
+
+
+def curve(table: CandidateTable, host_bytes: int | None = None) -> list[Point]:
+    """Nearly the best step times for every amount of device memory, ascending: what a little more would buy.
+
+    ``host_bytes``: host memory that the weights may take. Of the candidates of a family only those that move the fewest
+    bytes in each of ``_CURVE_BINS`` ranges of memory are timed.
+    """
+    points: list[tuple[float, float, Floats]] = []
+    for family in table.families:
+        rows = _fewest_moved(family, host_bytes)
+        times = family.step_s(rows, host_bytes)
+        points += zip(family.memory.device_bytes[rows], _score(times), times.T, strict=True)
+    best: list[Point] = []
+    fastest = np.inf
+    for device_bytes, score, times in sorted(points, key=lambda point: point[:2]):
+        if score < fastest:
+            fastest = score
+            best.append(Point(int(device_bytes), tuple(map(float, times))))
+    return best
+
+
+def _fewest_moved(family: Family, host_bytes: int | None) -> Ints:
+    every = family.fitting(np.inf, host_bytes)
+    if not len(every):
+        return every
+    total_bytes = max(1, family.table.inventory.num_bytes)
+    bins = np.floor(family.memory.device_bytes[every] / total_bytes * _CURVE_BINS)
+    order = np.lexsort((family.memory.moved_bytes[every], bins))
+    changes = np.flatnonzero(np.diff(bins[order], prepend=-1.0))
+    kept = np.unique(np.concatenate([changes, np.minimum(changes + 1, len(order) - 1)]))
+    rows: Ints = every[order[kept]]
+    return rows
+
+
+def _too_small(table: CandidateTable, budget: Budget) -> BudgetError:
+    """The refusal of a budget within which there is no candidate, with a budget that has one."""
+    work = budget.workload
+    beside, limit = reserved_bytes(table, budget), host_limit(table, budget)
+    least = beside + min(int(family.memory.device_bytes.min()) for family in table.families)
+    # Under the limit of host memory; everything resident needs none, unless rules take some.
+    fitting = [
+        int(family.memory.device_bytes[rows].min())
+        for family in table.families
+        if len(rows := family.fitting(np.inf, limit))
+    ]
+    if not fitting and not table.forced:
+        fitting = [table.inventory.num_bytes]
+    minimum = beside + min(fitting) if fitting else None
+    if budget.num_bytes >= least:
+        return _too_little_host(table, budget, limit or 0, minimum)
+    besides = f" for the cache and activations of batch {max(work.batch_sizes)} at {work.context} tokens"
+    besides = f", {format_gib(beside)} of it{besides}" if beside else ""
+    use, too = least, ""
+    if minimum is None:
+        too = f", with --host-memory {_mib_up(_least_host_bytes(table, least - beside))}MiB or more"
+    elif minimum > least:
+        use, too = minimum, ", which leaves little enough to host memory"
+    return BudgetError(
+        f"a budget of {format_gib(budget.num_bytes)} ({budget.num_bytes} bytes) is too small: this model's weights are "
+        f"{format_gib(table.inventory.num_bytes)} and with everything offloaded headrace still needs "
+        f"{format_gib(least)} ({least} bytes){besides}; use --device-memory {_mib_up(use)}MiB or more{too}",
+        use,
+    )
+
+
+def _too_little_host(table: CandidateTable, budget: Budget, limit: int, minimum: int | None) -> BudgetError:
+    least = _least_host_bytes(table, budget.num_bytes - reserved_bytes(table, budget))
+    whose = "--host-memory" if budget.host_limit_bytes is not None else "the free host memory of"
+    more = "" if minimum is None else f"use --device-memory {_mib_up(minimum)}MiB or more, "
+    ring, files = " with the staging ring, beside what can rest in the checkpoint's files", ""
+    if table.spill is None:
+        ring = ""
+        files = (
+            ", or let the rest stay in files: pass checkpoint=FOLDER and no mode, where compute runs on a GPU, or mode "
+            "'disk' (--offload-mode disk)"
+        )
+    return BudgetError(
+        f"a budget of {format_gib(budget.num_bytes)} leaves more than {whose} {format_gib(limit)} to be offloaded: at "
+        f"least {format_gib(least)}{ring}, {format_gib(least - limit)} too much; {more}allow --host-memory "
+        f"{_mib_up(least)}MiB{files}",
+        budget.num_bytes if minimum is None else minimum,
+    )
+
+
+def _least_host_bytes(table: CandidateTable, device_bytes: int) -> int:
+    """The smallest limit of host memory with which something fits ``device_bytes``."""
+    fitting = ((family, family.fitting(device_bytes)) for family in table.families)
+    return int(min(float(family.least_host_bytes(rows).min()) for family, rows in fitting if len(rows)))
+
+
+def _mib_up(num_bytes: int) -> int:
+    return -(-num_bytes // 2**20)
+
+
+# -- alternatives ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One other choice.
+
+    Attributes:
+        text: for people, without a full stop.
+        device_bytes: device memory it takes in all.
+        batch: rows of its step.
+        speedup: tokens per second compared with the plan's.
+        step_s: its predicted step.
+    """
+
+    text: str
+    device_bytes: int
+    batch: int
+    speedup: float
+    step_s: float
+
+
+class Alternatives:
+    """What else ``plan``, which is that for ``budget``, could be."""
+
+    def __init__(self, table: CandidateTable, budget: Budget, plan: Plan) -> None:
+        self._table, self._budget, self._plan = table, budget, plan
+        self._reserved = reserved_bytes(table, budget)
+        self._forecasters = [self._forecaster(rows) for rows in self._table.batch_sizes]
+        self._now = self._times(plan)
+
+    def find(self, points: Sequence[Point] | None) -> Iterator[Alternative]:
+        """More memory on either side, or a larger batch: the nearest first; none where nothing is better.
+
+        ``points``: the memory curve of the table, if it is known.
+        """
+        yield from self._more_memory(points or curve(self._table, host_limit(self._table, self._budget)))
+        if self._plan.spilled_bytes and self._table.spill is not None:
+            yield from self._more_host_memory(self._table.spill.ring_bytes)
+        yield from self._larger_batch()
+
+    def _forecaster(self, rows: int) -> Forecaster:
+        table = self._table
+        return Forecaster(table.inventory, table.rates, table.profile, rows, table.context)
+
+    def _times(self, plan: Plan) -> list[float]:
+        return [forecaster(plan).step_s for forecaster in self._forecasters]
+
+    def _speedup(self, times: Iterable[float]) -> float:
+        return _mean_ratio(self._now, times)
+
+    def _more_memory(self, points: Sequence[Point]) -> Iterator[Alternative]:
+        """The least device memory that is worthwhile, and the least with which a step is as fast as resident."""
+        resident = points[-1].step_s
+        seen = 0
+        for wanted in (_WORTHWHILE, self._speedup(resident) / _AT_FULL_SPEED):
+            least = max(wanted, _AT_FULL_SPEED)
+            better = next((point for point in points if self._speedup(point.step_s) >= least), None)
+            if better is None:
+                continue
+            extra = math.ceil((better.device_bytes + self._reserved - self._budget.num_bytes) / GIB)
+            if extra <= seen:
+                continue
+            seen = extra
+            # With the memory rounded up to whole GiB, what is best within it.
+            total = self._budget.num_bytes + extra * GIB
+            within = [point for point in points if point.device_bytes <= total - self._reserved]
+            better = max(within, key=lambda point: point.device_bytes)
+            at_full_speed = _mean_ratio(better.step_s, resident) < _AT_FULL_SPEED
+            full = " (all weights at hand: as fast as resident)" if at_full_speed else ""
+            ratio = self._speedup(better.step_s)
+            text = f"{extra} GiB more device memory: {ratio:.1f}x faster{full}"
+            yield Alternative(text, total, self._table.batch_sizes[0], ratio, better.step_s[0])
+
+    def _more_host_memory(self, ring_bytes: int) -> Iterator[Alternative]:
+        """The least host memory that is worthwhile when units in files take it, or else all that they would take.
+
+        The plan is otherwise unchanged: with that much memory the planner may find a better one.
+        """
+        staged = self._plan.staged_units
+        counts = range(1, len(staged) + 1)
+        found = bisect_left(counts, _WORTHWHILE, key=lambda count: self._speedup(self._times(self._brought_in(count))))
+        better = self._brought_in(min(found + 1, len(staged)))
+        times = self._times(better)
+        ratio = self._speedup(times)
+        if ratio >= _AT_FULL_SPEED:
+            taken = sum(unit.num_bytes for unit in staged) - sum(unit.num_bytes for unit in better.staged_units)
+            extra = max(1, math.ceil((taken - (0 if better.staged_units else ring_bytes)) / GIB))
+            rest = "" if better.staged_units else " (nothing is left on disk)"
+            text = f"{extra} GiB more host memory: {ratio:.1f}x faster{rest}"
+            yield Alternative(text, self._budget.num_bytes, self._table.batch_sizes[0], ratio, times[0])
+
+    def _brought_in(self, count: int) -> Plan:
+        """The plan with ``count`` of its units in files in host memory: those that a higher limit would bring there."""
+        plan, order = self._plan, {fqn: index for index, fqn in enumerate(self._table.spill_order)}
+        staged = sorted(plan.staged_units, key=lambda unit: order[unit.module_fqn])
+        chosen = {unit.index for unit in staged[len(staged) - count :]}
+        units = (replace(unit, store=plan.mode) if unit.index in chosen else unit for unit in plan.units)
+        return replace(plan, units=tuple(units))
+
+    def _larger_batch(self) -> Iterator[Alternative]:
+        """The largest batch whose steps take hardly longer, as far as the budget has room for its cache."""
+
+        def device_bytes(rows: int) -> int:
+            return self._plan.device_bytes + self._table.profile.workload_bytes(rows, self._table.context)
+
+        batch = max(self._table.batch_sizes)
+        now, best, larger = self._forecaster(batch)(self._plan), None, 2 * batch
+        while larger <= _LARGEST_BATCH and device_bytes(larger) <= self._budget.num_bytes:
+            then = self._forecaster(larger)(self._plan)
+            if then.step_s > _NEARLY_FREE * now.step_s:
+                break
+            best, larger = then, 2 * larger
+        if best is not None:
+            longer = max(0.0, best.step_s / now.step_s - 1)
+            more = best.rows_per_s / now.rows_per_s
+            times = f"{more:.3g}" if more < 999.5 else f"{more:,.0f}"
+            text = f"batch {best.rows} instead of {batch}: {times}x the tokens for {longer:.0%} more step time"
+            yield Alternative(text, device_bytes(best.rows), best.rows, more, best.step_s)
+
+
+def _mean_ratio(slow: Iterable[float], fast: Iterable[float]) -> float:
+    """Geometric mean of how many times as fast the second is."""
+    ratios = [math.log(a / b) for a, b in zip(slow, fast, strict=True)]
+    return math.exp(sum(ratios) / len(ratios))

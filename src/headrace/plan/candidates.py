@@ -1,0 +1,491 @@
+"""All the plans the solver chooses from, as arrays, and what each of them costs.
+
+A *role* is a tensor's name inside its layer (``mlp.down_proj.weight``), the same in every layer. A candidate says
+
+* which roles leave the device: the set B in ``k`` layers, evenly spaced, and the next smaller set A (or none) in the
+  others; so that sizes between two sets of roles are reached without bunching;
+* how they are reached: all by prefetch, all in place, or experts in place everywhere and the rest by prefetch; where
+  units may rest in files also experts prefetched in ``k`` layers, which then are those in files, resident in some
+  others and in place in the rest;
+* what happens to the modules outside the layers: resident, prefetched or in place;
+* the number of slots.
+
+None of this depends on the budget. So more memory only ever adds candidates, and the best one gets no slower.
+
+What host memory has no room for stays in the checkpoint's files (:class:`Spill`). Reading files is many times slower
+than the link, so as little as possible is left in them, spread over the forward: while units of host memory are copied,
+the readers get a staging ring ahead. Units go to the files in one order, whatever the limit (:func:`spill_order`), so
+those in files under a larger limit are among those under a smaller one. Every unit fewer in files makes no copy later
+(:mod:`headrace.plan.cost_model` knows only sums and maxima), and so more host memory is never predicted slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.config import Mechanism, Mode
+from headrace.model.inventory import Inventory, StorageInfo
+from headrace.model.memory_profile import ModelProfile
+from headrace.plan.cost_model import Bools, Floats, Ints, Rates, StepModel, experts_in, find_stages
+from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, UnitDraft, assemble, slab_bytes
+from headrace.plan.schedule import RING_BYTES
+from headrace.plan.units import find_layers, outside_units, stranded
+
+__all__ = ["CandidateTable", "Family", "Spill", "spill_order"]
+
+MAX_SLOTS = 3
+# 2 ** 6 sets of roles: the five heaviest roles of a layer one by one, and all the others together.
+_MAX_ATOMS = 6
+# What a layer is: one of the evenly spaced, one of the others, one of them that keeps what these read in place.
+LOW, HIGH, KEPT = range(3)
+# As a size: any sum with it is below zero.
+_NEVER = -1e30
+
+Kinds = npt.NDArray[np.int8]
+
+
+@dataclass(frozen=True)
+class Spill:
+    """Files that units may rest in, for a plan whose store is host memory.
+
+    Attributes:
+        unstreamable: storages whose bytes are in no file unchanged; units with one of them rest in host memory.
+        free_bytes: host memory that can be had, for budgets that set no limit; ``None``: not known, or not limited.
+        ring_bytes: host memory of the staging ring, which the first unit in files asks for; 0 on a CPU, which has none.
+    """
+
+    unstreamable: Collection[str] = ()
+    free_bytes: int | None = None
+    ring_bytes: int = RING_BYTES
+
+
+def spill_order(count: int) -> list[int]:
+    """0 to ``count`` - 1 in an order of which every beginning is spread nearly evenly (van der Corput, base 2)."""
+    bits = max(1, (count - 1).bit_length())
+    reversed_bits = (int(f"{number:0{bits}b}"[::-1], 2) for number in range(1 << bits))
+    return [number for number in reversed_bits if number < count]
+
+
+@dataclass(eq=False)
+class CandidateTable:
+    """What the solver is asked, the storages by the part they play, and the families of candidates over them.
+
+    Attributes:
+        inventory: of the model.
+        movable: storages that may leave the device; the others stay.
+        forced: storages whose mechanism a rule has settled; not among ``movable``.
+        rates: of the machine, and of the links that units come over (:func:`headrace.plan.cost_model.split_rates`).
+        profile: of the model beyond names and sizes.
+        zero_copy: whether compute may read any tensor in place, and not lookups alone.
+        lookups_in_place: whether rows of lookup tables may be; mode ``meta`` has no rows to read.
+        batch_sizes: rows of the steps that count.
+        context: tokens per sequence that attention reads from the cache.
+        ranks_on_device: over the devices of how many ranks offloaded units are split; ``None``: they rest elsewhere.
+        mode: the store.
+        spill: files for the units that host memory has no room for; ``None``: all rest in the one store.
+        stages: of the model, in order.
+        spill_order: module names (FQNs) of all stages, in the order in which their units go to the files.
+        layers: names of those that are layers.
+        layer_index: position of every layer.
+        roles: layer -> role -> storage, movable ones.
+        outside: units outside the layers.
+        always_prefetched: by module, what a rule has settled.
+        always_in_place: lookup tables, and what a rule has settled.
+        stranded: movable, but no module whose forward runs could wait for them.
+        sizes, slabs: bytes of every storage by name, and what it takes of a slab.
+    """
+
+    inventory: Inventory
+    movable: Sequence[StorageInfo]
+    forced: Mapping[str, Mechanism]
+    rates: Rates
+    profile: ModelProfile
+    zero_copy: bool
+    lookups_in_place: bool
+    batch_sizes: Sequence[int]
+    context: int
+    ranks_on_device: int | None
+    mode: Mode
+    spill: Spill | None
+
+    def __post_init__(self) -> None:
+        inventory = self.inventory
+        must_move = {s.name: s for s in inventory.storages if self.forced.get(s.name) == "prefetch"}
+        # Rows of a lookup table are read in place: that costs neither memory nor a copy, and stays right when a model
+        # reads the table again at its end (tied weights that are not tied tensors).
+        lookups = [s for s in self.movable if s.is_lookup and self.lookups_in_place]
+        free = {s.name: s for s in self.movable if not (s.is_lookup and self.lookups_in_place)}
+        self.layers = find_layers(inventory)
+        self.layer_index = {layer: index for index, layer in enumerate(self.layers)}
+        inside = {layer: inventory.under(layer) for layer in self.layers}
+        self.roles = {
+            layer: {s.name.removeprefix(layer + "."): s for s in inside[layer] if s.name in free}
+            for layer in self.layers
+        }
+        always = {layer: tuple(s for s in inside[layer] if s.name in must_move) for layer in self.layers}
+        # Asked for together, so that no unit ends up inside another.
+        with_units = [layer for layer in self.layers if self.roles[layer] or always[layer]]
+        beside = outside_units(inventory, [*free.values(), *must_move.values()], with_units)
+        always |= {draft.module_fqn: tuple(s for s in draft.storages if s.name in must_move) for draft in beside}
+        self.always_prefetched = {fqn: storages for fqn, storages in always.items() if storages}
+        by_rule = [s for s in inventory.storages if self.forced.get(s.name) == "uva"]
+        self.always_in_place = (*lookups, *by_rule)
+        drafts = [UnitDraft(d.module_fqn, tuple(s for s in d.storages if s.name in free)) for d in beside]
+        self.outside = [draft for draft in drafts if draft.storages]
+        self.stages = find_stages(inventory, beside)
+        self.spill_order = [self.stages[index].module_fqn for index in spill_order(len(self.stages))]
+        placed = {s.name for group in (*inside.values(), *(draft.storages for draft in beside)) for s in group}
+        self.stranded = stranded(inventory, free.values(), placed)
+        self.sizes = {s.name: float(s.num_bytes) for s in inventory.storages}
+        self.slabs = {s.name: float(slab_bytes([s.num_bytes])) for s in inventory.storages}
+
+    @cached_property
+    def spillable(self) -> dict[str, float]:
+        """``slabs``, such that a unit of which the files lack a part has less than no bytes."""
+        spill = self.spill
+        missing = frozenset(spill.unstreamable) if spill is not None else frozenset()
+        return {name: _NEVER if name in missing else slab for name, slab in self.slabs.items()}
+
+    @cached_property
+    def steps(self) -> list[StepModel]:
+        """Per batch size."""
+        return [StepModel(self.stages, self.rates, self.profile, rows, self.context) for rows in self.batch_sizes]
+
+    @cached_property
+    def families(self) -> list[Family]:
+        """All candidates, in runs that differ in numbers only."""
+        return list(self._families())
+
+    def _families(self) -> Iterator[Family]:
+        experts = {
+            role: None
+            for mine in self.roles.values()
+            for role, storage in mine.items()
+            if experts_in(storage, in_layer=True) > 1
+        }
+        roles = dict.fromkeys(role for mine in self.roles.values() for role in mine)
+        dense = [role for role in roles if role not in experts]
+        all_sets, dense_sets = RoleSets(self, list(roles)), RoleSets(self, dense)
+        expert_storages = [s for mine in self.roles.values() for role, s in mine.items() if role in experts]
+        outside: list[Mechanism] = ["resident"]
+        if self.outside:
+            outside += ["prefetch", "uva"] if self.zero_copy else ["prefetch"]
+        for how in outside:
+            beside = [s for draft in self.outside for s in draft.storages] if how == "uva" else []
+            uva = (*self.always_in_place, *beside)
+            for slots in range(1, MAX_SLOTS + 1):
+                yield self._evenly_spaced(all_sets, how, uva, slots)
+            if not self.zero_copy:
+                continue
+            yield self._evenly_spaced(all_sets, how, uva, 1, in_place=True)
+            if experts and dense:
+                uva = (*self.always_in_place, *expert_storages, *beside)
+                for slots in range(1, MAX_SLOTS + 1):
+                    yield self._evenly_spaced(dense_sets, how, uva, slots)
+            if experts and self.spill is not None:
+                yield from self._split_experts(all_sets, how, (*self.always_in_place, *beside), frozenset(experts))
+
+    def _evenly_spaced(
+        self,
+        sets: RoleSets,
+        outside: Mechanism,
+        uva: tuple[StorageInfo, ...],
+        num_slots: int,
+        in_place: bool = False,
+    ) -> Family:
+        """Every set of roles in every number of layers, and none or the next smaller one in the others."""
+        counts = np.arange(1, len(self.layers) + 1, dtype=np.int64)
+        runs = [np.zeros((3, 1), dtype=np.int64)]
+        for high in range(1, len(sets.sets)):
+            for low in dict.fromkeys((0, high - 1)):
+                run = counts if low == 0 else counts[:-1]
+                runs.append(np.stack([np.full_like(run, high), np.full_like(run, low), run]))
+        high, low, pattern = np.concatenate(runs, axis=1)
+        none = np.zeros_like(high)
+        chosen = (none, none, high, low) if in_place else (high, low, none, none)
+        return Family(self, sets, *chosen, pattern, num_slots, self._even_patterns, outside, uva)
+
+    @cached_property
+    def _even_patterns(self) -> Kinds:
+        """[layers + 1, layers]: as many ``HIGH`` layers as the row says, evenly spaced.
+
+        The gap comes after the last of them: what its slot needs next is then copied beside the compute that remains.
+        """
+        layers = len(self.layers)
+        patterns = np.full((layers + 1, layers), LOW, dtype=np.int8)
+        for count in range(1, layers + 1):
+            patterns[count, [index * layers // count for index in range(count)]] = HIGH
+        return patterns
+
+    def _split_experts(
+        self, sets: RoleSets, outside: Mechanism, uva: tuple[StorageInfo, ...], experts: frozenset[str]
+    ) -> Iterator[Family]:
+        """Experts prefetched in evenly spaced layers, resident in some of the others, read in place in the rest.
+
+        Of the dense roles all stay or all leave: what matters here is where the experts are.
+        """
+        index = {chosen: number for number, chosen in enumerate(sets.sets)}
+        has_experts = [not experts.isdisjoint(mine) for mine in self.roles.values()]
+        if experts not in index or sum(has_experts) < 2:
+            return
+        lows = dict.fromkeys((frozenset[str](), frozenset[str]().union(*sets.sets) - experts))
+        patterns = _three_ways(has_experts)
+        every = np.tile(np.arange(len(patterns)), len(lows))
+        low = np.repeat([index[chosen] for chosen in lows], len(patterns))
+        high = np.repeat([index[chosen | experts] for chosen in lows], len(patterns))
+        chosen = (high, low, np.zeros_like(high), np.full_like(low, index[experts]))
+        for num_slots in range(1, MAX_SLOTS + 1):
+            yield Family(self, sets, *chosen, every, num_slots, patterns, outside, uva)
+
+
+def _three_ways(has_experts: Sequence[bool]) -> Kinds:
+    """[patterns, layers]: every number of evenly spaced layers with experts that are ``HIGH``, and of those between
+    them that are ``KEPT``."""
+    layers = np.flatnonzero(has_experts)
+    patterns = []
+    for moved in range(1, len(layers)):
+        spaced = np.arange(moved) * len(layers) // moved
+        between = np.delete(layers, spaced)
+        for kept in range(len(between)):
+            pattern = np.full(len(has_experts), LOW, dtype=np.int8)
+            pattern[layers[spaced]] = HIGH
+            pattern[between[np.arange(kept) * len(between) // max(1, kept)]] = KEPT
+            patterns.append(pattern)
+    return np.array(patterns)
+
+
+class RoleSets:
+    """Every set of roles that may leave together, lightest first; the first one is empty."""
+
+    def __init__(self, table: CandidateTable, allowed: Sequence[str]) -> None:
+        totals = dict.fromkeys(allowed, 0)
+        for roles in table.roles.values():
+            for role in totals.keys() & roles.keys():
+                totals[role] += roles[role].num_bytes
+        ordered = sorted(totals, key=lambda role: (-totals[role], role))
+        atoms = [frozenset({role}) for role in ordered[:_MAX_ATOMS]]
+        if len(ordered) > _MAX_ATOMS:  # the light ones go together: they add choices but hardly any bytes
+            atoms[_MAX_ATOMS - 1] = frozenset(ordered[_MAX_ATOMS - 1 :])
+        sets = {
+            frozenset[str]().union(*chosen) for count in range(len(atoms) + 1) for chosen in combinations(atoms, count)
+        }
+        weight = {chosen: sum(totals[role] for role in chosen) for chosen in sets}
+        self.sets = sorted(sets, key=lambda chosen: (weight[chosen], sorted(chosen)))
+        self._names = [[mine[role].name if role in mine else None for mine in table.roles.values()] for role in ordered]
+        self._num_layers = len(table.roles)
+        self._members = np.array([[role in chosen for role in ordered] for chosen in self.sets], dtype=np.float64)
+
+    def totals(self, value: Mapping[str, float]) -> Floats:
+        """[layers, sets]: the sum of ``value`` over the storages of a set in a layer."""
+        values = [[0.0 if name is None else value[name] for name in names] for names in self._names]
+        by_role = np.array(values, dtype=np.float64).reshape(len(self._names), self._num_layers)
+        return (self._members.reshape(len(self.sets), len(self._names)) @ by_role).T
+
+
+class Memory(NamedTuple):
+    """What candidates take, by candidate."""
+
+    num_units: Ints
+    num_slots: Ints
+    moved_bytes: Floats
+    offloaded_bytes: Floats
+    device_bytes: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """Candidates that differ in numbers only, as arrays of one value per candidate: their memory and step times.
+
+    Where a method takes ``host_bytes``, so many of a candidate's units are in files that the rest stays within that.
+
+    Attributes:
+        table: of all families.
+        sets: what the next four index.
+        high, low: the set that is prefetched in the ``HIGH`` layers, and that in the others.
+        high_uva, low_uva: the set that is read in place in the ``HIGH`` layers, and that in the ``LOW`` ones.
+        pattern: row of ``patterns``.
+        num_slots: that are wanted; where there are fewer units there are fewer.
+        patterns: [patterns, layers]: what each layer is.
+        outside: what happens outside the layers.
+        uva: storages that all of them read in place.
+    """
+
+    table: CandidateTable
+    sets: RoleSets
+    high: Ints
+    low: Ints
+    high_uva: Ints
+    low_uva: Ints
+    pattern: Ints
+    num_slots: int
+    patterns: Kinds
+    outside: Mechanism
+    uva: tuple[StorageInfo, ...]
+
+    def _take(self, rows: Ints) -> Family:
+        """The same family with only the candidates of these indices."""
+        arrays = ("high", "low", "high_uva", "low_uva", "pattern")
+        return replace(self, **{name: getattr(self, name)[rows] for name in arrays})
+
+    @cached_property
+    def _chosen(self) -> Ints:
+        """[layers, candidates]: the set that each prefetches in each layer."""
+        return np.where(self.patterns.T[:, self.pattern] == HIGH, self.high, self.low)
+
+    @cached_property
+    def _in_place(self) -> Ints | None:
+        """[layers, candidates]: the set that each reads in place in each layer; ``None``: all of them the empty one."""
+        if not (self.high_uva.any() or self.low_uva.any()):
+            return None
+        kinds = self.patterns.T[:, self.pattern]
+        return np.where(kinds == HIGH, self.high_uva, np.where(kinds == LOW, self.low_uva, 0))
+
+    @cached_property
+    def _always(self) -> dict[str, list[StorageInfo]]:
+        """What every candidate prefetches, by module."""
+        always = {fqn: list(storages) for fqn, storages in self.table.always_prefetched.items()}
+        for draft in self.table.outside if self.outside == "prefetch" else ():
+            always.setdefault(draft.module_fqn, []).extend(draft.storages)
+        return always
+
+    def _units(self, value: Mapping[str, float]) -> Iterator[tuple[str, Floats]]:
+        """(module, value of its unit per candidate), in order, for every stage that may have a unit."""
+        totals = self.sets.totals(value)
+        for stage in self.table.stages:
+            always = float(sum(value[s.name] for s in self._always.get(stage.module_fqn, ())))
+            layer = self.table.layer_index.get(stage.module_fqn)
+            if layer is not None:
+                yield stage.module_fqn, totals[layer].take(self._chosen[layer]) + always
+            elif always:
+                yield stage.module_fqn, np.full(len(self.high), always)
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def memory(self) -> Memory:
+        """As :class:`~headrace.plan.plan.Plan` counts it once a candidate is laid out."""
+        count, wanted = len(self.high), self.num_slots
+        ranks = self.table.ranks_on_device
+        parts_bytes, moved, num_units = np.zeros(count), np.zeros(count), np.zeros(count, dtype=np.int64)
+        slot_bytes, first = np.zeros((wanted, count)), np.zeros((wanted, count))
+        for (_, slab), (_, size) in zip(self._units(self.table.slabs), self._units(self.table.sizes), strict=True):
+            has = slab > 0
+            place = num_units % wanted
+            for slot in range(wanted):
+                here = has & (place == slot)
+                np.maximum(slot_bytes[slot], slab, out=slot_bytes[slot], where=here)
+                np.copyto(first[slot], size, where=here & (num_units < wanted))
+            num_units += has
+            if ranks is not None:
+                parts_bytes += np.ceil(slab / (ranks * SLAB_ALIGNMENT_BYTES)) * SLAB_ALIGNMENT_BYTES
+            moved += size
+        # A unit that has its slot alone is copied once and stays.
+        alone = np.arange(wanted)[:, None] + wanted >= num_units
+        offloaded = moved + self._in_place_bytes(self.table.sizes)
+        device_bytes = self.table.inventory.num_bytes - offloaded + slot_bytes.sum(0) + parts_bytes
+        return Memory(num_units, np.minimum(wanted, num_units), moved - (first * alone).sum(0), offloaded, device_bytes)
+
+    def _in_place_bytes(self, sizes: Mapping[str, float]) -> Floats:
+        """Per candidate: what is read in place, each storage counted with its bytes in ``sizes``."""
+        found = np.full(len(self.high), float(sum(sizes[s.name] for s in self.uva)))
+        if self._in_place is not None:
+            for totals, chosen in zip(self.sets.totals(sizes), self._in_place, strict=True):
+                found += totals.take(chosen)
+        return found
+
+    @cached_property
+    def _host_bytes(self) -> tuple[Floats, Floats]:
+        """Per candidate: slab bytes with all units in host memory, and how much of that could be in files."""
+        host_bytes = sum((slab for _, slab in self._units(self.table.slabs)), self._in_place_bytes(self.table.slabs))
+        spillable = (np.maximum(slab, 0.0) for _, slab in self._units(self.table.spillable))
+        return host_bytes, sum(spillable, np.zeros(len(self.high)))
+
+    def least_host_bytes(self, rows: Ints) -> Floats:
+        """What the candidates of these indices cannot do without in host memory."""
+        spill = self.table.spill
+        if spill is None:
+            return self.memory.offloaded_bytes[rows]
+        none, most = (num_bytes[rows] for num_bytes in self._host_bytes)
+        return np.minimum(none, none - most + spill.ring_bytes)
+
+    def _excess(self, host_bytes: int | None) -> Floats | None:
+        """Slab bytes that have to go to files, by candidate; ``None`` where none do."""
+        spill = self.table.spill
+        if spill is None or host_bytes is None or host_bytes >= sum(self.table.slabs.values()):
+            return None
+        too_much = self._host_bytes[0] - host_bytes
+        return np.where(too_much > 0, too_much + spill.ring_bytes, 0.0)
+
+    def _staged(self, excess: Floats | None) -> dict[str, Bools]:
+        """In which candidates a unit rests in files, by its module."""
+        if self.table.mode == "disk":
+            return dict.fromkeys((stage.module_fqn for stage in self.table.stages), np.ones(len(self.high), dtype=bool))
+        if excess is None or not excess.any():
+            return {}
+        units = dict(self._units(self.table.spillable))
+        staged = {}
+        for fqn in self.table.spill_order:
+            if fqn in units:
+                staged[fqn] = (excess > 0) & (units[fqn] > 0)
+                excess = excess - staged[fqn] * units[fqn]
+        return staged
+
+    def fitting(self, device_bytes: float, host_bytes: int | None = None) -> Ints:
+        """Candidates within both limits."""
+        fits = self.memory.device_bytes <= device_bytes
+        if (excess := self._excess(host_bytes)) is not None:
+            fits &= excess <= self._host_bytes[1]
+        elif host_bytes is not None:
+            fits &= self.memory.offloaded_bytes <= host_bytes
+        return np.flatnonzero(fits & (self.num_slots <= np.maximum(self.memory.num_slots, 1)))
+
+    # -- time ----------------------------------------------------------------------------------------------------------
+
+    def step_s(self, rows: Ints, host_bytes: int | None = None) -> Floats:
+        """[batch sizes, ``rows``]: seconds of a step of the candidates of these indices."""
+        excess, taken = self._excess(host_bytes), self._take(rows)
+        units = dict(taken._units(self.table.sizes))
+        staged = taken._staged(None if excess is None else excess[rows]) if self.table.rates.file_s_per_byte else {}
+        counts = self.memory.num_slots[rows], self.memory.num_units[rows]
+        return np.array([step.step_s(units, staged, taken._read_in_place(step), *counts) for step in self.table.steps])
+
+    def _read_in_place(self, step: StepModel) -> Iterator[tuple[Floats, Floats]]:
+        """Per stage, by candidate: what reading in place adds to compute, and how long it takes the link."""
+        extra = self.sets.totals({name: cost.in_place_s - cost.resident_s for name, cost in step.costs.items()})
+        link = self.sets.totals({name: cost.in_place_s for name, cost in step.costs.items()})
+        for stage, always in zip(self.table.stages, step.read_in_place(s.name for s in self.uva), strict=True):
+            extra_s, link_s = (np.full(len(self.high), seconds) for seconds in always)
+            layer = self.table.layer_index.get(stage.module_fqn)
+            if layer is not None and self._in_place is not None:
+                extra_s += extra[layer].take(self._in_place[layer])
+                link_s += link[layer].take(self._in_place[layer])
+            yield extra_s, link_s
+
+    # -- one candidate -------------------------------------------------------------------------------------------------
+
+    def plan(self, candidate: int, host_bytes: int | None = None) -> Plan:
+        """The candidate of this index, laid out."""
+        row = np.array([candidate])
+        excess = self._excess(host_bytes)
+        staged = {} if excess is None else self._take(row)._staged(excess[row])
+        order = {s.name: index for index, s in enumerate(self.table.inventory.storages)}
+        drafts, uva = [], list(self.uva)
+        for fqn in (stage.module_fqn for stage in self.table.stages):
+            storages = list(self._always.get(fqn, ()))
+            for role, storage in self.table.roles.get(fqn, {}).items():
+                layer = self.table.layer_index[fqn]
+                if role in self.sets.sets[self._chosen[layer, candidate]]:
+                    storages.append(storage)
+                elif self._in_place is not None and role in self.sets.sets[self._in_place[layer, candidate]]:
+                    uva.append(storage)
+            if storages:
+                store: Mode | None = "disk" if fqn in staged and staged[fqn][0] else None
+                drafts.append(UnitDraft(fqn, tuple(sorted(storages, key=lambda s: order[s.name])), store))
+        return assemble(self.table.inventory, drafts, int(self.memory.num_slots[candidate]), self.table.mode, uva=uva)

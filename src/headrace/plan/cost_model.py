@@ -1,0 +1,619 @@
+"""The cost model: from a machine's measured rates to the time of one step. Pure functions of sizes and rows.
+
+A model is a row of *stages*, the modules that run one after another. A stage of ``rows`` rows takes
+
+    compute = sum over its tensors of touched bytes x product_s_per_byte(rows)
+              + kernels x kernel_s + (activation bytes + its share of the KV cache) / device copy rate
+
+with all weights resident. What it reads in place takes the longer of that and
+
+    in place = touched bytes x in_place_s_per_byte(rows)
+
+during which the link is busy; a matrix product reads its weight again for every tile of rows. ``touched`` is everything
+for dense weights; of the ``E`` experts of a layer, with each of ``r`` rows routed to ``k`` of them uniformly, a step
+touches on average
+
+    E x (1 - (1 - k / E) ^ r)
+
+which then have ``r x k / touched`` rows each; a lookup touches one row per row. Copies take bytes / copy rate(bytes),
+in the order of the schedule, and units in files bytes / file rate before that, a staging ring ahead of the link. Units
+that are split over ranks have a copy rate of their own: :func:`split_rates`.
+
+Where the form comes from: decode is bound by reading weights, prefill by arithmetic (roofline, Williams et al. 2009),
+and one curve measured over rows covers both ends and the range between. The three numbers of kernels and passes below
+are not measured by the probe: they were fitted once, to the resident steps of two stacks on an H200.
+
+How copies and reads overlap with the stages is simulated (:func:`step_s`) by the rules of :mod:`headrace.plan.schedule`
+and of the pipeline that carries them out, for steps that follow one another without a pause:
+
+* a stage starts when the one before it has ended and its own unit is in its slot;
+* one copy runs at a time, in the order of the units; unit ``u`` can start to arrive when ``u - S`` has been read;
+* a step ends when its last copy is joined. The first units of the next step are copied within this one, except into
+  the slot of the last unit, which is refilled at the beginning of the next step;
+* what a stage reads in place takes the link away from the copies for as long;
+* a unit in files is read by the disk, which begins when the copy of the last such unit has ended and gets no more than
+  the staging ring ahead of the link. Its copy ends when it has been read, and occupies the link until then.
+
+Every clock is made of sums and maxima, so no time falls when a stage, a copy or a read takes longer.
+
+The simulation's arguments are arrays over candidates, so that one pass over the stages times thousands of plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.config import SHARDED_MODES, Mode
+from headrace.model.inventory import Inventory, StorageInfo, dotted_prefixes
+from headrace.model.memory_profile import ModelProfile
+from headrace.plan.plan import CHUNK_BYTES, Plan, UnitDraft
+from headrace.plan.schedule import RING_BYTES
+from headrace.plan.units import find_layers, reader_of
+
+__all__ = [
+    "NOMINAL_CPU",
+    "NOMINAL_GPU",
+    "Bools",
+    "Bound",
+    "Curve",
+    "Floats",
+    "Forecast",
+    "Forecaster",
+    "Ints",
+    "Rates",
+    "Stage",
+    "StageTimes",
+    "StepModel",
+    "StorageCost",
+    "experts_in",
+    "find_stages",
+    "split_rates",
+    "stages_compute_s",
+    "step_s",
+    "storage_cost",
+]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+# Beside each weight's own kernel run its second half (split sums) and an activation, a residual sum, a rotation.
+KERNELS_PER_TENSOR = 3
+# Sorting rows by expert in several passes, gathering, grouping, weighing and summing them up again.
+KERNELS_PER_EXPERT_LAYER = 45
+# How often an activation is written or read by the kernels around the product it belongs to.
+ACTIVATION_PASSES = 3.5
+
+
+# -- rates of a machine ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A rate or time measured at some sizes, and interpolated between them on logarithmic axes.
+
+    Attributes:
+        points: (size, value), ascending sizes, positive values. Beyond the ends the end values hold.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def of(cls, values: Mapping[int, float]) -> Curve:
+        """From a table of measurements."""
+        return cls(tuple(sorted((float(size), value) for size, value in values.items())))
+
+    def __call__(self, size: float) -> float:
+        """The value at ``size``."""
+        return float(self.over(np.array(size)))
+
+    def over(self, sizes: Floats) -> Floats:
+        """The values at many positive sizes."""
+        x, y = np.log(np.array(self.points)).T
+        values: Floats = np.exp(np.interp(np.log(sizes), x, y))
+        return values
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a machine can do, as far as planning needs it; ``headrace probe`` measures it.
+
+    Attributes:
+        machine: for people.
+        copy_bytes_per_s: from the store into a slot, by bytes of one copy.
+        product_s_per_byte: time of a matrix product per byte of its resident 16-bit weight, by rows; holds both the
+            reading of the weight and the arithmetic.
+        grouped_s_per_byte: the same for a grouped product over experts, by rows per expert.
+        in_place_s_per_byte, in_place_grouped_s_per_byte: the same for weights in host memory that are read in place;
+            ``None`` where only lookups can be.
+        kernel_s: a kernel with next to nothing to do, among others in a graph.
+        device_bytes_per_s: elementwise kernels, bytes read plus bytes written.
+        file_bytes_per_s: reading files with all threads, where that comes before the link (to a GPU); ``None`` where
+            files are what ``copy_bytes_per_s`` is about (on a CPU), or where it is not known.
+        peer_bytes_per_s: from the memory of one other device, by bytes of one copy; ``None`` where it is not known.
+        gather_bytes_per_s: into each of so many devices that copy from all the others at once, large copies, by their
+            number; ``None``: as fast as from one other device.
+        copies_take_cores: a copy keeps the cores busy that compute wants (reading out of a CPU's page cache).
+        is_measured: false for the nominal figures that stand in where no probe was run.
+    """
+
+    machine: str
+    copy_bytes_per_s: Curve
+    product_s_per_byte: Curve
+    grouped_s_per_byte: Curve
+    in_place_s_per_byte: Curve | None
+    in_place_grouped_s_per_byte: Curve | None
+    kernel_s: float
+    device_bytes_per_s: float
+    copies_take_cores: bool = False
+    is_measured: bool = True
+    file_bytes_per_s: float | None = None
+    peer_bytes_per_s: Curve | None = None
+    gather_bytes_per_s: Curve | None = None
+
+    @property
+    def file_s_per_byte(self) -> float:
+        """Seconds that reading a byte of a file takes before the link has it; 0 where nothing comes before the link."""
+        return 0.0 if self.file_bytes_per_s is None else 1 / self.file_bytes_per_s
+
+    def copy_s(self, num_bytes: float) -> float:
+        """Seconds of one copy."""
+        return float(self.copies_s(np.array(num_bytes)))
+
+    def copies_s(self, num_bytes: Floats) -> Floats:
+        """Seconds of each of many copies; 0 for no bytes."""
+        return np.where(num_bytes > 0, num_bytes / self.copy_bytes_per_s.over(np.maximum(num_bytes, 1.0)), 0.0)
+
+
+# A PCIe 4.0 x16 link and a device of 1 TB/s and 150 TFLOP/s: the order of the workstation cards that most people have.
+_NOMINAL_PRODUCT = Curve.of({1: 1.1e-12, 64: 1.2e-12, 256: 2e-12, 1024: 7e-12, 8192: 55e-12})
+_NOMINAL_IN_PLACE = Curve.of({1: 45e-12, 128: 45e-12, 256: 70e-12, 2048: 360e-12, 8192: 1440e-12})
+NOMINAL_GPU = Rates(
+    machine="a nominal GPU on PCIe 4.0 x16 (no probe was run)",
+    copy_bytes_per_s=Curve.of({2**18: 16e9, 2**20: 21e9, 2**24: 24e9, 2**26: 25e9}),
+    product_s_per_byte=_NOMINAL_PRODUCT,
+    grouped_s_per_byte=_NOMINAL_PRODUCT,
+    in_place_s_per_byte=_NOMINAL_IN_PLACE,
+    in_place_grouped_s_per_byte=_NOMINAL_IN_PLACE,
+    kernel_s=2e-6,
+    device_bytes_per_s=0.8e12,
+    is_measured=False,
+    file_bytes_per_s=3e9,  # one NVMe drive on PCIe 3.0 x4
+)
+_NOMINAL_CPU_PRODUCT = Curve.of({1: 50e-12, 16: 60e-12, 256: 500e-12, 2048: 4e-9})
+NOMINAL_CPU = Rates(
+    machine="a nominal CPU (no probe was run)",
+    copy_bytes_per_s=Curve.of({2**20: 2e9}),
+    product_s_per_byte=_NOMINAL_CPU_PRODUCT,
+    grouped_s_per_byte=_NOMINAL_CPU_PRODUCT,
+    in_place_s_per_byte=None,
+    in_place_grouped_s_per_byte=None,
+    kernel_s=10e-6,
+    device_bytes_per_s=10e9,
+    copies_take_cores=True,
+    is_measured=False,
+)
+
+
+# How many times as fast as the own link peers are at least, if they have links of their own. Over PCIe it is once, but
+# for what measurements differ by; a bridge of NVLink between workstation cards has twice the rate of PCIe 4.0.
+_OWN_LINKS = 1.25
+
+
+def split_rates(rates: Rates, mode: Mode, num_ranks: int) -> Rates:
+    """``rates`` whose ``copy_bytes_per_s`` is that of units split over ``num_ranks`` ranks, by bytes of the whole unit.
+
+    Each of N ranks keeps 1/N of a unit of b bytes, so (N - 1) / N of it come from peers:
+
+    * ``sharded_gpu``: out of their device memory, all peers at once, beside a copy of the rank's own part;
+    * ``sharded_cpu``: b / N come over the own link, chunk by chunk, and each chunk is passed on while the next one
+      comes.
+
+    The slower of the two says how long a unit takes. The start of a pipeline, its barriers and its last chunk are not
+    counted: the next unit is copied during them.
+
+    Args:
+        rates: of one rank alone.
+        mode: the store.
+        num_ranks: 1: nothing is split.
+
+    Without a measured ``peer_bytes_per_s`` the rates stay those of one rank's own link: less than either way has, since
+    nothing says how fast peers are. Peers that are hardly faster than the own link are taken to come over it (PCIe, not
+    NVLink): what ranks bring from host memory and what they are passed then come one after the other.
+    """
+    if num_ranks < 2 or mode not in SHARDED_MODES or rates.peer_bytes_per_s is None:
+        return rates
+    link, peer = rates.copy_bytes_per_s, rates.peer_bytes_per_s
+    # Bytes of units of which some copy has a size that was measured.
+    sizes = {num_ranks * size for size, _ in link.points} | {float(num_ranks * CHUNK_BYTES)}
+    sizes |= {size * num_ranks / (num_ranks - 1) for size, _ in peer.points}
+    seconds = {size: _split_unit_s(rates, peer, mode, size / num_ranks, num_ranks) for size in sorted(sizes)}
+    return replace(rates, copy_bytes_per_s=Curve(tuple((size, size / unit_s) for size, unit_s in seconds.items())))
+
+
+def _split_unit_s(rates: Rates, peer: Curve, mode: Mode, part: float, num_ranks: int) -> float:
+    """Seconds of a unit of which each rank keeps ``part`` bytes."""
+    link, from_devices = rates.copy_bytes_per_s, mode == "sharded_gpu"
+    chunk = part if from_devices else min(part, CHUNK_BYTES)
+    # All other ranks' parts arrive while every rank gets its own from all the others. The peers' copies run side by
+    # side, so they take as long to start as a single one of all their bytes.
+    rate = peer((num_ranks - 1) * chunk)
+    if rates.gather_bytes_per_s is not None:
+        rate *= rates.gather_bytes_per_s(num_ranks) / peer.points[-1][1]
+    peers_s = (num_ranks - 1) * part / rate
+    if from_devices:
+        return max(2 * part / rates.device_bytes_per_s, peers_s)  # the own part is read and written
+    shares_link = peer.points[-1][1] < _OWN_LINKS * link.points[-1][1]
+    own_s = part / link(chunk)
+    return own_s + peers_s if shares_link else max(own_s, peers_s)
+
+
+# -- stages and their costs --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A module that runs on its own in the order of the model, with what it reads.
+
+    Attributes:
+        module_fqn: its dotted name.
+        storages: what it reads, each with the number of experts it is divided into (1: not divided).
+        is_layer: whether it is one of the layers.
+    """
+
+    module_fqn: str
+    storages: tuple[tuple[StorageInfo, int], ...]
+    is_layer: bool = False
+
+
+def find_stages(inventory: Inventory, outside: Iterable[UnitDraft] = ()) -> list[Stage]:
+    """The layers, and around them every other module that owns tensors, in the order of the model.
+
+    ``outside``: units that may be hooked on other modules than the first that holds their tensors.
+    """
+    layers = set(find_layers(inventory))
+    fqns = {storage.name: draft.module_fqn for draft in outside for storage in draft.storages}
+    members: dict[str, list[StorageInfo]] = {}
+    for storage in inventory.storages:
+        owner = storage.tensors[0].locations[0].module
+        layer = next((name for name in dotted_prefixes(owner) if name and name in layers), None)
+        fqn = fqns.get(storage.name) or layer or reader_of(inventory, owner)
+        members.setdefault(fqn, []).append(storage)
+    order = {name: index for index, name in enumerate(inventory.modules)}
+    return [
+        Stage(fqn, tuple((s, experts_in(s, fqn in layers)) for s in members[fqn]), fqn in layers)
+        for fqn in sorted(members, key=order.__getitem__)
+    ]
+
+
+def experts_in(storage: StorageInfo, in_layer: bool) -> int:
+    """How many experts share ``storage``: the first dimension of a fused parameter [experts, ., .]; else 1."""
+    shape = storage.tensors[0].shape
+    return shape[0] if in_layer and len(shape) == 3 and storage.has_parameter else 1
+
+
+@dataclass(frozen=True)
+class StorageCost:
+    """What one storage adds to a step.
+
+    Attributes:
+        resident_s: its compute when it is on the device.
+        in_place_s: the same when it is read over the link, which is then busy.
+    """
+
+    resident_s: float
+    in_place_s: float
+
+
+def storage_cost(storage: StorageInfo, experts: int, rows: int, rates: Rates, profile: ModelProfile) -> StorageCost:
+    """The cost of ``storage`` in a step of ``rows`` rows; the formulas are at the top of this module."""
+    if storage.is_lookup:
+        row_bytes = storage.num_bytes // max(1, storage.tensors[0].shape[0])
+        touched: float = min(storage.num_bytes, rows * row_bytes)
+        resident_s = touched / rates.device_bytes_per_s
+        in_place = rates.in_place_s_per_byte
+        return StorageCost(resident_s, resident_s if in_place is None else touched * in_place(1))
+    share, rows_each = 1.0, float(rows)  # of the storage that a step reads; rows per expert that it reads
+    if experts > 1 and profile.experts_per_token is not None and profile.experts_per_token < experts:
+        share = 1.0 - (1.0 - profile.experts_per_token / experts) ** rows
+        rows_each = max(1.0, rows * profile.experts_per_token / (experts * share))
+    touched = storage.num_bytes * share
+    resident, in_place = rates.product_s_per_byte, rates.in_place_s_per_byte
+    if experts > 1:
+        resident, in_place = rates.grouped_s_per_byte, rates.in_place_grouped_s_per_byte
+    # Vectors (norms, biases) belong to kernels that are counted one by one.
+    resident_s = touched * resident(rows_each) if len(storage.tensors[0].shape) > 1 else 0.0
+    # Without a rate of its own it is chosen only where a rule says so, and then comes as a copy would, but on demand.
+    alone_s = resident_s + rates.copy_s(touched) if in_place is None else touched * in_place(rows_each)
+    return StorageCost(resident_s, max(resident_s, alone_s))
+
+
+def stages_compute_s(
+    stages: Sequence[Stage], rows: int, rates: Rates, profile: ModelProfile, context: int = 0
+) -> list[float]:
+    """Seconds of each stage of a step beside what :func:`storage_cost` gives for its tensors.
+
+    ``context``: tokens per sequence in the KV cache, which attention reads whole; the layers share it equally.
+    """
+    num_layers = sum(stage.is_layer for stage in stages)
+    attention_s = profile.cache_bytes(rows, context) / rates.device_bytes_per_s / max(1, num_layers)
+    found = []
+    for stage in stages:
+        tensors = [(storage.tensors[0], experts) for storage, experts in stage.storages if not storage.is_lookup]
+        kernels = KERNELS_PER_TENSOR * len(tensors)
+        if any(experts > 1 for _, experts in stage.storages):
+            kernels += KERNELS_PER_EXPERT_LAYER
+        activation_bytes = 0.0
+        for tensor, experts in tensors:
+            if len(tensor.shape) > 1:  # inputs and outputs of the product with it
+                active = min(profile.experts_per_token or experts, experts) if experts > 1 else 1
+                activation_bytes += rows * active * sum(tensor.shape[-2:]) * tensor.dtype.itemsize
+        passes_s = ACTIVATION_PASSES * activation_bytes / rates.device_bytes_per_s
+        found.append(kernels * rates.kernel_s + passes_s + attention_s * stage.is_layer)
+    return found
+
+
+# -- a step, simulated -------------------------------------------------------------------------------------------------
+
+
+class StepModel:
+    """A step of ``rows`` rows, by the cost model: of many candidates at once, or of the one that a plan is.
+
+    Attributes:
+        costs: of every storage by name.
+        resident_s: by stage, compute with all weights on the device.
+    """
+
+    def __init__(
+        self, stages: Sequence[Stage], rates: Rates, profile: ModelProfile, rows: int, context: int = 0
+    ) -> None:
+        self._rates, self._stages = rates, stages
+        self._stage_of = {s.name: index for index, stage in enumerate(stages) for s, _ in stage.storages}
+        self.costs = {s.name: storage_cost(s, n, rows, rates, profile) for stage in stages for s, n in stage.storages}
+        self.resident_s = stages_compute_s(stages, rows, rates, profile, context)
+        for name, cost in self.costs.items():
+            self.resident_s[self._stage_of[name]] += cost.resident_s
+
+    def read_in_place(self, names: Iterable[str]) -> list[tuple[float, float]]:
+        """Per stage: what reading these storages in place adds to compute, and how long it takes the link."""
+        added = [(0.0, 0.0)] * len(self.resident_s)
+        for name in names:
+            cost, stage = self.costs[name], self._stage_of[name]
+            extra_s, link_s = added[stage]
+            added[stage] = extra_s + cost.in_place_s - cost.resident_s, link_s + cost.in_place_s
+        return added
+
+    def step_s(
+        self,
+        sizes: Mapping[str, Floats],
+        in_files: Mapping[str, Bools],
+        in_place: Iterable[tuple[Floats, Floats]],
+        num_slots: Ints,
+        num_units: Ints,
+    ) -> Floats:
+        """Seconds of a step, by candidate.
+
+        Args:
+            sizes: bytes of units by the module of their stage.
+            in_files: by module, whether they rest in files.
+            in_place: as :meth:`read_in_place`, by candidate.
+        """
+        rates, none, stages = self._rates, np.zeros(len(num_slots)), []
+        for stage, resident_s, (extra_s, link_s) in zip(self._stages, self.resident_s, in_place, strict=True):
+            size = sizes.get(stage.module_fqn, none)
+            disk_s = size * in_files.get(stage.module_fqn, False) * rates.file_s_per_byte
+            stages.append(StageTimes(resident_s + extra_s, link_s, rates.copies_s(size), disk_s))
+        reads_files = any(stage.disk_s.any() for stage in stages)
+        ring_s = RING_BYTES * rates.file_s_per_byte if reads_files else 0.0
+        return step_s(stages, num_slots, num_units, rates.copies_take_cores, ring_s)
+
+
+class StageTimes(NamedTuple):
+    """One stage of all candidates, arrays of one value per candidate, in seconds.
+
+    Attributes:
+        compute_s: with its unit in the slot; reading in place included.
+        in_place_s: the part of it in which the link is taken.
+        copy_s: of its unit; 0 where it has none.
+        disk_s: reading its unit from the files; 0 where it rests elsewhere.
+    """
+
+    compute_s: Floats
+    in_place_s: Floats
+    copy_s: Floats
+    disk_s: Floats
+
+
+def step_s(
+    stages: Sequence[StageTimes],
+    num_slots: Ints,
+    num_units: Ints,
+    copies_take_cores: bool = False,
+    ring_s: float = 0.0,
+) -> Floats:
+    """Seconds of a step in the steady state, per candidate.
+
+    Args:
+        stages: in order of execution.
+        num_slots, num_units: per candidate; no candidate has more slots than units.
+        copies_take_cores: copies and compute want the same cores, so a step takes no less than both together.
+        ring_s: how long the disk reads until the staging ring is full; 0 where nothing is read.
+    """
+    state = _State(num_slots, num_units, ring_s)
+    if ring_s:
+        state.read_ahead(stages)
+    for stage in stages:
+        state.run(stage)
+    step = state.finish()
+    return np.maximum(step, state.busy_s) if copies_take_cores else step
+
+
+class _State:
+    """Clocks of all candidates."""
+
+    def __init__(self, num_slots: Ints, num_units: Ints, ring_s: float) -> None:
+        count = len(num_slots)
+        self._ring_s = ring_s
+        self._disk_free = np.zeros(count)  # when the disk could begin to read ahead
+        self._every = np.arange(count)
+        self._slots = np.maximum(num_slots, 1)
+        self._units = num_units
+        self._moves = num_units > num_slots
+        self._held_back = (num_units - 1) % self._slots
+        self._next = np.zeros(count, np.int64)  # index of the next unit
+        self._now = np.zeros(count)
+        self._link_free = np.zeros(count)
+        most = int(self._slots.max(initial=1))
+        self._released = np.zeros((count, most))  # by slot: when what it held was read
+        self._first_copy = np.zeros((count, most))  # by slot: the copy of its first unit
+        self._first_disk = np.zeros((count, most))  # and its reading
+        self.busy_s = np.zeros(count)  # compute and copies, end to end
+
+    def read_ahead(self, stages: Sequence[StageTimes]) -> None:
+        """How long the disk has read for this step when it begins: at least during the copies after the last read of
+        the step before, as long as the ring has room; 0 where a first unit is read after the last stage."""
+        count = len(self._every)
+        since, wrapping = np.zeros(count), np.zeros(count)  # copies since the last read; those after the last stage
+        following = np.zeros(count, np.int64)
+        reads_behind = np.zeros(count, dtype=bool)
+        for stage in stages:
+            has_unit = (stage.copy_s > 0) & self._moves
+            reads = has_unit & (stage.disk_s > 0)
+            behind = has_unit & (following < self._slots) & (following % self._slots != self._held_back)
+            within = has_unit & ~behind
+            since = np.where(reads & within, 0.0, since + np.where(within, stage.copy_s, 0.0))
+            behind &= following + self._slots < self._units  # what has its slot alone stays in it
+            wrapping += np.where(behind, stage.copy_s, 0.0)
+            reads_behind |= behind & reads
+            following += stage.copy_s > 0
+        self._disk_free = np.where(reads_behind, 0.0, -np.minimum(since + wrapping, self._ring_s))
+
+    def _arrival(self, start: Floats, copy_s: Floats, disk_s: Floats, copied: Bools) -> Floats:
+        """When a copy that can start at ``start`` ends; the disk moves on to the next unit then."""
+        arrival = start + copy_s
+        if not self._ring_s:
+            return arrival
+        read = np.maximum(self._disk_free + disk_s, start + np.maximum(disk_s - self._ring_s, 0.0))
+        reads = disk_s > 0
+        arrival = np.where(reads, np.maximum(arrival, read), arrival)
+        self._disk_free = np.where(reads & copied, arrival, self._disk_free)
+        return arrival
+
+    def run(self, stage: StageTimes) -> None:
+        has_unit = stage.copy_s > 0
+        slot = self._next % self._slots
+        is_first = self._next < self._slots
+        copied = has_unit & self._moves & (~is_first | (slot == self._held_back))
+        start = np.maximum(self._link_free, np.where(is_first, 0.0, self._released[self._every, slot]))
+        arrival = np.where(copied, self._arrival(start, stage.copy_s, stage.disk_s, copied), 0.0)
+        self._link_free = np.where(copied, arrival, self._link_free)
+        self.busy_s += stage.compute_s + copied * stage.copy_s
+        begin = np.maximum(self._now, arrival)
+        self._now = begin + stage.compute_s
+        self._link_free = np.where(
+            stage.in_place_s > 0, np.maximum(self._link_free, begin) + stage.in_place_s, self._link_free
+        )
+        rows = self._every[has_unit]
+        self._released[rows, slot[has_unit]] = self._now[has_unit]
+        first = has_unit & is_first
+        self._first_copy[self._every[first], slot[first]] = stage.copy_s[first]
+        self._first_disk[self._every[first], slot[first]] = stage.disk_s[first]
+        self._next += has_unit
+
+    def finish(self) -> Floats:
+        """The first units of the next step arrive after the last units of this one, in the same order.
+
+        Not into the slot of the last unit, which is held back, nor where a unit has its slot alone: it stays there.
+        """
+        for behind in range(int(self._slots.max(initial=1)), 1, -1):
+            unit = self._units - behind
+            valid = (behind <= self._slots) & (unit >= self._slots)
+            slot = np.where(valid, unit % self._slots, 0)
+            copy_s = valid * self._first_copy[self._every, slot]
+            start = np.maximum(self._link_free, self._released[self._every, slot])
+            arrival = self._arrival(start, copy_s, valid * self._first_disk[self._every, slot], valid)
+            self._link_free = np.where(valid, arrival, self._link_free)
+            self.busy_s += copy_s
+        return np.maximum(self._now, self._link_free)
+
+
+# -- a plan's step -----------------------------------------------------------------------------------------------------
+
+
+Bound = Literal["compute", "link", "in place", "disk"]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A step of ``rows`` rows under a plan, in seconds.
+
+    Attributes:
+        rows: sequences that decode together, or tokens of a prefill.
+        step_s: predicted time.
+        resident_s: the same with all weights on the device.
+        link_s: all copies, one after another.
+        disk_s: all reading of files that comes before the copies.
+        in_place_s: all reading in place.
+        floor_s: what no schedule can beat: the longest of compute, the link's work and the disk's.
+        bound: what the floor is made of.
+    """
+
+    rows: int
+    step_s: float
+    resident_s: float
+    link_s: float
+    disk_s: float
+    in_place_s: float
+    floor_s: float
+    bound: Bound
+
+    @property
+    def rows_per_s(self) -> float:
+        """Tokens per second of a decode step."""
+        return self.rows / self.step_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers and strings."""
+        return {**asdict(self), "rows_per_s": self.rows_per_s}
+
+
+class Forecaster:
+    """Predicts a step under any plan for one model; what does not depend on the plan is computed once.
+
+    The result follows from sizes and rates alone. ``rates`` are those of the links
+    that the units come over; see :func:`split_rates`.
+    """
+
+    def __init__(self, inventory: Inventory, rates: Rates, profile: ModelProfile, rows: int, context: int = 0) -> None:
+        self._rates, self._rows = rates, rows
+        stages = find_stages(inventory)
+        # A unit of tied tensors may be hooked around the module that is the stage of the first of them.
+        self._fqns = {s.name: stage.module_fqn for stage in stages for s, _ in stage.storages}
+        self._step = StepModel(stages, rates, profile, rows, context)
+
+    def __call__(self, plan: Plan) -> Forecast:
+        """The forecast for ``plan``, which is timed as a table of candidates with one row."""
+        rates = self._rates
+        sizes = {self._fqns[unit.entries[0].storage]: np.array([float(unit.payload_bytes)]) for unit in plan.units}
+        in_files = {self._fqns[unit.entries[0].storage]: np.array([True]) for unit in plan.staged_units}
+        in_place = self._step.read_in_place(plan.uva)
+        step_s = self._step.step_s(
+            sizes,
+            in_files,
+            ((np.array([extra_s]), np.array([link_s])) for extra_s, link_s in in_place),
+            np.array([plan.num_slots]),
+            np.array([len(plan.units)]),
+        )
+        in_place_s = sum(seconds for _, seconds in in_place)
+        link_s = sum(rates.copy_s(unit.payload_bytes) for unit in plan.moved_units)
+        disk_s = rates.file_s_per_byte * plan.read_bytes
+        resident_s = sum(self._step.resident_s)
+        floor_s = max(resident_s, link_s + in_place_s, disk_s)
+        link: Bound = "link" if link_s >= in_place_s else "in place"
+        bound: Bound = "compute" if floor_s == resident_s else "disk" if floor_s == disk_s else link
+        return Forecast(self._rows, float(step_s[0]), resident_s, link_s, disk_s, in_place_s, floor_s, bound)

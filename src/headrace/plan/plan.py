@@ -1,0 +1,610 @@
+"""The plan itself: for every storage a mechanism, for every unit a slab layout, a slot and a store."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple, get_args
+
+from headrace.config import Mechanism, Mode, format_gib
+from headrace.errors import OptionError
+from headrace.model.inventory import Inventory, StorageInfo
+from headrace.plan.schedule import ENTRY_BYTES, MAX_ENTRIES, RingLayout, chain, lay_out_ring, slot_of
+from headrace.plan.serialize import load_json, require, require_same, save_json
+
+__all__ = [
+    "CHUNK_BYTES",
+    "SCHEMA_VERSION",
+    "SLAB_ALIGNMENT_BYTES",
+    "Machine",
+    "PartLayout",
+    "Placement",
+    "Plan",
+    "SlabEntry",
+    "Stretch",
+    "Striping",
+    "Unit",
+    "UnitDraft",
+    "assemble",
+    "slab_bytes",
+]
+
+# Large enough for every vector load and for tensor-map descriptors; matrix kernels may pick another summation order
+# for a less aligned operand, so alignment is part of the promise of equal bits.
+SLAB_ALIGNMENT_BYTES = 256
+
+# Of ``sharded_cpu``: what a rank brings before it passes it on. The last chunk of a unit is passed on with nothing
+# beside it, so small; each costs some microseconds of launches per peer, so not too small: 8 MiB take 150 us on PCIe 5.
+CHUNK_BYTES = 8 << 20
+
+# Of :meth:`Plan.to_json`, and so of plan files. Raise it with any change of a key or of its meaning.
+SCHEMA_VERSION = 4
+
+_REPLAN = "make it again for this one: `headrace plan MODEL ... --save FILE`, or pass a policy instead of a plan"
+_NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device as a plan sees it. Nothing here changes between reboots, and no name of a host is kept.
+
+    Attributes:
+        device: ``"cpu"``, or the name of the GPU as the driver reports it.
+        device_bytes: total memory of the GPU; ``None`` for a CPU, whose memory is that of the host, and for a GPU whose
+            memory is not known.
+    """
+
+    device: str
+    device_bytes: int | None = None
+
+    def __str__(self) -> str:
+        return self.device if self.device_bytes is None else f"{self.device} with {format_gib(self.device_bytes)}"
+
+    def suits(self, here: Machine) -> bool:
+        """Whether a plan made for this machine may be carried out on ``here``: the same device, no less memory."""
+        return self.device == here.device and (self.device_bytes or 0) <= (here.device_bytes or 0)
+
+
+@dataclass(frozen=True)
+class SlabEntry:
+    """One storage inside a unit's slab: its name, its offset from the start of the slab, its size."""
+
+    storage: str
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What travels in one transfer.
+
+    Attributes:
+        index: position in the order of execution.
+        module_fqn: dotted name of the module whose forward reads the unit; the wait goes before it, the release after.
+        slot: always ``index mod num_slots``.
+        entries: the layout of the slab.
+        num_bytes: size of the slab, alignment gaps included.
+        store: where it rests; a unit travels in one transfer, so it rests in one place.
+    """
+
+    index: int
+    module_fqn: str
+    slot: int
+    entries: tuple[SlabEntry, ...]
+    num_bytes: int
+    store: Mode
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes that a transfer of this unit moves."""
+        return sum(entry.num_bytes for entry in self.entries)
+
+
+class Placement(NamedTuple):
+    """How compute reaches a storage, where it rests (``None``: on the device), and its bytes."""
+
+    mechanism: Mechanism
+    store: Mode | None
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where every storage rests and how compute reaches it.
+
+    Attributes:
+        units: in order of execution.
+        num_slots: device buffers; 0 when there are no units.
+        mode: the store of everything that leaves the device, except for units whose own store is ``disk``.
+        resident: names of storages that stay on the device, with their bytes.
+        uva: names of storages read in place, with their bytes.
+        model_name: optional display name of the model; not used in comparisons.
+        made_for: the machine whose figures the plan was made from; ``None`` binds it to none.
+        num_ranks: over how many ranks every unit is split; 1: each process keeps them whole.
+    """
+
+    units: tuple[Unit, ...] = field(repr=False)
+    num_slots: int
+    mode: Mode
+    resident: dict[str, int] = field(repr=False)
+    uva: dict[str, int] = field(repr=False)
+    model_name: str | None = None
+    made_for: Machine | None = None
+    num_ranks: int = 1
+
+    # -- bytes ---------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def slot_bytes(self) -> tuple[int, ...]:
+        """Size of each slot: the largest slab of its chain."""
+        return tuple(
+            max(self.units[unit].num_bytes for unit in chain(slot, len(self.units), self.num_slots))
+            for slot in range(self.num_slots)
+        )
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that never leave the device."""
+        return sum(self.resident.values())
+
+    @property
+    def prefetched_bytes(self) -> int:
+        """Bytes of all units."""
+        return sum(unit.payload_bytes for unit in self.units)
+
+    @property
+    def moved_units(self) -> list[Unit]:
+        """Units that come with every forward: one that has its slot alone stays there."""
+        return [unit for unit in self.units if len(chain(unit.slot, len(self.units), self.num_slots)) > 1]
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes moved by one forward that runs every unit once, in order; a unit that has its slot alone stays."""
+        return sum(unit.payload_bytes for unit in self.moved_units)
+
+    @property
+    def read_bytes(self) -> int:
+        """The part of ``moved_bytes`` that comes from files."""
+        return sum(unit.payload_bytes for unit in self.moved_units if unit.store == "disk")
+
+    @property
+    def uva_bytes(self) -> int:
+        """Bytes read in place."""
+        return sum(self.uva.values())
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that rest in a store."""
+        return self.prefetched_bytes + self.uva_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, wherever they rest."""
+        return self.resident_bytes + self.offloaded_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory for weights: residents and slots, and for ``sharded_gpu`` this rank's part of the units."""
+        parts = self.part_bytes if self.mode == "sharded_gpu" else 0
+        return self.resident_bytes + sum(self.slot_bytes) + parts
+
+    @property
+    def part_bytes(self) -> int:
+        """What one rank keeps of the slabs of all units."""
+        return sum(Striping.of(unit.num_bytes, self.num_ranks).part_bytes(0) for unit in self.units)
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Bytes of the units that rest in files while the rest of the plan does not; 0 for one store."""
+        return 0 if self.mode == "disk" else sum(unit.payload_bytes for unit in self.staged_units)
+
+    @property
+    def store_bytes(self) -> dict[str, int]:
+        """Bytes by where they rest: ``resident`` and ``slots`` on the device, the rest under the names of the stores.
+
+        Those of ``shm_cpu`` are there once for all ranks of a host.
+        """
+        spilled = self.spilled_bytes
+        on_device = {"resident": self.resident_bytes, "slots": sum(self.slot_bytes)}
+        return {**on_device, self.mode: self.offloaded_bytes - spilled, **({"disk": spilled} if spilled else {})}
+
+    # -- storages ------------------------------------------------------------------------------------------------------
+
+    @property
+    def offloaded_names(self) -> list[str]:
+        """Storages that leave the device: those of the units in order, then what is read in place."""
+        return [entry.storage for unit in self.units for entry in unit.entries] + list(self.uva)
+
+    @cached_property
+    def staged_units(self) -> tuple[Unit, ...]:
+        """Units that rest in files: before a GPU they pass through the staging ring."""
+        return tuple(unit for unit in self.units if unit.store == "disk")
+
+    def lay_out_ring(self, entry_bytes: int = ENTRY_BYTES, max_entries: int = MAX_ENTRIES) -> RingLayout:
+        """The staging ring for the units that rest in files, of which there is at least one."""
+        sizes, staged = [unit.num_bytes for unit in self.units], [unit.index for unit in self.staged_units]
+        return lay_out_ring(sizes, self.num_slots, entry_bytes, max_entries, staged)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Pinned host memory of the staging ring if the plan is carried out on a GPU: 0 without units in files."""
+        return self.lay_out_ring().num_bytes if self.staged_units else 0
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether steps read checkpoint files."""
+        return self.mode == "disk" or bool(self.staged_units)
+
+    @cached_property
+    def placements(self) -> dict[str, Placement]:
+        """Of every storage by the name of its first tensor."""
+        found = {name: Placement("resident", None, size) for name, size in self.resident.items()}
+        found |= {name: Placement("uva", self.mode, size) for name, size in self.uva.items()}
+        for unit in self.units:
+            found |= {e.storage: Placement("prefetch", unit.store, e.num_bytes) for e in unit.entries}
+        return found
+
+    @property
+    def storage_bytes(self) -> dict[str, int]:
+        """Bytes of every storage by name."""
+        return {name: placement.num_bytes for name, placement in self.placements.items()}
+
+    def mechanism_of(self, storage: str) -> Mechanism:
+        """How compute reaches ``storage`` (the name of its first tensor).
+
+        Raises:
+            OptionError: the plan knows no storage of that name.
+        """
+        if storage not in self.placements:
+            raise OptionError(
+                f"{storage!r}: no storage of this plan has this name; tied tensors have the name of the first of them"
+            )
+        return self.placements[storage].mechanism
+
+    # -- checks --------------------------------------------------------------------------------------------------------
+
+    def check(self, inventory: Inventory) -> None:
+        """Raise ``OptionError`` unless this plan places every storage of ``inventory`` at its size, and no other.
+
+        Also where bits are at stake: each unit has to be waited for before anything reads it, and to keep its slot.
+        """
+        found, planned = {s.name: s.num_bytes for s in inventory.storages}, self.storage_bytes
+        missing = [unit.module_fqn for unit in self.units if unit.module_fqn not in inventory.modules]
+        if planned != found or missing:
+            raise OptionError(_foreign_model(planned, found, missing, self.model_name))
+        for problem in self._misplaced_units(inventory):
+            raise OptionError(f"{problem}; {_REPLAN}")
+        for unit in self.units:
+            if unit.store != self.mode and (unit.store, self.mode) != ("disk", "cpu"):
+                raise OptionError(
+                    f"unit {unit.index} ({unit.module_fqn}) rests in {unit.store!r} and the plan in {self.mode!r}; a "
+                    f"unit rests where the plan does, or in 'disk' beside 'cpu'"
+                )
+
+    def _misplaced_units(self, inventory: Inventory) -> Iterator[str]:
+        """Why units could be read before they have arrived, or overwritten while they are read."""
+        first: dict[str, int] = {}
+        for index, unit in enumerate(self.units):
+            first.setdefault(unit.module_fqn, index)
+        for index, fqn in enumerate(unit.module_fqn for unit in self.units):
+            around = [fqn] if first[fqn] != index else sorted(first.keys() & inventory.ancestors(fqn))
+            if around:
+                yield (
+                    f"the plan has units {first[around[0]]} and {index} at {around[0]!r} and {fqn!r}; expected "
+                    f"modules none of which runs inside another, because one would be overwritten while it is read"
+                )
+        for unit in self.units:
+            fqn = unit.module_fqn
+            if fqn in inventory.uncalled:
+                why = "has no forward" if fqn in inventory.containers else "is not called by the module around it"
+                yield (
+                    f"the plan has a unit at {fqn!r} ({inventory.modules[fqn]}), which {why}, so that nothing "
+                    f"would wait for its tensors; expected a module that is called"
+                )
+            for storage in (inventory.by_name[entry.storage] for entry in unit.entries):
+                outside = sorted(module for module in storage.modules if fqn not in inventory.dominators(module))
+                if outside:
+                    elsewhere = fqn in inventory.ancestors(outside[0])
+                    where = "is used in another place as well" if elsewhere else "is not inside it"
+                    yield (
+                        f"the plan has {storage.name} in the unit of {fqn!r}, but module {outside[0]!r}, which "
+                        f"holds it, {where} and would read it before it has arrived"
+                    )
+
+    def check_machine(self, here: Machine) -> None:
+        """Raise ``OptionError`` if this plan was made for another device than ``here``, or for one with more memory."""
+        if self.made_for is not None and not self.made_for.suits(here):
+            raise OptionError(
+                f"the plan was made for another machine: for {self.made_for}, and this is {here}; {_REPLAN}"
+            )
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as a file that :meth:`load` and ``--plan`` read.
+
+        Raises:
+            OptionError: no file can be written there.
+        """
+        save_json(self.to_json(), path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """The plan of a file that :meth:`save` or ``headrace plan --save`` wrote.
+
+        Raises:
+            PlanFileError: no such file; not JSON; another schema; a key or value that is missing, unknown, of another
+                type, or at odds with the rest. The message says where in the file.
+            OptionTypeError: no path.
+        """
+        return load_json(path, _plan_from)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan for programs, and for its file: plain numbers and strings, sizes in bytes.
+
+        ==============  ==============================================================================================
+        key             meaning
+        ==============  ==============================================================================================
+        ``schema``      version of this table; another one is refused
+        ``model``       ``name`` (or null), ``num_storages``, ``weight_bytes``, ``sha256`` (:func:`_digest`)
+        ``machine``     null, or what it was made for: ``device`` (``"cpu"`` or a GPU's name), ``device_bytes``
+        ``mode``        the store of what is read in place, and of units that do not rest in ``disk``
+        ``num_ranks``   over how many ranks every unit is split
+        ``num_slots``   slots, each of ``slot_bytes``
+        ``units``       ``index``, ``module_fqn``, ``slot``, ``num_bytes``, ``store`` (as ``mode``, or ``disk`` where
+                        that is ``cpu`` and units are not split), and ``entries`` of ``storage``, ``offset`` and
+                        ``num_bytes``
+        ``resident``    storage name -> bytes
+        ``uva``         the same, of what is read in place
+        the others      sums over the above; ``store_bytes`` by where they rest
+        ``outlook``     only in what ``headrace plan --json`` prints: predictions; not read back
+        ==============  ==============================================================================================
+        """
+        return {
+            "schema": SCHEMA_VERSION,
+            "model": {
+                "name": self.model_name,
+                "num_storages": len(self.placements),
+                "weight_bytes": self.weight_bytes,
+                "sha256": _digest(self.storage_bytes),
+            },
+            "machine": None if self.made_for is None else asdict(self.made_for),
+            "mode": self.mode,
+            "num_ranks": self.num_ranks,
+            "num_slots": self.num_slots,
+            "slot_bytes": list(self.slot_bytes),
+            "device_bytes": self.device_bytes,
+            "resident_bytes": self.resident_bytes,
+            "prefetched_bytes": self.prefetched_bytes,
+            "moved_bytes": self.moved_bytes,
+            "store_bytes": self.store_bytes,
+            "uva_bytes": self.uva_bytes,
+            "units": [{**asdict(unit), "entries": [asdict(entry) for entry in unit.entries]} for unit in self.units],
+            "resident": dict(self.resident),
+            "uva": dict(self.uva),
+        }
+
+
+# -- layout ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UnitDraft:
+    """A unit before layout: its module, what travels with it, and its store where that is not the plan's."""
+
+    module_fqn: str
+    storages: tuple[StorageInfo, ...]
+    store: Mode | None = None
+
+
+def assemble(
+    inventory: Inventory,
+    drafts: Sequence[UnitDraft],
+    num_slots: int,
+    mode: Mode,
+    uva: Iterable[StorageInfo] = (),
+) -> Plan:
+    """Lay out slabs, assign slots, and call everything else resident. Drafts are in order of execution."""
+    slots = min(num_slots, len(drafts))
+    units = tuple(
+        _lay_out(index, draft.module_fqn, {s.name: s.num_bytes for s in draft.storages}, slots, draft.store or mode)
+        for index, draft in enumerate(drafts)
+    )
+    in_place = {storage.name: storage.num_bytes for storage in uva}
+    offloaded = {entry.storage for unit in units for entry in unit.entries} | in_place.keys()
+    resident = {s.name: s.num_bytes for s in inventory.storages if s.name not in offloaded}
+    return Plan(units, slots, mode, resident, in_place)
+
+
+def _lay_out(index: int, fqn: str, sizes: Mapping[str, int], num_slots: int, store: Mode) -> Unit:
+    """The unit of the storages of these sizes, one after the other, each aligned."""
+    *offsets, end = accumulate(map(_aligned, sizes.values()), initial=0)
+    entries = tuple(SlabEntry(name, at, size) for (name, size), at in zip(sizes.items(), offsets, strict=True))
+    return Unit(index, fqn, slot_of(index, num_slots), entries, end, store)
+
+
+def slab_bytes(sizes: Iterable[int]) -> int:
+    """Size of a slab that holds storages of these sizes, each aligned."""
+    return sum(map(_aligned, sizes))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // SLAB_ALIGNMENT_BYTES) * SLAB_ALIGNMENT_BYTES
+
+
+# -- slabs split over ranks --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Bytes ``start`` to ``end`` of a slab, which lie at ``offset`` of the part of their rank."""
+
+    start: int
+    end: int
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Length."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Striping:
+    """One slab over ``num_ranks`` ranks: chunks in turn, as in a striped array of disks.
+
+    Chunk ``k * ranks + r`` belongs to rank ``r``: ``ranks`` chunks in a row are a stripe. With one stripe every rank
+    has one contiguous part. With several, what a rank has brought first can be passed on while it brings the next, and
+    the slab fills from the front on every rank. All chunks of a unit but the last ones are equally long, so the parts
+    are equal but for the alignment, and no rank keeps padding.
+
+    Attributes:
+        num_bytes: of the slab; a multiple of 256.
+        chunk_bytes: a multiple of 256.
+    """
+
+    num_bytes: int
+    num_ranks: int
+    chunk_bytes: int
+
+    @classmethod
+    def of(cls, num_bytes: int, num_ranks: int, max_chunk_bytes: int | None = None) -> Striping:
+        """As few stripes as ``max_chunk_bytes`` allows (``None``: one), all of the same length but the last."""
+        stripes = 1 if max_chunk_bytes is None else max(1, -(-num_bytes // (num_ranks * max_chunk_bytes)))
+        return cls(num_bytes, num_ranks, _aligned(-(-num_bytes // (num_ranks * stripes))))
+
+    def stretches(self, rank: int) -> Iterator[Stretch]:
+        """What ``rank`` keeps, in order."""
+        offset = 0
+        for start in range(rank * self.chunk_bytes, self.num_bytes, self.num_ranks * self.chunk_bytes):
+            end = min(start + self.chunk_bytes, self.num_bytes)
+            yield Stretch(start, end, offset)
+            offset += end - start
+
+    def in_order(self) -> Iterator[tuple[int, Stretch]]:
+        """(rank, stretch) of the whole slab, from its first byte to its last."""
+        every = ((rank, stretch) for rank in range(self.num_ranks) for stretch in self.stretches(rank))
+        return iter(sorted(every, key=lambda item: item[1].start))
+
+    def part_bytes(self, rank: int) -> int:
+        """Bytes that ``rank`` keeps."""
+        return sum(stretch.num_bytes for stretch in self.stretches(rank))
+
+
+class PartLayout:
+    """Where the parts of all units lie in a rank's memory, at the same offsets on every rank.
+
+    Attributes:
+        stripings: by unit.
+        offsets: by unit, where its part begins.
+        num_bytes: of the memory of each rank: the longest part of every unit.
+    """
+
+    def __init__(self, units: Sequence[Unit], num_ranks: int, max_chunk_bytes: int | None = None) -> None:
+        self.stripings = [Striping.of(unit.num_bytes, num_ranks, max_chunk_bytes) for unit in units]
+        *self.offsets, self.num_bytes = accumulate((s.part_bytes(0) for s in self.stripings), initial=0)
+        self.num_ranks = num_ranks
+
+
+# -- reading a plan's JSON ---------------------------------------------------------------------------------------------
+
+
+def _plan_from(data: Any) -> Plan:
+    """The plan of which ``data`` is :meth:`Plan.to_json`: laid out anew from what nothing else follows from."""
+    require(isinstance(data, dict), "", "an object", data)
+    version = data.get("schema")
+    known = f"{SCHEMA_VERSION}, the version that this headrace reads and writes"
+    require(type(version) is int and version == SCHEMA_VERSION, "schema", known, version)
+    given = {key: value for key, value in data.items() if key != "outlook"}
+    for key, kind in (("model", dict), ("units", list), ("resident", dict), ("uva", dict)):
+        require(isinstance(given[key], kind), key, "an object" if kind is dict else "a list", given[key])
+    mode, num_slots, num_ranks = given["mode"], given["num_slots"], given["num_ranks"]
+    require(mode in get_args(Mode), "mode", f"one of {', '.join(get_args(Mode))}", mode)
+    require(type(num_ranks) is int and num_ranks > 0, "num_ranks", "a whole number of at least 1", num_ranks)
+    count = len(given["units"])
+    fits = type(num_slots) is int and min(1, count) <= num_slots <= count
+    require(fits, "num_slots", f"1 to {count}, the number of units" if count else "0 without units", num_slots)
+    name, machine = given["model"]["name"], given["machine"]
+    require(name is None or isinstance(name, str), "model.name", "a string", name)
+    if machine is not None:
+        device, total = machine["device"], machine["device_bytes"]
+        require(isinstance(device, str), "machine.device", "a string", device)
+        counts = total is None or (type(total) is int and total > 0)
+        require(counts, "machine.device_bytes", "null or a whole number of at least 1", total)
+    plan = Plan(
+        units=tuple(_unit_from(unit, index, num_slots) for index, unit in enumerate(given["units"])),
+        num_slots=num_slots,
+        mode=mode,
+        resident=_sizes_from(given["resident"].items(), "resident"),
+        uva=_sizes_from(given["uva"].items(), "uva"),
+        model_name=name,
+        made_for=None if machine is None else Machine(machine["device"], machine["device_bytes"]),
+        num_ranks=num_ranks,
+    )
+    stores = {mode, "disk"} if mode == "cpu" else {mode}
+    for unit in plan.units:
+        require(unit.store in stores, f"units[{unit.index}].store", f"one of {', '.join(sorted(stores))}", unit.store)
+    names = [*plan.resident, *plan.offloaded_names]
+    twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
+    require(twice is None, "units, resident and uva", "each storage in one place, and this one is in two", twice)
+    require_same(plan.to_json(), given)
+    return plan
+
+
+def _unit_from(unit: Any, index: int, num_slots: int) -> Unit:
+    place = f"units[{index}]"
+    require(isinstance(unit["module_fqn"], str), f"{place}.module_fqn", "a string", unit["module_fqn"])
+    require(bool(unit["entries"]), f"{place}.entries", "at least one entry", unit["entries"])
+    sizes = _sizes_from(((entry["storage"], entry["num_bytes"]) for entry in unit["entries"]), f"{place}.entries")
+    return _lay_out(index, unit["module_fqn"], sizes, num_slots, unit["store"])
+
+
+def _sizes_from(items: Iterable[tuple[Any, Any]], place: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for name, size in items:
+        require(isinstance(name, str) and name not in sizes, place, "names of storages, each once", name)
+        require(type(size) is int and size > 0, f"{place}[{name!r}]", "a whole number of at least 1", size)
+        sizes[name] = size
+    return sizes
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def _digest(storages: Mapping[str, int]) -> str:
+    """What identifies a model to a plan: SHA-256, in hexadecimal, of the sorted list of [storage name, bytes], as JSON
+    in ASCII without spaces."""
+    text = json.dumps(sorted(storages.items()), separators=(",", ":"))
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def _foreign_model(
+    planned: Mapping[str, int], found: Mapping[str, int], missing_modules: Sequence[str], name: str | None
+) -> str:
+    """Why a plan with storages ``planned`` is not for a model with storages ``found`` (name -> bytes)."""
+    differing = [
+        *(
+            f"{name} ({planned[name]} bytes in the plan, {found[name]} in the model)"
+            for name in sorted(planned.keys() & found.keys())
+            if planned[name] != found[name]
+        ),
+        *(f"{name} ({planned[name]} bytes, in the plan alone)" for name in sorted(planned.keys() - found.keys())),
+        *(f"{name} ({found[name]} bytes, in the model alone)" for name in sorted(found.keys() - planned.keys())),
+    ]
+    parts = []
+    if differing:
+        more = f" and {len(differing) - _NAMES_SHOWN} more" if len(differing) > _NAMES_SHOWN else ""
+        count = f"{len(differing)} of {len(planned.keys() | found.keys())} storages differ"
+        parts.append(f"{count}: {', '.join(differing[:_NAMES_SHOWN])}{more}")
+    if missing_modules:
+        parts.append(f"the model has no module {missing_modules[0]!r}")
+    totals = [f"{len(s)} storages, {format_gib(sum(s.values()))} ({sum(s.values())} bytes)" for s in (planned, found)]
+    return (
+        f"the plan was made for another model{f' ({name})' if name else ''}: {'; '.join(parts)}. The plan places "
+        f"{totals[0]}, the model has {totals[1]}; {_REPLAN}"
+    )

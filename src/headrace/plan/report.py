@@ -1,0 +1,325 @@
+"""A plan and what it will cost, for people: as tables (rich), and as a picture (matplotlib, an extra)."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from headrace.config import Mode
+from headrace.errors import OptionError
+from headrace.plan.build import Outlook, Planner, Point
+from headrace.plan.cost_model import find_stages
+from headrace.plan.plan import Plan, Unit
+
+__all__ = [
+    "compress_indices",
+    "draw_plan",
+    "gib",
+    "render",
+    "render_outlook",
+    "render_weights",
+    "require_picture",
+    "role_of",
+    "titled_table",
+]
+
+MIB, GIB = 2**20, 2**30
+# How compute reaches a tensor, of a plan with two stores also from which of them it is prefetched; with its colour.
+_COLOURS = {"resident": "#3aa655", "prefetched": "#4c8ed9", "from files": "#8a63c9", "in place": "#e8a33d"}
+
+# Norms and biases have dozens of roles of a few KiB each; they share a row.
+_MAX_ROLE_ROWS = 12
+_MAX_RUNS = 6
+
+_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
+_STORE_NAMES: dict[Mode, str] = {
+    "cpu": "host",
+    "shm_cpu": "host, shared",
+    "disk": "file",
+    "sharded_cpu": "host, sharded",
+    "sharded_gpu": "peers",
+    "meta": "nowhere",
+}
+
+
+def render(plan: Plan, name: str) -> RenderableType:
+    """Everything about ``plan`` for a model called ``name``: summary, where bytes rest, units, roles."""
+    share = 100 * plan.device_bytes / max(1, plan.weight_bytes)
+    summary = Text.assemble(
+        (name, "bold"),
+        f": {gib(plan.weight_bytes)} GiB of weights in ",
+        (f"{gib(plan.device_bytes)} GiB of device memory ({share:.0f} %)", "bold"),
+        f"; {gib(plan.moved_bytes)} GiB moved per forward",
+        f", {gib(plan.read_bytes)} GiB of them read from files" if plan.spilled_bytes and plan.read_bytes else "",
+    )
+    return Group(summary, _places(plan), *([_units(plan)] if plan.units else []), _roles(plan))
+
+
+def render_weights(plan: Plan, name: str, minimum_bytes: int) -> RenderableType:
+    """What the model weighs and the smallest budget that runs it; ``plan`` has everything resident."""
+    lines = Text.assemble(
+        (name, "bold"),
+        f" weighs {gib(plan.weight_bytes)} GiB in {len(plan.resident)} tensors; nothing would be offloaded.\n",
+        f"The smallest budget is --device-memory {-(-minimum_bytes // 2**20)}MiB ({gib(minimum_bytes)} GiB); ",
+        "anything from there to the full weight works, and more is faster.",
+    )
+    return Group(lines, _roles(plan))
+
+
+def gib(num_bytes: int | float) -> str:
+    """GiB with three decimals, or more for what would otherwise read 0.00x."""
+    value = num_bytes / 2**30
+    return f"{value:.3f}" if value >= 0.0995 or value == 0 else f"{value:.5f}"
+
+
+def role_of(name: str) -> str:
+    """``name`` with the numbers of layers and experts replaced by ``*``: the same in every layer."""
+    return _NUMBER.sub("*", name)
+
+
+def compress_indices(indices: Iterable[int]) -> str:
+    """``0-3, 7, 9-11``; evenly spaced ones as ``3, 7, ... 27``; long irregular lists are cut."""
+    ordered = sorted(set(indices))
+    # Within a run the index and its position grow together.
+    grouped = groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])
+    runs = [[index for _, index in run] for _, run in grouped]
+    if len(runs) <= _MAX_RUNS:
+        return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"{ordered[0]}, {ordered[1]}, {ordered[2]}, ... {ordered[-1]}"
+
+
+def titled_table(title: str, *columns: str) -> Table:
+    """The first column is text, the others are figures."""
+    table = Table(
+        title=f"\n{title}",
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+    )
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
+    return table
+
+
+def _places(plan: Plan) -> Table:
+    """Where the bytes rest."""
+    stores = list(dict.fromkeys(["host", "file", _STORE_NAMES[plan.mode]]))
+    table = titled_table("Memory, GiB", "what", "count", "device", *stores)
+    totals = dict.fromkeys(("device", *stores), 0)
+
+    def add(what: str, count: str, place: str, num_bytes: int) -> None:
+        table.add_row(what, count, *(gib(num_bytes) if place == column else "" for column in totals))
+        totals[place] += num_bytes
+
+    add("resident", _counted(len(plan.resident), "tensor"), "device", plan.resident_bytes)
+    # On a GPU bytes of files pass through, or stay in, pinned memory.
+    staged = plan.reads_files and plan.made_for is not None and plan.made_for.device != "cpu"
+    if plan.units:
+        add("slots", _counted(plan.num_slots, "slot"), "device", sum(plan.slot_bytes))
+        if staged:
+            add("staging ring", "", "host", plan.ring_bytes)
+        for store in sorted({unit.store for unit in plan.units}):  # cpu before disk
+            sizes = [unit.payload_bytes for unit in plan.units if unit.store == store]
+            add("prefetched", _counted(len(sizes), "unit"), _STORE_NAMES[store], sum(sizes))
+    if plan.uva:
+        place = "host" if staged and plan.mode == "disk" else _STORE_NAMES[plan.mode]
+        add("read in place", _counted(len(plan.uva), "tensor"), place, plan.uva_bytes)
+    table.add_section()
+    table.add_row("total", "", *(gib(num_bytes) if num_bytes else "" for num_bytes in totals.values()), style="bold")
+    return table
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def _units(plan: Plan) -> Table:
+    alike: defaultdict[tuple[str, int, Mode], list[Unit]] = defaultdict(list)
+    for unit in plan.units:
+        alike[role_of(unit.module_fqn), len(unit.entries), unit.store].append(unit)
+    table = titled_table("Units", "module", "rest in", "units", "layers", "tensors each", "GiB each", "slot numbers")
+    for (fqn, tensors, store), units in alike.items():
+        low, high = (gib(bound(unit.num_bytes for unit in units)) for bound in (min, max))
+        table.add_row(
+            fqn or "(the model)",
+            _STORE_NAMES[store],
+            str(len(units)),
+            compress_indices(int(number) for unit in units for number in _NUMBER.findall(unit.module_fqn)[:1]),
+            str(tensors),
+            low if low == high else f"{low} to {high}",
+            compress_indices(unit.slot for unit in units),
+        )
+    return table
+
+
+def _roles(plan: Plan) -> Table:
+    """The largest roles, then the rest as one."""
+    counts: Counter[str] = Counter()
+    sizes: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for name, placement in plan.placements.items():
+        counts[role_of(name)] += 1
+        sizes[role_of(name)][_reached(plan, name)] += placement.num_bytes
+    rows = sorted(counts, key=lambda role: (-sizes[role].total(), role))
+    if len(rows) > _MAX_ROLE_ROWS:
+        rows, small = rows[: _MAX_ROLE_ROWS - 1], rows[_MAX_ROLE_ROWS - 1 :]
+        rows.append(rest := f"{len(small)} smaller roles")
+        counts[rest] = sum(counts[role] for role in small)
+        for role in small:
+            sizes[rest] += sizes[role]
+    shown = [column for column in _COLOURS if column == "resident" or any(size[column] for size in sizes.values())]
+    table = titled_table("Tensors by role, GiB", "role", "count", "total", *shown)
+    for role in rows:
+        cells = (gib(sizes[role][column]) if sizes[role][column] else "" for column in shown)
+        table.add_row(Text(role), str(counts[role]), gib(sizes[role].total()), *cells)
+    return table
+
+
+def _reached(plan: Plan, name: str) -> str:
+    """The key of ``_COLOURS`` for a storage."""
+    placement = plan.placements[name]
+    if placement.mechanism == "prefetch":
+        return "prefetched" if placement.store == plan.mode else "from files"
+    return "in place" if placement.mechanism == "uva" else "resident"
+
+
+# -- predictions -------------------------------------------------------------------------------------------------------
+
+
+def render_outlook(outlook: Outlook) -> RenderableType:
+    """A table of predicted steps, and the alternatives below."""
+    table = titled_table(
+        "Predicted steps", "batch", "ms", "tokens/s", "floor ms", "share of floor", "bound by", "device GiB"
+    )
+    for forecast, use in zip(outlook.forecasts, outlook.memory, strict=True):
+        table.add_row(
+            str(forecast.rows),
+            _ms(forecast.step_s),
+            f"{forecast.rows_per_s:,.1f}",
+            _ms(forecast.floor_s),
+            f"{forecast.floor_s / forecast.step_s:.0%}",
+            forecast.bound,
+            gib(outlook.device_bytes + use.total_bytes),
+        )
+    hint = "" if outlook.is_measured else "; run `headrace probe` on this machine for predictions that hold"
+    lines = [f"\nRates of {outlook.machine}{hint}."]
+    if outlook.context:
+        largest = max(outlook.memory, key=lambda use: use.batch)
+        lines.append(
+            f"Batch {largest.batch} at {outlook.context} tokens: {gib(largest.cache_bytes)} GiB of KV cache, "
+            f"{gib(largest.activation_bytes)} GiB of activations; device memory above includes both."
+        )
+    lines += [f"• {alternative.text}" for alternative in outlook.alternatives]
+    return Group(table, Text("\n".join(lines)))
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f}" if seconds >= 0.01 else f"{seconds * 1e3:.2f}"
+
+
+# -- a picture ---------------------------------------------------------------------------------------------------------
+
+
+def require_picture(path: str | os.PathLike[str]) -> None:
+    """Raise ``OptionError`` unless matplotlib is installed and draws what the suffix of ``path`` says."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise OptionError(
+            "--plot draws with matplotlib, which is not installed; pip install 'headrace[plot]'"
+        ) from error
+    if Path(path).suffix.lower().removeprefix(".") not in FigureCanvasBase.get_supported_filetypes():
+        raise OptionError(
+            f"--plot {str(path)!r}: expected a name that ends in a format of pictures, .png, .svg or .pdf say, found "
+            f"{Path(path).suffix or 'no suffix'!r}"
+        )
+
+
+def draw_plan(
+    path: str | os.PathLike[str],
+    name: str,
+    plan: Plan,
+    planner: Planner,
+    outlook: Outlook,
+    points: Sequence[Point],
+) -> None:
+    """Write the picture to ``path``; its suffix says the format.
+
+    Args:
+        name: of the model.
+        points: the memory curve of the same question (:meth:`Planner.curve`); empty leaves the second panel out.
+
+    Raises:
+        OptionError: see :func:`require_picture`.
+    """
+    require_picture(path)
+    from matplotlib.figure import Figure
+
+    panels = 2 if points else 1
+    figure = Figure(figsize=(10, 4.2 * panels), layout="constrained")
+    axes = figure.subplots(panels, 1, squeeze=False)[:, 0]
+    figure.suptitle(f"{name}: {plan.weight_bytes / GIB:.2f} GiB of weights in {plan.device_bytes / GIB:.2f} GiB")
+    _draw_layers(axes[0], plan, planner)
+    if points:
+        _draw_curve(axes[1], plan, outlook, points)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_layers(axes: Any, plan: Plan, planner: Planner) -> None:
+    stages = [
+        stage for stage in find_stages(planner.inventory) if sum(s.num_bytes for s, _ in stage.storages) > GIB / 1e4
+    ]
+    largest = max((sum(s.num_bytes for s, _ in stage.storages) for stage in stages), default=0)
+    unit, unit_name = (GIB, "GiB") if largest >= GIB / 10 else (MIB, "MiB")
+    bottom = [0.0] * len(stages)
+    reached = {name: _reached(plan, name) for name in plan.placements}
+    for label, colour in _COLOURS.items():
+        heights = [sum(s.num_bytes for s, _ in stage.storages if reached[s.name] == label) / unit for stage in stages]
+        if any(heights):
+            axes.bar(range(len(stages)), heights, 0.85, bottom, color=colour, label=label)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    names = [stage.module_fqn.rpartition(".")[2] or "(model)" for stage in stages]
+    step = max(1, len(names) // 24)
+    shown = [index for index in range(len(names)) if index % step == 0 or not names[index].isdigit()]
+    # Words get a slant; where there are many layers only some numbers fit.
+    axes.set_xticks(shown, [names[index] for index in shown], fontsize=7)
+    for label in axes.get_xticklabels():
+        if not label.get_text().isdigit():
+            label.set(rotation=30, ha="right")
+    axes.set_ylim(0, 1.05 * largest / unit or 1)
+    axes.set_ylabel(unit_name)
+    axes.set_title("Weights by layer", loc="left", fontsize=10)
+    axes.margins(x=0.01)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
+
+
+def _draw_curve(axes: Any, plan: Plan, outlook: Outlook, points: Sequence[Point]) -> None:
+    from matplotlib.ticker import LogFormatter
+
+    memory = [point.device_bytes / GIB for point in points]
+    for index, forecast in enumerate(outlook.forecasts):
+        steps = [point.step_s[index] * 1e3 for point in points]
+        (line,) = axes.step(memory, steps, where="post", label=f"batch {forecast.rows}")
+        axes.axhline(forecast.resident_s * 1e3, color=line.get_color(), linestyle=":", linewidth=1)
+        axes.plot(plan.device_bytes / GIB, forecast.step_s * 1e3, "o", color=line.get_color())
+    axes.axvline(plan.device_bytes / GIB, color="#888888", linewidth=0.8, label="this plan")
+    axes.set_yscale("log")
+    for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        ticks(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
+    axes.set_xlabel("device memory for weights, GiB")
+    axes.set_ylabel("step, ms")
+    axes.set_title("Predicted step; dots: this plan, dotted: all weights resident", loc="left", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)

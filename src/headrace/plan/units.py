@@ -1,0 +1,417 @@
+"""How a model is cut into units, and how a policy without a budget chooses them: the group rule, offload rules, limits.
+
+Layers are found by structure. Hooks of a unit's module wait for the unit and release it. So this module is called (it
+has a forward of its own), every path to the unit's tensors leads through it, and no module of a unit runs inside that
+of another.
+
+Of several offload rules that match a storage the first counts: the order of llama.cpp's ``--override-tensor``. What
+makes no sense is refused: a rule that matches nothing, one that earlier rules leave nothing to, and one that no plan
+can obey.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from headrace.config import Mechanism, Prefetch, Rule
+from headrace.errors import RuleError, SelectionError, warn_user
+from headrace.model.inventory import Inventory, StorageInfo, common_prefix
+from headrace.model.patterns import matching, select
+from headrace.model.semantic_groups import semantic_groups
+from headrace.plan.plan import Plan, UnitDraft, assemble, slab_bytes
+
+__all__ = [
+    "TINY_BYTES",
+    "called_within",
+    "draft_units",
+    "drafts_at",
+    "find_layers",
+    "find_stacks",
+    "group_rule",
+    "move_on_demand",
+    "outside_units",
+    "plan_group_rule",
+    "read_in_place",
+    "reader_of",
+    "selected",
+    "settle_rules",
+    "some_names",
+    "split_by_part",
+    "stranded",
+    "usable_slots",
+    "warn_of_stranded",
+    "why_stranded",
+    "worth_moving",
+]
+
+# Norms, biases and scales: together a thousandth of a layer, but each would cost a copy of its own.
+TINY_BYTES = 64 * 2**10
+
+# A copy of this size takes the link at nine tenths of its rate (H200).
+MIN_PART_BYTES = 2**20
+
+_NAMES_SHOWN = 3
+_NUMBERED = re.compile(r".*\d")
+
+
+def find_stacks(inventory: Inventory) -> dict[str, list[str]]:
+    """Runs of numbered sibling modules that hold most of the weights (decoder layers, encoder blocks, ...), in order.
+
+    By the container's name, the outermost with at least two numbered children that own bytes. Layers are children that
+    have a forward. One of a list that has none (a list of lists, say) is replaced by the outermost modules inside it
+    that have. A child that a container holds in several places is one layer.
+
+    A model without such a container is treated as one stack of its leaf modules, so that any ``nn.Module`` has layers.
+    """
+    owners = {owner for storage in inventory.storages for owner in storage.modules}
+    holders = {outer for owner in owners for outer in inventory.dominators(owner)}
+    numbered = {name: _numbered_children(inventory, name, holders) for name in inventory.modules}
+    lists = {name: children for name, children in numbered.items() if len(children) >= 2}
+    every = {child for children in lists.values() for child in children}
+    called = {
+        name: [layer for child in children for layer in called_within(inventory, child) if layer in holders]
+        for name, children in lists.items()
+        if name not in every and every.isdisjoint(inventory.ancestors(name))
+    }
+    every_layer = {layer for layers in called.values() for layer in layers}
+    order = {name: index for index, name in enumerate(inventory.modules)}
+    stacks: dict[str, list[str]] = {}
+    seen: set[str] = set()
+    for name, layers in called.items():
+        # Only modules that hang in several places can be in two lists, or inside a layer of another list.
+        mine = {layer for layer in layers if layer not in seen and every_layer.isdisjoint(inventory.ancestors(layer))}
+        seen |= mine
+        if mine:
+            stacks[name] = sorted(mine, key=order.__getitem__)
+    if stacks:
+        return stacks
+    # The innermost modules that read tensors of their own; never one inside another, nor the root for another.
+    readers = dict.fromkeys(reader_of(inventory, name) for name in inventory.modules if name in owners)
+    around = {outer for name in readers for outer in inventory.ancestors(name)}
+    leaves = [name for name in readers if name not in around | inventory.uncalled and (name or name in owners)]
+    return {"": leaves} if leaves else {}
+
+
+def find_layers(inventory: Inventory) -> list[str]:
+    """The layers of all stacks."""
+    return [layer for layers in find_stacks(inventory).values() for layer in layers]
+
+
+def _numbered_children(inventory: Inventory, container: str, holders: Collection[str]) -> list[str]:
+    """By place: what ``container`` holds in several places is listed as often."""
+    return [
+        place.module
+        for place in inventory.places(container)
+        if place.module in holders
+        and _NUMBERED.fullmatch(place.attr)
+        # Items of a list that are lists run one after the other; lists called `norm1` and `norm2` need not.
+        and (place.module not in inventory.uncalled or place.attr.isdigit())
+    ]
+
+
+def called_within(inventory: Inventory, module: str) -> list[str]:
+    """``module`` itself, or if it has no forward, the outermost modules inside it that have."""
+    found: dict[str, None] = {}
+    left, seen = [module], {module}
+    while left:
+        name = left.pop()
+        if name not in inventory.uncalled:
+            found[name] = None
+            continue
+        inner = [place.module for place in inventory.places(name) if place.module not in seen]
+        seen.update(inner)
+        left += reversed(inner)
+    return list(found)
+
+
+def group_rule(num_layers: int, group_size: int, num_in_group: int) -> list[int]:
+    """Indices of the layers that are offloaded: of every ``group_size``, the last ``num_in_group``."""
+    return [index for index in range(num_layers) if index % group_size >= group_size - num_in_group]
+
+
+def worth_moving(storages: Iterable[StorageInfo]) -> list[StorageInfo]:
+    """What is offloaded when no names are given: storages that hold a parameter and are not tiny.
+
+    Buffers are left out because modules may write them during a forward; they move when named.
+    """
+    return [s for s in storages if s.has_parameter and s.num_bytes >= TINY_BYTES]
+
+
+def outside_units(inventory: Inventory, candidates: Sequence[StorageInfo], layers: Collection[str]) -> list[UnitDraft]:
+    """Units for candidates outside ``layers`` (those that have units themselves): an untied lm_head, say.
+
+    Each is hooked on the innermost module that every path to it leads through and that is called. Left out, hence
+    resident: what no module but the root is called around, and what would be hooked inside or around another unit's
+    module, since one would be overwritten while it is read.
+    """
+    inside = {storage.name for layer in layers for storage in inventory.under(layer)}
+    drafts: dict[str, list[StorageInfo]] = {}
+    for storage in candidates:
+        around = common_prefix([inventory.dominators(module) for module in storage.modules])
+        fqn = next((name for name in reversed(around) if name not in inventory.uncalled), None)
+        if fqn and storage.name not in inside:
+            drafts.setdefault(fqn, []).append(storage)
+    outer = {name for fqn in (*layers, *drafts) for name in inventory.ancestors(fqn)}
+    return [
+        UnitDraft(fqn, tuple(storages))
+        for fqn, storages in drafts.items()
+        if fqn not in outer and inventory.ancestors(fqn).isdisjoint(layers)
+    ]
+
+
+def drafts_at(inventory: Inventory, fqns: Iterable[str], wanted: Collection[str]) -> list[UnitDraft]:
+    """A unit at each of the modules ``fqns`` that alone leads to any of the storages ``wanted`` (by name)."""
+    drafts = (UnitDraft(fqn, tuple(s for s in inventory.under(fqn) if s.name in wanted)) for fqn in fqns)
+    return [draft for draft in drafts if draft.storages]
+
+
+def draft_units(inventory: Inventory, storages: Sequence[StorageInfo]) -> list[UnitDraft]:
+    """``storages`` as one unit per layer, and per module outside the layers, in order of execution.
+
+    Left out: what several layers share, and what :func:`outside_units` leaves out.
+    """
+    wanted = {storage.name for storage in storages}
+    drafts = drafts_at(inventory, find_layers(inventory), wanted)
+    drafts += outside_units(inventory, storages, [draft.module_fqn for draft in drafts])
+    order = {name: index for index, name in enumerate(inventory.modules)}
+    return sorted(drafts, key=lambda draft: order[draft.module_fqn])
+
+
+def stranded(inventory: Inventory, candidates: Iterable[StorageInfo], placed: Collection[str]) -> list[StorageInfo]:
+    """Of ``candidates`` that are not ``placed`` in units (by name), those that modules without a forward hold."""
+    return [s for s in candidates if s.name not in placed and not inventory.containers.isdisjoint(s.modules)]
+
+
+def why_stranded(inventory: Inventory, storage: StorageInfo) -> str:
+    """Why no unit can hold a tensor of :func:`stranded`; goes on after "because"."""
+    holder = min(inventory.containers & storage.modules)
+    return (
+        f"{holder or 'the model'} ({inventory.modules[holder]}), which holds it, has no forward before which it could "
+        f"be waited for, and what has one around it is the model itself or runs around other units"
+    )
+
+
+def split_by_part(inventory: Inventory, layers: Sequence[UnitDraft]) -> list[UnitDraft]:
+    """Each of ``layers`` as one unit per child that holds any of its storages, in the order of the children.
+
+    Part i of a layer then shares its slots with part i of the others. So all of them have to have as many parts, each
+    with a forward, none of these tiny, and nothing that belongs to two; otherwise the layers stay whole.
+    """
+    every: list[UnitDraft] = []
+    counts = set()
+    for layer in layers:
+        parts = drafts_at(inventory, inventory.children(layer.module_fqn), {storage.name for storage in layer.storages})
+        if sum(len(part.storages) for part in parts) != len(layer.storages):
+            return list(layers)
+        counts.add(len(parts))
+        every += parts
+    fqns = {part.module_fqn for part in every}
+    apart = all(fqns.isdisjoint(inventory.ancestors(fqn)) for fqn in fqns)
+    large = all(slab_bytes(s.num_bytes for s in part.storages) >= MIN_PART_BYTES for part in every)
+    can_split = len(counts) == 1 and apart and large and fqns.isdisjoint(inventory.uncalled)
+    return every if can_split else list(layers)
+
+
+def reader_of(inventory: Inventory, module: str) -> str:
+    """The module whose forward reads the tensors of ``module``: itself, unless it is not called; then one around it."""
+    around = inventory.dominators(module)
+    return next((name for name in reversed(around) if name not in inventory.uncalled), module)
+
+
+# -- offload rules -----------------------------------------------------------------------------------------------------
+
+
+def settle_rules(
+    inventory: Inventory, rules: Sequence[Rule], unstreamable: Collection[str] = ()
+) -> dict[str, Mechanism]:
+    """The mechanism of every storage that a rule matches, by its name, in model order.
+
+    What cannot leave the device is resident; a warning per rule names it.
+
+    Args:
+        inventory: of the model.
+        rules: pairs of pattern and mechanism, the first match counts.
+        unstreamable: storages whose bytes are not in the files that are read, or not unchanged.
+
+    Raises:
+        SelectionError: a pattern matches nothing.
+        RuleError: a rule can never apply, or cannot be obeyed for anything it settles.
+    """
+    owners: dict[str, int] = {}  # index of the first rule that matches a storage
+    for index, (pattern, _) in enumerate(rules):
+        matched = matching(inventory, pattern)
+        left = matched - owners.keys()
+        if not left:
+            settled = " and ".join(_shown(rules[other]) for other in sorted({owners[name] for name in matched}))
+            raise RuleError(
+                f"rule {_shown(rules[index])} can never apply: all that it matches is settled by {settled} before it. "
+                f"The first rule that matches counts: put the narrower one first, e.g. --offload-rule "
+                f"'re:.*\\.layers\\.0\\..*=resident' mlp=prefetch"
+            )
+        owners.update(dict.fromkeys(left, index))
+    wanted = {s.name: rules[owners[s.name]][1] for s in inventory.storages if s.name in owners}
+    reasons = _reasons_to_stay(inventory, wanted, unstreamable)
+    for index, rule in enumerate(rules):
+        mine = [name for name in wanted if owners[name] == index]
+        stay = {name: reasons[name] for name in mine if name in reasons}
+        if stay:
+            message = (
+                f"rule {_shown(rule)}: {len(stay)} of the {len(mine)} tensors that it settles ({_listed(list(stay))}) "
+                f"cannot leave the device: {'; '.join(dict.fromkeys(stay.values()))}"
+            )
+            if len(stay) == len(mine):
+                raise RuleError(message)
+            warn_user(f"{message}. They stay resident")
+    return {name: "resident" if name in reasons else mechanism for name, mechanism in wanted.items()}
+
+
+def _reasons_to_stay(
+    inventory: Inventory, wanted: Mapping[str, Mechanism], unstreamable: Collection[str]
+) -> dict[str, str]:
+    """Why a storage that a rule would offload has to stay, by its name."""
+    moving = [s for s in inventory.storages if wanted.get(s.name) == "prefetch"]
+    placed = {storage.name for draft in draft_units(inventory, moving) for storage in draft.storages}
+    shared = "several modules share it or its module runs around other units"
+    why = {s.name: shared for s in moving if s.name not in placed}
+    why |= {s.name: why_stranded(inventory, s) for s in stranded(inventory, moving, placed)}
+    reasons = {name: f"no unit can hold it, because {reason} (uva would do)" for name, reason in why.items()}
+    for name, mechanism in wanted.items():
+        if mechanism != "resident" and name in unstreamable:
+            saved = inventory.by_name[name].is_saved
+            what = "made or rearranged while loading" if saved else "a buffer that is not persistent, in no state dict,"
+            reasons[name] = f"it is {what} and cannot be streamed from the files; use mode 'cpu' (--offload-mode cpu)"
+    return reasons
+
+
+def warn_of_stranded(inventory: Inventory, storages: Sequence[StorageInfo]) -> None:
+    """Say that ``storages``, of :func:`stranded`, stay resident, and why, if there are any."""
+    if storages:
+        warn_user(
+            f"{some_names([s.name for s in storages])}: cannot be prefetched, because "
+            f"{why_stranded(inventory, storages[0])}. They stay resident; read them in place "
+            f"(--offload-rule '{storages[0].name}=uva'), or hold them in a module whose forward reads them"
+        )
+
+
+def some_names(names: Sequence[str]) -> str:
+    """How many tensors, and the first of their names."""
+    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({_listed(names)})"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+
+
+def _shown(rule: Rule) -> str:
+    return "'" + "=".join(rule) + "'"
+
+
+# -- plans without a budget --------------------------------------------------------------------------------------------
+
+
+def plan_group_rule(
+    inventory: Inventory,
+    policy: Prefetch,
+    stacks: Sequence[Sequence[str]],
+    in_place: Callable[[StorageInfo], bool] = lambda storage: False,
+    *,
+    by_part: bool = False,
+    candidates: Sequence[StorageInfo] | None = None,
+) -> Plan:
+    """The plan of the group rule over stacks of layers, each given by its dotted names in order.
+
+    Args:
+        inventory: of the model.
+        policy: the group rule.
+        stacks: what it counts.
+        in_place: what of its candidates is read where it rests, because no layer of these stacks brings it.
+        by_part: let the parts of a layer (attention, feed-forward) travel one by one, each through a slot of its own,
+            in the same device memory: a part can be refilled while the next computes.
+        candidates: what may move; default what ``policy`` selects.
+    """
+    candidates = selected(inventory, policy.params) if candidates is None else candidates
+    uva = [s for s in candidates if in_place(s)]
+    chosen = {s.name for s in candidates} - {s.name for s in uva}
+    layers: list[UnitDraft] = []
+    for stack in stacks:
+        for index in group_rule(len(stack), policy.group_size, policy.num_in_group):
+            layers += drafts_at(inventory, called_within(inventory, stack[index]), chosen)
+    fqns = [fqn for stack in stacks for layer in stack for fqn in called_within(inventory, layer)]
+    within = {s.name for fqn in fqns for s in inventory.under(fqn)}
+    warn_of_stranded(inventory, stranded(inventory, (s for s in candidates if s.name in chosen), within))
+    if not layers and not uva:
+        raise SelectionError(
+            f"group rule {policy.group_size}/{policy.num_in_group} selects none of the {sum(map(len, stacks))} layers' "
+            f"tensors; lower --offload-group-size or widen --offload-params"
+        )
+    reached = {s.name for draft in layers for s in draft.storages} | {s.name for s in uva}
+    for pattern in policy.params:
+        if matching(inventory, pattern).isdisjoint(reached):
+            warn_user(
+                f"pattern {pattern!r} selects nothing in the layers that the group rule offloads; what it names stays "
+                f"resident (a budget, --device-memory, can also offload modules outside the layers)"
+            )
+    num_slots = usable_slots(policy.prefetch_step, len(layers))
+    units = split_by_part(inventory, layers) if by_part else layers
+    return assemble(inventory, units, num_slots * len(units) // max(1, len(layers)), policy.mode, uva=uva)
+
+
+def move_on_demand(inventory: Inventory, plan: Plan) -> Plan:
+    """``plan`` with everything it reads in place moved into slots instead, for devices that cannot address the host.
+
+    A storage joins the unit of the layer that reads it, or becomes one of the module that does.
+    """
+    if not plan.uva:
+        return plan
+    wanted = set(plan.offloaded_names)
+    moving = [storage for storage in inventory.storages if storage.name in wanted]
+    drafts = draft_units(inventory, moving)
+    warn_of_stranded(inventory, stranded(inventory, moving, {s.name for draft in drafts for s in draft.storages}))
+    staged = {unit.module_fqn for unit in plan.staged_units}  # what joins them comes from the files as well
+    stores = [replace(draft, store="disk") if draft.module_fqn in staged else draft for draft in drafts]
+    return assemble(inventory, stores, max(plan.num_slots, 1), plan.mode)
+
+
+def selected(inventory: Inventory, params: Sequence[str]) -> list[StorageInfo]:
+    """What the name patterns ``params`` select; without any, what is worth moving."""
+    return select(inventory, params) if params else worth_moving(inventory.storages)
+
+
+def usable_slots(prefetch_step: int, num_units: int) -> int:
+    """As many slots as ``prefetch_step`` says, and no more than there are units."""
+    if prefetch_step > num_units > 0:
+        warn_user(
+            f"prefetch_step = {prefetch_step} is larger than the number of units; {num_units} slot(s) are used "
+            f"(--offload-prefetch-step {num_units} says the same)"
+        )
+    return min(prefetch_step, num_units)
+
+
+def read_in_place(
+    inventory: Inventory, candidates: Sequence[StorageInfo], limit_bytes: int | None
+) -> list[StorageInfo]:
+    """As many of ``candidates`` as have room in ``limit_bytes``.
+
+    A token needs a few experts but all dense weights, so experts are the cheapest to read in place and come first.
+    """
+    if not candidates:
+        raise SelectionError(
+            "nothing can be read in place: no parameter of this model has 64 KiB or more; name smaller ones with "
+            "--cpu-offload-params, or leave the model resident"
+        )
+    experts = semantic_groups(inventory)["experts"]
+    chosen: list[StorageInfo] = []
+    left = sum(s.num_bytes for s in candidates) if limit_bytes is None else limit_bytes
+    for storage in sorted(candidates, key=lambda storage: storage.name not in experts):
+        if storage.num_bytes <= left:
+            chosen.append(storage)
+            left -= storage.num_bytes
+    if not chosen:
+        smallest = min(s.num_bytes for s in candidates)
+        raise SelectionError(
+            f"a limit of {limit_bytes} bytes offloads nothing: the smallest candidate has {smallest} bytes; raise "
+            f"--cpu-offload-gb or select other names"
+        )
+    return chosen

@@ -1,0 +1,60 @@
+"""``HEADRACE_DEBUG=1``: make every race visible.
+
+A unit's checksum is taken from the store the first time it is needed. It is compared when the unit arrives (a copy that
+is declared done too early, or lands in the wrong place) and when its module has run (a slot that was overwritten while
+it was read). Between uses a slot is filled with 0xFF, which is NaN in every floating dtype, so a read at the wrong
+time cannot look right by luck.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+from headrace.errors import RaceError
+from headrace.plan.plan import Plan
+from headrace.stores.sources import Copy, fill
+from headrace.stores.store import new_blob
+
+__all__ = ["POISON", "Guard"]
+
+POISON = 0xFF
+
+
+class Guard:
+    """Checksums and poison for the slots of one pipeline."""
+
+    def __init__(self, plan: Plan, copies: Sequence[Sequence[Copy]]) -> None:
+        self._plan = plan
+        self._copies = copies
+        self._expected: dict[int, int] = {}
+
+    def arrived(self, unit: int, slot: torch.Tensor) -> None:
+        """Raise ``RaceError`` unless ``slot`` holds ``unit``."""
+        self._check(unit, slot, "when it arrived: its copy was declared done before it was, or went elsewhere")
+
+    def leaving(self, unit: int, slot: torch.Tensor) -> None:
+        """Raise ``RaceError`` unless ``slot`` still holds ``unit``; then poison it."""
+        self._check(unit, slot, "after its module ran: the slot was overwritten while it was read")
+        slot.fill_(POISON)
+
+    def _check(self, unit: int, slot: torch.Tensor, when: str) -> None:
+        if unit not in self._expected:
+            at_rest = new_blob(self._plan.units[unit].num_bytes)
+            fill(at_rest, self._copies[unit])
+            self._expected[unit] = self._checksum(unit, at_rest)
+        found = self._checksum(unit, slot)
+        if found != self._expected[unit]:
+            raise RaceError(
+                f"unit {unit} ({self._plan.units[unit].module_fqn}): checksum {self._expected[unit]:08x} in the store, "
+                f"{found:08x} in its slot {when}"
+            )
+
+    def _checksum(self, unit: int, buffer: torch.Tensor) -> int:
+        checksum = 0
+        for entry in self._plan.units[unit].entries:
+            stretch = buffer[entry.offset : entry.offset + entry.num_bytes]
+            checksum = zlib.crc32(stretch.cpu().numpy().data, checksum)
+        return checksum

@@ -1,0 +1,547 @@
+"""The two ends of a module's use of its unit, in eager and in compiled code.
+
+[Note: windows] A unit's tensors look into its slot while its module runs, from the first pre-hook to the last hook, and
+rest otherwise (see :mod:`headrace.model.live_tensors`). The module's ``forward`` is wrapped for two cases that hooks
+do not see: a direct call of ``module.forward(x)``, which gets a window of its own, and a ``BaseException`` such as
+``KeyboardInterrupt``, for which torch runs no ``always_call`` hooks.
+
+[Note: ordering edges] In compiled code the hooks are traced as ops: ``headrace::wait`` and ``release`` around a module,
+``begin`` and ``join`` around a forward. A compiler may move any operation whose inputs it believes to be ready. Weights
+are inputs of the graph, so without an edge ``(w - zero) * scale`` is ready from the start and would be hoisted above
+the wait. An edge on the hidden state does not help, since this arithmetic reads no hidden state. So two ops around the
+module declare the unit's own tensors as *mutated*:
+
+* ``wait(tag, token!, tensors!, inputs!)`` writes them as far as the compiler knows, so every read of the weight stays
+  behind it. It writes what the module is given too: a custom op of an engine may find its weights by the name of its
+  layer and not among its arguments, and then the hidden states are all that holds it behind the wait;
+* ``release(tag, token!, tensors!, outputs!)`` writes them again, so it stays behind every read of the weight, and
+  writes what the module returned. Reading that would not be enough: an output that is cheap to compute (a row of an
+  embedding) is inlined into whatever uses it later, and would be computed there from a slot that holds another unit.
+
+Neither op computes anything; functionalisation sees an in-place operator and the inductor adds no copy of a weight.
+
+``begin`` and ``join`` stand at the ends of a forward. ``join`` reads what the model returns and a tensor of every unit,
+so it comes last.
+
+All of them declare the offload's one ``token`` as mutated. It keeps them in the order of the program and from being
+dropped as dead code. Without it nothing would hold the ``wait`` of a unit behind the ``release`` of the one before it
+in the same slot, because the compiler must not see that both look into one memory: it would rebuild their tensors from
+a common base, which it cannot do for several dtypes, and its cache would hand that code to a plan with other slots. So
+every tensor in a slot has a storage of its own (``BoundStorage.point_at_slot``). The tag is not declared mutated: a
+backend may hand a mutated tensor over as a copy, and the tag is known by its address.
+
+Which unit is meant is said by ``tag``, a one-element tensor known by its address, and not by a number: a number would
+be a constant of the graph, and an engine that compiles one layer and reuses the code for its siblings could not. Tags
+and the token hang on the modules themselves, and tensors are found by their paths from there, so that code kept on
+disk finds them again in the next process.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import threading
+import traceback
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from headrace.errors import ModelChangedError, OutsideAccessError, StateError
+from headrace.model.live_tensors import BoundStorage, live_tensors, resident_rule
+from headrace.runtime.outside_use import NotCopyable, Promoter
+from headrace.runtime.prefetcher import Prefetcher, release_left
+from headrace.runtime.slot import Reader
+
+__all__ = ["ForwardHook", "UnitHook", "new_token"]
+
+# Compiled code reads its tags and the token from the modules: see the note on ordering edges.
+_TAG, _FORWARD_TAG, _TOKEN = "_headrace_tag", "_headrace_forward_tag", "_headrace_token"
+
+
+class _Window(Reader):
+    """One run of a unit's module in one thread.
+
+    Attributes:
+        running: the module's forward is on the stack. Before and after it, between hooks, an interrupt can end the run
+            without a trace; then the slot may be taken away, and the tensors rest.
+        has_returned: the forward has, perhaps with ``None``.
+    """
+
+    def __init__(self, hook: UnitHook) -> None:
+        super().__init__()
+        self._hook = hook
+        self.running = False
+        self.has_returned = False
+
+    def goes_on(self, forward: int | None) -> bool:
+        return self.running
+
+    def drop(self) -> None:
+        self._hook.forget(self)
+
+
+class _ModuleHook(NotCopyable):
+    """A hook before ``entry`` runs, one after ``module`` has run, and a wrapper around its ``forward``.
+
+    With ``prefetcher=None`` it traces the same ops and moves nothing: the reference for equality under a compiler
+    (contract 1).
+
+    Args:
+        tag_attr: the attribute of both modules at which compiled code finds the tag of this hook.
+        token: see the note on ordering edges; one for all hooks of an offload.
+        promoter: handles tensors that are used elsewhere; ``None`` where tensors do not rest.
+    """
+
+    def __init__(
+        self,
+        entry: nn.Module,
+        module: nn.Module,
+        tag_attr: str,
+        prefetcher: Prefetcher | None,
+        token: torch.Tensor,
+        promoter: Promoter | None,
+    ) -> None:
+        self._entry = entry
+        self._module = module
+        self._tag_attr = tag_attr
+        self._prefetcher = prefetcher
+        self._token = token
+        self._promoter = promoter
+        self._handles: list[RemovableHandle] = []
+        self._own_forward = vars(module).get("forward")  # of the instance, perhaps another library's
+        self._wrapper = _wrapped_forward(module, self._forward)
+
+    # Methods of the subclasses. The ops call the first two: wait and begin, release and join.
+    enter_compiled: Callable[[Sequence[torch.Tensor]], None]
+    leave_compiled: Callable[[Sequence[torch.Tensor]], None]
+    _before: Callable[..., Any]
+    _after: Callable[..., Any]
+    _forward: Callable[..., Any]
+
+    def attach(self) -> None:
+        """Put the hooks in place; an interrupt leaves what :meth:`remove` takes off."""
+        tag = torch.zeros(1, dtype=torch.int64, device=self._token.device)  # kept alive by the modules
+        _by_tag[tag.data_ptr()] = self
+        for module in (self._entry, self._module):
+            vars(module).update({self._tag_attr: tag, _TOKEN: self._token})
+        # The wait goes before every other hook, since those may read weights; the release after every other hook.
+        self._handles.append(self._entry.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True))
+        self._handles.append(self._module.register_forward_hook(self._after, always_call=True))
+
+    def remove(self) -> None:
+        """Take the hooks off. Compiled code that still holds them finds ops without effect."""
+        self._prefetcher = None
+        for handle in self._handles:
+            handle.remove()
+        # A wrapper that another library has put around ours since stays.
+        if vars(self._module).get("forward") is self._wrapper:
+            if self._own_forward is None:
+                del self._module.__dict__["forward"]
+            else:
+                self._module.__dict__["forward"] = self._own_forward
+        for module in (self._entry, self._module):
+            module.__dict__.pop(self._tag_attr, None)
+            module.__dict__.pop(_TOKEN, None)
+
+
+class UnitHook(_ModuleHook):
+    """Waits for a unit before ``module`` runs, and releases it afterwards.
+
+    ``siblings``: all hooks of the offload. The other arguments are those of the base class.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        unit: int,
+        storages: Sequence[BoundStorage],
+        prefetcher: Prefetcher | None,
+        token: torch.Tensor,
+        promoter: Promoter | None = None,
+        siblings: Sequence[UnitHook] = (),
+    ) -> None:
+        super().__init__(module, module, _TAG, prefetcher, token, promoter)
+        self._unit = unit
+        self._siblings = siblings
+        self._storages = storages
+        self._tensors = [tensor for storage in storages for tensor in storage.tensors]
+        names = {child: name for name, child in module.named_modules()}
+        places = [tensor.places[0] for tensor in self._tensors]
+        # From the module itself, whose name is empty, or from one below it.
+        self._paths = tuple((*filter(None, names[at].split(".")), place.attr, *place.inner) for at, place in places)
+        # Shared with promotion, which also decides where a tensor looks. Held for pointer swaps only, never for copies.
+        self._lock = threading.RLock() if promoter is None else promoter.tensor_lock
+        self._windows: list[_Window] = []
+
+    def attach(self) -> None:
+        super().attach()
+        # Code compiled before the hooks were there must not run without them. torch.compile does not guard on hooks,
+        # but it does on whether a module has a forward of its own.
+        self._module.__dict__["forward"] = self._wrapper
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether the calling thread is inside a forward of the module."""
+        return self._my_window(running=True) is not None
+
+    # -- compiled code ----------------------------------------------------------------------------------------------
+
+    def enter_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
+        if self._prefetcher is None:
+            return
+        given = {tensor.data_ptr() for tensor in tensors}
+        for bound in self._tensors:
+            bound.note_version(known=False)  # the ops count as writes, before (torch 2.11) or after they run
+            bound.check()
+            bound.refuse_copy(given)
+        self._prefetcher.wait(self._unit)
+
+    def leave_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
+        if self._prefetcher is None:
+            return
+        for bound in self._tensors:
+            bound.invalidate_saved()
+        self._prefetcher.release(self._unit)
+
+    # Without kwargs when another thread calls the module while the hook is taken off.
+    def _before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        if torch.compiler.is_compiling():
+            if self._promoter is not None:
+                self.stay_in_slots()
+            tensors = list(live_tensors(module, self._paths))
+            # Hidden states, and not the ids and positions that every layer is given alike. With gradients autograd
+            # would refuse a write to a leaf, and engines that hide weights from the compiler do not train.
+            given = [] if torch.is_grad_enabled() else _tensors_in((args, kwargs))
+            inputs = [tensor for tensor in given if tensor.is_floating_point()]
+            torch.ops.headrace.wait(module._headrace_tag, module._headrace_token, tensors, inputs)
+        elif self._prefetcher is not None:
+            _refuse_tracers(args, kwargs)
+            self._open(self._prefetcher)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling():
+            tensors = list(live_tensors(module, self._paths))
+            outputs = _tensors_in(output)
+            torch.ops.headrace.release(module._headrace_tag, module._headrace_token, tensors, outputs)
+            if self._promoter is not None:
+                self._promoter.check_trace()
+            return None
+        window = self._my_window(running=False)
+        if self._prefetcher is None or window is None:
+            return None  # called because what came before the module has raised
+        return self._close(self._prefetcher, window, output)
+
+    # The compiler runs this while it traces the hooks, and keeps the (absent) result as a constant. The attribute is
+    # what torch.compiler.assume_constant_result sets; that function would import all of the compiler here.
+    def stay_in_slots(self) -> None:
+        """Compiled code relies on addresses: the tensors rest no more.
+
+        Nor do those of modules of the same class, which may share the code: its guards compare dispatch keys.
+        """
+        with self._lock:
+            for hook in self._siblings:
+                if type(hook._module) is type(self._module):
+                    for bound in hook._tensors:
+                        bound.stay_in_slot()
+
+    stay_in_slots._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    # -- eager code: see the note on windows ------------------------------------------------------------------------
+
+    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        prefetcher, window = self._prefetcher, self._my_window(running=False)
+        if prefetcher is None:
+            return original(*args, **kwargs)
+        called_directly = window is None
+        if window is None:  # or the model, called by a hook of the module, has taken the slot
+            _refuse_tracers(args, kwargs)
+            window = self._open(prefetcher)
+        try:
+            window.running = True
+            saving = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+            with saving if torch.is_grad_enabled() else nullcontext():
+                output = original(*args, **kwargs)
+            window.running, window.has_returned = False, True
+        except BaseException as error:
+            window.running = False
+            if called_directly or not isinstance(error, Exception):
+                self._close(prefetcher, window, None)
+            raise
+        return self._close(prefetcher, window, output) if called_directly else output
+
+    def _pack(self, saved: torch.Tensor) -> torch.Tensor | str:
+        """Keep autograd from holding views of a slot, whose bytes change: it gets the name of the weight instead."""
+        for bound in self._tensors:
+            if bound.offset_in_slot(saved) is not None:
+                return bound.name
+        return saved
+
+    def _open(self, prefetcher: Prefetcher) -> _Window:
+        window = _Window(self)
+        try:
+            prefetcher.wait(self._unit, window)
+            with self._lock:
+                if not self._windows:
+                    for bound in self._tensors:
+                        bound.open()
+                self._windows.append(window)
+        except BaseException:
+            self._close(prefetcher, window, None)
+            raise
+        return window
+
+    def _close(self, prefetcher: Prefetcher, window: _Window, output: Any) -> Any:
+        """Let the tensors rest and the slot go.
+
+        Returns:
+            ``output``, with views of the slot replaced by the same views of promoted tensors.
+        """
+        try:
+            with self._lock:
+                was_open = window in self._windows
+                if error := self.forget(window):
+                    raise error
+                # Before another thread can open a window: what its operators look into is no view that was kept.
+                has_returned = window.has_returned or output is not None
+                if was_open and has_returned and self._promoter is not None:
+                    output = self._without_views(output, self._promoter)
+        finally:
+            prefetcher.release(self._unit, window)
+        return output
+
+    def forget(self, window: _Window) -> ModelChangedError | None:
+        """Let the tensors rest if no other window is open; an interrupted run has lost its slot.
+
+        Returns:
+            what is wrong with one of the tensors.
+        """
+        with self._lock:
+            if window in self._windows:
+                self._windows.remove(window)
+            return None if self._windows else self._rest()
+
+    def _rest(self) -> ModelChangedError | None:
+        errors = [bound.rest() for bound in self._tensors]  # all of them, also if one is wrong
+        return next(filter(None, errors), None)
+
+    def end_interrupted(self, prefetcher: Prefetcher) -> None:
+        """An interrupt has ended the forward that the calling thread was in, and whatever ran inside it."""
+        me = threading.get_ident()
+        for window in [window for window in self._windows if window.thread == me]:
+            self._close(prefetcher, window, None)
+        if not self._windows:
+            self._rest()
+
+    def _my_window(self, running: bool) -> _Window | None:
+        """The latest window of the calling thread, if its forward runs, or does not, as asked."""
+        me = threading.get_ident()
+        for window in reversed(self._windows):
+            if window.thread == me:
+                return window if window.running == running else None
+        return None
+
+    def _without_views(self, output: Any, promoter: Promoter) -> Any:
+        """Find views of the slot that outlive the run: promote what ``output`` holds, refuse what is kept elsewhere."""
+        is_open = bool(self._windows)  # in other threads
+        if True not in [bound.is_viewed(is_open) for bound in self._tensors]:
+            return output
+        replaced: dict[int, torch.Tensor] = {}  # in the old output, which torch still holds
+        for storage in self._storages:
+            output, held = promoter.rebase(storage, output)
+            replaced |= held
+        for bound in self._tensors if not is_open else ():
+            if bound.is_viewed(len(replaced)) and (gc.collect() or bound.is_viewed(len(replaced))):
+                raise OutsideAccessError(
+                    f"a view of {bound.name} was kept beyond the forward of its {type(self._module).__name__}, where "
+                    f"its bytes leave the device: keep the tensor resident ({resident_rule(bound.name)}), or let the "
+                    f"module keep a copy (.clone())"
+                )
+        return output
+
+
+class ForwardHook(_ModuleHook):
+    """Begins and ends a forward of ``model``: its first units are copied, and slots are made ready for the next one.
+
+    ``entry`` is the module whose forward begins one; it is ``model`` unless an engine runs the layers itself.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        entry: nn.Module,
+        hooks: Sequence[UnitHook],
+        prefetcher: Prefetcher | None,
+        token: torch.Tensor,
+        promoter: Promoter | None = None,
+    ) -> None:
+        super().__init__(entry, model, _FORWARD_TAG, prefetcher, token, promoter)
+        self._hooks = hooks
+        self._units = tuple((hook._module, hook._paths[:1]) for hook in hooks)
+
+    def attach(self) -> None:
+        super().attach()
+        if self._promoter is not None:
+            self._module.__dict__["forward"] = self._wrapper
+
+    def enter_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
+        if self._prefetcher is not None:
+            self._prefetcher.begin_forward()
+
+    def leave_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
+        if self._prefetcher is not None:
+            self._prefetcher.finish_forward()
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether the calling thread is inside a forward of the model."""
+        # The stack knows; a list of running forwards would need a line at their end, which an interrupt may skip.
+        frame: types.FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code is ForwardHook._forward.__code__ and frame.f_locals.get("self") is self:
+                return True
+            frame = frame.f_back
+        return False
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        if torch.compiler.is_compiling():
+            torch.ops.headrace.begin(module._headrace_forward_tag, module._headrace_token)
+        elif (prefetcher := self._prefetcher) is not None:
+            _refuse_tracers(args, kwargs)
+            try:
+                prefetcher.begin_forward()
+            except BaseException:
+                self._end_interrupted(prefetcher)
+                raise
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            inputs = [tensor for unit_module, paths in self._units for tensor in live_tensors(unit_module, paths)]
+            inputs += _tensors_in(output)
+            torch.ops.headrace.join(module._headrace_forward_tag, module._headrace_token, inputs)
+            if self._promoter is not None:
+                self._promoter.check_trace()
+        elif (prefetcher := self._prefetcher) is not None:
+            try:
+                prefetcher.finish_forward(whole=output is not None)
+            except BaseException:
+                self._end_interrupted(prefetcher)
+                raise
+
+    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        prefetcher = self._prefetcher
+        try:
+            return original(*args, **kwargs)
+        except BaseException as error:
+            # torch runs hooks with always_call for Exceptions only.
+            if prefetcher is not None and not isinstance(error, Exception):
+                traceback.clear_frames(error.__traceback__)  # their locals may be views of slots
+                self._end_interrupted(prefetcher)
+            raise
+
+    def _end_interrupted(self, prefetcher: Prefetcher) -> None:
+        """An interrupt has ended the forward of the calling thread: no hook will."""
+        prefetcher.abandon()
+        if self._promoter is not None:
+            release_left(self._promoter.tensor_lock)
+        for hook in self._hooks:
+            hook.end_interrupted(prefetcher)
+        prefetcher.finish_forward(whole=False)
+
+
+def _unpack(saved: torch.Tensor | str) -> torch.Tensor:
+    """What autograd saved, unless :meth:`UnitHook._pack` has put a name in its place."""
+    if isinstance(saved, str):
+        raise StateError(
+            f"a backward pass needs {saved}, whose bytes have left the device after its module ran: headrace is "
+            f"for inference. Run the forward under torch.no_grad(), or keep the tensor resident "
+            f"(rules=[({saved!r}, 'resident')])"
+        )
+    return saved
+
+
+def _wrapped_forward(module: nn.Module, around: Callable[..., Any]) -> Callable[..., Any]:
+    """A ``forward`` for ``module`` that calls ``around(original, ...)`` in eager code and ``original`` in compiled."""
+    original = module.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        return around(original, *args, **kwargs)
+
+    return forward
+
+
+def _refuse_tracers(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+    """Raise ``StateError`` under a tracer, which would record what slots hold at this moment."""
+    tracer = None
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        tracer = "torch.jit.trace"
+    elif torch._C._functorch.peek_interpreter_stack() is not None:
+        tracer = "a transform of torch.func (vmap, grad, linearize, ...)"
+    elif torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        tracer = "make_fx"
+    elif True in [isinstance(value, torch.fx.Proxy) for value in (*args, *(kwargs or {}).values())]:
+        tracer = "torch.fx.symbolic_trace"
+    if tracer is not None:
+        raise StateError(
+            f"{tracer} would record what slots hold at this moment: call handle.remove() first, trace, then offload "
+            f"again; torch.compile and torch.export need no removal"
+        )
+
+
+def _tensors_in(output: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+# -- the ops of compiled code: see the note on ordering edges ----------------------------------------------------------
+
+_by_tag: weakref.WeakValueDictionary[int, _ModuleHook] = weakref.WeakValueDictionary()  # by the address of the tag
+
+_library = torch.library.Library("headrace", "DEF")
+
+
+def new_token(device: torch.device) -> torch.Tensor:
+    """What all ops of one offload declare as mutated: int64, shape ``[1]``, on ``device``."""
+    return torch.zeros(1, dtype=torch.int64, device=device)
+
+
+def _hook_of(tag: torch.Tensor) -> _ModuleHook:
+    hook = _by_tag.get(tag.data_ptr())
+    if hook is None:
+        raise StateError(
+            "compiled code refers to an offload that is gone; compile the model again (torch._dynamo.reset())"
+        )
+    return hook
+
+
+def _define(name: str, arguments: str, run: Callable[..., None]) -> None:
+    """Register the op ``name`` with its kernel; on fake tensors it does nothing, because it has no output."""
+    _library.define(f"{name}({arguments}) -> ()")
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"headrace::{name}", lambda *_: None, lib=_library)
+
+
+_Tensors = Sequence[torch.Tensor]
+
+
+def _enter(tag: torch.Tensor, token: torch.Tensor, tensors: _Tensors = (), inputs: _Tensors = ()) -> None:
+    _hook_of(tag).enter_compiled(tensors)
+
+
+def _leave(tag: torch.Tensor, token: torch.Tensor, tensors: _Tensors, outputs: _Tensors = ()) -> None:
+    _hook_of(tag).leave_compiled(tensors)
+
+
+_define("wait", "Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor(c!)[] inputs", _enter)
+_define("release", "Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor(c!)[] outputs", _leave)
+_define("begin", "Tensor tag, Tensor(a!) token", _enter)
+_define("join", "Tensor tag, Tensor(a!) token, Tensor[] inputs", _leave)

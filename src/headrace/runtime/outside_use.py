@@ -1,0 +1,398 @@
+"""Uses of offloaded weights outside of their module's forward: promoted, read from the store, or refused.
+
+* An operator in eager code that is given a resting tensor comes to :meth:`Promoter.wake`, which makes the tensor
+  resident. Weights that compiled code uses do not rest (it relies on addresses), so nothing would notice such a use at
+  run time: there :meth:`Promoter.check_trace` checks the graph that torch.compile traces.
+* ``state_dict()`` must give the weights and not what a slot happens to hold: :class:`StateGuard` puts in their bytes.
+* ``load_state_dict()``, ``to()``, ``half()`` and all that goes through ``Module._apply`` would change what is in slots
+  and be lost; :class:`StateGuard` refuses them before they have changed anything anywhere.
+* Copies and pickles of the model are refused (:class:`NotCopyable`).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+from headrace.errors import ModelChangedError, OutsideAccessError, StateError, warn_user
+from headrace.model.live_tensors import BoundStorage, BoundTensor, GiveBack, resident_rule, storage_id
+from headrace.plan.plan import Plan
+from headrace.stores.store import Store, new_blob
+
+__all__ = ["NotCopyable", "Promoter", "StateGuard", "place_of"]
+
+_MARK = "_headrace_offloaded"
+
+# By the path to an inner tensor; under () what is no subclass.
+_Parts = dict[tuple[str, ...], tuple[BoundStorage, BoundTensor]]
+
+_OUTSIDE = "outside of the forward that it is on the device for"
+
+
+class NotCopyable:
+    """Refuses ``copy.copy``, ``copy.deepcopy`` and ``pickle``, which all call ``__reduce_ex__``, of what holds it."""
+
+    def __reduce_ex__(self, protocol: Any = None) -> Any:
+        raise StateError(
+            "an offloaded model cannot be copied or pickled: its weights rest elsewhere; use its state_dict(), or call "
+            "handle.remove() first"
+        )
+
+
+class Promoter(NotCopyable):
+    """Decides, for one offload, what happens to a weight that is needed while its unit is not in use.
+
+    Args:
+        plan: in force; :attr:`plan` is this one with promoted tensors as residents. :attr:`store` has the bytes of
+            resting tensors; set before the first of them rests.
+        bound: the live tensors, by storage name.
+        device: where compute runs.
+        budget_bytes: device memory that weights may take; ``None``: what the device has.
+        refusal: why nothing may be promoted; ``None``: it may.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        bound: Mapping[str, BoundStorage],
+        device: torch.device,
+        budget_bytes: int | None = None,
+        refusal: str | None = None,
+    ) -> None:
+        self.plan = plan
+        self.tensor_lock = threading.RLock()
+        self.promoted: list[str] = []
+        self.lent: list[str] = []  # not promoted, because the budget has no room: copied for every use
+        self._bound = bound
+        self._device = device
+        self.budget_bytes = budget_bytes
+        self._refusal = refusal
+        self._storage_of = {id(tensor): storage for storage in bound.values() for tensor in storage.tensors}
+        self.store: Store | None = None
+
+    def close(self) -> None:
+        """Let go of the store and the tensors."""
+        self.store = None
+        self._bound, self._storage_of = {}, {}
+
+    def wake(self, tensor: BoundTensor, operator: str, is_written: bool) -> GiveBack | None:
+        """A resting ``tensor`` was given to ``operator``: promote its storage, or lend it a copy of its bytes."""
+        storage = self._storage_of[id(tensor)]
+        how = f"{tensor.info.name} was given to {operator}"
+        if self._promote(storage, tensor, how):
+            return None
+        if is_written:
+            raise OutsideAccessError(
+                f"{how} {_OUTSIDE}, which writes it in place, and the budget of {self.budget_bytes} bytes has no room "
+                f"to keep it: {_fix(tensor)}, or raise the budget"
+            )
+        self._warn_no_room(tensor, how)
+        self.tensor_lock.acquire()  # until the operator has run: the tensor looks at one place
+        try:
+            tensor.lend(self._on_device(storage))
+        except BaseException:
+            self.tensor_lock.release()
+            raise
+
+        def end_loan(output: Any) -> Any:
+            tensor.end_loan()
+            self.tensor_lock.release()
+            return output
+
+        return end_loan
+
+    def rebase(self, storage: BoundStorage, output: Any) -> tuple[Any, dict[int, torch.Tensor]]:
+        """``output`` of a module, in which views of ``storage`` in its slot become views of it as a resident.
+
+        Without room for a resident they become views of a copy, which lives as long as they do.
+
+        Returns:
+            the new output, and what it held before: the views that were replaced and those that autograd says they
+            were made of, by their ids.
+        """
+        seen: dict[int, tuple[BoundTensor, int]] = {}
+        held: dict[int, torch.Tensor] = {}
+        for leaf in tree_leaves(output):
+            for bound in storage.tensors:
+                offset = bound.offset_in_slot(leaf) if isinstance(leaf, torch.Tensor) else None
+                # By another dtype only memory without gaps can be viewed; else it counts as kept.
+                if offset is not None and (leaf.dtype == bound.info.dtype or bound.info.is_contiguous):
+                    seen[id(leaf)] = (bound, offset)
+                    held[id(leaf)] = leaf
+                    if leaf._base is not None and bound.offset_in_slot(leaf._base) is not None:
+                        held[id(leaf._base)] = leaf._base
+        if not seen:
+            return output, {}
+        tensor = next(iter(seen.values()))[0]
+        how = f"{tensor.info.name} was returned by its module, whole or as a view"
+        if self._promote(storage, tensor, how):
+            bases = {id(bound): bound.tensor for bound in storage.tensors}
+        else:
+            self._warn_no_room(tensor, how)
+            buffer = self._on_device(storage)
+            bases = {id(bound): bound.copy_of(buffer) for bound in storage.tensors}
+
+        def moved(leaf: torch.Tensor) -> torch.Tensor:
+            if id(leaf) not in seen:
+                return leaf
+            bound, offset = seen[id(leaf)]
+            base = bases[id(bound)]
+            if leaf.dtype != base.dtype:  # made by view(dtype)
+                base = base.detach().view(-1).view(leaf.dtype)
+            return base.as_strided(leaf.shape, leaf.stride(), base.storage_offset() + offset // leaf.itemsize)
+
+        return tree_map_only(torch.Tensor, moved, output), held
+
+    def check_trace(self) -> None:
+        """Check what Dynamo has traced so far; no effect under another tracer.
+
+        Raises:
+            OutsideAccessError: an operator takes a tensor in a slot, or a view of it, before its unit's wait or after
+                its release, or its module returns a view of it.
+        """
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        try:
+            graph: fx.Graph = InstructionTranslator.current_tx().output.graph
+        except AttributeError:  # torch.export without Dynamo
+            return
+        tensors = [tensor for storage in self._bound.values() for tensor in storage.tensors]
+        in_slot = {id(tensor.tensor): tensor for tensor in tensors if tensor.in_slot is not None}
+        by_storage: dict[int, BoundTensor] = {}
+        for node in graph.find_nodes(op="placeholder"):
+            live = getattr(node.meta.get("grapharg"), "example", None)  # the tensor behind this graph input
+            storage = _storage_of(node)
+            if id(live) in in_slot and storage is not None:
+                by_storage[storage] = in_slot[id(live)]
+        _check_graph(graph, by_storage)
+
+    check_trace._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.stay_in_slots
+
+    def _promote(self, storage: BoundStorage, tensor: BoundTensor, how: str) -> bool:
+        """Make ``storage`` resident; ``False``: the budget has no room for it.
+
+        Raises:
+            OutsideAccessError: nothing may be promoted here and now.
+        """
+        name = storage.info.name
+        with self.tensor_lock:
+            if name in self.plan.resident:
+                return True  # another thread was first
+            reason = self._refusal
+            if reason is None and self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                reason = "nothing can be loaded while a graph is captured"
+            if reason is not None:
+                raise OutsideAccessError(f"{how} {_OUTSIDE}, and {reason}: {_fix(tensor)}")
+            needed = self.plan.device_bytes + storage.info.num_bytes
+            if self.budget_bytes is not None and needed > self.budget_bytes:
+                return False
+            # In the memory that the model came with, if that still exists: views kept elsewhere share it.
+            if storage.home != self._device or not storage.return_to_original():
+                storage.point_at(self._on_device(storage))
+                storage.forget_original()
+            units = tuple(
+                replace(unit, entries=tuple(entry for entry in unit.entries if entry.storage != name))
+                for unit in self.plan.units
+            )
+            resident = {**self.plan.resident, name: storage.info.num_bytes}
+            self.plan = replace(self.plan, units=units, resident=resident)
+            self.promoted.append(name)
+        if len(self.promoted) == 1:
+            warn_user(
+                f"{how} {_OUTSIDE}. It is resident from now on ({storage.info.num_bytes} bytes more on "
+                f"{self._device}); stats().notes lists all such tensors. To plan for it: {_fix(tensor)}"
+            )
+        return True
+
+    def _warn_no_room(self, tensor: BoundTensor, how: str) -> None:
+        if not self.lent:
+            warn_user(
+                f"{how} {_OUTSIDE}, and the budget of {self.budget_bytes} bytes has no room for it beside the plan: "
+                f"its bytes are copied for every such use, which is slow and takes memory of its size; "
+                f"stats().notes lists all such tensors. Give it room: {_fix(tensor)}, or raise the budget"
+            )
+        if tensor.info.name not in self.lent:
+            self.lent.append(tensor.info.name)
+
+    def _on_device(self, storage: BoundStorage) -> torch.Tensor:
+        assert self.store is not None
+        buffer = new_blob(storage.info.num_bytes)
+        self.store.read(storage.info.name, buffer)
+        try:
+            return buffer.to(self._device)
+        except torch.OutOfMemoryError as error:
+            raise OutsideAccessError(
+                f"{storage.info.name} is used {_OUTSIDE}, and {self._device} has no memory for it: leave more to it, "
+                f"or {_fix(storage.tensors[0])}"
+            ) from error
+
+
+def _check_graph(graph: fx.Graph, by_storage: Mapping[int, BoundTensor]) -> None:
+    wait, release, join = (getattr(torch.ops.headrace, name) for name in ("wait", "release", "join"))
+    waited, released = (_storages(node.args[2] for node in graph.nodes if _calls(node, op)) for op in (wait, release))
+    # A window that began in the graph before this one (a graph break inside a layer) is open from the start.
+    open_now = released - waited
+    for node in graph.nodes:
+        outside, how = set(), f"is used by {node.target}"
+        if _calls(node, wait):
+            open_now |= _storages([node.args[2]])
+        elif _calls(node, release):
+            open_now -= _storages([node.args[2]])
+            outside, how = _storages([node.args[3]]), "is returned by its module, whole or as a view"
+        elif node.op in ("call_function", "call_method", "call_module") and not _calls(node, join):
+            outside = _storages([node.all_input_nodes]) - open_now
+        for storage in outside & by_storage.keys():
+            bound = by_storage[storage]
+            raise OutsideAccessError(f"{bound.name} {how} {_OUTSIDE}, in code that torch.compile traces: {_fix(bound)}")
+
+
+def _calls(node: fx.Node, packet: Any) -> bool:
+    return node.target in (packet, packet.default)
+
+
+def _storages(groups: Iterable[Any]) -> set[int]:
+    nodes = (node for group in groups for node in group if isinstance(node, fx.Node))
+    return {storage for node in nodes if (storage := _storage_of(node)) is not None}
+
+
+def _storage_of(node: fx.Node) -> int | None:
+    """The storage of the fake tensor that stands for ``node``; views share it."""
+    value = node.meta.get("example_value")
+    if not isinstance(value, torch.Tensor) or hasattr(value, "__tensor_flatten__"):
+        return None
+    return storage_id(value)
+
+
+def _fix(tensor: BoundTensor) -> str:
+    return f"keep it resident ({resident_rule(tensor.name)})"
+
+
+# -- the state of the model --------------------------------------------------------------------------------------------
+
+
+class StateGuard(NotCopyable):
+    """Guards the state of every module that holds one of ``storages``.
+
+    Args:
+        model: the root.
+        storages: what is offloaded.
+        read: the bytes of a storage, by name (uint8, 1-D).
+    """
+
+    def __init__(self, model: nn.Module, storages: Sequence[BoundStorage], read: Callable[[str], torch.Tensor]) -> None:
+        self._read = read
+        self._parts: dict[nn.Module, dict[str, _Parts]] = {}
+        for storage in storages:
+            for tensor in storage.tensors:
+                for module, place in tensor.places:
+                    parts = self._parts.setdefault(module, {}).setdefault(place.attr, {})
+                    parts[place.inner] = (storage, tensor)
+        self._state: weakref.ref[object] | None = None
+        self._contents: dict[str, torch.Tensor] = {}
+        self._around = [m for m in model.modules() if not self._parts.keys().isdisjoint(m.modules())]
+        self._tensors = [tensor.tensor for storage in storages for tensor in storage.tensors]
+        self._model = model
+        self._handles: list[RemovableHandle] = []
+        self._attributes: list[tuple[dict[str, Any], str]] = []  # what remove() deletes
+
+    def attach(self) -> None:
+        """Put everything in place; an interrupt leaves what :meth:`remove` takes off."""
+        owner = f"a {type(self._model).__name__}"
+        names = {module: name for name, module in self._model.named_modules()}
+        for module in self._parts:
+            # A partial, because torch sets an attribute on the hook, which a bound method cannot have.
+            self._handles.append(module.register_state_dict_post_hook(partial(self._put_true_tensors)))
+            self._set(module, _MARK, f"{names[module]!r} of {owner}" if names.get(module) else owner)
+        # On every module around the owners too: loading goes from the outside in, and must not stop half-way.
+        for module in self._around:
+            self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
+            self._set(module, "_apply", partial(self._apply_to_residents, module))
+            self._set(module, "__getstate__", self.__reduce_ex__)  # of pickle and deepcopy, before they reach a tensor
+        # One Parameter may hang in two models, of which the other knows nothing of this one.
+        for tensor in self._tensors:
+            self._set(tensor, _MARK, owner)
+            self._set(tensor, "__reduce_ex__", self.__reduce_ex__)
+
+    def _set(self, owner: nn.Module | torch.Tensor, name: str, value: Any) -> None:
+        attributes = vars(owner)
+        self._attributes.append((attributes, name))
+        attributes[name] = value
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        for attributes, name in self._attributes:
+            attributes.pop(name, None)
+
+    def _apply_to_residents(self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+        """``module._apply(fn)``, unless ``fn`` would change an offloaded tensor.
+
+        ``fn`` is asked with a small tensor of the same dtype, device and number of dimensions.
+        """
+        for tensor in self._tensors:
+            probe = torch.empty([min(2, size) for size in tensor.shape], dtype=tensor.dtype, device=tensor.device)
+            if fn(probe) is not probe:
+                raise ModelChangedError(
+                    "to(), half(), cuda() and the like would change offloaded weights, which rest elsewhere: call "
+                    "handle.remove() first, move or cast the model, then offload again"
+                )
+        applied: nn.Module = type(module)._apply(module, lambda tensor: tensor if place_of(tensor) else fn(tensor))
+        return applied
+
+    def _put_true_tensors(
+        self, module: nn.Module, state: dict[str, torch.Tensor], prefix: str, local_metadata: object
+    ) -> None:
+        for attr, parts in self._parts[module].items():
+            current = {path: part for path, part in parts.items() if part[1].is_held_by(module, attr, path)}
+            if current and prefix + attr in state:
+                state[prefix + attr] = self._true(state[prefix + attr], current, state)
+
+    def _true(self, tensor: torch.Tensor, parts: _Parts, state: object, path: tuple[str, ...] = ()) -> torch.Tensor:
+        """``tensor`` with the bytes from the store; a subclass is made anew from its inner tensors."""
+        if path in parts:
+            storage, bound = parts[path]
+            if bound.has_other_data:
+                return tensor.detach()
+            return bound.view_of(self._bytes(storage, state))
+        flatten = getattr(tensor, "__tensor_flatten__", None)
+        if flatten is None:
+            return tensor
+        names, context = flatten()
+        inner = {name: self._true(getattr(tensor, name), parts, state, (*path, name)) for name in names}
+        return type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())  # type: ignore[attr-defined, no-any-return]
+
+    def _bytes(self, storage: BoundStorage, state: object) -> torch.Tensor:
+        """Read once per ``state_dict()``, so that tied tensors share their memory in it as they do in the model."""
+        if self._state is None or self._state() is not state:
+            contents: dict[str, torch.Tensor] = {}
+            self._contents = contents
+            try:
+                self._state = weakref.ref(state, lambda _: contents.clear())
+            except TypeError:  # a plain dict as destination
+                self._state = None
+        name = storage.info.name
+        if name not in self._contents:
+            self._contents[name] = self._read(name)
+        return self._contents[name]
+
+
+def place_of(thing: nn.Module | torch.Tensor) -> str | None:
+    """A text that names the model with which a tensor, or a module that holds one itself, is offloaded."""
+    return vars(thing).get(_MARK)
+
+
+def _refuse_load(module: nn.Module, *args: object) -> None:
+    raise ModelChangedError(
+        "load_state_dict on an offloaded model would write into slots and be lost; call handle.remove() first, load, "
+        "then offload again"
+    )

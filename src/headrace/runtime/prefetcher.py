@@ -1,0 +1,443 @@
+"""Keeps units flowing through a link into slots: which unit is where, what reads it, and what is copied next.
+
+The prefetcher follows the slot schedule as long as modules run in the declared order, and stays right when they do not:
+a unit whose slot holds another one is fetched on demand (a *miss*), which is slower and shows in ``stats()``.
+
+Two threads may call the model: a slot that one of them reads is not refilled before it lets go.
+
+What graphs change about this is in slot.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+
+from torch import Tensor
+
+from headrace.errors import SlotConflictError, StateError, TransferError
+from headrace.plan.plan import Plan
+from headrace.plan.schedule import first_units, next_in_chain, slot_of
+from headrace.runtime.debug import Guard
+from headrace.runtime.slot import GraphRecord, Reader, Slot, SlotState
+from headrace.stats import Recorder, UnitStats
+from headrace.stores.store import Store
+from headrace.transfer.link import Link
+
+__all__ = ["Prefetcher", "release_left"]
+
+# A forward that holds a slot for longer than this is taken to be stuck, not slow.
+CONFLICT_TIMEOUT_S = 600.0
+
+# How long remove() waits for forwards of other threads.
+STOP_TIMEOUT_S = 30.0
+
+
+class Prefetcher:
+    """Copies units from ``store`` through ``link`` into slots ahead of their use.
+
+    Each forward calls :meth:`begin_forward`, then :meth:`wait` and :meth:`release` around every module that reads a
+    unit, then :meth:`finish_forward`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        store: Store,
+        link: Link,
+        recorder: Recorder,
+        debug: bool = False,
+        replays_announced: bool = False,
+    ) -> None:
+        """``debug``: poison and check slots. ``replays_announced``: see the note of that name in slot.py."""
+        self._plan = plan
+        self._link = link
+        self._recorder = recorder
+        self._loads = [store.load(unit) for unit in plan.units]
+        link.prepare(plan, self._loads)
+        self._live = [Slot(index, link.allocate(num_bytes)) for index, num_bytes in enumerate(plan.slot_bytes)]
+        self._num_units, self._num_slots = len(plan.units), len(self._live)
+        self._graphs = GraphRecord(self._num_units, self._num_slots, replays_announced)
+        self._forwards: dict[int, int] = {}  # idents of the threads inside a forward of the model -> its number
+        self._forward_numbers = itertools.count()
+        # Held directly, for a Ctrl-C inside the condition's own Python code could leave it locked forever.
+        self._lock = threading.RLock()
+        self._free = threading.Condition(self._lock)
+        self._closed = False
+        self._stopping = False
+        self._pid = os.getpid()
+        has_bytes = plan.mode != "meta"
+        self._guard = Guard(plan, [load.copies for load in self._loads]) if debug and has_bytes else None
+        self.stats = [UnitStats(unit.module_fqn, unit.store) for unit in plan.units]
+
+    def slot_memory(self, unit: int) -> Tensor:
+        """The slot of ``unit``: uint8, 1-D, fixed for the life of the prefetcher."""
+        return self._live[slot_of(unit, self._num_slots)].memory
+
+    # -- a forward --------------------------------------------------------------------------------------------------
+
+    def prefetch_first(self, held_back: bool = False) -> None:
+        """Start the units that a forward needs first, where other units are in their slots, or none.
+
+        ``held_back``: also those left to the beginning of the next forward.
+        """
+        with self._lock:
+            slots = self._slots()
+            for unit in first_units(self._num_units, self._num_slots):
+                slot = slots[unit]
+                if slot.unit == unit or slot.readers or self._closed:
+                    continue
+                if held_back or slot.state is not SlotState.HELD_BACK:
+                    self._start(unit, slot)
+
+    def begin_forward(self) -> None:
+        """A forward begins: start what was left to it, behind all that compute has been given."""
+        self._require_own_process()
+        with self._lock:
+            self._require_open(begins=True)
+            self._forwards[threading.get_ident()] = next(self._forward_numbers)
+            self._link.check()
+            if self._link.capturing:
+                self._graphs.end_capture()  # of a capture that was aborted
+            # Only slots without a unit: a compiler that moved this call behind the first units must do no harm.
+            for slot in self._slots():
+                if slot.state in (SlotState.EMPTY, SlotState.HELD_BACK):
+                    self._start(slot.index, slot, behind_compute=True)
+
+    def finish_forward(self, whole: bool = True) -> None:
+        """The model has returned: make the slots ready for the next forward, eager or replayed.
+
+        ``whole``: it was not cut short by an exception.
+
+        A graph has to wait for all copies that it starts. Once graphs exist an eager forward waits, too: a replay
+        checks nothing, so what it finds in the slots has to be ordered before it.
+        """
+        if self._is_forked:
+            return
+        with self._lock:
+            self._forwards.pop(threading.get_ident(), None)
+            self._free.notify_all()
+            if self._closed:
+                return
+            slots, graphs = self._slots(), self._graphs
+            for slot in slots:
+                self._drop_stale_readers(slot)
+            if graphs.announced and self._capturing:
+                graphs.of_whole_forwards = True
+            else:
+                if (index := graphs.held_back) is not None and not slots[index].readers:
+                    self._wait_for(slots[index])  # of a forward that was cut short or skipped its last unit
+                    slots[index].to_held_back()
+                self.prefetch_first()
+            if self._capturing or (graphs.exist and not graphs.announced):
+                self._wait_for_copies(slots)
+            if whole:
+                self._link.check()
+
+    def wait_all(self) -> None:
+        """Order compute behind every copy under way; no effect when there is none.
+
+        This also announces a replay, where they are announced, except inside a forward, whose pieces may be graphs.
+        """
+        self._require_own_process()
+        with self._lock:
+            slots, graphs = self._slots(), self._graphs
+            if self._capturing or not graphs.announced:
+                self._wait_for_copies(slots)
+            elif threading.get_ident() not in self._forwards:
+                for slot in slots:
+                    self._drop_stale_readers(slot)
+                self.prefetch_first(held_back=True)
+                self._wait_for_copies(slots)
+                graphs.give_up(slots, self._link)
+
+    # -- a unit -----------------------------------------------------------------------------------------------------
+
+    def wait(self, unit: int, reader: Reader | None = None) -> None:
+        """Return when compute may read ``unit``; it stays in its slot until :meth:`release`.
+
+        ``reader``: this run of the unit; by default one that goes on as long as the forward that it is in.
+
+        Raises:
+            TransferError: its bytes did not arrive; the next call tries again.
+            SlotConflictError: a unit that runs further out in this thread has the slot, or another thread has held it
+                for ten minutes.
+        """
+        self._require_own_process()
+        with self._lock:
+            forward = self._forwards.get(threading.get_ident())
+            self._require_open(begins=forward is None)
+            index = slot_of(unit, self._num_slots)
+            slot = self._slots()[index]
+            if slot.readers:
+                self._drop_stale_readers(slot)
+                self._await_readers(unit, slot)
+                slot = self._slots()[index]  # while this one waited, another may have ended or begun a capture
+            if self._is_loose and not slot.readers:
+                slot.to_empty()
+                self._record_read(slot)
+            self._bring(unit, slot)
+            reader = reader or Reader(forward)
+            slot.to_in_use(reader)
+            if self._capturing:
+                self._graphs.note_read(slot)
+            self.stats[unit].runs += 1
+            reader.started_ns = time.perf_counter_ns()
+
+    def release(self, unit: int, reader: Reader | None = None) -> None:
+        """Compute has been given everything that reads ``unit``; its slot may be refilled behind it.
+
+        ``reader``: as given to :meth:`wait`; by default the latest of the calling thread.
+        """
+        if self._is_forked:
+            return
+        with self._lock:
+            slot = self._slots()[slot_of(unit, self._num_slots)]
+            reader = reader or slot.latest_reader()
+            if slot.unit != unit or reader not in slot.readers:
+                return  # the wait before it failed
+            if reader.started_ns:
+                self._recorder.add("compute", unit, reader.started_ns)
+            slot.readers.remove(reader)
+            if self._guard and not slot.readers and not self._capturing:
+                slot.to_empty()  # if the check raises, no later run may read these bytes
+                self._guard.leaving(unit, slot.memory)
+            if self._guard or next_in_chain(unit, self._num_units, self._num_slots) != unit:
+                self._record_read(slot)  # behind the poison
+            if not slot.readers and not self._closed:
+                self._refill(unit, slot)
+                self._free.notify_all()
+
+    def _drop_stale_readers(self, slot: Slot) -> None:
+        """Take the slot from runs of this thread that an error or interrupt ended before they could release it."""
+        stale = slot.stale_readers(self._forwards.get(threading.get_ident())) if slot.readers else []
+        for reader in stale:
+            slot.readers.remove(reader)
+            reader.drop()
+        if stale:
+            self._record_read(slot)
+            self._free.notify_all()
+
+    def _await_readers(self, unit: int, slot: Slot) -> None:
+        """Return when no module reads another unit in ``slot``."""
+        holder = slot.unit
+        if not slot.readers or holder == unit:
+            return
+        name = self._plan.units[unit].module_fqn
+        held = "another unit" if holder is None else f"{self._plan.units[holder].module_fqn} (unit {holder})"
+        if slot.latest_reader() is not None:
+            raise SlotConflictError(
+                f"{name} (unit {unit}) runs inside {held}, and both need the same slot: use another number of slots "
+                f"(--offload-prefetch-step), or keep one of the two resident (--offload-rule {name}=resident)"
+            )
+        if not self._free.wait_for(lambda: not slot.readers, CONFLICT_TIMEOUT_S):
+            raise SlotConflictError(
+                f"{name} (unit {unit}) needs the slot of {held}, which another thread has been running for "
+                f"{CONFLICT_TIMEOUT_S:.0f} s; use one offloaded model per thread"
+            )
+
+    def _bring(self, unit: int, slot: Slot) -> None:
+        """Let compute wait for ``unit``, which is copied now unless it was before."""
+        if slot.unit == unit:
+            try:
+                return self._wait_measured(unit, slot)
+            except TransferError:
+                # A copy ahead of use failed, perhaps long ago and for a reason that is gone: once more, on demand.
+                if slot.readers:
+                    raise
+        elif slot.state is not SlotState.HELD_BACK:
+            self.stats[unit].misses += 1
+        self._start(unit, slot)
+        self._wait_measured(unit, slot)
+
+    def _refill(self, unit: int, slot: Slot) -> None:
+        """Start what ``slot`` has to hold next, now that ``unit`` has run."""
+        following, is_loose = next_in_chain(unit, self._num_units, self._num_slots), self._is_loose
+        if following == unit:
+            if slot.unit is None:
+                self._start(unit, slot)  # alone in its slot, and poisoned
+            return
+        if (is_loose or following < unit) and self._graphs.try_hold_back(slot, is_loose, self._link):
+            return
+        if is_loose:
+            following = slot.index
+        if slot.unit != following:
+            self._start(following, slot)
+        if is_loose:
+            self._wait_for(slot)
+
+    def _start(self, unit: int, slot: Slot, behind_compute: bool = False) -> None:
+        """Issue the copy of ``unit``; ``behind_compute``: behind all compute, not only what reads the slot."""
+        was_waited_for = slot.state is SlotState.READY
+        slot.to_empty()
+        # One copy at a time per slot: a late piece of an abandoned unit must not land on top of this one. It stays on
+        # record until it is done, since the wait may be interrupted.
+        if slot.transfer is not None and not was_waited_for:
+            with suppress(TransferError):
+                self._link.wait(slot.transfer)
+        slot.transfer = None
+        capturing = self._capturing
+        # A replay that was not announced records no event, and those from before it say nothing about its reads.
+        events_are_old = self._graphs.exist and not self._graphs.announced and not capturing
+        if behind_compute or events_are_old or not slot.events:
+            self._record_read(slot)
+        events, slot.events = slot.events, []
+        slot.to_arriving(unit, self._link.copy(self._loads[unit], slot.memory, events))
+        if capturing:
+            self.stats[unit].captured_copies += 1
+        else:
+            self.stats[unit].copies += 1
+            self.stats[unit].bytes_moved += self._plan.units[unit].payload_bytes
+
+    def _wait_measured(self, unit: int, slot: Slot) -> None:
+        """Let compute wait for ``unit``, which its module needs now."""
+        begin = time.perf_counter_ns()
+        try:
+            stalled_s = self._wait_for(slot, measure=True)
+            if self._guard and slot.transfer is not None and not self._capturing:
+                self._guard.arrived(unit, slot.memory)
+        except BaseException:
+            if not slot.readers:
+                slot.to_empty()
+            if slot.transfer is not None and slot.transfer.done:
+                slot.transfer = None
+            raise
+        if stalled_s > 0.0:
+            self.stats[unit].stalls += 1
+            self.stats[unit].stall_s += stalled_s
+            self._recorder.add("stall", unit, begin)
+
+    def _wait_for(self, slot: Slot, measure: bool = False) -> float:
+        if slot.transfer is None:
+            return 0.0
+        stalled_s = self._link.wait(slot.transfer, measure)
+        if slot.state is SlotState.ARRIVING:
+            slot.to_ready()
+        return stalled_s
+
+    def _wait_for_copies(self, slots: list[Slot]) -> None:
+        for slot in slots:
+            self._wait_for(slot)
+            if self._capturing:
+                slot.transfer = None  # its event means nothing to the graph of the next piece
+
+    def _record_read(self, slot: Slot) -> None:
+        """The next copy into ``slot`` waits for all that compute has been given so far."""
+        if (event := self._link.record_compute()) is not None:
+            slot.events.append(event)
+
+    def _slots(self) -> list[Slot]:
+        """The slots of the timeline that compute is on now; asked first in every call, since it follows captures."""
+        if self._link.capturing:
+            return self._graphs.slots or self._graphs.begin_capture(self._live)
+        if self._graphs.slots is not None:
+            self._graphs.end_capture()
+        return self._live
+
+    @property
+    def _capturing(self) -> bool:
+        return self._graphs.slots is not None
+
+    @property
+    def _is_loose(self) -> bool:
+        """Whether a module that runs now does so by itself, between replays; see the note in slot.py."""
+        return self._graphs.exist and not self._capturing and threading.get_ident() not in self._forwards
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def stop(self, graphs_released: bool) -> None:
+        """Let no more forwards begin, and wait for those of other threads to end.
+
+        Raises:
+            StateError: one has not ended after ``STOP_TIMEOUT_S`` seconds; graphs were captured, and may be replayed.
+        """
+        self._require_own_process()
+        with self._lock:
+            if self._graphs.exist and not graphs_released:
+                raise StateError(
+                    "graphs were captured over this offload, and a replay after remove() would read memory that is "
+                    "gone: delete the graphs, then call remove(graphs_released=True)"
+                )
+            self._stopping = True
+            for slot in self._live:
+                self._drop_stale_readers(slot)
+            self._forwards.pop(threading.get_ident(), None)
+            if not self._free.wait_for(self._is_idle, STOP_TIMEOUT_S):
+                self._stopping = False
+                raise StateError(
+                    f"another thread has been inside a forward of the model for {STOP_TIMEOUT_S:.0f} s: let it end, "
+                    f"then call remove() again"
+                )
+
+    def resume(self) -> None:
+        """Forwards may begin again."""
+        with self._lock:
+            self._stopping = False
+
+    def _is_idle(self) -> bool:
+        alive = {thread.ident for thread in threading.enumerate()}
+        busy = {reader.thread for slot in self._live for reader in slot.readers} | self._forwards.keys()
+        return alive.isdisjoint(busy - {threading.get_ident()})
+
+    def abandon(self) -> None:
+        """An interrupt has ended what the calling thread did: hold up no other thread."""
+        release_left(self._lock)
+
+    def close(self) -> None:
+        """Finish copies under way and let go of the store; slots are freed with the last view of them. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._link.close()
+            # Views of the store and slots: a handle kept after remove() must not keep them alive.
+            self._loads.clear()
+            self._live = []
+            self._graphs.end_capture()
+            self._guard = None
+
+    def snapshot(self) -> tuple[UnitStats, ...]:
+        """The counters now, with the stall of each unit's latest run where the link can tell.
+
+        Raises:
+            TransferError: bytes failed to arrive, in a replay for instance, since the last call that raised.
+        """
+        with self._lock:
+            self._link.check()
+            return tuple(
+                replace(stats, last_stall_s=self._link.last_stall_s(unit)) for unit, stats in enumerate(self.stats)
+            )
+
+    def _require_open(self, begins: bool) -> None:
+        if self._closed:
+            raise StateError("this offload was removed while a forward was running; call the model again")
+        if self._plan.mode == "meta":
+            raise StateError(
+                "mode 'meta' keeps no weights, so no forward can be right: it is for sizes and plans; offload with "
+                "mode 'cpu' or 'disk' (--offload-mode) to run the model"
+            )
+        if self._stopping and begins:
+            raise StateError(
+                "this offload is being removed: call the model when remove() has returned; if remove() was "
+                "interrupted, call it again first"
+            )
+
+    @property
+    def _is_forked(self) -> bool:
+        """Asked before the lock: a thread that holds it in the parent does not exist in a forked child."""
+        return os.getpid() != self._pid
+
+    def _require_own_process(self) -> None:
+        if self._is_forked:
+            raise StateError(
+                "this process is a fork of the one that offloaded the model, and has none of the threads and streams "
+                "that move its weights: offload in the child, or start it with the method 'spawn'"
+            )
+
+
+def release_left(lock: threading.RLock) -> None:
+    """Give up what an interrupt at the very end of a ``with`` block has left to the calling thread."""
+    while lock._is_owned():  # type: ignore[attr-defined]
+        lock.release()

@@ -1,0 +1,528 @@
+"""The front door: from a model and a policy to a plan that this machine can carry out.
+
+:func:`prepare` runs every step once and in one order: device, inventory, planner, plan, checks against model and
+machine, limits. ``offload``, ``load``, the offloaders of engines and their reference all use it. Nothing is allocated
+and the model is not touched.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from headrace.checkpoint.weight_map import WeightMap
+from headrace.config import (
+    HOST_MODES,
+    SHARDED_MODES,
+    Budget,
+    Policy,
+    as_policy,
+    format_gib,
+    pin_memory_disabled,
+    uva_disabled,
+)
+from headrace.errors import CheckpointError, LimitError, OptionError, OptionTypeError, warn_user
+from headrace.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes
+from headrace.model.inventory import Inventory, StorageInfo, take_inventory
+from headrace.model.live_tensors import BoundStorage, bind
+from headrace.model.memory_profile import profile_of
+from headrace.plan.build import Planner
+from headrace.plan.candidates import Spill
+from headrace.plan.cost_model import Rates
+from headrace.plan.plan import Machine, Plan, slab_bytes
+from headrace.plan.units import move_on_demand
+from headrace.ranks.group import RankGroup
+from headrace.runtime.under_construction import BuildTimePool, storages_in_engine_memory
+from headrace.stores.pinned_host import Held
+from headrace.stores.sources import DiskOptions
+from headrace.transfer.machine_probe import planning_rates
+
+__all__ = [
+    "Limits",
+    "Needs",
+    "Prepared",
+    "can_read_in_place",
+    "check_limits",
+    "compute_device",
+    "describe_device",
+    "make_planner",
+    "needs_of",
+    "not_in_files",
+    "open_ranks",
+    "prepare",
+    "read_limits",
+    "require_disk",
+]
+
+_HEADROOM_BYTES = 1 << 30
+_MIB = 2**20
+
+_DEVICE = "device memory"
+_HOST = "host memory"
+_CGROUP = "host memory under its cgroup's limit"
+_MEMLOCK = "locked memory (RLIMIT_MEMLOCK)"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked plan and everything that carrying it out needs.
+
+    Attributes:
+        model: on any one device; tensors on ``meta`` are filled from ``weights``.
+        inventory: of the model.
+        plan: checked against the inventory and the machine, and within its limits.
+        device: where compute runs.
+        bound: the live tensors of every storage, by storage name.
+        weights: the checkpoint; needed for what rests in ``disk`` and for tensors on ``meta``.
+        disk: how its files are read.
+        ranks: of the same offload, for stores and links that span processes.
+        budget_bytes: device memory that weights may take, also when a tensor is promoted; ``None``: no such limit.
+        pooled: where storages wait in pinned memory already; what of it is offloaded stays there.
+        on_host: storages whose device is a GPU although the engine keeps their bytes in host memory.
+    """
+
+    model: nn.Module
+    inventory: Inventory
+    plan: Plan
+    device: torch.device
+    bound: dict[str, BoundStorage] = field(repr=False)
+    weights: WeightMap | None = None
+    disk: DiskOptions | None = None
+    ranks: RankGroup | None = None
+    budget_bytes: int | None = None
+    pooled: Mapping[str, Held] = field(default_factory=dict, repr=False)
+    on_host: frozenset[str] = frozenset()
+
+    @property
+    def offloaded(self) -> dict[str, BoundStorage]:
+        """Of ``bound``, what the plan offloads."""
+        return {name: self.bound[name] for name in self.plan.offloaded_names}
+
+    def must_move(self, name: str) -> bool:
+        """Whether the storage ``name`` is not in the memory of the device; as a resident it has to go there."""
+        return self.bound[name].home != self.device or name in self.pooled or name in self.on_host
+
+
+def prepare(
+    model: nn.Module,
+    policy: Policy | Plan | str | int,
+    *,
+    inventory: Inventory | None = None,
+    device: torch.device | str | None = None,
+    weights: WeightMap | None = None,
+    unstreamable: Collection[str] = (),
+    disk: DiskOptions | None = None,
+    ranks: RankGroup | None = None,
+    pool: BuildTimePool | None = None,
+    allocates: bool = True,
+) -> Prepared:
+    """The plan for ``policy`` on ``model``, checked against the model, the machine and its limits.
+
+    Args:
+        model: any module; not touched.
+        policy: as for ``headrace.offload``. A finished plan needs no planner, so none is built.
+        inventory: of ``model`` in its present state; taken here by default.
+        device: where compute runs; default: see :func:`compute_device`.
+        weights: the checkpoint.
+        unstreamable: storages that its files do not hold in this form (:func:`not_in_files`).
+        disk: how its files are read.
+        ranks: those that share the weights.
+        pool: where weights were put while the model was built.
+        allocates: the plan will be carried out, so the machine must have room for it.
+
+    Raises:
+        OptionError, OptionTypeError: a wrong argument; a selection or budget that cannot be met; a plan for another
+            model or machine.
+        LimitError: the device or the host has no room for the plan.
+    """
+    target = compute_device(model, device)
+    if disk is not None and not isinstance(disk, DiskOptions):
+        raise OptionTypeError(
+            f"disk: expected headrace.DiskOptions, such as DiskOptions(direct=True), found {type(disk).__name__} "
+            f"{disk!r}"
+        )
+    inventory = take_inventory(model) if inventory is None else inventory
+    given = policy if isinstance(policy, Plan) else as_policy(policy)
+    if isinstance(given, Plan):
+        plan, may_need_files = given, False
+    else:
+        planner = make_planner(model, inventory, target, weights, disk=disk, unstreamable=unstreamable)
+        if ranks is not None and given.mode in SHARDED_MODES:
+            # Every rank plans for itself, and all have to come to one plan. So nothing counts that ranks may see
+            # differently: no free host memory, and of rates only what is kept of this machine.
+            planner = replace(planner, num_ranks=ranks.size, spill=None)
+        plan = replace(planner.plan(given), made_for=describe_device(target))
+        may_need_files = planner.spill is not None and given.mode is None
+    plan = _settle(plan, inventory, target, ranks)
+    bound = bind(model, inventory.storages)
+    budget_bytes = given.num_bytes if isinstance(given, Budget) else None
+    pooled = {} if pool is None else pool.find_storages(bound)
+    on_host = frozenset() if pool is None else storages_in_engine_memory(bound)
+    prepared = Prepared(
+        model, inventory, plan, target, bound, weights, disk, ranks, budget_bytes, pooled=pooled, on_host=on_host
+    )
+    if allocates:
+        _check_memory_limits(prepared)
+    if not may_need_files:
+        _warn_about_idle_options(prepared)
+    return prepared
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+def open_ranks(group: dist.ProcessGroup | None) -> AbstractContextManager[RankGroup | None]:
+    """One call of all ranks of ``group`` (:meth:`RankGroup.open`); without a group the context yields ``None``.
+
+    Raises:
+        OptionTypeError: not a process group. What ``new_group`` returns to a process outside of it is none, either.
+    """
+    if group is None:
+        return nullcontext()
+    if not isinstance(group, dist.ProcessGroup):
+        raise OptionTypeError(
+            f"group: expected a process group, such as torch.distributed.group.WORLD after "
+            f"torch.distributed.init_process_group, found {type(group).__name__} {group!r}"
+        )
+    return RankGroup.open(group)
+
+
+def compute_device(model: nn.Module, device: torch.device | str | None = None) -> torch.device:
+    """Where ``model`` will run: ``device``, or the one device its tensors are on (a CPU if all are on ``meta``).
+
+    Raises:
+        OptionError, OptionTypeError: tensors on several devices and none named; a device that is neither a CPU nor
+            CUDA; what is no device.
+    """
+    expected = "expected 'cpu', 'cuda', 'cuda:N' or a torch.device"
+    if device is not None and (isinstance(device, bool) or not isinstance(device, torch.device | str | int)):
+        raise OptionTypeError(f"device: {expected}, found {type(device).__name__} {device!r}")
+    found = sorted({str(t.device) for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"})
+    if device is None and len(found) > 1:
+        raise OptionError(f"the model's tensors are on {', '.join(found)}; say where it runs with device=...")
+    try:
+        target = torch.device(device if device is not None else found[0] if found else "cpu")
+    except RuntimeError:  # its message lists all devices that torch has a name for
+        raise OptionError(f"device {device!r}: {expected}") from None
+    if target.type not in ("cpu", "cuda"):
+        raise OptionError(f"device {target}: expected a CPU or a CUDA device")
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise OptionError(f"device {target}: torch sees no CUDA device here; leave device out to run on the CPU")
+    if target.type == "cuda" and target.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return target
+
+
+def describe_device(device: torch.device) -> Machine:
+    """What a plan made for ``device`` is bound to."""
+    if device.type != "cuda":
+        return Machine(device.type)
+    facts = torch.cuda.get_device_properties(device)
+    return Machine(facts.name, facts.total_memory)
+
+
+def can_read_in_place(device: torch.device) -> bool:
+    """Whether compute on ``device`` may address host memory; memory that is not pinned has no address on a GPU."""
+    return device.type != "cuda" or not (uva_disabled() or pin_memory_disabled())
+
+
+def _warn_about_idle_options(prepared: Prepared) -> None:
+    on_meta = any(storage.on_meta for storage in prepared.bound.values())
+    if on_meta or prepared.plan.reads_files:
+        return
+    for name, given in (("checkpoint", prepared.weights), ("disk", prepared.disk)):
+        if given is not None:
+            warn_user(
+                f"{name}=... has no effect: mode {prepared.plan.mode!r} takes the weights from the model itself, not "
+                f"from files"
+            )
+
+
+# -- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def make_planner(
+    model: nn.Module,
+    inventory: Inventory,
+    device: torch.device,
+    weights: WeightMap | None = None,
+    rates: Rates | None = None,
+    unstreamable: Collection[str] = (),
+    disk: DiskOptions | None = None,
+) -> Planner:
+    """The planner for ``model`` on ``device``.
+
+    A budget is planned with ``rates``, or else the kept probe of this machine, or nominal rates if there is none; with
+    what the model's configuration says of its caches and activations; and with zero-copy where the device can address
+    host memory. Given ``weights``, a CPU streams from its files, and for a GPU what host memory has no room for stays
+    in them. Free host memory counts only for the machine that is here: not with ``rates`` of another. ``disk``: how a
+    CPU reads files, at the rate of that way.
+    """
+    on_gpu = device.type == "cuda"
+    spill = None
+    if weights is not None and on_gpu and not pin_memory_disabled():
+        not_readable = {storage.name for storage in inventory.storages if not _streams(storage, weights)}
+        free_bytes = None if rates is not None else _free_host_bytes(device, inventory)
+        spill = Spill(frozenset(not_readable.union(unstreamable)), free_bytes)
+    return Planner(
+        inventory,
+        rates or planning_rates(device, disk is not None and bool(disk.direct)),
+        profile_of(model),
+        zero_copy=on_gpu and can_read_in_place(device),
+        default_mode="cpu" if weights is None or on_gpu else "disk",
+        unstreamable=unstreamable,
+        spill=spill,
+    )
+
+
+def not_in_files(inventory: Inventory, weights: WeightMap) -> list[str]:
+    """Storages that are made or rearranged while loading, so that no file can stand in for them."""
+    return [s.name for s in inventory.storages if weights.sources.keys().isdisjoint(s.names)]
+
+
+def _streams(storage: StorageInfo, weights: WeightMap) -> bool:
+    """Whether mode ``disk`` can read ``storage``."""
+    try:
+        weights.source(storage)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _free_host_bytes(device: torch.device, inventory: Inventory) -> int | None:
+    """Host memory that units may take by themselves; a user may name more (``host_memory``)."""
+    limits = read_limits(device, pinned_bytes=inventory.num_bytes)
+    host = [limits.host_available_bytes, limits.cgroup_available_bytes, limits.memlock_bytes]
+    free_bytes = min((found for found in host if found is not None), default=None)
+    if free_bytes is None:
+        return None
+    # Residents pass through host memory one at a time, and the process itself needs some.
+    staging = max((storage.num_bytes for storage in inventory.storages), default=0)
+    return max(0, free_bytes - staging - min(_HEADROOM_BYTES, free_bytes // 16))
+
+
+def _settle(plan: Plan, inventory: Inventory, device: torch.device, ranks: RankGroup | None) -> Plan:
+    """``plan`` checked against the model and the machine, in the form that this machine can carry out."""
+    plan.check(inventory)
+    plan.check_machine(describe_device(device))
+    split = plan.mode in SHARDED_MODES  # and then no rank has a whole tensor to read in place
+    num_ranks = ranks.size if ranks is not None and split else 1
+    if plan.uva and (split or not can_read_in_place(device)):
+        plan = replace(move_on_demand(inventory, plan), model_name=plan.model_name, made_for=plan.made_for)
+    return plan if plan.num_ranks == num_ranks else replace(plan, num_ranks=num_ranks)
+
+
+# -- what the machine has room for ------------------------------------------------------------------------------------
+#
+# A plan is refused only for what is certain to be missing (contract 3): memory that the kernel or torch's allocator
+# would give back on demand counts as free.
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes that can still be taken; ``None`` means not limited, or not known.
+
+    Attributes:
+        device_free_bytes: memory of the GPU, blocks that torch's allocator holds but does not use included.
+        host_available_bytes: host memory that programs can take without swapping.
+        cgroup_available_bytes: what the control groups of this process leave it.
+        memlock_bytes: host memory that may be pinned.
+    """
+
+    device_free_bytes: int | None = None
+    host_available_bytes: int | None = None
+    cgroup_available_bytes: int | None = None
+    memlock_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that carrying out a plan adds to what is in use at its peak; ``pinned_bytes`` are among ``host_bytes``."""
+
+    device_bytes: int = 0
+    host_bytes: int = 0
+    pinned_bytes: int = 0
+
+
+def _check_memory_limits(prepared: Prepared) -> None:
+    """Raise ``LimitError`` if the device or the host has no room for what the plan adds."""
+    plan, device, bound = prepared.plan, prepared.device, prepared.bound
+    needs = needs_of(
+        plan,
+        on_gpu=device.type == "cuda",
+        elsewhere={name for name in bound if prepared.must_move(name)},
+        on_meta={name for name, storage in bound.items() if storage.on_meta},
+    )
+    pooled, kept = prepared.pooled, 0
+    if plan.mode == "cpu":  # a pinned store leaves there what is read in place, and units that are there as a whole
+        units = [[entry.storage for entry in unit.entries] for unit in plan.units if unit.store == "cpu"]
+        names = [name for names in units if all(name in pooled for name in names) for name in names]
+        names += [name for name in plan.uva if name in pooled]
+        kept = slab_bytes(pooled[name].num_bytes for name in names)
+    needs = replace(needs, host_bytes=max(0, needs.host_bytes - kept), pinned_bytes=max(0, needs.pinned_bytes - kept))
+    check_limits(plan, read_limits(device, pinned_bytes=needs.pinned_bytes), needs)
+
+
+def read_limits(device: torch.device, *, pinned_bytes: int = 0) -> Limits:
+    """The limits of this machine and process now.
+
+    Args:
+        device: where compute runs.
+        pinned_bytes: how much would be pinned. Only if that is above ``RLIMIT_MEMLOCK`` is the driver asked whether it
+            keeps to it, since most do not: measured with driver 580 as an ordinary user.
+    """
+    host, group = host_available_bytes(), cgroup_available_bytes()
+    lockable = memlock_bytes() if device.type == "cuda" else None
+    if lockable is not None:
+        is_enough = lockable >= min(pinned_bytes, host or pinned_bytes, group or pinned_bytes)
+        lockable = None if is_enough or _can_register(lockable + mmap.PAGESIZE) else lockable
+    device_free = None
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        device_free = torch.cuda.mem_get_info(device)[0] + unused
+    return Limits(device_free, host, group, lockable)
+
+
+def _can_register(num_bytes: int) -> bool:
+    """Whether the driver pins this much for this process."""
+    mapping = mmap.mmap(-1, num_bytes)
+    address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+    runtime = torch.cuda.cudart()
+    registered = int(runtime.cudaHostRegister(address, num_bytes, 0)) == 0
+    if registered:
+        runtime.cudaHostUnregister(address)
+    return registered
+
+
+def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_meta: Collection[str] = ()) -> Needs:
+    """What ``plan`` adds to what is in use, before anything old is given back; what ranks share counts once.
+
+    Args:
+        on_gpu: compute runs on a GPU; on a CPU its memory is host memory.
+        elsewhere: names of the storages that are not on the device yet; as residents they have to move there.
+        on_meta: those of them that have no bytes yet and are read from files; others are adopted by a CPU's store.
+    """
+    arriving = [num_bytes for name, num_bytes in plan.resident.items() if name in elsewhere]
+    slots = sum(plan.slot_bytes)
+    if not on_gpu:
+        copied = on_meta if plan.mode == "cpu" else dict(_offloaded(plan)) if plan.mode == "shm_cpu" else ()
+        stored = sum(
+            size for name, size in _offloaded(plan) if name in copied and plan.placements[name].store != "disk"
+        )
+        if plan.mode in SHARDED_MODES:
+            stored = plan.part_bytes  # copied, wherever the tensors lie
+        return Needs(host_bytes=slots + sum(arriving) + stored)
+    in_place = sum(slab_bytes([size]) for size in plan.uva.values())  # a GPU cannot address a mapped file
+    units = sum(unit.num_bytes for unit in plan.units if unit.store in HOST_MODES) + plan.ring_bytes
+    pinned = units + in_place if plan.mode in (*HOST_MODES, "disk") else 0
+    if plan.mode in SHARDED_MODES:
+        pinned = plan.part_bytes if plan.mode == "sharded_cpu" else 0
+    parts = plan.part_bytes if plan.mode == "sharded_gpu" else 0
+    staging = max(arriving, default=0)  # residents pass through host memory one at a time
+    return Needs(
+        device_bytes=slots + slab_bytes(arriving) + parts,
+        host_bytes=pinned + staging,
+        pinned_bytes=0 if pin_memory_disabled() else pinned,
+    )
+
+
+def _offloaded(plan: Plan) -> Iterator[tuple[str, int]]:
+    yield from plan.uva.items()
+    yield from ((entry.storage, entry.num_bytes) for unit in plan.units for entry in unit.entries)
+
+
+def check_limits(plan: Plan, limits: Limits, needs: Needs) -> None:
+    """Refuse ``plan`` if ``limits`` (:func:`read_limits`) have no room for its ``needs`` (:func:`needs_of`); pure.
+
+    Raises:
+        LimitError: names the limit that misses most, by how much, and a device-memory budget that should fit.
+    """
+    exceeded = [
+        (needed - available, limit, needed, available)
+        for limit, needed, available in (
+            (_DEVICE, needs.device_bytes, limits.device_free_bytes),
+            (_HOST, needs.host_bytes, limits.host_available_bytes),
+            (_CGROUP, needs.host_bytes, limits.cgroup_available_bytes),
+            (_MEMLOCK, needs.pinned_bytes, limits.memlock_bytes),
+        )
+        if available is not None and needed > available
+    ]
+    if not exceeded:
+        return
+    missing, limit, needed, available = max(exceeded, key=lambda shortfall: shortfall[0])
+    budget = _fitting_budget(plan, limit, missing, limits, needs)
+    message = (
+        f"the plan needs {format_gib(needed)} ({needed} bytes) of {limit}, and {format_gib(available)} ({available} "
+        f"bytes) can be had: {format_gib(missing)} ({missing} bytes) too little. "
+        f"{_fix(plan, limit, budget, limits.device_free_bytes is not None)}; nothing was allocated"
+    )
+    raise LimitError(message, limit, needed, available, budget)
+
+
+def _fitting_budget(plan: Plan, limit: str, missing: int, limits: Limits, needs: Needs) -> int | None:
+    """A device-memory budget that should fit, in whole MiB where that is possible; ``None`` if none would.
+
+    A first-order estimate: every byte of weights that does not rest in one memory rests in the other.
+    """
+    if limits.device_free_bytes is None:  # on a CPU both are host memory
+        return _whole_mib(plan.device_bytes - missing)
+    if limit == _DEVICE:
+        host = (limits.host_available_bytes, limits.cgroup_available_bytes)
+        spare = min((found - needs.host_bytes for found in host if found is not None), default=missing)
+        return None if plan.mode in HOST_MODES and spare < missing else _whole_mib(plan.device_bytes - missing)
+    # Residents pass through host memory one storage at a time; a rank holds only its part of a split unit.
+    staging = max((num_bytes for _, num_bytes in _offloaded(plan)), default=0)
+    more = (missing + staging) * (plan.num_ranks if plan.mode == "sharded_cpu" else 1)
+    if plan.mode not in HOST_MODES or more > min(plan.offloaded_bytes, limits.device_free_bytes - needs.device_bytes):
+        return None
+    return -(-(plan.device_bytes + more) // _MIB) * _MIB
+
+
+def _whole_mib(num_bytes: int) -> int | None:
+    return None if num_bytes <= 0 else num_bytes // _MIB * _MIB or num_bytes
+
+
+def _fix(plan: Plan, limit: str, budget: int | None, on_gpu: bool) -> str:
+    advice = "Offload less or in smaller units, or "
+    if budget is not None:
+        size = f"{budget // _MIB}MiB" if budget % _MIB == 0 else f"{budget}B"
+        which = "larger" if budget > plan.device_bytes else "smaller"
+        advice = f"A {which} budget should fit, about --device-memory {size}; use it, or "
+    first = {
+        _DEVICE: "free device memory first",
+        _HOST: "free host memory first",
+        _CGROUP: "raise the limit of the container or group (memory.max)",
+        _MEMLOCK: "raise `ulimit -l`",
+    }[limit]
+    if plan.mode not in HOST_MODES or (on_gpu and limit == _DEVICE):
+        return f"{advice}{first}"
+    some = ", or what does not fit: pass checkpoint=FOLDER and no mode" if on_gpu else ""
+    return f"{advice}{first}, or let the weights rest in the files (--offload-mode disk){some}"
+
+
+def require_disk(folder: str | os.PathLike[str], num_bytes: int, fix: str) -> None:
+    """Refuse to write ``num_bytes`` below ``folder`` if its file system has no room for them.
+
+    An offload itself writes nothing: its disk store reads the unmodified files.
+
+    Args:
+        fix: what the message tells the user to do.
+
+    Raises:
+        LimitError: there is not enough room.
+    """
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        message = (
+            f"{format_gib(num_bytes)} are to be written in {folder} and {format_gib(free)} are free on its disk: "
+            f"{format_gib(num_bytes - free)} too little; {fix}"
+        )
+        raise LimitError(message, "disk space", num_bytes, free)

@@ -1,0 +1,540 @@
+"""A plan in force on a model: tensors pointed at slots, files or host memory, hooks in place, copies running.
+
+The handle and the engines' offloaders own an :class:`OffloadSession` each. It opens the store of its plan
+(:func:`open_store`), makes the link that brings units from there, fills the store, and puts the hooks on the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from headrace.checkpoint.weight_map import WeightMap
+from headrace.config import RANK_MODES, debug_enabled, format_gib
+from headrace.errors import BudgetError, CheckpointError, OptionError, StateError, TransferError
+from headrace.loading.loader import WeightLoader, require_weights
+from headrace.loading.read_pool import Progress
+from headrace.memory.pinned import (
+    CudaRegistrar,
+    can_pin_in_place,
+    device_view,
+    pinning_disabled,
+    refuse_capture,
+)
+from headrace.model.live_tensors import BoundStorage
+from headrace.model.patterns import compile_pattern
+from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, slab_bytes
+from headrace.runtime.hooks import ForwardHook, UnitHook, new_token
+from headrace.runtime.outside_use import NotCopyable, Promoter, StateGuard
+from headrace.runtime.prefetcher import Prefetcher, release_left
+from headrace.runtime.prepare import Prepared
+from headrace.runtime.rank_stores import compare_ranks, open_sharded, open_shared
+from headrace.stats import Recorder, Stats
+from headrace.stores.pinned_host import Held, PinnedStore
+from headrace.stores.sharded import ShardedStore
+from headrace.stores.sources import DiskOptions
+from headrace.stores.store import CpuStore, DiskStore, MetaStore, SpillStore, Store, new_blob
+from headrace.transfer.cuda_stream import StreamLink
+from headrace.transfer.link import Link, ThreadLink
+from headrace.transfer.ring_streams import RingLink
+from headrace.transfer.sharded_copy import sharded_link
+
+__all__ = ["OffloadSession", "Progress", "SessionOptions", "open_pinned", "open_store"]
+
+
+# By which implementation reads them in place.
+_EXPERTS = {
+    "grouped_mm": "each routed expert crosses the link once per step, the others not at all",
+    "batched_mm": "only routed experts cross the link, once per token that chose them; 'grouped_mm' reads each once",
+    "eager": "only routed experts cross the link, but the host waits for the routing and the step cannot be captured; "
+    "model.set_experts_implementation('grouped_mm') does without",
+}
+
+Hook = UnitHook | ForwardHook | StateGuard
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """How a prepared plan is carried out.
+
+    Attributes:
+        progress: called with (bytes loaded, bytes to load) while weights are read or moved.
+        link: moves the units; by default the link that fits store and device (``_make_link``).
+        entry: the module whose forward begins a forward of the model; default the model itself.
+        measure_stalls: on a GPU, time every wait (two event records each); a CPU always does.
+        replays_announced: :meth:`OffloadSession.wait_all` is called before every capture and every replay of a whole
+            forward, and :meth:`OffloadSession.reset` soon after it.
+        keeps_addresses: an engine compiles or captures the model: tensors look into their slots all the time.
+        never_promotes: why a tensor that is used outside of its module's forward is an error; ``None``: it is promoted.
+    """
+
+    progress: Progress | None = None
+    link: Link | None = None
+    entry: nn.Module | None = None
+    measure_stalls: bool = False
+    replays_announced: bool = False
+    keeps_addresses: bool = False
+    never_promotes: str | None = None
+
+
+class OffloadSession(NotCopyable):
+    """Executes a prepared plan from :meth:`attach` to :meth:`remove`."""
+
+    def __init__(self, prepared: Prepared, options: SessionOptions = SessionOptions()) -> None:
+        self.recorder = Recorder()
+        self._prepared: Prepared | None = prepared  # until attach() is done
+        self._options = options
+        self._model, self._device, self._bound = prepared.model, prepared.device, prepared.bound
+        budget_bytes, refusal = prepared.budget_bytes, options.never_promotes
+        self._promoter = Promoter(prepared.plan, self._bound, self._device, budget_bytes, refusal)
+        self._hooks: list[Hook | RemovableHandle] = []  # empty once they are taken off
+        self._units: list[UnitHook] = []
+        self._prefetcher: Prefetcher | None = None
+        self._link = options.link
+        self._in_force = False
+
+    def attach(self) -> None:
+        """Load the weights and take the model over; returns when the first copies are under way.
+
+        Raises:
+            CheckpointError, OptionError, BudgetError, TransferError, PeerError: with everything undone. An interrupt
+                while originals are released, at the very end, leaves what :meth:`remove` undoes.
+        """
+        assert self._prepared is not None, "attached once already"
+        prepared, ranks = self._prepared, self._prepared.ranks
+        self._store, destinations = open_store(prepared)
+        self._in_force = True
+        try:
+            self._start_link()
+            self._load(prepared, destinations)
+            self._store.finish()
+            self._account = self._store.account
+            self._attach_hooks()
+            self.reset()
+            if ranks is not None:
+                ranks.exchange("attached")  # up to here each rank can undo its part
+        except BaseException:
+            self._undo()
+            raise
+        self._forget_originals(prepared)
+        self._prepared = None
+
+    @property
+    def plan(self) -> Plan:
+        """In force now: tensors that were promoted are resident in it."""
+        return self._promoter.plan
+
+    def stats(self) -> Stats:
+        """Counters since the offload began.
+
+        Raises:
+            TransferError: bytes failed to arrive in a replay, where no caller waited for them.
+        """
+        plan = self.plan
+        sizes = {"resident": plan.resident_bytes, "prefetch": plan.prefetched_bytes, "uva": plan.uva_bytes}
+        units = self._prefetcher.snapshot() if self._prefetcher else ()
+        staging = self._link.staging_stats() if self._link else None
+        stores = {"resident": plan.resident_bytes, "slots": sum(plan.slot_bytes), **self._account}
+        sizes_by_store = {name: size for name, size in stores.items() if size}
+        return Stats(units, sizes, self._notes(), sizes_by_store, staging, self._reads)
+
+    def reset(self) -> None:
+        """No forward runs, whether one was interrupted or not: make the slots hold what the next one needs first."""
+        if self._prefetcher is not None:
+            self._prefetcher.finish_forward(whole=False)
+
+    def wait_all(self) -> None:
+        """Order compute behind every copy under way."""
+        if self._prefetcher is not None:
+            self._prefetcher.wait_all()
+
+    def remove(self, graphs_released: bool = False) -> None:
+        """Give the model its tensors back, where they were, and everything else to the system. Idempotent.
+
+        ``graphs_released``: no graph that was captured over this offload will be replayed again.
+
+        After an error or an interrupt, call it again; until then no forward of the model runs.
+
+        Raises:
+            BudgetError: the model came from a GPU on which its weights no longer fit; the offload stays in force.
+            StateError: called inside a forward, or while another thread does not end one; graphs may still be replayed.
+        """
+        if not self._in_force:
+            return
+        if any(hook.runs_here for hook in self._hooks if isinstance(hook, UnitHook | ForwardHook)):
+            raise StateError("remove() was called inside a forward of the model: call it when the forward has returned")
+        try:
+            self._remove(graphs_released)
+        except BaseException:
+            release_left(self._promoter.tensor_lock)
+            if self._prefetcher is not None:
+                self._prefetcher.abandon()
+            raise
+
+    def _remove(self, graphs_released: bool) -> None:
+        if self._prefetcher is not None:
+            self._prefetcher.stop(graphs_released)
+        try:
+            # Read everything first: if a file is gone or memory is short the offload stays in force, nothing is lost.
+            with self._promoter.tensor_lock:
+                names = (*self.plan.offloaded_names, *self.plan.resident)
+                restored = {name: self._bring_back(name) for name in names}
+        except Exception:
+            if self._prefetcher is not None:
+                self._prefetcher.resume()
+            raise
+        # Tensors before hooks: an interrupt here leaves a model that refuses to run, not one that runs without waiting.
+        for name, blob in restored.items():
+            bound = self._bound[name]
+            # What was read from the files for good stays where it is.
+            stays = blob is None and name in self.plan.resident and bound.on_meta and self.plan.mode != "meta"
+            if not stays and not bound.is_back:  # is_back: by a call that was interrupted
+                bound.give_back(blob)
+        self._detach()
+        self._store.close()
+        self._in_force = False
+        self._promoter.close()
+        self._bound, self._units = {}, []
+
+    # -- building ---------------------------------------------------------------------------------------------------
+
+    def _start_link(self) -> None:
+        """Called before weights are loaded: the readers of a ring start in the meantime."""
+        if not self.plan.units:
+            return
+        if self._link is None:  # the session has it at once: an interrupt must find it
+            self._link = self._make_link()
+        self._link.start(self.plan, [self._store.load(unit) for unit in self.plan.units])
+
+    def _make_link(self) -> Link:
+        """The link that brings the store's units. Collective where ranks hold their parts."""
+        device, recorder, measure_stalls = self._device, self.recorder, self._options.measure_stalls
+        if isinstance(self._store, ShardedStore):
+            return sharded_link(self._store, device, recorder, measure_stalls)
+        if device.type == "cpu":
+            return ThreadLink(recorder=recorder)
+        if self.plan.staged_units:
+            return RingLink(device, measure_stalls=measure_stalls)
+        return StreamLink(device, measure_stalls=measure_stalls)
+
+    def _load(self, prepared: Prepared, destinations: dict[str, torch.Tensor]) -> None:
+        moving = [self._bound[name] for name in self.plan.resident if prepared.must_move(name)]
+        places = self._resident_places(moving)
+        without_bytes = {b.info.name for b in moving if self.plan.mode == "meta" and b.on_meta}
+        for name in without_bytes:
+            places[name].zero_()  # the memory is used, like that of the slots
+        self._reads = WeightLoader(
+            self._bound,
+            self._store,
+            destinations,
+            {name: place for name, place in places.items() if name not in without_bytes},
+            device=self._device,
+            weights=prepared.weights,
+            disk=prepared.disk,
+            progress=self._options.progress,
+        ).run()
+        for bound in moving:
+            bound.point_at(places[bound.info.name])
+
+    def _attach_hooks(self) -> None:
+        plan = self.plan
+        self._promoter.store = self._store
+        if self._link is not None and plan.units:
+            self._attach_units(self._link)
+        for name in plan.uva:
+            blob = self._store.in_place(name)
+            self._bound[name].point_at(device_view(blob, self._device) if self._device.type == "cuda" else blob)
+        if plan.uva and plan.mode == "disk" and self._device.type == "cpu":
+            # A page that a shorter file has no longer ends the program (SIGBUS, mmap(2)), so files are compared before.
+            self._hooks.append(self._model.register_forward_pre_hook(self._compare_mapped_files, prepend=True))
+            self._hooks.append(self._model.register_forward_hook(self._compare_mapped_files))
+        self._hook(StateGuard(self._model, [self._bound[name] for name in plan.offloaded_names], self._state_bytes))
+
+    def _attach_units(self, link: Link) -> None:
+        debug = debug_enabled() and not self._store.is_split
+        try:
+            announced = self._options.replays_announced
+            self._prefetcher = Prefetcher(self.plan, self._store, link, self.recorder, debug, announced)
+        except torch.OutOfMemoryError as error:
+            needed = sum(self.plan.slot_bytes)
+            raise BudgetError(
+                f"{self._device} has no room for {len(self.plan.slot_bytes)} slots of {format_gib(needed)} together; "
+                f"offload before the model is on the device, or use fewer or smaller units (--offload-prefetch-step)",
+                needed,
+            ) from error
+        token = new_token(self._device)
+        promoter = None if self._options.keeps_addresses else self._promoter
+        for unit in self.plan.units:
+            memory = self._prefetcher.slot_memory(unit.index)
+            storages = [self._bound[part.storage] for part in unit.entries]
+            for part, bound in zip(unit.entries, storages, strict=True):
+                slot = memory[part.offset : part.offset + part.num_bytes]
+                bound.point_at_slot(slot, None if promoter is None else promoter.wake)
+            module = self._model.get_submodule(unit.module_fqn)
+            self._units.append(UnitHook(module, unit.index, storages, self._prefetcher, token, promoter, self._units))
+            self._hook(self._units[-1])
+        entry = self._options.entry or self._model
+        self._hook(ForwardHook(self._model, entry, self._units, self._prefetcher, token, promoter))
+
+    def _hook(self, hook: Hook) -> None:
+        """Keep it first: an interrupt while it is attached must find it."""
+        self._hooks.append(hook)
+        hook.attach()
+
+    def _compare_mapped_files(self, *_: Any) -> None:
+        """Refuse to read in place, or to return what was read, from files that were written to."""
+        if torch.compiler.is_compiling():
+            return  # it would have to leave its graph
+        try:
+            self._store.require_mapped_unchanged()
+        except (OSError, TransferError):
+            # A thread that was about to call this hook when remove() took it off finds the files closed, and the model
+            # with bytes of its own.
+            if self._hooks:
+                raise
+
+    def _resident_places(self, storages: Sequence[BoundStorage]) -> dict[str, torch.Tensor]:
+        """Where each resident goes; on a GPU, all in one allocation.
+
+        The caching allocator gives each tensor above 1 MB a block that may be up to 1 MB too large; with a thousand
+        tensors the plan would be wrong by a gigabyte. On a CPU, memory has pages: nothing is reserved.
+        """
+        if self._device.type == "cpu":
+            return {bound.info.name: new_blob(bound.info.num_bytes) for bound in storages}
+        sizes = [slab_bytes([bound.info.num_bytes]) for bound in storages]
+        parts = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device).split(sizes)
+        return {b.info.name: part[: b.info.num_bytes] for b, part in zip(storages, parts, strict=True)}
+
+    def _forget_originals(self, prepared: Prepared) -> None:
+        moved = [name for name in prepared.plan.offloaded_names if not self._store.adopts(name)]
+        moved += [name for name in prepared.plan.resident if prepared.must_move(name)]
+        for name in moved:
+            self._bound[name].forget_original()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # whole blocks of the old weights would stay with the allocator otherwise
+
+    # -- bringing back ----------------------------------------------------------------------------------------------
+
+    def _bring_back(self, name: str) -> torch.Tensor | None:
+        """The bytes of a storage on the device that it came from; ``None``: it has them there."""
+        bound = self._bound[name]
+        is_elsewhere = bound.on_meta or not bound.keeps_original
+        if name in self.plan.resident:
+            is_elsewhere = not bound.on_meta and bound.home != self._device
+        if self.plan.mode == "meta" or bound.is_back or not is_elsewhere:
+            return None
+        home = self._device if bound.on_meta else bound.home
+        try:
+            return self._current_bytes(name).to(home)
+        except torch.OutOfMemoryError as error:
+            raise BudgetError(
+                f"{home} has no room to bring back {name}; free device memory first, the offload stays in force",
+                bound.info.num_bytes,
+            ) from error
+
+    def _notes(self) -> tuple[str, ...]:
+        """What a user should know about how the offload runs."""
+        notes = []
+        # Set by transformers on models with experts.
+        experts = getattr(getattr(self._model, "config", None), "_experts_implementation", None)
+        if experts is not None and any(map(compile_pattern("experts"), self.plan.uva)):
+            meaning = _EXPERTS.get(experts, "whether it reads only the routed experts is not known to headrace")
+            notes.append(f"experts are read in place by {experts!r}: {meaning}")
+        for what, names in (
+            ("resident since they were used outside of their module's forward", self._promoter.promoted),
+            ("copied for every use outside of their module's forward, for want of room", self._promoter.lent),
+        ):
+            if names:
+                notes.append(f"{what}: {', '.join(names)}")
+        return tuple(notes)
+
+    def _current_bytes(self, name: str) -> torch.Tensor:
+        if name in self.plan.resident:
+            return self._bound[name].current_bytes()
+        if name in self.plan.uva and self.plan.mode != "meta":  # may have been written to, unlike what is in slots
+            self._store.require_mapped_unchanged()
+            return self._bound[name].current_bytes().clone()
+        blob = new_blob(self._bound[name].info.num_bytes)
+        self._store.read(name, blob)
+        return blob
+
+    def _state_bytes(self, name: str) -> torch.Tensor:
+        if self._bound[name].is_back:  # by a remove() that was interrupted
+            return self._bound[name].current_bytes()
+        # Of shared memory a GPU's tensors see the very pages that other ranks read; a CPU's have pages of their own.
+        store = self.plan.placements[name].store
+        own = store == "cpu" or (store == "shm_cpu" and self._device.type == "cpu")
+        return self._store.in_place(name) if own else self._current_bytes(name)
+
+    # -- taking apart -----------------------------------------------------------------------------------------------
+
+    def _detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()  # one of them holds this
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+        elif self._link is not None:
+            self._link.close()
+
+    def _undo(self) -> None:
+        self._in_force = False
+        try:
+            self._detach()
+        finally:
+            for bound in self._bound.values():
+                bound.restore()
+            self._store.unpin()  # tensors moved into it stay there, in ordinary memory
+            self._store.close()
+
+
+# -- the store of a plan ----------------------------------------------------------------------------------------------
+
+
+def open_store(prepared: Prepared) -> tuple[Store, dict[str, torch.Tensor]]:
+    """The store of a prepared plan. The model is not touched.
+
+    Returns:
+        the store, and by storage name the memory in it that is still to be filled (uint8, 1-D, host).
+
+    Raises:
+        CheckpointError, OptionError: files or a mode that will not do; ranks that differ.
+        PeerError: another rank failed, ended or did not come in time.
+        StateError: a graph is being captured.
+    """
+    plan, device, weights, ranks = prepared.plan, prepared.device, prepared.weights, prepared.ranks
+    if device.type == "cuda":
+        refuse_capture(CudaRegistrar(device))
+    for stamp in weights.checkpoint.stamps if weights is not None else ():
+        stamp.check()  # offsets come from headers read earlier
+    offloaded = prepared.offloaded
+    hosts = [] if ranks is None else compare_ranks(prepared, ranks)
+    if plan.mode == "meta":
+        return _meta_store(offloaded), {}
+    if plan.mode in RANK_MODES:
+        if ranks is None:
+            raise OptionError(
+                f"mode {plan.mode!r} spans processes and no process group was given: pass "
+                f"group=torch.distributed.group.WORLD (after torch.distributed.init_process_group) to headrace.offload"
+            )
+        if plan.mode == "shm_cpu":
+            return open_shared(plan, _registrar(device), ranks, hosts)
+        return open_sharded(prepared, ranks, hosts), {}
+    staged = {entry.storage for unit in plan.staged_units for entry in unit.entries}
+    in_files = {name: bound for name, bound in offloaded.items() if plan.mode == "disk" or name in staged}
+    # Files first: if they will not do, no host memory is taken.
+    files = _disk_store(plan, in_files, device, weights, prepared.disk) if in_files else None
+    if files is not None and plan.mode == "disk":
+        return files, {}
+    on_host = {name: bound for name, bound in offloaded.items() if name not in in_files}
+    try:
+        host, destinations = _host_store(plan, on_host, device, prepared.pooled)
+    except BaseException:
+        if files is not None:
+            files.close()
+        raise
+    return host if files is None else SpillStore(host, files, in_files), destinations
+
+
+def _registrar(device: torch.device) -> CudaRegistrar | None:
+    """What pins memory for ``device``; ``None`` where nothing does."""
+    return CudaRegistrar(device) if device.type == "cuda" and not pinning_disabled() else None
+
+
+def _host_store(
+    plan: Plan, offloaded: dict[str, BoundStorage], device: torch.device, held: Mapping[str, Held] | None
+) -> tuple[Store, dict[str, torch.Tensor]]:
+    if device.type == "cuda":
+        return open_pinned(plan, offloaded, _registrar(device), held)
+    made = {name: new_blob(bound.info.num_bytes) for name, bound in offloaded.items() if bound.on_meta}
+    adopted = {name: bound.original_bytes() for name, bound in offloaded.items() if name not in made}
+    return CpuStore({**adopted, **made}, made), made
+
+
+def open_pinned(
+    plan: Plan,
+    offloaded: dict[str, BoundStorage],
+    registrar: CudaRegistrar | None,
+    held: Mapping[str, Held] | None = None,
+) -> tuple[PinnedStore, dict[str, torch.Tensor]]:
+    """A pinned store for ``plan``, and its destinations still to be filled.
+
+    Large live tensors are pinned in place, and storages ``held`` in pinned memory stay there.
+    """
+    if registrar is not None:
+        refuse_capture(registrar)
+    live = {name: storage.original_bytes() for name, storage in offloaded.items() if storage.home.type == "cpu"}
+    adopt = {
+        name: blob
+        for name, blob in live.items()
+        if can_pin_in_place(blob, SLAB_ALIGNMENT_BYTES if name in plan.uva else 1)
+    }
+    units = [unit for unit in plan.units if unit.store == plan.mode]
+    store = PinnedStore(units, plan.uva, registrar, adopt=adopt, held=held)
+    if registrar is not None and any(storage.home.type == "cuda" for storage in offloaded.values()):
+        store.pin_now()
+    return store, {name: store.destination(name) for name in offloaded if name not in store.adopted | store.kept}
+
+
+def _meta_store(offloaded: dict[str, BoundStorage]) -> MetaStore:
+    for name, bound in offloaded.items():
+        if not bound.on_meta:
+            raise OptionError(
+                f"mode 'meta' keeps no bytes, and {name} has some; build the model under torch.device('meta'), or use "
+                f"mode 'cpu' or 'disk'"
+            )
+    return MetaStore({name: bound.info.num_bytes for name, bound in offloaded.items()})
+
+
+def _disk_store(
+    plan: Plan,
+    offloaded: dict[str, BoundStorage],
+    device: torch.device,
+    weights: WeightMap | None,
+    disk: DiskOptions | None,
+) -> DiskStore:
+    if weights is None and plan.spilled_bytes:
+        raise OptionError(
+            f"{len(plan.staged_units)} of the plan's {len(plan.units)} units ({format_gib(plan.spilled_bytes)}) rest "
+            f"in safetensors files, and none were given: pass checkpoint=FOLDER to headrace.offload, or make a plan "
+            f"with all of them in host memory: mode 'cpu' (--offload-mode cpu)"
+        )
+    weights = require_weights(weights)
+    on_gpu = device.type == "cuda"
+    sources = {name: weights.source(bound.info) for name, bound in offloaded.items()}
+    store = DiskStore(sources, disk, stamps=weights.checkpoint.stamps, pin_in_place=on_gpu)
+    for name in () if on_gpu or plan.mode != "disk" else plan.uva:
+        _refuse_misaligned(offloaded[name], store)
+    for bound in offloaded.values():
+        _compare_with_files(bound, store)
+    return store
+
+
+def _refuse_misaligned(bound: BoundStorage, store: DiskStore) -> None:
+    """Rows copied out of a table are the same at any address; a matrix kernel may sum in another order."""
+    address = store.in_place(bound.info.name).data_ptr()
+    itemsize = bound.info.tensors[0].dtype.itemsize
+    if address % (itemsize if bound.info.is_lookup else 64):
+        raise OptionError(
+            f"{bound.info.name} starts at an address of its file that is not a multiple of 64 bytes, so a matrix "
+            f"product that reads it in place may round differently; prefetch it instead, or rewrite the checkpoint "
+            f"aligned"
+        )
+
+
+def _compare_with_files(bound: BoundStorage, store: DiskStore) -> None:
+    """Require that the files hold the weights of a live model, which are dropped because the files replace them."""
+    if bound.on_meta:
+        return
+    blob = new_blob(bound.info.num_bytes)
+    store.read(bound.info.name, blob)
+    if not torch.equal(blob, bound.original_bytes().cpu()):
+        raise CheckpointError(
+            f"{bound.info.name}: the model's values differ from the checkpoint's; save the model first "
+            f"(save_pretrained), or use mode 'cpu'"
+        )

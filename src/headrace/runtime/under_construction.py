@@ -1,0 +1,206 @@
+"""Weights of a model under construction: in pinned host memory from the moment their layer is built.
+
+An engine builds a model layer by layer on the GPU, then loads the weights, then changes some of them into the form
+that its kernels need. A model that is too large for the GPU has to leave it before all that. :class:`BuildTimeFilter`
+says which parameters leave, :class:`BuildTimePool` holds them: in host memory of exactly their size, while its tensors
+stay tensors of the GPU, which writes and reads them over the link. Loaders, kernels that initialise or repack, and
+random generators work as usual and give the same bits. When the weights are final they lie where a store keeps them,
+and nothing is copied or pinned again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from headrace.config import UVA, Budget, Prefetch, pin_memory_disabled, uva_disabled
+from headrace.errors import BudgetError, warn_user
+from headrace.memory.pages import RawMemory
+from headrace.memory.pinned import CudaRegistrar, PinnedBuffer, device_view, new_pinned
+from headrace.model.inventory import take_inventory
+from headrace.model.live_tensors import BoundStorage
+from headrace.model.patterns import compile_pattern, is_segments
+from headrace.plan.plan import slab_bytes
+from headrace.plan.units import TINY_BYTES
+from headrace.stores.pinned_host import Held
+
+__all__ = ["BuildTimeFilter", "BuildTimePool", "storages_in_engine_memory"]
+
+# (name within the layer, bytes) -> whether the parameter leaves the GPU.
+Leaves = Callable[[str, int], bool]
+
+# vLLM asks for this attribute: parameters that replace one of these while weights are made final leave the GPU again.
+_ENGINE_MARK = "_vllm_is_uva_offloaded"
+
+# As plain words they mean modules of that name, and where there are none the group.
+_GROUPS_OF_LAYERS = frozenset({"attention", "mlp", "experts", "shared_experts"})
+
+
+class BuildTimeFilter:
+    """Which parameters leave the device before there is a plan: those that ``policy`` will, or may, offload.
+
+    Only the end of a name is known while a layer is built. Whole segments match there as they will later; for globs and
+    regular expressions the usual beginning is assumed. A semantic group needs the whole model, so it stands for
+    everything; a word that is the name of one does too, after the first layer, until a module has that name.
+    """
+
+    def __init__(self, policy: Prefetch | UVA | Budget) -> None:
+        self._policy = policy
+        self._left = policy.limit_bytes if isinstance(policy, UVA) else None
+        self._matches = [compile_pattern(pattern) for pattern in policy.params if not pattern.startswith("@")]
+        self._takes_all = not policy.params or len(self._matches) < len(policy.params)
+        self._is_plain = all(map(is_segments, policy.params))
+        self._words = {word: compile_pattern(word) for word in policy.params if word in _GROUPS_OF_LAYERS}
+        self._first_index: int | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the plan will offload exactly what leaves; otherwise some of it may come back."""
+        if not isinstance(self._policy, Prefetch):
+            return False  # how much of a budget's candidates stays resident is not known yet
+        return self._is_plain and not (self._words and self._first_index is not None)
+
+    def __call__(self, index: int, name: str, num_bytes: int) -> bool:
+        """Whether the parameter ``name`` of the layer at ``index`` of its stack leaves; asked in the order of building.
+
+        Of a UVA policy, what leaves is counted against its limit.
+        """
+        policy = self._policy
+        if isinstance(policy, Prefetch):
+            first_of_group = policy.group_size - policy.num_in_group
+            return index % policy.group_size >= first_of_group and self._is_named(index, name, num_bytes)
+        if not self._is_named(index, name, num_bytes) or (self._left is not None and num_bytes > self._left):
+            return False
+        if self._left is not None:
+            self._left -= num_bytes
+        return True
+
+    def _is_named(self, index: int, name: str, num_bytes: int) -> bool:
+        # A word stands for its group only until a module has that name.
+        self._words = {word: matches for word, matches in self._words.items() if not matches(name)}
+        if self._first_index is None:
+            self._first_index = index
+        if num_bytes < TINY_BYTES:
+            return False
+        if self._takes_all or (self._words and index != self._first_index):
+            return True
+        return any(matches(name) or matches(f"model.layers.{index}.{name}") for matches in self._matches)
+
+
+class BuildTimePool:
+    """Pinned host memory in which parameters wait until the plan is made.
+
+    Args:
+        registrar: makes what pins memory for a device.
+    """
+
+    def __init__(self, registrar: Callable[[torch.device], CudaRegistrar] = CudaRegistrar) -> None:
+        self._make_registrar = registrar
+        # By address. Weakly: a parameter that is replaced before the plan is made takes its memory with it.
+        self._memory: list[tuple[int, Callable[[], PinnedBuffer | None]]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory in use."""
+        living = (find() for _, find in self._memory)
+        return sum(memory.blob.numel() for memory in living if memory is not None)
+
+    def take(self, module: nn.Module, leaves: Leaves, *, apart: bool) -> int:
+        """Move the parameters of ``module`` that leave its GPU into the pool; those of a CPU stay.
+
+        What shares memory with another tensor of ``module`` stays until the plan moves the two together.
+
+        Args:
+            module: a layer that was just built.
+            leaves: which of its parameters do.
+            apart: each in memory of its own, so that single ones can be released; otherwise all of the layer side by
+                side, so that they travel in one copy.
+
+        Returns:
+            bytes moved.
+
+        Raises:
+            BudgetError: the host has no memory for them.
+            StateError: a graph is being captured.
+        """
+        shared = {name for s in take_inventory(module).storages if len(s.tensors) > 1 for name in s.names}
+        named = [(name, p) for name, p in module.named_parameters() if _is_plain(p) and name not in shared]
+        chosen = [p for name, p in named if leaves(name, p.nbytes) and self.find(p.data) is None]
+        if not chosen:
+            return 0
+        if uva_disabled() or pin_memory_disabled():
+            warn_user(
+                "HEADRACE_DISABLE_UVA or HEADRACE_DISABLE_PIN_MEMORY is set: weights stay on the GPU until all of them "
+                "are loaded, so the model has to fit there once"
+            )
+            return 0
+        for group in [[p] for p in chosen] if apart else [chosen]:
+            self._move(group)
+        return sum(p.nbytes for p in chosen)
+
+    def _move(self, parameters: Sequence[nn.Parameter]) -> None:
+        device = parameters[0].device
+        memory = self._allocate(slab_bytes(p.nbytes for p in parameters), device)  # the views below keep it alive
+        start = 0
+        for parameter in parameters:
+            view = device_view(memory.blob[start : start + parameter.nbytes], device)
+            data = view.view(parameter.dtype).view(parameter.shape)
+            data.copy_(parameter.data)  # some begin as ones
+            parameter.data = data
+            setattr(parameter, _ENGINE_MARK, True)
+            start += slab_bytes([parameter.nbytes])
+
+    def _allocate(self, num_bytes: int, device: torch.device) -> PinnedBuffer:
+        memory, code = new_pinned(num_bytes, self._make_registrar(device))
+        if code != 0:
+            raise BudgetError(
+                f"the driver refused to pin {num_bytes} bytes of host memory for weights that leave {device} "
+                f"(cudaHostRegister: error {code}); raise `ulimit -l`, free host memory, or offload less",
+                num_bytes,
+            )
+        self._memory.append((memory.blob.data_ptr(), weakref.ref(memory)))
+        self._memory = sorted((entry for entry in self._memory if entry[1]() is not None), key=lambda entry: entry[0])
+        return memory
+
+    def find(self, tensor: torch.Tensor) -> Held | None:
+        """Where the bytes of ``tensor`` lie in the pool; ``None`` if they are anywhere else by now."""
+        index = bisect_right(self._memory, tensor.data_ptr(), key=lambda entry: entry[0]) - 1
+        memory = self._memory[index][1]() if index >= 0 else None
+        if memory is None:
+            return None
+        start = tensor.data_ptr() - memory.blob.data_ptr()
+        return Held(memory, start, tensor.nbytes) if start + tensor.nbytes <= memory.blob.numel() else None
+
+    def find_storages(self, bound: Mapping[str, BoundStorage]) -> dict[str, Held]:
+        """The storages of ``bound`` that still lie in the pool, by name."""
+        on_gpu = {name: storage for name, storage in bound.items() if storage.home.type == "cuda"}
+        found = {name: self.find(storage.original_bytes()) for name, storage in on_gpu.items()}
+        return {name: place for name, place in found.items() if place is not None}
+
+
+def storages_in_engine_memory(bound: Mapping[str, BoundStorage]) -> frozenset[str]:
+    """Storages of a GPU that the engine keeps in pinned memory of its own: by its mark, and by address.
+
+    vLLM re-pins a parameter that replaces one of ours. Its ``.device`` is a GPU although the bytes are in host memory,
+    so a resident must still be copied.
+    """
+    marked = {
+        name: storage
+        for name, storage in bound.items()
+        if storage.home.type == "cuda" and any(getattr(t.original, _ENGINE_MARK, False) for t in storage.tensors)
+    }
+    found = {name: storage.original_bytes() for name, storage in marked.items()}
+    at_address = {name: torch.from_numpy(np.asarray(RawMemory(b.data_ptr(), b.numel()))) for name, b in found.items()}
+    return frozenset(name for name, blob in at_address.items() if blob.is_pinned())  # the driver knows by the address
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    """On a GPU, in memory of its own without gaps, and no tensor subclass: then its bytes, if any, can be anywhere."""
+    data = parameter.data
+    own = data.untyped_storage().nbytes() == data.nbytes if type(data) is torch.Tensor else False
+    return data.is_cuda and own and data.numel() > 0 and data.dim() > 0 and data.is_contiguous()

@@ -1,0 +1,215 @@
+"""Counters per unit, and a bounded record of spans for the timeline."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from headrace.errors import OptionError, OptionTypeError
+
+__all__ = ["ReadStats", "Recorder", "Span", "StagingStats", "Stats", "UnitStats"]
+
+_MAX_SPANS = 1 << 16
+
+
+_Kind = Literal["copy", "compute", "stall"]
+
+
+class Span(NamedTuple):
+    """A stretch of time on one thread; times in ns of ``time.perf_counter_ns``."""
+
+    kind: _Kind
+    unit: int
+    track: str
+    start_ns: int
+    duration_ns: int
+    num_bytes: int
+
+
+class Recorder:
+    """Keeps the last 65,536 spans; any thread may record."""
+
+    def __init__(self) -> None:
+        # deque.append is atomic, so that copy threads and forwards need no lock.
+        self._spans: deque[Span] = deque(maxlen=_MAX_SPANS)
+
+    @property
+    def spans(self) -> list[Span]:
+        """The recorded spans, by the time at which they ended."""
+        return list(self._spans)
+
+    def add(self, kind: _Kind, unit: int, start_ns: int, num_bytes: int = 0) -> None:
+        """Record a span of ``unit`` that began in this thread at ``start_ns`` (``time.perf_counter_ns``) and ends now.
+
+        ``kind``: ``copy``, a piece of the unit has arrived; ``compute``, its module has finished; ``stall``, compute
+        has stopped waiting for it.
+        """
+        duration_ns = time.perf_counter_ns() - start_ns
+        self._spans.append(Span(kind, unit, threading.current_thread().name, start_ns, duration_ns, num_bytes))
+
+    def write(self, path: str | os.PathLike[str], names: Sequence[str]) -> None:
+        """Write the spans as Chrome trace JSON (Trace Event Format, complete events, times in µs); Perfetto reads it.
+
+        ``names``: the module of each unit, for labels.
+
+        Raises:
+            OptionError: no file can be written there.
+            OptionTypeError: no path.
+        """
+        if not isinstance(path, str | os.PathLike):
+            raise OptionTypeError(f"path of a trace: expected str or os.PathLike, found {type(path).__name__} {path!r}")
+        spans = self.spans
+        tracks = list(dict.fromkeys(span.track for span in spans))
+        origin = min((span.start_ns for span in spans), default=0)
+        events: list[dict[str, Any]] = [
+            {"name": "thread_name", "ph": "M", "pid": 1, "tid": tid, "args": {"name": track}}
+            for tid, track in enumerate(tracks)
+        ]
+        events += [
+            {
+                "name": f"{span.kind} {names[span.unit]}",
+                "cat": span.kind,
+                "ph": "X",
+                "pid": 1,
+                "tid": tracks.index(span.track),
+                "ts": (span.start_ns - origin) / 1e3,
+                "dur": span.duration_ns / 1e3,
+                "args": {"unit": span.unit, "bytes": span.num_bytes},
+            }
+            for span in spans
+        ]
+        try:
+            Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        except OSError as error:
+            raise OptionError(
+                f"{str(path)!r}: expected the name of a file to write the trace to, in a folder that exists; found: "
+                f"{error.strerror} (--trace)"
+            ) from error
+
+
+@dataclass
+class UnitStats:
+    """Counters of one unit since it was offloaded.
+
+    Attributes:
+        store: where it rests.
+        copies: transfers started.
+        bytes_moved: bytes of those transfers.
+        runs: times its module ran.
+        captured_copies: transfers recorded into graphs; each happens once per replay, and replays are not counted.
+        stalls: runs that had to wait for bytes, and ``stall_s`` the seconds that they waited. Counted where waiting
+            blocks the host, that is, on a CPU.
+        last_stall_s: seconds that the latest run waited, replays included; ``None`` where it is not measured.
+        misses: runs whose slot held, or was to hold, another unit: a layer skipped, repeated or out of order.
+    """
+
+    module_fqn: str
+    store: str = "cpu"
+    copies: int = 0
+    bytes_moved: int = 0
+    captured_copies: int = 0
+    runs: int = 0
+    stalls: int = 0
+    stall_s: float = 0.0
+    last_stall_s: float | None = None
+    misses: int = 0
+
+
+@dataclass(frozen=True)
+class StagingStats:
+    """Counters of the ring between files and a GPU, replays included.
+
+    Attributes:
+        bytes_read: bytes read from the files and copied to the device; bytes read ahead and not used do not count.
+        stalls: requests of the device for a piece that was not in its entry yet, and ``stall_s`` the seconds that it
+            waited in all, measured by a thread of the host (to about a millisecond).
+        misses: pieces requested out of the expected order, for which the bytes that were read ahead had no use.
+    """
+
+    bytes_read: int = 0
+    stalls: int = 0
+    stall_s: float = 0.0
+    misses: int = 0
+
+
+@dataclass(frozen=True)
+class ReadStats:
+    """Bytes read from files, by path.
+
+    Attributes:
+        direct: past the page cache.
+        cached: found in the page cache.
+        buffered: through the page cache, whether they were in it or not.
+    """
+
+    direct: int = 0
+    cached: int = 0
+    buffered: int = 0
+
+    def __str__(self) -> str:
+        named = (("direct", self.direct), ("page cache", self.cached), ("through the page cache", self.buffered))
+        return ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in named if size) or "nothing"
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters of all units, bytes by mechanism and by store, and notes.
+
+    Attributes:
+        store_bytes: where bytes are: ``resident`` and ``slots`` on the device, ``host``, ``host_pinned``,
+            ``host_shared`` (one for all ranks of the host), ``adopted`` (host memory the model came with), ``file``.
+        staging: where units in files come to a GPU; ``None`` elsewhere.
+        loading: how the files were read when the offload began, for residents and for stores in memory.
+    """
+
+    units: tuple[UnitStats, ...] = field(repr=False)
+    mechanism_bytes: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    store_bytes: dict[str, int] = field(default_factory=dict)
+    staging: StagingStats | None = None
+    loading: ReadStats = field(default_factory=ReadStats)
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of all transfers started."""
+        return sum(unit.bytes_moved for unit in self.units)
+
+    @property
+    def moved_by_store(self) -> dict[str, int]:
+        """The same by where the units rest, as the plan names the stores."""
+        moved: dict[str, int] = {}
+        for unit in self.units:
+            moved[unit.store] = moved.get(unit.store, 0) + unit.bytes_moved
+        return moved
+
+    @property
+    def copies(self) -> int:
+        """Transfers started."""
+        return sum(unit.copies for unit in self.units)
+
+    @property
+    def stalls(self) -> int:
+        """Runs that had to wait."""
+        return sum(unit.stalls for unit in self.units)
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds that compute waited in all."""
+        return sum(unit.stall_s for unit in self.units)
+
+    @property
+    def misses(self) -> int:
+        """Runs out of the declared order."""
+        return sum(unit.misses for unit in self.units)
+
+    def to_json(self) -> dict[str, Any]:
+        """Totals and units as plain numbers."""
+        totals = {name: getattr(self, name) for name in ("bytes_moved", "copies", "stalls", "stall_s", "misses")}
+        return {**totals, "moved_by_store": self.moved_by_store, **asdict(self)}

@@ -1,0 +1,165 @@
+"""Stores ``sharded_cpu`` and ``sharded_gpu``: each of N ranks keeps 1/N of every unit; together they hold one copy.
+
+``sharded_gpu`` keeps the parts in device memory which the other ranks can address, ``sharded_cpu`` in pinned host
+memory. On a CPU both are host memory.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from headrace.errors import OptionError, StateError
+from headrace.memory.symmetric import SymmetricMemory
+from headrace.plan.plan import PartLayout, Unit
+from headrace.ranks.group import GlooChannel, RankGroup
+from headrace.stores.sources import ByteRange, Copy
+from headrace.stores.store import Load, Store, new_blob
+
+__all__ = ["DeviceShardedStore", "HostShardedStore", "ShardedStore"]
+
+
+class ShardedStore(Store):
+    """A part of every unit; nothing can be read in place.
+
+    The memory is uninitialised: :meth:`own_runs` gives the bytes that belong in it.
+
+    Attributes:
+        layout: which rank keeps what.
+        ranks: all of them.
+    """
+
+    is_split = True
+
+    def __init__(self, units: Sequence[Unit], layout: PartLayout, ranks: RankGroup) -> None:
+        self.layout = layout
+        self.ranks = ranks
+        self._entries = {entry.storage: (unit.index, entry) for unit in units for entry in unit.entries}
+
+    @property
+    @abstractmethod
+    def local(self) -> torch.Tensor:
+        """The memory of this rank's parts: uint8, 1-D."""
+
+    @abstractmethod
+    def _fetch(self, rank: int, start: int, into: torch.Tensor) -> None:
+        """Fill ``into`` (uint8, 1-D, host) with what is at ``start`` of ``rank``'s memory."""
+
+    def own_runs(self, storage: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first byte of ``storage``, where it goes) of every run of bytes of ``storage`` that this rank keeps."""
+        for _, start, part_start, num_bytes in self._runs(storage, [self.ranks.rank]):
+            yield start, self.local[part_start : part_start + num_bytes]
+
+    def copies(self, storage: str) -> list[Copy]:
+        """This rank's runs; the others' are not here."""
+        return [Copy(ByteRange.of(run), start) for start, run in self.own_runs(storage)]
+
+    def load(self, unit: Unit) -> Load:
+        """What this rank brings of ``unit``; ``slab`` is its part."""
+        begin = self.layout.offsets[unit.index]
+        stretches = list(self.layout.stripings[unit.index].stretches(self.ranks.rank))
+        part = self.local[begin : begin + sum(stretch.num_bytes for stretch in stretches)]
+        if not part.is_cpu:
+            return Load(unit.index, (), part)
+        source = ByteRange.of(part)
+        copies = (Copy(source.part(stretch.offset, stretch.num_bytes), stretch.start) for stretch in stretches)
+        return Load(unit.index, tuple(copies), part)
+
+    def read(self, storage: str, into: torch.Tensor) -> None:
+        """Copy all of ``storage`` into ``into``. Collective where the parts are host memory.
+
+        Raises:
+            TransferError: a rank that has to pass on its part has ended, or did not call this in time.
+        """
+        for rank, start, part_start, num_bytes in self._runs(storage, range(self.layout.num_ranks)):
+            self._fetch(rank, part_start, into[start : start + num_bytes])
+
+    def in_place(self, storage: str) -> torch.Tensor:
+        raise OptionError(
+            f"{storage} is split over {self.layout.num_ranks} ranks and cannot be read in place; prefetch it, or use "
+            f"mode 'shm_cpu' or 'cpu'"
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        return 0
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory of this rank's parts."""
+        return 0
+
+    def _runs(self, storage: str, ranks: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+        """(rank, first byte of ``storage``, first byte of the rank's memory, bytes), in the same order everywhere."""
+        unit, entry = self._entries[storage]
+        for rank in ranks:
+            for stretch in self.layout.stripings[unit].stretches(rank):
+                first = max(stretch.start, entry.offset)
+                last = min(stretch.end, entry.offset + entry.num_bytes)
+                if first < last:
+                    part_start = self.layout.offsets[unit] + stretch.offset + first - stretch.start
+                    yield rank, first - entry.offset, part_start, last - first
+
+
+class HostShardedStore(ShardedStore):
+    """Parts in host memory. Those of others come over a channel, so :meth:`read` is collective."""
+
+    def __init__(
+        self, units: Sequence[Unit], layout: PartLayout, ranks: RankGroup, memory: torch.Tensor, channel: GlooChannel
+    ) -> None:
+        """``memory``: of the layout's size; ``channel``: for this store alone, closed with it."""
+        super().__init__(units, layout, ranks)
+        self._memory = memory
+        self._channel = channel
+
+    @property
+    def local(self) -> torch.Tensor:
+        return self._memory
+
+    @property
+    def host_bytes(self) -> int:
+        return self._memory.numel()
+
+    def _fetch(self, rank: int, start: int, into: torch.Tensor) -> None:
+        if rank == self._channel.rank:
+            into.copy_(self._memory[start : start + into.numel()])
+        self._channel.broadcast(into, rank)
+
+    def close(self) -> None:
+        self._channel.close()
+        self._memory = new_blob(0)
+
+
+class DeviceShardedStore(ShardedStore):
+    """Parts in device memory that every rank reads at any time, since they never change."""
+
+    def __init__(
+        self, units: Sequence[Unit], layout: PartLayout, ranks: RankGroup, memory: SymmetricMemory | None
+    ) -> None:
+        """``memory``: of the layout's size."""
+        super().__init__(units, layout, ranks)
+        self._memory = memory
+
+    @property
+    def local(self) -> torch.Tensor:
+        return self.views[self.ranks.rank]
+
+    @property
+    def device_bytes(self) -> int:
+        return 0 if self._memory is None else self.local.numel()
+
+    @property
+    def views(self) -> Sequence[torch.Tensor]:
+        """The memory of all ranks' parts, by rank."""
+        if self._memory is None:
+            raise StateError("this store is closed; offload the model again")
+        return self._memory.views
+
+    def _fetch(self, rank: int, start: int, into: torch.Tensor) -> None:
+        # By way of this device: a copy from another rank's device to the host need not be possible.
+        into.copy_(self.views[rank][start : start + into.numel()].clone())
+
+    def close(self) -> None:
+        self._memory = None

@@ -1,0 +1,338 @@
+"""The interface of every store, and the stores that one process fills and reads by itself, without a GPU's driver.
+
+Host memory (``cpu`` on a CPU), files (``disk``), nothing (``meta``), and two stores side by side.
+"""
+
+from __future__ import annotations
+
+import mmap
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from headrace.checkpoint.safetensors_header import FileFingerprint
+from headrace.checkpoint.weight_map import TensorSource
+from headrace.errors import CheckpointError
+from headrace.memory.pinned import pin_threads, pinned_region
+from headrace.plan.plan import Unit
+from headrace.stores.sources import ByteRange, Copy, DiskOptions, File, ReadCounter, Source, fill, writable_view
+
+__all__ = ["CpuStore", "DiskStore", "Load", "MetaStore", "SpillStore", "Store", "new_blob"]
+
+PINNED_PIECE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a link needs to bring one unit: its bytes, and its whole slab if that is ready in host memory.
+
+    Attributes:
+        unit: index in the plan.
+        copies: of the whole unit into its slot, for links that read.
+        slab: the slab as it will be in the slot (uint8, 1-D, host), for links that copy; ``None`` where the store has
+            no such thing.
+        pieces: in place of a slab, pinned parts of it that are not side by side: (offset in the slot, bytes).
+    """
+
+    unit: int
+    copies: tuple[Copy, ...]
+    slab: torch.Tensor | None = None
+    pieces: tuple[tuple[int, torch.Tensor], ...] = ()
+
+    @property
+    def in_memory(self) -> tuple[tuple[int, torch.Tensor], ...]:
+        """What a link that copies has to copy: (offset in the slot, bytes); empty if it cannot."""
+        return self.pieces if self.slab is None else ((0, self.slab),)
+
+
+class Store(ABC):
+    """Bytes of the offloaded storages, by storage name.
+
+    A store owns what it opened and gives it back in :meth:`close`; views handed out stay valid (contract 6).
+
+    Attributes:
+        takes_over: live tensors may look into the store's memory as soon as their bytes are loaded there.
+        is_split: this process holds only a part of every unit.
+    """
+
+    takes_over: ClassVar[bool] = False
+    is_split: ClassVar[bool] = False
+
+    # -- filling ------------------------------------------------------------------------------------------------------
+
+    def adopts(self, storage: str) -> bool:
+        """Whether ``storage`` stays in the memory that the model came with."""
+        return False
+
+    def on_loaded(self, storage: str) -> None:
+        """Called when the bytes of ``storage`` are in their destination; see ``open_store``."""
+
+    def finish(self) -> None:
+        """Called once, when everything is loaded: return when all of it can be read. May be collective.
+
+        Raises:
+            StateError: another thread is capturing a graph.
+            PeerError, CheckpointError, OptionError: a store that ranks share, see ``SharedStore``.
+        """
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def copies(self, storage: str) -> list[Copy]:
+        """What makes up ``storage``, with offsets relative to its first byte."""
+
+    @abstractmethod
+    def in_place(self, storage: str) -> torch.Tensor:
+        """The bytes of ``storage`` where they rest: uint8, 1-D. For the ``uva`` mechanism."""
+
+    @property
+    @abstractmethod
+    def host_bytes(self) -> int:
+        """Host memory this store occupies."""
+
+    @property
+    def account(self) -> dict[str, int]:
+        """Bytes of this store by where they rest.
+
+        ``host``: in memory this process has taken for them; ``host_pinned``: the same, page-locked; ``host_shared``: in
+        memory that all ranks of the host share, counted once; ``adopted``: in memory the model came with; ``file``.
+        """
+        return {"host": self.host_bytes}
+
+    def require_mapped_unchanged(self) -> None:
+        """Raise ``TransferError`` if a file that is read in place was written to since it was opened."""
+
+    def load(self, unit: Unit) -> Load:
+        """What a link needs to bring ``unit``."""
+        return Load(unit.index, tuple(self.unit_copies(unit)))
+
+    def unit_copies(self, unit: Unit) -> list[Copy]:
+        """What makes up a whole unit, with offsets relative to the start of its slab."""
+        return [copy.moved(entry.offset) for entry in unit.entries for copy in self.copies(entry.storage)]
+
+    def read(self, storage: str, into: torch.Tensor) -> None:
+        """Copy ``storage`` into ``into`` (uint8, 1-D, on the CPU), in the calling thread."""
+        fill(into, self.copies(storage))
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def unpin(self) -> None:
+        """Unregister pinned memory now, even while tensors look into it; it stays as ordinary memory."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back files and memory; idempotent."""
+
+
+def new_blob(num_bytes: int) -> torch.Tensor:
+    """Uninitialised host memory: uint8, 1-D, 64-byte aligned by torch's allocator."""
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+class CpuStore(Store):
+    """``cpu`` for compute on the CPU: keeps the given tensors alive and reads from them; copies nothing."""
+
+    def __init__(self, blobs: Mapping[str, torch.Tensor], made: Collection[str] = ()) -> None:
+        """``blobs``: per storage name its bytes (uint8, 1-D, CPU). ``made``: those allocated for this store."""
+        self._blobs = dict(blobs)
+        self._made = frozenset(made)
+
+    def adopts(self, storage: str) -> bool:
+        return storage not in self._made
+
+    def copies(self, storage: str) -> list[Copy]:
+        return [Copy(ByteRange.of(self._blobs[storage]), 0)]
+
+    def in_place(self, storage: str) -> torch.Tensor:
+        return self._blobs[storage]
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(blob.numel() for blob in self._blobs.values())
+
+    @property
+    def account(self) -> dict[str, int]:
+        made = sum(self._blobs[name].numel() for name in self._made & self._blobs.keys())
+        return {"host": made, "adopted": self.host_bytes - made}
+
+    def close(self) -> None:
+        self._blobs.clear()
+
+
+class _Nothing(Source):
+    def read(self, offset: int, into: memoryview) -> None:
+        """Leave the destination unchanged."""
+
+
+class MetaStore(Store):
+    """``meta``, no bytes at all: schedules, hooks and memory can be sized without weights; outputs mean nothing."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        """``sizes``: bytes per storage name."""
+        self._sizes = dict(sizes)
+
+    def copies(self, storage: str) -> list[Copy]:
+        return [Copy(ByteRange(_Nothing(), 0, self._sizes[storage]), 0)]
+
+    def in_place(self, storage: str) -> torch.Tensor:
+        return new_blob(self._sizes[storage])
+
+    @property
+    def host_bytes(self) -> int:
+        return 0
+
+    @property
+    def account(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class DiskStore(Store):
+    """``disk``: the unmodified safetensors files that the storages came in, read by position straight into the slot."""
+
+    def __init__(
+        self,
+        sources: Mapping[str, TensorSource],
+        options: DiskOptions | None = None,
+        *,
+        stamps: Iterable[FileFingerprint] = (),
+        pin_in_place: bool = False,
+        counter: ReadCounter | None = None,
+    ) -> None:
+        """Open the files; nothing is read.
+
+        Args:
+            sources: per storage name where its bytes are.
+            options: how files are read.
+            stamps: what files have to be; those without may change.
+            pin_in_place: what is read in place is copied into pinned memory first, because a GPU cannot address a
+                mapped file.
+            counter: of what is read; default one of its own.
+        """
+        self._sources = dict(sources)
+        options = options or DiskOptions()
+        paths = {part.tensor.path for source in self._sources.values() for part in source.parts}
+        expected = {stamp.path: stamp for stamp in stamps}
+        counter = counter or ReadCounter()
+        self._files = {path: File(path, options, expected.get(path), counter) for path in sorted(paths)}
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._pin_in_place = pin_in_place
+        self._pinned: dict[str, torch.Tensor] = {}
+
+    def copies(self, storage: str) -> list[Copy]:
+        return [
+            Copy(ByteRange(self._files[part.tensor.path], part.tensor.offset, part.tensor.num_bytes), part.offset)
+            for part in self._sources[storage].parts
+        ]
+
+    def in_place(self, storage: str) -> torch.Tensor:
+        if self._pin_in_place:
+            if storage not in self._pinned:
+                self._pinned[storage] = self._read_pinned(storage)
+            return self._pinned[storage]
+        source = self._sources[storage]
+        if len(source.parts) != 1:
+            raise CheckpointError(
+                f"{storage} lies in {len(source.parts)} pieces in the checkpoint and cannot be read in place; "
+                f"prefetch it instead"
+            )
+        tensor = source.parts[0].tensor
+        if tensor.path not in self._maps:
+            # Copy-on-write, because torch has no read-only tensors: a stray write stays in this process.
+            mapping = mmap.mmap(self._files[tensor.path].fd, 0, access=mmap.ACCESS_COPY)
+            # Rows are looked up at random: read-ahead would only fill memory.
+            mapping.madvise(mmap.MADV_RANDOM)
+            self._maps[tensor.path] = mapping
+        mapped = self._maps[tensor.path]
+        return torch.frombuffer(mapped, dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.offset)
+
+    def require_mapped_unchanged(self) -> None:
+        for path in self._maps:
+            self._files[path].require_unchanged()
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(blob.numel() for blob in self._pinned.values())
+
+    @property
+    def account(self) -> dict[str, int]:
+        return {"file": sum(part.tensor.num_bytes for source in self._sources.values() for part in source.parts)}
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._maps.clear()
+        self._pinned.clear()
+
+    def _read_pinned(self, storage: str) -> torch.Tensor:
+        """A copy of ``storage`` in pinned memory, read by several threads."""
+        copies = self.copies(storage)
+        blob = pinned_region(sum(copy.num_bytes for copy in copies))
+        view = writable_view(blob)
+        pieces = (piece for copy in copies for piece in copy.pieces(PINNED_PIECE_BYTES))
+        with ThreadPoolExecutor(pin_threads()) as pool:
+            list(pool.map(lambda piece: piece.src.read(view[piece.dst_offset : piece.dst_end]), pieces))
+        return blob
+
+
+class SpillStore(Store):
+    """Two stores for one plan: units in host memory, and in files those that do not fit there.
+
+    Attributes:
+        host: the store of everything that is not in files.
+        files: the store of the rest.
+    """
+
+    def __init__(self, host: Store, files: Store, in_files: Collection[str]) -> None:
+        """``in_files``: names of the storages that ``files`` holds."""
+        self.host = host
+        self.files = files
+        self._in_files = frozenset(in_files)
+
+    @property
+    def takes_over(self) -> bool:  # type: ignore[override]
+        return self.host.takes_over
+
+    def adopts(self, storage: str) -> bool:
+        return self._of(storage).adopts(storage)
+
+    def on_loaded(self, storage: str) -> None:
+        self._of(storage).on_loaded(storage)
+
+    def finish(self) -> None:
+        self.host.finish()
+
+    def copies(self, storage: str) -> list[Copy]:
+        return self._of(storage).copies(storage)
+
+    def load(self, unit: Unit) -> Load:
+        # A unit in host memory comes with its slab and one in files without: links distinguish them by that.
+        return (self.files if unit.store == "disk" else self.host).load(unit)
+
+    def in_place(self, storage: str) -> torch.Tensor:
+        return self._of(storage).in_place(storage)
+
+    @property
+    def host_bytes(self) -> int:
+        return self.host.host_bytes + self.files.host_bytes
+
+    @property
+    def account(self) -> dict[str, int]:
+        return {**self.host.account, **self.files.account}
+
+    def unpin(self) -> None:
+        self.host.unpin()
+
+    def close(self) -> None:
+        self.files.close()
+        self.host.close()
+
+    def _of(self, storage: str) -> Store:
+        return self.files if storage in self._in_files else self.host

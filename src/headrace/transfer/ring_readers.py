@@ -1,0 +1,171 @@
+"""Starting and watching the process that reads files into a staging ring (:mod:`headrace.transfer.ring_process`)."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from multiprocessing.spawn import get_executable
+from pathlib import Path
+
+import headrace.errors
+from headrace.errors import OptionError
+from headrace.memory.system import above_standard_streams
+from headrace.transfer.ring import Counter, RingMemory, RingServer
+from headrace.transfer.ring_process import RingTask, fate, poison
+
+__all__ = ["ReaderProcess"]
+
+# The module whose main() is the program; tests replace it by one that injects faults.
+PROGRAM = "headrace.transfer.ring_process"
+# The paths are those of this process, so that both find the same packages wherever they were started. They are set
+# before anything is imported, by a module that every interpreter has within it.
+_BOOTSTRAP = "import sys; sys.path[:] = {paths}; from importlib import import_module; import_module({program!r}).main()"
+_FIX = "use mode 'cpu', which needs no readers (--offload-mode cpu)"
+START_S = 30.0
+JOIN_S = 5.0
+
+
+class ReaderProcess:
+    """A child that serves a ring, and a thread that waits for its end.
+
+    The thread is the last owner of the ring's memory when an offload is collected that was not removed. It also answers
+    the stream, with poison, if both processes of the child are killed.
+
+    Attributes:
+        pid: of the child, the leader of a process group of its own.
+    """
+
+    def __init__(self, task: RingTask, memory: RingMemory, memory_fd: int) -> None:
+        """Start it; it does not look at the ring before :meth:`serve`.
+
+        Args:
+            task: what it serves.
+            memory: of the ring; ``memory_fd`` is its descriptor.
+
+        Raises:
+            OptionError: no process can be started.
+        """
+        self._memory = memory
+        self._closing = False
+        self._owner = os.getpid()
+        self._ended = threading.Event()
+        self._stand_in: RingServer | None = None
+        self._errors = os.fdopen(os.memfd_create("headrace-readers-stderr", os.MFD_CLOEXEC), "rb")
+        self._process = _start(task, memory_fd, self._errors.fileno())
+        assert self._process.stdin is not None
+        self._input = self._process.stdin
+        self.pid = self._process.pid
+        self._thread = threading.Thread(target=self._watch, name=f"headrace-ring-{self.pid}", daemon=True)
+        self._thread.start()
+
+    def serve(self) -> None:
+        """Let it serve, and wait until it does.
+
+        Raises:
+            OptionError: it ended, or was not ready within 30 s.
+        """
+        deadline = time.monotonic() + START_S
+        with suppress(OSError):  # it has ended, which is seen below
+            self._input.write(b"serve\n")
+        while not self._memory.counters[Counter.SERVING]:
+            if self._ended.wait(0.001) or time.monotonic() > deadline:
+                raise OptionError(
+                    f"the process that reads files for the GPU ({_python()} -c ... {PROGRAM}) does not serve after "
+                    f"{START_S:.0f} s at most: it {fate(self._process.returncode, self._errors.fileno())}. It needs "
+                    f"the Python interpreter of this process: call multiprocessing.set_executable with its path, or "
+                    f"{_FIX}"
+                )
+
+    def retire(self) -> None:
+        """Let it end when the stream has been done for some seconds, for an owner that cannot wait for it."""
+        if self._owner != os.getpid():  # the end of a process that the owner has forked means nothing
+            return
+        self._memory.counters[Counter.RETIRED] = 1
+        if not self._memory.counters[Counter.SERVING]:  # then no stream waits for it
+            self._input.close()
+
+    def close(self) -> None:
+        """End it now, whatever it is doing: the stream has to be done. Idempotent."""
+        if self._owner != os.getpid():
+            return
+        self._closing = True
+        if self._stand_in is not None:
+            self._stand_in.close()
+        with suppress(OSError):  # it has ended
+            os.killpg(self.pid, signal.SIGKILL)
+        self._input.close()
+        self._thread.join(JOIN_S)
+
+    def _watch(self) -> None:
+        self._process.wait()
+        self._ended.set()
+        counters = self._memory.counters
+        asked_to = self._closing or (counters[Counter.RETIRED] and self._process.returncode == 0)
+        if not counters[Counter.SERVING] or asked_to:
+            return
+        # Let every wait of the stream end, with poison, and every call of the host raise.
+        how = fate(self._process.returncode, self._errors.fileno())
+        server = self._stand_in = poison(self.pid, how, self._memory)
+        if not self._closing:
+            server.serve()
+
+
+def _start(task: RingTask, memory_fd: int, errors_fd: int) -> subprocess.Popen[bytes]:
+    # A file and not the input pipe, which would block this process if the child does not read.
+    task_fd = above_standard_streams(os.memfd_create("headrace-readers-task", os.MFD_CLOEXEC))
+    try:
+        with open(task_fd, "wb", closefd=False) as file:
+            pickle.dump(task, file)
+        os.lseek(task_fd, 0, os.SEEK_SET)
+        return subprocess.Popen(
+            [*_command(), str(memory_fd), str(task_fd)],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=errors_fd,
+            pass_fds=(memory_fd, task_fd, *task.descriptors),
+            cwd="/",
+            env={**os.environ, **dict.fromkeys(_ONE_THREAD, "1")},
+            # Signals for the caller's group, Ctrl-C above all, are not for it. It stays in the caller's session: Linux
+            # shares processors out among sessions (sched(7), autogroup), and of one on which the caller spins until the
+            # device is done, another session's readers would get next to nothing.
+            process_group=0,
+        )
+    except OSError as error:
+        raise OptionError(
+            f"the process that reads files for the GPU cannot be started ({_python()}: {error.strerror}); free "
+            f"processes and memory (`ulimit -u`), call multiprocessing.set_executable with the path of this Python's "
+            f"interpreter, or {_FIX}"
+        ) from error
+    finally:
+        os.close(task_fd)
+
+
+# numpy's library for linear algebra, which the readers do not use, would start a thread per core, with its memory.
+_ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def _command() -> list[str]:
+    """-P, -s, -S: nothing is looked for in the current folder, and no hook of a site runs before the program."""
+    # What this process imports from, and headrace's own place, which an editable install leaves out.
+    own = str(Path(headrace.errors.__file__).resolve().parents[1])
+    paths = dict.fromkeys([*(os.path.abspath(path) for path in sys.path if path), own])
+    code = _BOOTSTRAP.format(paths=ascii(list(paths)), program=PROGRAM)
+    return [_python(), "-P", "-s", "-S", "-c", code]
+
+
+def _python() -> str:
+    """The interpreter as multiprocessing knows it: programs that embed Python set it there."""
+    found = get_executable()
+    if not found or (getattr(sys, "frozen", False) and os.fsdecode(found) == sys.executable):
+        raise OptionError(
+            f"files come to a GPU by a process of their own, and this program ({sys.executable!r}) does not say where "
+            f"its Python interpreter is: call multiprocessing.set_executable with the path, or {_FIX}"
+        )
+    return os.fsdecode(found)

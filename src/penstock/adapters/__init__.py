@@ -1,1 +1,0 @@
-"""Engines that penstock works inside, one file each; nothing here is imported before it is asked for."""
