@@ -28,13 +28,7 @@ def measure() -> list[dict[str, Any]]:
     import torch
 
     import headrace
-
-    try:
-        from headrace.bench.reference_step import QWEN3_8B, DecoderShape, build_stack, time_cuda
-    except ImportError:  # a tree from before these became one file
-        from headrace.bench.measure import time_cuda
-
-        from headrace.bench.reference_step import QWEN3_8B, DecoderShape, build_stack
+    from headrace.bench.reference_step import QWEN3_8B, DecoderShape, build_stack, time_cuda
 
     found: list[dict[str, Any]] = []
     device = torch.device("cuda")

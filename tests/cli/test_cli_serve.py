@@ -209,7 +209,7 @@ def test_any_other_flag_is_passed_on_as_it_is(separator: list[str]) -> None:
         (["--device-memory", "1GiB", "--offload-rule", "re:(=uva"], "pattern 're:(' is not a regular expression"),
         (["--additional-config", '{"device_memory": "1GiB"}'], "'device_memory' belongs under 'headrace'"),
         (["--additional-config", '{"Headrace": {}}'], "'Headrace' has no effect; did you mean 'headrace'?"),
-        (["--additional-config", '{"pennstock": {}}'], "'pennstock' has no effect; did you mean 'headrace'?"),
+        (["--additional-config", '{"headrase": {}}'], "'headrase' has no effect; did you mean 'headrace'?"),
     ],
 )  # fmt: skip
 def test_what_the_worker_would_refuse_is_refused_before_vllm_starts(words: list[str], message: str) -> None:

@@ -24,7 +24,7 @@ PROBE = REPORT.with_name("2026-11-21-plan-h200-probe.json")
 
 def published(stack: str) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in REPORT.read_text().splitlines()]
-    return [row for row in rows if row["stack"] == stack and row["case"] == "headrace"]
+    return [row for row in rows if row["stack"] == stack and row["case"] == "penstock"]  # the name then
 
 
 def contest_of(planner: Planner, name: str) -> Contest:

@@ -5,6 +5,7 @@ at once what they are given, so what is tested is which bytes go where, and not 
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from headrace.errors import TransferError
 from headrace.plan.plan import PartLayout, SlabEntry, Unit
 from headrace.stores.sharded import DeviceShardedStore, HostShardedStore, ShardedStore
+from headrace.transfer.cuda_stream import StreamLink
 from headrace.transfer.sharded_copy import DeviceShardLink, HostShardLink
 
 UNITS = [
@@ -67,8 +69,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
         "synchronize": lambda device: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    for module in ("cuda_stream", "sharded_copy"):
-        monkeypatch.setattr(f"headrace.transfer.{module}.own_stream", _Stream)
+    monkeypatch.setattr("headrace.transfer.cuda_stream._create_stream", _Stream)
+    monkeypatch.setattr("headrace.transfer.cuda_stream._unused", defaultdict(list))
     monkeypatch.setattr(torch, "_assert_async", lambda condition, message: None)
     monkeypatch.setattr("headrace.transfer.sharded_copy.SymmetricMemory", _Symmetric)
 
@@ -86,6 +88,16 @@ def link_of(store: ShardedStore) -> Any:
 @pytest.fixture
 def weights() -> dict[str, torch.Tensor]:
     return {name: torch.randint(0, 256, (size,), dtype=torch.uint8) for name, size in SIZES.items()}
+
+
+def test_links_share_no_stream_until_one_is_closed() -> None:
+    first, second = StreamLink(torch.device("cpu")), StreamLink(torch.device("cpu"))
+    assert first._stream is not second._stream
+    first.close()
+    first.close()
+    third, fourth = StreamLink(torch.device("cpu")), StreamLink(torch.device("cpu"))
+    assert third._stream is first._stream
+    assert len({id(link._stream) for link in (second, third, fourth)}) == 3
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

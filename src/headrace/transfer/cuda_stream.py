@@ -14,7 +14,7 @@ finds in the slots at its start are the same at every replay (see ``[Note: two t
 from __future__ import annotations
 
 import ctypes
-import weakref
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,7 +24,11 @@ from headrace.errors import StateError, TransferError
 from headrace.stores.store import Load
 from headrace.transfer.link import ComputeEvent, Link, Transfer
 
-__all__ = ["StreamLink", "StreamTransfer", "own_stream", "wait_for_events"]
+__all__ = ["StreamLink", "StreamTransfer", "wait_for_events"]
+
+# Streams of closed links, for the next ones. They are not destroyed: a finalizer would need a weak reference, and torch
+# frees CUDA stream objects without clearing those, which crashes the garbage collector (torch 2.11, at exit).
+_unused: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
 _STREAM_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING (cuda.h, CUstream_flags): not ordered with the default stream
 
@@ -52,7 +56,8 @@ class StreamLink(Link):
     def __init__(self, device: torch.device, *, measure_stalls: bool = False) -> None:
         """``device``: a CUDA device. ``measure_stalls``: time every wait with a pair of events, in graphs too."""
         self._device = device
-        self._stream = own_stream(device)
+        self._own_streams: list[torch.cuda.Stream] = []
+        self._stream = self._new_stream()
         self._replay_events: dict[int, torch.cuda.Event] = {}  # external: recorded by a node of each graph
         self._stalls: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] | None = {} if measure_stalls else None
 
@@ -123,10 +128,19 @@ class StreamLink(Link):
     def close(self) -> None:
         # Slots go back to the allocator, which knows nothing of the copy stream.
         torch.cuda.synchronize(self._device)
+        _unused[self._device] += self._own_streams
+        self._own_streams = []
+
+    def _new_stream(self) -> torch.cuda.Stream:
+        """A stream that nothing else uses until this link is closed."""
+        unused = _unused[self._device]
+        stream = unused.pop() if unused else _create_stream(self._device)
+        self._own_streams.append(stream)
+        return stream
 
 
-def own_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream that nothing else uses, destroyed with the object returned.
+def _create_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that is not one of torch's.
 
     ``torch.cuda.Stream`` hands out 32 streams per device in turn, so the 33rd is the first one again. If the copy
     stream were also the stream of a capture or of other compute, copies and compute would run one after the other.
@@ -141,11 +155,7 @@ def own_stream(device: torch.device) -> torch.cuda.Stream:
         code = driver.cuStreamCreate(ctypes.byref(handle), _STREAM_NON_BLOCKING)
     if code != 0 or handle.value is None:
         raise TransferError(f"cuStreamCreate on {device}: error {code} of the CUDA driver (CUresult)")
-    stream = torch.cuda.ExternalStream(handle.value, device)
-    # Work that is left in it still finishes (CUDA Driver API, cuStreamDestroy). Not at the exit of the process, where
-    # the context may be gone.
-    weakref.finalize(stream, driver.cuStreamDestroy_v2, handle).atexit = False
-    return stream
+    return torch.cuda.ExternalStream(handle.value, device)
 
 
 def wait_for_events(stream: torch.cuda.Stream, events: Sequence[ComputeEvent]) -> None:

@@ -38,7 +38,7 @@ from headrace.ranks.group import GlooChannel, RankGroup
 from headrace.stats import Recorder
 from headrace.stores.sharded import DeviceShardedStore, ShardedStore
 from headrace.stores.store import Load
-from headrace.transfer.cuda_stream import StreamLink, StreamTransfer, own_stream, wait_for_events
+from headrace.transfer.cuda_stream import StreamLink, StreamTransfer, wait_for_events
 from headrace.transfer.link import ComputeEvent, Link, ThreadLink, ThreadTransfer
 
 __all__ = ["DeviceShardLink", "GlooShardLink", "HostShardLink", "sharded_link"]
@@ -127,7 +127,7 @@ class DeviceShardLink(StreamLink):
         self._store = store
         # Beginning with the neighbour, so that the ranks do not all read from the same one at once.
         order = [(store.ranks.rank + step) % store.ranks.size for step in range(1, store.ranks.size + 1)]
-        self._lanes = {rank: own_stream(device) for rank in order}
+        self._lanes = {rank: self._new_stream() for rank in order}
 
     def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> StreamTransfer:
         if load.slab is None:
@@ -164,10 +164,10 @@ class HostShardLink(StreamLink):
         super().__init__(device, measure_stalls=measure_stalls)
         self._layout = layout
         self._ranks = ranks
-        self._pass = own_stream(device)
+        self._pass = self._new_stream()
         # Beginning with the neighbour, so that the ranks do not all write to the same one at once.
         others = [(ranks.rank + step) % ranks.size for step in range(1, ranks.size)]
-        self._lanes = {rank: own_stream(device) for rank in others}
+        self._lanes = {rank: self._new_stream() for rank in others}
         self._slots: dict[int, SymmetricMemory] = {}
         self._last: dict[int, StreamTransfer] = {}
         self._word = SymmetricMemory(8, device, ranks)
