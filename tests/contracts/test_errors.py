@@ -1,5 +1,5 @@
 """The promise: every wrong input is refused where it is given, by an error of the tree that names the thing, what was
-expected, what was found and the mend; and the model is as it was (contract 8)."""
+expected, what was found and the fix; and the model is unchanged (contract 8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The promise: after an interrupt at any line of ours the model is right, or says an error and a second call mends it.
+"""The promise: after an interrupt at any line of ours the model is right, or it raises, and a second call restores it.
 
 ``scripts/test-interrupts`` interrupts every line; here it is a sample of them.
 """

@@ -1,5 +1,5 @@
-"""The promise: whoever holds a view holds the bytes, everything is given back, and a model that is changed behind an
-offload is noticed (contract 6, trap 7)."""
+"""The promise: a view keeps its bytes alive, everything is given back, and changes to an offloaded model are detected
+(contract 6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The promise: ranks with a GPU share one pinned copy; same bits, in place, eager and in graphs, whoever is killed."""
+"""The promise: ranks with a GPU share one pinned copy; same bits, in place, eager and in graphs, if any rank
+is killed."""
 
 from __future__ import annotations
 

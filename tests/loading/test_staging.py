@@ -1,4 +1,5 @@
-"""The promise: what goes to a device through a few buffers arrives whole, whoever starts the copies and whenever."""
+"""The promise: what goes to a device through a few buffers arrives whole, whichever thread starts the
+copies, and when."""
 
 from __future__ import annotations
 

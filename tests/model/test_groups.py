@@ -1,4 +1,4 @@
-"""The promise: the groups `attention`, `mlp`, `experts`, ... hold the right tensors in any family, told by structure.
+"""The promise: the groups `attention`, `mlp`, `experts`, ... hold the right tensors in any family, found by structure.
 
 The families are transformers' own models, small and on `meta`. What no family of today shows is made by hand, with
 names that say nothing where structure has to decide.

@@ -1,4 +1,4 @@
-"""The promise: the step that the planner plays on paper takes as long as the schedule says.
+"""The promise: the simulated step takes as long as the rules of the schedule imply.
 
 The reference below moves events by hand, one candidate at a time, from the rules of ``plan/schedule.py``; the planner's
 version works on arrays over candidates. On top of that: the figures of a measured machine.

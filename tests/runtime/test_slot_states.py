@@ -1,4 +1,4 @@
-"""The promise: a slot says who owns its bytes, and no transition takes them from their owner."""
+"""The promise: the state of a slot names the owner of its bytes, and no transition takes them from it."""
 
 from __future__ import annotations
 
