@@ -8,12 +8,11 @@ environment variable         default  meaning
 ===========================  =======  ============================================================================
 HEADRACE_DEBUG               0        1: poison released slots, verify a checksum whenever a unit arrives or leaves; the
                                       command line shows tracebacks
-HEADRACE_READERS             cores    readers of files, 1 to 1024. Without it one core in eight is left to others
-                                      where they feed a GPU's ring, and there are at most 14; loading has at least 8.
-                                      Loading has never more than 16
+HEADRACE_READERS             cores    readers of files, 1 to 1024. The default leaves one core in eight free for a
+                                      GPU's ring, with 14 readers at most; loading uses 8 to 16
 HEADRACE_DISABLE_PIN_MEMORY  0        1: host memory of a GPU's stores is ordinary memory (slow, cannot be captured)
 HEADRACE_DISABLE_UVA         0        1: what a GPU would read in place is moved into a slot on demand instead
-HEADRACE_PEER_TIMEOUT        600      seconds that a rank waits for another one while they share out an offload
+HEADRACE_PEER_TIMEOUT        600      seconds that a rank waits for another one during an offload with ``group=``
 ===========================  =======  ============================================================================
 """
 
@@ -93,7 +92,7 @@ def parse_size(size: str | int) -> int:
 
 
 def _size_of(name: str, size: str | int, flag: str) -> int:
-    """:func:`parse_size`, and an error says what the size is of."""
+    """:func:`parse_size`, with errors that name what the size is of."""
     try:
         return parse_size(size)
     except (SizeError, OptionTypeError) as error:

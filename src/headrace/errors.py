@@ -68,7 +68,7 @@ class LimitError(OptionError):
     """A plan that this machine has no room for, found before anything was allocated.
 
     Attributes:
-        limit: which one: ``"device memory"``, ``"free host memory"``, ``"cgroup memory limit"``, ...
+        limit: which one: ``"device memory"``, ``"host memory"``, ``"disk space"``, ...
         needed_bytes: what carrying out the plan would add to what is in use.
         available_bytes: what the limit leaves.
         budget_bytes: a device-memory budget that should fit: an estimate, not a search; ``None`` if there is none.

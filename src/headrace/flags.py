@@ -21,7 +21,7 @@ __all__ = ["COMMAND_LINE", "OffloadFlags", "Surface", "counts", "flag_of", "pars
 
 _PREFETCH = ("offload_group_size", "offload_num_in_group", "offload_prefetch_step")
 _UVA = ("cpu_offload_gb", "cpu_offload_params")
-# Flags that say what is offloaded; the others shape what one of these asks for.
+# Flags that select what is offloaded; the others shape what one of these selects.
 _ASKING = ("device_memory", "offload_group_size", *_UVA, "offload_rule")
 _SHAPING = ("batch", "context", "host_memory", "offload_backend", *_PREFETCH[1:], "offload_params", "offload_mode")
 
@@ -29,7 +29,7 @@ _SHAPING = ("batch", "context", "host_memory", "offload_backend", *_PREFETCH[1:]
 def _flag(
     metavar: str, text: str, *, needs: Sequence[str] = (), excludes: Sequence[str] = (), why: str = "", off: Any = None
 ) -> Any:
-    """A field with its row of the table: ``why`` says why the flags of ``excludes`` contradict it."""
+    """A field with its row of the table; ``why`` is the reason why the flags of ``excludes`` contradict it."""
     row = {"metavar": metavar, "help": text, "needs": needs, "excludes": excludes, "why": why}
     return field(default=off, metadata=row)
 

@@ -132,7 +132,7 @@ def _with_flags(given: Mapping[str, Any], flags: OffloadFlags) -> dict[str, Any]
     """The additional configuration with headrace's flags added under its key ``headrace``."""
     own: dict[str, Any] = {}
     for key, name in FLAG_OF_KEY.items():
-        # Names go to vLLM's own flag, except with a budget, which vLLM does not know.
+        # Names go to vLLM's own flag, except with a budget, for which vLLM has no flag.
         if flags.given(name) and (key != "params" or flags.device_memory is not None):
             own[key] = counts("--batch", flags.batch or "") if key == "batch" else getattr(flags, name)
     merged = {**given.get("headrace", {}), **own}

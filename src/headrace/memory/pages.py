@@ -4,9 +4,9 @@ The kernel zeroes a page in the thread that touches it first, about 3 GB/s per t
 spread. ``madvise(MADV_POPULATE_WRITE)`` (Linux 5.14, madvise(2)) touches a whole range in one call and, called through
 ctypes, holds no interpreter lock.
 
-Memory that processes share has pages of 4 KiB unless the system says otherwise
+Memory that processes share has pages of 4 KiB unless the system is set up otherwise
 (``/sys/kernel/mm/transparent_hugepage/shmem_enabled``), and by default it does not. ``madvise(MADV_COLLAPSE)`` (Linux
-6.1) asks for huge pages whatever the system says. A huge page can only be mapped where its address and its offset in
+6.1) asks for huge pages whatever that setting is. A huge page can only be mapped where its address and its offset in
 the file agree modulo 2 MiB, which Python's mmap module does not allow to ask for: so mappings are made through ctypes.
 
 torch is not imported here: the process that fills a staging ring maps memory without it.
@@ -158,7 +158,7 @@ def map_file(
 def resident_bytes(memory: Bytes) -> int:
     """Bytes of the pages of ``memory`` that are in memory (mincore(2)); for a mapped file, in the page cache.
 
-    Of a file that the user neither owns nor may write, the kernel says that all of it is (Linux 5.2).
+    Of a file that the user neither owns nor may write, the kernel reports all of it as cached (Linux 5.2).
     """
     address, num_bytes = _covering_pages(memory)
     pages = np.zeros(num_bytes // mmap.PAGESIZE, np.uint8)

@@ -203,7 +203,7 @@ def pin_shared(memory: PinnedBuffer, registrar: CudaRegistrar, fix: str) -> None
         OptionError: the driver refuses to register it; ``fix``: what to do besides checking limits.
         StateError: a graph is being captured.
     """
-    populate_parallel(memory.blob, pin_threads())  # pages may be there, but not yet in this process's tables
+    populate_parallel(memory.blob, pin_threads())  # pages may exist, but not yet in this process's tables
     code = memory.register(registrar)
     if code != 0:
         raise OptionError(

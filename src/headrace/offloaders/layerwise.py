@@ -1,8 +1,8 @@
 """Offloaders of engines: layers leave the device as they are built, and one session takes over all of them.
 
-:class:`PrefetchOffloader` and :class:`UVAOffloader` know only the layers that they were handed.
-:class:`EngineOffloader` knows the whole model in the end: its patterns reach what the engine does not build as layers
-(vision towers, tables), and a device-memory budget is planned over all of it.
+:class:`PrefetchOffloader` and :class:`UVAOffloader` see only the layers that they were handed. :class:`EngineOffloader`
+is given the whole model in ``post_init``: its patterns reach what the engine does not build as layers (vision towers,
+tables), and a device-memory budget is planned over all of it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _WRAPPED = ".base_layer."
 class LayerwiseOffloader(BaseOffloader):
     """Collects the layers, and makes and carries out the plan for them in the end.
 
-    Layers are known by stack and index (``0.17.mlp.up_proj.weight``), since an engine hands them over before they have
+    Layers are named by stack and index (``0.17.mlp.up_proj.weight``), since an engine hands them over before they have
     a place in a model.
     """
 
@@ -206,7 +206,7 @@ class EngineOffloader(LayerwiseOffloader):
         """Weights are final: make the plan and carry it out. Further calls have no effect.
 
         Attributes set:
-            added_device_bytes: device memory that was in use before and is not any more counts as negative.
+            added_device_bytes: by how much the device memory in use has grown; negative if it has shrunk.
         """
         if self._session is not None:
             return
@@ -235,7 +235,7 @@ class EngineOffloader(LayerwiseOffloader):
 
     @contextmanager
     def replays_of_others(self) -> Iterator[None]:
-        """Within, what the engine announces is none of the model's replays but, say, a draft model's."""
+        """Inside this context the engine announces replays of another model, a draft model's for instance."""
         self._others_replay = True
         try:
             yield
@@ -341,7 +341,7 @@ class EngineOffloader(LayerwiseOffloader):
         return SessionOptions(
             entry=model.get_submodule(units[0].module_fqn) if units and not runs_hooks else None,
             measure_stalls=self._measure_stalls,
-            replays_announced=self._announces_replays and runs_hooks,  # the hooks say where a forward ends
+            replays_announced=self._announces_replays and runs_hooks,  # the hooks mark where a forward ends
             keeps_addresses=True,
             never_promotes=_NEVER_PROMOTES,
         )

@@ -1,4 +1,4 @@
-"""Policy + inventory -> plan, the predicted cost of the plan, and alternatives to it.
+"""From a policy and an inventory to a plan, the predicted cost of the plan, and alternatives to it.
 
 The :class:`Planner` holds everything that a plan is made from. A :class:`Forecast` is the time of a step, its floor and
 what bounds it; an :class:`Alternative` is what a little more memory or a larger batch would bring.

@@ -16,7 +16,7 @@ What host memory has no room for stays in the checkpoint's files (:class:`Spill`
 than the link, so as little as possible is left in them, spread over the forward: while units of host memory are copied,
 the readers get a staging ring ahead. Units go to the files in one order, whatever the limit (:func:`spill_order`), so
 those in files under a larger limit are among those under a smaller one. Every unit fewer in files makes no copy later
-(:mod:`headrace.plan.cost_model` knows only sums and maxima), and so more host memory is never predicted slower.
+(:mod:`headrace.plan.cost_model` uses only sums and maxima), and so more host memory is never predicted slower.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class CandidateTable:
 
     @cached_property
     def _even_patterns(self) -> Kinds:
-        """[layers + 1, layers]: as many ``HIGH`` layers as the row says, evenly spaced.
+        """[layers + 1, layers]: in row n, n ``HIGH`` layers, evenly spaced.
 
         The gap comes after the last of them: what its slot needs next is then copied beside the compute that remains.
         """

@@ -24,7 +24,7 @@ and one curve measured over rows covers both ends and the range between. The thr
 are not measured by the probe: they were fitted once, to the resident steps of two stacks on an H200.
 
 How copies and reads overlap with the stages is simulated (:func:`step_s`) by the rules of :mod:`headrace.plan.schedule`
-and of the pipeline that carries them out, for steps that follow one another without a pause:
+and of the prefetcher that carries them out, for steps that follow one another without a pause:
 
 * a stage starts when the one before it has ended and its own unit is in its slot;
 * one copy runs at a time, in the order of the units; unit ``u`` can start to arrive when ``u - S`` has been read;
@@ -138,7 +138,7 @@ class Rates:
         peer_bytes_per_s: from the memory of one other device, by bytes of one copy; ``None`` where it is not known.
         gather_bytes_per_s: into each of so many devices that copy from all the others at once, large copies, by their
             number; ``None``: as fast as from one other device.
-        copies_take_cores: a copy keeps the cores busy that compute wants (reading out of a CPU's page cache).
+        copies_take_cores: a copy keeps the cores busy that compute needs (reading out of a CPU's page cache).
         is_measured: false for the nominal figures that stand in where no probe was run.
     """
 
@@ -441,7 +441,7 @@ def step_s(
     Args:
         stages: in order of execution.
         num_slots, num_units: per candidate; no candidate has more slots than units.
-        copies_take_cores: copies and compute want the same cores, so a step takes no less than both together.
+        copies_take_cores: copies and compute need the same cores, so a step takes no less than both together.
         ring_s: how long the disk reads until the staging ring is full; 0 where nothing is read.
     """
     state = _State(num_slots, num_units, ring_s)
@@ -585,8 +585,8 @@ class Forecast:
 class Forecaster:
     """Predicts a step under any plan for one model; what does not depend on the plan is computed once.
 
-    The result follows from sizes and rates alone. ``rates`` are those of the links
-    that the units come over; see :func:`split_rates`.
+    The result follows from sizes and rates alone. ``rates`` are those of the links that the units come over; see
+    :func:`split_rates`.
     """
 
     def __init__(self, inventory: Inventory, rates: Rates, profile: ModelProfile, rows: int, context: int = 0) -> None:

@@ -207,7 +207,7 @@ class Plan:
     def store_bytes(self) -> dict[str, int]:
         """Bytes by where they rest: ``resident`` and ``slots`` on the device, the rest under the names of the stores.
 
-        Those of ``shm_cpu`` are there once for all ranks of a host.
+        Those of ``shm_cpu`` exist once for all ranks of a host.
         """
         spilled = self.spilled_bytes
         on_device = {"resident": self.resident_bytes, "slots": sum(self.slot_bytes)}
@@ -258,7 +258,7 @@ class Plan:
         """How compute reaches ``storage`` (the name of its first tensor).
 
         Raises:
-            OptionError: the plan knows no storage of that name.
+            OptionError: the plan has no storage of that name.
         """
         if storage not in self.placements:
             raise OptionError(

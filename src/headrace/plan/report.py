@@ -233,7 +233,7 @@ def _ms(seconds: float) -> str:
 
 
 def require_picture(path: str | os.PathLike[str]) -> None:
-    """Raise ``OptionError`` unless matplotlib is installed and draws what the suffix of ``path`` says."""
+    """Raise ``OptionError`` unless matplotlib is installed and draws the format that the suffix of ``path`` names."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
@@ -255,7 +255,7 @@ def draw_plan(
     outlook: Outlook,
     points: Sequence[Point],
 ) -> None:
-    """Write the picture to ``path``; its suffix says the format.
+    """Write the picture to ``path``; its suffix names the format.
 
     Args:
         name: of the model.

@@ -85,8 +85,8 @@ def chain(slot: int, num_units: int, num_slots: int) -> range:
 def steady_order(num_units: int, num_slots: int) -> list[int]:
     """The units that one forward copies, in order, each forward the same; the cycle that all forwards together walk.
 
-    A unit that has its slot alone stays there and is not among them. Where a pipeline begins this cycle (it may hold
-    the refill of the last slot back for the next forward) makes no difference to it.
+    A unit that has its slot alone stays there and is not among them. Where a forward begins in this cycle (the
+    prefetcher may hold the refill of the last slot back for the next one) makes no difference to it.
     """
     refills = ((unit, next_in_chain(unit, num_units, num_slots)) for unit in range(num_units))
     return [refill for unit, refill in refills if refill != unit]

@@ -4,9 +4,8 @@ Layers are found by structure. Hooks of a unit's module wait for the unit and re
 has a forward of its own), every path to the unit's tensors leads through it, and no module of a unit runs inside that
 of another.
 
-Of several offload rules that match a storage the first counts: the order of llama.cpp's ``--override-tensor``. What
-makes no sense is refused: a rule that matches nothing, one that earlier rules leave nothing to, and one that no plan
-can obey.
+Of several offload rules that match a storage the first counts: the order of llama.cpp's ``--override-tensor``. Refused
+are a rule that matches nothing, one that earlier rules leave nothing to, and one that no plan can obey.
 """
 
 from __future__ import annotations
@@ -286,7 +285,7 @@ def _reasons_to_stay(
 
 
 def warn_of_stranded(inventory: Inventory, storages: Sequence[StorageInfo]) -> None:
-    """Say that ``storages``, of :func:`stranded`, stay resident, and why, if there are any."""
+    """Warn that ``storages``, of :func:`stranded`, stay resident, and why; no effect if there are none."""
     if storages:
         warn_user(
             f"{some_names([s.name for s in storages])}: cannot be prefetched, because "
@@ -380,7 +379,7 @@ def selected(inventory: Inventory, params: Sequence[str]) -> list[StorageInfo]:
 
 
 def usable_slots(prefetch_step: int, num_units: int) -> int:
-    """As many slots as ``prefetch_step`` says, and no more than there are units."""
+    """``prefetch_step`` slots, but no more than there are units."""
     if prefetch_step > num_units > 0:
         warn_user(
             f"prefetch_step = {prefetch_step} is larger than the number of units; {num_units} slot(s) are used "

@@ -45,7 +45,7 @@ __all__ = ["GRACE_S", "GlooChannel", "RankGroup", "call_within", "json_digest", 
 
 T = TypeVar("T")
 
-# What gloo says of a connection whose other end no longer exists.
+# Gloo's messages for a connection whose other end no longer exists.
 _CLOSED = ("connection closed", "connection reset", "broken pipe", "connection refused", "socket closed")
 
 _FAILED = "headrace/failed"
@@ -305,9 +305,9 @@ class GlooChannel:
 
 
 class ProcessWatch:
-    """Tells which other processes of this host have ended, without asking them; see pidfd_open(2), Linux 5.3.
+    """Detects which other processes of this host have ended, without their help; see pidfd_open(2), Linux 5.3.
 
-    Where there is no such call only the timeouts find out. The descriptors are closed with the last reference to this.
+    Without this call a death is found only by the timeouts. The descriptors are closed with the last reference to this.
     """
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ POISON = 0xFF
 
 
 class Guard:
-    """Checksums and poison for the slots of one pipeline."""
+    """Checksums and poison for the slots of one prefetcher."""
 
     def __init__(self, plan: Plan, copies: Sequence[Sequence[Copy]]) -> None:
         self._plan = plan

@@ -11,8 +11,8 @@ are inputs of the graph, so without an edge ``(w - zero) * scale`` is ready from
 the wait. An edge on the hidden state does not help, since this arithmetic reads no hidden state. So two ops around the
 module declare the unit's own tensors as *mutated*:
 
-* ``wait(tag, token!, tensors!, inputs!)`` writes them as far as the compiler knows, so every read of the weight stays
-  behind it. It writes what the module is given too: a custom op of an engine may find its weights by the name of its
+* ``wait(tag, token!, tensors!, inputs!)`` is declared to write them, so every read of the weight stays behind it. It is
+  declared to write what the module is given, too: a custom op of an engine may find its weights by the name of its
   layer and not among its arguments, and then the hidden states are all that holds it behind the wait;
 * ``release(tag, token!, tensors!, outputs!)`` writes them again, so it stays behind every read of the weight, and
   writes what the module returned. Reading that would not be enough: an output that is cheap to compute (a row of an
@@ -28,10 +28,10 @@ dropped as dead code. Without it nothing would hold the ``wait`` of a unit behin
 in the same slot, because the compiler must not see that both look into one memory: it would rebuild their tensors from
 a common base, which it cannot do for several dtypes, and its cache would hand that code to a plan with other slots. So
 every tensor in a slot has a storage of its own (``BoundStorage.point_at_slot``). The tag is not declared mutated: a
-backend may hand a mutated tensor over as a copy, and the tag is known by its address.
+backend may hand a mutated tensor over as a copy, and the tag is identified by its address.
 
-Which unit is meant is said by ``tag``, a one-element tensor known by its address, and not by a number: a number would
-be a constant of the graph, and an engine that compiles one layer and reuses the code for its siblings could not. Tags
+The unit is named by ``tag``, a one-element tensor identified by its address, and not by a number: a number would be
+a constant of the graph, and an engine that compiles one layer and reuses the code for its siblings could not. Tags
 and the token hang on the modules themselves, and tensors are found by their paths from there, so that code kept on
 disk finds them again in the next process.
 """
@@ -402,7 +402,7 @@ class ForwardHook(_ModuleHook):
     @property
     def runs_here(self) -> bool:
         """Whether the calling thread is inside a forward of the model."""
-        # The stack knows; a list of running forwards would need a line at their end, which an interrupt may skip.
+        # From the stack: a list of running forwards would need a line at their end, which an interrupt may skip.
         frame: types.FrameType | None = sys._getframe()
         while frame is not None:
             if frame.f_code is ForwardHook._forward.__code__ and frame.f_locals.get("self") is self:

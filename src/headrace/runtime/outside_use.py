@@ -317,7 +317,7 @@ class StateGuard(NotCopyable):
             self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
             self._set(module, "_apply", partial(self._apply_to_residents, module))
             self._set(module, "__getstate__", self.__reduce_ex__)  # of pickle and deepcopy, before they reach a tensor
-        # One Parameter may hang in two models, of which the other knows nothing of this one.
+        # One Parameter may belong to two models: the mark is found when the other one is offloaded.
         for tensor in self._tensors:
             self._set(tensor, _MARK, owner)
             self._set(tensor, "__reduce_ex__", self.__reduce_ex__)
@@ -387,7 +387,7 @@ class StateGuard(NotCopyable):
 
 
 def place_of(thing: nn.Module | torch.Tensor) -> str | None:
-    """A text that names the model with which a tensor, or a module that holds one itself, is offloaded."""
+    """The name of the model with which a tensor, or a module that holds one, is offloaded; ``None``: it is not."""
     return vars(thing).get(_MARK)
 
 

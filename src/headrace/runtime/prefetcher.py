@@ -399,7 +399,7 @@ class Prefetcher:
             self._guard = None
 
     def snapshot(self) -> tuple[UnitStats, ...]:
-        """The counters now, with the stall of each unit's latest run where the link can tell.
+        """The counters now, with the stall of each unit's latest run where the link measures it.
 
         Raises:
             TransferError: bytes failed to arrive, in a replay for instance, since the last call that raised.

@@ -261,10 +261,10 @@ def make_planner(
     """The planner for ``model`` on ``device``.
 
     A budget is planned with ``rates``, or else the kept probe of this machine, or nominal rates if there is none; with
-    what the model's configuration says of its caches and activations; and with zero-copy where the device can address
-    host memory. Given ``weights``, a CPU streams from its files, and for a GPU what host memory has no room for stays
-    in them. Free host memory counts only for the machine that is here: not with ``rates`` of another. ``disk``: how a
-    CPU reads files, at the rate of that way.
+    the caches and activations that follow from the model's configuration; and with reads in place where the device can
+    address host memory. Given ``weights``, a CPU streams from its files, and for a GPU what host memory has no room for
+    stays in them. Free host memory counts only for this machine, not with the ``rates`` of another. ``disk``: how a CPU
+    reads files, which decides the rate.
     """
     on_gpu = device.type == "cuda"
     spill = None
@@ -298,7 +298,7 @@ def _streams(storage: StorageInfo, weights: WeightMap) -> bool:
 
 
 def _free_host_bytes(device: torch.device, inventory: Inventory) -> int | None:
-    """Host memory that units may take by themselves; a user may name more (``host_memory``)."""
+    """Host memory that units may take unless the user sets a limit (``host_memory``)."""
     limits = read_limits(device, pinned_bytes=inventory.num_bytes)
     host = [limits.host_available_bytes, limits.cgroup_available_bytes, limits.memlock_bytes]
     free_bytes = min((found for found in host if found is not None), default=None)

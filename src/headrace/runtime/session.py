@@ -47,7 +47,7 @@ from headrace.transfer.sharded_copy import sharded_link
 __all__ = ["OffloadSession", "Progress", "SessionOptions", "open_pinned", "open_store"]
 
 
-# By which implementation reads them in place.
+# A note of stats(), by the implementation of experts in transformers that reads them in place.
 _EXPERTS = {
     "grouped_mm": "each routed expert crosses the link once per step, the others not at all",
     "batched_mm": "only routed experts cross the link, once per token that chose them; 'grouped_mm' reads each once",

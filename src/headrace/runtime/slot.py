@@ -15,9 +15,9 @@ next, where the first layers hide it. Between forwards that slot is HELD_BACK, o
 first units in the slots, the held-back one too, and refills none of them at its end; an event inside it says when each
 can be refilled. Behind these events the copies for the next forward run outside of any graph, beside whatever the
 engine does between two of them. A replay leaves unknown units in the slots, so they become EMPTY when it is announced.
-They are filled again when the engine says that the replay is under way (``finish_forward``), or else at the next
-announcement. An event says nothing about a graph that reads the slot and does not record it (it skips the last unit of
-a chain): once there is such a graph, copies into this slot wait for the end of the replay.
+They are filled again when the engine reports that the replay is under way (``finish_forward``), or else at the next
+announcement. An event does not cover a graph that reads the slot and does not record it (it skips the last unit of a
+chain): once there is such a graph, copies into this slot wait for the end of the replay.
 
 [Note: inputs of the next forward] An engine copies them to the device between two forwards, and a copy engine takes one
 copy after the other: behind a unit of 300 MB they are 5 ms late, and compute stands still. Where the link is what a
@@ -25,8 +25,8 @@ forward waits for, that costs nothing. Once there are graphs of whole forwards, 
 one, so behind such a forward all slots are HELD_BACK: their copies start with the next forward, behind its inputs.
 Where only pieces between units are graphs, small batches run like that too, and no slot is held back.
 
-[Note: loose modules] Pieces of a model may be replayed one by one with offloaded modules run by hand between them. What
-the live record says about the slots is then out of date, and no forward begins that would refill the held-back one. So
+[Note: loose modules] Pieces of a model may be replayed one by one with offloaded modules run by hand between them. The
+live record of the slots is then out of date, and no forward begins that would refill the held-back one. So
 a module that runs outside a forward once graphs exist gets its unit copied again, behind all compute that has been
 given, and then its slot is refilled with what replays expect there, and waited for at once: slow, and right.
 """

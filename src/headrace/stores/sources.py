@@ -81,7 +81,7 @@ class Source(ABC):
         return 0
 
     def require_unchanged(self) -> None:
-        """Raise ``TransferError`` if these are no longer the bytes that were opened; to be asked after reading them."""
+        """Raise ``TransferError`` if these are no longer the bytes that were opened; call it after reading them."""
 
 
 class MemorySource(Source):

@@ -106,7 +106,7 @@ class Probe:
         """What plans made with this probe are for: its first GPU, or else its CPU."""
         if not self.h2d_bytes_per_s:
             return Machine("cpu")
-        total = self.machine.get("device_bytes")  # the first probes did not say
+        total = self.machine.get("device_bytes")  # absent from probes of older versions
         return Machine(self.machine["devices"].split(", ")[0], None if total is None else int(total))
 
     @classmethod

@@ -11,8 +11,8 @@ thread, the *server*, polls the words and hands reads to workers:
 * A tag of zero means that the stream is done with the entry: the next piece of the expected order (the cycle of
   :mod:`headrace.plan.schedule`) is read into it. The tag is set when the last part of a piece has arrived, by the
   worker that read it, which looks for such entries as well.
-* The order is expected, not relied on: the tag says which piece lies in an entry, and the stream waits for its own.
-  Where it wants a piece that is neither in the ring nor being read (a unit skipped or repeated, an aborted forward,
+* The order is expected, not relied on: the tag names the piece in an entry, and the stream waits for its own.
+  Where it requests a piece that is neither in the ring nor being read (a unit skipped or repeated, an aborted forward,
   another graph), the server discards what was read ahead and continues from the wanted piece: slower, counted as a
   miss, never wrong, in eager code and in graphs alike.
 * Discarding a full entry is safe only while the stream cannot be copying from it. It cannot: one stream does everything
@@ -60,7 +60,7 @@ __all__ = [
 
 # Of every byte of an entry that could not be filled: NaN in every floating dtype.
 POISON = 0xFF
-# The word that says which piece the stream wants; the tag of entry e is word 1 + e.
+# The word that names the piece that the stream requests; the tag of entry e is word 1 + e.
 WANTED = 0
 _MESSAGE_AT = 64
 # One read at most: small enough that several workers help with the piece that is needed next.

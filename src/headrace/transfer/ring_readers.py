@@ -161,7 +161,7 @@ def _command() -> list[str]:
 
 
 def _python() -> str:
-    """The interpreter as multiprocessing knows it: programs that embed Python set it there."""
+    """The interpreter that is set in multiprocessing, where programs that embed Python have to set it."""
     found = get_executable()
     if not found or (getattr(sys, "frozen", False) and os.fsdecode(found) == sys.executable):
         raise OptionError(

@@ -1,6 +1,6 @@
 """The link of units in files to a GPU: files -> staging ring -> slot, on one copy stream.
 
-To the pipeline it is a :class:`~headrace.transfer.cuda_stream.StreamLink`: the same events, in captures too. Between
+To the prefetcher it is a :class:`~headrace.transfer.cuda_stream.StreamLink`: the same events, in captures too. Between
 them there is, instead of one copy from a slab, a handshake and a copy for each piece of the unit
 (:mod:`headrace.transfer.ring`). Only this stream waits for the readers; other streams of the device run on.
 
@@ -52,7 +52,7 @@ _FIX = "use mode 'cpu', which holds the weights in pinned host memory (--offload
 
 
 class RingLink(StreamLink):
-    """Fork / copy / done / wait with streams and events, over a ring that a process of readers fills."""
+    """Record / copy / wait with streams and events, over a ring that a process of readers fills."""
 
     def __init__(
         self,

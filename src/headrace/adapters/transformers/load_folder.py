@@ -1,7 +1,8 @@
 """transformers models from a local folder of safetensors, without ever holding the offloaded weights.
 
 :func:`load` builds the model on ``meta`` from config.json, matches it with the headers of the files, makes the plan,
-and reads only what the plan keeps resident. Everything else stays in the unmodified files until a forward needs it.
+and reads only what the plan keeps on the device or in host memory. Units in files stay in the unmodified files until
+a forward needs them.
 
 The result equals that of ``from_pretrained(folder)``, tensor for tensor: the same class, dtype, ties, conversions,
 buffers, and the same treatment of tensors that are missing or too many. Nothing is downloaded, and no code from the
