@@ -29,6 +29,7 @@ class Guard:
     def __init__(self, plan: Plan, copies: Sequence[Sequence[Copy]]) -> None:
         self._plan = plan
         self._copies = copies
+        # Filled on first use: a unit may rest in a file, and reading all of them would take as long as a load.
         self._expected: dict[int, int] = {}
 
     def arrived(self, unit: int, slot: torch.Tensor) -> None:
@@ -54,7 +55,9 @@ class Guard:
 
     def _checksum(self, unit: int, buffer: torch.Tensor) -> int:
         checksum = 0
+        # By entry, because the gaps between entries are never written and differ between store and slot.
         for entry in self._plan.units[unit].entries:
             stretch = buffer[entry.offset : entry.offset + entry.num_bytes]
+            # Waits for the device, unlike any path without the switch (contract 5).
             checksum = zlib.crc32(stretch.cpu().numpy().data, checksum)
         return checksum

@@ -62,6 +62,7 @@ __all__ = [
     "require_disk",
 ]
 
+# Of free host memory, at most: what a plan leaves to the process itself.
 _HEADROOM_BYTES = 1 << 30
 _MIB = 2**20
 
@@ -171,6 +172,7 @@ def prepare(
     )
     if allocates:
         _check_memory_limits(prepared)
+    # With files to spill to, a checkpoint has shaped the choice of the plan even if no unit ended up in one.
     if not may_need_files:
         _warn_about_idle_options(prepared)
     return prepared
@@ -216,6 +218,7 @@ def compute_device(model: nn.Module, device: torch.device | str | None = None) -
         raise OptionError(f"device {target}: expected a CPU or a CUDA device")
     if target.type == "cuda" and not torch.cuda.is_available():
         raise OptionError(f"device {target}: torch sees no CUDA device here; leave device out to run on the CPU")
+    # With its index, because it is compared with the devices of tensors, which always have one.
     if target.type == "cuda" and target.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return target
@@ -382,6 +385,7 @@ def read_limits(device: torch.device, *, pinned_bytes: int = 0) -> Limits:
     host, group = host_available_bytes(), cgroup_available_bytes()
     lockable = memlock_bytes() if device.type == "cuda" else None
     if lockable is not None:
+        # One page above the limit is the smallest trial that a driver bound by it refuses.
         is_enough = lockable >= min(pinned_bytes, host or pinned_bytes, group or pinned_bytes)
         lockable = None if is_enough or _can_register(lockable + mmap.PAGESIZE) else lockable
     device_free = None

@@ -101,7 +101,7 @@ def checksum(blob: torch.Tensor) -> int:
     """
     factors = _factors().to(blob.device)
     sums = [(_words(part) * factors[: -(-part.numel() // 8)]).sum() for part in blob.split(8 * _WORDS)]
-    total = blob.numel()
+    total = blob.numel()  # or zeros at the end would not count: the last word is padded with them
     for value in torch.stack(sums).tolist() if sums else ():
         total = (total * 0x9E3779B97F4A7C15 + value) % _PRIME
     return total

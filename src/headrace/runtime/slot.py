@@ -190,6 +190,7 @@ class GraphRecord:
     @property
     def held_back(self) -> int | None:
         """Number of the slot that is empty between forwards; see the note of that name."""
+        # A unit that has its slot alone stays there: to hold it back would copy it again in every forward.
         holds_back = self.exist and not self.announced and self._last_slot in self._shared
         return self._last_slot if holds_back else None
 
@@ -235,6 +236,7 @@ class GraphRecord:
         slot.to_held_back()
         if in_capture:
             slot.transfer, slot.events = None, []  # events of this capture mean nothing to the next
+        # The copies for the next forward run outside of graphs, so the end of the read has to be visible there.
         if in_capture and self.announced:
             link.leave_replay_event(slot.index)
             self._read.discard(slot.index)
@@ -247,4 +249,5 @@ class GraphRecord:
                 slot.to_empty()
                 slot.transfer = None
                 event = None if slot.index in self._without_event else link.replay_event(slot.index)
+                # Without any event the next copy waits for all compute given until then, the replay included.
                 slot.events = [*slot.events, event] if event is not None else []

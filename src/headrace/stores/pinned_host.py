@@ -112,6 +112,7 @@ class PinnedStore(Store):
         self._pool = ThreadPoolExecutor(1, "headrace-pin")
         self._codes: dict[int, Future[int]] = {}
         self._sealed: set[int] = set()
+        # Held before adopted: what is held is pinned already, and a second registration of it would be refused.
         rest = [block for block in _blocks(units, in_place) if not self._keep(block, held or {})]
         self.kept = frozenset(self._storages)
         self._num_held = len(self._slabs)
@@ -134,6 +135,7 @@ class PinnedStore(Store):
     def _adopt(self, block: _Block, adopt: Mapping[str, torch.Tensor]) -> bool:
         """Whether the only storage of ``block`` stays where it is."""
         name = block.entries[0].storage
+        # A unit of several storages travels in one copy, and tensors of a model do not lie side by side.
         if len(block.entries) > 1 or name not in adopt or self.registrar is None:
             return False
         slab = PinnedBuffer(adopt[name])
@@ -198,6 +200,7 @@ class PinnedStore(Store):
             StateError: another thread is capturing a graph.
         """
         self._pool.shutdown()
+        # Called by pin_now and again by the session.
         for index in self._codes.keys() - self._sealed:
             code = self._codes[index].result()
             self._sealed.add(index)
@@ -208,6 +211,7 @@ class PinnedStore(Store):
                 self._slabs[index] = PinnedBuffer(self.registrar.allocate(old.numel()).copy_(old))
 
     def _register(self, index: int) -> None:
+        # pin_now and the last on_loaded of a slab both come here.
         if self.registrar is not None and index not in self._codes:
             self._codes[index] = self._pool.submit(self._slabs[index].register, self.registrar)
 
@@ -241,6 +245,7 @@ class PinnedStore(Store):
 
     def unpin(self) -> None:
         """See :class:`Store`. What is held was pinned before, and tensors of a GPU look into it: it stays pinned."""
+        # A registration that has not begun must not pin what this unpins.
         self._pool.shutdown(cancel_futures=True)
         for slab in self._slabs[self._num_held :]:
             slab.unregister()

@@ -61,6 +61,7 @@ class ShardedStore(Store):
         begin = self.layout.offsets[unit.index]
         stretches = list(self.layout.stripings[unit.index].stretches(self.ranks.rank))
         part = self.local[begin : begin + sum(stretch.num_bytes for stretch in stretches)]
+        # Links that read need bytes in host memory; device memory is gathered by copies alone.
         if not part.is_cpu:
             return Load(unit.index, (), part)
         source = ByteRange.of(part)
@@ -82,6 +83,7 @@ class ShardedStore(Store):
             f"mode 'shm_cpu' or 'cpu'"
         )
 
+    # Each kind of store overrides one of the two.
     @property
     def host_bytes(self) -> int:
         return 0
@@ -93,6 +95,7 @@ class ShardedStore(Store):
 
     def _runs(self, storage: str, ranks: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
         """(rank, first byte of ``storage``, first byte of the rank's memory, bytes), in the same order everywhere."""
+        # The order counts: broadcasts of several ranks are matched by it.
         unit, entry = self._entries[storage]
         for rank in ranks:
             for stretch in self.layout.stripings[unit].stretches(rank):
@@ -123,12 +126,14 @@ class HostShardedStore(ShardedStore):
         return self._memory.numel()
 
     def _fetch(self, rank: int, start: int, into: torch.Tensor) -> None:
+        # A broadcast sends what the source has in its own buffer.
         if rank == self._channel.rank:
             into.copy_(self._memory[start : start + into.numel()])
         self._channel.broadcast(into, rank)
 
     def close(self) -> None:
         self._channel.close()
+        # Views that were handed out keep the bytes (contract 6); this store does not.
         self._memory = new_blob(0)
 
 

@@ -44,6 +44,7 @@ def share_out(sizes: Mapping[str, int], num_parts: int) -> list[list[str]]:
     parts: list[list[str]] = [[] for _ in range(num_parts)]
     total = sum(sizes.values())
     for (name, size), end in zip(sizes.items(), accumulate(sizes.values()), strict=True):
+        # A storage goes to the part in which its middle lies; doubled, to stay in whole numbers.
         middle = 2 * end - size
         parts[min(num_parts - 1, middle * num_parts // max(1, 2 * total))].append(name)
     return parts
@@ -56,6 +57,7 @@ class SharedStore(PinnedStore):
         mine: the storages that this rank loads.
     """
 
+    # The tensors of a rank that fails must not be left in memory that other ranks can write to.
     takes_over = False
 
     def __init__(
@@ -80,6 +82,7 @@ class SharedStore(PinnedStore):
         self._memory = memory
         self._ranks = ranks
         self._leads = ranks.rank == host_ranks[0]
+        # Before the constructor of the base class, which calls _allocate.
         self._starts: list[int] = []
         self._end = 0
         super().__init__(units, in_place, registrar, max_slab_bytes=max_slab_bytes)
@@ -89,7 +92,7 @@ class SharedStore(PinnedStore):
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         self._starts.append(self._end)
-        self._end += whole_pages(num_bytes)
+        self._end += whole_pages(num_bytes)  # each slab is a mapping of its own, which begins with a page
         return self._memory.map(self._starts[-1], num_bytes)
 
     def touch(self) -> None:
@@ -120,7 +123,7 @@ class SharedStore(PinnedStore):
                 pin_shared(slab, self.registrar, _FIX)
             else:
                 self._slabs[index] = PinnedBuffer(self._memory.map(start, slab.num_bytes, private=True))
-        self._memory.close()
+        self._memory.close()  # the mappings live on without the descriptor
 
     @property
     def account(self) -> dict[str, int]:

@@ -50,6 +50,7 @@ __all__ = [
     "writable_view",
 ]
 
+# For O_DIRECT: a multiple of the logical block of every disk (512 or 4096 bytes).
 ALIGN_BYTES = 4096
 BLOCK_BYTES = 2 << 20
 # Whether a range is in the page cache is judged by its beginning: what put it there read in large steps.
@@ -119,7 +120,7 @@ class ByteRange:
     def read(self, into: memoryview) -> None:
         """Fill ``into``, which is as long as the range; raises as :meth:`Source.read`, also for changed bytes."""
         self.source.read(self.offset, into)
-        self.source.require_unchanged()
+        self.source.require_unchanged()  # after it: a write during the read counts too
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +309,7 @@ class File(Source):
                 f"{self.path}: reading {num_bytes} bytes at {offset} failed: {error.strerror}"
             ) from error
         if self.options.drop_cache:
+            # Pages at the ends stay if the range covers them only in part (posix_fadvise(2)).
             os.posix_fadvise(self.fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
     def require_unchanged(self) -> None:
@@ -330,6 +332,7 @@ class File(Source):
     def _read_fully(self, fd: int, offset: int, views: Sequence[memoryview], at_least: int) -> None:
         done = 0
         while done < at_least:
+            # A read may be short: at most 0x7ffff000 bytes at a time, and less at a signal (read(2)).
             count = os.preadv(fd, views[:_MAX_VIEWS], offset + done)
             if count == 0:
                 raise TransferError(

@@ -180,7 +180,7 @@ class MetaStore(Store):
         return [Copy(ByteRange(_Nothing(), 0, self._sizes[storage]), 0)]
 
     def in_place(self, storage: str) -> torch.Tensor:
-        return new_blob(self._sizes[storage])
+        return new_blob(self._sizes[storage])  # never touched, so a large one takes no memory
 
     @property
     def host_bytes(self) -> int:
@@ -219,6 +219,7 @@ class DiskStore(Store):
         self._sources = dict(sources)
         options = options or DiskOptions()
         paths = {part.tensor.path for source in self._sources.values() for part in source.parts}
+        # Of the files that the plan was made from: offsets of their headers are not valid in others.
         expected = {stamp.path: stamp for stamp in stamps}
         counter = counter or ReadCounter()
         self._files = {path: File(path, options, expected.get(path), counter) for path in sorted(paths)}
@@ -238,6 +239,7 @@ class DiskStore(Store):
                 self._pinned[storage] = self._read_pinned(storage)
             return self._pinned[storage]
         source = self._sources[storage]
+        # A tensor has one address, and the parts lie apart in the file.
         if len(source.parts) != 1:
             raise CheckpointError(
                 f"{storage} lies in {len(source.parts)} pieces in the checkpoint and cannot be read in place; "
@@ -268,7 +270,7 @@ class DiskStore(Store):
     def close(self) -> None:
         for file in self._files.values():
             file.close()
-        self._maps.clear()
+        self._maps.clear()  # not closed: tensors may look into a mapping, which ends with the last of them
         self._pinned.clear()
 
     def _read_pinned(self, storage: str) -> torch.Tensor:
@@ -296,6 +298,7 @@ class SpillStore(Store):
         self.files = files
         self._in_files = frozenset(in_files)
 
+    # What goes to the files has no memory that a tensor could be pointed at.
     @property
     def takes_over(self) -> bool:  # type: ignore[override]
         return self.host.takes_over
