@@ -84,6 +84,7 @@ class Handle:
             BudgetError: the device the model came from has no room for it; the offload stays in force.
         """
         self._session.remove(graphs_released)
+        # A model may have been offloaded again since, and then has another handle.
         if _handle_of(self.model) is self:
             del self.model.__dict__[_MARK]
 

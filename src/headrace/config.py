@@ -77,7 +77,7 @@ def parse_size(size: str | int) -> int:
         OptionTypeError: neither ``str`` nor ``int``.
     """
     form = 'write it like "20GiB", "600MiB" or "4096B" (binary units, no space)'
-    if isinstance(size, bool) or not isinstance(size, str | int):
+    if isinstance(size, bool) or not isinstance(size, str | int):  # a bool is an int to isinstance
         raise OptionTypeError(f"size: expected str or int, found {type(size).__name__} {size!r}; {form}")
     if isinstance(size, int):
         num_bytes = size
@@ -85,6 +85,7 @@ def parse_size(size: str | int) -> int:
         match = _SIZE.fullmatch(size)
         if match is None:
             raise SizeError(f"size {size!r} {_what_is_wrong(size)}; {form}")
+        # A float would round sizes beyond 2 ** 53 and some decimals below.
         num_bytes = int(Fraction(match[1]) * _UNITS[match[2].upper()])
     if num_bytes <= 0:
         raise SizeError(f"size {size!r}: expected more than 0 bytes; {form}")
@@ -415,7 +416,7 @@ def reader_threads(at_least: int = 1, at_most: int | None = None, spare_one_in: 
     """
     value = os.environ.get("HEADRACE_READERS")
     if value is None:
-        cores = len(os.sched_getaffinity(0))
+        cores = len(os.sched_getaffinity(0))  # not os.cpu_count(): a container may have a few cores of many
         if spare_one_in is not None:
             cores -= cores // spare_one_in
         return max(at_least, cores if at_most is None else min(cores, at_most))

@@ -200,6 +200,7 @@ class OffloadFlags:
                         f"{surface.name_of(row.name)} and {surface.name_of(other)} contradict each other: "
                         f"{row.metadata['why']}; leave one of the two out"
                     )
+        # Contradictions first: of two flags that exclude each other one may also lack what it needs.
         self._check_backend(surface)
         for row in self._given_rows():
             needs = surface.needs.get(row.name, row.metadata["needs"])
@@ -243,6 +244,7 @@ def counts(flag: str, text: str) -> list[int]:
         OptionError: anything else.
     """
     parts = [part.strip() for part in text.split(",")]
+    # isdigit() alone holds for digits of other scripts.
     if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         raise OptionError(f"{flag} {text!r}: expected numbers of rows, each at least 1, such as {flag} 1,16,256")
     return [int(part) for part in parts]
@@ -256,7 +258,7 @@ def parse_rules(texts: Sequence[str]) -> list[Rule]:
     """
     rules: list[Rule] = []
     for text in texts:
-        pattern, _, mechanism = text.rpartition("=")
+        pattern, _, mechanism = text.rpartition("=")  # the last one: regular expressions contain it too
         if not pattern or mechanism not in get_args(Mechanism):
             raise OptionError(
                 f"--offload-rule {text!r}: expected a name pattern, '=' and a mechanism; write PATTERN=MECHANISM with "

@@ -52,6 +52,7 @@ class Recorder:
         has stopped waiting for it.
         """
         duration_ns = time.perf_counter_ns() - start_ns
+        # The thread by its name: idents are used again when a thread has ended.
         self._spans.append(Span(kind, unit, threading.current_thread().name, start_ns, duration_ns, num_bytes))
 
     def write(self, path: str | os.PathLike[str], names: Sequence[str]) -> None:

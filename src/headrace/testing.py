@@ -98,7 +98,7 @@ class SlowLink(ThreadLink):
     """
 
     def __init__(self, max_delay_s: float = 0.002, seed: int = 0, recorder: Recorder | None = None) -> None:
-        super().__init__(num_threads=2, recorder=recorder)
+        super().__init__(num_threads=2, recorder=recorder)  # two, so that pieces may arrive out of order
         self._random = random.Random(seed)
         self._max_delay_s = max_delay_s
 

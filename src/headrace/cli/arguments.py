@@ -58,6 +58,7 @@ def with_offload_flags(
             flags = OffloadFlags(**{name: values.pop(name) for name in names})
             verb(**values, flags=flags)
 
+        # Annotations are strings here (PEP 563), and typer needs the types.
         hints = get_type_hints(verb, include_extras=True)
         own = inspect.signature(verb).parameters.values()
         parameters = [p.replace(annotation=hints[p.name]) for p in own if p.name != "flags"]
@@ -75,6 +76,7 @@ def with_offload_flags(
             parameters.append(inspect.Parameter(row.name, keyword, default=option, annotation=hints[row.name]))
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
+        # Or typer would follow it and find the signature of the verb, without the flags.
         del run.__wrapped__
         return run
 
@@ -100,6 +102,7 @@ def disk_options(flags: OffloadFlags) -> DiskOptions | None:
     """How checkpoint files are read; ``None`` without a flag for it."""
     from headrace.stores.sources import DiskOptions
 
+    # None and not the defaults: what reads the files then chooses, and loading chooses otherwise than streaming.
     if not (flags.disk_direct or flags.disk_drop_cache):
         return None
     return DiskOptions(direct=flags.disk_direct, drop_cache=flags.disk_drop_cache)
@@ -131,7 +134,7 @@ def target_device(name: str | None) -> torch.device:
 def refuse_idle(flags: Mapping[str, object], why: str) -> None:
     """Refuse flags that would have no effect; ``None`` and ``False`` mean not given."""
     for flag, given in flags.items():
-        if given is not None and given is not False:
+        if given is not None and given is not False:  # not by its truth: 0 and '' were given
             raise OptionError(f"{flag} has no effect {why}")
 
 

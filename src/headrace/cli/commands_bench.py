@@ -46,7 +46,7 @@ def step(
     out: Annotated[Path | None, typer.Option(help="append results here, one JSON object per line")] = None,
 ) -> None:
     """One step, offloaded in several ways and interleaved, against the floor; bits are checked."""
-    if out is not None:
+    if out is not None:  # before minutes of measuring
         require_writable("--out", out)
     on_cpu = target_device(device).type == "cpu"
     if on_cpu:
@@ -60,6 +60,7 @@ def step(
     measured = run_cpu(rounds, repeats) if on_cpu else run_cuda(shape, names, row_counts, rounds, repeats)
     results: list[dict[str, Any]] = []
     for row in measured:
+        # At once: a run takes minutes, and an interrupt must not lose what is measured.
         results.append(row)
         typer.echo(describe(row))
         if out is not None:

@@ -34,6 +34,7 @@ def demo(
     """
     from importlib.util import find_spec
 
+    # Found and not imported, which takes seconds.
     if find_spec("transformers") is None or find_spec("tokenizers") is None:
         raise OptionError("the demo needs packages that are not installed: pip install headrace[transformers]")
     try:

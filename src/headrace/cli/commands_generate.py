@@ -60,7 +60,7 @@ def generate(
         )
     if seed is not None and not temperature:
         raise OptionError("--seed has no effect on greedy decoding; add --temperature 0.7, say")
-    if trace is not None:
+    if trace is not None:  # before the text is generated, at whose end it is written
         require_writable("--trace", trace)
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
@@ -119,7 +119,7 @@ def _process_group(mode: Mode, device: torch.device) -> ProcessGroup | None:
     if device.type == "cuda" and device.index is None:
         import torch
 
-        torch.cuda.set_device(dist.get_node_local_rank())
+        torch.cuda.set_device(dist.get_node_local_rank())  # or all processes of a host would use GPU 0
     return dist.group.WORLD
 
 

@@ -29,6 +29,7 @@ class BaseOffloader(ABC):
     def sync_prev_onload(self) -> None:
         """Order compute after every copy under way; no effect when none is."""
 
+    # Both names are vLLM's; where copies are joined to compute in order, one action does for both.
     def join_after_forward(self) -> None:
         """Bring copies that this forward has started back under its end; no effect when there are none."""
         self.sync_prev_onload()
@@ -47,6 +48,7 @@ class NoopOffloader(BaseOffloader):
         """Nothing to take over."""
 
 
+# Of the process, because the model code of an engine asks for it without any argument.
 _current: BaseOffloader | None = None
 
 

@@ -67,6 +67,7 @@ class LayerwiseOffloader(BaseOffloader):
         self._stacks.append(stack)
         for index, module in enumerate(modules_generator):
             stack.append(module)
+            # At once: the next layer may not fit the device beside this one.
             self._pool.take(module, partial(self._leaves, index), apart=not self._leaves.is_exact)
         return list(stack)
 
@@ -113,6 +114,7 @@ class LayerwiseOffloader(BaseOffloader):
 
     def _layers(self) -> list[list[str]]:
         """Names within :meth:`_model` of the layers, by stack; a layer that is called several times counts once."""
+        # By identity: an engine may have put a layer anywhere in its model, or into another model.
         names = {id(module): name for name, module in self._model().named_modules()}
         stacks = [[names.get(id(layer), "") for layer in stack.children()] for stack in self._stacks]
         return [found for stack in stacks if (found := [name for name in stack if name])]
@@ -140,6 +142,7 @@ class LayerwiseOffloader(BaseOffloader):
         """Raise ``OptionError`` for a plan that the engine cannot run, though ``headrace.offload`` could."""
 
     def _options(self, prepared: Prepared) -> SessionOptions:
+        # The stacks have no forward of their own: a forward begins with the first layer.
         first = next((layer for stack in self._stacks for layer in stack.children()), None)
         return SessionOptions(entry=first, never_promotes=_NEVER_PROMOTES)
 
@@ -291,6 +294,7 @@ class EngineOffloader(LayerwiseOffloader):
 
     def _make_plan(self, inventory: Inventory) -> Plan:
         policy, stacks = self._policy, self._layers()
+        # The solver would only warn; options of an engine that offload nothing are refused (contract 2).
         if isinstance(policy, Budget) and policy.num_bytes >= inventory.num_bytes:
             raise OptionError(
                 f"device_memory = {policy.num_bytes} bytes offloads nothing: all weights together have "
@@ -300,6 +304,7 @@ class EngineOffloader(LayerwiseOffloader):
             raise StateError(
                 "the model has none of the layers that were wrapped: set the offloader before the model is built"
             )
+        # Towers and draft models have stacks too; their layers run at other times than the largest stack's.
         layers = max(stacks, key=lambda names: sum(s.num_bytes for name in names for s in inventory.under(name)))
         params = tuple(_through_wrappers(inventory, pattern) for pattern in policy.params)
         if isinstance(policy, Prefetch):
@@ -382,7 +387,7 @@ def _rules_for(
                 f"engine may use weights without calling their module: say uva or resident for it, in a rule before "
                 f"this one"
             )
-        ruled |= matched
+        ruled |= matched  # the first rule that matches counts
     free = set(outside) - ruled
     heads = free & semantic_groups(inventory)["lm_head"]
     named = free.intersection(chain.from_iterable(matching(inventory, pattern) for pattern in params)) - heads

@@ -32,6 +32,7 @@ def boundaries(model: nn.Module, policy: Policy | Plan | str | int) -> Iterator[
     Yields:
         the plan whose units set the boundaries.
     """
+    # Without limits: the model is resident already, and nothing is added.
     prepared = prepare(model, policy, allocates=False)
     with _boundaries_of(prepared, model):
         yield prepared.plan
@@ -67,7 +68,7 @@ class NoCopyOffloader(EngineOffloader):
     _boundaries: AbstractContextManager[None] | None = None
 
     def wrap_modules(self, modules_generator: Iterable[nn.Module]) -> list[nn.Module]:
-        layers = list(modules_generator)
+        layers = list(modules_generator)  # all of them stay on the device, so none has to leave before the next
         self._stacks.append(nn.ModuleList(layers))
         return layers
 
@@ -77,7 +78,7 @@ class NoCopyOffloader(EngineOffloader):
             prepared = self._prepare(allocates=False)
             self._traced_plan = prepared.plan
             self._boundaries = _boundaries_of(prepared, self._options(prepared).entry or prepared.model)
-            self._boundaries.__enter__()
+            self._boundaries.__enter__()  # remove() leaves it: an engine has no block around its forwards
 
     def remove(self) -> None:
         if self._boundaries is not None:

@@ -146,6 +146,7 @@ class Planner:
 
     def candidates(self, budget: Budget) -> CandidateTable:
         """All plans that are considered for ``budget``, whatever its size."""
+        # Without the sizes of device and host memory, which candidates do not depend on.
         key = (budget.params, budget.mode, budget.rules, budget.workload)
         if key not in self._tables:
             self._tables[key] = self._make_table(budget)
@@ -299,6 +300,7 @@ def solve(table: CandidateTable, budget: Budget) -> Plan:
         )
     weights_budget = budget.num_bytes - reserved_bytes(table, budget)
     num_bytes = table.inventory.num_bytes
+    # A rule is obeyed even if everything would fit.
     if num_bytes <= weights_budget and not table.forced:
         warn_user(
             f"the weights ({format_gib(num_bytes)}) fit the budget ({format_gib(budget.num_bytes)}): nothing is "
@@ -349,6 +351,7 @@ def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None) -> P
 
 def _score(step_s: Floats) -> Floats:
     """Mean logarithm over the batch sizes, rounded so that equal times are equal."""
+    # The mean logarithm orders like the geometric mean: each batch size counts by its ratio, not by its seconds.
     score: Floats = np.round(np.log(step_s).mean(axis=0), 9)
     return score
 
@@ -364,6 +367,7 @@ def curve(table: CandidateTable, host_bytes: int | None = None) -> list[Point]:
         rows = _fewest_moved(family, host_bytes)
         times = family.step_s(rows, host_bytes)
         points += zip(family.memory.device_bytes[rows], _score(times), times.T, strict=True)
+    # A point with more memory and no better score buys nothing.
     best: list[Point] = []
     fastest = np.inf
     for device_bytes, score, times in sorted(points, key=lambda point: point[:2]):

@@ -184,6 +184,7 @@ class CandidateTable:
                 yield self._evenly_spaced(all_sets, how, uva, slots)
             if not self.zero_copy:
                 continue
+            # With one slot: in the layers nothing is prefetched.
             yield self._evenly_spaced(all_sets, how, uva, 1, in_place=True)
             if experts and dense:
                 uva = (*self.always_in_place, *expert_storages, *beside)
@@ -277,6 +278,7 @@ class RoleSets:
             frozenset[str]().union(*chosen) for count in range(len(atoms) + 1) for chosen in combinations(atoms, count)
         }
         weight = {chosen: sum(totals[role] for role in chosen) for chosen in sets}
+        # A set of strings has another order in each process, and all ranks have to make the same plan.
         self.sets = sorted(sets, key=lambda chosen: (weight[chosen], sorted(chosen)))
         self._names = [[mine[role].name if role in mine else None for mine in table.roles.values()] for role in ordered]
         self._num_layers = len(table.roles)
@@ -475,6 +477,7 @@ class Family:
         row = np.array([candidate])
         excess = self._excess(host_bytes)
         staged = {} if excess is None else self._take(row)._staged(excess[row])
+        # In the order of the model, as every other policy lays out a unit.
         order = {s.name: index for index, s in enumerate(self.table.inventory.storages)}
         drafts, uva = [], list(self.uva)
         for fqn in (stage.module_fqn for stage in self.table.stages):

@@ -280,6 +280,7 @@ class Plan:
         for problem in self._misplaced_units(inventory):
             raise OptionError(f"{problem}; {_REPLAN}")
         for unit in self.units:
+            # Two stores in one plan are host memory and files beside it (SpillStore), and no others.
             if unit.store != self.mode and (unit.store, self.mode) != ("disk", "cpu"):
                 raise OptionError(
                     f"unit {unit.index} ({unit.module_fqn}) rests in {unit.store!r} and the plan in {self.mode!r}; a "
@@ -507,6 +508,7 @@ class PartLayout:
 
     def __init__(self, units: Sequence[Unit], num_ranks: int, max_chunk_bytes: int | None = None) -> None:
         self.stripings = [Striping.of(unit.num_bytes, num_ranks, max_chunk_bytes) for unit in units]
+        # Rank 0's part is the longest of each unit, and equal offsets let a rank address another's part by its own.
         *self.offsets, self.num_bytes = accumulate((s.part_bytes(0) for s in self.stripings), initial=0)
         self.num_ranks = num_ranks
 
@@ -536,6 +538,7 @@ def _plan_from(data: Any) -> Plan:
         require(isinstance(device, str), "machine.device", "a string", device)
         counts = total is None or (type(total) is int and total > 0)
         require(counts, "machine.device_bytes", "null or a whole number of at least 1", total)
+    # Offsets, slots and sums are computed anew: the comparison at the end finds any that was edited alone.
     plan = Plan(
         units=tuple(_unit_from(unit, index, num_slots) for index, unit in enumerate(given["units"])),
         num_slots=num_slots,
@@ -579,6 +582,7 @@ def _sizes_from(items: Iterable[tuple[Any, Any]], place: str) -> dict[str, int]:
 def _digest(storages: Mapping[str, int]) -> str:
     """What identifies a model to a plan: SHA-256, in hexadecimal, of the sorted list of [storage name, bytes], as JSON
     in ASCII without spaces."""
+    # Names and sizes, not values: a plan is valid for every checkpoint of the same architecture.
     text = json.dumps(sorted(storages.items()), separators=(",", ":"))
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 

@@ -63,15 +63,17 @@ def save_json(data: Any, path: str | os.PathLike[str]) -> None:
     if target.exists() and not target.is_file():
         found = "a folder" if target.is_dir() else "something that is no file"
         raise OptionError(f"{str(target)!r}: expected the name of a file to write the plan to, found {found}")
+    # The rename would replace the link itself.
     if target.is_symlink():
         target = target.resolve()
+    # In the same folder, since a rename is atomic within one file system only.
     draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with draft.open("w", encoding="utf-8") as file:
             json.dump(data, file, indent=1)
             file.write("\n")
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # before the rename, or a crash could leave an empty file under the name
         draft.replace(target)
     except OSError as error:
         raise OptionError(f"{str(target)!r}: the plan cannot be written there: {error.strerror}") from error

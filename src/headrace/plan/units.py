@@ -149,6 +149,7 @@ def outside_units(inventory: Inventory, candidates: Sequence[StorageInfo], layer
     drafts: dict[str, list[StorageInfo]] = {}
     for storage in candidates:
         around = common_prefix([inventory.dominators(module) for module in storage.modules])
+        # Not at the root, whose name is empty: every other unit would run inside it.
         fqn = next((name for name in reversed(around) if name not in inventory.uncalled), None)
         if fqn and storage.name not in inside:
             drafts.setdefault(fqn, []).append(storage)
@@ -202,6 +203,7 @@ def split_by_part(inventory: Inventory, layers: Sequence[UnitDraft]) -> list[Uni
     counts = set()
     for layer in layers:
         parts = drafts_at(inventory, inventory.children(layer.module_fqn), {storage.name for storage in layer.storages})
+        # A tensor of the layer itself, or one that two children share, would belong to no part.
         if sum(len(part.storages) for part in parts) != len(layer.storages):
             return list(layers)
         counts.add(len(parts))
@@ -352,6 +354,7 @@ def plan_group_rule(
                 f"pattern {pattern!r} selects nothing in the layers that the group rule offloads; what it names stays "
                 f"resident (a budget, --device-memory, can also offload modules outside the layers)"
             )
+    # The flag counts layers; with parts every layer's slot becomes one per part.
     num_slots = usable_slots(policy.prefetch_step, len(layers))
     units = split_by_part(inventory, layers) if by_part else layers
     return assemble(inventory, units, num_slots * len(units) // max(1, len(layers)), policy.mode, uva=uva)
