@@ -13,7 +13,7 @@ from headrace.config import RANK_MODES, Policy
 from headrace.errors import OptionTypeError, StateError, warn_user
 from headrace.plan.plan import Plan
 from headrace.runtime.outside_use import place_of
-from headrace.runtime.prepare import Prepared, open_ranks, prepare
+from headrace.runtime.prepare import Prepared, open_ranks, prepare, require_kinds
 from headrace.runtime.session import OffloadSession, Progress, SessionOptions
 from headrace.stats import Stats
 from headrace.stores.sources import DiskOptions
@@ -156,6 +156,7 @@ def offload(
             if not isinstance(model, nn.Module):
                 raise OptionTypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
             _refuse_second_offload(model)
+            require_kinds(device, disk)
             weights = None if checkpoint is None else WeightMap.open(checkpoint)
             prepared = prepare(model, policy, device=device, weights=weights, disk=disk, ranks=ranks)
             return start(prepared, progress=progress, measure_stalls=measure_stalls)

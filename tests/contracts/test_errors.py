@@ -8,6 +8,7 @@ import inspect
 import os
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,20 +198,16 @@ class TestOptions:
         ids=str,
     )
     @pytest.mark.parametrize("load", [False, True])
-    def test_kinds(
-        self, load: bool, options: dict[str, Any], kind: type[HeadraceError], message: str, tmp_path: Path
-    ) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
+    def test_kinds(self, load: bool, options: dict[str, Any], kind: type[HeadraceError], message: str) -> None:
         from headrace.adapters.transformers import load as load_model
 
-        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
-        if load:
-            LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=16)).save_pretrained(tmp_path)
         model = Stack(2)
         before = state_of(model)
+        run = partial(headrace.offload, model, all_layers(1), checkpoint="nowhere")
+        if load:
+            run = partial(load_model, "nowhere", "1GiB")
         with pytest.raises(kind, match=f"^{message}$" if kind is OptionError else f"^{message}"):
-            load_model(tmp_path, "1GiB", **options) if load else headrace.offload(model, all_layers(1), **options)
+            run(**options)  # refused before anything is opened: "nowhere" does not exist
         assert state_of(model) == before
 
     @pytest.mark.parametrize("group", [5, True, "world"])

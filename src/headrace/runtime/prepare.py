@@ -60,6 +60,7 @@ __all__ = [
     "prepare",
     "read_limits",
     "require_disk",
+    "require_kinds",
 ]
 
 # Of free host memory, at most: what a plan leaves to the process itself.
@@ -145,11 +146,6 @@ def prepare(
         LimitError: the device or the host has no room for the plan.
     """
     target = compute_device(model, device)
-    if disk is not None and not isinstance(disk, DiskOptions):
-        raise OptionTypeError(
-            f"disk: expected headrace.DiskOptions, such as DiskOptions(direct=True), found {type(disk).__name__} "
-            f"{disk!r}"
-        )
     inventory = take_inventory(model) if inventory is None else inventory
     given = policy if isinstance(policy, Plan) else as_policy(policy)
     if isinstance(given, Plan):
@@ -197,23 +193,37 @@ def open_ranks(group: dist.ProcessGroup | None) -> AbstractContextManager[RankGr
     return RankGroup.open(group)
 
 
-def compute_device(model: nn.Module, device: torch.device | str | None = None) -> torch.device:
-    """Where ``model`` will run: ``device``, or the one device its tensors are on (a CPU if all are on ``meta``).
+def require_kinds(device: object, disk: object) -> None:
+    """Refuse a ``device=`` or ``disk=`` of a wrong kind, before anything is read or built.
 
     Raises:
-        OptionError, OptionTypeError: tensors on several devices and none named; a device that is neither a CPU nor
-            CUDA; what is no device.
+        OptionError, OptionTypeError: a text that names no device; another type.
     """
     expected = "expected 'cpu', 'cuda', 'cuda:N' or a torch.device"
     if device is not None and (isinstance(device, bool) or not isinstance(device, torch.device | str | int)):
         raise OptionTypeError(f"device: {expected}, found {type(device).__name__} {device!r}")
+    if isinstance(device, str):
+        try:
+            torch.device(device)
+        except RuntimeError:  # its message lists all devices that torch has a name for
+            raise OptionError(f"device {device!r}: {expected}") from None
+    if disk is not None and not isinstance(disk, DiskOptions):
+        raise OptionTypeError(
+            f"disk: expected headrace.DiskOptions, such as DiskOptions(direct=True), found {type(disk).__name__} "
+            f"{disk!r}"
+        )
+
+
+def compute_device(model: nn.Module, device: torch.device | str | None = None) -> torch.device:
+    """Where ``model`` will run: ``device``, or the one device its tensors are on (a CPU if all are on ``meta``).
+
+    Raises:
+        OptionError: tensors on several devices and none named; a device that is neither a CPU nor CUDA.
+    """
     found = sorted({str(t.device) for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"})
     if device is None and len(found) > 1:
         raise OptionError(f"the model's tensors are on {', '.join(found)}; say where it runs with device=...")
-    try:
-        target = torch.device(device if device is not None else found[0] if found else "cpu")
-    except RuntimeError:  # its message lists all devices that torch has a name for
-        raise OptionError(f"device {device!r}: {expected}") from None
+    target = torch.device(device if device is not None else found[0] if found else "cpu")
     if target.type not in ("cpu", "cuda"):
         raise OptionError(f"device {target}: expected a CPU or a CUDA device")
     if target.type == "cuda" and not torch.cuda.is_available():

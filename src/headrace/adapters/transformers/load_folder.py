@@ -34,7 +34,7 @@ from headrace.errors import CheckpointError, OptionError, OptionTypeError, warn_
 from headrace.model.live_tensors import BoundStorage, storage_id
 from headrace.plan.plan import Plan
 from headrace.ranks.group import RankGroup
-from headrace.runtime.prepare import Prepared, not_in_files, open_ranks, prepare
+from headrace.runtime.prepare import Prepared, not_in_files, open_ranks, prepare, require_kinds
 from headrace.runtime.session import Progress
 from headrace.stores.sources import DiskOptions
 from headrace.stores.store import new_blob
@@ -92,6 +92,7 @@ def load(
     """
     # The first statement: a wrong folder in one rank then raises in all ranks, instead of in one while others wait.
     with open_ranks(group) as ranks:
+        require_kinds(device, disk)
         # Before the weights are read, unlike from_pretrained: the plan decides which of them are read at all.
         model = build_meta_model(path, model_class=model_class, dtype=dtype)
         found = match(model, Checkpoint.open(path))
