@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -716,6 +717,17 @@ def test_ranks_of_torchrun_generate_from_shared_memory(
     assert result.exit_code == 0, result.output
     assert "host, shared" in result.stderr
     assert result.stdout == reference_text(model, "Water", max_new_tokens=8, do_sample=False)
+
+
+def test_generate_reads_every_token_of_a_prompt_without_a_mask(model: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_input_names": ["input_ids"]}))
+    prompt = "Wa!!ter"
+    assert 0 in AutoTokenizer.from_pretrained(folder)(prompt).input_ids, "generate() would mask a padding id of 0"
+    result = run("generate", folder, "--prompt", prompt, "--max-new-tokens", 12, "--device-memory", "2MiB")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == reference_text(folder, prompt, max_new_tokens=12, do_sample=False)
 
 
 def test_generate_refuses_models_that_do_not_generate(tmp_path: Path) -> None:

@@ -151,6 +151,10 @@ def _stream(
     # None avoids warnings about sampling parameters in the model's generation config.
     sampling = {"temperature": temperature} if temperature else {"temperature": None, "top_k": None, "top_p": None}
     torch.manual_seed(seed)
+    # One sequence is never padded, but transformers warns without an id, and where the tokenizer makes no mask it masks
+    # the tokens of the prompt that are the id.
+    eos = module.generation_config.eos_token_id
+    pad_ids = [tokenizer.pad_token_id, *(eos if isinstance(eos, list) else [eos]), 0]
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     begin = time.perf_counter()
     output = module.generate(
@@ -158,7 +162,7 @@ def _stream(
         max_new_tokens=max_new_tokens,
         streamer=streamer,
         do_sample=bool(temperature),
-        pad_token_id=0,  # one sequence is never padded, but transformers warns without an id
+        pad_token_id=next(token for token in pad_ids if token is not None),
         **sampling,
     )
     return output.shape[1] - inputs["input_ids"].shape[1], time.perf_counter() - begin
