@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 import headrace.cli.commands_plan
 import headrace.plan.report
 from giants import DEEPSEEK_V3, write_deepseek_v3
+from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.cli import app
 from headrace.cli.arguments import OpenedModel, open_model
 from headrace.config import Budget, Workload
@@ -24,7 +26,7 @@ from headrace.model.memory_profile import profile_of
 from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU
 from headrace.plan.plan import Machine
 from headrace.plan.schedule import RING_BYTES
-from headrace.runtime.prepare import needs_of
+from headrace.runtime.prepare import make_planner, needs_of
 
 _ENOUGH_S = 3.0  # of CPU time; 0.7 to 1.4 s on two quiet cores, but machines that run tests are neither quiet nor alike
 _TRIES = 4  # the best of them counts: on one such machine the same verb took from 1.4 to 3.9 s within a minute
@@ -125,3 +127,13 @@ def test_experts_come_from_all_their_tensors(opened: OpenedModel) -> None:
             assert source.shape[0] == DEEPSEEK_V3["n_routed_experts"]
             assert sum(part.tensor.num_bytes for part in source.parts) == parts * 256 * 2048 * 7168 * 2
             assert set(names) == {str(expert) for expert in range(256)}
+
+
+def test_no_names_are_searched_for_what_the_files_do_not_hold(
+    opened: OpenedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Checkpoint, "lacks", lambda *args: pytest.fail("searches 46,000 names for the nearest"))
+    inventory, weights = opened.match.inventory, replace(opened.weights, sources={})
+    planner = make_planner(opened.module, inventory, torch.device("cuda"), weights, NOMINAL_GPU)
+    assert planner.spill is not None
+    assert len(planner.spill.unstreamable) == len(inventory.storages)
