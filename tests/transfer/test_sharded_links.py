@@ -100,6 +100,15 @@ def test_links_share_no_stream_until_one_is_closed() -> None:
     assert len({id(link._stream) for link in (second, third, fourth)}) == 3
 
 
+def test_a_stream_that_another_thread_takes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Emptied(list[Any]):
+        def __len__(self) -> int:
+            return 1
+
+    monkeypatch.setattr("headrace.transfer.cuda_stream._unused", defaultdict(Emptied))
+    assert isinstance(StreamLink(torch.device("cpu"))._stream, _Stream)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_device_parts_are_gathered_from_all_ranks(size: int, weights: dict[str, torch.Tensor]) -> None:
     ranks, layout = ranks_of(size - 1, size), PartLayout(UNITS, size)

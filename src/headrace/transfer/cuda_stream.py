@@ -133,8 +133,10 @@ class StreamLink(Link):
 
     def _new_stream(self) -> torch.cuda.Stream:
         """A stream that nothing else uses until this link is closed."""
-        unused = _unused[self._device]
-        stream = unused.pop() if unused else _create_stream(self._device)
+        try:
+            stream = _unused[self._device].pop()
+        except IndexError:  # asked for, not looked up before: another thread may take the last one in between
+            stream = _create_stream(self._device)
         self._own_streams.append(stream)
         return stream
 
