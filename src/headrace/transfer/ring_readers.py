@@ -97,8 +97,9 @@ class ReaderProcess:
         self._closing = True
         if self._stand_in is not None:
             self._stand_in.close()
-        with suppress(OSError):  # it has ended
-            os.killpg(self.pid, signal.SIGKILL)
+        if self._process.returncode is None:  # else the number may be that of another group by now
+            with suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
         self._input.close()
         self._thread.join(JOIN_S)
 
