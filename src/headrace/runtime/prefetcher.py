@@ -53,7 +53,7 @@ class Prefetcher:
         debug: bool = False,
         replays_announced: bool = False,
     ) -> None:
-        """``debug``: poison and check slots. ``replays_announced``: see the note of that name in slot.py."""
+        """``debug``: poison and check slots. ``replays_announced``: ``[Note: announced replays]`` in slot.py."""
         self._plan = plan
         self._link = link
         self._recorder = recorder
@@ -344,7 +344,7 @@ class Prefetcher:
 
     @property
     def _is_loose(self) -> bool:
-        """Whether a module that runs now does so by itself, between replays; see the note in slot.py."""
+        """Whether a module that runs now does so by itself, between replays: ``[Note: loose modules]`` in slot.py."""
         return self._graphs.exist and not self._capturing and threading.get_ident() not in self._forwards
 
     # -- the end ----------------------------------------------------------------------------------------------------

@@ -189,7 +189,7 @@ class GraphRecord:
 
     @property
     def held_back(self) -> int | None:
-        """Number of the slot that is empty between forwards; see the note of that name."""
+        """Number of the slot that is empty between forwards: ``[Note: the held-back slot]``."""
         # A unit that has its slot alone stays there: to hold it back would copy it again in every forward.
         holds_back = self.exist and not self.announced and self._last_slot in self._shared
         return self._last_slot if holds_back else None
