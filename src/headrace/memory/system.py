@@ -86,6 +86,9 @@ class PeakMeter:
         return max(0, peak_rss_bytes() - self._start_bytes)
 
 
+# -- what can still be taken -------------------------------------------------------------------------------------------
+
+
 def host_available_bytes(meminfo: str | None = None) -> int | None:
     """What programs can still take without swapping: ``MemAvailable`` of proc(5), reclaimable page cache included.
 
@@ -131,7 +134,48 @@ def memlock_bytes(status: str | None = None, soft_limit: int | None = None) -> i
     return max(0, limit - (_kib_line("VmLck", text) or 0))
 
 
-# The processors near a GPU: Documentation/ABI/testing/sysfs-bus-pci, sysfs-devices-node.
+def _memory_levels(membership: str, root: Path) -> Iterator[Path]:
+    """The folders of the groups that count this process's memory, innermost first."""
+    for line in membership.splitlines():
+        hierarchy, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if hierarchy == "0" and not controllers:
+            mount = root
+        elif "memory" in controllers.split(","):
+            mount = root / "memory"
+        else:
+            continue
+        parts = [part for part in path.split("/") if part]
+        for count in range(len(parts), -1, -1):
+            yield mount.joinpath(*parts[:count])
+
+
+def _left_in(level: Path) -> int | None:
+    """Limit less use of one group; ``None`` if it has no limit, or if there is no such group here."""
+    for limit_file, use_file, prefix in (
+        ("memory.max", "memory.current", ""),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        with suppress(OSError, ValueError):  # no such file; "max"
+            limit = int((level / limit_file).read_text())
+            if limit >= 2**62:  # what v1 calls unlimited: the largest multiple of a page
+                continue
+            used = int((level / use_file).read_text())
+            return max(0, limit - max(0, used - _page_cache_bytes(level, prefix)))
+    return None
+
+
+def _page_cache_bytes(level: Path, prefix: str) -> int:
+    """Pages of files on the kernel's lists, which hold neither locked nor shared anonymous memory."""
+    with suppress(OSError):
+        found = re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", (level / "memory.stat").read_text(), re.MULTILINE)
+        return sum(map(int, found))
+    return 0
+
+
+# -- the processors near a GPU -----------------------------------------------------------------------------------------
+
+# Formats: Documentation/ABI/testing/sysfs-bus-pci, sysfs-devices-node.
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
@@ -175,43 +219,7 @@ def cpus_near(device: torch.device) -> frozenset[int] | None:
     return local_cpus(address, os.sched_getaffinity(0))
 
 
-def _memory_levels(membership: str, root: Path) -> Iterator[Path]:
-    """The folders of the groups that count this process's memory, innermost first."""
-    for line in membership.splitlines():
-        hierarchy, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if hierarchy == "0" and not controllers:
-            mount = root
-        elif "memory" in controllers.split(","):
-            mount = root / "memory"
-        else:
-            continue
-        parts = [part for part in path.split("/") if part]
-        for count in range(len(parts), -1, -1):
-            yield mount.joinpath(*parts[:count])
-
-
-def _left_in(level: Path) -> int | None:
-    """Limit less use of one group; ``None`` if it has no limit, or if there is no such group here."""
-    for limit_file, use_file, prefix in (
-        ("memory.max", "memory.current", ""),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    ):
-        with suppress(OSError, ValueError):  # no such file; "max"
-            limit = int((level / limit_file).read_text())
-            if limit >= 2**62:  # what v1 calls unlimited: the largest multiple of a page
-                continue
-            used = int((level / use_file).read_text())
-            return max(0, limit - max(0, used - _page_cache_bytes(level, prefix)))
-    return None
-
-
-def _page_cache_bytes(level: Path, prefix: str) -> int:
-    """Pages of files on the kernel's lists, which hold neither locked nor shared anonymous memory."""
-    with suppress(OSError):
-        found = re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", (level / "memory.stat").read_text(), re.MULTILINE)
-        return sum(map(int, found))
-    return 0
+# -- lines of proc(5) --------------------------------------------------------------------------------------------------
 
 
 def _kib_line(key: str, text: str) -> int | None:
