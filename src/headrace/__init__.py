@@ -63,7 +63,7 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'headrace' has no attribute {name!r}")
     home = import_module(_HOME_OF.get(name, "headrace.offloaders"))
-    value = globals()[name] = getattr(home, name)
+    value = globals()[name] = getattr(home, name)  # found there from now on, without this function
     return value
 
 

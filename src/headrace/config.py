@@ -66,6 +66,7 @@ Backend = Literal["auto", "prefetch", "uva", "none"]
 _UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _MOST_READERS = 1024
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]iB|B)", re.IGNORECASE)
+# Sizes as users write them by mistake, to name what is wrong.
 _LOOSE_SIZE = re.compile(r"\s*([-+]?)(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)\s*", re.IGNORECASE)
 
 

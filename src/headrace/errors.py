@@ -29,6 +29,7 @@ import os
 import sys
 import warnings
 
+# With the separator, because the name of another package may begin with this one's.
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 

@@ -16,7 +16,7 @@ from headrace.errors import OptionError, OptionTypeError
 
 __all__ = ["ReadStats", "Recorder", "Span", "StagingStats", "Stats", "UnitStats"]
 
-_MAX_SPANS = 1 << 16
+_MAX_SPANS = 1 << 16  # bounded: a server runs for weeks
 
 
 _Kind = Literal["copy", "compute", "stall"]

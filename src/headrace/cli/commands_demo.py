@@ -78,6 +78,7 @@ def _generate_text(folder: Path, runs: Path, keep: bool) -> list[str]:
         # Only a model that this run wrote: one that it found was kept by an earlier run.
         if written and not keep:
             shutil.rmtree(model, ignore_errors=True)
+    # The folder of the runs is removed at the end.
     shutil.copyfile(runs / "b" / "streamed" / TRACE_FILE, trace)
     stdout.print(f"trace: {trace} (open it at https://ui.perfetto.dev)", highlight=False)
     return found.broken

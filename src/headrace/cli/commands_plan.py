@@ -87,7 +87,7 @@ def plan(
     if plot is not None:
         draw_plan(plot, opened.name, made, planner, outlook, points)
         stderr.print(f"picture: {plot}", highlight=False, soft_wrap=True)
-    if as_json:
+    if as_json:  # not by rich, which wraps long lines
         json.dump({**made.to_json(), "outlook": outlook.to_json()}, sys.stdout, indent=2)
         sys.stdout.write("\n")
     elif policy is None:

@@ -30,5 +30,6 @@ def create_offloader(config: OffloadConfig) -> BaseOffloader:
         assert uva is not None  # checked by OffloadConfig
         if uva.mode != "cpu":
             raise OptionError(f"backend 'uva' of an engine reads host memory: mode {uva.mode!r} would have no effect")
+        # Its first argument is a number, as in vLLM: this one stands for no limit.
         return UVAOffloader(uva.limit_bytes if uva.limit_bytes is not None else 2**63 - 1, uva.params)
     return NoopOffloader()

@@ -530,6 +530,7 @@ class Alternatives:
         The plan is otherwise unchanged: with that much memory the planner may find a better one.
         """
         staged = self._plan.staged_units
+        # By halving, since a unit fewer in files never makes a step slower.
         counts = range(1, len(staged) + 1)
         found = bisect_left(counts, _WORTHWHILE, key=lambda count: self._speedup(self._times(self._brought_in(count))))
         better = self._brought_in(min(found + 1, len(staged)))
@@ -546,6 +547,7 @@ class Alternatives:
         """The plan with ``count`` of its units in files in host memory: those that a higher limit would bring there."""
         plan, order = self._plan, {fqn: index for index, fqn in enumerate(self._table.spill_order)}
         staged = sorted(plan.staged_units, key=lambda unit: order[unit.module_fqn])
+        # The last of the order: the first of it are in files under every limit.
         chosen = {unit.index for unit in staged[len(staged) - count :]}
         units = (replace(unit, store=plan.mode) if unit.index in chosen else unit for unit in plan.units)
         return replace(plan, units=tuple(units))

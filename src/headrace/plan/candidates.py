@@ -385,7 +385,7 @@ class Family:
                 np.maximum(slot_bytes[slot], slab, out=slot_bytes[slot], where=here)
                 np.copyto(first[slot], size, where=here & (num_units < wanted))
             num_units += has
-            if ranks is not None:
+            if ranks is not None:  # rounded as by Striping.of
                 parts_bytes += np.ceil(slab / (ranks * SLAB_ALIGNMENT_BYTES)) * SLAB_ALIGNMENT_BYTES
             moved += size
         # A unit that has its slot alone is copied once and stays.
@@ -420,9 +420,11 @@ class Family:
     def _excess(self, host_bytes: int | None) -> Floats | None:
         """Slab bytes that have to go to files, by candidate; ``None`` where none do."""
         spill = self.table.spill
+        # With room for the slabs of the whole model no candidate has any in files.
         if spill is None or host_bytes is None or host_bytes >= sum(self.table.slabs.values()):
             return None
         too_much = self._host_bytes[0] - host_bytes
+        # The ring takes host memory as soon as one unit is in files.
         return np.where(too_much > 0, too_much + spill.ring_bytes, 0.0)
 
     def _staged(self, excess: Floats | None) -> dict[str, Bools]:
@@ -446,6 +448,7 @@ class Family:
             fits &= excess <= self._host_bytes[1]
         elif host_bytes is not None:
             fits &= self.memory.offloaded_bytes <= host_bytes
+        # With more slots than units a candidate is the plan of another one with fewer slots.
         return np.flatnonzero(fits & (self.num_slots <= np.maximum(self.memory.num_slots, 1)))
 
     # -- time ----------------------------------------------------------------------------------------------------------

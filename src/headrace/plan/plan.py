@@ -293,6 +293,7 @@ class Plan:
         for index, unit in enumerate(self.units):
             first.setdefault(unit.module_fqn, index)
         for index, fqn in enumerate(unit.module_fqn for unit in self.units):
+            # Two units at one module are in use at the same time, too.
             around = [fqn] if first[fqn] != index else sorted(first.keys() & inventory.ancestors(fqn))
             if around:
                 yield (
@@ -411,7 +412,7 @@ def assemble(
     uva: Iterable[StorageInfo] = (),
 ) -> Plan:
     """Lay out slabs, assign slots, and call everything else resident. Drafts are in order of execution."""
-    slots = min(num_slots, len(drafts))
+    slots = min(num_slots, len(drafts))  # a slot without a unit would have no size
     units = tuple(
         _lay_out(index, draft.module_fqn, {s.name: s.num_bytes for s in draft.storages}, slots, draft.store or mode)
         for index, draft in enumerate(drafts)
@@ -519,9 +520,10 @@ class PartLayout:
 def _plan_from(data: Any) -> Plan:
     """The plan of which ``data`` is :meth:`Plan.to_json`: laid out anew from what nothing else follows from."""
     require(isinstance(data, dict), "", "an object", data)
-    version = data.get("schema")
+    version = data.get("schema")  # first, since the keys below are those of this version
     known = f"{SCHEMA_VERSION}, the version that this headrace reads and writes"
     require(type(version) is int and version == SCHEMA_VERSION, "schema", known, version)
+    # What `headrace plan --json` printed is a plan file as well: its predictions follow from no plan alone.
     given = {key: value for key, value in data.items() if key != "outlook"}
     for key, kind in (("model", dict), ("units", list), ("resident", dict), ("uva", dict)):
         require(isinstance(given[key], kind), key, "an object" if kind is dict else "a list", given[key])
@@ -529,6 +531,7 @@ def _plan_from(data: Any) -> Plan:
     require(mode in get_args(Mode), "mode", f"one of {', '.join(get_args(Mode))}", mode)
     require(type(num_ranks) is int and num_ranks > 0, "num_ranks", "a whole number of at least 1", num_ranks)
     count = len(given["units"])
+    # By type() throughout: to isinstance() the `true` of JSON is an int.
     fits = type(num_slots) is int and min(1, count) <= num_slots <= count
     require(fits, "num_slots", f"1 to {count}, the number of units" if count else "0 without units", num_slots)
     name, machine = given["model"]["name"], given["machine"]
@@ -553,6 +556,7 @@ def _plan_from(data: Any) -> Plan:
     for unit in plan.units:
         require(unit.store in stores, f"units[{unit.index}].store", f"one of {', '.join(sorted(stores))}", unit.store)
     names = [*plan.resident, *plan.offloaded_names]
+    # count() is quadratic, so only where there is something to find.
     twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
     require(twice is None, "units, resident and uva", "each storage in one place, and this one is in two", twice)
     require_same(plan.to_json(), given)

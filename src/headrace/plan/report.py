@@ -266,7 +266,7 @@ def draw_plan(
         OptionError: see :func:`require_picture`.
     """
     require_picture(path)
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # not pyplot, which looks for a display and keeps figures
 
     panels = 2 if points else 1  # only a budget has a curve
     figure = Figure(figsize=(10, 4.2 * panels), layout="constrained")
@@ -279,6 +279,7 @@ def draw_plan(
 
 
 def _draw_layers(axes: Any, plan: Plan, planner: Planner) -> None:
+    # Smaller stages would be bars without height.
     stages = [
         stage for stage in find_stages(planner.inventory) if sum(s.num_bytes for s, _ in stage.storages) > GIB / 1e4
     ]
@@ -312,6 +313,7 @@ def _draw_curve(axes: Any, plan: Plan, outlook: Outlook, points: Sequence[Point]
     memory = [point.device_bytes / GIB for point in points]
     for index, forecast in enumerate(outlook.forecasts):
         steps = [point.step_s[index] * 1e3 for point in points]
+        # Flat up to the next point: memory in between buys nothing.
         (line,) = axes.step(memory, steps, where="post", label=f"batch {forecast.rows}")
         axes.axhline(forecast.resident_s * 1e3, color=line.get_color(), linestyle=":", linewidth=1)
         axes.plot(plan.device_bytes / GIB, forecast.step_s * 1e3, "o", color=line.get_color())

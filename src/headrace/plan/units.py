@@ -69,6 +69,7 @@ def find_stacks(inventory: Inventory) -> dict[str, list[str]]:
     numbered = {name: _numbered_children(inventory, name, holders) for name in inventory.modules}
     lists = {name: children for name, children in numbered.items() if len(children) >= 2}
     every = {child for children in lists.values() for child in children}
+    # The outermost lists only: a list inside a layer, such as its experts, is no stack.
     called = {
         name: [layer for child in children for layer in called_within(inventory, child) if layer in holders]
         for name, children in lists.items()
@@ -209,6 +210,7 @@ def split_by_part(inventory: Inventory, layers: Sequence[UnitDraft]) -> list[Uni
         counts.add(len(parts))
         every += parts
     fqns = {part.module_fqn for part in every}
+    # A part inside another would be overwritten while that one is read.
     apart = all(fqns.isdisjoint(inventory.ancestors(fqn)) for fqn in fqns)
     large = all(slab_bytes(s.num_bytes for s in part.storages) >= MIN_PART_BYTES for part in every)
     can_split = len(counts) == 1 and apart and large and fqns.isdisjoint(inventory.uncalled)
@@ -373,6 +375,7 @@ def move_on_demand(inventory: Inventory, plan: Plan) -> Plan:
     warn_of_stranded(inventory, stranded(inventory, moving, {s.name for draft in drafts for s in draft.storages}))
     staged = {unit.module_fqn for unit in plan.staged_units}  # what joins them comes from the files as well
     stores = [replace(draft, store="disk") if draft.module_fqn in staged else draft for draft in drafts]
+    # A plan that read everything in place had no slot.
     return assemble(inventory, stores, max(plan.num_slots, 1), plan.mode)
 
 
@@ -406,6 +409,7 @@ def read_in_place(
     experts = semantic_groups(inventory)["experts"]
     chosen: list[StorageInfo] = []
     left = sum(s.num_bytes for s in candidates) if limit_bytes is None else limit_bytes
+    # A stable sort: within both kinds the order is that of the model.
     for storage in sorted(candidates, key=lambda storage: storage.name not in experts):
         if storage.num_bytes <= left:
             chosen.append(storage)

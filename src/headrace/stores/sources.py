@@ -95,7 +95,7 @@ class MemorySource(Source):
     def read(self, offset: int, into: memoryview) -> None:
         """Copy with numpy, which drops the interpreter lock and, unlike torch, starts no threads of its own."""
         part = self._bytes[offset : offset + len(into)]
-        if len(part) != len(into):
+        if len(part) != len(into):  # a slice beyond the end is short, without an error
             raise TransferError(f"host memory: expected {len(into)} bytes at {offset}, found {len(part)}")
         np.copyto(np.frombuffer(into, dtype=np.uint8), part)
 
