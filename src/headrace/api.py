@@ -60,9 +60,12 @@ class Handle:
         self._session.wait_all()
 
     def trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the latest copies, compute and stalls as Chrome trace JSON (open it in Perfetto).
+        """Write the latest spans of the host as Chrome trace JSON (open it in Perfetto).
 
-        The copies are those of threads. For the copy streams of a GPU use ``torch.profiler``.
+        On a CPU: copies, compute and stalls. On a GPU: only how long the host took to launch each unit's module, and
+        nothing of a graph replay. Copies to a GPU, and reads of files for it, are not recorded in any mode. Use
+        ``torch.profiler`` for them, and ``stats()`` for each unit's latest stall (``measure_stalls=True``) and for the
+        staging ring.
 
         Raises:
             OptionError, OptionTypeError: no file can be written there; no path.

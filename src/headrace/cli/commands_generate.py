@@ -46,7 +46,10 @@ def generate(
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of the sampling (default 0).")] = None,
     trace: Annotated[
-        Path | None, typer.Option("--trace", metavar="FILE", help="Write copies, compute and stalls for Perfetto.")
+        Path | None,
+        typer.Option(
+            "--trace", metavar="FILE", help="Write copies, compute and stalls for Perfetto; of a GPU, launches alone."
+        ),
     ] = None,
     flags: OffloadFlags,
 ) -> None:
