@@ -48,7 +48,7 @@ class Handle:
         return self._session.stats()
 
     def sync_prev_onload(self) -> None:
-        """Order the current stream behind every copy under way; on a CPU, return when all are done.
+        """Order the current stream after every copy under way; on a CPU, return when all are done.
 
         Needed only by code that captures or replays parts of a model itself, or reads a slot: :func:`offload` does it
         around a forward of the whole model. No effect when nothing is under way.
@@ -197,7 +197,7 @@ def start(
         vars(prepared.model)[_MARK] = handle
         return handle
     except BaseException:
-        handle.remove()  # no effect unless an interrupt came behind attach(), which undoes its own part
+        handle.remove()  # no effect unless an interrupt came after attach(), which undoes its own part
         raise
 
 

@@ -91,7 +91,7 @@ def serve(
 
 
 def _require_rest(model: str, rest: Sequence[str]) -> None:
-    """Refuse arguments behind MODEL that vLLM would misread."""
+    """Refuse arguments after MODEL that vLLM would misread."""
     if model.startswith("-"):
         raise OptionError(
             f"MODEL is expected before the flags of vLLM, found {model!r}; write `headrace serve --engine vllm MODEL "

@@ -130,7 +130,7 @@ def _line_of(error: Exception) -> str:
 def expand_lists(args: Sequence[str]) -> list[str]:
     """``--offload-params a b`` becomes ``--offload-params a --offload-params b``.
 
-    A list ends at the next flag or at ``--``; put ``MODEL`` before it or behind a ``--``.
+    A list ends at the next flag or at ``--``; put ``MODEL`` before it or after a ``--``.
 
     Raises:
         typer.BadParameter: a flag without a name after it; the parser would take the next flag for one.

@@ -223,7 +223,7 @@ class UploadRing:
         """Read ``reads`` into one buffer; this thread, or another one in this method, starts their copies."""
         # Readers fill thousands of buffers a second, and a thread that releases the interpreter lock for a call into
         # CUDA waits behind all others to get it again. Therefore one thread at a time starts the copies of all full
-        # buffers, with one event behind them, while the others read on.
+        # buffers, with one event after them, while the others read on.
         buffer, wait = self._free.get()
         try:
             wait()
@@ -303,7 +303,7 @@ def _read_all(reads: Sequence[Read], buffer: torch.Tensor) -> list[_Upload]:
 
 
 def read_staged(src: ByteRange, free: torch.Tensor, reserved_bytes: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read ``src`` into ``free`` (uint8, 1-D, host); returns its bytes there, and the free memory behind them.
+    """Read ``src`` into ``free`` (uint8, 1-D, host); returns its bytes there, and the free memory after them.
 
     ``reserved_bytes`` of ``free`` are left for the reads that follow, however many of them there are.
     """

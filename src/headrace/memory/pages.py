@@ -189,7 +189,7 @@ def populate(blob: torch.Tensor) -> None:
     if error:  # an older kernel: write one byte of every page back to itself
         pages = memory[:: mmap.PAGESIZE]
         np.bitwise_or(pages, np.uint8(0), out=pages)
-        memory[-1] |= 0  # the last page may begin behind the last stride
+        memory[-1] |= 0  # the last page may begin after the last stride
 
 
 def populate_parallel(blob: torch.Tensor, num_threads: int, piece_bytes: int = TOUCH_BYTES) -> None:

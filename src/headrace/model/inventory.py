@@ -218,7 +218,7 @@ class Inventory:
 
     @cached_property
     def _dominators(self) -> dict[str, tuple[str, ...]]:
-        """By iteration to a fixed point (Allen and Cocke 1972); modules come behind the parent in their first name."""
+        """By iteration to a fixed point (Allen and Cocke 1972); modules come after the parent in their first name."""
         found: dict[str, tuple[str, ...]] = {"": ("",)}
         changed = True
         while changed:

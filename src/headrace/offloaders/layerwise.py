@@ -288,7 +288,7 @@ class EngineOffloader(LayerwiseOffloader):
         tensors = chain(model.named_parameters(), model.named_buffers())
         elsewhere = {name for name, tensor in tensors if tensor.device != device}
         inventory = take_inventory(model, self._is_lookup)
-        # The name of an inner tensor of a subclass goes on behind a colon.
+        # The name of an inner tensor of a subclass goes on after a colon.
         here = [s for s in inventory.storages if elsewhere.isdisjoint(n.partition(":")[0] for n in s.names)]
         return replace(inventory, storages=tuple(s for s in here if s.num_bytes >= TINY_BYTES))
 

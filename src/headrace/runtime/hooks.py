@@ -11,10 +11,10 @@ are inputs of the graph, so without an edge ``(w - zero) * scale`` is ready from
 the wait. An edge on the hidden state does not help, since this arithmetic reads no hidden state. So two ops around the
 module declare the unit's own tensors as *mutated*:
 
-* ``wait(tag, token!, tensors!, inputs!)`` is declared to write them, so every read of the weight stays behind it. It is
+* ``wait(tag, token!, tensors!, inputs!)`` is declared to write them, so every read of the weight stays after it. It is
   declared to write what the module is given, too: a custom op of an engine may find its weights by the name of its
-  layer and not among its arguments, and then the hidden states are all that holds it behind the wait;
-* ``release(tag, token!, tensors!, outputs!)`` writes them again, so it stays behind every read of the weight, and
+  layer and not among its arguments, and then the hidden states are all that holds it after the wait;
+* ``release(tag, token!, tensors!, outputs!)`` writes them again, so it stays after every read of the weight, and
   writes what the module returned. Reading that would not be enough: an output that is cheap to compute (a row of an
   embedding) is inlined into whatever uses it later, and would be computed there from a slot that holds another unit.
 
@@ -24,7 +24,7 @@ Neither op computes anything; functionalisation sees an in-place operator and th
 so it comes last.
 
 All of them declare the offload's one ``token`` as mutated. It keeps them in the order of the program and from being
-dropped as dead code. Without it nothing would hold the ``wait`` of a unit behind the ``release`` of the one before it
+dropped as dead code. Without it nothing would hold the ``wait`` of a unit after the ``release`` of the one before it
 in the same slot, because the compiler must not see that both look into one memory: it would rebuild their tensors from
 a common base, which it cannot do for several dtypes, and its cache would hand that code to a plan with other slots. So
 every tensor in a slot has a storage of its own (``BoundStorage.point_at_slot``). The tag is not declared mutated: a

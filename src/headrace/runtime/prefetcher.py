@@ -95,7 +95,7 @@ class Prefetcher:
                     self._start(unit, slot)
 
     def begin_forward(self) -> None:
-        """A forward begins: start what was left to it, behind all that compute has been given."""
+        """A forward begins: start what was left to it, after all that compute has been given."""
         self._require_own_process()
         with self._lock:
             self._require_open(begins=True)
@@ -103,7 +103,7 @@ class Prefetcher:
             self._link.check()
             if self._link.capturing:
                 self._graphs.end_capture()  # of a capture that was aborted
-            # Only slots without a unit: a compiler that moved this call behind the first units must do no harm.
+            # Only slots without a unit: a compiler that moved this call after the first units must do no harm.
             for slot in self._slots():
                 if slot.state in (SlotState.EMPTY, SlotState.HELD_BACK):
                     self._start(slot.index, slot, behind_compute=True)
@@ -139,7 +139,7 @@ class Prefetcher:
                 self._link.check()
 
     def wait_all(self) -> None:
-        """Order compute behind every copy under way; no effect when there is none.
+        """Order compute after every copy under way; no effect when there is none.
 
         This also announces a replay, where they are announced, except inside a forward, whose pieces may be graphs.
         """
@@ -189,7 +189,7 @@ class Prefetcher:
             reader.started_ns = time.perf_counter_ns()
 
     def release(self, unit: int, reader: Reader | None = None) -> None:
-        """Compute has been given everything that reads ``unit``; its slot may be refilled behind it.
+        """Compute has been given everything that reads ``unit``; its slot may be refilled after it.
 
         ``reader``: as given to :meth:`wait`; by default the latest of the calling thread.
         """
@@ -207,7 +207,7 @@ class Prefetcher:
                 slot.to_empty()  # if the check raises, no later run may read these bytes
                 self._guard.leaving(unit, slot.memory)
             if self._guard or next_in_chain(unit, self._num_units, self._num_slots) != unit:
-                self._record_read(slot)  # behind the poison
+                self._record_read(slot)  # after the poison
             if not slot.readers and not self._closed:
                 self._refill(unit, slot)
                 self._free.notify_all()
@@ -271,7 +271,7 @@ class Prefetcher:
             self._wait_for(slot)
 
     def _start(self, unit: int, slot: Slot, behind_compute: bool = False) -> None:
-        """Issue the copy of ``unit``; ``behind_compute``: behind all compute, not only what reads the slot."""
+        """Issue the copy of ``unit``; ``behind_compute``: after all compute, not only what reads the slot."""
         was_waited_for = slot.state is SlotState.READY
         slot.to_empty()
         # One copy at a time per slot: a late piece of an abandoned unit must not land on top of this one. It stays on

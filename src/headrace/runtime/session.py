@@ -149,7 +149,7 @@ class OffloadSession(NotCopyable):
             self._prefetcher.finish_forward(whole=False)
 
     def wait_all(self) -> None:
-        """Order compute behind every copy under way."""
+        """Order compute after every copy under way."""
         if self._prefetcher is not None:
             self._prefetcher.wait_all()
 

@@ -22,12 +22,12 @@ chain): once there is such a graph, copies into this slot wait for the end of th
 [Note: inputs of the next forward] An engine copies them to the device between two forwards, and a copy engine takes one
 copy after the other: behind a unit of 300 MB they are 5 ms late, and compute stands still. Where the link is what a
 forward waits for, that costs nothing. Once there are graphs of whole forwards, it is the large batches that run without
-one, so behind such a forward all slots are HELD_BACK: their copies start with the next forward, behind its inputs.
+one, so after such a forward all slots are HELD_BACK: their copies start with the next forward, after its inputs.
 Where only pieces between units are graphs, small batches run like that too, and no slot is held back.
 
 [Note: loose modules] Pieces of a model may be replayed one by one with offloaded modules run by hand between them. The
 live record of the slots is then out of date, and no forward begins that would refill the held-back one. So
-a module that runs outside a forward once graphs exist gets its unit copied again, behind all compute that has been
+a module that runs outside a forward once graphs exist gets its unit copied again, after all compute that has been
 given, and then its slot is refilled with what replays expect there, and waited for at once: slow, and right.
 """
 
@@ -52,9 +52,9 @@ class SlotState(Enum):
     - EMPTY: No unit. The bytes are free, except that the link may still write them while ``transfer``, a copy that
       failed or was abandoned, has not ended.
     - HELD_BACK: No unit, either. The copy of the first unit is left to the beginning of the next forward or replay.
-    - ARRIVING: The copy of ``unit`` was issued. The link owns the bytes; compute may read them behind ``transfer``.
+    - ARRIVING: The copy of ``unit`` was issued. The link owns the bytes; compute may read them after ``transfer``.
     - READY: ``unit`` is there for every stream that has waited for ``transfer``. The prefetcher owns the bytes and may
-      overwrite them behind ``events``.
+      overwrite them after ``events``.
     - IN_USE: Modules run on ``unit``. Its ``readers`` own the bytes: no copy may be issued.
     """
 
@@ -102,7 +102,7 @@ class Slot:
         transfer: the latest copy into it. Kept when it was waited for, because every stream that reads the slot has to
             wait for it; ``None`` once that is settled for all streams.
         readers: the runs that read ``unit`` now.
-        events: recorded behind earlier readers; the next copy into the slot waits for them.
+        events: recorded after earlier readers; the next copy into the slot waits for them.
     """
 
     def __init__(self, index: int, memory: torch.Tensor, unit: int | None = None) -> None:
@@ -184,7 +184,7 @@ class GraphRecord:
         self.slots: list[Slot] | None = None
         self._shared = {slot for slot in range(num_slots) if len(chain(slot, num_units, num_slots)) > 1}
         self._last_slot = slot_of(num_units - 1, num_slots)
-        self._read: set[int] = set()  # slots that the present capture reads without recording an event behind it
+        self._read: set[int] = set()  # slots that the present capture reads without recording an event after it
         self._without_event: set[int] = set()  # the same for all graphs that have been captured
 
     @property
@@ -243,7 +243,7 @@ class GraphRecord:
         return True
 
     def give_up(self, live: Sequence[Slot], link: Link) -> None:
-        """A replay follows: the slots may hold any unit from now on, and can be refilled behind its events."""
+        """A replay follows: the slots may hold any unit from now on, and can be refilled after its events."""
         for slot in live:
             if slot.index in self._shared:
                 slot.to_empty()

@@ -68,7 +68,7 @@ class Source(ABC):
         """Fill ``into`` with the bytes from ``offset`` on; raises ``TransferError`` if they cannot be read."""
 
     def scatter(self, offset: int, views: Sequence[memoryview]) -> None:
-        """Fill ``views``, one behind the other, with the bytes from ``offset`` on; raises as :meth:`read`."""
+        """Fill ``views``, one after the other, with the bytes from ``offset`` on; raises as :meth:`read`."""
         for view in views:
             self.read(offset, view)
             offset += len(view)
@@ -388,7 +388,7 @@ def _open_direct(path: Path) -> int:
 
 
 def _behind(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
-    """What is left of ``views`` behind their first ``num_bytes``."""
+    """What is left of ``views`` after their first ``num_bytes``."""
     for index, view in enumerate(views):
         if num_bytes < len(view):
             return [view[num_bytes:], *views[index + 1 :]]

@@ -3,7 +3,7 @@
 A copy engine runs beside the multiprocessors, and one stream saturates the bus (two are no faster), so an offload has
 one copy stream. Links of sharded stores add one per rank, whose copies take other paths. ``record_compute`` records an
 event on the current stream and the copy stream waits for it, so a slot is overwritten only after the last kernel that
-reads it. ``wait`` lets the compute stream wait for the event behind the copy. Neither blocks the host.
+reads it. ``wait`` lets the compute stream wait for the event after the copy. Neither blocks the host.
 
 [Note: capture] Inside a capture both edges become edges of the graph, and copies become its memcpy nodes. Two rules
 follow. Compute has to wait for every copy started inside before the capture ends. And an event recorded outside must
@@ -35,7 +35,7 @@ _STREAM_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING (cuda.h, CUstream_flags): not
 
 @dataclass(frozen=True)
 class StreamTransfer:
-    """A copy on the copy stream; ``event`` is recorded behind it.
+    """A copy on the copy stream; ``event`` is recorded after it.
 
     Attributes:
         captured: the copy is a node of a graph: it happens at each replay and never by itself.
@@ -126,7 +126,7 @@ class StreamLink(Link):
         return float(before.elapsed_time(after)) / 1e3
 
     def close(self) -> None:
-        # Slots go back to the allocator, which does not order their next use behind the copy stream.
+        # Slots go back to the allocator, which does not order their next use after the copy stream.
         torch.cuda.synchronize(self._device)
         _unused[self._device] += self._own_streams
         self._own_streams = []

@@ -336,7 +336,7 @@ def measure(folder: Path | None = None, num_bytes: int = 1024 * MIB) -> Probe:
 
 
 def median_s(run: Callable[[], object], repeats: int = 5) -> float:
-    """Median seconds of ``repeats`` calls, behind one that does not count."""
+    """Median seconds of ``repeats`` calls, after one that does not count."""
     run()
     samples = []
     for _ in range(repeats):
@@ -455,7 +455,7 @@ def _rows(count: int, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_rate(into: torch.Tensor, source: torch.Tensor, size: int, devices: Sequence[torch.device]) -> float:
-    """Bytes per second of copies of ``size`` bytes, one behind the other; small ones are bound by their launches."""
+    """Bytes per second of copies of ``size`` bytes, one after the other; small ones are bound by their launches."""
     count = max(1, min(source.numel(), 512 * MIB) // size)
 
     def run() -> None:

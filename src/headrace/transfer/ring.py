@@ -99,7 +99,7 @@ class RingMemory:
     """The memory of a ring as both of its sides see it: entries, words, and a status that needs no lock.
 
     The sides may be two processes that share it. Each sends the other aligned words and counters, or a message: its
-    bytes, and behind them the word that gives their length.
+    bytes, and after them the word that gives their length.
 
     Attributes:
         layout: what lies where.
@@ -313,7 +313,7 @@ class RingServer:
         return set(window.values())
 
     def _read_ahead(self, now: float) -> None:
-        # What the stream has taken, and what it has left out: it took something behind it.
+        # What the stream has taken, and what it has left out: it took something after it.
         taken = [index for index, position in enumerate(self._ahead) if not self._holds(position)]
         if taken:
             del self._ahead[: taken[-1] + 1]

@@ -12,7 +12,7 @@ this side of it takes a lock or waits for a reader.
 
 The stream writes words in host memory and waits for them: CUDA calls that stream memory operations (CUDA Driver API,
 "Stream Memory Operations"). ``cuStreamWaitValue32`` holds a stream until a 32-bit word has a value,
-``cuStreamWriteValue32`` writes one behind everything the stream did before, with a fence for the whole system. Both
+``cuStreamWriteValue32`` writes one after everything the stream did before, with a fence for the whole system. Both
 become nodes when the stream is captured. torch has no binding for them, so they are called in the driver's own library.
 A host function (``cudaLaunchHostFunc``) would need the interpreter lock in the middle of a replay.
 """

@@ -7,13 +7,13 @@ has ended.
 ``sharded_cpu`` (:class:`HostShardLink`): every rank copies its part of each unit over its own link and passes it on to
 the others. Ranks run in step: they bring the same units in the same order, each at its own time. That is checked with
 every unit, and no rank waits for another longer than the timeout of the group. Slots are symmetric memory, and a rank's
-copy engines write its part into the slots of all others, chunk by chunk behind the copies from the host: no
+copy engines write its part into the slots of all others, chunk by chunk after the copies from the host: no
 multiprocessor is busy with it but for two barriers per unit. Four kinds of streams take part, all forked from compute
 by its events and joined by the transfer's event:
 
 * the copy stream: host to own slot. It needs nothing of the other ranks, so the next unit's chunks follow at once and
   the link never idles for a barrier;
-* the pass stream: a barrier before the first pass (all slots are free) and one behind the last (all parts are there);
+* the pass stream: a barrier before the first pass (all slots are free) and one after the last (all parts are there);
 * one lane per other rank: own slot to that rank's, each chunk as soon as it has come from the host.
 
 [Note: no deadlock] Everything on a rank depends on work that was submitted earlier, there or, through a barrier, on a
@@ -208,7 +208,7 @@ class HostShardLink(StreamLink):
         self._last.clear()
 
     def _step_in(self, unit: int, events: Sequence[ComputeEvent]) -> torch.cuda.Event:
-        """An event behind which the slot is free on all ranks, and all of them bring ``unit``."""
+        """An event after which the slot is free on all ranks, and all of them bring ``unit``."""
         for stream in (self._stream, self._pass):
             wait_for_events(stream, events)
         with torch.cuda.stream(self._pass):
@@ -233,7 +233,7 @@ class HostShardLink(StreamLink):
                     views[rank][stretch.start : stretch.end].copy_(own, non_blocking=True)
 
     def _step_out(self) -> torch.cuda.Event:
-        """An event behind which all parts are in the slot."""
+        """An event after which all parts are in the slot."""
         for stream in (self._stream, *self._lanes.values()):
             self._pass.wait_event(stream.record_event())
         with torch.cuda.stream(self._pass):

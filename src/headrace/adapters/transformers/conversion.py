@@ -166,7 +166,7 @@ def _collect(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[dict[str, 
     dtype_of = _dtype_rule(model)
     collected: dict[str, Assembly] = {}
     unexpected: set[str] = set()
-    # Natural order, `experts.10` behind `experts.9`: conversions stack the parts in the order in which they come.
+    # Natural order, `experts.10` after `experts.9`: conversions stack the parts in the order in which they come.
     for key in sorted(checkpoint.tensors, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
         if name not in state and key in state:

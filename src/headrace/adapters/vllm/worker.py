@@ -41,7 +41,7 @@ _Base: Any = gpu_worker.Worker if TYPE_CHECKING else object
 
 
 class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
-    """Mixed in before a worker class of vLLM, it sets headrace's offloader behind ``get_offloader()``."""
+    """Mixed in before a worker class of vLLM, it makes ``get_offloader()`` return headrace's offloader."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         """Like vLLM's.
@@ -260,7 +260,7 @@ def _keep_units_out_of_pieces(compilation: Any) -> bool:
 
 
 class Worker(OffloadingWorker, gpu_worker.Worker):  # type: ignore[misc,unused-ignore]
-    """vLLM's GPU worker with headrace behind ``get_offloader()``."""
+    """vLLM's GPU worker, whose ``get_offloader()`` returns headrace's offloader."""
 
 
 def _is_lookup(module: nn.Module) -> bool:
