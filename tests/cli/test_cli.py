@@ -585,7 +585,8 @@ def test_what_contradicts_a_plan_and_places_for_none(model: Path, tmp_path: Path
     assert "found: No such file" in error_of("plan", model, "--plan", tmp_path / "none.json")
     assert "--save has no effect" in error_of("plan", model, "--save", file)
     nowhere = tmp_path / "no" / "plan.json"
-    assert "--save" in error_of("plan", tmp_path / "no model", "--device-memory", "2MiB", "--save", nowhere)
+    (tmp_path / "config.json").write_text("not JSON: --save is refused before it is read")
+    assert "--save" in error_of("plan", tmp_path, "--device-memory", "2MiB", "--save", nowhere)
 
 
 # -- generate ----------------------------------------------------------------------------------------------------------
@@ -891,6 +892,22 @@ def test_interrupt_ends_with_130_and_a_word(monkeypatch: pytest.MonkeyPatch, mod
     result = run("plan", model)
     assert result.exit_code == 130
     assert result.stderr == "interrupted\n"
+
+
+@pytest.mark.parametrize("verb", [["plan"], ["generate", "--prompt", "a"]])
+def test_a_mistyped_path_is_answered_before_torch_is_imported(verb: list[str], tmp_path: Path) -> None:
+    code = f"""
+import sys
+from headrace.cli import app
+try:
+    app({[*verb, str(tmp_path / "nothing")]!r})
+except SystemExit as end:
+    assert end.code == 2, end.code
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "no such folder" in done.stderr
 
 
 def test_module_and_exit_code(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ __all__ = [
     "VERB_FLAGS",
     "OpenedModel",
     "disk_options",
+    "folder_of",
     "no_collections",
     "open_model",
     "refuse_idle",
@@ -208,8 +209,25 @@ class OpenedModel:
             return replace(planner.plan(policy), model_name=self.name, made_for=machine)
 
 
-def open_model(model: str) -> OpenedModel:
-    """Read config and file headers of the folder ``model``.
+def folder_of(model: str) -> Path:
+    """The folder that MODEL names. Ask before torch is imported: a mistyped path is answered at once.
+
+    Raises:
+        CheckpointError: no folder that can hold a model.
+        OptionError: there is no home folder for ``~``.
+    """
+    from headrace.checkpoint.safetensors_header import model_folder
+
+    try:
+        return model_folder(Path(model).expanduser())
+    except RuntimeError as error:
+        raise OptionError(
+            f"MODEL {model!r}: user {os.geteuid()} has no home folder for ~ to stand for; write the whole path"
+        ) from error
+
+
+def open_model(folder: Path) -> OpenedModel:
+    """Read config and file headers of a model.
 
     Raises:
         CheckpointError: not a folder, or without a config or safetensors files that fit together.
@@ -218,12 +236,6 @@ def open_model(model: str) -> OpenedModel:
     from headrace.adapters.transformers.conversion import match
     from headrace.checkpoint.safetensors_header import Checkpoint
 
-    try:
-        folder = Path(model).expanduser()
-    except RuntimeError as error:
-        raise OptionError(
-            f"MODEL {model!r}: user {os.geteuid()} has no home folder for ~ to stand for; write the whole path"
-        ) from error
     with no_collections():
         module = build_meta_model(folder)
         return OpenedModel(folder, module, match(module, Checkpoint.open(folder)))

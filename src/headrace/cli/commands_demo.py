@@ -92,7 +92,7 @@ def _compare(job: Job, name: str, item: str, share: float, runs: Path) -> Compar
     from headrace.demo.comparison import compare, comparison_table
     from headrace.plan.report import render
 
-    opened = open_model(job.model)
+    opened = open_model(Path(job.model))
     planner = opened.planner(torch.device("cpu"))
     stdout.print(render(planner.plan(Budget(int(opened.weights.checkpoint.num_bytes * share))), name))
     with stdout.status("running, resident and streamed"):

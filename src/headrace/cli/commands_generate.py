@@ -11,6 +11,7 @@ import typer
 
 from headrace.cli.arguments import (
     disk_options,
+    folder_of,
     open_model,
     requested,
     require_writable,
@@ -54,6 +55,7 @@ def generate(
     flags: OffloadFlags,
 ) -> None:
     """Generate text from a checkpoint that does not fit the device. The text goes to stdout, all else to stderr."""
+    folder = folder_of(model)
     device = target_device(flags.device)
     policy = requested(flags, device)
     if getattr(policy, "mode", None) == "meta":
@@ -68,7 +70,7 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
         raise OptionError("--prompt is empty; a causal language model needs at least one token to continue")
-    opened = open_model(model)
+    opened = open_model(folder)
     module: Any = opened.module
     if not module.can_generate() or module.config.is_encoder_decoder:
         raise OptionError(

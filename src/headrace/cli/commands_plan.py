@@ -12,6 +12,7 @@ from rich.table import Table
 
 from headrace.cli.arguments import (
     disk_options,
+    folder_of,
     no_collections,
     open_model,
     refuse_idle,
@@ -59,6 +60,7 @@ def plan(
 
     Without offloading flags: what the model weighs and the smallest budget that runs it.
     """
+    folder = folder_of(model)
     device, made_for, rates = _planned_machine(flags, machine)
     policy = requested(flags, device)
     places = {"--save": save, "--plot": plot}
@@ -74,7 +76,7 @@ def plan(
     if plot is not None:
         require_picture(plot)
     with no_collections():
-        opened = open_model(model)
+        opened = open_model(folder)
         planner = opened.planner(device, rates, disk_options(flags))
         made = opened.plan(planner, policy, made_for)
         # The file system may refuse O_DIRECT. Opening the files finds this now, and not when the plan is carried out.

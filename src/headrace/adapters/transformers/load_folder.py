@@ -28,7 +28,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from headrace.adapters.transformers.conversion import Match, match
 from headrace.api import Handle, start
-from headrace.checkpoint.safetensors_header import Checkpoint
+from headrace.checkpoint.safetensors_header import Checkpoint, model_folder
 from headrace.config import SHARDED_MODES, Policy, format_gib
 from headrace.errors import CheckpointError, OptionError, OptionTypeError, warn_user
 from headrace.model.live_tensors import BoundStorage, storage_id
@@ -146,7 +146,7 @@ def build_meta_model(
         CheckpointError: no folder, or no model in it that transformers can build.
         OptionError, OptionTypeError: an invalid class or dtype.
     """
-    folder = _folder(path)
+    folder = model_folder(path)
     raw = _read_config(folder)
     _refuse_unsupported(folder, raw)
     if model_class is None or hasattr(model_class, "from_config"):
@@ -155,29 +155,6 @@ def build_meta_model(
     config = _make_config(folder, raw, maker)
     config.name_or_path = str(path)
     return _build(folder, maker, config, _choose_dtype(folder, config, dtype))
-
-
-def _folder(path: str | os.PathLike[str]) -> Path:
-    if not isinstance(path, str | os.PathLike):
-        raise OptionTypeError(f"path: expected a str or path of a folder, found {type(path).__name__}")
-    folder = Path(path)
-    if not folder.is_dir():
-        found = "a file" if folder.exists() else "no such folder"
-        raise CheckpointError(
-            f"{str(path)!r}: expected a folder with config.json and safetensors files, found {found}; headrace "
-            f"downloads nothing: fetch the model first, e.g. `hf download NAME --local-dir FOLDER`"
-        )
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(
-            f"{folder}: a folder that is no model: expected a config.json in it, found none; give the folder that "
-            f"model.save_pretrained(FOLDER) or a download wrote"
-        )
-    if (folder / "adapter_config.json").is_file():
-        raise CheckpointError(
-            f"{folder}: expected a whole model, found an adapter (adapter_config.json), which is not supported yet; "
-            f"merge it into its base model and save that (peft: merge_and_unload(), save_pretrained)"
-        )
-    return folder
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
