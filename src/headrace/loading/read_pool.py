@@ -259,7 +259,7 @@ class CudaUploader(UploadRing):
     def __init__(self, device: torch.device, registrar: CudaRegistrar | None) -> None:
         """``registrar``: pins the buffers; with ``None``, or if it refuses, they stay unpinned, which is slower."""
         self._stream = torch.cuda.Stream(device)
-        # The allocator may hand out memory that kernels given to the current stream still read.
+        # The allocator may hand out memory that kernels on the current stream still read.
         self._stream.wait_stream(torch.cuda.current_stream(device))
         self._pinned = PinnedBuffer(torch.from_numpy(map_pages(NUM_BUFFERS * _BUFFER_BYTES)))
         if registrar is not None:

@@ -7,7 +7,7 @@ A module object that hangs in several places goes by its first name, as in ``nam
 
 The unit of bookkeeping is the *storage*, not the tensor: tied weights, views and cached ``.view()`` attributes share
 one storage, so they have to travel together and come back as views of one another. A :class:`StorageInfo` therefore
-lists the tensors that look into it, each with its own offset, shape and strides.
+lists the tensors that view it, each with its own offset, shape and strides.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class StorageInfo:
-    """A stretch of memory and the tensors that look into it; the smallest thing that can be offloaded.
+    """A stretch of memory and the tensors that view it; the smallest thing that can be offloaded.
 
     Attributes:
         tensors: at least one; the first parameter or buffer names the storage.

@@ -71,7 +71,7 @@ class BoundTensor:
         self.in_slot: torch.Tensor | None = None  # over slot memory; None: not brought by a unit (any more)
         self._unguarded: torch.Tensor | None = None  # the same for compiled code, which counts as writing
         self._slot_view: torch.Tensor | None = None  # the same; kept when the tensor is promoted beside an open window
-        self._resting: torch.Tensor | None = None  # None: the tensor looks into its slot all the time
+        self._resting: torch.Tensor | None = None  # None: the tensor views its slot all the time
         self._slot_storage = self._resting_storage = self._num_own_views = 0
         self.wake: Wake | None = None
         self._reported = False
@@ -198,14 +198,14 @@ class BoundTensor:
         return self.info.name
 
     def is_viewed(self, num_known: int = 0) -> bool:
-        """Whether more than ``num_known`` other tensors look into the slot through this tensor's storage."""
+        """Whether more than ``num_known`` other tensors view the slot through this tensor's storage."""
         if self._resting is None:
             return False
         # Every view holds the storage, in any thread and any container; torch has no list of a tensor's views.
         return torch._C._storage_Use_Count(self._slot_storage) > self._num_own_views + num_known
 
     def offset_in_slot(self, view: torch.Tensor) -> int | None:
-        """Bytes from this tensor's first one in its slot to the first of ``view``; ``None``: it looks elsewhere."""
+        """Bytes from this tensor's first one in its slot to the first of ``view``; ``None``: it views other memory."""
         mine = self._slot_view
         if mine is None or storage_id(view) != self._slot_storage:
             return None
@@ -310,7 +310,7 @@ class BoundTensor:
 
 
 class BoundStorage:
-    """All tensors that look into one stretch of memory, moved together so that they keep overlapping."""
+    """All tensors that view one stretch of memory, moved together so that they keep overlapping."""
 
     def __init__(self, model: nn.Module, info: StorageInfo) -> None:
         self.info = info
@@ -329,7 +329,7 @@ class BoundStorage:
         return self._bytes_around(self._first.original_data)
 
     def current_bytes(self) -> torch.Tensor:
-        """The memory the tensors look into now: uint8, 1-D."""
+        """The memory that the tensors view now: uint8, 1-D."""
         return self._bytes_around(self._first.tensor.data)
 
     def _bytes_around(self, first: torch.Tensor) -> torch.Tensor:
@@ -347,7 +347,7 @@ class BoundStorage:
             tensor.point_at(buffer)
 
     def point_at_slot(self, buffer: torch.Tensor, wake: Wake | None = None) -> None:
-        """The same for a slot, which other units' tensors look into as well; see :mod:`headrace.runtime.hooks`."""
+        """The same for a slot, which other units' tensors view as well; see :mod:`headrace.runtime.hooks`."""
         for tensor in self.tensors:
             tensor.point_at_slot(buffer, wake)
 

@@ -232,7 +232,7 @@ class EngineOffloader(LayerwiseOffloader):
     # -- while it runs ------------------------------------------------------------------------------------------------
 
     def prepare_next(self) -> None:
-        """A forward has been given to the device, as a replay perhaps: copy ahead for the next one."""
+        """A forward has been submitted to the device, perhaps as a replay: copy ahead for the next one."""
         if self._session is not None:
             self._session.reset()
 

@@ -1,6 +1,6 @@
 """The two ends of a module's use of its unit, in eager and in compiled code.
 
-[Note: windows] A unit's tensors look into its slot while its module runs, from the first pre-hook to the last hook, and
+[Note: windows] A unit's tensors view its slot while its module runs, from the first pre-hook to the last hook, and
 rest otherwise (see :mod:`headrace.model.live_tensors`). The module's ``forward`` is wrapped for two cases that hooks
 do not see: a direct call of ``module.forward(x)``, which gets a window of its own, and a ``BaseException`` such as
 ``KeyboardInterrupt``, for which torch runs no ``always_call`` hooks.
@@ -25,7 +25,7 @@ so it comes last.
 
 All of them declare the offload's one ``token`` as mutated. It keeps them in the order of the program and from being
 dropped as dead code. Without it nothing would hold the ``wait`` of a unit after the ``release`` of the one before it
-in the same slot, because the compiler must not see that both look into one memory: it would rebuild their tensors from
+in the same slot, because the compiler must not see that both view one memory: it would rebuild their tensors from
 a common base, which it cannot do for several dtypes, and its cache would hand that code to a plan with other slots. So
 every tensor in a slot has a storage of its own (``BoundStorage.point_at_slot``). The tag is not declared mutated: a
 backend may hand a mutated tensor over as a copy, and the tag is identified by its address.
@@ -309,7 +309,7 @@ class UnitHook(_ModuleHook):
                 was_open = window in self._windows
                 if error := self.forget(window):
                     raise error
-                # Before another thread can open a window: what its operators look into is no view that was kept.
+                # Before another thread can open a window: views that its operators make are not kept views.
                 has_returned = window.has_returned or output is not None
                 if was_open and has_returned and self._promoter is not None:
                     output = self._without_views(output, self._promoter)

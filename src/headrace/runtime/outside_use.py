@@ -96,7 +96,7 @@ class Promoter(NotCopyable):
                 f"to keep it: {_fix(tensor)}, or raise the budget"
             )
         self._warn_no_room(tensor, how)
-        self.tensor_lock.acquire()  # until the operator has run: the tensor looks at one place
+        self.tensor_lock.acquire()  # until the operator has run: the tensor views one place at a time
         try:
             tensor.lend(self._on_device(storage))
         except BaseException:

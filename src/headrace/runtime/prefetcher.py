@@ -95,7 +95,7 @@ class Prefetcher:
                     self._start(unit, slot)
 
     def begin_forward(self) -> None:
-        """A forward begins: start what was left to it, after all that compute has been given."""
+        """A forward begins: start what was left to it, after all compute submitted so far."""
         self._require_own_process()
         with self._lock:
             self._require_open(begins=True)
@@ -189,7 +189,7 @@ class Prefetcher:
             reader.started_ns = time.perf_counter_ns()
 
     def release(self, unit: int, reader: Reader | None = None) -> None:
-        """Compute has been given everything that reads ``unit``; its slot may be refilled after it.
+        """All compute that reads ``unit`` is submitted; its slot may be refilled after it.
 
         ``reader``: as given to :meth:`wait`; by default the latest of the calling thread.
         """
@@ -326,7 +326,7 @@ class Prefetcher:
                 slot.transfer = None  # its event means nothing to the graph of the next piece
 
     def _record_read(self, slot: Slot) -> None:
-        """The next copy into ``slot`` waits for all that compute has been given so far."""
+        """The next copy into ``slot`` waits for all compute submitted so far."""
         if (event := self._link.record_compute()) is not None:
             slot.events.append(event)
 

@@ -69,7 +69,7 @@ class SessionOptions:
         measure_stalls: on a GPU, time every wait (two event records each); a CPU always does.
         replays_announced: :meth:`OffloadSession.wait_all` is called before every capture and every replay of a whole
             forward, and :meth:`OffloadSession.reset` soon after it.
-        keeps_addresses: an engine compiles or captures the model: tensors look into their slots all the time.
+        keeps_addresses: an engine compiles or captures the model: tensors view their slots all the time.
         never_promotes: why a tensor that is used outside of its module's forward is an error; ``None``: it is promoted.
     """
 

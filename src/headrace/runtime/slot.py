@@ -1,7 +1,7 @@
 """Slots: which unit each holds, which modules read it, who owns its bytes, and what CUDA graphs change about this.
 
 [Note: two timelines] While a graph is captured nothing runs: copies become nodes of the graph, and the slots keep what
-they had. So there are two records of what the slots hold. The *live* one follows what has been given to the device.
+they had. So there are two records of what the slots hold. The *live* one follows what has been submitted to the device.
 The *captured* one follows what will have happened at that point of a replay; it begins with the first units in the
 slots, because that is what every forward, eager or replayed, leaves behind. In a capture, a slot's content is trusted
 only if it is one of these or was copied by a node of the same capture; anything else is copied again in the graph.
@@ -28,7 +28,7 @@ Where only pieces between units are graphs, small batches run like that too, and
 [Note: loose modules] Pieces of a model may be replayed one by one with offloaded modules run by hand between them. The
 live record of the slots is then out of date, and no forward begins that would refill the held-back one. So
 a module that runs outside a forward once graphs exist gets its unit copied again, after all compute that has been
-given, and then its slot is refilled with what replays expect there, and waited for at once: slow, and right.
+submitted, and then its slot is refilled with what replays expect there, and waited for at once: slow, and right.
 """
 
 from __future__ import annotations
@@ -249,5 +249,5 @@ class GraphRecord:
                 slot.to_empty()
                 slot.transfer = None
                 event = None if slot.index in self._without_event else link.replay_event(slot.index)
-                # Without any event the next copy waits for all compute given until then, the replay included.
+                # Without any event the next copy waits for all compute submitted until then, the replay included.
                 slot.events = [*slot.events, event] if event is not None else []

@@ -244,7 +244,7 @@ class PinnedStore(Store):
         return {"host" if self.registrar is None else "host_pinned": kept, "adopted": adopted}
 
     def unpin(self) -> None:
-        """See :class:`Store`. What is held was pinned before, and tensors of a GPU look into it: it stays pinned."""
+        """See :class:`Store`. What is held was pinned before, and tensors of a GPU view it: it stays pinned."""
         # A registration that has not begun must not pin what this unpins.
         self._pool.shutdown(cancel_futures=True)
         for slab in self._slabs[self._num_held :]:

@@ -56,7 +56,7 @@ class Store(ABC):
     A store owns what it opened and gives it back in :meth:`close`; views handed out stay valid (contract 6).
 
     Attributes:
-        takes_over: live tensors may look into the store's memory as soon as their bytes are loaded there.
+        takes_over: live tensors may view the store's memory as soon as their bytes are loaded there.
         is_split: this process holds only a part of every unit.
     """
 
@@ -122,7 +122,7 @@ class Store(ABC):
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def unpin(self) -> None:
-        """Unregister pinned memory now, even while tensors look into it; it stays as ordinary memory."""
+        """Unregister pinned memory now, even while tensors view it; it stays as ordinary memory."""
 
     @abstractmethod
     def close(self) -> None:
@@ -270,7 +270,7 @@ class DiskStore(Store):
     def close(self) -> None:
         for file in self._files.values():
             file.close()
-        self._maps.clear()  # not closed: tensors may look into a mapping, which ends with the last of them
+        self._maps.clear()  # not closed: tensors may view a mapping, which ends with the last of them
         self._pinned.clear()
 
     def _read_pinned(self, storage: str) -> torch.Tensor:

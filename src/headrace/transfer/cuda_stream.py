@@ -101,7 +101,7 @@ class StreamLink(Link):
             )
 
     def _enqueue(self, load: Load, slot: torch.Tensor) -> None:
-        """Give the copies of one unit to the copy stream, which is current."""
+        """Submit the copies of one unit to the copy stream, which is current."""
         for start, piece in load.in_memory:
             slot[start : start + piece.numel()].copy_(piece, non_blocking=True)
 

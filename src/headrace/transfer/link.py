@@ -1,7 +1,7 @@
 """The contract every link keeps, and the link of a CPU.
 
-* ``record_compute()`` records an event after everything that compute has been given so far. A copy that is given this
-  event starts only after it, so the last kernel that reads a slot is done before the slot is overwritten.
+* ``record_compute()`` records an event after all compute submitted so far. A copy that is given this event starts only
+  after it, so the last kernel that reads a slot is done before the slot is overwritten.
 * ``copy()`` starts moving a unit and returns a :class:`Transfer` at once.
 * ``wait()`` holds compute (not necessarily the caller) until a transfer is done.
 
@@ -80,10 +80,10 @@ class Link(ABC):
 
     @abstractmethod
     def record_compute(self) -> ComputeEvent | None:
-        """Record an event after all that compute has been given so far; ``None`` where compute is synchronous."""
+        """Record an event after all compute submitted so far; ``None`` where compute is synchronous."""
 
     def leave_replay_event(self, slot: int) -> None:
-        """In a capture: record an event after all that compute has been given so far, at every replay of the graph.
+        """In a capture: record an event after all compute submitted so far, at every replay of the graph.
 
         There is one event per slot, which all graphs share.
         """

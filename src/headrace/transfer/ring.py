@@ -70,7 +70,7 @@ READ_BYTES = 4 << 20
 # against 12, 13 and 16) and on 8 of them (7, against 6 and 8). On 32 cores, too, 16 readers and more were slower than
 # 12, probably because they take turns with one interpreter's lock.
 SPARE_ONE_CORE_IN, MAX_READERS = 8, 14
-# How often the server looks at the words: a full ring is some two milliseconds of copies, and a worker that has
+# How often the server polls the words: a full ring is some two milliseconds of copies, and a worker that has
 # finished a piece looks too.
 ACTIVE_S, IDLE_S = 0.0005, 0.002
 IDLE_AFTER_S = 0.1
@@ -90,7 +90,7 @@ class Counter(IntEnum):
     STALLS = 1
     STALL_NS = 2
     MISSES = 3
-    SERVING = 4  # 1: a server looks at the words
+    SERVING = 4  # 1: a server polls the words
     FAILURE_BYTES = 5  # length of the message; 0: nothing has failed
     RETIRED = 6  # 1: the owner is gone, and the server may end when the stream has been done for a while
 
@@ -348,7 +348,7 @@ class RingServer:
     def _work(self, number: int) -> None:
         while (job := self._jobs.get()) is not None:
             fill, read, into = job
-            self._under_way[number] = fill, read  # before the look at _failed: see _answer_with_poison
+            self._under_way[number] = fill, read  # before _failed is read: see _answer_with_poison
             try:
                 if not fill.in_vain and not self._failed and not self._stopped:
                     read.src.source.read(read.src.offset, into)
@@ -361,7 +361,7 @@ class RingServer:
             del job, fill, read, into  # they hold the ring's memory
 
     def _landed(self, fill: _Fill) -> None:
-        """All of a piece was read: hand it over, and look at once what can be read next."""
+        """All of a piece was read: hand it over, and start at once what can be read next."""
         if not fill.in_vain:
             for source in {read.src.source for read in self._reads[fill.position]}:
                 source.require_unchanged()

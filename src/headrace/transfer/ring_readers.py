@@ -42,7 +42,7 @@ class ReaderProcess:
     """
 
     def __init__(self, task: RingTask, memory: RingMemory, memory_fd: int) -> None:
-        """Start it; it does not look at the ring before :meth:`serve`.
+        """Start it; it does not touch the ring before :meth:`serve`.
 
         Args:
             task: what it serves.

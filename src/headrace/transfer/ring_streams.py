@@ -126,7 +126,7 @@ class RingLink(StreamLink):
             collapse_parallel(blob, pin_threads())
             pin_shared(self._memory, CudaRegistrar(self._device), "use mode 'cpu'")
             self._copies = CudaCopyStream(self._stream, blob[self._ring.memory.layout.words_at :].data_ptr())
-            self._copies.try_out()  # before the readers look at the words
+            self._copies.try_out()  # before the readers poll the words
             self._readers.serve()
         except BaseException:
             self._end_readers()
@@ -229,11 +229,11 @@ def reads_of(layout: RingLayout, loads: Sequence[Load], read_bytes: int = READ_B
 class CudaCopyStream:
     """A CUDA stream over words at ``address``, one every 64 bytes, in pinned host memory.
 
-    It carries out what it is given one after the other, some time later; nothing but :meth:`try_out` blocks the caller.
+    Operations run in order of submission; nothing but :meth:`try_out` blocks the caller.
     """
 
     def __init__(self, stream: torch.cuda.Stream, address: int) -> None:
-        """Nothing is given to ``stream`` yet.
+        """Nothing is submitted to ``stream`` yet.
 
         Raises:
             OptionError: the driver has no stream memory operations.
@@ -244,7 +244,7 @@ class CudaCopyStream:
         self._write, self._wait = _driver_function("cuStreamWriteValue32"), _driver_function("cuStreamWaitValue32")
 
     def write(self, word: int, value: int) -> None:
-        """Set a word, visible after everything given before is done."""
+        """Set a word, visible after everything submitted before is done."""
         self._call(self._write, word, value, _WRITE_VALUE_DEFAULT)
 
     def wait_equal(self, word: int, value: int) -> None:
