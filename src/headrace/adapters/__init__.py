@@ -1,1 +1,1 @@
-"""Engines that headrace works inside, one file each; nothing here is imported before it is asked for."""
+"""Libraries and engines that headrace works with, one folder each; each is imported only when it is used."""

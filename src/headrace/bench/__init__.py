@@ -1,1 +1,1 @@
-"""Benchmarks that print the floor first and check the values they time."""
+"""One benchmark, a step of a reference stack: it measures the floor beside it and checks the values that it times."""

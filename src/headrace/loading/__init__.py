@@ -1,1 +1,1 @@
-"""From files into stores."""
+"""From files and live tensors into stores and onto the device, in one pass."""

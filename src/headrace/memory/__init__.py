@@ -1,1 +1,1 @@
-"""Host memory: pinned, shared, mapped; what the system has."""
+"""Host memory (pinned, shared, mapped), device memory that ranks share, and what the system has."""

@@ -1,8 +1,8 @@
 """Plan files: JSON that is written whole or not at all, and read back by building and comparing.
 
 This module is independent of plans. A reader builds an object from the few facts that nothing else follows from, writes
-it as JSON again, and compares that with the file (:func:`require_same`): what the file says of sums, offsets and
-digests has to be what follows, so that a file that was edited in one place only is refused.
+it as JSON again, and compares that with the file (:func:`require_same`): sums, offsets and digests of the file have
+to be what follows, so that a file that was edited in one place only is refused.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ do not see: a direct call of ``module.forward(x)``, which gets a window of its o
 ``KeyboardInterrupt``, for which torch runs no ``always_call`` hooks.
 
 [Note: ordering edges] In compiled code the hooks are traced as ops: ``headrace::wait`` and ``release`` around a module,
-``begin`` and ``join`` around a forward. A compiler may move any operation whose inputs it believes to be ready. Weights
+``begin`` and ``join`` around a forward. A compiler may move any operation whose inputs are ready in its graph. Weights
 are inputs of the graph, so without an edge ``(w - zero) * scale`` is ready from the start and would be hoisted above
 the wait. An edge on the hidden state does not help, since this arithmetic reads no hidden state. So two ops around the
 module declare the unit's own tensors as *mutated*:

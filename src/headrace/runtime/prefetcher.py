@@ -281,7 +281,7 @@ class Prefetcher:
                 self._link.wait(slot.transfer)
         slot.transfer = None
         capturing = self._capturing
-        # A replay that was not announced records no event, and those from before it say nothing about its reads.
+        # A replay that was not announced records no event, and those from before it do not cover its reads.
         events_are_old = self._graphs.exist and not self._graphs.announced and not capturing
         if behind_compute or events_are_old or not slot.events:
             self._record_read(slot)

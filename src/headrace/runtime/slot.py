@@ -12,7 +12,7 @@ once there are graphs, the slot of the last unit is refilled not at the end of a
 next, where the first layers hide it. Between forwards that slot is HELD_BACK, on both timelines.
 
 [Note: announced replays] An engine that calls ``wait_all`` before each replay allows more. A graph then begins with the
-first units in the slots, the held-back one too, and refills none of them at its end; an event inside it says when each
+first units in the slots, the held-back one too, and refills none of them at its end; an event inside it marks when each
 can be refilled. Behind these events the copies for the next forward run outside of any graph, beside whatever the
 engine does between two of them. A replay leaves unknown units in the slots, so they become EMPTY when it is announced.
 They are filled again when the engine reports that the replay is under way (``finish_forward``), or else at the next

@@ -196,7 +196,7 @@ def storages_in_engine_memory(bound: Mapping[str, BoundStorage]) -> frozenset[st
     }
     found = {name: storage.original_bytes() for name, storage in marked.items()}
     at_address = {name: torch.from_numpy(np.asarray(RawMemory(b.data_ptr(), b.numel()))) for name, b in found.items()}
-    return frozenset(name for name, blob in at_address.items() if blob.is_pinned())  # the driver knows by the address
+    return frozenset(name for name, blob in at_address.items() if blob.is_pinned())  # asks the driver
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:

@@ -1,1 +1,1 @@
-"""Copies from a store to the device."""
+"""Copies from a store to the device, and the probe that measures their rates."""

@@ -3,7 +3,7 @@
 The rules are transformers' own (``conversion_mapping``, ``core_model_loading``), called as ``from_pretrained`` calls
 them in ``convert_and_load_state_dict_in_model``, whose steps :func:`match` follows one by one: rename, collect per
 target, settle the dtype, convert. It differs in what the conversion code runs on: not data, but :class:`Stretches`,
-which say where in the files the data is.
+which are ranges of the files.
 """
 
 from __future__ import annotations

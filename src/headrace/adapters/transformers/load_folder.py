@@ -1,4 +1,4 @@
-"""transformers models from a local folder of safetensors, without ever holding the offloaded weights.
+"""transformers models from a local folder of safetensors, loaded within the memory of their plan.
 
 :func:`load` builds the model on ``meta`` from config.json, matches it with the headers of the files, makes the plan,
 and reads only what the plan keeps on the device or in host memory. Units in files stay in the unmodified files until
