@@ -2,7 +2,7 @@
 
 Everything that enumerates tensors uses :func:`take_inventory`; nothing else walks ``_parameters`` or ``_buffers``.
 
-A module object that hangs in several places goes by its first name, as in ``named_modules``; the other places are in
+A module object with several parents goes by its first name, as in ``named_modules``; the other places are in
 ``Inventory.shared``, and the names that they give to tensors in ``TensorInfo.aliases``.
 
 The unit of bookkeeping is the *storage*, not the tensor: tied weights, views and cached ``.view()`` attributes share
@@ -61,7 +61,7 @@ class TensorInfo:
         byte_offset: from the first byte of its :class:`StorageInfo`.
         shape, stride: in elements, as torch reports them.
         dtype: element type; ``num_bytes`` follows from it for packed and integer types alike.
-        aliases: further names, by which it is found where a module around it hangs in several places.
+        aliases: further names, by which it is found where a module around it has several parents.
     """
 
     locations: tuple[Location, ...]
@@ -156,7 +156,7 @@ class Inventory:
         modules: module names in order, with the class name of each.
         lookups: names of the embedding modules; unlike ``StorageInfo.is_lookup`` this includes tied tables.
         containers: names of the modules without a ``forward`` (``ModuleList``, ``ParameterList``, a bare ``Module``).
-        shared: the further places of modules that hang in several.
+        shared: the further places of modules that have several.
     """
 
     storages: tuple[StorageInfo, ...]

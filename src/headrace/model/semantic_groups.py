@@ -234,7 +234,7 @@ class _Layer:
         fused = dict(_fused_experts(outer))
         modules = dict(self._expert_modules(outer, fused))
         num_experts = {**fused, **modules}
-        # Modules that are experts own all that is inside; a router may hang inside a module of fused experts.
+        # Modules that are experts own all that is inside; a router may be inside a module of fused experts.
         self.experts = {
             module
             for module in (layer, *self.inside)

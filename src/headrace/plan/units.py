@@ -80,7 +80,7 @@ def find_stacks(inventory: Inventory) -> dict[str, list[str]]:
     stacks: dict[str, list[str]] = {}
     seen: set[str] = set()
     for name, layers in called.items():
-        # Only modules that hang in several places can be in two lists, or inside a layer of another list.
+        # Only modules with several parents can be in two lists, or inside a layer of another list.
         mine = {layer for layer in layers if layer not in seen and every_layer.isdisjoint(inventory.ancestors(layer))}
         seen |= mine
         if mine:

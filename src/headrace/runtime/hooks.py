@@ -30,10 +30,10 @@ a common base, which it cannot do for several dtypes, and its cache would hand t
 every tensor in a slot has a storage of its own (``BoundStorage.point_at_slot``). The tag is not declared mutated: a
 backend may hand a mutated tensor over as a copy, and the tag is identified by its address.
 
-The unit is named by ``tag``, a one-element tensor identified by its address, and not by a number: a number would be
-a constant of the graph, and an engine that compiles one layer and reuses the code for its siblings could not. Tags
-and the token hang on the modules themselves, and tensors are found by their paths from there, so that code kept on
-disk finds them again in the next process.
+The unit is named by ``tag``, a one-element tensor identified by its address, and not by a number: a number would be a
+constant of the graph, and an engine that compiles one layer and reuses the code for its siblings could not. Tags and
+the token are attributes of the modules themselves, and tensors are found by their paths from there, so that code kept
+on disk finds them again in the next process.
 """
 
 from __future__ import annotations
