@@ -162,7 +162,7 @@ def _as_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
         if other != mechanism:
             raise RuleError(
                 f"rules '{pattern}={other}' and '{pattern}={mechanism}' contradict each other: one pattern has one "
-                f"mechanism; leave one of them out"
+                f"mechanism; leave one of them out (--offload-rule)"
             )
         checked.append((pattern, mechanism))
     return tuple(checked)

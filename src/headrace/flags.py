@@ -260,8 +260,9 @@ def parse_rules(texts: Sequence[str]) -> list[Rule]:
     for text in texts:
         pattern, _, mechanism = text.rpartition("=")  # the last one: regular expressions contain it too
         if not pattern or mechanism not in get_args(Mechanism):
+            found = f"a mechanism, found {mechanism!r}" if pattern else "a mechanism"
             raise OptionError(
-                f"--offload-rule {text!r}: expected a name pattern, '=' and a mechanism; write PATTERN=MECHANISM with "
+                f"--offload-rule {text!r}: expected a name pattern, '=' and {found}; write PATTERN=MECHANISM with "
                 f"one of {', '.join(get_args(Mechanism))}, e.g. experts=uva or 're:.*\\.down_proj\\..*=prefetch'"
             )
         rules.append((pattern, cast(Mechanism, mechanism)))

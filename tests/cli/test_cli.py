@@ -244,7 +244,7 @@ def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
         ),
         (
             {"device_memory": "1GiB", "offload_rule": ["mlp=cpu"]},
-            "--offload-rule 'mlp=cpu': expected a name pattern, '=' and a mechanism; write PATTERN=",
+            "--offload-rule 'mlp=cpu': expected a name pattern, '=' and a mechanism, found 'cpu'; write PATTERN=",
         ),
         ({"offload_rule": ["a=uva"], "offload_group_size": 2}, "--offload-rule and --offload-group-size contradict"),
         ({"offload_rule": ["a=uva"], "cpu_offload_gb": 2.0}, "--offload-rule and --cpu-offload-gb contradict"),

@@ -171,7 +171,7 @@ FORM = """write it like --additional-config '{"headrace": {"device_memory": "20G
         ({"device_memory": "1GiB", "params": [1]}, OptionTypeError, 'such as ["mlp"], found [1]'),
         ({"device_memory": "1GiB", "rules": "a=uva"}, OptionTypeError, "headrace.rules: expected a list of strings"),
         ({"device_memory": "1GiB", "rules": ["mlp"]}, OptionError, "headrace.rules: 'mlp': expected a name pattern"),
-        ({"device_memory": "1GiB", "rules": ["a=cpu"]}, OptionError, "headrace.rules: 'a=cpu': expected a name"),
+        ({"device_memory": "1GiB", "rules": ["a=cpu"]}, OptionError, "'=' and a mechanism, found 'cpu'; write"),
         (
             {"device_memory": "1GiB", "rules": ["a=uva", "b=uva", "a=prefetch"]},
             OptionError,
