@@ -62,30 +62,30 @@ def check(code: object) -> None:
 
 
 @contextmanager
-def registered(blob: torch.Tensor, num_threads: int, piece: int) -> Iterator[float]:
-    """Seconds that registering ``blob`` took; unregistered at the end."""
-    cudart, address = torch.cuda.cudart(), blob.data_ptr()
+def registered(buffer: torch.Tensor, num_threads: int, piece: int) -> Iterator[float]:
+    """Seconds that registering ``buffer`` took; unregistered at the end."""
+    cudart, address = torch.cuda.cudart(), buffer.data_ptr()
 
     def register(start: int, end: int) -> None:
         check(cudart.cudaHostRegister(address + start, end - start, 0))
 
     try:
-        yield in_threads(num_threads, register, blob.numel(), piece)
+        yield in_threads(num_threads, register, buffer.numel(), piece)
     finally:
-        for start, _ in pieces(blob.numel(), piece):
+        for start, _ in pieces(buffer.numel(), piece):
             check(cudart.cudaHostUnregister(address + start))
 
 
 def touching(num_bytes: int) -> None:
     for huge in (True, False):
         for num_threads in sorted({1, 4, 8, CORES}):
-            blob = fresh(num_bytes if num_threads > 1 else GIB, huge)
-            seconds = timed(lambda blob=blob, n=num_threads: populate_parallel(blob, n))
-            say(f"populate, {num_threads} threads, {'huge' if huge else 'small'} pages", blob.numel(), seconds)
+            buffer = fresh(num_bytes if num_threads > 1 else GIB, huge)
+            seconds = timed(lambda buffer=buffer, n=num_threads: populate_parallel(buffer, n))
+            say(f"populate, {num_threads} threads, {'huge' if huge else 'small'} pages", buffer.numel(), seconds)
     shared = mmap.mmap(-1, num_bytes)
     shared.madvise(mmap.MADV_HUGEPAGE)
-    blob = torch.frombuffer(shared, dtype=torch.uint8)
-    say(f"populate, {CORES} threads, shared mapping", num_bytes, timed(lambda: populate_parallel(blob, CORES)))
+    buffer = torch.frombuffer(shared, dtype=torch.uint8)
+    say(f"populate, {CORES} threads, shared mapping", num_bytes, timed(lambda: populate_parallel(buffer, CORES)))
     strided = fresh(num_bytes)
 
     def write(start: int, end: int) -> None:
@@ -96,15 +96,15 @@ def touching(num_bytes: int) -> None:
 
 def registering(num_bytes: int) -> None:
     for huge in (True, False):
-        blob = fresh(num_bytes, huge)
-        populate_parallel(blob, CORES)
+        buffer = fresh(num_bytes, huge)
+        populate_parallel(buffer, CORES)
         for num_threads, piece in ((1, num_bytes), (1, GIB), (4, GIB), (1, 256 * MIB), (4, 256 * MIB), (8, 256 * MIB)):
-            with registered(blob, num_threads, piece) as seconds:
+            with registered(buffer, num_threads, piece) as seconds:
                 name = "the whole" if piece == num_bytes else f"{piece // MIB} MiB"
                 pages = "huge" if huge else "small"
                 say(f"register {name} in {num_threads} threads, touched {pages} pages", num_bytes, seconds)
-    blob = fresh(num_bytes)
-    with registered(blob, 1, num_bytes) as seconds:
+    buffer = fresh(num_bytes)
+    with registered(buffer, 1, num_bytes) as seconds:
         say("register the whole, untouched huge pages", num_bytes, seconds)
     seconds = timed(lambda: torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True))
     say("torch.empty(pin_memory=True)", num_bytes, seconds)
@@ -183,35 +183,37 @@ def _forget(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _fill(fd: int, blob: torch.Tensor, piece: int, populate_first: bool, pages: str, num_threads: int = CORES) -> None:
-    view = blob.numpy().data
+def _fill(
+    fd: int, buffer: torch.Tensor, piece: int, populate_first: bool, pages: str, num_threads: int = CORES
+) -> None:
+    view = buffer.numpy().data
 
     def read(start: int, end: int) -> None:
         if populate_first:
-            populate(blob[start:end])
+            populate(buffer[start:end])
         done = start
         while done < end:
             done += os.preadv(fd, [view[done:end]], done)
 
-    seconds = in_threads(num_threads, read, blob.numel(), piece)
+    seconds = in_threads(num_threads, read, buffer.numel(), piece)
     how = "populate, then read" if populate_first else "read"
-    say(f"{how}, {piece // MIB} MiB pieces, {num_threads} threads, {pages} pages", blob.numel(), seconds)
+    say(f"{how}, {piece // MIB} MiB pieces, {num_threads} threads, {pages} pages", buffer.numel(), seconds)
 
 
 def overlapping(num_bytes: int) -> None:
     """Touch in all threads, register 256 MiB or 1 GiB slabs in one more as they are ready."""
     for slab in (256 * MIB, GIB):
-        blob = fresh(num_bytes)
-        seconds = timed(partial(_touch_and_register, blob, slab))
+        buffer = fresh(num_bytes)
+        seconds = timed(partial(_touch_and_register, buffer, slab))
         say(f"touch and register {slab // MIB} MiB slabs side by side", num_bytes, seconds)
         for start, _ in pieces(num_bytes, slab):
-            check(torch.cuda.cudart().cudaHostUnregister(blob.data_ptr() + start))
+            check(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr() + start))
 
 
-def _touch_and_register(blob: torch.Tensor, slab_bytes: int) -> None:
+def _touch_and_register(buffer: torch.Tensor, slab_bytes: int) -> None:
     register = torch.cuda.cudart().cudaHostRegister
     with ThreadPoolExecutor(CORES) as pool, ThreadPoolExecutor(1) as registrar:
-        slabs = [blob[start:end] for start, end in pieces(blob.numel(), slab_bytes)]
+        slabs = [buffer[start:end] for start, end in pieces(buffer.numel(), slab_bytes)]
         touched = [[pool.submit(populate, slab[a:b]) for a, b in pieces(slab.numel(), 8 * MIB)] for slab in slabs]
         codes = []
         for slab, futures in zip(slabs, touched, strict=True):
@@ -227,22 +229,22 @@ def copying(num_bytes: int) -> None:
     size = min(num_bytes, GIB)
     device = torch.empty(size, dtype=torch.uint8, device="cuda")
     for huge in (True, False):
-        blob = fresh(size, huge)
-        populate_parallel(blob, CORES)
-        with registered(blob, 1, size):
-            say(f"copy to the device, {'huge' if huge else 'small'} pages", size, _copy_s(device, blob))
-    blob = fresh(size)
-    populate_parallel(blob, CORES)
-    with registered(blob, 1, size // 2):
+        buffer = fresh(size, huge)
+        populate_parallel(buffer, CORES)
+        with registered(buffer, 1, size):
+            say(f"copy to the device, {'huge' if huge else 'small'} pages", size, _copy_s(device, buffer))
+    buffer = fresh(size)
+    populate_parallel(buffer, CORES)
+    with registered(buffer, 1, size // 2):
         try:
-            say("copy across two registrations", size, _copy_s(device, blob))
+            say("copy across two registrations", size, _copy_s(device, buffer))
         except RuntimeError as error:
             print(f"copy across two registrations: {str(error).splitlines()[0]}", flush=True)
 
 
-def _copy_s(device: torch.Tensor, blob: torch.Tensor) -> float:
+def _copy_s(device: torch.Tensor, buffer: torch.Tensor) -> float:
     def run() -> None:
-        device.copy_(blob, non_blocking=True)
+        device.copy_(buffer, non_blocking=True)
         torch.cuda.synchronize()
 
     return statistics.median(timed(run) for _ in range(3))
@@ -261,10 +263,10 @@ def machine() -> None:
 
 
 def warm_up() -> None:
-    blob = fresh(whole_pages(MIB))
-    populate(blob)
-    with registered(blob, 1, blob.numel()):
-        torch.zeros(1, device="cuda").copy_(blob[:1])
+    buffer = fresh(whole_pages(MIB))
+    populate(buffer)
+    with registered(buffer, 1, buffer.numel()):
+        torch.zeros(1, device="cuda").copy_(buffer[:1])
     torch.cuda.synchronize()
 
 

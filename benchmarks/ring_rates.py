@@ -42,7 +42,7 @@ class Ring:
     """One ring that is being served."""
 
     ring: StagingRing
-    blob: torch.Tensor
+    buffer: torch.Tensor
     stream: CudaCopyStream | None
     slot: torch.Tensor | None
 
@@ -74,7 +74,7 @@ class Ring:
         assert self.stream is not None
         begin = time.perf_counter()
         for piece in self.ring.memory.layout.pieces:
-            entry = self.blob[piece.entry * self.ring.memory.layout.entry_bytes :][: piece.num_bytes]
+            entry = self.buffer[piece.entry * self.ring.memory.layout.entry_bytes :][: piece.num_bytes]
             self.stream.copy(self.slot[piece.start : piece.start + piece.num_bytes], entry)
         torch.cuda.synchronize()
         return self._num_bytes() / (time.perf_counter() - begin) / 1e9
@@ -91,21 +91,21 @@ def serving(path: Path, readers: int, size: tuple[int, int], read_bytes: int) ->
     loads = [Load(u, (Copy(ByteRange(file, u * unit_bytes, unit_bytes), 0),)) for u in range(NUM_UNITS)]
     shared = SharedMemory.create(layout.num_bytes)
     pinned = PinnedBuffer(shared.map(0, layout.num_bytes))
-    collapse_parallel(pinned.blob, pin_threads())
+    collapse_parallel(pinned.buffer, pin_threads())
     stream = slot = None
     if torch.cuda.is_available():
         pin_shared(pinned, CudaRegistrar(), "try again")
         copies = torch.cuda.Stream()
-        stream = CudaCopyStream(copies, pinned.blob[layout.words_at :].data_ptr())
+        stream = CudaCopyStream(copies, pinned.buffer[layout.words_at :].data_ptr())
         slot = torch.empty(unit_bytes, dtype=torch.uint8, device="cuda")
     else:
-        populate_parallel(pinned.blob, pin_threads())
-    ring = StagingRing(layout, pinned.blob)
+        populate_parallel(pinned.buffer, pin_threads())
+    ring = StagingRing(layout, pinned.buffer)
     task = RingTask(layout, reads_of(layout, loads, read_bytes), readers, STUCK_S)
     process = ReaderProcess(task, ring.memory, shared.fileno())
     try:
         process.serve()
-        yield Ring(ring, pinned.blob, stream, slot)
+        yield Ring(ring, pinned.buffer, stream, slot)
         ring.check()
     finally:
         process.close()

@@ -47,9 +47,9 @@ def _rows(expert: torch.Tensor, row: torch.Tensor, out: torch.Tensor) -> None:
 
 def _registered(num_bytes: int, huge: bool) -> torch.Tensor:
     pinned = PinnedBuffer(torch.from_numpy(map_pages(num_bytes, huge=huge)))
-    populate_parallel(pinned.blob, pin_threads())
+    populate_parallel(pinned.buffer, pin_threads())
     assert pinned.register(CudaRegistrar()) == 0
-    return pinned.blob
+    return pinned.buffer
 
 
 def main() -> None:
@@ -59,12 +59,12 @@ def main() -> None:
     num_bytes = num_experts * EXPERT_BYTES
     device = torch.device("cuda")
     torch.zeros(1, device=device)
-    blobs = {
+    buffers = {
         "registered, huge pages": _registered(num_bytes, True),
         "registered, small pages": _registered(num_bytes, False),
         "torch pin_memory": torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True),
     }
-    views = {n: device_view(b, device).view(torch.bfloat16).view(-1, EXPERT_ROWS, COLUMNS) for n, b in blobs.items()}
+    views = {n: device_view(b, device).view(torch.bfloat16).view(-1, EXPERT_ROWS, COLUMNS) for n, b in buffers.items()}
     row = torch.randn(COLUMNS, device=device, dtype=torch.bfloat16)
     out = torch.empty(EXPERT_ROWS, device=device)
     _check_tiles(next(iter(views.values()))[0], row, out)

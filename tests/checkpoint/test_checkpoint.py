@@ -207,7 +207,7 @@ class TestOpen:
         assert Checkpoint.open(sharded)["a"].shape == (3,)
 
     def test_shards_in_a_subfolder_and_behind_links(self, sharded: Path, tmp_path: Path) -> None:
-        # A Hugging Face cache: the snapshot folder holds links to `../../blobs/...`.
+        # A Hugging Face cache: the snapshot folder holds links to `../../buffers/...`.
         snapshot = tmp_path / "snapshots" / "main"
         (snapshot / "sub").mkdir(parents=True)
         (snapshot / "sub" / "one.safetensors").symlink_to(sharded / "model-00001-of-00002.safetensors")
@@ -574,7 +574,7 @@ class TestSeveralFiles:
 
     def test_link_to_nothing_is_missing(self, sharded: Path) -> None:
         shard = sharded / "model-00002-of-00002.safetensors"
-        shard.rename(sharded / "blob")
+        shard.rename(sharded / "buffer")
         shard.symlink_to("incomplete")
         assert "missing: 1 (" in refusal(sharded, str(sharded / INDEX))
 

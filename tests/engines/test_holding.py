@@ -34,7 +34,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> BuildTimePool:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     assert is_plain(nn.Parameter(torch.zeros(2)))
     monkeypatch.setattr(
-        under_construction, "device_view", lambda blob, device: torch.frombuffer(blob.numpy(), dtype=torch.uint8)
+        under_construction, "device_view", lambda buffer, device: torch.frombuffer(buffer.numpy(), dtype=torch.uint8)
     )
     return BuildTimePool(lambda device: Ledger())
 

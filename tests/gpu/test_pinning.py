@@ -122,8 +122,8 @@ def test_offload_during_a_capture_is_refused() -> None:
 @torch.no_grad()
 def test_what_is_dropped_during_a_capture_is_unregistered_after_it() -> None:
     registrar = CudaRegistrar()
-    blob = torch.zeros(8 * MIB, dtype=torch.uint8)
-    pinned: PinnedBuffer | None = PinnedBuffer(blob)
+    buffer = torch.zeros(8 * MIB, dtype=torch.uint8)
+    pinned: PinnedBuffer | None = PinnedBuffer(buffer)
     assert pinned is not None
     assert pinned.register(registrar) == 0
     x = torch.zeros(8, device="cuda")
@@ -134,20 +134,20 @@ def test_what_is_dropped_during_a_capture_is_unregistered_after_it() -> None:
         gc.collect()
     graph.replay()
     assert y.sum().item() == 8
-    again = PinnedBuffer(blob)
+    again = PinnedBuffer(buffer)
     assert again.register(registrar) == 0, "the same memory, which has to have been given back before"
 
 
 def test_a_refusal_leaves_no_error_behind() -> None:
     registrar = CudaRegistrar()
-    blob = torch.from_numpy(map_pages(8 * MIB))
-    populate_parallel(blob, 2)
-    assert registrar.register(blob.data_ptr(), blob.numel()) == 0
+    buffer = torch.from_numpy(map_pages(8 * MIB))
+    populate_parallel(buffer, 2)
+    assert registrar.register(buffer.data_ptr(), buffer.numel()) == 0
     try:
-        assert registrar.register(blob.data_ptr(), blob.numel()) != 0
+        assert registrar.register(buffer.data_ptr(), buffer.numel()) != 0
         assert torch.ones(4, device="cuda").add(1).sum().item() == 8
     finally:
-        registrar.unregister(blob.data_ptr())
+        registrar.unregister(buffer.data_ptr())
 
 
 GROWTH = """

@@ -100,7 +100,7 @@ class TestDeliver:
         self, shapes: list[tuple[int, list[int], bool]], piece: int, threads: int
     ) -> None:
         data = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size, _, _ in shapes]
-        rooms = [torch.zeros_like(blob) for blob in data]
+        rooms = [torch.zeros_like(buffer) for buffer in data]
         landed: list[str] = []
         moved: list[int] = []
         ring = Ring()
@@ -111,8 +111,8 @@ class TestDeliver:
 
         deliver(
             (
-                delivery(str(i), blob, [c for c in cuts if c < size], Elsewhere(room) if up else room)  # type: ignore[arg-type]
-                for i, (blob, room, (size, cuts, up)) in enumerate(zip(data, rooms, shapes, strict=True))
+                delivery(str(i), buffer, [c for c in cuts if c < size], Elsewhere(room) if up else room)  # type: ignore[arg-type]
+                for i, (buffer, room, (size, cuts, up)) in enumerate(zip(data, rooms, shapes, strict=True))
             ),
             num_threads=threads,
             uploader=ring,
@@ -121,7 +121,7 @@ class TestDeliver:
             piece_bytes=piece,
         )
         assert landed == [str(i) for i in range(len(shapes))]
-        assert sum(moved) == sum(blob.numel() for blob in data)
+        assert sum(moved) == sum(buffer.numel() for buffer in data)
         assert max(moved, default=0) <= piece
         assert max(ring.sizes, default=0) <= min(piece, 64)
         assert ring.finished == 1
@@ -130,7 +130,7 @@ class TestDeliver:
         data = [torch.ones(size, dtype=torch.uint8) for size in (10, 10, 10, 1000)]
         moved: list[int] = []
         deliver(
-            [delivery(str(i), blob, [], torch.zeros_like(blob)) for i, blob in enumerate(data)],
+            [delivery(str(i), buffer, [], torch.zeros_like(buffer)) for i, buffer in enumerate(data)],
             num_threads=2,
             on_progress=moved.append,
             piece_bytes=400,
@@ -161,8 +161,8 @@ class TestDeliver:
         assert threading.active_count() == threads
 
     def test_a_source_that_does_not_add_up(self) -> None:
-        blob = torch.ones(10, dtype=torch.uint8)
-        short = Delivery("w", lambda: [Copy(ByteRange.of(blob[:10]), 0)], torch.zeros(11, dtype=torch.uint8))
+        buffer = torch.ones(10, dtype=torch.uint8)
+        short = Delivery("w", lambda: [Copy(ByteRange.of(buffer[:10]), 0)], torch.zeros(11, dtype=torch.uint8))
         with pytest.raises(TransferError, match="w: expected sources of 11 bytes, found 10"):
             deliver([short], num_threads=1)
 
@@ -176,11 +176,11 @@ class TestDeliver:
             for i in range(40):
                 array = np.ones(100, np.uint8)
                 alive.append(weakref.ref(array))
-                blob = torch.from_numpy(array)
+                buffer = torch.from_numpy(array)
                 del array
                 most = max(most, sum(ref() is not None for ref in alive))
-                copies = [Copy(ByteRange.of(blob), 0)]
-                del blob
+                copies = [Copy(ByteRange.of(buffer), 0)]
+                del buffer
                 yield Delivery(str(i), copies.copy, torch.empty(100, dtype=torch.uint8))
                 del copies
 

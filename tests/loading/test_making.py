@@ -151,11 +151,11 @@ class TestMaker:
         assert sorted(maker.order) == sorted(shuffled)
         for name in maker.order:
             (copy,) = maker.copies(name)
-            blob = bytearray(copy.num_bytes)
-            copy.src.read(memoryview(blob))
+            buffer = bytearray(copy.num_bytes)
+            copy.src.read(memoryview(buffer))
             i = int(name[-1])
             expected = torch.full((8, 8), 4.0 * i + 1 if "sum" in name else -1.0)
-            assert bytes(blob) == bytes(writable_view(expected.view(torch.uint8).reshape(-1)))
+            assert bytes(buffer) == bytes(writable_view(expected.view(torch.uint8).reshape(-1)))
         maker.close()
         assert counter.stats.buffered == 12 * 256, "every part once"
         assert most == 2, "the parts of one recipe"

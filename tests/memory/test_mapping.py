@@ -96,12 +96,12 @@ def test_whole_huge_pages_alone(file: int) -> None:
 
 def test_shared_memory_is_mapped_so() -> None:
     shared = SharedMemory.create(40 << 20)
-    blob = shared.map(0, 40 << 20)
-    collapse_parallel(blob, 2)
-    assert blob.data_ptr() % HUGE_PAGE_BYTES == 0
-    assert not blob.any()
-    blob[12345] = 1
-    assert torch.equal(shared.map(0, 40 << 20), blob)
+    buffer = shared.map(0, 40 << 20)
+    collapse_parallel(buffer, 2)
+    assert buffer.data_ptr() % HUGE_PAGE_BYTES == 0
+    assert not buffer.any()
+    buffer[12345] = 1
+    assert torch.equal(shared.map(0, 40 << 20), buffer)
     shared.close()
 
 
@@ -134,11 +134,11 @@ def test_each_rank_touches_what_it_brings() -> None:
     store.close()
 
 
-def resident(blob: torch.Tensor) -> torch.Tensor:
+def resident(buffer: torch.Tensor) -> torch.Tensor:
     """Whether each page of 4 KiB is there (mincore(2))."""
-    found = torch.zeros(blob.numel() // 4096, dtype=torch.uint8)
+    found = torch.zeros(buffer.numel() // 4096, dtype=torch.uint8)
     code = ctypes.CDLL(None).mincore(
-        ctypes.c_void_p(blob.data_ptr()), ctypes.c_size_t(blob.numel()), ctypes.c_void_p(found.data_ptr())
+        ctypes.c_void_p(buffer.data_ptr()), ctypes.c_size_t(buffer.numel()), ctypes.c_void_p(found.data_ptr())
     )
     assert code == 0
     return found & 1

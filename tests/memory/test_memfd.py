@@ -164,8 +164,8 @@ class TestSharedStore:
         store.finish()
         assert sorted(written) == ["table", "u0.0", "u0.1", "u1.0", "u2.0"]
         assert store.account == {"host_shared": shared_bytes(UNITS, IN_PLACE, 6000)}
-        for name, blob in written.items():
-            assert torch.equal(store.destination(name), blob)
+        for name, buffer in written.items():
+            assert torch.equal(store.destination(name), buffer)
         for one in UNITS:
             slab = store.load(one).slab
             assert slab is not None

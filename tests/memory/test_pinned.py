@@ -40,23 +40,23 @@ def fill_store(store: PinnedStore, units: Sequence[Unit], in_place: Mapping[str,
 
 class TestPages:
     def test_populate_makes_every_page_real_and_keeps_bytes(self) -> None:
-        blob = torch.from_numpy(map_pages(8 * MIB + 123, huge=False))
-        blob[5 * MIB] = 7
+        buffer = torch.from_numpy(map_pages(8 * MIB + 123, huge=False))
+        buffer[5 * MIB] = 7
         before = resident_pages()
-        populate(blob[MIB + 1 : -1])
+        populate(buffer[MIB + 1 : -1])
         # Of 8 MiB the first is left out but for the page that holds the cut, and one page was there.
         assert resident_pages() - before >= 7 * MIB // mmap.PAGESIZE - 8
-        assert blob[5 * MIB] == 7
-        assert blob.count_nonzero() == 1
+        assert buffer[5 * MIB] == 7
+        assert buffer.count_nonzero() == 1
 
     def test_an_older_kernel_is_served_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("headrace.memory.pages._MADV_POPULATE_WRITE", 9999)
-        blob = torch.from_numpy(map_pages(8 * MIB + 1, huge=False))
-        blob[-1] = 3
+        buffer = torch.from_numpy(map_pages(8 * MIB + 1, huge=False))
+        buffer[-1] = 3
         before = resident_pages()
-        populate_parallel(blob, 2, MIB + 1)
+        populate_parallel(buffer, 2, MIB + 1)
         assert resident_pages() - before >= 8 * MIB // mmap.PAGESIZE - 8
-        assert blob[-1] == 3
+        assert buffer[-1] == 3
 
     @given(st.integers(0, 100), st.integers(1, 30))
     def test_pieces_cover_everything_once(self, num_bytes: int, piece: int) -> None:
@@ -75,8 +75,8 @@ class TestPinnedBytes:
         ledger = Ledger()
         pinned = PinnedBuffer(torch.arange(100, dtype=torch.uint8))
         assert pinned.register(ledger) == 0
-        view = pinned.blob[10:20].view(torch.int16)
-        address = pinned.blob.data_ptr()
+        view = pinned.buffer[10:20].view(torch.int16)
+        address = pinned.buffer.data_ptr()
         del pinned
         gc.collect()
         assert ledger.held == {address: 100}
@@ -221,10 +221,10 @@ class TestAdoption:
         assert store.host_bytes == 70_000 + 5000 + self.units[1].num_bytes
 
     def test_a_refused_one_is_copied(self) -> None:
-        blob = torch.ones(70_000, dtype=torch.uint8)
-        store = PinnedStore(self.units, {}, Ledger(refusals=[712]), adopt={"u0.0": blob})
+        buffer = torch.ones(70_000, dtype=torch.uint8)
+        store = PinnedStore(self.units, {}, Ledger(refusals=[712]), adopt={"u0.0": buffer})
         assert store.adopted == frozenset()
-        assert store.destination("u0.0").data_ptr() != blob.data_ptr()
+        assert store.destination("u0.0").data_ptr() != buffer.data_ptr()
 
     def test_only_large_whole_anonymous_memory(self, tmp_path: object) -> None:
         big = torch.zeros(MIN_ADOPTED_BYTES, dtype=torch.uint8)
@@ -283,10 +283,10 @@ class TestHeld:
         store = PinnedStore([whole], {}, ledger, held=held)
         load = store.load(whole)
         assert load.slab is not None
-        assert torch.equal(load.slab, memory.blob[256:])
+        assert torch.equal(load.slab, memory.buffer[256:])
         assert store.kept == {"u0.0", "u0.1"}
         assert [what for what, _, _ in ledger.log] == ["register"]
-        assert store.account == {"host_pinned": memory.blob.numel(), "adopted": 0}
+        assert store.account == {"host_pinned": memory.buffer.numel(), "adopted": 0}
 
     def test_a_unit_held_apart_travels_in_pieces(self) -> None:
         ledger = Ledger()
@@ -298,10 +298,10 @@ class TestHeld:
         assert load.slab is None
         assert [(start, piece.numel()) for start, piece in load.in_memory] == [(0, 1000), (1024, 700)]
         for (_, piece), memory in zip(load.in_memory, memories, strict=True):
-            assert torch.equal(piece, memory.blob)
+            assert torch.equal(piece, memory.buffer)
         slab = torch.zeros(whole.num_bytes, dtype=torch.uint8)
         fill(slab, load.copies)
-        assert torch.equal(slab[1024:1724], memories[1].blob)
+        assert torch.equal(slab[1024:1724], memories[1].buffer)
 
     def test_an_offload_that_fails_leaves_what_was_held_pinned(self) -> None:
         """Tensors of a GPU look into it, and go on doing so."""
@@ -311,7 +311,7 @@ class TestHeld:
         store.pin_now()
         assert len(ledger.held) == 2
         store.unpin()
-        assert list(ledger.held) == [memory.blob.data_ptr()]
+        assert list(ledger.held) == [memory.buffer.data_ptr()]
 
     def test_a_unit_held_in_part_is_made_anew(self) -> None:
         ledger = Ledger()
@@ -326,7 +326,7 @@ class TestHeld:
         ledger = Ledger()
         memory = self.memory(5000, ledger)
         store = PinnedStore([], {"table": 5000}, ledger, held={"table": Held(memory, 0, 5000)})
-        assert store.in_place("table").data_ptr() == memory.blob.data_ptr()
+        assert store.in_place("table").data_ptr() == memory.buffer.data_ptr()
 
     def test_the_last_view_gives_it_back(self) -> None:
         ledger = Ledger()

@@ -103,9 +103,9 @@ class TestHostMemory:
         info = take_inventory(model).by_name["embed.weight"]
         store = DiskStore({"embed.weight": weights.source(info)}, pin_in_place=True)
         with pytest.warns(UserWarning, match="HEADRACE_DISABLE_PIN_MEMORY"):
-            blob = store.in_place("embed.weight")
-        assert torch.equal(blob.view(torch.float32), model.embed.weight.detach().reshape(-1))
-        assert store.in_place("embed.weight") is blob
+            buffer = store.in_place("embed.weight")
+        assert torch.equal(buffer.view(torch.float32), model.embed.weight.detach().reshape(-1))
+        assert store.in_place("embed.weight") is buffer
         assert store.host_bytes == info.num_bytes
         store.close()
         assert store.host_bytes == 0

@@ -69,18 +69,18 @@ class TestChecksum:
     @settings(max_examples=60, deadline=None)
     @given(st.binary(min_size=1, max_size=60), st.integers(0, 9), st.integers(0, 59), st.integers(1, 255))
     def test_sees_every_byte_and_no_address(self, data: bytes, offset: int, place: int, change: int) -> None:
-        blob = torch.tensor(list(data), dtype=torch.uint8)
-        moved = torch.cat([torch.zeros(offset, dtype=torch.uint8), blob])[offset:]
-        assert checksum(moved) == checksum(blob)
+        buffer = torch.tensor(list(data), dtype=torch.uint8)
+        moved = torch.cat([torch.zeros(offset, dtype=torch.uint8), buffer])[offset:]
+        assert checksum(moved) == checksum(buffer)
         moved[place % len(data)] ^= change
-        assert checksum(moved) != checksum(blob)
+        assert checksum(moved) != checksum(buffer)
 
     def test_order_and_length_count(self) -> None:
-        blob = torch.arange(3 << 20, dtype=torch.int64).view(torch.uint8)
-        other = blob.clone()
-        other[:8], other[8:16] = blob[8:16], blob[:8]
-        blocks = torch.cat([blob[8 << 20 :], blob[: 8 << 20]])
-        assert len({checksum(blob), checksum(other), checksum(blob[:-1]), checksum(blocks)}) == 4
+        buffer = torch.arange(3 << 20, dtype=torch.int64).view(torch.uint8)
+        other = buffer.clone()
+        other[:8], other[8:16] = buffer[8:16], buffer[:8]
+        blocks = torch.cat([buffer[8 << 20 :], buffer[: 8 << 20]])
+        assert len({checksum(buffer), checksum(other), checksum(buffer[:-1]), checksum(blocks)}) == 4
 
 
 def forwards(rank: int, mode: str, folder: str | None) -> dict[str, Any]:

@@ -77,8 +77,8 @@ class TestSameBytes:
         path, content = written
         forget(path)
         file = File(path, direct_or_skip(path, direct))
-        blob = torch.from_numpy(map_pages(4 * MIB))
-        free = blob
+        buffer = torch.from_numpy(map_pages(4 * MIB))
+        free = buffer
         for size in (300_000, 1000, 0, 1):
             size = min(size, SIZE - offset)
             staged, free = read_staged(ByteRange(file, offset, size), free)

@@ -361,7 +361,7 @@ class TestEnd:
         shared = SharedMemory.create(layout.num_bytes)
         pinned = PinnedBuffer(shared.map(0, layout.num_bytes))
         pinned.register(ledger)
-        ring = StagingRing(layout, pinned.blob)
+        ring = StagingRing(layout, pinned.buffer)
         reads = reads_of(layout, [store.load(unit) for unit in plan.units])
         readers = ReaderProcess(RingTask(layout, reads, 2, 60.0), ring.memory, shared.fileno())
         readers.serve()

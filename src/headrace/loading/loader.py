@@ -22,7 +22,7 @@ from headrace.memory.system import cpus_near, trim_heap
 from headrace.model.live_tensors import BoundStorage
 from headrace.stats import ReadStats
 from headrace.stores.sources import ByteRange, Copy, DiskOptions, ReadCounter
-from headrace.stores.store import DiskStore, Store, new_blob
+from headrace.stores.store import DiskStore, Store, new_buffer
 
 __all__ = ["TensorConverter", "WeightLoader", "require_weights"]
 
@@ -233,10 +233,10 @@ class TensorConverter:
         self._ready.clear()
 
     def _read(self, recipe: Conversion) -> dict[str, torch.Tensor]:
-        blobs = {part.name: new_blob(part.num_bytes) for part in recipe.parts}
-        deliveries = (Delivery(name, partial(self._files.copies, name), blob) for name, blob in blobs.items())
+        buffers = {part.name: new_buffer(part.num_bytes) for part in recipe.parts}
+        deliveries = (Delivery(name, partial(self._files.copies, name), buffer) for name, buffer in buffers.items())
         deliver(deliveries, num_threads=self.num_threads, cpus=self.cpus)
-        return {part.name: blobs[part.name].view(part.dtype).reshape(part.shape) for part in recipe.parts}
+        return {part.name: buffers[part.name].view(part.dtype).reshape(part.shape) for part in recipe.parts}
 
 
 def require_weights(weights: WeightMap | None) -> WeightMap:

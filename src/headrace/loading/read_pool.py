@@ -265,7 +265,7 @@ class CudaUploader(UploadRing):
         if registrar is not None:
             self._pinned.register(registrar)
         # No method of this starts the copies: the buffers of a cycle would stay until garbage is collected.
-        super().__init__(self._pinned.blob.split(_BUFFER_BYTES), partial(_start_copies, self._stream))
+        super().__init__(self._pinned.buffer.split(_BUFFER_BYTES), partial(_start_copies, self._stream))
 
     def finish(self) -> None:
         """Return when every copy is done."""

@@ -170,21 +170,21 @@ def resident_bytes(memory: Bytes) -> int:
 # -- touching ---------------------------------------------------------------------------------------------------------
 
 
-def populate(blob: torch.Tensor) -> None:
-    """Make every page that ``blob`` (uint8, 1-D, host) covers real, in the calling thread; keeps its bytes.
+def populate(buffer: torch.Tensor) -> None:
+    """Make every page that ``buffer`` (uint8, 1-D, host) covers real, in the calling thread; keeps its bytes.
 
     Raises:
         BudgetError: the system has no memory for it.
     """
-    if blob.numel() == 0:
+    if buffer.numel() == 0:
         return
-    memory: Bytes = blob.numpy()
+    memory: Bytes = buffer.numpy()
     error = _advise(memory, _MADV_POPULATE_WRITE)
     if error == errno.ENOMEM:
         raise BudgetError(
-            f"the system has no memory for another {blob.numel()} bytes of offloaded weights; free host memory, or "
+            f"the system has no memory for another {buffer.numel()} bytes of offloaded weights; free host memory, or "
             f"offload less",
-            blob.numel(),
+            buffer.numel(),
         )
     if error:  # an older kernel: write one byte of every page back to itself
         pages = memory[:: mmap.PAGESIZE]
@@ -192,10 +192,10 @@ def populate(blob: torch.Tensor) -> None:
         memory[-1] |= 0  # the last page may begin after the last stride
 
 
-def populate_parallel(blob: torch.Tensor, num_threads: int, piece_bytes: int = TOUCH_BYTES) -> None:
+def populate_parallel(buffer: torch.Tensor, num_threads: int, piece_bytes: int = TOUCH_BYTES) -> None:
     """:func:`populate` by ``num_threads`` threads, ``piece_bytes`` at a time."""
     with ThreadPoolExecutor(num_threads) as pool:
-        list(pool.map(populate, (blob[start:end] for start, end in pieces(blob.numel(), piece_bytes))))
+        list(pool.map(populate, (buffer[start:end] for start, end in pieces(buffer.numel(), piece_bytes))))
 
 
 def collapse(memory: Bytes) -> bool:
@@ -214,12 +214,12 @@ def collapse(memory: Bytes) -> bool:
     return _advise(huge_pages, _MADV_COLLAPSE) == 0
 
 
-def collapse_parallel(blob: torch.Tensor, num_threads: int) -> None:
+def collapse_parallel(buffer: torch.Tensor, num_threads: int) -> None:
     """Touch shared memory (uint8, 1-D, host) by huge pages, where the kernel can; filling it touches the rest.
 
     It gives up at the first refusal: a kernel that has no huge page left looks for one a long time, every time.
     """
-    memory = blob.numpy()[-blob.data_ptr() % HUGE_PAGE_BYTES :]
+    memory = buffer.numpy()[-buffer.data_ptr() % HUGE_PAGE_BYTES :]
     refused = threading.Event()
 
     def touch(start: int, end: int) -> None:

@@ -88,7 +88,7 @@ def refuse_capture(registrar: CudaRegistrar) -> None:
 
 
 class PinnedBuffer(RawMemory):
-    """A range of host memory and its registration; a view of ``blob`` keeps both alive, and their end unregisters."""
+    """A range of host memory and its registration; a view of ``buffer`` keeps both alive, and their end unregisters."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         """``memory``: uint8, 1-D, contiguous, on the CPU, at least one byte. It is kept alive, and not pinned yet."""
@@ -97,7 +97,7 @@ class PinnedBuffer(RawMemory):
         self._registrar: CudaRegistrar | None = None
 
     @property
-    def blob(self) -> torch.Tensor:
+    def buffer(self) -> torch.Tensor:
         """The memory: uint8, 1-D, host."""
         return torch.from_numpy(np.asarray(self))
 
@@ -178,7 +178,7 @@ def pinned_region(num_bytes: int) -> torch.Tensor:
     registrar = CudaRegistrar()
     pinned, code = new_pinned(num_bytes, registrar)
     if code == 0:
-        return pinned.blob
+        return pinned.buffer
     warn_refused(num_bytes, code)
     return registrar.allocate(num_bytes)
 
@@ -191,7 +191,7 @@ def new_pinned(num_bytes: int, registrar: CudaRegistrar) -> tuple[PinnedBuffer, 
         StateError: a graph is being captured.
     """
     memory = PinnedBuffer(torch.from_numpy(map_pages(num_bytes)))
-    populate_parallel(memory.blob, pin_threads())
+    populate_parallel(memory.buffer, pin_threads())
     return memory, memory.register(registrar)
 
 
@@ -203,7 +203,7 @@ def pin_shared(memory: PinnedBuffer, registrar: CudaRegistrar, fix: str) -> None
         OptionError: the driver refuses to register it; ``fix``: what to do besides checking limits.
         StateError: a graph is being captured.
     """
-    populate_parallel(memory.blob, pin_threads())  # pages may exist, but not yet in this process's tables
+    populate_parallel(memory.buffer, pin_threads())  # pages may exist, but not yet in this process's tables
     code = memory.register(registrar)
     if code != 0:
         raise OptionError(
@@ -220,7 +220,7 @@ def warn_refused(num_bytes: int, code: int) -> None:
     )
 
 
-def device_view(blob: torch.Tensor, device: torch.device) -> torch.Tensor:
+def device_view(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Pinned host memory as a tensor of ``device``: same bytes, same address, nothing is copied.
 
     Under unified addressing the address of pinned memory is valid on the device; its kernels read over the link.
@@ -229,13 +229,13 @@ def device_view(blob: torch.Tensor, device: torch.device) -> torch.Tensor:
         OptionError: the device cannot address host memory.
     """
     try:
-        view = torch.as_tensor(RawMemory(blob.data_ptr(), blob.numel(), keeps=blob), device=device)
+        view = torch.as_tensor(RawMemory(buffer.data_ptr(), buffer.numel(), keeps=buffer), device=device)
     except (RuntimeError, ValueError) as error:
         raise OptionError(
             f"{device} cannot read host memory in place ({error}); set HEADRACE_DISABLE_UVA=1 to move these tensors on "
             f"demand, or prefetch them"
         ) from error
-    if view.data_ptr() != blob.data_ptr():
+    if view.data_ptr() != buffer.data_ptr():
         raise OptionError(
             f"{device} has no unified addressing: a view of pinned memory became a copy; set HEADRACE_DISABLE_UVA=1"
         )
@@ -245,22 +245,22 @@ def device_view(blob: torch.Tensor, device: torch.device) -> torch.Tensor:
 # -- pinning memory that exists ---------------------------------------------------------------------------------------
 
 
-def can_pin_in_place(blob: torch.Tensor, alignment: int = 1, maps: str | None = None) -> bool:
-    """Whether ``blob`` (uint8, 1-D, host) may be pinned in place, instead of being copied into a slab.
+def can_pin_in_place(buffer: torch.Tensor, alignment: int = 1, maps: str | None = None) -> bool:
+    """Whether ``buffer`` (uint8, 1-D, host) may be pinned in place, instead of being copied into a slab.
 
     Args:
-        blob: at least 99 % of its storage, since all of the storage is kept.
+        buffer: at least 99 % of its storage, since all of the storage is kept.
         alignment: of its address; kernels that read it in place need that of a slab for the same bits, copies do not.
         maps: ``/proc/self/maps``; default read now.
     """
-    if not blob.is_cpu or blob.numel() < MIN_ADOPTED_BYTES or blob.is_pinned():
+    if not buffer.is_cpu or buffer.numel() < MIN_ADOPTED_BYTES or buffer.is_pinned():
         return False
-    if blob.untyped_storage().nbytes() > 1.01 * blob.numel():
+    if buffer.untyped_storage().nbytes() > 1.01 * buffer.numel():
         return False
-    if blob.data_ptr() % alignment:
+    if buffer.data_ptr() % alignment:
         return False
     text = Path("/proc/self/maps").read_text() if maps is None else maps
-    return is_anonymous(text, blob.data_ptr(), blob.data_ptr() + blob.numel())
+    return is_anonymous(text, buffer.data_ptr(), buffer.data_ptr() + buffer.numel())
 
 
 def is_anonymous(maps: str, start: int, end: int) -> bool:

@@ -16,7 +16,7 @@ import torch
 from headrace.errors import RaceError
 from headrace.plan.plan import Plan
 from headrace.stores.sources import Copy, fill
-from headrace.stores.store import new_blob
+from headrace.stores.store import new_buffer
 
 __all__ = ["POISON", "Guard"]
 
@@ -43,7 +43,7 @@ class Guard:
 
     def _check(self, unit: int, slot: torch.Tensor, when: str) -> None:
         if unit not in self._expected:
-            at_rest = new_blob(self._plan.units[unit].num_bytes)
+            at_rest = new_buffer(self._plan.units[unit].num_bytes)
             fill(at_rest, self._copies[unit])
             self._expected[unit] = self._checksum(unit, at_rest)
         found = self._checksum(unit, slot)

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from headrace.errors import ModelChangedError, OutsideAccessError, StateError, warn_user
 from headrace.model.live_tensors import BoundStorage, BoundTensor, GiveBack, resident_rule, storage_id
 from headrace.plan.plan import Plan
-from headrace.stores.store import Store, new_blob
+from headrace.stores.store import Store, new_buffer
 
 __all__ = ["NotCopyable", "Promoter", "StateGuard", "place_of"]
 
@@ -225,7 +225,7 @@ class Promoter(NotCopyable):
 
     def _on_device(self, storage: BoundStorage) -> torch.Tensor:
         assert self.store is not None
-        buffer = new_blob(storage.info.num_bytes)
+        buffer = new_buffer(storage.info.num_bytes)
         self.store.read(storage.info.name, buffer)
         try:
             return buffer.to(self._device)

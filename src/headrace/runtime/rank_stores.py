@@ -33,7 +33,7 @@ from headrace.runtime.prepare import Prepared
 from headrace.stores.sharded import DeviceShardedStore, HostShardedStore, ShardedStore
 from headrace.stores.shared_host import SharedStore, shared_bytes
 from headrace.stores.sources import ByteRange, Copy, clip
-from headrace.stores.store import DiskStore, new_blob
+from headrace.stores.store import DiskStore, new_buffer
 
 __all__ = ["checksum", "compare_ranks", "open_sharded", "open_shared"]
 
@@ -92,16 +92,16 @@ def _checksums(offloaded: Mapping[str, BoundStorage]) -> dict[str, int]:
         return {name: on_host[name].result() if name in on_host else checksum(live[name]) for name in live}
 
 
-def checksum(blob: torch.Tensor) -> int:
-    """Of ``blob`` (uint8, 1-D): equal for equal bytes on any device, and for other bytes only by chance.
+def checksum(buffer: torch.Tensor) -> int:
+    """Of ``buffer`` (uint8, 1-D): equal for equal bytes on any device, and for other bytes only by chance.
 
     Each block is a sum of words times fixed odd random numbers modulo 2^64, so that every bit and every place counts
     (multilinear hashing: Lemire and Kaser, "Strongly universal string hashing is fast", 2014); the blocks are the
     coefficients of a polynomial modulo 2^61 - 1.
     """
-    factors = _factors().to(blob.device)
-    sums = [(_words(part) * factors[: -(-part.numel() // 8)]).sum() for part in blob.split(8 * _WORDS)]
-    total = blob.numel()  # or zeros at the end would not count: the last word is padded with them
+    factors = _factors().to(buffer.device)
+    sums = [(_words(part) * factors[: -(-part.numel() // 8)]).sum() for part in buffer.split(8 * _WORDS)]
+    total = buffer.numel()  # or zeros at the end would not count: the last word is padded with them
     for value in torch.stack(sums).tolist() if sums else ():
         total = (total * 0x9E3779B97F4A7C15 + value) % _PRIME
     return total
@@ -252,7 +252,7 @@ def _allocate(plan: Plan, device: torch.device, ranks: RankGroup) -> ShardedStor
         finally:
             os.sched_setaffinity(0, before)
     else:
-        memory = new_blob(layout.num_bytes)
+        memory = new_buffer(layout.num_bytes)
     return HostShardedStore(plan.units, layout, ranks, memory, GlooChannel(ranks, "parts"))
 
 

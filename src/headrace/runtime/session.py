@@ -38,7 +38,7 @@ from headrace.stats import Recorder, Stats
 from headrace.stores.pinned_host import Held, PinnedStore
 from headrace.stores.sharded import ShardedStore
 from headrace.stores.sources import DiskOptions
-from headrace.stores.store import CpuStore, DiskStore, MetaStore, SpillStore, Store, new_blob
+from headrace.stores.store import CpuStore, DiskStore, MetaStore, SpillStore, Store, new_buffer
 from headrace.transfer.cuda_stream import StreamLink
 from headrace.transfer.link import Link, ThreadLink
 from headrace.transfer.ring_streams import RingLink
@@ -189,12 +189,12 @@ class OffloadSession(NotCopyable):
                 self._prefetcher.resume()
             raise
         # Tensors before hooks: an interrupt here leaves a model that refuses to run, not one that runs without waiting.
-        for name, blob in restored.items():
+        for name, buffer in restored.items():
             bound = self._bound[name]
             # What was read from the files for good stays where it is.
-            stays = blob is None and name in self.plan.resident and bound.on_meta and self.plan.mode != "meta"
+            stays = buffer is None and name in self.plan.resident and bound.on_meta and self.plan.mode != "meta"
             if not stays and not bound.is_back:  # is_back: by a call that was interrupted
-                bound.give_back(blob)
+                bound.give_back(buffer)
         self._detach()
         self._store.close()
         self._in_force = False
@@ -247,8 +247,8 @@ class OffloadSession(NotCopyable):
         if self._link is not None and plan.units:
             self._attach_units(self._link)
         for name in plan.uva:
-            blob = self._store.in_place(name)
-            self._bound[name].point_at(device_view(blob, self._device) if self._device.type == "cuda" else blob)
+            buffer = self._store.in_place(name)
+            self._bound[name].point_at(device_view(buffer, self._device) if self._device.type == "cuda" else buffer)
         if plan.uva and plan.mode == "disk" and self._device.type == "cpu":
             # A page that a shorter file has no longer ends the program (SIGBUS, mmap(2)), so files are compared before.
             self._hooks.append(self._model.register_forward_pre_hook(self._compare_mapped_files, prepend=True))
@@ -305,7 +305,7 @@ class OffloadSession(NotCopyable):
         tensors the plan would be wrong by a gigabyte. On a CPU, memory has pages: nothing is reserved.
         """
         if self._device.type == "cpu":
-            return {bound.info.name: new_blob(bound.info.num_bytes) for bound in storages}
+            return {bound.info.name: new_buffer(bound.info.num_bytes) for bound in storages}
         sizes = [slab_bytes([bound.info.num_bytes]) for bound in storages]
         parts = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device).split(sizes)
         return {b.info.name: part[: b.info.num_bytes] for b, part in zip(storages, parts, strict=True)}
@@ -359,9 +359,9 @@ class OffloadSession(NotCopyable):
         if name in self.plan.uva and self.plan.mode != "meta":  # may have been written to, unlike what is in slots
             self._store.require_mapped_unchanged()
             return self._bound[name].current_bytes().clone()
-        blob = new_blob(self._bound[name].info.num_bytes)
-        self._store.read(name, blob)
-        return blob
+        buffer = new_buffer(self._bound[name].info.num_bytes)
+        self._store.read(name, buffer)
+        return buffer
 
     def _state_bytes(self, name: str) -> torch.Tensor:
         if self._bound[name].is_back:  # by a remove() that was interrupted
@@ -451,7 +451,7 @@ def _host_store(
 ) -> tuple[Store, dict[str, torch.Tensor]]:
     if device.type == "cuda":
         return open_pinned(plan, offloaded, _registrar(device), held)
-    made = {name: new_blob(bound.info.num_bytes) for name, bound in offloaded.items() if bound.on_meta}
+    made = {name: new_buffer(bound.info.num_bytes) for name, bound in offloaded.items() if bound.on_meta}
     adopted = {name: bound.original_bytes() for name, bound in offloaded.items() if name not in made}
     return CpuStore({**adopted, **made}, made), made
 
@@ -470,9 +470,9 @@ def open_pinned(
         refuse_capture(registrar)
     live = {name: storage.original_bytes() for name, storage in offloaded.items() if storage.home.type == "cpu"}
     adopt = {
-        name: blob
-        for name, blob in live.items()
-        if can_pin_in_place(blob, SLAB_ALIGNMENT_BYTES if name in plan.uva else 1)
+        name: buffer
+        for name, buffer in live.items()
+        if can_pin_in_place(buffer, SLAB_ALIGNMENT_BYTES if name in plan.uva else 1)
     }
     units = [unit for unit in plan.units if unit.store == plan.mode]
     store = PinnedStore(units, plan.uva, registrar, adopt=adopt, held=held)
@@ -531,9 +531,9 @@ def _compare_with_files(bound: BoundStorage, store: DiskStore) -> None:
     """Require that the files hold the weights of a live model, which are dropped because the files replace them."""
     if bound.on_meta:
         return
-    blob = new_blob(bound.info.num_bytes)
-    store.read(bound.info.name, blob)
-    if not torch.equal(blob, bound.original_bytes().cpu()):
+    buffer = new_buffer(bound.info.num_bytes)
+    store.read(bound.info.name, buffer)
+    if not torch.equal(buffer, bound.original_bytes().cpu()):
         raise CheckpointError(
             f"{bound.info.name}: the model's values differ from the checkpoint's; save the model first "
             f"(save_pretrained), or use mode 'cpu'"

@@ -108,7 +108,7 @@ class BuildTimePool:
     def num_bytes(self) -> int:
         """Host memory in use."""
         living = (find() for _, find in self._memory)
-        return sum(memory.blob.numel() for memory in living if memory is not None)
+        return sum(memory.buffer.numel() for memory in living if memory is not None)
 
     def take(self, module: nn.Module, leaves: Leaves, *, apart: bool) -> int:
         """Move the parameters of ``module`` that leave its GPU into the pool; those of a CPU stay.
@@ -148,7 +148,7 @@ class BuildTimePool:
         memory = self._allocate(slab_bytes(p.nbytes for p in parameters), device)  # the views below keep it alive
         start = 0
         for parameter in parameters:
-            view = device_view(memory.blob[start : start + parameter.nbytes], device)
+            view = device_view(memory.buffer[start : start + parameter.nbytes], device)
             data = view.view(parameter.dtype).view(parameter.shape)
             data.copy_(parameter.data)  # some begin as ones
             parameter.data = data
@@ -163,7 +163,7 @@ class BuildTimePool:
                 f"(cudaHostRegister: error {code}); raise `ulimit -l`, free host memory, or offload less",
                 num_bytes,
             )
-        self._memory.append((memory.blob.data_ptr(), weakref.ref(memory)))
+        self._memory.append((memory.buffer.data_ptr(), weakref.ref(memory)))
         self._memory = sorted((entry for entry in self._memory if entry[1]() is not None), key=lambda entry: entry[0])
         return memory
 
@@ -173,8 +173,8 @@ class BuildTimePool:
         memory = self._memory[index][1]() if index >= 0 else None
         if memory is None:
             return None
-        start = tensor.data_ptr() - memory.blob.data_ptr()
-        return Held(memory, start, tensor.nbytes) if start + tensor.nbytes <= memory.blob.numel() else None
+        start = tensor.data_ptr() - memory.buffer.data_ptr()
+        return Held(memory, start, tensor.nbytes) if start + tensor.nbytes <= memory.buffer.numel() else None
 
     def find_storages(self, bound: Mapping[str, BoundStorage]) -> dict[str, Held]:
         """The storages of ``bound`` that still lie in the pool, by name."""
@@ -196,7 +196,7 @@ def storages_in_engine_memory(bound: Mapping[str, BoundStorage]) -> frozenset[st
     }
     found = {name: storage.original_bytes() for name, storage in marked.items()}
     at_address = {name: torch.from_numpy(np.asarray(RawMemory(b.data_ptr(), b.numel()))) for name, b in found.items()}
-    return frozenset(name for name, blob in at_address.items() if blob.is_pinned())  # asks the driver
+    return frozenset(name for name, buffer in at_address.items() if buffer.is_pinned())  # asks the driver
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:

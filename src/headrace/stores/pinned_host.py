@@ -168,7 +168,7 @@ class PinnedStore(Store):
     def destination(self, storage: str) -> torch.Tensor:
         """Where the bytes of ``storage`` go: uint8, 1-D, host."""
         place = self._storages[storage]
-        return self._slabs[place.slab].blob[place.start : place.start + place.num_bytes]
+        return self._slabs[place.slab].buffer[place.start : place.start + place.num_bytes]
 
     def pin_now(self) -> None:
         """Touch and register everything that is not full yet, so that a device can write there.
@@ -179,7 +179,7 @@ class PinnedStore(Store):
         """
         for index, missing in enumerate(self._missing):
             if missing:
-                populate_parallel(self._slabs[index].blob, pin_threads())
+                populate_parallel(self._slabs[index].buffer, pin_threads())
                 self._register(index)
         self.finish()
 
@@ -206,7 +206,7 @@ class PinnedStore(Store):
             self._sealed.add(index)
             if code != 0:
                 assert self.registrar is not None
-                old = self._slabs[index].blob
+                old = self._slabs[index].buffer
                 warn_refused(old.numel(), code)
                 self._slabs[index] = PinnedBuffer(self.registrar.allocate(old.numel()).copy_(old))
 
@@ -228,7 +228,7 @@ class PinnedStore(Store):
             pieces = tuple((entry.offset, self.destination(entry.storage)) for entry in unit.entries)
             return Load(unit.index, copies, pieces=pieces)
         ((slab, start),) = starts
-        return Load(unit.index, copies, self._slabs[slab].blob[start : start + unit.num_bytes])
+        return Load(unit.index, copies, self._slabs[slab].buffer[start : start + unit.num_bytes])
 
     def in_place(self, storage: str) -> torch.Tensor:
         return self.destination(storage)

@@ -16,7 +16,7 @@ from headrace.memory.symmetric import SymmetricMemory
 from headrace.plan.plan import PartLayout, Unit
 from headrace.ranks.group import GlooChannel, RankGroup
 from headrace.stores.sources import ByteRange, Copy
-from headrace.stores.store import Load, Store, new_blob
+from headrace.stores.store import Load, Store, new_buffer
 
 __all__ = ["DeviceShardedStore", "HostShardedStore", "ShardedStore"]
 
@@ -134,7 +134,7 @@ class HostShardedStore(ShardedStore):
     def close(self) -> None:
         self._channel.close()
         # Views that were handed out keep the bytes (contract 6); this store does not.
-        self._memory = new_blob(0)
+        self._memory = new_buffer(0)
 
 
 class DeviceShardedStore(ShardedStore):

@@ -103,7 +103,7 @@ class SharedStore(PinnedStore):
             by_slab.setdefault(place.slab, []).append(place)
         for slab, places in by_slab.items():  # in each slab they are neighbours
             start, end = min(p.start for p in places), max(p.start + p.num_bytes for p in places)
-            collapse_parallel(self._slabs[slab].blob[start:end], pin_threads())
+            collapse_parallel(self._slabs[slab].buffer[start:end], pin_threads())
 
     def on_loaded(self, storage: str) -> None:
         """Nothing to do: a slab is complete when all ranks have loaded their shares."""

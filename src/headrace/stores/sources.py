@@ -88,9 +88,9 @@ class Source(ABC):
 class MemorySource(Source):
     """Bytes in host memory."""
 
-    def __init__(self, blob: torch.Tensor) -> None:
-        """``blob``: uint8, 1-D, host."""
-        self._bytes = blob.numpy()
+    def __init__(self, buffer: torch.Tensor) -> None:
+        """``buffer``: uint8, 1-D, host."""
+        self._bytes = buffer.numpy()
 
     def read(self, offset: int, into: memoryview) -> None:
         """Copy with numpy, which drops the interpreter lock and, unlike torch, starts no threads of its own."""
@@ -109,9 +109,9 @@ class ByteRange:
     num_bytes: int
 
     @classmethod
-    def of(cls, blob: torch.Tensor) -> ByteRange:
+    def of(cls, buffer: torch.Tensor) -> ByteRange:
         """All bytes of a tensor (uint8, 1-D, host)."""
-        return cls(MemorySource(blob), 0, blob.numel())
+        return cls(MemorySource(buffer), 0, buffer.numel())
 
     def part(self, start: int, num_bytes: int) -> ByteRange:
         """``num_bytes`` of this range from its byte ``start`` on."""
@@ -160,9 +160,9 @@ def clip(copies: Iterable[Copy], start: int, end: int) -> list[Copy]:
     return found
 
 
-def writable_view(blob: torch.Tensor) -> memoryview:
+def writable_view(buffer: torch.Tensor) -> memoryview:
     """The memory of a uint8 CPU tensor as a buffer that ``preadv`` can fill."""
-    return blob.numpy().data
+    return buffer.numpy().data
 
 
 def fill(destination: torch.Tensor, copies: Iterable[Copy]) -> None:

@@ -22,7 +22,7 @@ from headrace.memory.pinned import pin_threads, pinned_region
 from headrace.plan.plan import Unit
 from headrace.stores.sources import ByteRange, Copy, DiskOptions, File, ReadCounter, Source, fill, writable_view
 
-__all__ = ["CpuStore", "DiskStore", "Load", "MetaStore", "SpillStore", "Store", "new_blob"]
+__all__ = ["CpuStore", "DiskStore", "Load", "MetaStore", "SpillStore", "Store", "new_buffer"]
 
 PINNED_PIECE_BYTES = 8 << 20
 
@@ -129,7 +129,7 @@ class Store(ABC):
         """Give back files and memory; idempotent."""
 
 
-def new_blob(num_bytes: int) -> torch.Tensor:
+def new_buffer(num_bytes: int) -> torch.Tensor:
     """Uninitialised host memory: uint8, 1-D, 64-byte aligned by torch's allocator."""
     return torch.empty(num_bytes, dtype=torch.uint8)
 
@@ -137,31 +137,31 @@ def new_blob(num_bytes: int) -> torch.Tensor:
 class CpuStore(Store):
     """``cpu`` for compute on the CPU: keeps the given tensors alive and reads from them; copies nothing."""
 
-    def __init__(self, blobs: Mapping[str, torch.Tensor], made: Collection[str] = ()) -> None:
-        """``blobs``: per storage name its bytes (uint8, 1-D, CPU). ``made``: those allocated for this store."""
-        self._blobs = dict(blobs)
+    def __init__(self, buffers: Mapping[str, torch.Tensor], made: Collection[str] = ()) -> None:
+        """``buffers``: per storage name its bytes (uint8, 1-D, CPU). ``made``: those allocated for this store."""
+        self._buffers = dict(buffers)
         self._made = frozenset(made)
 
     def adopts(self, storage: str) -> bool:
         return storage not in self._made
 
     def copies(self, storage: str) -> list[Copy]:
-        return [Copy(ByteRange.of(self._blobs[storage]), 0)]
+        return [Copy(ByteRange.of(self._buffers[storage]), 0)]
 
     def in_place(self, storage: str) -> torch.Tensor:
-        return self._blobs[storage]
+        return self._buffers[storage]
 
     @property
     def host_bytes(self) -> int:
-        return sum(blob.numel() for blob in self._blobs.values())
+        return sum(buffer.numel() for buffer in self._buffers.values())
 
     @property
     def account(self) -> dict[str, int]:
-        made = sum(self._blobs[name].numel() for name in self._made & self._blobs.keys())
+        made = sum(self._buffers[name].numel() for name in self._made & self._buffers.keys())
         return {"host": made, "adopted": self.host_bytes - made}
 
     def close(self) -> None:
-        self._blobs.clear()
+        self._buffers.clear()
 
 
 class _Nothing(Source):
@@ -180,7 +180,7 @@ class MetaStore(Store):
         return [Copy(ByteRange(_Nothing(), 0, self._sizes[storage]), 0)]
 
     def in_place(self, storage: str) -> torch.Tensor:
-        return new_blob(self._sizes[storage])  # never touched, so a large one takes no memory
+        return new_buffer(self._sizes[storage])  # never touched, so a large one takes no memory
 
     @property
     def host_bytes(self) -> int:
@@ -261,7 +261,7 @@ class DiskStore(Store):
 
     @property
     def host_bytes(self) -> int:
-        return sum(blob.numel() for blob in self._pinned.values())
+        return sum(buffer.numel() for buffer in self._pinned.values())
 
     @property
     def account(self) -> dict[str, int]:
@@ -276,12 +276,12 @@ class DiskStore(Store):
     def _read_pinned(self, storage: str) -> torch.Tensor:
         """A copy of ``storage`` in pinned memory, read by several threads."""
         copies = self.copies(storage)
-        blob = pinned_region(sum(copy.num_bytes for copy in copies))
-        view = writable_view(blob)
+        buffer = pinned_region(sum(copy.num_bytes for copy in copies))
+        view = writable_view(buffer)
         pieces = (piece for copy in copies for piece in copy.pieces(PINNED_PIECE_BYTES))
         with ThreadPoolExecutor(pin_threads()) as pool:
             list(pool.map(lambda piece: piece.src.read(view[piece.dst_offset : piece.dst_end]), pieces))
-        return blob
+        return buffer
 
 
 class SpillStore(Store):

@@ -28,7 +28,7 @@ from headrace.errors import OptionError, StateError, TransferError
 from headrace.plan.plan import Plan
 from headrace.stats import Recorder, StagingStats
 from headrace.stores.sources import ByteRange, writable_view
-from headrace.stores.store import Load, new_blob
+from headrace.stores.store import Load, new_buffer
 
 __all__ = ["ComputeEvent", "Link", "ThreadLink", "ThreadTransfer", "Transfer", "end_threads"]
 
@@ -224,7 +224,7 @@ class ThreadLink(Link):
             raise
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        return new_blob(num_bytes)
+        return new_buffer(num_bytes)
 
     def record_compute(self) -> ComputeEvent | None:
         return None

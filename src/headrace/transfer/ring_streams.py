@@ -102,7 +102,7 @@ class RingLink(StreamLink):
         shared = SharedMemory.create(layout.num_bytes)
         try:
             self._memory = PinnedBuffer(shared.map(0, layout.num_bytes))
-            self._ring = StagingRing(layout, self._memory.blob)
+            self._ring = StagingRing(layout, self._memory.buffer)
             self._readers = ReaderProcess(task, self._ring.memory, shared.fileno())
         finally:
             shared.close()  # mappings live on without it
@@ -122,10 +122,10 @@ class RingLink(StreamLink):
             assert self._readers is not None
             assert self._ring is not None
             assert self._memory is not None
-            blob = self._memory.blob
-            collapse_parallel(blob, pin_threads())
+            buffer = self._memory.buffer
+            collapse_parallel(buffer, pin_threads())
             pin_shared(self._memory, CudaRegistrar(self._device), "use mode 'cpu'")
-            self._copies = CudaCopyStream(self._stream, blob[self._ring.memory.layout.words_at :].data_ptr())
+            self._copies = CudaCopyStream(self._stream, buffer[self._ring.memory.layout.words_at :].data_ptr())
             self._copies.try_out()  # before the readers poll the words
             self._readers.serve()
         except BaseException:

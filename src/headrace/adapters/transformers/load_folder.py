@@ -37,7 +37,7 @@ from headrace.ranks.group import RankGroup
 from headrace.runtime.prepare import Prepared, not_in_files, open_ranks, prepare, require_kinds
 from headrace.runtime.session import Progress
 from headrace.stores.sources import DiskOptions
-from headrace.stores.store import new_blob
+from headrace.stores.store import new_buffer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -336,7 +336,7 @@ class _RefuseChanges(TorchDispatchMode):
 def _allocate(storage: BoundStorage) -> None:
     """Move a storage from ``meta`` to the CPU, ties and views kept, filled with zeros."""
     if storage.on_meta:
-        storage.adopt(new_blob(storage.info.num_bytes).zero_())
+        storage.adopt(new_buffer(storage.info.num_bytes).zero_())
 
 
 # -- warnings ---------------------------------------------------------------------------------------------------------
