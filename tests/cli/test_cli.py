@@ -672,7 +672,7 @@ def test_a_store_that_the_command_line_cannot_open(model: Path, tmp_path: Path) 
             "error: --offload-mode 'sharded_gpu': expected one of cpu, shm_cpu, disk, meta;"
         )
     plan = tmp_path / "plan.json"
-    opened = open_model(str(model))
+    opened = open_model(model)
     planner = replace(opened.planner(torch.device("cpu")), num_ranks=2)
     planner.plan(Budget(2_600_000, mode="sharded_gpu")).save(plan)
     assert run("plan", model, "--plan", plan).exit_code == 0

@@ -456,7 +456,7 @@ class TestPlanning:
 
     def test_plan_is_the_one_carried_out(self, saved: Callable[[str], Path]) -> None:
         folder = saved("deepseek_v3")
-        opened = open_model(str(folder))
+        opened = open_model(folder)
         plan = opened.planner(torch.device("cpu")).plan(EVERYTHING)
         for policy in (EVERYTHING, plan):
             loaded, handle = load(folder, policy)

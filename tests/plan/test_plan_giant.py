@@ -41,7 +41,7 @@ def giant(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def opened(giant: Path) -> OpenedModel:
-    return open_model(str(giant))
+    return open_model(giant)
 
 
 @pytest.fixture(scope="module")
