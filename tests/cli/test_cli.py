@@ -15,7 +15,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -872,6 +872,22 @@ def test_memory_that_is_limited(model: Path) -> None:
         assert "Traceback" not in done.stderr
         assert done.returncode == 2, done.stderr
         assert done.stderr.splitlines()[-1].startswith("error: ")
+
+
+@pytest.mark.parametrize("second", [MemoryError(), SystemError("<built-in> returned NULL without an exception set")])
+def test_memory_that_is_gone_while_the_error_is_printed(
+    second: Exception, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], model: Path
+) -> None:
+    def fail(error: Exception) -> Callable[..., None]:
+        def function(*args: object) -> None:
+            raise error
+
+        return function
+
+    monkeypatch.setattr("headrace.cli.commands_plan.open_model", fail(MemoryError()))
+    monkeypatch.setattr("headrace.cli.terminal.print_error", fail(second))
+    assert run("plan", model).exit_code == 2
+    assert capfd.readouterr().err == "error: no memory is left\n"
 
 
 def test_generate_refuses_the_mode_that_keeps_nothing(model: Path, tmp_path: Path) -> None:

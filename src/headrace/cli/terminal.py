@@ -108,7 +108,7 @@ def _errors_as_lines() -> Iterator[None]:
         error.__traceback__ = None  # its frames may hold all of the memory
         try:
             print_error(_line_of(error))
-        except MemoryError:
+        except (MemoryError, SystemError):  # C code that finds no memory may fail without MemoryError
             os.write(2, b"error: no memory is left\n")
         raise typer.Exit(EXIT_ERROR) from None
     except KeyboardInterrupt as interrupt:
