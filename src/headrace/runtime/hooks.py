@@ -46,7 +46,6 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -266,8 +265,10 @@ class UnitHook(_ModuleHook):
             window = self._open(prefetcher)
         try:
             window.running = True
-            saving = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-            with saving if torch.is_grad_enabled() else nullcontext():
+            if torch.is_grad_enabled():
+                with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+                    output = original(*args, **kwargs)
+            else:
                 output = original(*args, **kwargs)
             window.running, window.has_returned = False, True
         except BaseException as error:
