@@ -1,4 +1,4 @@
-"""Slots: which unit each holds, which modules read it, who owns its bytes, and what CUDA graphs change about this.
+"""Slots: their units, the modules that read them, the owner of their bytes, and what CUDA graphs change about these.
 
 [Note: two timelines] While a graph is captured nothing runs: copies become nodes of the graph, and the slots keep what
 they had. So there are two records of what the slots hold. The *live* one follows what has been submitted to the device.
@@ -47,7 +47,7 @@ __all__ = ["GraphRecord", "Reader", "Slot", "SlotState"]
 
 
 class SlotState(Enum):
-    """What a slot holds, and who owns its bytes.
+    """What a slot holds, and which side owns its bytes.
 
     - EMPTY: No unit. The bytes are free, except that the link may still write them while ``transfer``, a copy that
       failed or was abandoned, has not ended.
