@@ -26,8 +26,9 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel, Qwen3Config, TextStreamer
 
 from commands import TINY, error_of, run
+from headrace.adapters.transformers.opened_model import open_model
 from headrace.cli import app
-from headrace.cli.arguments import VERB_FLAGS, open_model, requested, target_device
+from headrace.cli.arguments import VERB_FLAGS, requested, target_device
 from headrace.cli.terminal import expand_lists
 from headrace.config import UVA, Budget, Prefetch, Rules, Workload, parse_size
 from headrace.demo.synthetic_model import ensure_model
@@ -803,7 +804,7 @@ def test_whatever_is_raised_is_one_line(
     def fail(*args: object) -> None:
         raise raised
 
-    monkeypatch.setattr("headrace.cli.commands_plan.open_model", fail)
+    monkeypatch.setattr("headrace.adapters.transformers.opened_model.open_model", fail)
     assert error_of("plan", model).startswith(line)
     assert run("plan", model).stderr.count("\n") == 1
     monkeypatch.setenv("HEADRACE_DEBUG", "1")
@@ -889,7 +890,7 @@ def test_interrupt_ends_with_130_and_a_word(monkeypatch: pytest.MonkeyPatch, mod
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("headrace.cli.commands_plan.open_model", interrupt)
+    monkeypatch.setattr("headrace.adapters.transformers.opened_model.open_model", interrupt)
     result = run("plan", model)
     assert result.exit_code == 130
     assert result.stderr == "interrupted\n"

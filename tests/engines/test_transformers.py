@@ -33,8 +33,8 @@ import headrace
 from checkpoints import HEADS, SIZE, assert_same_tensors, environment, make, resident, rewrite, run
 from headrace.adapters.transformers import build_meta_model, load
 from headrace.adapters.transformers.conversion import NotStretchesError, Stretches, match
+from headrace.adapters.transformers.opened_model import open_model
 from headrace.checkpoint.safetensors_header import Checkpoint, FileTensor
-from headrace.cli.arguments import open_model
 from headrace.errors import (
     BudgetError,
     CheckpointError,

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 import headrace.cli.commands_plan
 import headrace.plan.report
 from giants import DEEPSEEK_V3, write_deepseek_v3
+from headrace.adapters.transformers.opened_model import OpenedModel, open_model
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.cli import app
-from headrace.cli.arguments import OpenedModel, open_model
 from headrace.config import Budget, Workload
 from headrace.model.memory_profile import profile_of
 from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU

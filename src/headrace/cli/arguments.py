@@ -1,13 +1,11 @@
-"""Arguments that verbs share: policy, device, output file and model."""
+"""Arguments that verbs share: policy, device, output file and folder."""
 
 from __future__ import annotations
 
-import gc
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -20,22 +18,14 @@ from headrace.flags import COMMAND_LINE, OffloadFlags, flag_of
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
 
-    from headrace.adapters.transformers.conversion import Match
-    from headrace.checkpoint.weight_map import WeightMap
-    from headrace.plan.build import Planner
-    from headrace.plan.cost_model import Rates
-    from headrace.plan.plan import Machine, Plan
+    from headrace.plan.plan import Plan
     from headrace.stores.sources import DiskOptions
 
 __all__ = [
     "VERB_FLAGS",
-    "OpenedModel",
     "disk_options",
     "folder_of",
-    "no_collections",
-    "open_model",
     "refuse_idle",
     "requested",
     "require_folder",
@@ -161,54 +151,6 @@ def _require_access(flag: str, path: Path, place: Path) -> None:
         )
 
 
-@dataclass(frozen=True)
-class OpenedModel:
-    """A model on ``meta`` with what is known about its weights; ``module`` has no data."""
-
-    folder: Path
-    module: PreTrainedModel
-    match: Match
-
-    @property
-    def weights(self) -> WeightMap:
-        """Where the files hold the tensors of the model."""
-        return self.match.weights
-
-    @property
-    def name(self) -> str:
-        """The name of the folder, as the model's name in output."""
-        return self.folder.absolute().name
-
-    def planner(self, device: torch.device, rates: Rates | None = None, disk: DiskOptions | None = None) -> Planner:
-        """The planner for this model on ``device``, with ``rates`` instead of those of this machine if given.
-
-        ``disk``: how files are read.
-        """
-        from headrace.runtime.prepare import make_planner, not_in_files
-
-        # Not take_inventory(): the checkpoint may hold different values for tied tensors, and match() cut these ties.
-        inventory = self.match.inventory
-        fixed = not_in_files(inventory, self.weights)
-        return make_planner(self.module, inventory, device, self.weights, rates, fixed, disk)
-
-    def plan(self, planner: Planner, policy: Policy | Plan | None, machine: Machine) -> Plan:
-        """The plan for ``policy``; ``None`` keeps every tensor resident; a finished plan is compared with the model.
-
-        Raises:
-            OptionError: an impossible plan; a plan for another model, or for another machine than ``machine``.
-        """
-        from headrace.plan.plan import Plan, assemble
-
-        if isinstance(policy, Plan):
-            policy.check(self.match.inventory)
-            policy.check_machine(machine)
-            return policy
-        if policy is None:
-            return assemble(self.match.inventory, [], 0, planner.default_mode)
-        with no_collections():
-            return replace(planner.plan(policy), model_name=self.name, made_for=machine)
-
-
 def folder_of(model: str) -> Path:
     """The folder that MODEL names. Ask before torch is imported: a mistyped path is answered at once.
 
@@ -224,31 +166,3 @@ def folder_of(model: str) -> Path:
         raise OptionError(
             f"MODEL {model!r}: user {os.geteuid()} has no home folder for ~ to stand for; write the whole path"
         ) from error
-
-
-def open_model(folder: Path) -> OpenedModel:
-    """Read config and file headers of a model.
-
-    Raises:
-        CheckpointError: not a folder, or without a config or safetensors files that fit together.
-    """
-    from headrace.adapters.transformers import build_meta_model
-    from headrace.adapters.transformers.conversion import match
-    from headrace.checkpoint.safetensors_header import Checkpoint
-
-    with no_collections():
-        module = build_meta_model(folder)
-        return OpenedModel(folder, module, match(module, Checkpoint.open(folder)))
-
-
-@contextmanager
-def no_collections() -> Iterator[None]:
-    """No garbage collection of cycles within the block."""
-    # A large checkpoint makes 46,000 tensors. They would trigger many collections, each over all objects of torch.
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

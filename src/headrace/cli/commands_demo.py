@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli.arguments import open_model, require_folder
+from headrace.cli.arguments import require_folder
 from headrace.cli.terminal import stdout
 from headrace.errors import OptionError
 
@@ -88,6 +88,7 @@ def _compare(job: Job, name: str, item: str, share: float, runs: Path) -> Compar
     """Print the plan, run the job resident and streamed, print the comparison."""
     import torch
 
+    from headrace.adapters.transformers.opened_model import open_model
     from headrace.config import Budget
     from headrace.demo.comparison import compare, comparison_table
     from headrace.plan.report import render

@@ -12,7 +12,6 @@ import typer
 from headrace.cli.arguments import (
     disk_options,
     folder_of,
-    open_model,
     requested,
     require_writable,
     target_device,
@@ -70,6 +69,8 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
         raise OptionError("--prompt is empty; a causal language model needs at least one token to continue")
+    from headrace.adapters.transformers.opened_model import open_model
+
     opened = open_model(folder)
     module: Any = opened.module
     if not module.can_generate() or module.config.is_encoder_decoder:

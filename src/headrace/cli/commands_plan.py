@@ -13,8 +13,6 @@ from rich.table import Table
 from headrace.cli.arguments import (
     disk_options,
     folder_of,
-    no_collections,
-    open_model,
     refuse_idle,
     requested,
     require_folder,
@@ -67,6 +65,7 @@ def plan(
     if policy is None:
         reads = {"--disk-direct": flags.disk_direct, "--disk-drop-cache": flags.disk_drop_cache}
         refuse_idle({**places, **reads}, "without a plan: nothing would be offloaded; add --device-memory, say")
+    from headrace.adapters.transformers.opened_model import no_collections, open_model
     from headrace.plan.report import draw_plan, render, render_outlook, render_weights, require_picture
     from headrace.stores.store import DiskStore
 
