@@ -14,7 +14,8 @@ from torch import nn
 
 from headrace.config import Mode, Policy
 from headrace.errors import HeadraceWarning
-from headrace.model.inventory import Inventory, StorageInfo, is_within, take_inventory
+from headrace.model.inventory import take_inventory
+from headrace.model.records import Inventory, StorageInfo, is_within
 from headrace.plan.build import build_plan
 from headrace.plan.cost_model import Curve, Rates
 from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, SlabEntry, Unit, slab_bytes

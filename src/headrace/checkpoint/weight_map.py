@@ -11,12 +11,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-
-import torch
+from typing import TYPE_CHECKING
 
 from headrace.checkpoint.safetensors_header import Checkpoint, FileTensor
 from headrace.errors import CheckpointError, OptionTypeError
-from headrace.model.inventory import StorageInfo, TensorInfo
+from headrace.model.records import StorageInfo, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Conversion", "FilePart", "TensorSource", "WeightMap"]
 

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from headrace.errors import ModelChangedError, StateError, warn_user
 from headrace.memory.pinned import device_view
-from headrace.model.inventory import Location, StorageInfo, TensorInfo
+from headrace.model.records import Location, StorageInfo, TensorInfo
 
 __all__ = [
     "BoundStorage", "BoundTensor", "GiveBack", "Path", "Wake", "bind", "is_resting", "live_tensors", "resident_rule",

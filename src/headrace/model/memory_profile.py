@@ -12,14 +12,13 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
-from headrace.errors import OptionError
+from headrace.model.records import ModelProfile
 
 __all__ = ["ModelProfile", "profile_of"]
 
@@ -36,53 +35,6 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 _MAX_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions")
 _FLOAT32_BYTES = 4
 _INDEX_BYTES = 3 * 8
-
-
-@dataclass(frozen=True)
-class ModelProfile:
-    """Facts about a model; the defaults are for a model about which nothing is known.
-
-    Attributes:
-        experts_per_token: how many experts of a mixture-of-experts layer one row is routed to (``top_k``); ``None``
-            means that every row uses all of every tensor.
-        kv_bytes_per_token: bytes one token of one sequence takes in the caches of all layers together.
-        kv_window_bytes_per_token: the same for the layers that keep no more than ``window`` tokens; comes on top.
-        window: tokens that those layers keep.
-        state_bytes_per_sequence: bytes per sequence that do not grow with the context (recurrent states, convolutions).
-        activation_bytes_per_row: peak of live intermediate tensors of a step per row, logits included.
-        attention_bytes_per_token: peak of what the attention of one layer allocates in a step per token of the context
-            of every sequence (a cache that grows by copying, latents that are expanded).
-        max_context: the longest context the model was made for, in tokens; ``None`` if it states none.
-    """
-
-    experts_per_token: int | None = None
-    kv_bytes_per_token: int = 0
-    kv_window_bytes_per_token: int = 0
-    window: int = 0
-    state_bytes_per_sequence: int = 0
-    activation_bytes_per_row: int = 0
-    attention_bytes_per_token: int = 0
-    max_context: int | None = None
-
-    def check_context(self, context: int) -> None:
-        """Raise OptionError if ``context`` is longer than what the model was made for."""
-        if self.max_context is not None and context > self.max_context:
-            raise OptionError(
-                f"a context of {context} tokens is longer than the {self.max_context} that the model was made for "
-                f"(max_position_embeddings in its configuration); use --context {self.max_context} or less"
-            )
-
-    def cache_bytes(self, batch: int, context: int) -> int:
-        """Bytes of the caches of ``batch`` sequences of ``context`` tokens each."""
-        windowed = min(context, self.window) * self.kv_window_bytes_per_token
-        return batch * (context * self.kv_bytes_per_token + windowed + self.state_bytes_per_sequence)
-
-    def workload_bytes(self, batch: int, context: int) -> int:
-        """Device memory beside the weights: caches, and activations of a step of ``batch`` rows; 0 without context."""
-        if context == 0:
-            return 0
-        per_sequence = self.activation_bytes_per_row + context * self.attention_bytes_per_token
-        return self.cache_bytes(batch, context) + batch * per_sequence
 
 
 def profile_of(model: nn.Module) -> ModelProfile:

@@ -23,7 +23,7 @@ from fnmatch import translate
 
 from headrace.config import ALL_MODEL_PARAMS
 from headrace.errors import SelectionError
-from headrace.model.inventory import Inventory, StorageInfo
+from headrace.model.records import Inventory, StorageInfo
 from headrace.model.semantic_groups import GROUPS, semantic_groups
 
 __all__ = ["compile_pattern", "is_segments", "matching", "select"]

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from math import prod
 from typing import Final, NamedTuple
 
-from headrace.model.inventory import Inventory, dotted_prefixes, is_within
+from headrace.model.records import Inventory, dotted_prefixes, is_within
 
 __all__ = ["GROUPS", "semantic_groups"]
 

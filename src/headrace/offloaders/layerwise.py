@@ -20,8 +20,9 @@ from torch import nn
 
 from headrace.config import UVA, Budget, Mechanism, Mode, Prefetch, Rule
 from headrace.errors import OptionError, StateError
-from headrace.model.inventory import Inventory, StorageInfo, is_embedding, is_within, take_inventory
+from headrace.model.inventory import is_embedding, take_inventory
 from headrace.model.patterns import is_segments, matching
+from headrace.model.records import Inventory, StorageInfo, is_within
 from headrace.model.semantic_groups import semantic_groups
 from headrace.offloaders.base import BaseOffloader
 from headrace.plan.build import build_plan

@@ -27,8 +27,7 @@ import numpy as np
 
 from headrace.config import HOST_MODES, SHARDED_MODES, UVA, Budget, Mode, Policy, Prefetch, Rules, Workload, format_gib
 from headrace.errors import BudgetError, RuleError, SelectionError, warn_user
-from headrace.model.inventory import Inventory, StorageInfo
-from headrace.model.memory_profile import ModelProfile
+from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.candidates import CandidateTable, Family, Spill
 from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Floats, Forecast, Forecaster, Ints, Rates, split_rates
 from headrace.plan.plan import Plan, assemble

@@ -31,8 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.config import Mechanism, Mode
-from headrace.model.inventory import Inventory, StorageInfo
-from headrace.model.memory_profile import ModelProfile
+from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.cost_model import Bools, Floats, Ints, Rates, StepModel, experts_in, find_stages
 from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, UnitDraft, assemble, slab_bytes
 from headrace.plan.schedule import RING_BYTES

@@ -49,8 +49,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.config import SHARDED_MODES, Mode
-from headrace.model.inventory import Inventory, StorageInfo, dotted_prefixes
-from headrace.model.memory_profile import ModelProfile
+from headrace.model.records import Inventory, ModelProfile, StorageInfo, dotted_prefixes
 from headrace.plan.plan import CHUNK_BYTES, Plan, UnitDraft
 from headrace.plan.schedule import RING_BYTES
 from headrace.plan.units import find_layers, reader_of

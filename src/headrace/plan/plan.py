@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, get_args
 
 from headrace.config import Mechanism, Mode, format_gib
 from headrace.errors import OptionError
-from headrace.model.inventory import Inventory, StorageInfo
+from headrace.model.records import Inventory, StorageInfo
 from headrace.plan.schedule import ENTRY_BYTES, MAX_ENTRIES, RingLayout, chain, lay_out_ring, slot_of
 from headrace.plan.serialize import load_json, require, require_same, save_json
 

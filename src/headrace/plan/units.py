@@ -16,8 +16,8 @@ from dataclasses import replace
 
 from headrace.config import Mechanism, Prefetch, Rule
 from headrace.errors import RuleError, SelectionError, warn_user
-from headrace.model.inventory import Inventory, StorageInfo, common_prefix
 from headrace.model.patterns import matching, select
+from headrace.model.records import Inventory, StorageInfo, common_prefix
 from headrace.model.semantic_groups import semantic_groups
 from headrace.plan.plan import Plan, UnitDraft, assemble, slab_bytes
 

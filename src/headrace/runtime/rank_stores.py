@@ -25,8 +25,8 @@ from headrace.memory.memfd import SharedMemory
 from headrace.memory.pinned import CudaRegistrar, pin_threads, pinned_region, pinning_disabled
 from headrace.memory.symmetric import SymmetricMemory
 from headrace.memory.system import cpus_near
-from headrace.model.inventory import StorageInfo
 from headrace.model.live_tensors import BoundStorage
+from headrace.model.records import StorageInfo
 from headrace.plan.plan import CHUNK_BYTES, PartLayout, Plan
 from headrace.ranks.group import GlooChannel, RankGroup, json_digest, this_host
 from headrace.runtime.prepare import Prepared
