@@ -19,13 +19,12 @@ HEADRACE_PEER_TIMEOUT        600      seconds that a rank waits for another one 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Literal, cast, get_args
 
 from headrace.errors import OptionError, OptionTypeError, RuleError, SizeError
+from headrace.figures import parse_size
 
 __all__ = [
     "ALL_MODEL_PARAMS",
@@ -44,8 +43,6 @@ __all__ = [
     "Workload",
     "as_policy",
     "debug_enabled",
-    "format_gib",
-    "parse_size",
     "peer_timeout_s",
     "pin_memory_disabled",
     "reader_threads",
@@ -63,34 +60,7 @@ RANK_MODES: tuple[Mode, ...] = ("shm_cpu", *SHARDED_MODES)
 Mechanism = Literal["resident", "prefetch", "uva"]
 Backend = Literal["auto", "prefetch", "uva", "none"]
 
-_UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _MOST_READERS = 1024
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]iB|B)", re.IGNORECASE)
-# Sizes as users write them by mistake, to name what is wrong.
-_LOOSE_SIZE = re.compile(r"\s*([-+]?)(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)\s*", re.IGNORECASE)
-
-
-def parse_size(size: str | int) -> int:
-    """Bytes of a size such as ``"20GiB"``, ``"600MiB"`` or ``4096``.
-
-    Raises:
-        SizeError: not of that form, or not positive.
-        OptionTypeError: neither ``str`` nor ``int``.
-    """
-    form = 'write it like "20GiB", "600MiB" or "4096B" (binary units, no space)'
-    if isinstance(size, bool) or not isinstance(size, str | int):  # a bool is an int to isinstance
-        raise OptionTypeError(f"size: expected str or int, found {type(size).__name__} {size!r}; {form}")
-    if isinstance(size, int):
-        num_bytes = size
-    else:
-        match = _SIZE.fullmatch(size)
-        if match is None:
-            raise SizeError(f"size {size!r} {_what_is_wrong(size)}; {form}")
-        # A float would round sizes beyond 2 ** 53 and some decimals below.
-        num_bytes = int(Fraction(match[1]) * _UNITS[match[2].upper()])
-    if num_bytes <= 0:
-        raise SizeError(f"size {size!r}: expected more than 0 bytes; {form}")
-    return num_bytes
 
 
 def _size_of(name: str, size: str | int, flag: str) -> int:
@@ -99,26 +69,6 @@ def _size_of(name: str, size: str | int, flag: str) -> int:
         return parse_size(size)
     except (SizeError, OptionTypeError) as error:
         raise type(error)(f"{name}: {str(error).removeprefix('size: ')} ({flag})") from None
-
-
-def _what_is_wrong(size: str) -> str:
-    """Of a text that is no size, as the rest of a sentence."""
-    match = _LOOSE_SIZE.fullmatch(size)
-    if match is None:
-        return "is not a size"
-    sign, number, prefix, binary, _ = match.groups()
-    if sign == "-" or not float(number):
-        return "is not more than 0 bytes"
-    if prefix and not binary:
-        unit = f"{prefix.upper()}B"
-        gib = float(number) * 1000 ** (" KMGT".index(prefix.upper())) / 2**30
-        return f"has a decimal unit: {number} {unit} are {gib:.4g} GiB, and memory is measured in GiB"
-    return "has no unit" if not prefix else f'is not written like "{number}{prefix.upper()}iB"'
-
-
-def format_gib(num_bytes: int | float, digits: int = 3) -> str:
-    """``num_bytes`` as a GiB figure for people, e.g. ``"0.586 GiB"``."""
-    return f"{num_bytes / 2**30:.{digits}f} GiB"
 
 
 def _check_int(name: str, value: object, flag: str, at_least: int = 1) -> None:

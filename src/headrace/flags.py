@@ -105,8 +105,8 @@ class OffloadFlags:
         needs=("device_memory", "offload_group_size"),
     )
     offload_rule: list[str] | None = _flag(
-        "PATTERN=MECHANISM...",
-        "How what a pattern matches is reached: resident, prefetch or uva; the first match counts.",
+        "RULE...",
+        "PATTERN=MECHANISM: how what a pattern matches is reached: resident, prefetch or uva; the first match counts.",
         excludes=(*_PREFETCH[:2], *_UVA, "offload_backend"),
         why="rules say how each tensor is reached",
     )

@@ -21,7 +21,6 @@ import headrace
 from headrace import UVA, Budget, DiskOptions, OffloadConfig, Prefetch, errors
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.checkpoint.weight_map import WeightMap
-from headrace.config import parse_size
 from headrace.errors import (
     BudgetError,
     CheckpointError,
@@ -33,6 +32,7 @@ from headrace.errors import (
     SizeError,
     TransferError,
 )
+from headrace.figures import parse_size
 from headrace.model.inventory import take_inventory
 from headrace.runtime import prefetcher as pipeline
 from headrace.runtime.hooks import UnitHook
@@ -80,8 +80,11 @@ class TestSizes:
     @pytest.mark.parametrize(
         ("size", "num_bytes"),
         [
-            ("20GiB", 20 * 2**30), ("1.5GiB", 3 * 2**29), ("600MiB", 600 * 2**20), ("1KiB", 1024), ("4096B", 4096),
-            ("2TiB", 2**41), ("20gib", 20 * 2**30), (4096, 4096), ("9007199254740993B", 9007199254740993),
+            ("20GiB", 20 * 2**30), ("20GB", 20 * 10**9), ("20 GB", 20 * 10**9), ("24 gb", 24 * 10**9),
+            ("24G", 24 * 2**30), ("24g", 24 * 2**30), ("24Gi", 24 * 2**30), ("20gib", 20 * 2**30),
+            ("1.5 GiB", 3 * 2**29), ("600MiB", 600 * 2**20), (" 512MB ", 512 * 10**6), ("512M", 2**29),
+            ("0.5K", 512), ("1KiB", 1024), ("1kb", 1000), ("2TiB", 2**41), ("1TB", 10**12),
+            ("4096B", 4096), ("7 b", 7), (4096, 4096), ("9007199254740993B", 9007199254740993),
             ("9" * 400 + "B", int("9" * 400)),
         ],
     )  # fmt: skip
@@ -89,14 +92,34 @@ class TestSizes:
         assert parse_size(size) == num_bytes
 
     @pytest.mark.parametrize(
-        "size", ["20 GB", "20GB", "20G", "-1", "-1GiB", "0", "lots", "", " 1GiB", "1e3MiB", "GiB", "0x10B"]
+        "size",
+        [
+            "-1",
+            "-1GiB",
+            "lots",
+            "",
+            "1e3MiB",
+            "GiB",
+            "0x10B",
+            "20iB",
+            "1,5GiB",
+            "2 0GiB",
+            "20 Gbit",
+            "٣GiB",
+            "9" * 2000,
+        ],
     )
     def test_no_size(self, size: str) -> None:
         with pytest.raises(SizeError, match='; write it like "20GiB"') as caught:
             parse_size(size)
         assert repr(size) in str(caught.value)
 
-    @pytest.mark.parametrize("size", ["0GiB", "0.0B", "0.1B", 0, -5])
+    @pytest.mark.parametrize("size", ["20", " 1.5 "])
+    def test_without_a_unit(self, size: str) -> None:
+        with pytest.raises(SizeError, match=f'has no unit: write "{size.strip()}GiB", say'):
+            parse_size(size)
+
+    @pytest.mark.parametrize("size", ["0", "0GiB", "0.0B", "0.1B", 0, -5])
     def test_not_positive(self, size: str | int) -> None:
         with pytest.raises(SizeError, match="expected more than 0 bytes"):
             parse_size(size)

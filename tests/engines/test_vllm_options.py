@@ -153,7 +153,7 @@ FORM = """write it like --additional-config '{"headrace": {"device_memory": "20G
         ({"device_mem": "1GiB"}, OptionError, "headrace.device_mem is unknown: expected one of device_memory, batch"),
         ({"device_mem": "1GiB"}, OptionError, "did you mean 'device_memory'?"),
         ({"zzz": 1}, OptionError, "headrace.zzz is unknown: expected one of"),
-        ({"device_memory": "20 GB"}, SizeError, "headrace.device_memory: size '20 GB' has a decimal unit: 20 GB"),
+        ({"device_memory": "20 Gbit"}, SizeError, "headrace.device_memory: size '20 Gbit' is not a size; write it"),
         ({"device_memory": -1}, SizeError, "headrace.device_memory: size -1: expected more than 0 bytes; write it"),
         ({"device_memory": "lots"}, SizeError, "headrace.device_memory: size 'lots' is not a size; write it like"),
         ({"device_memory": 1.5}, OptionTypeError, "headrace.device_memory: size: expected str or int, found float 1.5"),

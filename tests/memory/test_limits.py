@@ -15,8 +15,8 @@ import torch
 
 import headrace
 from headrace import Budget, Plan, PrefetchOffloader
-from headrace.config import parse_size
 from headrace.errors import LimitError, OptionError
+from headrace.figures import parse_size
 from headrace.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
@@ -222,7 +222,7 @@ class TestRefusals:
         error = caught.value
         needed = needs.device_bytes if limit == "device memory" else needs.host_bytes
         assert (error.limit, error.needed_bytes, error.available_bytes) == (limit, needed, available)
-        assert f"({needed} bytes) of {limit}, and 0.000 GiB ({available} bytes) can be had" in str(error)
+        assert f"({needed} bytes) of {limit}, and {available} B ({available} bytes) can be had" in str(error)
         assert f"({needed - available} bytes) too little" in str(error)
         assert isinstance(error, OptionError)
 
@@ -286,7 +286,7 @@ class TestOffload:
         limited(monkeypatch, host_available_bytes=100)
         before = state_of(model)
         monkeypatch.setattr(torch, "empty", _no_allocation)
-        with pytest.raises(LimitError, match=r"bytes\) of host memory, and 0\.000 GiB \(100 bytes\) can be had"):
+        with pytest.raises(LimitError, match=r"bytes\) of host memory, and 100 B \(100 bytes\) can be had"):
             headrace.offload(model, policy)
         monkeypatch.undo()
         assert state_of(model) == before

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Sequence
 
 import pytest
 from rich.console import Console
 
+from headrace.figures import format_rate, format_size, format_time
 from headrace.plan.plan import Plan, SlabEntry, Unit
-from headrace.plan.report import compress_indices, gib, render, role_of
+from headrace.plan.report import compress_indices, render, role_of
 
 
 @pytest.mark.parametrize(
@@ -26,10 +28,9 @@ def test_compress_indices(indices: Sequence[int], text: str) -> None:
     assert compress_indices(indices) == text
 
 
-def test_roles_and_sizes() -> None:
+def test_roles() -> None:
     assert role_of("model.layers.12.mlp.experts.3.up_proj.weight") == "model.layers.*.mlp.experts.*.up_proj.weight"
     assert role_of("h2.conv1d.weight") == "h2.conv1d.weight"
-    assert (gib(0), gib(2**30), gib(2**20)) == ("0.000", "1.000", "0.00098")
 
 
 def test_report_of_a_plan_in_mode_meta() -> None:
@@ -49,3 +50,53 @@ def test_report_of_memory_that_ranks_share() -> None:
     text = console.export_text()
     assert "host, shared" in text
     assert "1.000" in text
+
+
+DEEP = "model.layers.{}.self_attn.kv_a_proj_with_mqa.lora_A.default.weight"
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_names_are_broken_after_dots_and_tables_fit(width: int) -> None:
+    units = tuple(
+        Unit(
+            index,
+            f"model.layers.{3 * index}",
+            index % 2,
+            (SlabEntry(DEEP.format(index), 0, 2**28 + index),),
+            2**29,
+            "cpu",
+        )
+        for index in range(40)
+    )
+    console = Console(width=width, file=io.StringIO())
+    console.print(render(Plan(units, 2, "cpu", {"lm_head.weight": 2**35}, {}), "m"))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    at = lines.index(next(line for line in lines if line.startswith("Tensors by role"))) + 4
+    name = lines[at].split()[0]
+    while name != role_of(DEEP.format(0)):
+        at += 1
+        assert name.endswith(".")
+        name += lines[at].split()[0]
+    assert (lines[at].startswith("  ")) == (width < 120)
+
+
+def test_a_small_model_is_shown_in_mib() -> None:
+    unit = Unit(0, "layer", 0, (SlabEntry("layer.weight", 0, 3 * 2**19),), 3 * 2**19, "cpu")
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(render(Plan((unit,), 1, "cpu", {"head.weight": 2**20, "norm.weight": 1024}, {}), "m"))
+    text = console.export_text()
+    assert text.startswith("m: 2.50 MiB of weights in 2.50 MiB of device memory (100 %); 0 B moved per forward")
+    assert "Memory, MiB" in text
+    assert re.search(r"norm.weight +1 +0.0010 +0.0010", text)
+    assert "GiB" not in text
+
+
+def test_sizes_times_and_rates() -> None:
+    sizes = (0, 12, 64 * 2**10, 3_420_000, 2**30, 1250 * 2**30)
+    assert [format_size(size) for size in sizes] == ["0 B", "12 B", "64.0 KiB", "3.26 MiB", "1.000 GiB", "1250.000 GiB"]
+    times = (0, 8.5e-5, 0.00175, 0.0628, 1.25, 12.5, 136.4, 1360)
+    shown = ["0.00 ms", "85.0 us", "1.75 ms", "62.8 ms", "1.25 s", "12.5 s", "136 s", "1,360 s"]
+    assert [format_time(seconds) for seconds in times] == shown
+    assert [format_rate(rate) for rate in (1342.51, 12.3, 2.567, 0.0073)] == ["1,342.5", "12.3", "2.57", "0.0073"]

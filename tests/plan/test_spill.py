@@ -246,12 +246,12 @@ class TestWhoMaySpill:
 
     def test_without_files_the_refusal_says_how_much_and_what_to_do(self) -> None:
         half = self.INVENTORY.num_bytes // 2
-        with pytest.raises(BudgetError, match=r"more than --host-memory 0\.000 GiB.*GiB too much.*checkpoint=FOLDER"):
+        with pytest.raises(BudgetError, match=r"more than --host-memory 1\.0 KiB.*MiB too much.*checkpoint=FOLDER"):
             build_plan(self.INVENTORY, Budget(half, host_memory="1KiB"), rates=DISK)
 
     def test_with_files_that_are_of_no_use_too(self) -> None:
         half, names = self.INVENTORY.num_bytes // 2, [s.name for s in self.INVENTORY.storages]
-        with pytest.raises(BudgetError, match="more than the free host memory of 0") as caught:
+        with pytest.raises(BudgetError, match="more than the free host memory of 1000 B") as caught:
             spilling(self.INVENTORY, half, None, Spill(names, free_bytes=1000, ring_bytes=0), zero_copy=False)
         found = spilling(
             self.INVENTORY, caught.value.minimum_bytes, None, Spill(names, 1000, ring_bytes=0), zero_copy=False

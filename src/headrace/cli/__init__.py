@@ -10,6 +10,7 @@ import atexit
 import gc
 import os
 import sys
+from typing import Annotated
 
 import typer
 
@@ -22,15 +23,35 @@ from headrace.cli.terminal import HeadraceGroup
 
 __all__ = ["app", "main"]
 
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        import headrace
+
+        typer.echo(f"headrace {headrace.__version__}")
+        raise typer.Exit
+
+
 app = typer.Typer(
     cls=HeadraceGroup,
     help="Run PyTorch models whose weights do not fit the device; same bits out.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     add_completion=False,
     rich_markup_mode="rich",
     # Users have no use for a traceback with values of locals; terminal.py prints errors as one line.
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", "-V", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None: ...
+
+
 app.command()(demo)
 app.command()(plan)
 app.command()(probe)

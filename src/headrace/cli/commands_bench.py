@@ -28,22 +28,26 @@ def _root() -> None:
 
 @bench.command()
 def step(
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: Annotated[str, typer.Option(metavar="NAME", help="cpu or cuda")] = "cpu",
     rows: Annotated[
-        str | None, typer.Option(help=f"rows per step, comma-separated; cuda only (default {_ROWS})")
+        str | None, typer.Option(metavar="N,N,...", help=f"rows per step, comma-separated; cuda only (default {_ROWS})")
     ] = None,
     variants: Annotated[
         str | None,
         typer.Option(
-            help=f"comma-separated: even:F, memory:F, group:A/B/C, each with +eager; cuda only (default {_VARIANTS})"
+            metavar="NAME,...",
+            help=f"comma-separated: even:F, memory:F, group:A/B/C, each with +eager; cuda only (default {_VARIANTS})",
         ),
     ] = None,
     layers: Annotated[
-        int | None, typer.Option(help=f"layers of the reference stack; cuda only (default {_LAYERS})", min=1)
+        int | None,
+        typer.Option(metavar="N", help=f"layers of the reference stack; cuda only (default {_LAYERS})", min=1),
     ] = None,
-    rounds: Annotated[int, typer.Option(help="rounds in which all variants take turns", min=1)] = 5,
-    repeats: Annotated[int, typer.Option(help="steps per variant and round", min=1)] = 8,
-    out: Annotated[Path | None, typer.Option(help="append results here, one JSON object per line")] = None,
+    rounds: Annotated[int, typer.Option(metavar="N", help="rounds in which all variants take turns", min=1)] = 5,
+    repeats: Annotated[int, typer.Option(metavar="N", help="steps per variant and round", min=1)] = 8,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="append results here, one JSON object per line")
+    ] = None,
 ) -> None:
     """One step, offloaded in several ways and interleaved, against the floor; bits are checked."""
     if out is not None:  # before minutes of measuring

@@ -18,8 +18,9 @@ from headrace.cli.arguments import (
     with_offload_flags,
 )
 from headrace.cli.terminal import byte_bar, stderr
-from headrace.config import SHARDED_MODES, Mode, format_gib
+from headrace.config import SHARDED_MODES, Mode
 from headrace.errors import CheckpointError, OptionError
+from headrace.figures import format_rate, format_size, format_time
 from headrace.flags import OffloadFlags
 from headrace.memory.system import PeakMeter, peak_rss_bytes
 
@@ -177,10 +178,10 @@ def _stream(
 def _print_figures(handle: Handle, tokens: int, seconds: float, growth_bytes: int) -> None:
     stats = handle.stats()
     figures = (
-        f"{tokens} tokens in {seconds:.1f} s ({tokens / seconds:.2f} tokens/s)",
-        f"{format_gib(stats.bytes_moved)} moved ({stats.bytes_moved / seconds / 1e9:.2f} GB/s)",
-        f"{stats.stalls} stalls ({stats.stall_s:.1f} s)",
-        f"peak memory {format_gib(peak_rss_bytes())}, {format_gib(growth_bytes)} of it since loading began",
-        f"{format_gib(handle.plan.device_bytes)} planned for weights",
+        f"{tokens} tokens in {format_time(seconds)} ({format_rate(tokens / seconds)} tokens/s)",
+        f"{format_size(stats.bytes_moved)} moved ({stats.bytes_moved / seconds / 1e9:.2f} GB/s)",
+        f"{stats.stalls} stalls ({format_time(stats.stall_s)})",
+        f"peak memory {format_size(peak_rss_bytes())}, {format_size(growth_bytes)} of it since loading began",
+        f"{format_size(handle.plan.device_bytes)} planned for weights",
     )
     stderr.print("; ".join(figures), style="bold", highlight=False, soft_wrap=True)

@@ -123,7 +123,9 @@ def _planned_machine(flags: OffloadFlags, file: Path | None) -> tuple[torch.devi
 
 
 def probe(
-    folder: Annotated[Path | None, typer.Option(help="a folder on the disk that checkpoints are read from")] = None,
+    folder: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="a folder on the disk that checkpoints are read from")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON and nothing else")] = False,
 ) -> None:
     """Measure the link, the device, the CPU and the disk of this machine; takes about half a minute."""

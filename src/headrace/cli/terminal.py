@@ -30,13 +30,14 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
 # Flags that take a list, each with a value to show.
 LIST_FLAGS = {"--cpu-offload-params": "mlp", "--offload-params": "mlp", "--offload-rule": "experts=uva"}
 
+# Obey COLUMNS, and else the terminal.
 stdout = Console()
 stderr = Console(stderr=True)
 
 # Wide enough for the plan's tables when the output is a file or a pipe, where rich would assume 80.
 _PIPE_WIDTH = 120
 for _console in (stdout, stderr):
-    if not _console.is_terminal:
+    if not _console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         _console.width = _PIPE_WIDTH
 
 

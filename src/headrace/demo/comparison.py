@@ -26,8 +26,9 @@ from headrace.adapters.transformers import load
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.config import Budget
 from headrace.errors import OptionError, StateError
+from headrace.figures import format_size, format_time
 from headrace.memory.system import PeakMeter
-from headrace.plan.report import gib, titled_table
+from headrace.plan.report import titled_table
 
 __all__ = [
     "TRACE_FILE", "Comparison", "Job", "Result", "compare", "comparison_table", "embed_job", "find_encoder",
@@ -184,7 +185,7 @@ class Comparison:
         checks = {
             "the streamed results differ from the resident ones": self.bits_equal,
             "nothing was streamed": self.streamed.stats["bytes_moved"] > 0,  # without, equal bits would prove nothing
-            f"memory grew by {gib(self.streamed.growth_bytes)} GiB, the limit is {gib(self.limit_bytes)} GiB": (
+            f"memory grew by {format_size(self.streamed.growth_bytes)}, the limit is {format_size(self.limit_bytes)}": (
                 self.within_memory
             ),
         }
@@ -212,17 +213,17 @@ def comparison_table(part: Comparison) -> Table:
     resident, streamed = part.resident, part.streamed
     share = 100 * streamed.planned_bytes / part.weight_bytes
     kept = "[green]kept[/]" if part.within_memory else "[red]BROKEN[/]"
-    weights, growth = f"{gib(part.weight_bytes)} GiB", "measured growth (mapped pages that were touched count)"
+    weights, growth = format_size(part.weight_bytes), "measured growth (mapped pages that were touched count)"
     table = titled_table(f"{part.name}, resident and streamed", "", "resident", "streamed")
     table.add_row("weights", weights, weights)
-    table.add_row("planned memory for weights", weights, f"{gib(streamed.planned_bytes)} GiB ({share:.0f} %)")
-    table.add_row(growth, f"{gib(resident.growth_bytes)} GiB", f"{gib(streamed.growth_bytes)} GiB")
-    table.add_row("limit: planned + 64 MiB", "", f"{gib(part.limit_bytes)} GiB, {kept}")
+    table.add_row("planned memory for weights", weights, f"{format_size(streamed.planned_bytes)} ({share:.0f} %)")
+    table.add_row(growth, format_size(resident.growth_bytes), format_size(streamed.growth_bytes))
+    table.add_row("limit: planned + 64 MiB", "", f"{format_size(part.limit_bytes)}, {kept}")
     runs = (resident, streamed)
     table.add_row(f"{part.item} per second", *(f"{run.items / run.seconds:.1f}" for run in runs))
-    table.add_row("forward, fastest", *(f"{min(run.forwards_s) * 1e3:.1f} ms" for run in runs))
-    table.add_row("forward, median", *(f"{median(run.forwards_s) * 1e3:.1f} ms" for run in runs))
-    table.add_row("moved per forward", "", f"{gib(streamed.moved_bytes)} GiB")
+    table.add_row("forward, fastest", *(format_time(min(run.forwards_s)) for run in runs))
+    table.add_row("forward, median", *(format_time(median(run.forwards_s)) for run in runs))
+    table.add_row("moved per forward", "", format_size(streamed.moved_bytes))
     table.add_row("stalls", "", f"{streamed.stats['stalls']} ({streamed.stats['stall_s']:.2f} s)")
     table.add_row("sha256 of the results", *(_digest(run.arrays)[:12] for run in runs))
     table.add_row("bits equal", "", "[green]yes[/]" if part.bits_equal else "[red]NO[/]")

@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from headrace.config import format_gib, pin_memory_disabled, reader_threads
+from headrace.config import pin_memory_disabled, reader_threads
 from headrace.errors import OptionError, StateError, warn_user
+from headrace.figures import format_size
 from headrace.memory.pages import RawMemory, map_pages, populate_parallel
 
 __all__ = [
@@ -215,7 +216,7 @@ def pin_shared(memory: PinnedBuffer, registrar: CudaRegistrar, fix: str) -> None
 def warn_refused(num_bytes: int, code: int) -> None:
     """Warn that the driver refused to register memory, and that torch's allocator is used instead."""
     warn_user(
-        f"the driver refused to register {format_gib(num_bytes)} of host memory (cudaHostRegister: error {code}); "
+        f"the driver refused to register {format_size(num_bytes)} of host memory (cudaHostRegister: error {code}); "
         f"torch's pinned allocator is used instead, which is slower and rounds sizes up. Check `ulimit -l`"
     )
 

@@ -25,8 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from headrace.config import HOST_MODES, SHARDED_MODES, UVA, Budget, Mode, Policy, Prefetch, Rules, Workload, format_gib
+from headrace.config import HOST_MODES, SHARDED_MODES, UVA, Budget, Mode, Policy, Prefetch, Rules, Workload
 from headrace.errors import BudgetError, RuleError, SelectionError, warn_user
+from headrace.figures import format_size
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.candidates import CandidateTable, Family, Spill
 from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Floats, Forecast, Forecaster, Ints, Rates, split_rates
@@ -302,7 +303,7 @@ def solve(table: CandidateTable, budget: Budget) -> Plan:
     # A rule is obeyed even if everything would fit.
     if num_bytes <= weights_budget and not table.forced:
         warn_user(
-            f"the weights ({format_gib(num_bytes)}) fit the budget ({format_gib(budget.num_bytes)}): nothing is "
+            f"the weights ({format_size(num_bytes)}) fit the budget ({format_size(budget.num_bytes)}): nothing is "
             f"offloaded; give a smaller --device-memory to offload some of them"
         )
         return assemble(table.inventory, [], 0, table.mode)
@@ -406,16 +407,16 @@ def _too_small(table: CandidateTable, budget: Budget) -> BudgetError:
     if budget.num_bytes >= least:
         return _too_little_host(table, budget, limit or 0, minimum)
     besides = f" for the cache and activations of batch {max(work.batch_sizes)} at {work.context} tokens"
-    besides = f", {format_gib(beside)} of it{besides}" if beside else ""
+    besides = f", {format_size(beside)} of it{besides}" if beside else ""
     use, too = least, ""
     if minimum is None:
         too = f", with --host-memory {_mib_up(_least_host_bytes(table, least - beside))}MiB or more"
     elif minimum > least:
         use, too = minimum, ", which leaves little enough to host memory"
     return BudgetError(
-        f"a budget of {format_gib(budget.num_bytes)} ({budget.num_bytes} bytes) is too small: this model's weights are "
-        f"{format_gib(table.inventory.num_bytes)} and with everything offloaded headrace still needs "
-        f"{format_gib(least)} ({least} bytes){besides}; use --device-memory {_mib_up(use)}MiB or more{too}",
+        f"a budget of {format_size(budget.num_bytes)} ({budget.num_bytes} bytes) is too small: this model's weights "
+        f"are {format_size(table.inventory.num_bytes)} and with everything offloaded headrace still needs "
+        f"{format_size(least)} ({least} bytes){besides}; use --device-memory {_mib_up(use)}MiB or more{too}",
         use,
     )
 
@@ -432,8 +433,8 @@ def _too_little_host(table: CandidateTable, budget: Budget, limit: int, minimum:
             "'disk' (--offload-mode disk)"
         )
     return BudgetError(
-        f"a budget of {format_gib(budget.num_bytes)} leaves more than {whose} {format_gib(limit)} to be offloaded: at "
-        f"least {format_gib(least)}{ring}, {format_gib(least - limit)} too much; {more}allow --host-memory "
+        f"a budget of {format_size(budget.num_bytes)} leaves more than {whose} {format_size(limit)} to be offloaded: "
+        f"at least {format_size(least)}{ring}, {format_size(least - limit)} too much; {more}allow --host-memory "
         f"{_mib_up(least)}MiB{files}",
         budget.num_bytes if minimum is None else minimum,
     )

@@ -11,8 +11,9 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple, get_args
 
-from headrace.config import Mechanism, Mode, format_gib
+from headrace.config import Mechanism, Mode
 from headrace.errors import OptionError
+from headrace.figures import format_size
 from headrace.model.records import Inventory, StorageInfo
 from headrace.plan.schedule import ENTRY_BYTES, MAX_ENTRIES, RingLayout, chain, lay_out_ring, slot_of
 from headrace.plan.serialize import load_json, require, require_same, save_json
@@ -63,7 +64,7 @@ class Machine:
     device_bytes: int | None = None
 
     def __str__(self) -> str:
-        return self.device if self.device_bytes is None else f"{self.device} with {format_gib(self.device_bytes)}"
+        return self.device if self.device_bytes is None else f"{self.device} with {format_size(self.device_bytes)}"
 
     def suits(self, here: Machine) -> bool:
         """Whether a plan made for this machine may be carried out on ``here``: the same device, no less memory."""
@@ -611,7 +612,7 @@ def _foreign_model(
         parts.append(f"{count}: {', '.join(differing[:_NAMES_SHOWN])}{more}")
     if missing_modules:
         parts.append(f"the model has no module {missing_modules[0]!r}")
-    totals = [f"{len(s)} storages, {format_gib(sum(s.values()))} ({sum(s.values())} bytes)" for s in (planned, found)]
+    totals = [f"{len(s)} storages, {format_size(sum(s.values()))} ({sum(s.values())} bytes)" for s in (planned, found)]
     return (
         f"the plan was made for another model{f' ({name})' if name else ''}: {'; '.join(parts)}. The plan places "
         f"{totals[0]}, the model has {totals[1]}; {_REPLAN}"

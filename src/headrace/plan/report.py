@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from headrace.config import Mode
 from headrace.errors import OptionError
+from headrace.figures import bytes_of, format_rate, format_size, format_time, in_unit, size_unit
 from headrace.plan.build import Outlook, Planner, Point
 from headrace.plan.cost_model import find_stages
 from headrace.plan.plan import Plan, Unit
@@ -24,7 +26,6 @@ from headrace.plan.plan import Plan, Unit
 __all__ = [
     "compress_indices",
     "draw_plan",
-    "gib",
     "render",
     "render_outlook",
     "render_weights",
@@ -33,7 +34,6 @@ __all__ = [
     "titled_table",
 ]
 
-MIB, GIB = 2**20, 2**30
 # How compute reaches a tensor, of a plan with two stores also from which of them it is prefetched; with its colour.
 _COLOURS = {"resident": "#3aa655", "prefetched": "#4c8ed9", "from files": "#8a63c9", "in place": "#e8a33d"}
 
@@ -57,10 +57,10 @@ def render(plan: Plan, name: str) -> RenderableType:
     share = 100 * plan.device_bytes / max(1, plan.weight_bytes)
     summary = Text.assemble(
         (name, "bold"),
-        f": {gib(plan.weight_bytes)} GiB of weights in ",
-        (f"{gib(plan.device_bytes)} GiB of device memory ({share:.0f} %)", "bold"),
-        f"; {gib(plan.moved_bytes)} GiB moved per forward",
-        f", {gib(plan.read_bytes)} GiB of them read from files" if plan.spilled_bytes and plan.read_bytes else "",
+        f": {format_size(plan.weight_bytes)} of weights in ",
+        (f"{format_size(plan.device_bytes)} of device memory ({share:.0f} %)", "bold"),
+        f"; {format_size(plan.moved_bytes)} moved per forward",
+        f", {format_size(plan.read_bytes)} of them read from files" if plan.spilled_bytes and plan.read_bytes else "",
     )
     return Group(summary, _places(plan), *([_units(plan)] if plan.units else []), _roles(plan))
 
@@ -69,17 +69,11 @@ def render_weights(plan: Plan, name: str, minimum_bytes: int) -> RenderableType:
     """What the model weighs and the smallest budget that runs it; ``plan`` has everything resident."""
     lines = Text.assemble(
         (name, "bold"),
-        f" weighs {gib(plan.weight_bytes)} GiB in {len(plan.resident)} tensors; nothing would be offloaded.\n",
-        f"The smallest budget is --device-memory {-(-minimum_bytes // 2**20)}MiB ({gib(minimum_bytes)} GiB); ",
+        f" weighs {format_size(plan.weight_bytes)} in {len(plan.resident)} tensors; nothing would be offloaded.\n",
+        f"The smallest budget is --device-memory {-(-minimum_bytes // 2**20)}MiB ({format_size(minimum_bytes)}); ",
         "anything from there to the full weight works, and more is faster.",
     )
     return Group(lines, _roles(plan))
-
-
-def gib(num_bytes: int | float) -> str:
-    """GiB with three decimals, or more for what would otherwise read 0.00x."""
-    value = num_bytes / 2**30
-    return f"{value:.3f}" if value >= 0.0995 or value == 0 else f"{value:.5f}"
 
 
 def role_of(name: str) -> str:
@@ -96,6 +90,25 @@ def compress_indices(indices: Iterable[int]) -> str:
     if len(runs) <= _MAX_RUNS:
         return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"{ordered[0]}, {ordered[1]}, {ordered[2]}, ... {ordered[-1]}"
+
+
+class _Name:
+    """A dotted name, of which lines end after dots where its column is too narrow, and not inside words."""
+
+    def __init__(self, name: str) -> None:
+        self._parts = re.findall(r"[^.]*\.|[^.]+$", name)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(max(map(len, self._parts)), sum(map(len, self._parts)))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        line = ""
+        for part in self._parts:
+            if line.strip() and len(line + part) > options.max_width:
+                yield Text(line)
+                line = "  "
+            line += part
+        yield Text(line)
 
 
 def titled_table(title: str, *columns: str) -> Table:
@@ -117,11 +130,12 @@ def titled_table(title: str, *columns: str) -> Table:
 def _places(plan: Plan) -> Table:
     """Where the bytes rest."""
     stores = list(dict.fromkeys(["host", "file", _STORE_NAMES[plan.mode]]))
-    table = titled_table("Memory, GiB", "what", "count", "device", *stores)
+    unit = size_unit(plan.weight_bytes)
+    table = titled_table(f"Memory, {unit}", "what", "count", "device", *stores)
     totals = dict.fromkeys(("device", *stores), 0)
 
     def add(what: str, count: str, place: str, num_bytes: int) -> None:
-        table.add_row(what, count, *(gib(num_bytes) if place == column else "" for column in totals))
+        table.add_row(what, count, *(in_unit(num_bytes, unit) if place == column else "" for column in totals))
         totals[place] += num_bytes
 
     add("resident", _counted(len(plan.resident), "tensor"), "device", plan.resident_bytes)
@@ -138,7 +152,8 @@ def _places(plan: Plan) -> Table:
         place = "host" if staged and plan.mode == "disk" else _STORE_NAMES[plan.mode]
         add("read in place", _counted(len(plan.uva), "tensor"), place, plan.uva_bytes)
     table.add_section()
-    table.add_row("total", "", *(gib(num_bytes) if num_bytes else "" for num_bytes in totals.values()), style="bold")
+    sums = (in_unit(num_bytes, unit) if num_bytes else "" for num_bytes in totals.values())
+    table.add_row("total", "", *sums, style="bold")
     return table
 
 
@@ -150,11 +165,13 @@ def _units(plan: Plan) -> Table:
     alike: defaultdict[tuple[str, int, Mode], list[Unit]] = defaultdict(list)
     for unit in plan.units:
         alike[role_of(unit.module_fqn), len(unit.entries), unit.store].append(unit)
-    table = titled_table("Units", "module", "rest in", "units", "layers", "tensors each", "GiB each", "slot numbers")
+    size = size_unit(plan.weight_bytes)
+    each = ("tensors each", f"{size} each", "slot numbers")
+    table = titled_table("Units", "module", "rest in", "units", "layers", *each)
     for (fqn, tensors, store), units in alike.items():
-        low, high = (gib(bound(unit.num_bytes for unit in units)) for bound in (min, max))
+        low, high = (in_unit(bound(unit.num_bytes for unit in units), size) for bound in (min, max))
         table.add_row(
-            fqn or "(the model)",
+            _Name(fqn or "(the model)"),
             _STORE_NAMES[store],
             str(len(units)),
             # The first number of a name is its layer's; later ones are experts or blocks inside it.
@@ -181,10 +198,11 @@ def _roles(plan: Plan) -> Table:
         for role in small:
             sizes[rest] += sizes[role]
     shown = [column for column in _COLOURS if column == "resident" or any(size[column] for size in sizes.values())]
-    table = titled_table("Tensors by role, GiB", "role", "count", "total", *shown)
+    unit = size_unit(plan.weight_bytes)
+    table = titled_table(f"Tensors by role, {unit}", "role", "count", "total", *shown)
     for role in rows:
-        cells = (gib(sizes[role][column]) if sizes[role][column] else "" for column in shown)
-        table.add_row(Text(role), str(counts[role]), gib(sizes[role].total()), *cells)
+        cells = (in_unit(sizes[role][column], unit) if sizes[role][column] else "" for column in shown)
+        table.add_row(_Name(role), str(counts[role]), in_unit(sizes[role].total(), unit), *cells)
     return table
 
 
@@ -201,33 +219,30 @@ def _reached(plan: Plan, name: str) -> str:
 
 def render_outlook(outlook: Outlook) -> RenderableType:
     """A table of predicted steps, and the alternatives below."""
+    unit = size_unit(max(outlook.device_bytes + use.total_bytes for use in outlook.memory))
     table = titled_table(
-        "Predicted steps", "batch", "ms", "tokens/s", "floor ms", "share of floor", "bound by", "device GiB"
+        "Predicted steps", "batch", "step", "tokens/s", "floor", "share of floor", "bound by", f"device {unit}"
     )
     for forecast, use in zip(outlook.forecasts, outlook.memory, strict=True):
         table.add_row(
             str(forecast.rows),
-            _ms(forecast.step_s),
-            f"{forecast.rows_per_s:,.1f}",
-            _ms(forecast.floor_s),
+            format_time(forecast.step_s),
+            format_rate(forecast.rows_per_s),
+            format_time(forecast.floor_s),
             f"{forecast.floor_s / forecast.step_s:.0%}",
             forecast.bound,
-            gib(outlook.device_bytes + use.total_bytes),
+            in_unit(outlook.device_bytes + use.total_bytes, unit),
         )
     hint = "" if outlook.is_measured else "; run `headrace probe` on this machine for predictions that hold"
     lines = [f"\nRates of {outlook.machine}{hint}."]
     if outlook.context:
         largest = max(outlook.memory, key=lambda use: use.batch)
         lines.append(
-            f"Batch {largest.batch} at {outlook.context} tokens: {gib(largest.cache_bytes)} GiB of KV cache, "
-            f"{gib(largest.activation_bytes)} GiB of activations; device memory above includes both."
+            f"Batch {largest.batch} at {outlook.context} tokens: {format_size(largest.cache_bytes)} of KV cache, "
+            f"{format_size(largest.activation_bytes)} of activations; device memory above includes both."
         )
     lines += [f"• {alternative.text}" for alternative in outlook.alternatives]
     return Group(table, Text("\n".join(lines)))
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.1f}" if seconds >= 0.01 else f"{seconds * 1e3:.2f}"
 
 
 # -- a picture ---------------------------------------------------------------------------------------------------------
@@ -271,7 +286,7 @@ def draw_plan(
     panels = 2 if points else 1  # only a budget has a curve
     figure = Figure(figsize=(10, 4.2 * panels), layout="constrained")
     axes = figure.subplots(panels, 1, squeeze=False)[:, 0]
-    figure.suptitle(f"{name}: {plan.weight_bytes / GIB:.2f} GiB of weights in {plan.device_bytes / GIB:.2f} GiB")
+    figure.suptitle(f"{name}: {format_size(plan.weight_bytes)} of weights in {format_size(plan.device_bytes)}")
     _draw_layers(axes[0], plan, planner)
     if points:
         _draw_curve(axes[1], plan, outlook, points)
@@ -281,10 +296,13 @@ def draw_plan(
 def _draw_layers(axes: Any, plan: Plan, planner: Planner) -> None:
     # Smaller stages would be bars without height.
     stages = [
-        stage for stage in find_stages(planner.inventory) if sum(s.num_bytes for s, _ in stage.storages) > GIB / 1e4
+        stage
+        for stage in find_stages(planner.inventory)
+        if sum(s.num_bytes for s, _ in stage.storages) > plan.weight_bytes / 1e5
     ]
     largest = max((sum(s.num_bytes for s, _ in stage.storages) for stage in stages), default=0)
-    unit, unit_name = (GIB, "GiB") if largest >= GIB / 10 else (MIB, "MiB")
+    unit_name = size_unit(largest)
+    unit = bytes_of(unit_name)
     bottom = [0.0] * len(stages)
     reached = {name: _reached(plan, name) for name in plan.placements}
     for label, colour in _COLOURS.items():
@@ -310,20 +328,22 @@ def _draw_layers(axes: Any, plan: Plan, planner: Planner) -> None:
 def _draw_curve(axes: Any, plan: Plan, outlook: Outlook, points: Sequence[Point]) -> None:
     from matplotlib.ticker import LogFormatter
 
-    memory = [point.device_bytes / GIB for point in points]
+    unit = size_unit(plan.weight_bytes)
+    memory = [point.device_bytes / bytes_of(unit) for point in points]
+    scale, time_unit = (1e3, "ms") if max(max(point.step_s) for point in points) < 10 else (1, "s")
     for index, forecast in enumerate(outlook.forecasts):
-        steps = [point.step_s[index] * 1e3 for point in points]
+        steps = [point.step_s[index] * scale for point in points]
         # Flat up to the next point: memory in between buys nothing.
         (line,) = axes.step(memory, steps, where="post", label=f"batch {forecast.rows}")
-        axes.axhline(forecast.resident_s * 1e3, color=line.get_color(), linestyle=":", linewidth=1)
-        axes.plot(plan.device_bytes / GIB, forecast.step_s * 1e3, "o", color=line.get_color())
-    axes.axvline(plan.device_bytes / GIB, color="#888888", linewidth=0.8, label="this plan")
+        axes.axhline(forecast.resident_s * scale, color=line.get_color(), linestyle=":", linewidth=1)
+        axes.plot(plan.device_bytes / bytes_of(unit), forecast.step_s * scale, "o", color=line.get_color())
+    axes.axvline(plan.device_bytes / bytes_of(unit), color="#888888", linewidth=0.8, label="this plan")
     # From a resident step to one that moves all weights it is a factor of fifty on an H200.
     axes.set_yscale("log")
     for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         ticks(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
-    axes.set_xlabel("device memory for weights, GiB")
-    axes.set_ylabel("step, ms")
+    axes.set_xlabel(f"device memory for weights, {unit}")
+    axes.set_ylabel(f"step, {time_unit}")
     axes.set_title("Predicted step; dots: this plan, dotted: all weights resident", loc="left", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)

@@ -25,11 +25,11 @@ from headrace.config import (
     Budget,
     Policy,
     as_policy,
-    format_gib,
     pin_memory_disabled,
     uva_disabled,
 )
 from headrace.errors import CheckpointError, LimitError, OptionError, OptionTypeError, warn_user
+from headrace.figures import format_size
 from headrace.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes
 from headrace.model.inventory import Inventory, StorageInfo, take_inventory
 from headrace.model.live_tensors import BoundStorage, bind
@@ -476,8 +476,8 @@ def check_limits(plan: Plan, limits: Limits, needs: Needs) -> None:
     missing, limit, needed, available = max(exceeded, key=lambda shortfall: shortfall[0])
     budget = _fitting_budget(plan, limit, missing, limits, needs)
     message = (
-        f"the plan needs {format_gib(needed)} ({needed} bytes) of {limit}, and {format_gib(available)} ({available} "
-        f"bytes) can be had: {format_gib(missing)} ({missing} bytes) too little. "
+        f"the plan needs {format_size(needed)} ({needed} bytes) of {limit}, and {format_size(available)} ({available} "
+        f"bytes) can be had: {format_size(missing)} ({missing} bytes) too little. "
         f"{_fix(plan, limit, budget, limits.device_free_bytes is not None)}; nothing was allocated"
     )
     raise LimitError(message, limit, needed, available, budget)
@@ -538,7 +538,7 @@ def require_disk(folder: str | os.PathLike[str], num_bytes: int, fix: str) -> No
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
         message = (
-            f"{format_gib(num_bytes)} are to be written in {folder} and {format_gib(free)} are free on its disk: "
-            f"{format_gib(num_bytes - free)} too little; {fix}"
+            f"{format_size(num_bytes)} are to be written in {folder} and {format_size(free)} are free on its disk: "
+            f"{format_size(num_bytes - free)} too little; {fix}"
         )
         raise LimitError(message, "disk space", num_bytes, free)

@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from headrace.checkpoint.weight_map import WeightMap
-from headrace.config import RANK_MODES, debug_enabled, format_gib
+from headrace.config import RANK_MODES, debug_enabled
 from headrace.errors import BudgetError, CheckpointError, OptionError, StateError, TransferError
+from headrace.figures import format_size
 from headrace.loading.loader import WeightLoader, require_weights
 from headrace.loading.read_pool import Progress
 from headrace.memory.pinned import (
@@ -263,7 +264,7 @@ class OffloadSession(NotCopyable):
         except torch.OutOfMemoryError as error:
             needed = sum(self.plan.slot_bytes)
             raise BudgetError(
-                f"{self._device} has no room for {len(self.plan.slot_bytes)} slots of {format_gib(needed)} together; "
+                f"{self._device} has no room for {len(self.plan.slot_bytes)} slots of {format_size(needed)} together; "
                 f"offload before the model is on the device, or use fewer or smaller units (--offload-prefetch-step)",
                 needed,
             ) from error
@@ -500,7 +501,7 @@ def _disk_store(
 ) -> DiskStore:
     if weights is None and plan.spilled_bytes:
         raise OptionError(
-            f"{len(plan.staged_units)} of the plan's {len(plan.units)} units ({format_gib(plan.spilled_bytes)}) rest "
+            f"{len(plan.staged_units)} of the plan's {len(plan.units)} units ({format_size(plan.spilled_bytes)}) rest "
             f"in safetensors files, and none were given: pass checkpoint=FOLDER to headrace.offload, or make a plan "
             f"with all of them in host memory: mode 'cpu' (--offload-mode cpu)"
         )

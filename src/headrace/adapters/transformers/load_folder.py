@@ -29,8 +29,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from headrace.adapters.transformers.conversion import Match, match
 from headrace.api import Handle, start
 from headrace.checkpoint.safetensors_header import Checkpoint, model_folder
-from headrace.config import SHARDED_MODES, Policy, format_gib
+from headrace.config import SHARDED_MODES, Policy
 from headrace.errors import CheckpointError, OptionError, OptionTypeError, warn_user
+from headrace.figures import format_size
 from headrace.model.live_tensors import BoundStorage, storage_id
 from headrace.plan.plan import Plan
 from headrace.ranks.group import RankGroup
@@ -361,7 +362,7 @@ def _report(model: PreTrainedModel, found: Match) -> None:
         sizes = {name: state[name].nbytes for name in found.rearranged}
         named = [f"{name} ({size} bytes, {found.rearranged[name]})" for name, size in sizes.items()]
         warn_user(
-            f"{_some(named)}, {format_gib(sum(sizes.values()))} in all, cannot be streamed from the unmodified files: "
+            f"{_some(named)}, {format_size(sum(sizes.values()))} in all, cannot be streamed from the unmodified files: "
             f"made while loading, tensor by tensor, and resident where the rest is streamed; a checkpoint saved in the "
             f"form and dtype the model uses streams them"
         )

@@ -21,8 +21,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from headrace.config import Budget, Mode, Rules, parse_size
+from headrace.config import Budget, Mode, Rules
 from headrace.errors import OptionError, OptionTypeError
+from headrace.figures import parse_size
 from headrace.flags import OffloadFlags, Surface, parse_rules
 
 if TYPE_CHECKING:

@@ -24,8 +24,9 @@ from vllm.v1.worker import gpu_worker
 
 from headrace.adapters.vllm.interface import require_supported
 from headrace.adapters.vllm.options import REFUSED, read_options
-from headrace.config import format_gib, peer_timeout_s
+from headrace.config import peer_timeout_s
 from headrace.errors import OptionError, PeerError, StateError
+from headrace.figures import format_size
 from headrace.offloaders.layerwise import EngineOffloader
 from headrace.offloaders.reference import NoCopyOffloader
 from headrace.ranks.group import GRACE_S, call_within, json_digest
@@ -94,9 +95,10 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
                 super().load_model(**kwargs)
         plan = self._offloader.plan
         logger.info(
-            f"headrace: {format_gib(plan.resident_bytes)} resident, {format_gib(plan.prefetched_bytes)} prefetched in "
-            f"{len(plan.units)} units through {plan.num_slots} slots of {format_gib(max(plan.slot_bytes, default=0))}, "
-            f"{format_gib(plan.uva_bytes)} read in place; at rest in {plan.mode}"
+            f"headrace: {format_size(plan.resident_bytes)} resident, {format_size(plan.prefetched_bytes)} prefetched "
+            f"in {len(plan.units)} units through {plan.num_slots} slots of "
+            f"{format_size(max(plan.slot_bytes, default=0))}, {format_size(plan.uva_bytes)} read in place; at rest in "
+            f"{plan.mode}"
         )
 
     @contextmanager
