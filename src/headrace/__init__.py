@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from headrace.api import Handle, offload
-    from headrace.config import UVA, Budget, OffloadConfig, Prefetch, Rules
+    from headrace.config import UVA, Budget, OffloadConfig, Prefetch, Rules, Workload
     from headrace.errors import HeadraceError, HeadraceWarning
     from headrace.offloaders import (
         BaseOffloader,
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         set_offloader,
     )
     from headrace.plan.plan import Plan
+    from headrace.planning import make_plan
     from headrace.stores.sources import DiskOptions
 
 __all__ = [
@@ -40,8 +41,10 @@ __all__ = [
     "PrefetchOffloader",
     "Rules",
     "UVAOffloader",
+    "Workload",
     "create_offloader",
     "get_offloader",
+    "make_plan",
     "offload",
     "set_offloader",
 ]
@@ -50,10 +53,11 @@ __version__ = "0.1.0"
 
 # Every other public name is one of headrace.offloaders.
 _HOMES = {
-    "headrace.config": ("UVA", "Budget", "OffloadConfig", "Prefetch", "Rules"),
+    "headrace.config": ("UVA", "Budget", "OffloadConfig", "Prefetch", "Rules", "Workload"),
     "headrace.errors": ("HeadraceError", "HeadraceWarning"),
     "headrace.api": ("Handle", "offload"),
     "headrace.plan.plan": ("Plan",),
+    "headrace.planning": ("make_plan",),
     "headrace.stores.sources": ("DiskOptions",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

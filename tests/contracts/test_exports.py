@@ -17,8 +17,8 @@ SOURCE = Path(headrace.__file__).parent
 
 PUBLIC = [
     "UVA", "BaseOffloader", "Budget", "DiskOptions", "Handle", "HeadraceError", "HeadraceWarning",
-    "NoopOffloader", "OffloadConfig", "Plan", "Prefetch", "PrefetchOffloader", "Rules", "UVAOffloader",
-    "create_offloader", "get_offloader", "offload", "set_offloader",
+    "NoopOffloader", "OffloadConfig", "Plan", "Prefetch", "PrefetchOffloader", "Rules", "UVAOffloader", "Workload",
+    "create_offloader", "get_offloader", "make_plan", "offload", "set_offloader",
 ]  # fmt: skip
 
 # Of docs/architecture.md, left to right: a room imports from rooms to its left, and from its own.
@@ -39,6 +39,7 @@ ROOMS = [
     ("offloaders",),
     ("api",),
     ("adapters", "testing"),
+    ("planning",),
     ("bench", "demo"),
     ("cli",),
     ("__main__",),

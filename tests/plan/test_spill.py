@@ -300,24 +300,24 @@ class TestWhoMaySpill:
         monkeypatch.setattr(prepare_module, "read_limits", limits)
         monkeypatch.setattr(prepare_module, "planning_rates", lambda *_: NOMINAL_GPU)
         gpu = torch.device("cuda", 0)
-        spill = make_planner(model, inventory, gpu, weights).spill
+        spill = make_planner(inventory, ModelProfile(), gpu, weights).spill
         assert spill is not None
         assert spill.unstreamable == frozenset()
         largest = max(storage.num_bytes for storage in inventory.storages)
         assert spill.free_bytes == 16 * GIB - largest - GIB
         assert asked == [inventory.num_bytes]
-        elsewhere = make_planner(model, inventory, gpu, weights, NOMINAL_GPU, ["head.weight"]).spill
+        elsewhere = make_planner(inventory, ModelProfile(), gpu, weights, NOMINAL_GPU, ["head.weight"]).spill
         assert elsewhere == Spill(frozenset(["head.weight"]), None), "another machine's memory is not known here"
-        assert make_planner(model, inventory, gpu).spill is None
-        assert make_planner(model, inventory, torch.device("cpu"), weights).spill is None
+        assert make_planner(inventory, ModelProfile(), gpu).spill is None
+        assert make_planner(inventory, ModelProfile(), torch.device("cpu"), weights).spill is None
         monkeypatch.setenv("HEADRACE_DISABLE_PIN_MEMORY", "1")
-        assert make_planner(model, inventory, gpu, weights).spill is None
+        assert make_planner(inventory, ModelProfile(), gpu, weights).spill is None
 
     def test_files_of_another_form_are_not_streamed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         weights = WeightMap.open(save(Stack(3), tmp_path))
         model = Stack(4).half()
         inventory = take_inventory(model)
-        spill = make_planner(model, inventory, torch.device("cuda", 0), weights, NOMINAL_GPU).spill
+        spill = make_planner(inventory, ModelProfile(), torch.device("cuda", 0), weights, NOMINAL_GPU).spill
         assert spill is not None
         assert spill.unstreamable == {storage.name for storage in inventory.storages}
 

@@ -62,7 +62,10 @@ app.add_typer(bench, name="bench")
 
 
 def main() -> None:
-    """The ``headrace`` command. Exit codes: 0 done, 1 the demo's promise was broken, 2 an error, 130 interrupted."""
+    """The ``headrace`` command. Exit codes: 0 done, 2 an error, 130 interrupted.
+
+    1: the demo's promise was broken; or the plan was made and printed, and the machine has no room for it.
+    """
     # On a CPU, compute and readers share the cores. By default the compute threads spin for milliseconds after each
     # product, on cores that the readers need. OpenMP reads the variable once, when torch is imported, which is later.
     # `serve` becomes the engine's process, which inherits the environment and has no readers.

@@ -99,8 +99,10 @@ def disk_options(flags: OffloadFlags) -> DiskOptions | None:
     return DiskOptions(direct=flags.disk_direct, drop_cache=flags.disk_drop_cache)
 
 
-def target_device(name: str | None) -> torch.device:
+def target_device(name: str | None, instead: str = "") -> torch.device:
     """Where compute runs: ``--device``, or by default a GPU where there is one.
+
+    ``instead``: what else a user without that device can do, as the end of the message.
 
     Raises:
         OptionError: this machine has no device of that name.
@@ -118,6 +120,7 @@ def target_device(name: str | None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise OptionError(
             f"--device {name!r}: torch sees {torch.cuda.device_count()} CUDA device(s) here; --device cpu needs none"
+            f"{instead}"
         )
     return device
 

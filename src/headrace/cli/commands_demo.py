@@ -86,16 +86,14 @@ def _generate_text(folder: Path, runs: Path, keep: bool) -> list[str]:
 
 def _compare(job: Job, name: str, item: str, share: float, runs: Path) -> Comparison:
     """Print the plan, run the job resident and streamed, print the comparison."""
-    import torch
-
     from headrace.adapters.transformers.opened_model import open_model
-    from headrace.config import Budget
     from headrace.demo.comparison import compare, comparison_table
     from headrace.plan.report import render
+    from headrace.planning import plan_model
 
     opened = open_model(Path(job.model))
-    planner = opened.planner(torch.device("cpu"))
-    stdout.print(render(planner.plan(Budget(int(opened.weights.checkpoint.num_bytes * share))), name))
+    budget = int(opened.weights.checkpoint.num_bytes * share)
+    stdout.print(render(plan_model(opened, budget, device="cpu").plan, name))
     with stdout.status("running, resident and streamed"):
         found = compare(name, item, job, share, runs)
     stdout.print(comparison_table(found))

@@ -81,11 +81,11 @@ def generate(
         )
     from headrace.adapters.transformers.load_folder import load_matched
     from headrace.plan.report import render
-    from headrace.runtime.prepare import describe_device, open_ranks
+    from headrace.planning import plan_model
+    from headrace.runtime.prepare import open_ranks
 
     # Planned here and not by load(): the plan's mode decides about the group, and it is printed before the loading.
-    planner = opened.planner(device, disk=disk_options(flags))
-    plan = opened.plan(planner, policy, describe_device(device))
+    plan = plan_model(opened, policy, device=device, disk=disk_options(flags)).plan
     group = _process_group(plan.mode, device)
     tokenizer, inputs = _tokenize(opened.folder, text)
     stderr.print(render(plan, opened.name))

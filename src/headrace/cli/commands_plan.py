@@ -21,17 +21,16 @@ from headrace.cli.arguments import (
     with_offload_flags,
 )
 from headrace.cli.terminal import stderr, stdout
-from headrace.config import Budget
-from headrace.errors import BudgetError, OptionError
+from headrace.errors import OptionError
 from headrace.flags import OffloadFlags
 
 if TYPE_CHECKING:
     import torch
 
-    from headrace.plan.cost_model import Rates
-    from headrace.plan.plan import Machine
-
 __all__ = ["plan", "probe"]
+
+EXIT_UNFIT = 1
+_MACHINE = "--machine h200, h100, 4090, or a file of `headrace probe --json`"
 
 
 @with_offload_flags()
@@ -49,77 +48,62 @@ def plan(
         typer.Option("--plot", metavar="FILE", help="Draw the plan, and the step time against device memory."),
     ] = None,
     machine: Annotated[
-        Path | None,
-        typer.Option("--machine", metavar="FILE", help="Plan for the machine of FILE, from `headrace probe --json`."),
+        str | None,
+        typer.Option(
+            "--machine", metavar="NAME", help="Plan for h200 (measured), h100 or 4090 (nominal), or a probe's file."
+        ),
     ] = None,
     flags: OffloadFlags,
 ) -> None:
     """Show what would be offloaded and what it would cost; loads no weights.
 
-    Without offloading flags: what the model weighs and the smallest budget that runs it.
+    Without offloading flags: what the model weighs and the smallest budget that runs it. Exits with 1, after printing
+    the plan, where the machine has no room for it.
     """
     folder = folder_of(model)
-    device, made_for, rates = _planned_machine(flags, machine)
+    device = _planned_device(flags, machine)
     policy = requested(flags, device)
     places = {"--save": save, "--plot": plot}
     if policy is None:
         reads = {"--disk-direct": flags.disk_direct, "--disk-drop-cache": flags.disk_drop_cache}
         refuse_idle({**places, **reads}, "without a plan: nothing would be offloaded; add --device-memory, say")
-    from headrace.adapters.transformers.opened_model import no_collections, open_model
-    from headrace.plan.report import draw_plan, render, render_outlook, render_weights, require_picture
-    from headrace.stores.store import DiskStore
-
     for flag, file in places.items():
         if file is not None:
             require_writable(flag, file)
+    from headrace.plan.report import draw_plan, plan_table, require_picture
+    from headrace.planning import plan_model
+
     if plot is not None:
         require_picture(plot)
-    with no_collections():
-        opened = open_model(folder)
-        planner = opened.planner(device, rates, disk_options(flags))
-        made = opened.plan(planner, policy, made_for)
-        # The file system may refuse O_DIRECT. Opening the files finds this now, and not when the plan is carried out.
-        DiskStore(dict(opened.weights.sources), disk_options(flags)).close()
-        points = planner.curve(policy) if isinstance(policy, Budget) and made.offloaded_bytes else ()
-        outlook = planner.outlook(policy, made, points)
+    here = device if machine is None else None
+    planned = plan_model(folder, policy, machine=machine, device=here, disk=disk_options(flags))
+    made = planned.with_outlook()
     if save is not None:
         made.save(save)
         stderr.print(f"plan saved in {save} (--plan {save} carries it out)", highlight=False, soft_wrap=True)
     if plot is not None:
-        draw_plan(plot, opened.name, made, planner, outlook, points)
+        draw_plan(plot, folder.absolute().name, made, planned.planner, planned.outlook, planned.points)
         stderr.print(f"picture: {plot}", highlight=False, soft_wrap=True)
     if as_json:  # not by rich, which wraps long lines
-        json.dump({**made.to_json(), "outlook": outlook.to_json()}, sys.stdout, indent=2)
+        json.dump({**made.to_json(), "outlook": planned.outlook.to_json()}, sys.stdout, indent=2)
         sys.stdout.write("\n")
-    elif policy is None:
-        # No plan fits one byte, except where nothing has to be on the device, and the error carries the minimum.
-        try:
-            minimum_bytes = planner.plan(Budget(1)).device_bytes
-        except BudgetError as error:
-            minimum_bytes = error.minimum_bytes
-        stdout.print(render_weights(made, opened.name, minimum_bytes))
     else:
-        stdout.print(render(made, opened.name), render_outlook(outlook))
+        stdout.print(plan_table(made))
+    if planned.misfit:
+        raise typer.Exit(EXIT_UNFIT)
 
 
-def _planned_machine(flags: OffloadFlags, file: Path | None) -> tuple[torch.device, Machine, Rates | None]:
-    """Where the plan is to be carried out: this machine, or that of a probe, with its rates."""
-    if file is None:
-        from headrace.runtime.prepare import describe_device
-
-        device = target_device(flags.device)
-        return device, describe_device(device), None
+def _planned_device(flags: OffloadFlags, machine: str | None) -> torch.device:
+    """The device of this machine to plan for, or the kind of that of ``machine``."""
+    if machine is None:
+        return target_device(flags.device, "; to plan for a machine with a GPU: " + _MACHINE)
     if flags.device is not None:
-        raise OptionError("--machine and --device contradict each other: the file names the device; leave --device out")
+        raise OptionError("--machine and --device contradict each other: the machine has its device; leave one out")
     import torch
 
-    from headrace.transfer.machine_probe import read_probe
+    from headrace.transfer.machine_probe import named_machine
 
-    probe = read_probe(file)
-    rates = probe.gpu_rates()
-    if rates is None:
-        return torch.device("cpu"), probe.planned_machine, probe.cpu_rates(flags.disk_direct)
-    return torch.device("cuda", 0), probe.planned_machine, rates
+    return torch.device("cpu" if named_machine(machine)[0].device == "cpu" else "cuda")
 
 
 def probe(

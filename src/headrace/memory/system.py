@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import gc
 import os
 import re
 import resource
 from collections.abc import Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ __all__ = [
     "host_available_bytes",
     "local_cpus",
     "memlock_bytes",
+    "no_collections",
     "num_cores",
     "parse_cpu_list",
     "peak_rss_bytes",
@@ -54,6 +56,19 @@ def trim_heap() -> None:
     """Give free memory inside the C heap back to the system (``malloc_trim(3)``); no effect without glibc."""
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """No garbage collection of cycles within the block."""
+    # A large checkpoint makes 46,000 tensors. They would trigger many collections, each over all objects of torch.
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def above_standard_streams(fd: int) -> int:

@@ -21,6 +21,7 @@ from torch import nn
 from headrace.config import UVA, Budget, Mechanism, Mode, Prefetch, Rule
 from headrace.errors import OptionError, StateError
 from headrace.model.inventory import is_embedding, take_inventory
+from headrace.model.memory_profile import profile_of
 from headrace.model.patterns import is_segments, matching
 from headrace.model.records import Inventory, StorageInfo, is_within
 from headrace.model.semantic_groups import semantic_groups
@@ -320,7 +321,7 @@ class EngineOffloader(LayerwiseOffloader):
         rules = [(_through_wrappers(inventory, pattern), mechanism) for pattern, mechanism in policy.rules]
         outside_names = {s.name for s in inventory.storages if not s.is_lookup and _is_outside(s, layers)}
         rules += _rules_for(outside_names, inventory, params, rules)
-        planner = make_planner(self._model(), inventory, self._device())
+        planner = make_planner(inventory, profile_of(self._model()), self._device())
         return planner.plan(replace(policy, params=params, rules=tuple(rules)))
 
     def _check_plan(self, plan: Plan, inventory: Inventory) -> None:

@@ -191,10 +191,19 @@ class Planner:
         table = self.candidates(budget)
         return curve(table, host_limit(table, budget))
 
-    def outlook(self, policy: Policy | Plan | None, plan: Plan, points: Sequence[Point] | None = None) -> Outlook:
-        """What ``plan`` will cost for the workload of ``policy``; alternatives too where that is a budget."""
+    def outlook(
+        self,
+        policy: Policy | Plan | None,
+        plan: Plan,
+        points: Sequence[Point] | None = None,
+        workload: Workload | None = None,
+    ) -> Outlook:
+        """What ``plan`` will cost for ``workload`` (default that of ``policy``); alternatives too for a budget.
+
+        Without a policy, the smallest budget there is.
+        """
         budget = policy if isinstance(policy, Budget) else None
-        workload = Workload() if budget is None else budget.workload
+        workload = workload or (Workload() if budget is None else budget.workload)
         context, profile = workload.context, self.profile
         memory = []
         for rows in workload.batch_sizes:
@@ -208,7 +217,15 @@ class Planner:
             tuple(memory),
             plan.device_bytes,
             tuple(self.alternatives(budget, plan, points)) if budget is not None and plan.offloaded_bytes else (),
+            self.least_budget_bytes(workload) if policy is None else None,
         )
+
+    def least_budget_bytes(self, workload: Workload) -> int:
+        """The smallest budget that has a plan."""
+        try:
+            return self.plan(Budget(1, workload=workload)).device_bytes  # where nothing has to be on the device
+        except BudgetError as error:
+            return error.minimum_bytes
 
 
 def build_plan(
@@ -249,6 +266,8 @@ class Outlook:
         memory: beside the weights, one per batch size.
         device_bytes: of weights: residents and slots.
         alternatives: other choices; empty unless the plan was made for a budget.
+        least_budget_bytes: the smallest budget, where the plan keeps everything because no policy was given.
+        misfit: what the machine has too little of, as the rest of a sentence; ``None``: it has room, or none was asked.
     """
 
     machine: str
@@ -258,6 +277,8 @@ class Outlook:
     memory: tuple[WorkloadBytes, ...]
     device_bytes: int
     alternatives: tuple[Alternative, ...] = ()
+    least_budget_bytes: int | None = None
+    misfit: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers and strings; bytes and seconds."""
@@ -268,6 +289,8 @@ class Outlook:
             "steps": [forecast.to_json() for forecast in self.forecasts],
             "memory": [{**asdict(use), "device_bytes": self.device_bytes + use.total_bytes} for use in self.memory],
             "alternatives": [asdict(alternative) for alternative in self.alternatives],
+            "least_budget_bytes": self.least_budget_bytes,
+            "misfit": self.misfit,
         }
 
 

@@ -71,6 +71,7 @@ __all__ = [
     "StorageCost",
     "experts_in",
     "find_stages",
+    "nominal_rates",
     "split_rates",
     "stages_compute_s",
     "step_s",
@@ -184,6 +185,30 @@ NOMINAL_GPU = Rates(
     is_measured=False,
     file_bytes_per_s=3e9,  # one NVMe drive on PCIe 3.0 x4
 )
+
+
+def nominal_rates(device: str, link_bytes_per_s: float, memory_bytes_per_s: float, flops_per_s: float) -> Rates:
+    """Rates that follow from a GPU's published figures: of its link, its memory, its bf16 matrix products.
+
+    Of each, kernels get the share that the probe of an H200 found of its own (64 GB/s, 4.8 TB/s, 989 TFLOPS).
+    """
+    link, memory, flops = 0.87 * link_bytes_per_s, 0.75 * memory_bytes_per_s, 0.82 * flops_per_s
+    # A byte of a 16-bit weight takes one operation per row: half a multiplication and half an addition.
+    product = Curve.of({rows: max(1 / memory, rows / flops) for rows in (1, 64, 128, 256, 512, 1024, 8192)})
+    # Read in place, a weight crosses the link once per tile of 256 rows.
+    in_place = Curve.of({rows: max(1.0, rows / 256) / (0.93 * link) for rows in (1, 128, 256, 512, 2048, 8192)})
+    return replace(
+        NOMINAL_GPU,
+        machine=f"{device}, nominal",
+        copy_bytes_per_s=Curve.of({2**18: 0.66 * link, 2**20: 0.88 * link, 2**24: link}),
+        product_s_per_byte=product,
+        grouped_s_per_byte=product,
+        in_place_s_per_byte=in_place,
+        in_place_grouped_s_per_byte=in_place,
+        device_bytes_per_s=0.86 * memory_bytes_per_s,
+    )
+
+
 _NOMINAL_CPU_PRODUCT = Curve.of({1: 50e-12, 16: 60e-12, 256: 500e-12, 2048: 4e-9})
 NOMINAL_CPU = Rates(
     machine="a nominal CPU (no probe was run)",

@@ -6,8 +6,9 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from importlib import import_module
 from itertools import accumulate
 from typing import Any, NamedTuple, get_args
 
@@ -127,6 +128,9 @@ class Plan:
         model_name: optional display name of the model; not used in comparisons.
         made_for: the machine whose figures the plan was made from; ``None`` binds it to none.
         num_ranks: over how many ranks every unit is split; 1: each process keeps them whole.
+        outlook: predictions (:class:`headrace.plan.build.Outlook`) by the planner that made it, if they were asked for:
+            printed with it, and neither compared nor saved. ``replace()`` drops them, since another plan costs another
+            time.
     """
 
     units: tuple[Unit, ...] = field(repr=False)
@@ -137,6 +141,26 @@ class Plan:
     model_name: str | None = None
     made_for: Machine | None = None
     num_ranks: int = 1
+    outlook: object = field(default=None, init=False, repr=False, compare=False)
+
+    def __str__(self) -> str:
+        return str(_report().text_of(self))
+
+    def __repr__(self) -> str:
+        name = f"{self.model_name}: " if self.model_name else ""
+        return (
+            f"<headrace.Plan {name}{format_size(self.device_bytes)} of {format_size(self.weight_bytes)} of weights on "
+            f"the device, {len(self.units)} units in {self.num_slots} slots, mode {self.mode!r}>"
+        )
+
+    def _repr_html_(self) -> str:
+        return str(_report().html_of(self))
+
+    def with_outlook(self, outlook: object) -> Plan:
+        """The same plan with these predictions."""
+        plan = replace(self)
+        object.__setattr__(plan, "outlook", outlook)
+        return plan
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
@@ -391,6 +415,11 @@ class Plan:
             "resident": dict(self.resident),
             "uva": dict(self.uva),
         }
+
+
+def _report() -> Any:
+    # By name: that module is about plans, and imports this one.
+    return import_module("headrace.plan.report")
 
 
 # -- layout ------------------------------------------------------------------------------------------------------------

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from io import StringIO
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -26,11 +28,14 @@ from headrace.plan.plan import Plan, Unit
 __all__ = [
     "compress_indices",
     "draw_plan",
+    "html_of",
+    "plan_table",
     "render",
     "render_outlook",
     "render_weights",
     "require_picture",
     "role_of",
+    "text_of",
     "titled_table",
 ]
 
@@ -40,6 +45,8 @@ _COLOURS = {"resident": "#3aa655", "prefetched": "#4c8ed9", "from files": "#8a63
 # Norms and biases have dozens of roles of a few KiB each; they share a row.
 _MAX_ROLE_ROWS = 12
 _MAX_RUNS = 6
+# Of what is no terminal, as the command line has it.
+_PIPE_WIDTH = 120
 
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 _STORE_NAMES: dict[Mode, str] = {
@@ -50,6 +57,32 @@ _STORE_NAMES: dict[Mode, str] = {
     "sharded_gpu": "peers",
     "meta": "nowhere",
 }
+
+
+def plan_table(plan: Plan) -> RenderableType:
+    """What ``headrace plan`` and ``print(plan)`` show: the plan, or the weights alone, and the predictions it has."""
+    name, outlook = plan.model_name or "model", plan.outlook
+    if not isinstance(outlook, Outlook):
+        return render(plan, name)
+    if outlook.least_budget_bytes is not None:
+        return render_weights(plan, name, outlook.least_budget_bytes)
+    misfit = [Text(f"\nThis plan {outlook.misfit}.", style="bold red")] if outlook.misfit else []
+    return Group(render(plan, name), render_outlook(outlook), *misfit)
+
+
+def text_of(plan: Plan) -> str:
+    """:func:`plan_table` as plain text, as wide as the terminal (``COLUMNS``)."""
+    console = Console(file=StringIO(), width=shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns)
+    with console.capture() as captured:
+        console.print(plan_table(plan))
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def html_of(plan: Plan) -> str:
+    """:func:`plan_table` for notebooks."""
+    console = Console(file=StringIO(), width=_PIPE_WIDTH, record=True)
+    console.print(plan_table(plan))
+    return console.export_html(inline_styles=True, code_format='<pre style="line-height:1.2">{code}</pre>')
 
 
 def render(plan: Plan, name: str) -> RenderableType:

@@ -33,7 +33,7 @@ from headrace.figures import format_size
 from headrace.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes
 from headrace.model.inventory import Inventory, StorageInfo, take_inventory
 from headrace.model.live_tensors import BoundStorage, bind
-from headrace.model.memory_profile import profile_of
+from headrace.model.memory_profile import ModelProfile, profile_of
 from headrace.plan.build import Planner
 from headrace.plan.candidates import Spill
 from headrace.plan.cost_model import Rates
@@ -61,6 +61,7 @@ __all__ = [
     "read_limits",
     "require_disk",
     "require_kinds",
+    "settle",
 ]
 
 # Of free host memory, at most: what a plan leaves to the process itself.
@@ -151,14 +152,14 @@ def prepare(
     if isinstance(given, Plan):
         plan, may_need_files = given, False
     else:
-        planner = make_planner(model, inventory, target, weights, disk=disk, unstreamable=unstreamable)
+        planner = make_planner(inventory, profile_of(model), target, weights, disk=disk, unstreamable=unstreamable)
         if ranks is not None and given.mode in SHARDED_MODES:
             # Every rank plans for itself, and all have to come to one plan. So nothing counts that ranks may see
             # differently: no free host memory, and of rates only what is kept of this machine.
             planner = replace(planner, num_ranks=ranks.size, spill=None)
         plan = replace(planner.plan(given), made_for=describe_device(target))
         may_need_files = planner.spill is not None and given.mode is None
-    plan = _settle(plan, inventory, target, ranks)
+    plan = settle(plan, inventory, target, describe_device(target), ranks)
     bound = bind(model, inventory.storages)
     budget_bytes = given.num_bytes if isinstance(given, Budget) else None
     pooled = {} if pool is None else pool.find_storages(bound)
@@ -263,15 +264,15 @@ def _warn_about_idle_options(prepared: Prepared) -> None:
 
 
 def make_planner(
-    model: nn.Module,
     inventory: Inventory,
+    profile: ModelProfile,
     device: torch.device,
     weights: WeightMap | None = None,
     rates: Rates | None = None,
     unstreamable: Collection[str] = (),
     disk: DiskOptions | None = None,
 ) -> Planner:
-    """The planner for ``model`` on ``device``.
+    """The planner for the model of ``inventory`` and ``profile`` on ``device``.
 
     A budget is planned with ``rates``, or else the kept probe of this machine, or nominal rates if there is none; with
     the caches and activations that follow from the model's configuration; and with reads in place where the device can
@@ -288,7 +289,7 @@ def make_planner(
     return Planner(
         inventory,
         rates or planning_rates(device, disk is not None and bool(disk.direct)),
-        profile_of(model),
+        profile,
         zero_copy=on_gpu and can_read_in_place(device),
         default_mode="cpu" if weights is None or on_gpu else "disk",
         unstreamable=unstreamable,
@@ -324,10 +325,12 @@ def _free_host_bytes(device: torch.device, inventory: Inventory) -> int | None:
     return max(0, free_bytes - staging - min(_HEADROOM_BYTES, free_bytes // 16))
 
 
-def _settle(plan: Plan, inventory: Inventory, device: torch.device, ranks: RankGroup | None) -> Plan:
-    """``plan`` checked against the model and the machine, in the form that this machine can carry out."""
+def settle(
+    plan: Plan, inventory: Inventory, device: torch.device, machine: Machine, ranks: RankGroup | None = None
+) -> Plan:
+    """``plan`` checked against the model and ``machine``, in the form that ``device`` of it can carry out."""
     plan.check(inventory)
-    plan.check_machine(describe_device(device))
+    plan.check_machine(machine)
     split = plan.mode in SHARDED_MODES  # and then no rank has a whole tensor to read in place
     num_ranks = ranks.size if ranks is not None and split else 1
     if plan.uva and (split or not can_read_in_place(device)):

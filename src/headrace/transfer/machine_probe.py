@@ -30,17 +30,19 @@ import torch.nn.functional as F
 from headrace.errors import OptionError, warn_user
 from headrace.memory.pinned import device_view, pinned_region
 from headrace.memory.system import num_cores
-from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates
+from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates, nominal_rates
 from headrace.plan.plan import Machine
 from headrace.stores.sources import DiskOptions, File
 
 __all__ = [
     "COPY_SIZES",
+    "MACHINES",
     "Probe",
     "cache_path",
     "load",
     "measure",
     "mutual_peers",
+    "named_machine",
     "peer_rates",
     "planning_rates",
     "read_probe",
@@ -250,13 +252,48 @@ def read_probe(path: Path) -> Probe:
         return Probe.from_json(json.loads(path.read_bytes()))
     except OSError as error:
         raise OptionError(
-            f"{str(path)!r}: expected a file that `headrace probe --json` printed: {error.strerror}"
+            f"machine {str(path)!r}: expected {', '.join(MACHINES)}, or a file that `headrace probe --json` printed on "
+            f"that machine: {error.strerror}"
         ) from error
     except (ValueError, RecursionError) as error:
         raise OptionError(
             f"{str(path)!r}: expected what `headrace probe --json` of this version printed, found: {error}; run it "
             f"again on that machine"
         ) from error
+
+
+# Machines that plans can be made for by name: the GPU as torch names it, and no more memory than any driver leaves.
+# Without a probe of theirs the rates follow from published figures: link (PCIe, one direction), memory, bf16 with sums
+# in float32 and without sparsity.
+_GIB = 2**30
+_NOMINAL: dict[str, tuple[Machine, float, float, float]] = {
+    # NVIDIA H100 Tensor Core GPU datasheet, column SXM: PCIe Gen5 x16, 3.35 TB/s, 989 TFLOPS.
+    "h100": (Machine("NVIDIA H100 80GB HBM3", 79 * _GIB), 64e9, 3.35e12, 989e12),
+    # NVIDIA Ada GPU architecture whitepaper, appendix A, GeForce RTX 4090: PCIe Gen4 x16, 1,008 GB/s, 165.2 TFLOPS.
+    "4090": (Machine("NVIDIA GeForce RTX 4090", 47 * _GIB // 2), 32e9, 1.008e12, 165.2e12),
+}
+MACHINES = ("h200", *_NOMINAL)
+
+
+def named_machine(machine: str | os.PathLike[str], direct: bool = False) -> tuple[Machine, Rates]:
+    """What to plan with for ``machine``, one of ``MACHINES`` or a file of a probe.
+
+    ``direct``: a machine without a GPU reads files past the page cache.
+
+    Raises:
+        OptionError: neither a name nor a file that holds a probe.
+    """
+    name = str(machine).lower()
+    if name in _NOMINAL:
+        made_for, *published = _NOMINAL[name]
+        return made_for, nominal_rates(made_for.device, *published)
+    if name == "h200":
+        probe = read_probe(Path(__file__).with_name("h200.json"))
+        made_for = Machine("NVIDIA H200", 139 * _GIB)  # not in the probe, which is from before it was kept
+    else:
+        probe = read_probe(Path(machine).expanduser())
+        made_for = probe.planned_machine
+    return made_for, probe.gpu_rates() or probe.cpu_rates(direct)
 
 
 def save(probe: Probe) -> Path:

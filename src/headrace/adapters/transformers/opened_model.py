@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedModel
 
 from headrace.adapters.transformers.conversion import Match, match
 from headrace.adapters.transformers.load_folder import build_meta_model
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.checkpoint.weight_map import WeightMap
-from headrace.config import Policy
-from headrace.plan.build import Planner
-from headrace.plan.cost_model import Rates
-from headrace.plan.plan import Machine, Plan, assemble
-from headrace.runtime.prepare import make_planner, not_in_files
-from headrace.stores.sources import DiskOptions
+from headrace.memory.system import no_collections
+from headrace.model.memory_profile import profile_of
+from headrace.model.records import Inventory, ModelProfile
+from headrace.runtime.prepare import not_in_files
 
-__all__ = ["OpenedModel", "no_collections", "open_model"]
+__all__ = ["OpenedModel", "open_model"]
 
 
 @dataclass(frozen=True)
@@ -43,30 +37,21 @@ class OpenedModel:
         """The name of the folder, as the model's name in output."""
         return self.folder.absolute().name
 
-    def planner(self, device: torch.device, rates: Rates | None = None, disk: DiskOptions | None = None) -> Planner:
-        """The planner for this model on ``device``, with ``rates`` instead of those of this machine if given.
-
-        ``disk``: how files are read.
-        """
+    @property
+    def inventory(self) -> Inventory:
+        """Of the model as its files hold it."""
         # Not take_inventory(): the checkpoint may hold different values for tied tensors, and match() cut these ties.
-        inventory = self.match.inventory
-        fixed = not_in_files(inventory, self.weights)
-        return make_planner(self.module, inventory, device, self.weights, rates, fixed, disk)
+        return self.match.inventory
 
-    def plan(self, planner: Planner, policy: Policy | Plan | None, machine: Machine) -> Plan:
-        """The plan for ``policy``; ``None`` keeps every tensor resident; a finished plan is compared with the model.
+    @property
+    def profile(self) -> ModelProfile:
+        """Of the model beyond names and sizes."""
+        return profile_of(self.module)
 
-        Raises:
-            OptionError: an impossible plan; a plan for another model, or for another machine than ``machine``.
-        """
-        if isinstance(policy, Plan):
-            policy.check(self.match.inventory)
-            policy.check_machine(machine)
-            return policy
-        if policy is None:
-            return assemble(self.match.inventory, [], 0, planner.default_mode)
-        with no_collections():
-            return replace(planner.plan(policy), model_name=self.name, made_for=machine)
+    @property
+    def unstreamable(self) -> list[str]:
+        """Storages whose bytes are in no file unchanged."""
+        return not_in_files(self.inventory, self.weights)
 
 
 def open_model(folder: Path) -> OpenedModel:
@@ -78,16 +63,3 @@ def open_model(folder: Path) -> OpenedModel:
     with no_collections():
         module = build_meta_model(folder)
         return OpenedModel(folder, module, match(module, Checkpoint.open(folder)))
-
-
-@contextmanager
-def no_collections() -> Iterator[None]:
-    """No garbage collection of cycles within the block."""
-    # A large checkpoint makes 46,000 tensors. They would trigger many collections, each over all objects of torch.
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

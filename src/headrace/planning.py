@@ -1,0 +1,257 @@
+"""A model, a policy and a machine to a plan: :func:`make_plan`. Names and sizes only; nothing is allocated.
+
+The command line plans with :func:`plan_model`, which also returns what a picture needs. Nothing at the top of this file
+imports torch or transformers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.config import Budget, Policy, Workload, as_policy
+from headrace.errors import LimitError, OptionError, OptionTypeError, warn_user
+from headrace.memory.system import no_collections
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from headrace.adapters.transformers.opened_model import OpenedModel
+    from headrace.checkpoint.safetensors_header import Checkpoint
+    from headrace.checkpoint.weight_map import WeightMap
+    from headrace.model.records import Inventory, ModelProfile
+    from headrace.plan.build import Outlook, Planner, Point
+    from headrace.plan.cost_model import Rates
+    from headrace.plan.plan import Machine, Plan
+    from headrace.stores.sources import DiskOptions
+
+__all__ = ["Planned", "make_plan", "plan_model"]
+
+
+def make_plan(
+    model: nn.Module | str | os.PathLike[str],
+    policy: Policy | Plan | str | int | None = None,
+    *,
+    workload: Workload | None = None,
+    machine: str | os.PathLike[str] | None = None,
+    checkpoint: WeightMap | Checkpoint | str | os.PathLike[str] | None = None,
+    device: torch.device | str | None = None,
+    disk: DiskOptions | None = None,
+) -> Plan:
+    """The plan that :func:`headrace.offload` or ``load`` would carry out, and its predicted cost; allocates nothing.
+
+    ``print(plan)`` shows both, as ``headrace plan`` does. The plan can be saved, and passed to ``offload`` or ``load``
+    in place of a policy::
+
+        plan = headrace.make_plan("Qwen3-8B", "6GiB", workload=headrace.Workload([1, 16], context=4096), machine="h200")
+        print(plan)
+
+    Args:
+        model: a module, on ``meta`` too, or a transformers folder of safetensors, of which config and headers are read.
+        policy: as for ``offload``. ``None``: everything stays resident, and the smallest budget is shown. A plan is
+            checked against model and machine.
+        workload: the batch sizes and the context that a budget is planned for, and that predictions are about.
+        machine: another machine to plan for: ``"h200"``, ``"h100"``, ``"4090"``, or a file that ``headrace probe
+            --json`` printed there. Default: this one, with its kept probe or nominal rates.
+        checkpoint: as for ``offload``; a folder given as ``model`` is its own.
+        device: where compute runs; default as for ``offload`` and ``load``. Not with ``machine``, which says it.
+        disk: how files are read.
+
+    Returns:
+        the plan. What ``machine``, or this one, has no room for is a warning, and printed with the plan.
+
+    Raises:
+        OptionError, OptionTypeError: a wrong argument; a selection or budget that cannot be met; a plan for another
+            model or machine.
+        CheckpointError: no model in the folder, or files for another one.
+    """
+    planned = plan_model(
+        model, policy, workload=workload, machine=machine, checkpoint=checkpoint, device=device, disk=disk
+    )
+    if planned.misfit:
+        warn_user(f"the plan {planned.misfit}")
+    return planned.with_outlook()
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with what it was made from.
+
+    Attributes:
+        plan: without predictions (:meth:`with_outlook`).
+        planner: of the model, for the machine.
+        policy: that ``plan`` is the plan for.
+        workload: that predictions are about.
+        misfit: why the machine has no room for the plan, as the rest of a sentence; ``None``: it has.
+    """
+
+    plan: Plan
+    planner: Planner
+    policy: Policy | Plan | None
+    workload: Workload
+    misfit: str | None
+
+    @cached_property
+    def points(self) -> Sequence[Point]:
+        """Step time against device memory; empty unless the policy is a budget that offloads something."""
+        return self.planner.curve(self.policy) if isinstance(self.policy, Budget) and self.plan.offloaded_bytes else ()
+
+    @cached_property
+    def outlook(self) -> Outlook:
+        """Predictions, and for budgets the alternatives."""
+        outlook = self.planner.outlook(self.policy, self.plan, self.points, self.workload)
+        return replace(outlook, misfit=self.misfit)
+
+    def with_outlook(self) -> Plan:
+        """The plan with its predictions, which it prints."""
+        return self.plan.with_outlook(self.outlook)
+
+
+def plan_model(
+    model: nn.Module | OpenedModel | str | os.PathLike[str],
+    policy: Policy | Plan | str | int | None,
+    *,
+    workload: Workload | None = None,
+    machine: str | os.PathLike[str] | None = None,
+    checkpoint: WeightMap | Checkpoint | str | os.PathLike[str] | None = None,
+    device: torch.device | str | None = None,
+    disk: DiskOptions | None = None,
+) -> Planned:
+    """:func:`make_plan` with the planner, for a folder that is open already, too; warns about nothing that is missing.
+
+    Raises the errors of :func:`make_plan`.
+    """
+    from headrace.plan.plan import Plan, assemble
+    from headrace.runtime.prepare import make_planner, require_kinds, settle
+    from headrace.stores.store import DiskStore
+
+    require_kinds(device, disk)
+    given = policy if policy is None or isinstance(policy, Plan) else _with_workload(as_policy(policy), workload)
+    work = workload or (given.workload if isinstance(given, Budget) else Workload())
+    with no_collections():
+        facts = _facts_of(model, checkpoint)
+        if disk is not None and facts.weights is not None:
+            # The file system may refuse O_DIRECT. Opening the files finds this now, and not when the plan is carried
+            # out.
+            DiskStore(dict(facts.weights.sources), disk).close()
+        target = _target(facts.module, machine, device, disk)
+        inventory = facts.inventory
+        planner = make_planner(
+            inventory, facts.profile, target.device, facts.weights, target.rates, facts.unstreamable, disk
+        )
+        if isinstance(given, Plan):
+            plan = settle(given, inventory, target.device, target.machine)
+            return Planned(plan, planner, given, work, _misfit(plan, planner, facts, target, work))
+        plan = assemble(inventory, [], 0, planner.default_mode) if given is None else planner.plan(given)
+        plan = replace(plan, model_name=facts.name, made_for=target.machine)
+        plan = settle(plan, inventory, target.device, target.machine)
+        # Without a policy the question is what the model weighs, and which budget runs it.
+        misfit = None if given is None else _misfit(plan, planner, facts, target, work)
+        return Planned(plan, planner, given, work, misfit)
+
+
+def _with_workload(policy: Policy, workload: Workload | None) -> Policy:
+    if workload is None or not isinstance(policy, Budget) or policy.workload == workload:
+        return policy
+    if policy.workload != Workload():
+        raise OptionError(f"workload: the budget has {policy.workload}, found {workload} beside it; leave one out")
+    return replace(policy, workload=workload)
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What is planned: ``module`` is ``None`` for a folder, whose model nobody holds."""
+
+    inventory: Inventory
+    profile: ModelProfile
+    weights: WeightMap | None = None
+    unstreamable: Collection[str] = ()
+    name: str | None = None
+    module: nn.Module | None = None
+
+
+def _facts_of(model: Any, checkpoint: Any) -> _Facts:
+    if isinstance(model, str | os.PathLike):
+        from headrace.adapters.transformers.opened_model import open_model
+
+        model = open_model(Path(model).expanduser())
+    if hasattr(model, "unstreamable"):  # an OpenedModel; its class needs transformers
+        if checkpoint is not None:
+            raise OptionError("checkpoint: a folder is its own checkpoint; leave checkpoint out")
+        return _Facts(model.inventory, model.profile, model.weights, model.unstreamable, model.name)
+    from torch import nn
+
+    from headrace.checkpoint.weight_map import WeightMap
+    from headrace.model.inventory import take_inventory
+    from headrace.model.memory_profile import profile_of
+
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    if not isinstance(model, nn.Module):
+        raise OptionTypeError(f"model: expected a torch.nn.Module or a folder, found {type(model).__name__}")
+    weights = None if checkpoint is None else WeightMap.open(checkpoint)
+    return _Facts(take_inventory(model), profile_of(model), weights, name=type(model).__name__, module=model)
+
+
+# -- the machine -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where a plan is to be carried out; ``rates`` are ``None`` for this machine, whose own count."""
+
+    device: torch.device
+    machine: Machine
+    rates: Rates | None = None
+
+
+def _target(module: nn.Module | None, machine: Any, device: Any, disk: DiskOptions | None) -> _Target:
+    import torch
+
+    from headrace.runtime.prepare import compute_device, describe_device
+    from headrace.transfer.machine_probe import named_machine
+
+    if machine is None:
+        here = compute_device(module or torch.nn.Module(), device)
+        return _Target(here, describe_device(here))
+    if device is not None:
+        raise OptionError("machine and device contradict each other: the machine says the device; leave device out")
+    made_for, rates = named_machine(machine, disk is not None and bool(disk.direct))
+    return _Target(torch.device("cpu" if made_for.device == "cpu" else "cuda"), made_for, rates)
+
+
+def _misfit(plan: Plan, planner: Planner, facts: _Facts, target: _Target, workload: Workload) -> str | None:
+    """What the machine lacks for ``plan`` with the caches and activations of ``workload``; ``None``: nothing."""
+    from headrace.model.live_tensors import bind
+    from headrace.runtime.prepare import Limits, check_limits, needs_of, read_limits
+
+    on_gpu = target.device.type == "cuda"
+    names = {storage.name for storage in facts.inventory.storages}
+    elsewhere = on_meta = names
+    if facts.module is not None:
+        bound = bind(facts.module, facts.inventory.storages)
+        elsewhere = {name for name, storage in bound.items() if storage.home != target.device}
+        on_meta = {name for name, storage in bound.items() if storage.on_meta}
+    if target.rates is not None:
+        elsewhere = names
+    needs = needs_of(plan, on_gpu=on_gpu, elsewhere=elsewhere, on_meta=on_meta)
+    beside = planner.profile.workload_bytes(max(workload.batch_sizes), workload.context)
+    grown = {"device_bytes": needs.device_bytes + beside} if on_gpu else {"host_bytes": needs.host_bytes + beside}
+    needs = replace(needs, **grown)
+    # Of another machine only the memory of its device is known.
+    limits = Limits(target.machine.device_bytes)
+    if target.rates is None:
+        limits = read_limits(target.device, pinned_bytes=needs.pinned_bytes)
+    try:
+        check_limits(plan, limits, needs)
+    except LimitError as error:
+        where = "this machine" if target.rates is None else str(target.machine)
+        return f"does not fit {where}: {str(error).removesuffix('; nothing was allocated')}"
+    return None

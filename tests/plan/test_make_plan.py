@@ -1,0 +1,222 @@
+"""The promise: one call plans a live module, one on meta or a folder, for this machine or another, and allocates
+nothing; what it returns is carried out as it is, and shows itself.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import headrace
+from checkpoints import SIZE, make, resident
+from checkpoints import run as forward
+from commands import TINY, error_of, run
+from headrace.adapters.transformers import load
+from headrace.config import Budget, Prefetch, Workload
+from headrace.demo.synthetic_model import ensure_model
+from headrace.errors import OptionError, OptionTypeError
+from headrace.plan.plan import Machine
+from headrace.transfer.machine_probe import MACHINES, Probe, named_machine
+from models import Stack, rows, save, state_of
+
+REPORT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "2026-11-21-plan-h200-probe.json"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A causal language model of 4 MB."""
+    where = tmp_path_factory.mktemp("make_plan") / "tiny"
+    ensure_model(where, TINY)
+    return where
+
+
+# -- what can be planned -----------------------------------------------------------------------------------------------
+
+
+class TestModules:
+    def test_a_live_module_is_planned_and_left_alone(self) -> None:
+        model = Stack().eval()
+        before, out = state_of(model), model(rows())
+        plan = headrace.make_plan(model, Prefetch(params=["layers"], prefetch_step=2))
+        assert state_of(model) == before
+        assert plan.model_name == "Stack"
+        with headrace.offload(model, plan) as handle:
+            assert handle.plan == plan
+            assert torch.equal(model(rows()), out)
+            assert handle.stats().bytes_moved > 0
+
+    def test_it_is_the_plan_that_offload_makes(self) -> None:
+        model = Stack().eval()
+        weight = sum(p.nbytes for p in model.parameters())
+        budget = Budget(weight * 2 // 3, params=["layers"])
+        plan = headrace.make_plan(model, budget)
+        assert plan.units
+        with headrace.offload(model, budget) as handle:
+            assert handle.plan == replace(plan, model_name=None)
+
+    def test_a_module_on_meta_with_a_checkpoint_of_its_weights(self, tmp_path: Path) -> None:
+        live = Stack()
+        save(live, tmp_path)
+        with torch.device("meta"):
+            model = Stack().eval()
+        plan = headrace.make_plan(model, Prefetch(params=["layers"], mode="disk"), checkpoint=tmp_path, device="cpu")
+        assert all(p.is_meta for p in model.parameters())
+        with headrace.offload(model, plan, checkpoint=tmp_path, device="cpu") as handle:
+            assert torch.equal(model(rows()), live(rows()))
+            assert handle.stats().bytes_moved > 0
+
+    def test_hundreds_of_gigabytes_on_meta(self) -> None:
+        with torch.device("meta"):
+            model = Stack(num_layers=40, dim=40_000)
+        plan = headrace.make_plan(model, "60GiB", machine="h200")
+        assert plan.weight_bytes > 200 * 2**30
+        assert 0 < plan.device_bytes <= 60 * 2**30
+
+    def test_what_is_no_model(self) -> None:
+        with pytest.raises(OptionTypeError, match=r"expected a torch\.nn\.Module or a folder, found int"):
+            headrace.make_plan(3, "1GiB")  # type: ignore[arg-type]
+
+
+class TestFolders:
+    def test_load_carries_it_out_unchanged(self, tmp_path: Path) -> None:
+        make("LlamaForCausalLM", **{**SIZE, "hidden_size": 256, "intermediate_size": 512}).save_pretrained(tmp_path)
+        plan = headrace.make_plan(tmp_path, "4MiB", device="cpu")
+        file = tmp_path / "plan.json"
+        plan.save(file)
+        assert headrace.Plan.load(file) == plan
+        for given in (plan, headrace.Plan.load(file)):
+            model, handle = load(tmp_path, given, device="cpu")
+            assert handle.plan == plan
+            assert torch.equal(forward(model), forward(resident(tmp_path)))
+            assert handle.stats().bytes_moved > 0
+            handle.remove()
+
+    def test_it_is_the_plan_of_the_command_line(self, folder: Path) -> None:
+        plan = headrace.make_plan(folder, "2MiB", workload=Workload([1, 4], context=32), device="cpu")
+        flags = ("--device-memory", "2MiB", "--batch", "1,4", "--context", "32", "--device", "cpu")
+        data = json.loads(run("plan", folder, *flags, "--json").stdout)
+        outlook = data.pop("outlook")
+        assert data == plan.to_json()
+        assert [step["rows"] for step in outlook["steps"]] == [1, 4]
+        shown = run("plan", folder, *flags).stdout
+        assert [line.rstrip() for line in shown.splitlines()] == str(plan).splitlines()
+
+    def test_a_plan_is_checked_against_the_model(self, folder: Path) -> None:
+        plan = headrace.make_plan(folder, "2MiB", device="cpu")
+        assert headrace.make_plan(folder, plan, device="cpu") == plan
+        with pytest.raises(OptionError, match="made for another model"):
+            headrace.make_plan(Stack(), plan)
+
+    def test_a_folder_has_no_other_checkpoint(self, folder: Path) -> None:
+        with pytest.raises(OptionError, match="a folder is its own checkpoint"):
+            headrace.make_plan(folder, "2MiB", checkpoint=folder)
+
+
+class TestWorkloads:
+    def test_predictions_are_about_it_whatever_the_policy(self) -> None:
+        for policy in (Prefetch(), Budget("1MiB"), "1MiB", None):
+            plan = headrace.make_plan(Stack(dim=300), policy, workload=Workload([2, 64]))
+            assert [forecast.rows for forecast in plan.outlook.forecasts] == [2, 64]  # type: ignore[attr-defined]
+
+    def test_two_that_differ(self) -> None:
+        budget = Budget("1MiB", workload=Workload([2]))
+        with pytest.raises(OptionError, match="leave one out"):
+            headrace.make_plan(Stack(), budget, workload=Workload([3]))
+
+
+# -- machines ----------------------------------------------------------------------------------------------------------
+
+
+class TestMachines:
+    def test_names(self, folder: Path) -> None:
+        for name, device in (("h200", "H200"), ("h100", "H100"), ("4090", "4090")):
+            plan = headrace.make_plan(folder, "2MiB", machine=name)
+            data = json.loads(run("plan", folder, "--device-memory", "2MiB", "--machine", name, "--json").stdout)
+            outlook = data.pop("outlook")
+            assert data == plan.to_json()
+            assert plan.made_for is not None
+            assert device in plan.made_for.device
+            assert plan.mode == "cpu", "a GPU takes its weights from host memory"
+            nominal = name != "h200"
+            assert outlook["is_measured"] is not nominal
+            assert ("nominal" in outlook["machine"]) is nominal
+
+    def test_unknown_names_list_the_known(self, folder: Path) -> None:
+        message = error_of("plan", folder, "--device-memory", "2MiB", "--machine", "h900")
+        assert all(name in message for name in (*MACHINES, "h900", "headrace probe --json"))
+
+    def test_faster_machines_are_faster(self, folder: Path) -> None:
+        def step_s(machine: str) -> float:
+            with torch.device("meta"):
+                model = Stack(num_layers=12, dim=8000)
+            plan = headrace.make_plan(model, Prefetch(), machine=machine)
+            return float(plan.outlook.forecasts[0].step_s)  # type: ignore[attr-defined]
+
+        assert step_s("h200") < 1.1 * step_s("h100") < step_s("4090")
+
+    def test_the_h200_is_the_one_that_was_measured(self) -> None:
+        measured = Probe.from_json(json.loads(REPORT.read_text())).gpu_rates()
+        machine, shipped = named_machine("H200")
+        assert machine.device == "NVIDIA H200"
+        assert measured is not None
+        for name in ("copy", "device"):
+            key = f"{name}_bytes_per_s"
+            found, expected = getattr(shipped, key), getattr(measured, key)
+            pairs = [(found, expected)] if name == "device" else zip(found.points, expected.points, strict=True)
+            assert all(one == pytest.approx(other, rel=1e-3) for one, other in pairs)
+
+    def test_a_cpu_only_machine_points_to_the_names(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+        message = error_of("plan", folder, "--device-memory", "2MiB", "--device", "cuda")
+        assert "--machine h200, h100, 4090" in message
+
+    def test_machine_and_device(self) -> None:
+        with pytest.raises(OptionError, match="machine and device contradict"):
+            headrace.make_plan(Stack(), "1MiB", machine="h200", device="cuda")
+
+    def test_a_plan_for_another_machine_is_not_carried_out_here(self) -> None:
+        model = Stack(dim=300)
+        plan = headrace.make_plan(model, "1MiB", machine="4090")
+        assert plan.made_for == Machine("NVIDIA GeForce RTX 4090", 47 * 2**29)
+        with pytest.raises(OptionError, match="made for another machine"):
+            headrace.offload(model, plan)
+
+
+# -- how it shows itself -----------------------------------------------------------------------------------------------
+
+
+class TestShown:
+    @pytest.mark.parametrize("columns", [80, 100, 160])
+    def test_printed_at_the_width_of_the_terminal(
+        self, columns: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        text = str(headrace.make_plan(folder, "2MiB", workload=Workload([1, 16]), device="cpu"))
+        assert "Predicted steps" in text
+        assert "Tensors by role" in text
+        assert 70 < max(map(len, text.splitlines())) <= columns
+
+    def test_a_line_for_debuggers_and_a_table_for_notebooks(self, folder: Path) -> None:
+        plan = headrace.make_plan(folder, "2MiB", device="cpu")
+        assert repr(plan).startswith("<headrace.Plan tiny: ")
+        assert len(repr(plan)) < 120
+        html = plan._repr_html_()
+        assert html.startswith("<pre")
+        assert "Predicted steps" in html
+
+    def test_without_a_policy_the_smallest_budget(self, folder: Path) -> None:
+        text = str(headrace.make_plan(folder, device="cpu"))
+        assert "weighs" in text
+        assert "The smallest budget is --device-memory" in text
+
+    def test_predictions_are_not_carried_to_another_plan(self, folder: Path, tmp_path: Path) -> None:
+        plan = headrace.make_plan(folder, "2MiB", device="cpu")
+        plan.save(tmp_path / "plan.json")
+        assert "outlook" not in json.loads((tmp_path / "plan.json").read_text())
+        for other in (replace(plan, num_ranks=2), headrace.Plan.load(tmp_path / "plan.json")):
+            assert other.outlook is None
+            assert "Predicted steps" not in str(other)
