@@ -121,7 +121,7 @@ def offload(
             a finished :class:`~headrace.Plan`, from a file too (``Plan.load(path)``).
         checkpoint: folder or file of safetensors that holds the weights. Mode ``disk`` reads from it. A budget
             without a mode reads from it the units for which host memory has no room.
-        device: where compute runs; default the device the model is on (a CPU for ``meta``).
+        device: where compute runs; default the device the model is on (for ``meta``, a GPU where there is one).
         disk: how its files are read, in mode ``disk`` and while loading; default: units stream through the page cache;
             loading takes cached pages from there and reads the rest past it.
         progress: called with (bytes loaded, bytes to load) while weights are read or moved.

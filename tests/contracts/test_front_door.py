@@ -20,7 +20,7 @@ from headrace.adapters.transformers import load
 from headrace.model.inventory import take_inventory
 from headrace.model.live_tensors import bind
 from headrace.plan.build import Planner
-from headrace.runtime.prepare import check_limits, make_planner, prepare, read_limits
+from headrace.runtime.prepare import check_limits, compute_device, make_planner, prepare, read_limits
 from models import Stack, save
 
 SOURCES = str(Path(headrace.__file__).parent)
@@ -132,3 +132,17 @@ def test_engines(kind: str) -> None:
     assert {step: found[step] for step in STEPS if step != "planner"} == {
         step: int(step != "rates") for step in STEPS if step != "planner"
     }
+
+
+def test_the_device_is_that_of_the_model_or_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rule for every way in: a model on meta, whatever its buffers are on, waits for its weights there."""
+    live, waiting = Stack(), Stack().to("meta")
+    waiting.register_buffer("made_by_the_constructor", torch.zeros(3))
+    assert [compute_device(model) for model in (live, waiting)] == [torch.device("cpu")] * 2
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert compute_device(live) == torch.device("cpu")
+    assert compute_device(waiting) == torch.device("cuda", 0)
+    assert compute_device(waiting, "cpu") == torch.device("cpu")
+    live.register_buffer("elsewhere", torch.zeros(3, device="meta"))
+    assert compute_device(live) == torch.device("cpu")

@@ -216,15 +216,21 @@ def require_kinds(device: object, disk: object) -> None:
 
 
 def compute_device(model: nn.Module, device: torch.device | str | None = None) -> torch.device:
-    """Where ``model`` will run: ``device``, or the one device its tensors are on (a CPU if all are on ``meta``).
+    """Where ``model`` will run: ``device``, or where it is; if that is ``meta``, a GPU where there is one.
+
+    A model whose parameters are all on ``meta`` waits for its weights there, wherever its buffers are.
 
     Raises:
         OptionError: tensors on several devices and none named; a device that is neither a CPU nor CUDA.
     """
-    found = sorted({str(t.device) for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"})
+    parameters = list(model.parameters())
+    waits = bool(parameters) and all(parameter.is_meta for parameter in parameters)
+    tensors = [] if waits else [*parameters, *model.buffers()]
+    found = sorted({str(tensor.device) for tensor in tensors if not tensor.is_meta})
     if device is None and len(found) > 1:
         raise OptionError(f"the model's tensors are on {', '.join(found)}; say where it runs with device=...")
-    target = torch.device(device if device is not None else found[0] if found else "cpu")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    target = torch.device(device if device is not None else found[0] if found else default)
     if target.type not in ("cpu", "cuda"):
         raise OptionError(f"device {target}: expected a CPU or a CUDA device")
     if target.type == "cuda" and not torch.cuda.is_available():
