@@ -282,6 +282,13 @@ class TestUnevenCheckpoints:
             assert type(model) is transformers.Qwen3Model
             assert_streams(model, handle, resident(saved("qwen3"), transformers.AutoModel))
 
+    def test_attention_of_choice(self, saved: Callable[[str], Path]) -> None:
+        folder = saved("qwen3")
+        model, handle = load(folder, EVERYTHING, attn_implementation="eager")
+        with handle:
+            assert model.config._attn_implementation == "eager"
+            assert_streams(model, handle, resident(folder, attn_implementation="eager"))
+
     def test_missing_and_tolerated(self, copied: Callable[[str], Path]) -> None:
         # Sinusoidal positions are never saved: computed, not warned about.
         folder = copied("marian")
@@ -502,9 +509,9 @@ class TestPlanning:
 
 class TestErrors:
     def test_not_a_folder(self, saved: Callable[[str], Path]) -> None:
-        with pytest.raises(CheckpointError, match=r"'Qwen/Qwen3-8B': .* no such folder; headrace downloads nothing"):
+        with pytest.raises(CheckpointError, match=r"'Qwen/Qwen3-8B': .* no such folder, nor the name"):
             load("Qwen/Qwen3-8B", "1GiB")
-        with pytest.raises(CheckpointError, match=r"found a file; headrace downloads nothing"):
+        with pytest.raises(CheckpointError, match=r"found a file; give the folder that it is in"):
             load(saved("bert") / "config.json", "1GiB")
         with pytest.raises(OptionTypeError, match="path: expected a str or path of a folder, found int"):
             load(3, "1GiB")  # type: ignore[arg-type]
@@ -531,7 +538,7 @@ class TestErrors:
             ({"model_type": None}, "knows, found None"),
             ({"model_type": "mine", "auto_map": {"AutoModel": "code.Mine"}}, "code of its own .* does not run"),
             ({"architectures": ["Qwen3ForNothing"]}, "expected an architecture .* found 'Qwen3ForNothing'"),
-            ({"quantization_config": {"quant_method": "fp8"}}, "'fp8'.*not supported yet"),
+            ({"quantization_config": {"quant_method": "fp8"}}, "'fp8'.*not supported here yet"),
             ({"hidden_size": "big"}, "makes no qwen3 configuration of it"),
             ({"vocab_size": -5}, "cannot be built from its config.json"),
         ],
@@ -553,8 +560,16 @@ class TestErrors:
     def test_wrong_options(self, saved: Callable[[str], Path]) -> None:
         with pytest.raises(OptionTypeError, match="model_class: expected a transformers model class"):
             load(saved("qwen3"), "1GiB", model_class=nn.Linear)  # type: ignore[arg-type]
-        with pytest.raises(OptionTypeError, match=r"dtype: expected a torch\.dtype"):
-            load(saved("qwen3"), "1GiB", dtype="float16")  # type: ignore[arg-type]
+        with pytest.raises(OptionTypeError, match=r"dtype: expected 'bfloat16', .* or a torch\.dtype, found 16"):
+            load(saved("qwen3"), "1GiB", dtype=16)  # type: ignore[arg-type]
+        for wrong in ("half-ish", "Tensor", ""):
+            with pytest.raises(OptionError, match=f"dtype: expected 'bfloat16', .* found {wrong!r}"):
+                load(saved("qwen3"), "1GiB", dtype=wrong)
+        with pytest.raises(OptionTypeError, match="attn_implementation: expected a name such as 'sdpa', found 3"):
+            load(saved("qwen3"), "1GiB", attn_implementation=3)  # type: ignore[arg-type]
+        for wrong in ("fast", "kernels-community/flash-attn"):
+            with pytest.raises(OptionError, match=f"attn_implementation '{wrong}': expected one .*eager, .*sdpa"):
+                load(saved("qwen3"), "1GiB", attn_implementation=wrong)
         with pytest.raises(OptionError, match="expected a floating-point dtype"):
             load(saved("qwen3"), "1GiB", dtype=torch.int8)
         with pytest.raises(CheckpointError, match="AutoModelForImageClassification cannot be built"):

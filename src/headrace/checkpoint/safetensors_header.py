@@ -24,14 +24,14 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeGuard
 
-from headrace.errors import CheckpointError, OptionTypeError
+from headrace.errors import CheckpointError
 
 # Functions that need torch import it. The process that fills a staging ring uses FileFingerprint and the errors of
 # files from here, and starts faster without torch.
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Checkpoint", "FileFingerprint", "FileTensor", "model_folder", "opened", "require_file", "too_many_open"]
+__all__ = ["Checkpoint", "FileFingerprint", "FileTensor", "opened", "require_file", "too_many_open"]
 
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -341,31 +341,3 @@ def _check_layout(path: Path, tensors: Iterable[FileTensor], data_start: int, fi
 
 def _some(names: list[str]) -> str:
     return f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
-
-
-def model_folder(path: str | os.PathLike[str]) -> Path:
-    """The folder ``path``, if it can hold a model: it has a config.json and no adapter.
-
-    Raises:
-        CheckpointError, OptionTypeError: it is none; no path.
-    """
-    if not isinstance(path, str | os.PathLike):
-        raise OptionTypeError(f"path: expected a str or path of a folder, found {type(path).__name__}")
-    folder = Path(path)
-    if not folder.is_dir():
-        found = "a file" if folder.exists() else "no such folder"
-        raise CheckpointError(
-            f"{str(path)!r}: expected a folder with config.json and safetensors files, found {found}; headrace "
-            f"downloads nothing: fetch the model first, e.g. `hf download NAME --local-dir FOLDER`"
-        )
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(
-            f"{folder}: a folder that is no model: expected a config.json in it, found none; give the folder that "
-            f"model.save_pretrained(FOLDER) or a download wrote"
-        )
-    if (folder / "adapter_config.json").is_file():
-        raise CheckpointError(
-            f"{folder}: expected a whole model, found an adapter (adapter_config.json), which is not supported yet; "
-            f"merge it into its base model and save that (peft: merge_and_unload(), save_pretrained)"
-        )
-    return folder

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = [
     "VERB_FLAGS",
     "disk_options",
-    "folder_of",
     "refuse_idle",
     "requested",
     "require_folder",
@@ -152,20 +151,3 @@ def _require_access(flag: str, path: Path, place: Path) -> None:
         raise OptionError(
             f"{flag} {str(path)!r}: expected a place that user {os.geteuid()} may write to, found none; choose another"
         )
-
-
-def folder_of(model: str) -> Path:
-    """The folder that MODEL names. Ask before torch is imported: a mistyped path is answered at once.
-
-    Raises:
-        CheckpointError: no folder that can hold a model.
-        OptionError: there is no home folder for ``~``.
-    """
-    from headrace.checkpoint.safetensors_header import model_folder
-
-    try:
-        return model_folder(Path(model).expanduser())
-    except RuntimeError as error:
-        raise OptionError(
-            f"MODEL {model!r}: user {os.geteuid()} has no home folder for ~ to stand for; write the whole path"
-        ) from error

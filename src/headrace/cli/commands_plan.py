@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from headrace.checkpoint.model_folder import model_folder
 from headrace.cli.arguments import (
     disk_options,
-    folder_of,
     refuse_idle,
     requested,
     require_folder,
@@ -60,7 +60,7 @@ def plan(
     Without offloading flags: what the model weighs and the smallest budget that runs it. Exits with 1, after printing
     the plan, where the machine has no room for it.
     """
-    folder = folder_of(model)
+    folder = model_folder(model)
     device = _planned_device(flags, machine)
     policy = requested(flags, device)
     places = {"--save": save, "--plot": plot}

@@ -24,11 +24,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
 from transformers.initialization import meta_device_safe_creation_ops
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from headrace.adapters.transformers.conversion import Match, match
 from headrace.api import Handle, start
-from headrace.checkpoint.safetensors_header import Checkpoint, model_folder
+from headrace.checkpoint.model_folder import model_folder
+from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.config import SHARDED_MODES, Policy
 from headrace.errors import CheckpointError, OptionError, OptionTypeError, warn_user
 from headrace.figures import format_size
@@ -59,7 +61,8 @@ def load(
     policy: Policy | Plan | str | int,
     *,
     model_class: ModelClass | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
+    attn_implementation: str | None = None,
     device: torch.device | str | None = None,
     disk: DiskOptions | None = None,
     progress: Progress | None = None,
@@ -68,13 +71,18 @@ def load(
     """Load a model and offload it in one go; memory stays within the plan while loading, too.
 
     Args:
-        path: a folder with config.json and safetensors files, as ``save_pretrained`` or a download leaves it.
+        path: a folder with config.json and safetensors files, as ``save_pretrained`` or a download leaves it, or the
+            name of a model in the local cache of the Hugging Face Hub, such as ``"Qwen/Qwen3-8B"``
+            (:func:`~headrace.checkpoint.model_folder.model_folder`).
         policy: as for :func:`headrace.offload`; on a CPU a size such as ``"20GiB"`` streams from the files (mode
             ``disk``), for a GPU it fills pinned host memory from them (mode ``cpu``), and what that has no room for
             streams from the files (mode ``disk``).
         model_class: a transformers class, ``Auto`` classes included; default the one that config.json names.
-        dtype: of the weights; default the checkpoint's own. What has to be converted stays resident.
-        device: where compute runs; default the CPU.
+        dtype: of the weights, a torch.dtype or its name such as ``"bfloat16"``; default, and ``"auto"``, the
+            checkpoint's own. What has to be converted stays resident.
+        attn_implementation: as for ``from_pretrained``: ``"sdpa"``, ``"eager"`` or another that transformers has, not
+            the name of a kernel on the Hub; default the model's own choice.
+        device: where compute runs; default a GPU where there is one, else the CPU.
         disk: how the files are read.
         progress: called with (bytes loaded, bytes to load) while weights are read or moved.
         group: as for :func:`headrace.offload`: ranks that load the same folder and share its bytes.
@@ -85,7 +93,7 @@ def load(
 
     Raises:
         CheckpointError: no folder, no model in it, or files for another configuration.
-        OptionError, OptionTypeError: an invalid policy, class or dtype; a plan for another model or machine.
+        OptionError, OptionTypeError: an invalid policy, class, dtype or attention; a plan for another model or machine.
         LimitError: the device or the host has no room for the plan; found before anything is allocated.
         PeerError: another rank of ``group`` failed, ended, or did not come in time.
 
@@ -95,13 +103,14 @@ def load(
     with open_ranks(group) as ranks:
         require_kinds(device, disk)
         # Before the weights are read, unlike from_pretrained: the plan decides which of them are read at all.
-        model = build_meta_model(path, model_class=model_class, dtype=dtype)
-        found = match(model, Checkpoint.open(path))
-        return model, load_matched(path, model, found, policy, device, disk, progress, ranks)
+        model = build_meta_model(path, model_class=model_class, dtype=dtype, attn_implementation=attn_implementation)
+        folder = model_folder(path)
+        found = match(model, Checkpoint.open(folder))
+        return model, load_matched(folder, model, found, policy, device, disk, progress, ranks)
 
 
 def load_matched(
-    path: str | os.PathLike[str],
+    folder: Path,
     model: PreTrainedModel,
     found: Match,
     policy: Policy | Plan | str | int,
@@ -127,7 +136,7 @@ def load_matched(
         adjust: Any = model.adjust_generation_fn
         # What from_pretrained passes for a local folder.
         options = {"cache_dir": None, "force_download": False, "proxies": None, "local_files_only": True, "token": None}
-        adjust(None, False, None, os.fspath(path), **options, revision="main", subfolder="", trust_remote_code=False)
+        adjust(None, False, None, os.fspath(folder), **options, revision="main", subfolder="", trust_remote_code=False)
     model.train(False)
     return start(prepared, progress=progress)
 
@@ -136,16 +145,22 @@ def load_matched(
 
 
 def build_meta_model(
-    path: str | os.PathLike[str], *, model_class: ModelClass | None = None, dtype: torch.dtype | None = None
+    path: str | os.PathLike[str],
+    *,
+    model_class: ModelClass | None = None,
+    dtype: torch.dtype | str | None = None,
+    attn_implementation: str | None = None,
 ) -> PreTrainedModel:
     """The model of a folder on ``meta``, from its config.json alone: names, shapes, dtypes, ties, and no data.
+
+    Arguments as for :func:`load`.
 
     Where config.json states no dtype, that of the first floating-point tensor in the folder's files counts, if there
     are any; that is what ``from_pretrained`` does.
 
     Raises:
         CheckpointError: no folder, or no model in it that transformers can build.
-        OptionError, OptionTypeError: an invalid class or dtype.
+        OptionError, OptionTypeError: an invalid class, dtype or attention.
     """
     folder = model_folder(path)
     raw = _read_config(folder)
@@ -155,7 +170,8 @@ def build_meta_model(
     maker = model_class or _named_class(folder, raw) or AutoModel
     config = _make_config(folder, raw, maker)
     config.name_or_path = str(path)
-    return _build(folder, maker, config, _choose_dtype(folder, config, dtype))
+    _refuse_attention(attn_implementation)
+    return _build(folder, maker, config, _choose_dtype(folder, config, dtype), attn_implementation)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -177,7 +193,8 @@ def _refuse_unsupported(folder: Path, raw: dict[str, Any]) -> None:
             method = quantised.get("quant_method", "unnamed") if isinstance(quantised, dict) else "unnamed"
             raise CheckpointError(
                 f"{folder}: expected plain weights, found quantised ones (quantization_config in config.json, method "
-                f"{method!r}), which are not supported yet; use the model's unquantised checkpoint"
+                f"{method!r}), which are not supported here yet; use the model's unquantised checkpoint, or load it "
+                f'with from_pretrained on the CPU and hand the model to headrace.offload(model, "8GiB", device="cuda")'
             )
         for key, count in part.items():
             if not key.endswith(_DEPTHS) or not isinstance(count, int) or count <= _MANY_LAYERS:
@@ -195,6 +212,12 @@ def _refuse_unknown(folder: Path, raw: dict[str, Any]) -> None:
     kind = raw.get("model_type")
     if kind in CONFIG_MAPPING:
         return
+    if kind is None and raw.get("_class_name"):
+        raise CheckpointError(
+            f"{folder}: expected a transformers model, found {raw['_class_name']} of diffusers; load it with "
+            f"diffusers, model = {raw['_class_name']}.from_pretrained({str(folder)!r}), then offload it: "
+            f'headrace.offload(model, "8GiB")'
+        )
     if raw.get("auto_map"):
         raise CheckpointError(
             f"{folder}: model_type {kind!r} is not part of transformers {transformers.__version__} and comes with code "
@@ -237,13 +260,29 @@ def _make_config(folder: Path, raw: dict[str, Any], maker: Any) -> PretrainedCon
     return config
 
 
-def _choose_dtype(folder: Path, config: PretrainedConfig, asked: torch.dtype | None) -> torch.dtype:
-    if asked is not None:
-        if not isinstance(asked, torch.dtype):
-            raise OptionTypeError(f"dtype: expected a torch.dtype such as torch.bfloat16, found {asked!r}")
-        if not asked.is_floating_point:
-            raise OptionError(f"dtype {asked}: expected a floating-point dtype; leave it out for the checkpoint's own")
-        return asked
+def _refuse_attention(name: str | None) -> None:
+    if name is None:
+        return
+    if not isinstance(name, str):
+        raise OptionTypeError(f"attn_implementation: expected a name such as 'sdpa', found {name!r}")
+    known = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
+    if name not in known:  # the name of a repository too, from which transformers would download code and run it
+        plain = sorted(each for each in known if not each.startswith("paged"))
+        raise OptionError(
+            f"attn_implementation {name!r}: expected one that transformers {transformers.__version__} has "
+            f"({', '.join(plain)}); leave it out for the model's own choice"
+        )
+
+
+def _choose_dtype(folder: Path, config: PretrainedConfig, asked: torch.dtype | str | None) -> torch.dtype:
+    if asked is not None and asked != "auto":
+        found = getattr(torch, asked, None) if isinstance(asked, str) else asked
+        if not isinstance(found, torch.dtype):
+            kind = OptionError if isinstance(asked, str) else OptionTypeError
+            raise kind(f"dtype: expected 'bfloat16', 'float16', 'float32' or a torch.dtype, found {asked!r}")
+        if not found.is_floating_point:
+            raise OptionError(f"dtype {found}: expected a floating-point dtype; leave it out for the checkpoint's own")
+        return found
     stated: torch.dtype | str | None = config.dtype
     if stated is not None:
         return getattr(torch, stated) if isinstance(stated, str) else stated
@@ -255,18 +294,26 @@ def _choose_dtype(folder: Path, config: PretrainedConfig, asked: torch.dtype | N
     return next((t for t in stored if t.is_floating_point and t.itemsize > 1), torch.get_default_dtype())
 
 
-def _build(folder: Path, maker: Any, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _build(
+    folder: Path, maker: Any, config: PretrainedConfig, dtype: torch.dtype, attention: str | None
+) -> PreTrainedModel:
     make = getattr(maker, "from_config", None) or maker._from_config
+    options = {} if attention is None else {"attn_implementation": attention}
     try:
         with torch.device("meta"), meta_device_safe_creation_ops():
-            model: PreTrainedModel = make(config, dtype=dtype)
+            model: PreTrainedModel = make(config, dtype=dtype, **options)
         if any(tensor.device.type != "meta" for tensor in (*model.parameters(), *model.buffers())):
             # Some classes create a tensor in a way that ignores the device asked for (`torch.Tensor(size)`).
             nn.Module.to(model, torch.device("meta"))
             model.tie_weights(recompute_mapping=False)
-    except ImportError:
-        raise  # a package the architecture needs; its message says which
     except Exception as error:  # model classes raise errors of any type for configurations that they do not expect
+        if attention is not None:
+            raise OptionError(
+                f"attn_implementation {attention!r}: {maker.__name__} cannot be built with it here: {error}; leave it "
+                f"out, or name another"
+            ) from error
+        if isinstance(error, ImportError):
+            raise  # a package the architecture needs; its message says which
         raise CheckpointError(
             f"{folder}: {maker.__name__} cannot be built from its config.json: {error}; correct the file, or pass "
             f"another model_class"

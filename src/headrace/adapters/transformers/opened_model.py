@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from headrace.adapters.transformers.conversion import Match, match
 from headrace.adapters.transformers.load_folder import build_meta_model
+from headrace.checkpoint.model_folder import model_name
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.memory.system import no_collections
@@ -34,8 +35,8 @@ class OpenedModel:
 
     @property
     def name(self) -> str:
-        """The name of the folder, as the model's name in output."""
-        return self.folder.absolute().name
+        """What people call the model, for output."""
+        return model_name(self.folder)
 
     @property
     def inventory(self) -> Inventory:
@@ -54,12 +55,14 @@ class OpenedModel:
         return not_in_files(self.inventory, self.weights)
 
 
-def open_model(folder: Path) -> OpenedModel:
-    """Read config and file headers of a model.
+def open_model(
+    folder: Path, dtype: torch.dtype | str | None = None, attn_implementation: str | None = None
+) -> OpenedModel:
+    """Read config and file headers of a model; ``dtype`` and ``attn_implementation`` as for ``load``.
 
     Raises:
         CheckpointError: not a folder, or without a config or safetensors files that fit together.
     """
     with no_collections():
-        module = build_meta_model(folder)
+        module = build_meta_model(folder, dtype=dtype, attn_implementation=attn_implementation)
         return OpenedModel(folder, module, match(module, Checkpoint.open(folder)))

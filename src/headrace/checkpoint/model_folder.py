@@ -1,0 +1,202 @@
+"""Finds the folder of a model by what people call it, and says what to do with what is no folder of a model.
+
+A path, a name of the Hugging Face Hub that the local cache holds, or the cache's own folder of a name. Nothing is
+downloaded, and torch is not imported: a mistyped path is answered at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from headrace.errors import CheckpointError, OptionError, OptionTypeError
+
+__all__ = ["model_folder", "model_name"]
+
+_REPOSITORY = "models--"  # of the cache's folder for ORGANISATION/NAME: models--ORGANISATION--NAME
+# ORGANISATION/NAME, or NAME alone as in "gpt2" (https://huggingface.co/docs/hub/repositories-getting-started).
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_WANTED = "expected a folder with config.json and safetensors files"
+
+
+def model_folder(path: str | os.PathLike[str]) -> Path:
+    """The folder of the model that ``path`` names.
+
+    Args:
+        path: a folder with config.json, where ``~`` stands for the home folder; or a name of the Hub, such as
+            ``"Qwen/Qwen3-8B"``, that is in the local cache (``HF_HUB_CACHE``, ``HF_HOME``); or the cache's folder of
+            one (``models--Qwen--Qwen3-8B``). A folder comes before a name of the Hub.
+
+    Raises:
+        CheckpointError: no such folder or name, or what is there cannot be loaded: an adapter, a pipeline, GGUF or
+            pickled weights; with what to do instead.
+        OptionError, OptionTypeError: there is no home folder; no path.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise OptionTypeError(f"path: expected a str or path of a folder, found {type(path).__name__}")
+    try:
+        folder = Path(path).expanduser()
+    except RuntimeError as error:
+        raise OptionError(
+            f"MODEL {os.fspath(path)!r}: user {os.geteuid()} has no home folder for ~ to stand for; write the whole "
+            f"path"
+        ) from error
+    if not folder.is_dir():
+        folder = _in_hub_cache(os.fspath(path)) if not folder.exists() else _beside(folder)
+    elif folder.name.startswith(_REPOSITORY) and not (folder / "config.json").is_file():
+        folder = _snapshot(folder)
+    _require_model(folder)
+    return folder
+
+
+def model_name(folder: Path) -> str:
+    """What people call the model in ``folder``: its name on the Hub if it is in the cache, else that of the folder."""
+    repository = folder.absolute().parent.parent.name
+    if folder.absolute().parent.name == "snapshots" and repository.startswith(_REPOSITORY):
+        return _hub_name(repository)
+    return folder.absolute().name
+
+
+def _hub_name(repository: str) -> str:
+    return repository.removeprefix(_REPOSITORY).replace("--", "/")
+
+
+# -- the local cache of the Hub ----------------------------------------------------------------------------------------
+
+
+def _in_hub_cache(name: str) -> Path:
+    """The snapshot of ``name`` in the cache; CheckpointError with what is there instead."""
+    advice = "headrace downloads nothing: fetch the model first, e.g. `hf download NAME --local-dir FOLDER`"
+    if _HUB_NAME.fullmatch(name) is None:
+        raise CheckpointError(f"{name!r}: {_WANTED}, found no such folder; {advice}")
+    try:
+        from huggingface_hub.constants import HF_HUB_CACHE  # 0.05 s; functions of the library take 0.3 s to import
+    except ImportError as error:
+        raise CheckpointError(f"{name!r}: {_WANTED}, found no such folder; {advice}") from error
+    cache = Path(HF_HUB_CACHE)
+    repository = cache / (_REPOSITORY + name.replace("/", "--"))
+    if repository.is_dir():
+        return _snapshot(repository)
+    known = _cached_names(cache)
+    likely = difflib.get_close_matches(name, known) or known[:3]
+    held = f"which has {', '.join(likely)}" if likely else "which has no models"
+    raise CheckpointError(
+        f"{name!r}: {_WANTED}, or a name in the Hub's local cache, found no such folder, nor the name in {cache}, "
+        f"{held}; headrace downloads nothing: fetch the model first, e.g. `hf download {name}`"
+    )
+
+
+def _cached_names(cache: Path) -> list[str]:
+    return sorted(_hub_name(entry.name) for entry in cache.glob(f"{_REPOSITORY}*"))
+
+
+def _snapshot(repository: Path) -> Path:
+    """The revision ``main`` of a model in the cache, as the cache's own library finds it."""
+    from huggingface_hub import snapshot_download
+
+    name = _hub_name(repository.name)
+    try:
+        return Path(snapshot_download(name, cache_dir=repository.parent, local_files_only=True))
+    except Exception as error:  # classes differ by release: not found, not a valid name
+        others = sorted(str(entry) for entry in repository.glob("snapshots/*"))
+        found = f"other revisions ({', '.join(others)}): give the folder of one, or" if others else "no revision:"
+        raise CheckpointError(
+            f"{repository}: expected the revision main of {name} in the Hub's local cache, found {found} fetch it with "
+            f"`hf download {name}`"
+        ) from error
+
+
+# -- what is no folder of a model --------------------------------------------------------------------------------------
+
+
+def _beside(file: Path) -> Path:
+    """For a path that is no folder: always an error, with the folder or the format that it belongs to."""
+    if file.suffix == ".gguf":
+        raise CheckpointError(_gguf(file.parent, [file.name]))
+    fix = f"give the folder that it is in, {str(file.parent)!r}"
+    raise CheckpointError(f"{str(file)!r}: {_WANTED}, found a file; {fix}")
+
+
+def _require_model(folder: Path) -> None:
+    """Raise CheckpointError unless ``folder`` holds a config.json and no weights of another format alone."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: expected a folder that user {os.geteuid()} can read, found {error.strerror}; check its "
+            f"permissions (`chmod u+rX` as the owner)"
+        ) from error
+    has_config = (folder / "config.json").is_file()
+    if "model_index.json" in names:
+        raise CheckpointError(
+            f"{folder}: expected one model, found a diffusers pipeline (model_index.json), which is several; load it "
+            f"with DiffusionPipeline.from_pretrained({str(folder)!r}) and offload its parts: "
+            f'headrace.offload(pipe.transformer, "8GiB")'
+        )
+    if "adapter_config.json" in names:
+        raise CheckpointError(_adapter(folder))
+    if any(name.endswith(".safetensors") for name in names):
+        if has_config:
+            return
+    elif gguf := [name for name in names if name.endswith(".gguf")]:
+        raise CheckpointError(_gguf(folder, gguf))
+    elif pickles := [name for name in names if name.endswith(_PICKLES)]:
+        raise CheckpointError(
+            f"{folder}: {_WANTED}, found pickled weights alone ({_some(pickles)}), which have no headers to plan from "
+            f"and may run code; if you trust them, write safetensors once: "
+            f"{_class_of(folder)}.from_pretrained({str(folder)!r}).save_pretrained(FOLDER)"
+        )
+    if not has_config:
+        raise CheckpointError(_no_config(folder, names))
+
+
+def _no_config(folder: Path, names: Sequence[str]) -> str:
+    """The error for a folder without a config.json: where the model may be instead."""
+    start = f"{folder}: a folder that is no model: expected a config.json in it, found"
+    for place in (folder, folder / "hub"):
+        if known := _cached_names(place):
+            return f"{start} a cache of the Hub; give the name of a model in it: {_some(known)}"
+    models = [name for name in names if (folder / name / "config.json").is_file()]
+    if models:
+        return f"{start} none, but one in {_some(models)}; give {str(folder / models[0])!r}, say"
+    return f"{start} none; give the folder that model.save_pretrained(FOLDER) or a download wrote"
+
+
+def _adapter(folder: Path) -> str:
+    base = _stated(folder / "adapter_config.json", "base_model_name_or_path")
+    return (
+        f"{folder}: expected a whole model, found an adapter{f' of {base}' if base else ''} (adapter_config.json); "
+        f"load both with peft, model = AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}), then offload it, "
+        f'headrace.offload(model, "8GiB"), or write a whole model once: '
+        f"model.merge_and_unload().save_pretrained(FOLDER)"
+    )
+
+
+def _gguf(folder: Path, files: Sequence[str]) -> str:
+    return (
+        f"{folder}: {_WANTED}, found GGUF ({_some(files)}), a format of llama.cpp; use the model's safetensors "
+        f"release, or convert it once: AutoModelForCausalLM.from_pretrained({str(folder)!r}, gguf_file={files[0]!r})"
+        f".save_pretrained(FOLDER)"
+    )
+
+
+def _class_of(folder: Path) -> object:
+    named = _stated(folder / "config.json", "architectures")
+    return named[0] if isinstance(named, list) and named else "AutoModelForCausalLM"
+
+
+def _stated(file: Path, key: str) -> object:
+    """What a JSON file says under ``key``, if it says anything: it only makes advice easier to follow."""
+    with suppress(OSError, ValueError, AttributeError):
+        return json.loads(file.read_text()).get(key)
+    return None
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
