@@ -10,7 +10,6 @@ import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.config import Budget, Policy, Workload, as_policy
@@ -52,7 +51,8 @@ def make_plan(
         print(plan)
 
     Args:
-        model: a module, on ``meta`` too, or a transformers folder of safetensors, of which config and headers are read.
+        model: a module, on ``meta`` too, or a transformers folder of safetensors (or its name in the local cache of the
+            Hub), of which config and headers are read.
         policy: as for ``offload``. ``None``: everything stays resident, and the smallest budget is shown. A plan is
             checked against model and machine.
         workload: the batch sizes and the context that a budget is planned for, and that predictions are about.
@@ -182,7 +182,7 @@ def _facts_of(model: Any, checkpoint: Any) -> _Facts:
     if isinstance(model, str | os.PathLike):
         from headrace.adapters.transformers.opened_model import open_model
 
-        model = open_model(Path(model).expanduser())
+        model = open_model(model)
     if hasattr(model, "unstreamable"):  # an OpenedModel; its class needs transformers
         if checkpoint is not None:
             raise OptionError("checkpoint: a folder is its own checkpoint; leave checkpoint out")

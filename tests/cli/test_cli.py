@@ -61,8 +61,11 @@ OFFLOAD_FLAGS = [
 FLAGS = {
     "demo": ["--folder", "--keep"],
     "plan": ["--json", "--save", "--plot", "--machine", *OFFLOAD_FLAGS],
-    "generate": ["--prompt", "--max-new-tokens", "--temperature", "--seed", "--trace", *OFFLOAD_FLAGS],
-}
+    "generate": [
+        "--prompt", "--chat", "--no-chat", "--system", "--max-new-tokens", "--temperature", "--top-p", "--top-k",
+        "--seed", "--dtype", "--attn-implementation", "--quiet", "--trace", *OFFLOAD_FLAGS,
+    ],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import sys
 import time
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
+from headrace.checkpoint.model_folder import model_folder
 from headrace.cli.arguments import (
     disk_options,
-    folder_of,
     requested,
     require_writable,
     target_device,
     with_offload_flags,
 )
 from headrace.cli.terminal import byte_bar, stderr
-from headrace.config import SHARDED_MODES, Mode
+from headrace.config import SHARDED_MODES, Budget, Mode, Policy
 from headrace.errors import CheckpointError, OptionError
 from headrace.figures import format_rate, format_size, format_time
 from headrace.flags import OffloadFlags
@@ -28,16 +34,34 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+    from headrace.adapters.transformers.opened_model import OpenedModel
     from headrace.api import Handle
+    from headrace.plan.plan import Plan
 
 __all__ = ["generate"]
+
+_DTYPES = ("bfloat16", "float16", "float32")
+# Of models that were not tuned to follow instructions: Qwen3-8B-Base, gemma-2-2b-pt.
+_BASE = re.compile(r"(^|[-_.])(base|pt|pretrain(ed)?)([-_.]|$)", re.IGNORECASE)
 
 
 @with_offload_flags()
 def generate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a causal language model.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Folder of a causal language model, or a name in the Hub's cache.")
+    ],
     *,
     prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="The text to continue; - reads stdin.")],
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Put the prompt into the model's chat template as a message (default for instruct models).",
+        ),
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", help="The system message before it; implies --chat.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Stop after N.")] = 64,
     temperature: Annotated[
         float | None,
@@ -45,7 +69,29 @@ def generate(
             "--temperature", metavar="T", min=0.0, help="Sample at this temperature; without it, or 0: greedy."
         ),
     ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option("--top-p", metavar="P", help="Among the likeliest tokens, with P of the probability."),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            "--top-k",
+            metavar="K",
+            min=1,
+            help="Among the K likeliest tokens (both: default the model's own).",
+        ),
+    ] = None,
     seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of the sampling (default 0).")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="NAME", help="bfloat16, float16 or float32 (default the checkpoint's own)."),
+    ] = None,
+    attn_implementation: Annotated[
+        str | None,
+        typer.Option("--attn-implementation", metavar="NAME", help="sdpa, eager, ... (default the model's choice)."),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print the text and errors, and nothing else.")] = False,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -55,7 +101,12 @@ def generate(
     flags: OffloadFlags,
 ) -> None:
     """Generate text from a checkpoint that does not fit the device. The text goes to stdout, all else to stderr."""
-    folder = folder_of(model)
+    sampling = _sampling(temperature, {"--top-p": top_p, "--top-k": top_k, "--seed": seed})
+    if dtype not in (None, *_DTYPES):
+        raise OptionError(f"--dtype {dtype!r}: expected {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}")
+    if system is not None and chat is False:
+        raise OptionError("--system and --no-chat contradict each other: a system message needs the chat template")
+    folder = model_folder(model)
     device = target_device(flags.device)
     policy = requested(flags, device)
     if getattr(policy, "mode", None) == "meta":
@@ -63,42 +114,83 @@ def generate(
             "mode meta (of --offload-mode, or of the plan in --plan) keeps none of the bytes that are offloaded: it is "
             "for sizing with `headrace plan`, and its text would be meaningless; use --offload-mode disk or cpu"
         )
-    if seed is not None and not temperature:
-        raise OptionError("--seed has no effect on greedy decoding; add --temperature 0.7, say")
     if trace is not None:  # before the text is generated, at whose end it is written
         require_writable("--trace", trace)
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
         raise OptionError("--prompt is empty; a causal language model needs at least one token to continue")
+    from headrace.adapters.transformers.load_folder import load_matched
     from headrace.adapters.transformers.opened_model import open_model
+    from headrace.plan.report import render
+    from headrace.planning import plan_model
+    from headrace.runtime.prepare import open_ranks
 
-    opened = open_model(folder)
+    notes = _silence() if quiet else stderr
+    opened = open_model(folder, dtype, attn_implementation)
     module: Any = opened.module
     if not module.can_generate() or module.config.is_encoder_decoder:
         raise OptionError(
             f'headrace generate needs a causal language model (architectures ["...ForCausalLM"] in config.json), found '
             f"{type(module).__name__}"
         )
-    from headrace.adapters.transformers.load_folder import load_matched
-    from headrace.plan.report import render
-    from headrace.planning import plan_model
-    from headrace.runtime.prepare import open_ranks
-
+    tokenizer, inputs = _read_prompt(opened, text, system, chat, notes)
     # Planned here and not by load(): the plan's mode decides about the group, and it is printed before the loading.
-    plan = plan_model(opened, policy, device=device, disk=disk_options(flags)).plan
+    planned = plan_model(opened, policy, device=device, disk=disk_options(flags))
+    _check_length(inputs["input_ids"].shape[1], max_new_tokens, planned.planner.profile.max_context, policy)
+    plan = planned.plan
     group = _process_group(plan.mode, device)
-    tokenizer, inputs = _tokenize(opened.folder, text)
-    stderr.print(render(plan, opened.name))
+    notes.print(render(plan, opened.name))
     meter = PeakMeter()
-    with byte_bar("loading", stderr) as progress, open_ranks(group) as ranks:
-        handle = load_matched(opened.folder, module, opened.match, plan, device, disk_options(flags), progress, ranks)
+    with byte_bar("loading", notes) as progress, open_ranks(group) as ranks:
+        handle = load_matched(folder, module, opened.match, plan, device, disk_options(flags), progress, ranks)
     # The handle is not removed at the end: that would bring all weights back, which may not fit.
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
-    tokens, seconds = _stream(module, tokenizer, inputs, max_new_tokens, temperature, seed or 0)
-    _print_figures(handle, tokens, seconds, meter.growth_bytes())
+    tokens, seconds = _stream(module, tokenizer, inputs, max_new_tokens, sampling, seed or 0)
+    _print_figures(notes, handle, tokens, seconds, meter.growth_bytes())
     if trace is not None:
         handle.trace(trace)
-        stderr.print(f"trace: {trace} (open it at https://ui.perfetto.dev)", highlight=False)
+        notes.print(f"trace: {trace} (open it at https://ui.perfetto.dev)", highlight=False)
+
+
+def _silence() -> Console:
+    """For ``--quiet``: a console that prints nothing; warnings of any library are silent, too."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    return Console(stderr=True, quiet=True)
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+def _sampling(temperature: float | None, given: Mapping[str, float | None]) -> dict[str, Any]:
+    """The arguments of ``generate`` that say how the next token is chosen."""
+    if not temperature:
+        for flag, value in given.items():
+            if value is not None:
+                raise OptionError(f"{flag} has no effect on greedy decoding; add --temperature 0.7, say")
+        # None avoids warnings about sampling parameters in the model's generation config.
+        return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+    top_p, top_k = given["--top-p"], given["--top-k"]
+    if top_p is not None and not 0 < top_p <= 1:
+        raise OptionError(f"--top-p {top_p:g}: expected a probability above 0, at most 1, such as --top-p 0.9")
+    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    return {name: value for name, value in sampling.items() if value is not None}
+
+
+def _check_length(prompt_tokens: int, new_tokens: int, longest: int | None, policy: Policy | Plan | None) -> None:
+    """Refuse, before weights are loaded, a text longer than the model or the plan was made for."""
+    planned = policy.workload.context if isinstance(policy, Budget) else 0
+    for limit, whose, fix in (
+        (longest, "the model was made for (max_position_embeddings in its configuration)", ""),
+        (planned, "the plan has memory for (--context)", f", or plan with --context {prompt_tokens + new_tokens}"),
+    ):
+        if limit and prompt_tokens + new_tokens > limit:
+            left = limit - prompt_tokens
+            shorter = f"use --max-new-tokens {left} or less" if left > 0 else "use a shorter prompt"
+            raise OptionError(
+                f"the prompt has {prompt_tokens} tokens, and {new_tokens} new ones (--max-new-tokens) make "
+                f"{prompt_tokens + new_tokens}, more than the {limit} that {whose}; {shorter}{fix}"
+            )
 
 
 def _process_group(mode: Mode, device: torch.device) -> ProcessGroup | None:
@@ -130,33 +222,110 @@ def _process_group(mode: Mode, device: torch.device) -> ProcessGroup | None:
     return dist.group.WORLD
 
 
-def _tokenize(folder: Path, text: str) -> tuple[Any, dict[str, Any]]:
+# -- the prompt -------------------------------------------------------------------------------------------------------
+
+
+def _read_prompt(
+    opened: OpenedModel, text: str, system: str | None, chat: bool | None, notes: Console
+) -> tuple[Any, dict[str, Any]]:
+    """The tokenizer, and the token ids of what the user asked; in the chat template, if ``chat`` or ``system`` say so.
+
+    Where neither says anything, an instruct model gets its template, and ``notes`` says that it did.
+    """
+    tokenizer = _open_tokenizer(opened.folder)
+    if chat is None and system is None and _is_instruct(tokenizer, opened):
+        chat = True
+        notes.print(
+            "chat: this looks like an instruct model, so the prompt is a message in its chat template; --no-chat "
+            "continues the text as it is",
+            highlight=False,
+            soft_wrap=True,
+        )
+    messages = _messages(text, system) if chat or system is not None else None
+    return tokenizer, _tokenize(tokenizer, opened.folder, text, messages)
+
+
+def _open_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{folder}: expected a tokenizer that transformers can read (tokenizer.json), found none: {error}"
         ) from error
-    inputs = dict(tokenizer(text, return_tensors="pt", return_token_type_ids=False))
+
+
+def _messages(text: str, system: str | None) -> list[dict[str, str]]:
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": text}]
+
+
+def _is_instruct(tokenizer: Any, opened: OpenedModel) -> bool:
+    """Whether generation ends where a turn of the tokenizer's chat template ends, and the name does not say "base".
+
+    Base models have templates, too (Qwen3-8B-Base), but their text ends elsewhere.
+    """
+    from transformers import GenerationConfig
+
+    if not getattr(tokenizer, "chat_template", None) or _BASE.search(opened.name):
+        return False
+    answer = "headrace"
+    try:
+        turns = [*_messages("?", None), {"role": "assistant", "content": answer}]
+        end = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(answer)[2]
+    except Exception:  # templates are programs, and raise errors of any type for messages that they do not expect
+        return False
+    settings: Any = opened.module.generation_config
+    with suppress(OSError):  # of a folder without generation_config.json
+        settings = GenerationConfig.from_pretrained(opened.folder, local_files_only=True)
+    eos = settings.eos_token_id
+    stops = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
+    return not stops.isdisjoint(tokenizer(end, add_special_tokens=False).input_ids)
+
+
+def _tokenize(tokenizer: Any, folder: Path, text: str, messages: list[dict[str, str]] | None) -> dict[str, Any]:
+    """Token ids and perhaps their mask: of ``messages`` in the chat template if there are any, else of ``text``."""
+    if messages is None:
+        inputs = dict(tokenizer(text, return_tensors="pt", return_token_type_ids=False))
+    elif not getattr(tokenizer, "chat_template", None):
+        raise OptionError(
+            f"--chat and --system need a chat template, and the tokenizer in {folder} has none; leave them out to "
+            f"continue the text as it is"
+        )
+    else:
+        try:
+            inputs = dict(
+                tokenizer.apply_chat_template(
+                    messages,
+                    add_generation_prompt=True,
+                    return_tensors="pt",
+                    return_dict=True,
+                    tokenizer_kwargs={"return_token_type_ids": False},
+                )
+            )
+        except Exception as error:  # of any type: see _is_instruct
+            raise OptionError(
+                f"the chat template in {folder} refuses these messages ({error}); leave --system out, or use --no-chat"
+            ) from error
     if not inputs["input_ids"].numel():  # transformers makes an empty tokenizer if its files are missing
         raise OptionError(
             f"--prompt {text!r} has no tokens in the vocabulary of {len(tokenizer)}; is tokenizer.json missing from "
             f"{folder}?"
         )
-    return tokenizer, inputs
+    return inputs
+
+
+# -- the text ---------------------------------------------------------------------------------------------------------
 
 
 def _stream(
-    module: Any, tokenizer: Any, inputs: dict[str, Any], max_new_tokens: int, temperature: float | None, seed: int
+    module: Any, tokenizer: Any, inputs: dict[str, Any], max_new_tokens: int, sampling: dict[str, Any], seed: int
 ) -> tuple[int, float]:
     """Print the text as it comes; returns the number of new tokens and the seconds they took, prompt included."""
     import torch
     from transformers import TextStreamer
 
-    # None avoids warnings about sampling parameters in the model's generation config.
-    sampling = {"temperature": temperature} if temperature else {"temperature": None, "top_k": None, "top_p": None}
     torch.manual_seed(seed)
     # One sequence is never padded, but transformers warns without an id, and where the tokenizer makes no mask it masks
     # the tokens of the prompt that are the id.
@@ -168,14 +337,13 @@ def _stream(
         **inputs,
         max_new_tokens=max_new_tokens,
         streamer=streamer,
-        do_sample=bool(temperature),
         pad_token_id=next(token for token in pad_ids if token is not None),
         **sampling,
     )
     return output.shape[1] - inputs["input_ids"].shape[1], time.perf_counter() - begin
 
 
-def _print_figures(handle: Handle, tokens: int, seconds: float, growth_bytes: int) -> None:
+def _print_figures(notes: Console, handle: Handle, tokens: int, seconds: float, growth_bytes: int) -> None:
     stats = handle.stats()
     figures = (
         f"{tokens} tokens in {format_time(seconds)} ({format_rate(tokens / seconds)} tokens/s)",
@@ -184,4 +352,4 @@ def _print_figures(handle: Handle, tokens: int, seconds: float, growth_bytes: in
         f"peak memory {format_size(peak_rss_bytes())}, {format_size(growth_bytes)} of it since loading began",
         f"{format_size(handle.plan.device_bytes)} planned for weights",
     )
-    stderr.print("; ".join(figures), style="bold", highlight=False, soft_wrap=True)
+    notes.print("; ".join(figures), style="bold", highlight=False, soft_wrap=True)

@@ -78,8 +78,18 @@ def profile_of(model: nn.Module) -> ModelProfile:
         state_bytes_per_sequence=_state_bytes(model, itemsize) + cross * fixed_source,
         activation_bytes_per_row=_activation_bytes(model, config, [module for _, module in attentions], itemsize),
         attention_bytes_per_token=_attention_bytes(config, attentions, itemsize),
-        max_context=_first_int(config, _MAX_CONTEXT),
+        max_context=_max_context(config),
     )
+
+
+def _max_context(config: Any) -> int | None:
+    """The longest context, in tokens, with the stretching of rotary positions that ``config`` asks for."""
+    stated, rope = _first_int(config, _MAX_CONTEXT), getattr(config, "rope_parameters", None)
+    # The others, and models with several kinds of layers (Gemma 3), state the length they reach.
+    if stated is None or not isinstance(rope, dict) or rope.get("rope_type") not in ("yarn", "linear", "dynamic"):
+        return stated
+    original = rope.get("original_max_position_embeddings") or stated
+    return max(stated, int(original * (rope.get("factor") or 1)))
 
 
 def _first_int(config: Any, names: Sequence[str]) -> int | None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from headrace.adapters.transformers.conversion import Match, match
 from headrace.adapters.transformers.load_folder import build_meta_model
-from headrace.checkpoint.model_folder import model_name
+from headrace.checkpoint.model_folder import model_folder, model_name
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.memory.system import no_collections
@@ -56,13 +58,14 @@ class OpenedModel:
 
 
 def open_model(
-    folder: Path, dtype: torch.dtype | str | None = None, attn_implementation: str | None = None
+    path: str | os.PathLike[str], dtype: torch.dtype | str | None = None, attn_implementation: str | None = None
 ) -> OpenedModel:
-    """Read config and file headers of a model; ``dtype`` and ``attn_implementation`` as for ``load``.
+    """Read config and file headers of a model; arguments as for ``load``.
 
     Raises:
-        CheckpointError: not a folder, or without a config or safetensors files that fit together.
+        CheckpointError: no folder of a model, or one without a config or safetensors files that fit together.
     """
+    folder = model_folder(path)
     with no_collections():
         module = build_meta_model(folder, dtype=dtype, attn_implementation=attn_implementation)
         return OpenedModel(folder, module, match(module, Checkpoint.open(folder)))

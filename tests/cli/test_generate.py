@@ -1,0 +1,245 @@
+"""The promise: `headrace generate` asks the model as transformers would, and refuses what it could not end well."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+
+from commands import TINY, error_of, run
+from headrace.demo.synthetic_model import ensure_model
+
+# ChatML with the token that ends texts (an instruct model), and with one that does not (a base model's template).
+TEMPLATE = (
+    "{%% for m in messages %%}[{{ m.role }}]{{ m.content }}%s{%% endfor %%}"
+    "{%% if add_generation_prompt %%}[assistant]{%% endif %%}"
+)
+LIMIT = 4096
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A causal language model of 4 MB, with a byte-level tokenizer without a template."""
+    folder = tmp_path_factory.mktemp("generate") / "tiny"
+    ensure_model(folder, TINY)
+    return folder
+
+
+@pytest.fixture
+def with_template(model: Path, tmp_path: Path) -> Callable[..., Path]:
+    """The model under a name, with a chat template whose turns end in a token."""
+
+    def copy(name: str, end: str = "<|endoftext|>", template: str = TEMPLATE) -> Path:
+        folder = Path(shutil.copytree(model, tmp_path / name))
+        (folder / "chat_template.jinja").write_text(template % end)
+        return folder
+
+    return copy
+
+
+def text_of(folder: Path, inputs: dict[str, torch.Tensor], **options: Any) -> str:
+    """What transformers alone prints for `inputs`."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=options.pop("dtype", None)).eval()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        streamer = TextStreamer(AutoTokenizer.from_pretrained(folder), True, skip_special_tokens=True)
+        model.generate(**inputs, streamer=streamer, **options)
+    return printed.getvalue()
+
+
+def chat_text(folder: Path, *messages: tuple[str, str], **options: Any) -> str:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    conversation = [{"role": role, "content": content} for role, content in messages]
+    inputs = tokenizer.apply_chat_template(
+        conversation, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    return text_of(folder, {"input_ids": inputs["input_ids"]}, do_sample=False, **options)
+
+
+def plain_text(folder: Path, prompt: str, **options: Any) -> str:
+    ids = AutoTokenizer.from_pretrained(folder)(prompt, return_tensors="pt").input_ids
+    return text_of(folder, {"input_ids": ids}, do_sample=False, **options)
+
+
+def generate(folder: Path, *flags: object, prompt: str = "Water") -> Any:
+    result = run("generate", folder, "--prompt", prompt, "--max-new-tokens", 12, "--device-memory", "2MiB", *flags)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+# -- chat --------------------------------------------------------------------------------------------------------------
+
+
+def test_an_instruct_model_gets_its_template_and_says_so(with_template: Callable[..., Path]) -> None:
+    folder = with_template("tiny-instruct")
+    chatted, plain = generate(folder), generate(folder, "--no-chat")
+    assert chatted.stdout == chat_text(folder, ("user", "Water"), max_new_tokens=12)
+    assert plain.stdout == plain_text(folder, "Water", max_new_tokens=12)
+    assert chatted.stdout != plain.stdout
+    assert [line for line in chatted.stderr.splitlines() if line.startswith("chat: ")] == [
+        "chat: this looks like an instruct model, so the prompt is a message in its chat template; --no-chat continues "
+        "the text as it is"
+    ]
+    assert "chat:" not in plain.stderr
+    asked = generate(folder, "--chat")
+    assert (asked.stdout, "chat:" in asked.stderr) == (chatted.stdout, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "end"), [("tiny-base", "<|endoftext|>"), ("tiny_pt", "<|endoftext|>"), ("tiny", "<|pad|>")]
+)
+def test_a_base_model_continues_the_text_unless_asked(name: str, end: str, with_template: Callable[..., Path]) -> None:
+    folder = with_template(name, end)
+    result = generate(folder)
+    assert result.stdout == plain_text(folder, "Water", max_new_tokens=12)
+    assert "chat:" not in result.stderr
+    assert generate(folder, "--chat").stdout == chat_text(folder, ("user", "Water"), max_new_tokens=12)
+
+
+def test_turns_may_end_in_any_token_that_ends_texts(with_template: Callable[..., Path]) -> None:
+    """generation_config.json may list several, as Llama 3's and Qwen 3's do."""
+    folder = with_template("tiny", "<|pad|>")
+    settings = folder / "generation_config.json"
+    pad = AutoTokenizer.from_pretrained(folder).pad_token_id
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"eos_token_id": [1, pad]}))
+    assert "chat: " in generate(folder).stderr
+
+
+def test_a_system_message_asks_for_chat(with_template: Callable[..., Path]) -> None:
+    folder = with_template("tiny-base")
+    expected = chat_text(folder, ("system", "Be brief."), ("user", "Water"), max_new_tokens=12)
+    assert generate(folder, "--system", "Be brief.").stdout == expected
+
+
+def test_a_chat_that_cannot_be(model: Path, with_template: Callable[..., Path]) -> None:
+    args = ("generate", model, "--prompt", "a")
+    for flags in (("--chat",), ("--system", "b")):
+        assert "--chat and --system need a chat template, and the tokenizer in" in error_of(*args, *flags)
+    assert "--system and --no-chat contradict each other" in error_of(*args, "--system", "b", "--no-chat")
+    refuses = "{%% if messages[0].role == 'system' %%}{{ raise_exception('no system role') }}{%% endif %%}%s"
+    folder = with_template("refuses", template=refuses)
+    message = error_of("generate", folder, "--prompt", "a", "--system", "b")
+    assert "refuses these messages (no system role); leave --system out" in message
+
+
+# -- sampling ----------------------------------------------------------------------------------------------------------
+
+
+def test_top_p_and_top_k_sample_as_transformers_does(model: Path) -> None:
+    ids = {"input_ids": AutoTokenizer.from_pretrained(model)("Water", return_tensors="pt").input_ids}
+    texts = set()
+    for flags, options in (
+        (("--top-k", 3), {"top_k": 3}),
+        (("--top-p", 0.4), {"top_p": 0.4}),
+        (("--top-k", 200, "--top-p", 0.99), {"top_k": 200, "top_p": 0.99}),
+    ):
+        torch.manual_seed(5)
+        expected = text_of(model, ids, max_new_tokens=12, do_sample=True, temperature=2.0, **options)
+        result = generate(model, "--temperature", 2.0, "--seed", 5, *flags)
+        assert result.stdout == expected
+        texts.add(expected)
+    assert len(texts) == 3, "the options have an effect"
+
+
+def test_sampling_options_without_sampling(model: Path) -> None:
+    args = ("generate", model, "--prompt", "a")
+    for flag, value in (("--top-p", 0.9), ("--top-k", 5), ("--seed", 1)):
+        for cold in ((), ("--temperature", 0)):
+            message = error_of(*args, flag, value, *cold)
+            assert f"{flag} has no effect on greedy decoding; add --temperature 0.7, say" in message
+    for wrong in (0, 1.5, "nan"):
+        message = error_of(*args, "--temperature", 1, "--top-p", wrong)
+        assert f"--top-p {wrong}: expected a probability above 0, at most 1" in message
+
+
+# -- output ------------------------------------------------------------------------------------------------------------
+
+
+def test_quiet_prints_the_text_and_errors(with_template: Callable[..., Path], tmp_path: Path) -> None:
+    folder = with_template("tiny-instruct")
+    loud, trace = generate(folder), tmp_path / "trace.json"
+    assert "warning: " in generate(folder, "--device-memory", "1GiB").stderr
+    result = generate(folder, "--quiet", "--device-memory", "1GiB", "--trace", trace)
+    assert (result.stdout, result.stderr) == (loud.stdout, "")
+    assert trace.exists()
+    assert "--top-k has no effect" in error_of("generate", folder, "--prompt", "a", "--quiet", "--top-k", 3)
+
+
+# -- dtype and attention -----------------------------------------------------------------------------------------------
+
+
+def test_attention_by_name(model: Path) -> None:
+    expected = plain_text(model, "Water", max_new_tokens=12)
+    assert generate(model, "--attn-implementation", "eager").stdout == expected
+    message = error_of("generate", model, "--prompt", "a", "--attn-implementation", "fast")
+    assert "attn_implementation 'fast': expected one that transformers" in message
+    message = error_of("generate", model, "--prompt", "a", "--attn-implementation", "flash_attention_2")
+    assert "attn_implementation 'flash_attention_2': Qwen3ForCausalLM cannot be built with it here" in message
+    assert "leave it out, or name another" in message
+
+
+def test_a_dtype_by_name(model: Path) -> None:
+    expected = plain_text(model, "Water", max_new_tokens=12, dtype=torch.float16)
+    assert generate(model, "--dtype", "float16", "--offload-mode", "cpu").stdout == expected
+    message = error_of("generate", model, "--prompt", "a", "--dtype", "int4")
+    assert message == "error: --dtype 'int4': expected bfloat16, float16 or float32"
+
+
+# -- lengths -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loaded(*_: object) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("headrace.adapters.transformers.load_folder.load_matched", loaded)
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
+def test_a_text_longer_than_the_model_is_refused_first(model: Path) -> None:
+    args = ("generate", model, "--prompt")
+    message = error_of(*args, "Water", "--max-new-tokens", LIMIT - 4)
+    assert f"the prompt has 5 tokens, and {LIMIT - 4} new ones (--max-new-tokens) make {LIMIT + 1}" in message
+    assert f"more than the {LIMIT} that the model was made for (max_position_embeddings" in message
+    assert f"use --max-new-tokens {LIMIT - 5} or less" in message
+    assert "use a shorter prompt" in error_of(*args, "W" * LIMIT)
+    assert "weights were loaded" in error_of(*args, "Water", "--max-new-tokens", LIMIT - 5)
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
+@pytest.mark.parametrize(
+    ("rope", "limit"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048}, LIMIT),
+        ({"rope_type": "dynamic", "factor": 2.0}, 2 * LIMIT),
+        ({"rope_type": "default"}, LIMIT),
+    ],
+)
+def test_rope_scaling_makes_texts_longer(model: Path, tmp_path: Path, rope: dict[str, Any], limit: int) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "long"))
+    config = folder / "config.json"
+    raw = json.loads(config.read_text())
+    raw["rope_parameters"] = {**rope, "rope_theta": 10000.0}
+    config.write_text(json.dumps(raw))
+    message = error_of("generate", folder, "--prompt", "Water", "--max-new-tokens", limit)
+    assert f"more than the {limit} that the model was made for" in message
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
+def test_a_text_longer_than_the_plan_is_refused_first(model: Path) -> None:
+    args = ("generate", model, "--prompt", "Water", "--device-memory", "3MiB", "--context", 32, "--max-new-tokens")
+    message = error_of(*args, 28)
+    assert (
+        "make 33, more than the 32 that the plan has memory for (--context); use --max-new-tokens 27 or less" in message
+    )
+    assert message.endswith("or plan with --context 33")
