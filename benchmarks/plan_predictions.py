@@ -27,7 +27,8 @@ from headrace.model.memory_profile import ModelProfile
 from headrace.plan.build import build_plan
 from headrace.plan.cost_model import Forecaster, Rates
 from headrace.plan.plan import Plan, assemble
-from headrace.transfer.machine_probe import Probe, load, measure, save
+from headrace.transfer.machine_probe import Probe, load, save
+from headrace.transfer.measuring import measure
 
 STACKS = ("qwen3-8b", "deepseek-v2-lite")
 

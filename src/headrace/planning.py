@@ -127,7 +127,8 @@ def plan_model(
     Raises the errors of :func:`make_plan`.
     """
     from headrace.plan.plan import Plan, assemble
-    from headrace.runtime.prepare import make_planner, require_kinds, settle
+    from headrace.runtime.prepare import require_kinds
+    from headrace.runtime.this_machine import make_planner, settle
     from headrace.stores.store import DiskStore
 
     require_kinds(device, disk)
@@ -215,7 +216,8 @@ class _Target:
 def _target(module: nn.Module | None, machine: Any, device: Any, disk: DiskOptions | None) -> _Target:
     import torch
 
-    from headrace.runtime.prepare import compute_device, describe_device
+    from headrace.runtime.prepare import compute_device
+    from headrace.runtime.this_machine import describe_device
     from headrace.transfer.machine_probe import named_machine
 
     if machine is None:
@@ -230,7 +232,7 @@ def _target(module: nn.Module | None, machine: Any, device: Any, disk: DiskOptio
 def _misfit(plan: Plan, planner: Planner, facts: _Facts, target: _Target, workload: Workload) -> str | None:
     """What the machine lacks for ``plan`` with the caches and activations of ``workload``; ``None``: nothing."""
     from headrace.model.live_tensors import bind
-    from headrace.runtime.prepare import Limits, check_limits, needs_of, read_limits
+    from headrace.runtime.this_machine import Limits, check_limits, needs_of, read_limits
 
     on_gpu = target.device.type == "cuda"
     names = {storage.name for storage in facts.inventory.storages}

@@ -109,7 +109,7 @@ def test_a_pattern_reaches_a_tower() -> None:
 @pytest.mark.parametrize("kind", [EngineOffloader, NoCopyOffloader])
 def test_a_tower_needs_to_be_read_in_place(kind: type[EngineOffloader], monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU with HEADRACE_DISABLE_UVA: layers are moved on demand, and what is outside of them is refused."""
-    monkeypatch.setattr("headrace.runtime.prepare.can_read_in_place", lambda device: False)
+    monkeypatch.setattr("headrace.runtime.this_machine.can_read_in_place", lambda device: False)
     resident, _ = build(None)
     model, offloader = build(UVA(2**40), kind)
     assert offloader is not None

@@ -20,8 +20,9 @@ from headrace.plan.build import build_plan
 from headrace.plan.plan import Machine
 from headrace.runtime import prepare as prepare_module
 from headrace.runtime import under_construction
-from headrace.runtime.prepare import Limits, prepare
+from headrace.runtime.prepare import prepare
 from headrace.runtime.session import OffloadSession
+from headrace.runtime.this_machine import Limits
 from headrace.runtime.under_construction import BuildTimeFilter, BuildTimePool, storages_in_engine_memory
 from headrace.stores.pinned_host import Held
 from registrars import Ledger

@@ -17,7 +17,7 @@ import headrace
 from headrace import Budget, Plan, Prefetch
 from headrace.errors import LimitError, OptionError
 from headrace.runtime import prepare as prepare_module
-from headrace.runtime.prepare import Limits, describe_device, read_limits
+from headrace.runtime.this_machine import Limits, describe_device, read_limits
 
 GPU = torch.device("cuda", 0)
 MIB = 2**20
@@ -84,7 +84,7 @@ def test_a_saved_plan_is_for_this_gpu(tmp_path: Path) -> None:
 
 UNPRIVILEGED = """
 import os, resource, torch, warnings
-from headrace.runtime.prepare import read_limits
+from headrace.runtime.this_machine import read_limits
 from headrace.memory.system import memlock_bytes
 from headrace.memory.pinned import pinned_region
 torch.empty(1, device="cuda")

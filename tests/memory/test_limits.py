@@ -21,7 +21,7 @@ from headrace.memory.system import cgroup_available_bytes, host_available_bytes,
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
 from headrace.runtime import prepare as prepare_module
-from headrace.runtime.prepare import Limits, Needs, check_limits, needs_of, read_limits, require_disk
+from headrace.runtime.this_machine import Limits, Needs, check_limits, needs_of, read_limits, require_disk
 from models import Stack, all_layers, rows, save, state_of
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30

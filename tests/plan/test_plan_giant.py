@@ -25,7 +25,7 @@ from headrace.config import Budget, Workload
 from headrace.model.memory_profile import profile_of
 from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU
 from headrace.plan.schedule import RING_BYTES
-from headrace.runtime.prepare import make_planner, needs_of
+from headrace.runtime.this_machine import make_planner, needs_of
 
 _ENOUGH_S = 3.0  # of CPU time; 0.7 to 1.4 s on two quiet cores, but machines that run tests are neither quiet nor alike
 _TRIES = 4  # the best of them counts: on one such machine the same verb took from 1.4 to 3.9 s within a minute

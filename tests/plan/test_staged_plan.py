@@ -19,7 +19,7 @@ from headrace.plan.cost_model import NOMINAL_GPU, Curve, Forecaster, Rates
 from headrace.plan.plan import Machine, Plan, slab_bytes
 from headrace.plan.report import render
 from headrace.plan.schedule import lay_out_ring
-from headrace.runtime.prepare import Needs, needs_of
+from headrace.runtime.this_machine import Needs, needs_of
 from headrace.stores.store import DiskStore
 from headrace.transfer.machine_probe import Probe
 from models import MoE, Stack, all_layers, save

@@ -25,8 +25,8 @@ from headrace.plan.report import render
 from headrace.plan.schedule import lay_out_ring, steady_order
 from headrace.plan.units import move_on_demand
 from headrace.runtime import session
-from headrace.runtime.prepare import Needs, needs_of
 from headrace.runtime.session import open_pinned
+from headrace.runtime.this_machine import Needs, needs_of
 from headrace.testing import assert_moved, assert_same_bits, offload_over
 from models import MoE, QuantStack, Stack, all_layers, rows, save
 from plans import layered

@@ -19,7 +19,7 @@ import headrace
 from headrace.cli import app
 from headrace.errors import HeadraceWarning, OptionError
 from headrace.plan.cost_model import NOMINAL_CPU
-from headrace.transfer import machine_probe as probes
+from headrace.transfer import measuring
 from headrace.transfer.machine_probe import Probe, cache_path, describe_machine, load, planning_rates, read_probe, save
 from models import Stack
 
@@ -97,7 +97,7 @@ def test_a_reader_finds_the_old_probe_until_the_new_one_is_whole(place: Path, mo
 
 
 def test_the_command_prints_what_it_cannot_keep(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "measure", lambda folder: measured())
+    monkeypatch.setattr(measuring, "measure", lambda folder: measured())
     assert f"kept in {place}" in CliRunner().invoke(app, ["probe"]).stderr
     place.unlink()
     place.mkdir()

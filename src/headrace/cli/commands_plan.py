@@ -115,7 +115,8 @@ def probe(
     """Measure the link, the device, the CPU and the disk of this machine; takes about half a minute."""
     if folder is not None:
         require_folder("--folder", folder)
-    from headrace.transfer.machine_probe import measure, save
+    from headrace.transfer.machine_probe import save
+    from headrace.transfer.measuring import measure
 
     if not as_json:
         stderr.print("measuring ...")

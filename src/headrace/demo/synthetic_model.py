@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.errors import OptionError
-from headrace.runtime.prepare import require_disk
+from headrace.runtime.this_machine import require_disk
 
 __all__ = ["ModelSize", "ensure_model"]
 

@@ -30,8 +30,9 @@ from headrace.plan.build import build_plan
 from headrace.plan.plan import Plan
 from headrace.plan.units import TINY_BYTES, plan_group_rule, worth_moving
 from headrace.ranks.group import RankGroup
-from headrace.runtime.prepare import Prepared, compute_device, make_planner, prepare
+from headrace.runtime.prepare import Prepared, compute_device, prepare
 from headrace.runtime.session import OffloadSession, SessionOptions
+from headrace.runtime.this_machine import make_planner
 from headrace.runtime.under_construction import BuildTimeFilter, BuildTimePool
 from headrace.stats import Stats
 

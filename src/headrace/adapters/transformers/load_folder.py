@@ -37,8 +37,9 @@ from headrace.figures import format_size
 from headrace.model.live_tensors import BoundStorage, storage_id
 from headrace.plan.plan import Plan
 from headrace.ranks.group import RankGroup
-from headrace.runtime.prepare import Prepared, not_in_files, open_ranks, prepare, require_kinds
+from headrace.runtime.prepare import Prepared, open_ranks, prepare, require_kinds
 from headrace.runtime.session import Progress
+from headrace.runtime.this_machine import not_in_files
 from headrace.stores.sources import DiskOptions
 from headrace.stores.store import new_buffer
 

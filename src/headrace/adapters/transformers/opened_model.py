@@ -17,7 +17,7 @@ from headrace.checkpoint.weight_map import WeightMap
 from headrace.memory.system import no_collections
 from headrace.model.memory_profile import profile_of
 from headrace.model.records import Inventory, ModelProfile
-from headrace.runtime.prepare import not_in_files
+from headrace.runtime.this_machine import not_in_files
 
 __all__ = ["OpenedModel", "open_model"]
 

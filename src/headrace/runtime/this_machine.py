@@ -1,0 +1,343 @@
+"""This machine as plans see it: its device, a planner for it, and what it has room for. Nothing is allocated.
+
+Functions that need torch import it: without a GPU none of them does, so that a folder that was planned before can be
+planned again without it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from headrace.checkpoint.weight_map import WeightMap
+from headrace.config import HOST_MODES, SHARDED_MODES, pin_memory_disabled, uva_disabled
+from headrace.errors import CheckpointError, LimitError
+from headrace.figures import format_size
+from headrace.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes
+from headrace.model.records import Inventory, ModelProfile, StorageInfo
+from headrace.plan.build import Planner
+from headrace.plan.candidates import Spill
+from headrace.plan.cost_model import Rates
+from headrace.plan.plan import Machine, Plan, slab_bytes
+from headrace.plan.units import move_on_demand
+from headrace.stores.sources import DiskOptions
+from headrace.transfer.machine_probe import planning_rates
+
+if TYPE_CHECKING:
+    import torch
+
+    from headrace.ranks.group import RankGroup
+
+__all__ = [
+    "Limits",
+    "Needs",
+    "can_read_in_place",
+    "check_limits",
+    "describe_device",
+    "make_planner",
+    "needs_of",
+    "not_in_files",
+    "read_limits",
+    "require_disk",
+    "settle",
+]
+
+# Of free host memory, at most: what a plan leaves to the process itself.
+_HEADROOM_BYTES = 1 << 30
+_MIB = 2**20
+
+_DEVICE = "device memory"
+_HOST = "host memory"
+_CGROUP = "host memory under its cgroup's limit"
+_MEMLOCK = "locked memory (RLIMIT_MEMLOCK)"
+
+
+def describe_device(device: torch.device) -> Machine:
+    """What a plan made for ``device`` is bound to."""
+    if device.type != "cuda":
+        return Machine(device.type)
+    import torch
+
+    facts = torch.cuda.get_device_properties(device)
+    return Machine(facts.name, facts.total_memory)
+
+
+def can_read_in_place(device: torch.device) -> bool:
+    """Whether compute on ``device`` may address host memory; memory that is not pinned has no address on a GPU."""
+    return device.type != "cuda" or not (uva_disabled() or pin_memory_disabled())
+
+
+# -- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def make_planner(
+    inventory: Inventory,
+    profile: ModelProfile,
+    device: torch.device,
+    weights: WeightMap | None = None,
+    rates: Rates | None = None,
+    unstreamable: Collection[str] = (),
+    disk: DiskOptions | None = None,
+) -> Planner:
+    """The planner for the model of ``inventory`` and ``profile`` on ``device``.
+
+    A budget is planned with ``rates``, or else the kept probe of this machine, or nominal rates if there is none; with
+    the caches and activations that follow from the model's configuration; and with reads in place where the device can
+    address host memory. Given ``weights``, a CPU streams from its files, and for a GPU what host memory has no room for
+    stays in them. Free host memory counts only for this machine, not with the ``rates`` of another. ``disk``: how a CPU
+    reads files, which decides the rate.
+    """
+    on_gpu = device.type == "cuda"
+    spill = None
+    if weights is not None and on_gpu and not pin_memory_disabled():
+        not_readable = {storage.name for storage in inventory.storages if not _streams(storage, weights)}
+        free_bytes = None if rates is not None else _free_host_bytes(device, inventory)
+        spill = Spill(frozenset(not_readable.union(unstreamable)), free_bytes)
+    return Planner(
+        inventory,
+        rates or planning_rates(device, disk is not None and bool(disk.direct)),
+        profile,
+        zero_copy=on_gpu and can_read_in_place(device),
+        default_mode="cpu" if weights is None or on_gpu else "disk",
+        unstreamable=unstreamable,
+        spill=spill,
+    )
+
+
+def not_in_files(inventory: Inventory, weights: WeightMap) -> list[str]:
+    """Storages that are made or rearranged while loading, so that no file can stand in for them."""
+    return [s.name for s in inventory.storages if weights.sources.keys().isdisjoint(s.names)]
+
+
+def _streams(storage: StorageInfo, weights: WeightMap) -> bool:
+    """Whether mode ``disk`` can read ``storage``."""
+    if weights.sources.keys().isdisjoint(storage.names):
+        return False  # the error would name the nearest of all names in the files, which takes 0.1 s for 45,000 of them
+    try:
+        weights.source(storage)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _free_host_bytes(device: torch.device, inventory: Inventory) -> int | None:
+    """Host memory that units may take unless the user sets a limit (``host_memory``)."""
+    limits = read_limits(device, pinned_bytes=inventory.num_bytes)
+    host = [limits.host_available_bytes, limits.cgroup_available_bytes, limits.memlock_bytes]
+    free_bytes = min((found for found in host if found is not None), default=None)
+    if free_bytes is None:
+        return None
+    # Residents pass through host memory one at a time, and the process itself needs some.
+    staging = max((storage.num_bytes for storage in inventory.storages), default=0)
+    return max(0, free_bytes - staging - min(_HEADROOM_BYTES, free_bytes // 16))
+
+
+def settle(
+    plan: Plan, inventory: Inventory, device: torch.device, machine: Machine, ranks: RankGroup | None = None
+) -> Plan:
+    """``plan`` checked against the model and ``machine``, in the form that ``device`` of it can carry out."""
+    plan.check(inventory)
+    plan.check_machine(machine)
+    split = plan.mode in SHARDED_MODES  # and then no rank has a whole tensor to read in place
+    num_ranks = ranks.size if ranks is not None and split else 1
+    if plan.uva and (split or not can_read_in_place(device)):
+        plan = replace(move_on_demand(inventory, plan), model_name=plan.model_name, made_for=plan.made_for)
+    return plan if plan.num_ranks == num_ranks else replace(plan, num_ranks=num_ranks)
+
+
+# -- what the machine has room for ------------------------------------------------------------------------------------
+#
+# A plan is refused only for what is certain to be missing (contract 3): memory that the kernel or torch's allocator
+# would give back on demand counts as free.
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes that can still be taken; ``None`` means not limited, or not known.
+
+    Attributes:
+        device_free_bytes: memory of the GPU, blocks that torch's allocator holds but does not use included.
+        host_available_bytes: host memory that programs can take without swapping.
+        cgroup_available_bytes: what the control groups of this process leave it.
+        memlock_bytes: host memory that may be pinned.
+    """
+
+    device_free_bytes: int | None = None
+    host_available_bytes: int | None = None
+    cgroup_available_bytes: int | None = None
+    memlock_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that carrying out a plan adds to what is in use at its peak; ``pinned_bytes`` are among ``host_bytes``."""
+
+    device_bytes: int = 0
+    host_bytes: int = 0
+    pinned_bytes: int = 0
+
+
+def read_limits(device: torch.device, *, pinned_bytes: int = 0) -> Limits:
+    """The limits of this machine and process now.
+
+    Args:
+        device: where compute runs.
+        pinned_bytes: how much would be pinned. Only if that is above ``RLIMIT_MEMLOCK`` is the driver asked whether it
+            keeps to it, since most do not: measured with driver 580 as an ordinary user.
+    """
+    host, group = host_available_bytes(), cgroup_available_bytes()
+    lockable = memlock_bytes() if device.type == "cuda" else None
+    if lockable is not None:
+        # One page above the limit is the smallest trial that a driver bound by it refuses.
+        is_enough = lockable >= min(pinned_bytes, host or pinned_bytes, group or pinned_bytes)
+        lockable = None if is_enough or _can_register(lockable + mmap.PAGESIZE) else lockable
+    device_free = None
+    if device.type == "cuda":
+        import torch
+
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        device_free = torch.cuda.mem_get_info(device)[0] + unused
+    return Limits(device_free, host, group, lockable)
+
+
+def _can_register(num_bytes: int) -> bool:
+    """Whether the driver pins this much for this process."""
+    import torch
+
+    mapping = mmap.mmap(-1, num_bytes)
+    address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+    runtime = torch.cuda.cudart()
+    registered = int(runtime.cudaHostRegister(address, num_bytes, 0)) == 0
+    if registered:
+        runtime.cudaHostUnregister(address)
+    return registered
+
+
+def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_meta: Collection[str] = ()) -> Needs:
+    """What ``plan`` adds to what is in use, before anything old is given back; what ranks share counts once.
+
+    Args:
+        on_gpu: compute runs on a GPU; on a CPU its memory is host memory.
+        elsewhere: names of the storages that are not on the device yet; as residents they have to move there.
+        on_meta: those of them that have no bytes yet and are read from files; others are adopted by a CPU's store.
+    """
+    arriving = [num_bytes for name, num_bytes in plan.resident.items() if name in elsewhere]
+    slots = sum(plan.slot_bytes)
+    if not on_gpu:
+        copied = on_meta if plan.mode == "cpu" else dict(_offloaded(plan)) if plan.mode == "shm_cpu" else ()
+        stored = sum(
+            size for name, size in _offloaded(plan) if name in copied and plan.placements[name].store != "disk"
+        )
+        if plan.mode in SHARDED_MODES:
+            stored = plan.part_bytes  # copied, wherever the tensors lie
+        return Needs(host_bytes=slots + sum(arriving) + stored)
+    in_place = sum(slab_bytes([size]) for size in plan.uva.values())  # a GPU cannot address a mapped file
+    units = sum(unit.num_bytes for unit in plan.units if unit.store in HOST_MODES) + plan.ring_bytes
+    pinned = units + in_place if plan.mode in (*HOST_MODES, "disk") else 0
+    if plan.mode in SHARDED_MODES:
+        pinned = plan.part_bytes if plan.mode == "sharded_cpu" else 0
+    parts = plan.part_bytes if plan.mode == "sharded_gpu" else 0
+    staging = max(arriving, default=0)  # residents pass through host memory one at a time
+    return Needs(
+        device_bytes=slots + slab_bytes(arriving) + parts,
+        host_bytes=pinned + staging,
+        pinned_bytes=0 if pin_memory_disabled() else pinned,
+    )
+
+
+def _offloaded(plan: Plan) -> Iterator[tuple[str, int]]:
+    yield from plan.uva.items()
+    yield from ((entry.storage, entry.num_bytes) for unit in plan.units for entry in unit.entries)
+
+
+def check_limits(plan: Plan, limits: Limits, needs: Needs) -> None:
+    """Refuse ``plan`` if ``limits`` (:func:`read_limits`) have no room for its ``needs`` (:func:`needs_of`); pure.
+
+    Raises:
+        LimitError: names the limit that misses most, by how much, and a device-memory budget that should fit.
+    """
+    exceeded = [
+        (needed - available, limit, needed, available)
+        for limit, needed, available in (
+            (_DEVICE, needs.device_bytes, limits.device_free_bytes),
+            (_HOST, needs.host_bytes, limits.host_available_bytes),
+            (_CGROUP, needs.host_bytes, limits.cgroup_available_bytes),
+            (_MEMLOCK, needs.pinned_bytes, limits.memlock_bytes),
+        )
+        if available is not None and needed > available
+    ]
+    if not exceeded:
+        return
+    missing, limit, needed, available = max(exceeded, key=lambda shortfall: shortfall[0])
+    budget = _fitting_budget(plan, limit, missing, limits, needs)
+    message = (
+        f"the plan needs {format_size(needed)} ({needed} bytes) of {limit}, and {format_size(available)} ({available} "
+        f"bytes) can be had: {format_size(missing)} ({missing} bytes) too little. "
+        f"{_fix(plan, limit, budget, limits.device_free_bytes is not None)}; nothing was allocated"
+    )
+    raise LimitError(message, limit, needed, available, budget)
+
+
+def _fitting_budget(plan: Plan, limit: str, missing: int, limits: Limits, needs: Needs) -> int | None:
+    """A device-memory budget that should fit, in whole MiB where that is possible; ``None`` if none would.
+
+    A first-order estimate: every byte of weights that does not rest in one memory rests in the other.
+    """
+    if limits.device_free_bytes is None:  # on a CPU both are host memory
+        return _whole_mib(plan.device_bytes - missing)
+    if limit == _DEVICE:
+        host = (limits.host_available_bytes, limits.cgroup_available_bytes)
+        spare = min((found - needs.host_bytes for found in host if found is not None), default=missing)
+        return None if plan.mode in HOST_MODES and spare < missing else _whole_mib(plan.device_bytes - missing)
+    # Residents pass through host memory one storage at a time; a rank holds only its part of a split unit.
+    staging = max((num_bytes for _, num_bytes in _offloaded(plan)), default=0)
+    more = (missing + staging) * (plan.num_ranks if plan.mode == "sharded_cpu" else 1)
+    if plan.mode not in HOST_MODES or more > min(plan.offloaded_bytes, limits.device_free_bytes - needs.device_bytes):
+        return None
+    return -(-(plan.device_bytes + more) // _MIB) * _MIB
+
+
+def _whole_mib(num_bytes: int) -> int | None:
+    return None if num_bytes <= 0 else num_bytes // _MIB * _MIB or num_bytes
+
+
+def _fix(plan: Plan, limit: str, budget: int | None, on_gpu: bool) -> str:
+    advice = "Offload less or in smaller units, or "
+    if budget is not None:
+        size = f"{budget // _MIB}MiB" if budget % _MIB == 0 else f"{budget}B"
+        which = "larger" if budget > plan.device_bytes else "smaller"
+        advice = f"A {which} budget should fit, about --device-memory {size}; use it, or "
+    first = {
+        _DEVICE: "free device memory first",
+        _HOST: "free host memory first",
+        _CGROUP: "raise the limit of the container or group (memory.max)",
+        _MEMLOCK: "raise `ulimit -l`",
+    }[limit]
+    if plan.mode not in HOST_MODES or (on_gpu and limit == _DEVICE):
+        return f"{advice}{first}"
+    some = ", or what does not fit: pass checkpoint=FOLDER and no mode" if on_gpu else ""
+    return f"{advice}{first}, or let the weights rest in the files (--offload-mode disk){some}"
+
+
+def require_disk(folder: str | os.PathLike[str], num_bytes: int, fix: str) -> None:
+    """Refuse to write ``num_bytes`` below ``folder`` if its file system has no room for them.
+
+    An offload itself writes nothing: its disk store reads the unmodified files.
+
+    Args:
+        fix: what the message tells the user to do.
+
+    Raises:
+        LimitError: there is not enough room.
+    """
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        message = (
+            f"{format_size(num_bytes)} are to be written in {folder} and {format_size(free)} are free on its disk: "
+            f"{format_size(num_bytes - free)} too little; {fix}"
+        )
+        raise LimitError(message, "disk space", num_bytes, free)

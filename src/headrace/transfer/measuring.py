@@ -1,0 +1,255 @@
+"""Measures what this machine can do: a :class:`~headrace.transfer.machine_probe.Probe` of it.
+
+Every figure is the median of a few timed runs over buffers far larger than caches.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from headrace.errors import warn_user
+from headrace.memory.pinned import device_view, pinned_region
+from headrace.memory.system import num_cores
+from headrace.stores.sources import DiskOptions, File
+from headrace.transfer.machine_probe import Probe, describe_machine
+
+__all__ = ["COPY_SIZES", "measure", "median_s", "mutual_peers", "peer_rates"]
+
+MIB = 1 << 20
+COPY_SIZES = (MIB // 4, MIB, 4 * MIB, 16 * MIB, 256 * MIB)
+
+# Of an 8-billion-parameter decoder's MLP: 100 MB in bf16, so that six of them pass through any cache.
+_PRODUCT_SHAPE = (12288, 4096)
+_PRODUCT_WEIGHTS = 6
+_PRODUCT_ROWS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+# A layer's experts of a fine-grained mixture: 738 MB.
+_EXPERTS_SHAPE = (64, 2816, 2048)
+_EXPERT_ROWS = (1, 4, 16, 64, 128, 256, 1024)
+_CPU_PRODUCT_ROWS = (1, 16, 256)
+
+
+def measure(folder: Path | None = None, num_bytes: int = 1024 * MIB) -> Probe:
+    """Measure everything, over buffers of ``num_bytes``; about half a minute.
+
+    ``folder``: on the disk to read from (default: temporary files).
+    """
+    rates: dict[str, Any] = dict(_disk(folder, num_bytes))
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+        rates |= _cuda(device, num_bytes)
+        rates |= peer_rates(device)  # last, when the other measurements have freed their memory
+    else:
+        weight = torch.randn(8192, 4096)
+        rates["product_s_per_byte"] = {
+            rows: median_s(partial(F.linear, _rows(rows, weight), weight)) / weight.nbytes for rows in _CPU_PRODUCT_ROWS
+        }
+    return Probe(describe_machine(), **rates)
+
+
+def median_s(run: Callable[[], object], repeats: int = 5) -> float:
+    """Median seconds of ``repeats`` calls, after one that does not count."""
+    run()
+    samples = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples)
+
+
+def _disk(folder: Path | None, num_bytes: int) -> dict[str, float | None]:
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        block = os.urandom(16 * MIB)
+        for _ in range(0, num_bytes, len(block)):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        path = Path(file.name)
+        return {
+            "cached_read_bytes_per_s": _read_rate(path, num_bytes, DiskOptions()),
+            "disk_read_bytes_per_s": _read_rate(path, num_bytes, DiskOptions(direct=True)),
+        }
+
+
+def _read_rate(path: Path, num_bytes: int, options: DiskOptions) -> float | None:
+    try:
+        source = File(path, options)
+    except ValueError:  # no direct I/O on this file system
+        return None
+    piece = 8 * MIB
+    into = memoryview(mmap.mmap(-1, num_bytes))
+
+    def read(start: int) -> None:
+        source.read(start, into[start : start + piece])
+
+    with ThreadPoolExecutor(num_cores()) as pool:
+        seconds = median_s(lambda: list(pool.map(read, range(0, num_bytes, piece))), 3)
+    source.close()
+    return num_bytes / seconds
+
+
+def _cuda(device: torch.device, num_bytes: int) -> dict[str, Any]:
+    host = pinned_region(num_bytes)
+    slot = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    other = torch.empty_like(slot)
+    small = torch.zeros(2048, device=device)
+    return {
+        "h2d_bytes_per_s": {size: _copy_rate(slot, host, size, [device]) for size in COPY_SIZES},
+        "device_copy_bytes_per_s": 2 * num_bytes / _timed(lambda: other.copy_(slot)),
+        **_products(device, device_view(host, device)),
+        "kernel_s": _timed(_graph(lambda: [small.add_(1.0) for _ in range(500)])) / 500,
+    }
+
+
+def _timed(run: Callable[[], object]) -> float:
+    """Median seconds of ``run`` until the current device, which is the one that is measured, has done it."""
+
+    def step() -> None:
+        run()
+        torch.cuda.synchronize()
+
+    return median_s(step)
+
+
+def _graph(run: Callable[[], object]) -> Callable[[], None]:
+    """``run`` as a captured graph: the time in which the host launches kernels does not count."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def _products(device: torch.device, in_place: torch.Tensor) -> dict[str, dict[int, float]]:
+    bf16 = torch.bfloat16
+    dense = [torch.randn(_PRODUCT_SHAPE, device=device, dtype=bf16) for _ in range(_PRODUCT_WEIGHTS)]
+    experts = torch.randn(_EXPERTS_SHAPE, device=device, dtype=bf16)
+    weight, weights = _like(dense[0], in_place), _like(experts, in_place)
+    # In place, a wide product and a narrow one are tiled differently; the mean of both.
+    wide, narrow = (_by_rows(_PRODUCT_ROWS, [w], F.linear) for w in (weight, weight.view(_PRODUCT_SHAPE[::-1])))
+    return {
+        "product_s_per_byte": _by_rows(_PRODUCT_ROWS, dense, F.linear),
+        "grouped_s_per_byte": _by_rows(_EXPERT_ROWS, [experts], _grouped),
+        "in_place_s_per_byte": {rows: (wide[rows] + narrow[rows]) / 2 for rows in wide},
+        "in_place_grouped_s_per_byte": _by_rows(_EXPERT_ROWS, [weights], _grouped),
+    }
+
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _by_rows(counts: Sequence[int], weights: Sequence[torch.Tensor], product: Product) -> dict[int, float]:
+    """Seconds per byte of ``weights``, by rows (per expert, if they have experts), in a graph."""
+    num_bytes = sum(weight.nbytes for weight in weights)
+    per_count = len(weights[0]) if weights[0].dim() == 3 else 1
+
+    def seconds(count: int) -> float:
+        x = _rows(count * per_count, weights[0])
+        return _timed(_graph(lambda: [product(x, weight) for weight in weights]))
+
+    return {count: seconds(count) / num_bytes for count in counts}
+
+
+def _grouped(x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    each = len(x) // len(experts)
+    ends = torch.arange(each, len(x) + 1, each, device=x.device, dtype=torch.int32)
+    return F.grouped_mm(x, experts.mT, offs=ends)
+
+
+def _like(weight: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    return memory[: weight.nbytes].view(weight.dtype).view(weight.shape)
+
+
+def _rows(count: int, weight: torch.Tensor) -> torch.Tensor:
+    return torch.randn(count, weight.shape[-1], device=weight.device, dtype=weight.dtype)
+
+
+def _copy_rate(into: torch.Tensor, source: torch.Tensor, size: int, devices: Sequence[torch.device]) -> float:
+    """Bytes per second of copies of ``size`` bytes, one after the other; small ones are bound by their launches."""
+    count = max(1, min(source.numel(), 512 * MIB) // size)
+
+    def run() -> None:
+        for i in range(count):
+            piece = slice(i * size, (i + 1) * size)
+            into[piece].copy_(source[piece], non_blocking=True)
+        _wait_for(devices)
+
+    return count * size / median_s(run)
+
+
+# -- among devices ---------------------------------------------------------------------------------------------------
+
+
+def peer_rates(device: torch.device, sizes: Sequence[int] = COPY_SIZES) -> dict[str, dict[int, float]]:
+    """How fast devices copy from one another: one pair alone, and all at once. Raises nothing.
+
+    Both are measured from this one process, by the copy engines. A pair alone says little of several: of four H200 that
+    gather at once each gets less than a pair alone does.
+
+    ``sizes``: bytes of one copy, ascending; the last is also that of each copy when all devices gather.
+
+    Returns:
+        fields of a :class:`Probe`; none where ``device`` has no peers.
+    """
+    try:
+        devices = mutual_peers(device)
+        if len(devices) < 2:
+            return {}
+        into, source = (torch.empty(2 * sizes[-1], dtype=torch.uint8, device=each) for each in devices[:2])
+        pair = {size: _copy_rate(into, source, size, devices[:2]) for size in sizes}
+        del into, source
+        every = {count: _gather(devices[:count], sizes[-1]) for count in range(2, len(devices) + 1)}
+    except RuntimeError as error:  # no room on a peer that others use, a driver that refuses; plans do without
+        reason = str(error).strip().splitlines()[0]
+        warn_user(f"copies between devices could not be measured: {reason}")
+        return {}
+    return {"peer_bytes_per_s": pair, "gather_bytes_per_s": every}
+
+
+def mutual_peers(device: torch.device) -> list[torch.device]:
+    """``device``, and others of its kind such that each can address the memory of each."""
+    can_access = torch.cuda.can_device_access_peer
+    found = [device.index]
+    for other in range(torch.cuda.device_count()):
+        if other not in found and all(can_access(other, one) and can_access(one, other) for one in found):
+            found.append(other)
+    return [torch.device(device.type, index) for index in found]
+
+
+def _gather(devices: Sequence[torch.device], size: int) -> float:
+    """Bytes per second into each of ``devices`` while each copies ``size`` bytes from each of the others."""
+    sources = [torch.empty(size, dtype=torch.uint8, device=device) for device in devices]
+    copies = []
+    for step in range(1, len(devices)):  # as the link of sharded_gpu does it: every device begins with its neighbour
+        for index, device in enumerate(devices):
+            source = sources[(index + step) % len(devices)]
+            # torch lets the current streams of both devices wait for a copy between them, so copies side by side need
+            # streams of their own on either.
+            streams = torch.cuda.Stream(device), torch.cuda.Stream(source.device)
+            copies.append((torch.empty_like(source, device=device), source, *streams))
+
+    def run() -> None:
+        for into, source, stream, source_stream in copies:
+            with torch.cuda.stream(stream), torch.cuda.stream(source_stream):
+                into.copy_(source, non_blocking=True)
+        _wait_for(devices)
+
+    return (len(devices) - 1) * size / median_s(run)
+
+
+def _wait_for(devices: Sequence[torch.device]) -> None:
+    for device in devices:
+        torch.cuda.synchronize(device)
