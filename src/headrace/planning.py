@@ -187,6 +187,8 @@ def _facts_of(model: Any, checkpoint: Any) -> _Facts:
     if hasattr(model, "unstreamable"):  # an OpenedModel; its class needs transformers
         if checkpoint is not None:
             raise OptionError("checkpoint: a folder is its own checkpoint; leave checkpoint out")
+        for difference in model.differences:
+            warn_user(difference)
         return _Facts(model.inventory, model.profile, model.weights, model.unstreamable, model.name)
     from torch import nn
 

@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import headrace
-from checkpoints import SIZE, make, resident
+from checkpoints import SIZE, make, resident, rewrite
 from checkpoints import run as forward
 from commands import TINY, error_of, run
 from headrace.adapters.transformers import load
 from headrace.config import Budget, Prefetch, Workload
 from headrace.demo.synthetic_model import ensure_model
-from headrace.errors import OptionError, OptionTypeError
+from headrace.errors import HeadraceWarning, LimitError, OptionError, OptionTypeError
 from headrace.plan.plan import Machine
 from headrace.transfer.machine_probe import MACHINES, Probe, named_machine
 from models import Stack, rows, save, state_of
@@ -126,6 +127,76 @@ class TestWorkloads:
         budget = Budget("1MiB", workload=Workload([2]))
         with pytest.raises(OptionError, match="leave one out"):
             headrace.make_plan(Stack(), budget, workload=Workload([3]))
+
+
+# -- what would be refused later ---------------------------------------------------------------------------------------
+
+
+class TestHonesty:
+    def test_more_than_the_machine_has(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Said with both figures, after the plan and with an exit code; the plan is saved all the same."""
+        monkeypatch.setattr("headrace.runtime.prepare.host_available_bytes", lambda: 2**20)
+        saved = folder / "saved.json"
+        result = run("plan", folder, "--device-memory", "2MiB", "--device", "cpu", "--save", saved)
+        assert result.exit_code == 1
+        text = " ".join(result.stdout.split())
+        assert "Predicted steps" in text
+        assert "This plan does not fit this machine: the plan needs" in text
+        assert "of host memory, and 1.00 MiB (1048576 bytes) can be had" in text
+        with pytest.warns(HeadraceWarning, match="the plan does not fit this machine"):
+            plan = headrace.make_plan(folder, headrace.Plan.load(saved), device="cpu")
+        assert "does not fit this machine" in " ".join(str(plan).split())
+        with pytest.raises(LimitError):
+            load(folder, plan, device="cpu")
+
+    def test_more_than_another_machine_has(self) -> None:
+        with torch.device("meta"):
+            model = Stack(num_layers=12, dim=40_000).eval()
+        with pytest.warns(HeadraceWarning, match="does not fit NVIDIA GeForce RTX 4090 with 23"):
+            headrace.make_plan(model, "40GiB", machine="4090")
+
+    def test_caches_of_the_workload_count(self, folder: Path) -> None:
+        with pytest.warns(HeadraceWarning, match="does not fit this machine"):
+            headrace.make_plan(folder, Prefetch(mode="disk"), workload=Workload([4_000_000], 400), device="cpu")
+
+    def test_without_a_policy_nothing_has_to_fit(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("headrace.runtime.prepare.host_available_bytes", lambda: 2**10)
+        assert run("plan", folder, "--device", "cpu").exit_code == 0
+
+    @pytest.mark.parametrize(("mode", "said"), [("meta", "cannot be carried out"), ("shm_cpu", "torchrun")])
+    def test_modes_that_need_more_than_one_process_or_keep_nothing(self, mode: str, said: str, folder: Path) -> None:
+        shown = run("plan", folder, "--device-memory", "2MiB", "--offload-mode", mode).stdout
+        assert said in " ".join(shown.split())
+
+    def test_a_config_without_a_class(self, tmp_path: Path) -> None:
+        """With its head where the files hold one; else what is taken, and what is left out, is said."""
+        make("LlamaForCausalLM", **SIZE).save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        del config["architectures"]
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.warns(HeadraceWarning, match="taken for a LlamaForCausalLM$"):
+            plan = headrace.make_plan(tmp_path)
+        assert "lm_head.weight" in plan.resident
+        with pytest.warns(HeadraceWarning, match="taken for a LlamaForCausalLM$"):
+            model, handle = load(tmp_path, Prefetch(params=["layers"]), device="cpu")
+        with handle:
+            expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+            assert torch.equal(forward(model), forward(expected))
+            assert handle.stats().bytes_moved > 0
+        rewrite(tmp_path, lambda tensors: tensors.update(extra=tensors.pop("lm_head.weight")))
+        with pytest.warns(HeadraceWarning) as warned:
+            plan = headrace.make_plan(tmp_path)
+        assert "lm_head.weight" not in plan.resident
+        texts = [str(each.message) for each in warned]
+        assert any('taken for a LlamaModel; for text name LlamaForCausalLM there, "architectures"' in t for t in texts)
+        assert any("1 tensor (extra)" in text and "not used: LlamaModel has no place for it" in text for text in texts)
+
+    def test_what_of_the_files_is_missing(self, tmp_path: Path) -> None:
+        make("LlamaForCausalLM", **SIZE).save_pretrained(tmp_path)
+        rewrite(tmp_path, lambda tensors: tensors.pop("model.norm.weight"))
+        with pytest.warns(HeadraceWarning, match=r"1 tensor \(model\.norm\.weight\) of LlamaForCausalLM not in"):
+            headrace.make_plan(tmp_path)
+        assert "model.norm.weight" in run("plan", tmp_path).stderr
 
 
 # -- machines ----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from headrace.config import Mode
+from headrace.config import RANK_MODES, Mode
 from headrace.errors import OptionError
 from headrace.figures import bytes_of, format_rate, format_size, format_time, in_unit, size_unit
 from headrace.plan.build import Outlook, Planner, Point
@@ -66,8 +66,14 @@ def plan_table(plan: Plan) -> RenderableType:
         return render(plan, name)
     if outlook.least_budget_bytes is not None:
         return render_weights(plan, name, outlook.least_budget_bytes)
-    misfit = [Text(f"\nThis plan {outlook.misfit}.", style="bold red")] if outlook.misfit else []
-    return Group(render(plan, name), render_outlook(outlook), *misfit)
+    refusals = [Text(f"\nThis plan {outlook.misfit}.", style="bold red")] if outlook.misfit else []
+    if plan.mode == "meta":
+        refusals.append(Text("\nMode meta keeps no bytes: this plan is for sizes and cannot be carried out."))
+    elif plan.mode in RANK_MODES:
+        start = "pass group= to headrace.offload in each"
+        start += ", or start headrace generate with torchrun" if plan.mode == "shm_cpu" else ""
+        refusals.append(Text(f"\nMode {plan.mode} spans several processes: {start}."))
+    return Group(render(plan, name), render_outlook(outlook), *refusals)
 
 
 def text_of(plan: Plan) -> str:

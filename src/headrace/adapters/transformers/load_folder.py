@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +22,11 @@ import torch
 import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import meta_device_safe_creation_ops
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from headrace.adapters.transformers.conversion import Match, match
 from headrace.api import Handle, start
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 
     ModelClass = type[PreTrainedModel] | type[_BaseAutoModelClass]
 
-__all__ = ["build_meta_model", "load", "load_matched"]
+__all__ = ["build_meta_model", "differences", "load", "load_matched"]
 
 _NAMES_SHOWN = 8
 _MANY_LAYERS = 1000
@@ -107,6 +108,8 @@ def load(
         model = build_meta_model(path, model_class=model_class, dtype=dtype, attn_implementation=attn_implementation)
         folder = model_folder(path)
         found = match(model, Checkpoint.open(folder))
+        for difference in differences(model, found, is_chosen=model_class is not None):
+            warn_user(difference)
         return model, load_matched(folder, model, found, policy, device, disk, progress, ranks)
 
 
@@ -120,8 +123,7 @@ def load_matched(
     progress: Progress | None,
     ranks: RankGroup | None,
 ) -> Handle:
-    """:func:`load` for a ``model`` on ``meta`` that has been built and matched with its files."""
-    _report(model, found)
+    """:func:`load` for a ``model`` on ``meta`` that has been built and matched with its files; warns of nothing."""
     prepared = prepare(
         model,
         policy,
@@ -168,7 +170,7 @@ def build_meta_model(
     _refuse_unsupported(folder, raw)
     if model_class is None or hasattr(model_class, "from_config"):
         _refuse_unknown(folder, raw)
-    maker = model_class or _named_class(folder, raw) or AutoModel
+    maker = model_class or _named_class(folder, raw) or _unnamed_class(folder, raw)
     config = _make_config(folder, raw, maker)
     config.name_or_path = str(path)
     _refuse_attention(attn_implementation)
@@ -243,6 +245,13 @@ def _named_class(folder: Path, raw: dict[str, Any]) -> type[PreTrainedModel] | N
         f"{folder}/config.json: expected an architecture that transformers {transformers.__version__} has, found "
         f"{names[0]!r}; pass model_class=, e.g. transformers.AutoModelForCausalLM"
     )
+
+
+def _unnamed_class(folder: Path, raw: dict[str, Any]) -> ModelClass:
+    """The class for a config.json that names none: with a language-model head if the files hold one."""
+    if str(raw.get("model_type")) not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or not any(folder.glob("*.safetensors")):
+        return AutoModel
+    return AutoModelForCausalLM if "lm_head.weight" in Checkpoint.open(folder).tensors else AutoModel
 
 
 def _make_config(folder: Path, raw: dict[str, Any], maker: Any) -> PretrainedConfig:
@@ -391,17 +400,31 @@ def _allocate(storage: BoundStorage) -> None:
 # -- warnings ---------------------------------------------------------------------------------------------------------
 
 
-def _report(model: PreTrainedModel, found: Match) -> None:
+def differences(model: PreTrainedModel, found: Match, *, is_chosen: bool = False) -> Iterator[str]:
+    """For warnings: what of the files is not used, or not as it lies there; what none of them holds; an assumed class.
+
+    ``is_chosen``: the user said which class the model has.
+    """
     root = found.weights.checkpoint.root
+    if not model.config.architectures and not is_chosen:
+        causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model.config.model_type, "")
+        other = f'; for text name {causal} there, "architectures": ["{causal}"]' if "ForCausal" in causal else ""
+        yield (
+            f"{root}/config.json names no class (architectures), so it is taken for a {type(model).__name__}"
+            f"{'' if model.can_generate() else other}"
+        )
     if found.missing:
-        warn_user(
+        yield (
             f"{_some(found.missing)} of {type(model).__name__} not in {root}: initialised anew, as from_pretrained "
             f"does; outputs that depend on them mean nothing until they are trained"
         )
     if found.unexpected:
-        warn_user(f"{_some(found.unexpected)} in {root} not used: {type(model).__name__} has no place for them")
-    if found.untied:
         warn_user(
+            f"{_some(found.unexpected)} in {root} not used: {type(model).__name__} has no place for "
+            f"{'it' if len(found.unexpected) == 1 else 'them'}"
+        )
+    if found.untied:
+        yield (
             f"{_some(found.untied)} in {root} differ from the tensors that config.json ties them to: not tied, as "
             f"from_pretrained does; say tie_word_embeddings: false in config.json"
         )
@@ -409,7 +432,7 @@ def _report(model: PreTrainedModel, found: Match) -> None:
         state = model.state_dict()
         sizes = {name: state[name].nbytes for name in found.rearranged}
         named = [f"{name} ({size} bytes, {found.rearranged[name]})" for name, size in sizes.items()]
-        warn_user(
+        yield (
             f"{_some(named)}, {format_size(sum(sizes.values()))} in all, cannot be streamed from the unmodified files: "
             f"made while loading, tensor by tensor, and resident where the rest is streamed; a checkpoint saved in the "
             f"form and dtype the model uses streams them"

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from headrace.adapters.transformers.conversion import Match, match
-from headrace.adapters.transformers.load_folder import build_meta_model
+from headrace.adapters.transformers.load_folder import build_meta_model, differences
 from headrace.checkpoint.model_folder import model_folder, model_name
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.checkpoint.weight_map import WeightMap
@@ -45,6 +45,11 @@ class OpenedModel:
         """Of the model as its files hold it."""
         # Not take_inventory(): the checkpoint may hold different values for tied tensors, and match() cut these ties.
         return self.match.inventory
+
+    @property
+    def differences(self) -> list[str]:
+        """What of the files is not used, or not as it lies there, and what none of them holds: for warnings."""
+        return list(differences(self.module, self.match))
 
     @property
     def profile(self) -> ModelProfile:
