@@ -61,6 +61,12 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         {**GROUP, "worker_cls": WORKER, "kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.5},
     ),
     "headrace-short": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER}),
+    "vllm-short": ("qwen-short", 2, GROUP),
+    "still-short": (
+        "qwen-short",
+        2,
+        {**GROUP, "worker_cls": WORKER, "additional_config": {"headrace": {"boundaries_only": True}}},
+    ),
     "sleep-short": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER, "enable_sleep_mode": True}),
     "lora-short": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER, "enable_lora": True, "max_lora_rank": 16}),
     "draft-short": ("qwen-short", 1, DRAFT),

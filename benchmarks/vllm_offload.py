@@ -224,6 +224,7 @@ def _field(path: str, name: str) -> int:
 def _publish(out: Path, table: str) -> None:
     """Each row with the floor of its steps: decode is bound by the link, prefill by compute."""
     found = {name: json.loads(path.read_text()) for name in CASES if (path := out / f"vllm-{name}.json").exists()}
+    still = {CASES[name][0]: result for name, result in found.items() if name.startswith("still")}
     for name, result in found.items():
         shape, runner, _ = CASES[name]
         reference = next(r for n, r in found.items() if CASES[n][0] == shape)
@@ -257,8 +258,8 @@ def _publish(out: Path, table: str) -> None:
                 published["moved_by_rank"] = facts["offloader"]["moved_by_rank"]
             if "logprobs" in row and "logprobs" in wanted:
                 published["compared"] = _compared(row, wanted)
-            if "still" in found and name.startswith("headrace") and shape == CASES["still"][0]:
-                published["compared_with_still"] = _compared(row, found["still"]["rows"][number])
+            if shape in still and name.startswith("headrace"):
+                published["compared_with_still"] = _compared(row, still[shape]["rows"][number])
             print(json.dumps(published))
 
 

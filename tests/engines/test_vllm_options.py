@@ -207,7 +207,7 @@ def _as_expected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_as_expected")
 @pytest.mark.parametrize(
-    "version", ["0.20.2", "0.20.10", "0.21.0", "0.26.0", "0.26.0+cu130", "0.26.1.dev3+g123", "0.26.7rc1", "0.26"]
+    "version", ["0.20.2", "0.20.10", "0.21.0", "0.26.0", "0.33.0+cu130", "0.33.1.dev3+g123", "0.33.7rc1", "0.33"]
 )
 def test_versions_that_will_do(version: str) -> None:
     require_supported(version)
@@ -220,8 +220,8 @@ def test_versions_that_will_do(version: str) -> None:
         ("0.20.1", "vLLM 0.20.1 is too old"),
         ("0.9.2", "vLLM 0.9.2 is too old"),
         ("0.20", "vLLM 0.20 is too old"),
-        ("0.27.0", "vLLM 0.27.0 is newer than what headrace knows"),
-        ("0.27.0.dev1+gabc", "vLLM 0.27.0.dev1+gabc is newer than what headrace knows"),
+        ("0.34.0", "vLLM 0.34.0 is newer than what headrace knows"),
+        ("0.34.0.dev1+gabc", "vLLM 0.34.0.dev1+gabc is newer than what headrace knows"),
         ("1.0.0", "vLLM 1.0.0 is newer than what headrace knows"),
         ("dev", "vLLM calls itself 'dev', which is no version number"),
         ("", "vLLM calls itself '', which is no version number"),
@@ -232,7 +232,7 @@ def test_versions_that_will_not(version: str, what: str) -> None:
         require_supported(version)
     message = str(caught.value)
     assert message.startswith(what)
-    assert "expected 0.20.2 to 0.26.x; install one of these (pip install 'vllm==0.26.0')" in message
+    assert "expected 0.20.2 to 0.33.x; install one of these (pip install 'vllm==0.33.0')" in message
     assert "leave --worker-cls out" in message
 
 

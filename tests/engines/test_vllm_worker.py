@@ -398,10 +398,10 @@ def test_what_moves_weights_or_shares_slots_is_refused(parallel: dict[str, Any],
     make(parallel_config=config)  # nothing is offloaded: vLLM's affair
 
 
-@pytest.mark.parametrize("version", ["0.20.1", "0.27.0"])
+@pytest.mark.parametrize("version", ["0.20.1", "0.34.0"])
 def test_another_version_is_refused_at_start(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     vllm.install(monkeypatch, version)
-    with pytest.raises(OptionError, match=f"vLLM {version} is .*expected 0.20.2 to 0.26.x"):
+    with pytest.raises(OptionError, match=f"vLLM {version} is .*expected 0.20.2 to 0.33.x"):
         make(GROUP)
 
 

@@ -115,12 +115,19 @@ class Decoder(nn.Module):
 
 
 class EngineModel(nn.Module):
-    """Decoder, a tower of layers that the engine does not build as layers, and a head."""
+    """Decoder, a tower of layers that the engine does not build as layers, and a head.
 
-    def __init__(self, offloader: BaseOffloader, num_layers: int = 8, width: int = WIDTH) -> None:
+    ``hands_over``: like vLLM since 0.29, give a tower that is built to an offloader that takes towers.
+    """
+
+    def __init__(
+        self, offloader: BaseOffloader, num_layers: int = 8, width: int = WIDTH, hands_over: bool = False
+    ) -> None:
         super().__init__()
-        self.model = Decoder(num_layers, width, offloader.wrap_modules)
         self.visual = nn.ModuleList(Linear(width, width) for _ in range(2))
+        if hands_over and offloader.supports_tower_offload:
+            offloader.wrap_modules((tower for tower in [self.visual]), prefix="visual")
+        self.model = Decoder(num_layers, width, offloader.wrap_modules)
         self.lm_head = Head(VOCABULARY, width)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -135,14 +142,14 @@ def is_lookup(module: nn.Module) -> bool:
 
 
 def build(
-    policy: EnginePolicy | None, kind: type[EngineOffloader] = EngineOffloader
+    policy: EnginePolicy | None, kind: type[EngineOffloader] = EngineOffloader, hands_over: bool = False
 ) -> tuple[EngineModel, EngineOffloader | None]:
     torch.manual_seed(7)
     if policy is None:
         return EngineModel(NoopOffloader()), None
     models: list[EngineModel] = []
     offloader = kind(policy, lambda: models[0], is_lookup=is_lookup)
-    models.append(EngineModel(offloader))
+    models.append(EngineModel(offloader, hands_over=hands_over))
     offloader.post_init()
     return models[0], offloader
 

@@ -18,9 +18,15 @@ class BaseOffloader(ABC):
     that is captured or replayed.
     """
 
+    # vLLM asks before it hands over the vision and audio towers of a model, which are not built layer by layer.
+    supports_tower_offload = False
+
     @abstractmethod
-    def wrap_modules(self, modules_generator: Iterable[nn.Module]) -> list[nn.Module]:
-        """Consume the generator one module at a time: layer N is dealt with before layer N+1 is built."""
+    def wrap_modules(self, modules_generator: Iterable[nn.Module], prefix: str = "") -> list[nn.Module]:
+        """Consume the generator one module at a time: layer N is dealt with before layer N+1 is built.
+
+        ``prefix``: the name of the module within the model, of a tower; layers come without one.
+        """
 
     @abstractmethod
     def post_init(self) -> None:
@@ -41,7 +47,7 @@ class BaseOffloader(ABC):
 class NoopOffloader(BaseOffloader):
     """Builds the modules and leaves everything resident."""
 
-    def wrap_modules(self, modules_generator: Iterable[nn.Module]) -> list[nn.Module]:
+    def wrap_modules(self, modules_generator: Iterable[nn.Module], prefix: str = "") -> list[nn.Module]:
         return list(modules_generator)
 
     def post_init(self) -> None:

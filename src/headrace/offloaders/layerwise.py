@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from headrace.config import UVA, Budget, Mechanism, Mode, Prefetch, Rule
-from headrace.errors import OptionError, StateError
+from headrace.errors import BudgetError, OptionError, StateError
 from headrace.model.inventory import is_embedding, take_inventory
 from headrace.model.memory_profile import profile_of
 from headrace.model.patterns import is_segments, matching
@@ -63,7 +63,7 @@ class LayerwiseOffloader(BaseOffloader):
         self._pool = BuildTimePool()
         self._session: OffloadSession | None = None
 
-    def wrap_modules(self, modules_generator: Iterable[nn.Module]) -> list[nn.Module]:
+    def wrap_modules(self, modules_generator: Iterable[nn.Module], prefix: str = "") -> list[nn.Module]:
         if self._session is not None:
             raise StateError("wrap_modules was called after post_init; use a new offloader for another model")
         stack = nn.ModuleList()
@@ -177,10 +177,12 @@ class EngineOffloader(LayerwiseOffloader):
     """Executes ``policy`` on the model that ``find_model`` returns once it is built.
 
     The group rule counts the layers of the largest stack that was wrapped. What a pattern names outside all layers is
-    read in place: a tower runs by itself, and the schedule of the layers would be out of step with it. Layers that
-    belong to another model than ``find_model``'s, a draft model's, come back to the device: it runs several times per
-    step of the other.
+    read in place: a tower runs by itself, and the schedule of the layers would be out of step with it. A budget that
+    cannot be met otherwise has all of it read in place. Layers that belong to another model than ``find_model``'s, a
+    draft model's, come back to the device: it runs several times per step of the other.
     """
+
+    supports_tower_offload = True
 
     def __init__(
         self,
@@ -205,8 +207,18 @@ class EngineOffloader(LayerwiseOffloader):
         self._find_model = find_model
         self._is_lookup = is_lookup
         self._announces_replays = announces_replays
+        self._towers: list[nn.Module] = []
         self._others_replay = False
         self.added_device_bytes = 0
+
+    def wrap_modules(self, modules_generator: Iterable[nn.Module], prefix: str = "") -> list[nn.Module]:
+        if not prefix:
+            return super().wrap_modules(modules_generator)
+        towers = list(modules_generator)
+        for tower in towers:
+            self._pool.take(tower, partial(self._leaves.takes_of_tower, prefix), apart=True)
+            self._towers.append(tower)
+        return towers
 
     def post_init(self) -> None:
         """Weights are final: make the plan and carry it out. Further calls have no effect.
@@ -315,7 +327,11 @@ class EngineOffloader(LayerwiseOffloader):
             outside = (lambda s: _is_outside(s, everywhere)) if params else (lambda s: False)
             return plan_group_rule(inventory, replace(policy, params=params), [layers], outside, by_part=True)
         if isinstance(policy, UVA):
-            return build_plan(inventory, replace(policy, params=params or [_pattern_of(inventory, layers)]))
+            if not params:  # as vLLM, which counts towers too since it hands them over
+                modules = {id(module): name for name, module in self._model().named_modules()}
+                towers = [modules[id(tower)] for tower in self._towers if id(tower) in modules]
+                params = (_pattern_of(inventory, [*towers, *layers]),)
+            return build_plan(inventory, replace(policy, params=params))
         if not params:  # layers, and tables that are only looked up; other modules may be read without a call
             tables = [_exactly([s.name]) for s in inventory.storages if s.is_lookup]
             params = (_pattern_of(inventory, layers), *tables)
@@ -323,7 +339,14 @@ class EngineOffloader(LayerwiseOffloader):
         outside_names = {s.name for s in inventory.storages if not s.is_lookup and _is_outside(s, layers)}
         rules += _rules_for(outside_names, inventory, params, rules)
         planner = make_planner(inventory, profile_of(self._model()), self._device())
-        return planner.plan(replace(policy, params=params, rules=tuple(rules)))
+        try:
+            return planner.plan(replace(policy, params=params, rules=tuple(rules)))
+        except BudgetError:
+            outside_names -= semantic_groups(inventory)["lm_head"]
+            if policy.params or not outside_names:
+                raise
+            towers = _exactly(sorted(outside_names))
+            return planner.plan(replace(policy, params=(*params, towers), rules=((towers, "uva"), *rules)))
 
     def _check_plan(self, plan: Plan, inventory: Inventory) -> None:
         model, layers = self._model(), list(chain.from_iterable(self._layers()))

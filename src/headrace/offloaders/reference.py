@@ -67,10 +67,13 @@ class NoCopyOffloader(EngineOffloader):
 
     _boundaries: AbstractContextManager[None] | None = None
 
-    def wrap_modules(self, modules_generator: Iterable[nn.Module]) -> list[nn.Module]:
-        layers = list(modules_generator)  # all of them stay on the device, so none has to leave before the next
-        self._stacks.append(nn.ModuleList(layers))
-        return layers
+    def wrap_modules(self, modules_generator: Iterable[nn.Module], prefix: str = "") -> list[nn.Module]:
+        modules = list(modules_generator)  # all of them stay on the device, so none has to leave before the next
+        if prefix:
+            self._towers += modules
+        else:
+            self._stacks.append(nn.ModuleList(modules))
+        return modules
 
     def post_init(self) -> None:
         if self._boundaries is None:

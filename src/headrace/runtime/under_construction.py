@@ -80,6 +80,18 @@ class BuildTimeFilter:
             self._left -= num_bytes
         return True
 
+    def takes_of_tower(self, tower: str, name: str, num_bytes: int) -> bool:
+        """Whether the parameter ``name`` of the module ``tower``, which is outside of all layers, leaves."""
+        groups = len(self._matches) < len(self._policy.params)  # each stands for everything until there is a plan
+        everything = groups or (isinstance(self._policy, UVA) and not self._policy.params)
+        if num_bytes < TINY_BYTES or not (everything or any(m(f"{tower}.{name}") for m in self._matches)):
+            return False
+        if self._left is not None:
+            if num_bytes > self._left:
+                return False
+            self._left -= num_bytes
+        return True
+
     def _is_named(self, index: int, name: str, num_bytes: int) -> bool:
         # A word stands for its group only until a module has that name.
         self._words = {word: matches for word, matches in self._words.items() if not matches(name)}

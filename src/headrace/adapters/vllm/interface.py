@@ -17,9 +17,9 @@ from headrace.errors import OptionError
 __all__ = ["NAMES", "NEWEST", "OLDEST", "Name", "differences", "require_supported", "require_version"]
 
 OLDEST = (0, 20, 2)
-NEWEST = (0, 26)  # with its later patch releases
+NEWEST = (0, 33)  # with its later patch releases
 
-_FIX = "install one of these (pip install 'vllm==0.26.0'), or leave --worker-cls out to run vLLM without headrace"
+_FIX = "install one of these (pip install 'vllm==0.33.0'), or leave --worker-cls out to run vLLM without headrace"
 
 
 @dataclass(frozen=True)
