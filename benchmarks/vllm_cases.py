@@ -20,6 +20,8 @@ WORKER = "headrace.adapters.vllm.Worker"
 GROUP = {"offload_group_size": 4, "offload_num_in_group": 1, "offload_prefetch_step": 1}
 # The model's name is a shape above.
 DRAFT = {"speculative_config": {"method": "draft_model", "model": "qwen-draft", "num_speculative_tokens": 2}}
+# Decoding too, which otherwise is one whole graph.
+SEGMENTS = {"compilation_config": {"cudagraph_capture_sizes": [1, 16, 256], "cudagraph_mode": "PIECEWISE"}}
 EXPERTS = {"cpu_offload_gb": 40, "cpu_offload_params": {"experts"}}
 
 
@@ -62,6 +64,10 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
     "headrace-short": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER}),
     "vllm-short": ("qwen-short", 2, GROUP),
+    "breakable": ("qwen-short", 2, SEGMENTS),
+    "headrace-breakable": ("qwen-short", 2, {**GROUP, **SEGMENTS, "worker_cls": WORKER}),
+    "breakable-full": ("qwen-short", 2, {}),
+    "headrace-breakable-full": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER}),
     "still-short": (
         "qwen-short",
         2,

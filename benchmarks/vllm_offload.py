@@ -63,6 +63,7 @@ def _environment(case: str, out: Path) -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(out / "without"), os.environ.get("PYTHONPATH", "")]),
         "VLLM_USE_V2_MODEL_RUNNER": str(runner - 1),
+        "VLLM_USE_BREAKABLE_CUDAGRAPH": str(int("breakable" in case)),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",

@@ -422,3 +422,21 @@ def test_a_failed_load_leaves_the_runner_as_it_was(monkeypatch: pytest.MonkeyPat
     with pytest.raises(RuntimeError, match="no such file"):
         worker.load_model()
     assert "load_model" not in vars(worker.model_runner)
+
+
+@RUNNERS
+def test_both_ends_of_a_unit_lie_between_segments_of_a_breakable_graph(second: bool) -> None:
+    """As attention does; outside of a capture, and between two segments, they run at once."""
+    worker = loaded(GROUP, second=second)
+    model = worker.model_runner.get_model()
+    expected = resident().model_runner.get_model()(ids())
+    with torch.inference_mode(), vllm.BreakableCUDAGraphCapture() as capture:
+        assert torch.equal(model(ids()), expected)
+    before = worker.headrace_stats()["bytes_moved"]
+    units = len(worker._offloader.plan.units)
+    assert len(capture.segments) == 2 * units + 2  # and both ends of the forward
+    for action in capture.segments:
+        action()
+    assert worker.headrace_stats()["bytes_moved"] > before > 0
+    assert [unit.runs for unit in worker._offloader.stats().units] == [2] * units
+    require_same_outputs(worker, resident())

@@ -29,11 +29,15 @@ class Engine:
         self.device = Device(seed)
         self.link = DeviceLink(self.device)
         self.plan, store = plan_and_store(num_units, num_slots)
-        self.pipeline = Prefetcher(self.plan, store, self.link, Recorder(), replays_announced=announced)
+        self.pipeline = Prefetcher(
+            self.plan, store, self.link, Recorder(), replays_announced=announced, break_capture=self._break_capture
+        )
         self.pipeline.prefetch_first()
         self._random = random.Random(seed)
         self.graphs: list[Graph] = []
         self.pieces: list[list[Graph]] = []
+        self.segmented: list[list[Callable[[], None]]] = []
+        self._segments: list[Callable[[], None]] | None = None  # of the capture under way
         self.reads = 0
 
     def forward(self, skipped: Sequence[int] = ()) -> None:
@@ -85,6 +89,38 @@ class Engine:
         self.pipeline.finish_forward()
         self.pieces.append(pieces)
 
+    def capture_segments(self) -> None:
+        """Graphs with host code in between, which a replay runs without the model."""
+        self.pipeline.wait_all()
+        self._segments = []
+        self.link.graph = Graph()
+        self.forward()
+        self.pipeline.wait_all()
+        self._end_segment()
+        self.segmented.append(self._segments)
+        self._segments = None
+
+    def _break_capture(self, action: Callable[[], None]) -> bool:
+        if self._segments is None or self.link.graph is None:
+            return False
+        self._end_segment()
+        action()
+        self._segments.append(action)
+        self.link.graph = Graph()
+        return True
+
+    def _end_segment(self) -> None:
+        graph, self.link.graph = self.link.graph, None
+        assert graph is not None
+        assert self._segments is not None
+        assert all(stream == "compute" for stream, _, _ in graph.ops), "a copy in a graph that does not join it"
+        self._segments.append(lambda: graph.launch(self.device))
+
+    def replay_segments(self, which: int) -> None:
+        self.pipeline.wait_all()
+        for action in self.segmented[which % len(self.segmented)]:
+            action()
+
     def capture_cuts(self) -> None:
         """What lies between the units, in graphs of its own: a model that is cut at both ends of each unit."""
         self.pipeline.begin_forward()
@@ -106,6 +142,13 @@ class Engine:
     def replay(self, which: int) -> None:
         self.pipeline.wait_all()
         self.graphs[which % len(self.graphs)].launch(self.device)
+
+    def has_graphs(self, step: str) -> bool:
+        """Whether there is what ``step`` replays."""
+        return bool({"replay": self.graphs, "replay_segments": self.segmented}.get(step, True))
+
+    def run(self, step: str, which: int) -> None:
+        getattr(self, step)(which) if step.startswith("replay") else getattr(self, step)()
 
     def announce(self) -> None:
         """Of a replay of something else, a draft model perhaps."""
@@ -145,6 +188,7 @@ class RoughEngine(Engine):
 
 
 KINDS = ["forward", "capture", "replay", "replay", "prepare", "skip_last", "skip_first", "announce", "capture_cuts"]
+KINDS += ["capture_segments", "replay_segments"]
 STEPS = st.lists(st.sampled_from(KINDS), min_size=1, max_size=14)
 
 
@@ -163,11 +207,11 @@ def test_every_read_finds_its_unit(
     engine = Engine(num_units, num_slots, seed, announced)
     expected = 0
     for number, step in enumerate(steps):
-        if step == "replay" and not engine.graphs:
+        if not engine.has_graphs(step):
             continue
-        whole = step in ("forward", "replay", "capture_cuts")
+        whole = step in ("forward", "replay", "replay_segments", "capture_cuts")
         expected += num_units * whole + (num_units - 1) * step.startswith("skip")
-        engine.replay(seed + number) if step == "replay" else getattr(engine, step)()
+        engine.run(step, seed + number)
     engine.device.finish()
     assert engine.reads == expected
     skips = any(step.startswith("skip") for step in steps)
@@ -182,8 +226,8 @@ def test_every_forward_leaves_the_first_units_in_the_slots(
     """That is what graphs begin with; once there are some, the slot of the last unit is held back instead."""
     engine = Engine(num_units, num_slots, seed, announced=False)
     for step in steps:
-        if step != "replay":
-            getattr(engine, step)()
+        if not step.startswith("replay"):
+            engine.run(step, seed)
         held_back = engine.pipeline._graphs.held_back
         for slot in engine.pipeline._live:
             if slot.index == held_back:
@@ -225,10 +269,8 @@ def test_every_read_finds_its_unit_after_what_went_wrong(
 ) -> None:
     engine = RoughEngine(num_units, num_slots, seed, announced)
     for number, step in enumerate(steps):
-        if step != "replay":
-            getattr(engine, step)()
-        elif engine.graphs:
-            engine.replay(seed + number)
+        if engine.has_graphs(step):
+            engine.run(step, seed + number)
     engine.device.finish()
 
 

@@ -357,6 +357,39 @@ def init_logger(name: str) -> Logger:
     return state.logger
 
 
+class BreakableCUDAGraphCapture:
+    """Of vLLM 0.32: records what runs between two segments; the segments themselves run at once here."""
+
+    _active: BreakableCUDAGraphCapture | None = None
+
+    def __init__(self) -> None:
+        self.segments: list[Callable[[], Any]] = []
+        self._capturing = False
+
+    @classmethod
+    def current(cls) -> BreakableCUDAGraphCapture | None:
+        return BreakableCUDAGraphCapture._active
+
+    def __enter__(self) -> BreakableCUDAGraphCapture:
+        BreakableCUDAGraphCapture._active = self
+        self._capturing = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end_segment()
+        BreakableCUDAGraphCapture._active = None
+
+    def _end_segment(self) -> None:
+        self._capturing = False
+
+    def add_eager(self, fn: Callable[[], Any]) -> Any:
+        self._end_segment()
+        result = fn()
+        self.segments.append(fn)
+        self._capturing = True
+        return result
+
+
 _MODULES: dict[str, list[Any]] = {
     "vllm": [],
     "vllm.logger": [init_logger],
@@ -365,6 +398,7 @@ _MODULES: dict[str, list[Any]] = {
     "vllm.config.parallel": [ParallelConfig],
     "vllm.config.offload": [OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig],
     "vllm.compilation.cuda_graph": [CUDAGraphWrapper],
+    "vllm.compilation.breakable_cudagraph": [BreakableCUDAGraphCapture],
     "vllm.distributed.parallel_state": [get_dp_group],
     "vllm.model_executor.offloader.base": [BaseOffloader, NoopOffloader, get_offloader, set_offloader],
     "vllm.model_executor.offloader.prefetch": [PrefetchOffloader],

@@ -32,6 +32,7 @@ from headrace.plan.units import TINY_BYTES, plan_group_rule, worth_moving
 from headrace.ranks.group import RankGroup
 from headrace.runtime.prepare import Prepared, compute_device, prepare
 from headrace.runtime.session import OffloadSession, SessionOptions
+from headrace.runtime.slot import BreakCapture
 from headrace.runtime.this_machine import make_planner
 from headrace.runtime.under_construction import BuildTimeFilter, BuildTimePool
 from headrace.stats import Stats
@@ -193,13 +194,15 @@ class EngineOffloader(LayerwiseOffloader):
         ranks: RankGroup | None = None,
         measure_stalls: bool = False,
         announces_replays: bool = False,
+        break_capture: BreakCapture | None = None,
     ) -> None:
         """``policy``: what to do; ``find_model``: asked in :meth:`post_init`.
 
         ``is_lookup``: see :func:`headrace.model.inventory.take_inventory`. ``ranks``: for mode ``shm_cpu``.
         ``measure_stalls``: time every wait, for :meth:`stats`. ``announces_replays``: the engine calls
         :meth:`sync_prev_onload` before every capture and every replay of a whole forward, and puts neither end of a
-        unit into a graph of a part of one.
+        unit into a graph of a part of one. ``break_capture``: for an engine that captures forwards in segments, see
+        ``[Note: breakable captures]`` in slot.py.
         """
         super().__init__(policy)
         self._ranks = ranks
@@ -207,6 +210,7 @@ class EngineOffloader(LayerwiseOffloader):
         self._find_model = find_model
         self._is_lookup = is_lookup
         self._announces_replays = announces_replays
+        self._break_capture = break_capture
         self._towers: list[nn.Module] = []
         self._others_replay = False
         self.added_device_bytes = 0
@@ -345,8 +349,8 @@ class EngineOffloader(LayerwiseOffloader):
             outside_names -= semantic_groups(inventory)["lm_head"]
             if policy.params or not outside_names:
                 raise
-            towers = _exactly(sorted(outside_names))
-            return planner.plan(replace(policy, params=(*params, towers), rules=((towers, "uva"), *rules)))
+            apart = _exactly(sorted(outside_names))
+            return planner.plan(replace(policy, params=(*params, apart), rules=((apart, "uva"), *rules)))
 
     def _check_plan(self, plan: Plan, inventory: Inventory) -> None:
         model, layers = self._model(), list(chain.from_iterable(self._layers()))
@@ -373,6 +377,7 @@ class EngineOffloader(LayerwiseOffloader):
             entry=model.get_submodule(units[0].module_fqn) if units and not runs_hooks else None,
             measure_stalls=self._measure_stalls,
             replays_announced=self._announces_replays and runs_hooks,  # the hooks mark where a forward ends
+            break_capture=self._break_capture,
             keeps_addresses=True,
             never_promotes=_NEVER_PROMOTES,
         )

@@ -23,7 +23,7 @@ from headrace.errors import SlotConflictError, StateError, TransferError
 from headrace.plan.plan import Plan
 from headrace.plan.schedule import first_units, next_in_chain, slot_of
 from headrace.runtime.debug import Guard
-from headrace.runtime.slot import GraphRecord, Reader, Slot, SlotState
+from headrace.runtime.slot import BreakCapture, GraphRecord, Reader, Slot, SlotState
 from headrace.stats import Recorder, UnitStats
 from headrace.stores.store import Store
 from headrace.transfer.link import Link
@@ -52,10 +52,15 @@ class Prefetcher:
         recorder: Recorder,
         debug: bool = False,
         replays_announced: bool = False,
+        break_capture: BreakCapture | None = None,
     ) -> None:
-        """``debug``: poison and check slots. ``replays_announced``: ``[Note: announced replays]`` in slot.py."""
+        """``debug``: poison and check slots. For the others see the notes in slot.py.
+
+        ``replays_announced``: ``[Note: announced replays]``. ``break_capture``: ``[Note: breakable captures]``.
+        """
         self._plan = plan
         self._link = link
+        self._break_capture = break_capture or (lambda action: False)
         self._recorder = recorder
         self._loads = [store.load(unit) for unit in plan.units]
         link.prepare(plan, self._loads)
@@ -96,6 +101,8 @@ class Prefetcher:
 
     def begin_forward(self) -> None:
         """A forward begins: start what was left to it, after all compute submitted so far."""
+        if self._break_capture(self.begin_forward):
+            return
         self._require_own_process()
         with self._lock:
             self._require_open(begins=True)
@@ -116,7 +123,7 @@ class Prefetcher:
         A graph has to wait for all copies that it starts. Once graphs exist an eager forward waits, too: a replay
         checks nothing, so what it finds in the slots has to be ordered before it.
         """
-        if self._is_forked:
+        if self._is_forked or self._break_capture(self.finish_forward):
             return
         with self._lock:
             self._forwards.pop(threading.get_ident(), None)
@@ -167,6 +174,8 @@ class Prefetcher:
             SlotConflictError: a unit that runs further out in this thread has the slot, or another thread has held it
                 for ten minutes.
         """
+        if self._break_capture(lambda: self.wait(unit)):  # without the reader, which replays do not have
+            return
         self._require_own_process()
         with self._lock:
             forward = self._forwards.get(threading.get_ident())
@@ -193,7 +202,7 @@ class Prefetcher:
 
         ``reader``: as given to :meth:`wait`; by default the latest of the calling thread.
         """
-        if self._is_forked:
+        if self._is_forked or self._break_capture(lambda: self.release(unit)):
             return
         with self._lock:
             slot = self._slots()[slot_of(unit, self._num_slots)]

@@ -35,6 +35,7 @@ from headrace.runtime.outside_use import NotCopyable, Promoter, StateGuard
 from headrace.runtime.prefetcher import Prefetcher, release_left
 from headrace.runtime.prepare import Prepared
 from headrace.runtime.rank_stores import compare_ranks, open_sharded, open_shared
+from headrace.runtime.slot import BreakCapture
 from headrace.stats import Recorder, Stats
 from headrace.stores.pinned_host import Held, PinnedStore
 from headrace.stores.sharded import ShardedStore
@@ -70,6 +71,7 @@ class SessionOptions:
         measure_stalls: on a GPU, time every wait (two event records each); a CPU always does.
         replays_announced: :meth:`OffloadSession.wait_all` is called before every capture and every replay of a whole
             forward, and :meth:`OffloadSession.reset` soon after it.
+        break_capture: see ``[Note: breakable captures]`` in slot.py.
         keeps_addresses: an engine compiles or captures the model: tensors view their slots all the time.
         never_promotes: why a tensor that is used outside of its module's forward is an error; ``None``: it is promoted.
     """
@@ -79,6 +81,7 @@ class SessionOptions:
     entry: nn.Module | None = None
     measure_stalls: bool = False
     replays_announced: bool = False
+    break_capture: BreakCapture | None = None
     keeps_addresses: bool = False
     never_promotes: str | None = None
 
@@ -260,7 +263,9 @@ class OffloadSession(NotCopyable):
         debug = debug_enabled() and not self._store.is_split
         try:
             announced = self._options.replays_announced
-            self._prefetcher = Prefetcher(self.plan, self._store, link, self.recorder, debug, announced)
+            self._prefetcher = Prefetcher(
+                self.plan, self._store, link, self.recorder, debug, announced, self._options.break_capture
+            )
         except torch.OutOfMemoryError as error:
             needed = sum(self.plan.slot_bytes)
             raise BudgetError(

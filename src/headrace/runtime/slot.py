@@ -25,6 +25,11 @@ forward waits for, that costs nothing. Once there are graphs of whole forwards, 
 one, so after such a forward all slots are HELD_BACK: their copies start with the next forward, after its inputs.
 Where only pieces between units are graphs, small batches run like that too, and no slot is held back.
 
+[Note: breakable captures] An engine may capture a forward in segments and replay them with host code in between, but
+without the Python code of the model. Both ends of a unit, and of the forward, become such host code: they end the
+segment, act as without graphs, and act again in every replay. So no copy is in a graph, and one may go on beside
+several segments.
+
 [Note: loose modules] Pieces of a model may be replayed one by one with offloaded modules run by hand between them. The
 live record of the slots is then out of date, and no forward begins that would refill the held-back one. So
 a module that runs outside a forward once graphs exist gets its unit copied again, after all compute that has been
@@ -34,7 +39,7 @@ submitted, and then its slot is refilled with what replays expect there, and wai
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 import torch
@@ -43,7 +48,11 @@ from headrace.errors import StateError
 from headrace.plan.schedule import chain, slot_of
 from headrace.transfer.link import ComputeEvent, Link, Transfer
 
-__all__ = ["GraphRecord", "Reader", "Slot", "SlotState"]
+__all__ = ["BreakCapture", "GraphRecord", "Reader", "Slot", "SlotState"]
+
+# Given an action during a capture in segments: end the segment, run the action, now and in every replay, begin the next
+# segment, return True. At any other time: return False.
+BreakCapture = Callable[[Callable[[], None]], bool]
 
 
 class SlotState(Enum):

@@ -5,7 +5,7 @@ It is checked when a worker starts. A vLLM that differs is refused with the name
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import re
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ class Name:
         parameters: the first ones, in order, that headrace passes or receives; ``None``: not checked.
         fields: of a configuration, those that headrace reads.
         mentions: attributes and functions that its code uses: calls that headrace waits for, attributes it changes.
+        since_later: older versions lack its module, and what headrace uses it for.
     """
 
     module: str
@@ -39,12 +40,14 @@ class Name:
     parameters: tuple[str, ...] | None = None
     fields: tuple[str, ...] = ()
     mentions: tuple[str, ...] = ()
+    since_later: bool = False
 
 
 _OFFLOADER = "vllm.model_executor.offloader.base"
 _WORKER = "vllm.v1.worker.gpu_worker"
 _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 _GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
+_BREAKABLE = "vllm.compilation.breakable_cudagraph"
 _AROUND_CAPTURE = ("sync_prev_onload", "join_after_forward")
 _PARALLEL = ("data_parallel_master_port", "data_parallel_rank_local", "enable_dbo", "enable_eplb", "ubatch_size")
 NAMES = (
@@ -81,6 +84,10 @@ NAMES = (
     Name("vllm.compilation.cuda_graph", "CUDAGraphWrapper.__call__", mentions=_AROUND_CAPTURE),
     Name(_GRAPHS, "CudaGraphManager.capture", mentions=_AROUND_CAPTURE),
     Name(_GRAPHS, "CudaGraphManager.run_fullgraph", mentions=("sync_prev_onload",)),
+    Name(_BREAKABLE, "BreakableCUDAGraphCapture.current", (), since_later=True),
+    Name(_BREAKABLE, "BreakableCUDAGraphCapture.add_eager", ("self", "fn"), since_later=True),
+    # Between two segments it is false.
+    Name(_BREAKABLE, "BreakableCUDAGraphCapture._end_segment", mentions=("_capturing",), since_later=True),
     # vLLM moves the replacement of an offloaded parameter off the device again.
     Name("vllm.model_executor.model_loader.utils", "device_loading_context", mentions=("_vllm_is_uva_offloaded",)),
     Name("vllm.distributed.parallel_state", "get_dp_group", ()),
@@ -146,6 +153,8 @@ def differences() -> list[str]:
 
 def _difference(name: Name) -> str:
     where = f"{name.module}.{name.path}"
+    if name.since_later and importlib.util.find_spec(name.module) is None:
+        return ""
     try:
         found: Any = importlib.import_module(name.module)
         for part in name.path.split("."):

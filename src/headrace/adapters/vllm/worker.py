@@ -7,7 +7,8 @@ the model is built, and runs its ``post_init`` once the weights are final, with 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
                 ranks=ranks,
                 measure_stalls=self._options.measure_stalls,
                 announces_replays=self._announces,
+                break_capture=_break_capture,
             )
             with self._in_force(self._offloader):
                 super().load_model(**kwargs)
@@ -247,6 +249,16 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
                 f"{what} would write into slots, which the next copy overwrites, and not into the store; start the "
                 f"engine again with the new weights"
             )
+
+
+def _break_capture(action: Callable[[], None]) -> bool:
+    """Run ``action`` between two segments of a breakable CUDA graph, as attention is; False if none is captured."""
+    module = sys.modules.get("vllm.compilation.breakable_cudagraph")  # vLLM before 0.23 has none
+    capture = None if module is None else module.BreakableCUDAGraphCapture.current()
+    if capture is None or not capture._capturing:  # between two segments
+        return False
+    capture.add_eager(action)
+    return True
 
 
 def _keep_units_out_of_pieces(compilation: Any) -> bool:
