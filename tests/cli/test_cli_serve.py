@@ -167,7 +167,7 @@ def test_any_other_flag_is_passed_on_as_it_is(separator: list[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--device-memory", "20 GB"], "size '20 GB' has a decimal unit"),
+        (["--device-memory", "20 QB"], "size '20 QB' is not a size"),
         (["--device-memory", "-1"], "not more than 0 bytes"),
         (["--device-memory", "1GiB", "--offload-group-size", "4"], "--device-memory and --offload-group-size"),
         (["--device-memory", "1GiB", "--cpu-offload-gb", "4"], "--device-memory and --cpu-offload-gb contradict"),

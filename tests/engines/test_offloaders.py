@@ -66,7 +66,7 @@ class TestNames:
         ]  # fmt: skip
         assert parameters_of(UVAOffloader) == [("cpu_offload_max_bytes", empty), ("cpu_offload_params", None)]
         assert parameters_of(NoopOffloader) == []
-        assert parameters_of(BaseOffloader.wrap_modules) == [("modules_generator", empty)]
+        assert parameters_of(BaseOffloader.wrap_modules) == [("modules_generator", empty), ("prefix", "")]
         assert [name for name, _ in parameters_of(create_offloader)] == ["config"]
 
     @pytest.mark.parametrize("kind", [NoopOffloader, PrefetchOffloader, UVAOffloader])

@@ -242,11 +242,27 @@ def test_an_announced_replay_gets_slots_that_hold_nothing() -> None:
     engine = Engine(3, 2, 0, announced=True)
     engine.capture()
     engine.replay(0)
-    assert [slot.state for slot in engine.pipeline._live] == [SlotState.EMPTY, SlotState.READY]
+    assert [slot.state for slot in engine.pipeline._slots()] == [SlotState.EMPTY, SlotState.READY]
     engine.prepare()
     assert [slot.state for slot in engine.pipeline._live] == [SlotState.ARRIVING, SlotState.READY]
     engine.forward()
     assert [slot.state for slot in engine.pipeline._live] == [SlotState.HELD_BACK, SlotState.READY]
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["beside whole graphs", "alone"])
+def test_a_replay_in_segments_copies_each_unit_once(whole: bool) -> None:
+    engine = Engine(6, 2, 0, announced=True)
+    engine.capture_segments()
+    if whole:
+        engine.capture()
+        engine.replay(0)
+        engine.prepare()
+    engine.replay_segments(0)
+    for _ in range(3):
+        before = sum(stats.copies for stats in engine.pipeline.stats)
+        engine.replay_segments(0)
+        assert sum(stats.copies for stats in engine.pipeline.stats) - before == 6
+    engine.device.finish()
 
 
 ROUGH = st.lists(

@@ -59,9 +59,6 @@ def worker_class() -> type:
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     ops._supports_onednn = False  # it would pack the weights into objects of its own, which nobody can move
-    from headrace.adapters.vllm import interface
-
-    interface.NEWEST = (99, 0)  # this version is not one that GPUs were tried with
     from headrace.adapters.vllm.worker import OffloadingWorker
 
     class CpuWorker(OffloadingWorker, CPUWorker):

@@ -99,12 +99,17 @@ class Prefetcher:
                 if held_back or slot.state is not SlotState.HELD_BACK:
                     self._start(unit, slot)
 
-    def begin_forward(self) -> None:
-        """A forward begins: start what was left to it, after all compute submitted so far."""
-        if self._break_capture(self.begin_forward):
+    def begin_forward(self, in_segments: bool = False) -> None:
+        """A forward begins: start what was left to it, after all compute submitted so far.
+
+        ``in_segments``: it is the replay that was announced, and leaves the slots to this object.
+        """
+        if self._break_capture(lambda: self.begin_forward(in_segments=True)):
             return
         self._require_own_process()
         with self._lock:
+            if in_segments:
+                self._graphs.replay_is_due = False
             self._require_open(begins=True)
             self._forwards[threading.get_ident()] = next(self._forward_numbers)
             self._link.check()
@@ -160,7 +165,7 @@ class Prefetcher:
                     self._drop_stale_readers(slot)
                 self.prefetch_first(held_back=True)
                 self._wait_for_copies(slots)
-                graphs.give_up(slots, self._link)
+                graphs.replay_is_due = True
 
     # -- a unit -----------------------------------------------------------------------------------------------------
 
@@ -340,7 +345,9 @@ class Prefetcher:
             slot.events.append(event)
 
     def _slots(self) -> list[Slot]:
-        """The slots of the timeline that compute is on now; asked first in every call, since it follows captures."""
+        """The slots of the timeline that compute is on now; asked first in every call, since it follows graphs."""
+        if self._graphs.replay_is_due:
+            self._graphs.give_up(self._live, self._link)
         if self._link.capturing:
             return self._graphs.slots or self._graphs.begin_capture(self._live)
         if self._graphs.slots is not None:

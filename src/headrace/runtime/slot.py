@@ -14,7 +14,7 @@ next, where the first layers hide it. Between forwards that slot is HELD_BACK, o
 [Note: announced replays] An engine that calls ``wait_all`` before each replay allows more. A graph then begins with the
 first units in the slots, the held-back one too, and refills none of them at its end; an event inside it marks when each
 can be refilled. Behind these events the copies for the next forward run outside of any graph, beside whatever the
-engine does between two of them. A replay leaves unknown units in the slots, so they become EMPTY when it is announced.
+engine does between two of them. A replay leaves unknown units in the slots, so after an announcement they are EMPTY.
 They are filled again when the engine reports that the replay is under way (``finish_forward``), or else at the next
 announcement. An event does not cover a graph that reads the slot and does not record it (it skips the last unit of a
 chain): once there is such a graph, copies into this slot wait for the end of the replay.
@@ -183,6 +183,7 @@ class GraphRecord:
         announced: the engine calls ``wait_all`` before every capture and replay.
         exist: a graph was captured, and may be replayed from now on.
         of_whole_forwards: with ``announced``: one of them holds a whole forward.
+        replay_is_due: one was announced, and the live slots do not show yet what it leaves in them.
         slots: the captured timeline; ``None``: compute runs, and the live slots count.
     """
 
@@ -190,6 +191,7 @@ class GraphRecord:
         self.announced = announced
         self.exist = False
         self.of_whole_forwards = False
+        self.replay_is_due = False
         self.slots: list[Slot] | None = None
         self._shared = {slot for slot in range(num_slots) if len(chain(slot, num_units, num_slots)) > 1}
         self._last_slot = slot_of(num_units - 1, num_slots)
@@ -252,7 +254,8 @@ class GraphRecord:
         return True
 
     def give_up(self, live: Sequence[Slot], link: Link) -> None:
-        """A replay follows: the slots may hold any unit from now on, and can be refilled after its events."""
+        """After a replay the slots may hold any unit, and can be refilled after its events."""
+        self.replay_is_due = False
         for slot in live:
             if slot.index in self._shared:
                 slot.to_empty()

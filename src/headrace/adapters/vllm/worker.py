@@ -1,8 +1,8 @@
 """A worker of vLLM whose offloader is headrace's.
 
-vLLM's first model runner sets an offloader before it builds the model; the second sets none. The model code calls the
-offloader in ``make_layers``, and the graph code calls it to order copies. This worker sets headrace's offloader before
-the model is built, and runs its ``post_init`` once the weights are final, with either runner.
+vLLM's runners set an offloader before they build the model (the second one since vLLM 0.28). The model code calls it in
+``make_layers``, and the graph code calls it to order copies. This worker sets headrace's offloader before the model is
+built, and runs its ``post_init`` once the weights are final, with either runner and any version.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
 
         def load_and_offload(*args: Any, **kwargs: Any) -> None:
             load(*args, **kwargs)
-            # vLLM's second runner does not call it, and the first does after it has measured the memory of the weights.
+            # vLLM calls it after it has measured the memory of the weights, and its second runner only since 0.28.
             # Here it runs inside the memory pool that vLLM loads in.
             offloader.post_init()
             runner.model_memory_usage += offloader.added_device_bytes
@@ -253,7 +253,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
 
 def _break_capture(action: Callable[[], None]) -> bool:
     """Run ``action`` between two segments of a breakable CUDA graph, as attention is; False if none is captured."""
-    module = sys.modules.get("vllm.compilation.breakable_cudagraph")  # vLLM before 0.23 has none
+    module = sys.modules.get("vllm.compilation.breakable_cudagraph")  # older versions have none
     capture = None if module is None else module.BreakableCUDAGraphCapture.current()
     if capture is None or not capture._capturing:  # between two segments
         return False
