@@ -237,6 +237,6 @@ def _warn_about_training(prepared: Prepared) -> None:
         for name, p in model.named_parameters()
     ):
         warn_user(
-            "the model is in training mode; headrace is for inference, and a backward pass through an offloaded tensor "
-            "is refused by autograd. Call model.eval()"
+            "the model is in training mode; headrace is for inference, and a backward pass that needs an offloaded "
+            "tensor is refused. Call model.eval()"
         )

@@ -19,6 +19,7 @@ from torch import nn
 
 import headrace
 from headrace import UVA, Budget, DiskOptions, Prefetch
+from headrace.errors import StateError
 from headrace.testing import SlowLink, assert_moved, assert_same_bits, offload_over
 from headrace.transfer.link import ThreadLink
 from models import DIM, Block, MoE, OddStack, QuantStack, ScaledStack, Stack, all_layers, rows, save
@@ -532,8 +533,12 @@ class TestGradients:
             output = model(x)
             assert_same_bits(output, expected)
             assert_moved(handle, 1)
-            with pytest.raises(RuntimeError, match="a backward pass needs"):
+            with pytest.raises(
+                StateError, match=r"a backward pass needs layers\.4\.\w+\.weight, whose bytes"
+            ) as caught:
                 output.sum().backward()
+            for part in ("headrace is for inference", "torch.no_grad()", "remove() before training", "'resident')])"):
+                assert part in str(caught.value)
             assert x.grad is None
         with torch.no_grad():
             assert_same_bits(model(x), expected)

@@ -52,6 +52,20 @@ def test_same_bits_and_bytes_moved(policy: EnginePolicy) -> None:
         ]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_backward_pass_is_refused(compiled: bool) -> None:
+    """Tensors view their slots all the time here, which other units have been in since."""
+    model, offloader = build(Prefetch(1, 1, 1))
+    assert offloader is not None
+    if compiled:
+        model.model.forward = torch.compile(model.model.forward, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
+    with torch.enable_grad():
+        output = model(ids())
+        assert all(unit.bytes_moved > 0 for unit in offloader.stats().units)
+        with pytest.raises(StateError, match=r"a backward pass needs model\.layers\.7\..*headrace is for inference"):
+            output.sum().backward()
+
+
 def test_compiled_as_engines_do() -> None:
     """The decoder alone is compiled, with its layers' hooks inside and those of the model outside."""
     resident, _ = build(None)

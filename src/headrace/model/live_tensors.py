@@ -206,7 +206,7 @@ class BoundTensor:
 
     def offset_in_slot(self, view: torch.Tensor) -> int | None:
         """Bytes from this tensor's first one in its slot to the first of ``view``; ``None``: it views other memory."""
-        mine = self._slot_view
+        mine = self._unguarded if self._slot_view is None else self._slot_view
         if mine is None or storage_id(view) != self._slot_storage:
             return None
         return int(view.storage_offset() * view.itemsize - mine.storage_offset() * mine.itemsize)

@@ -50,7 +50,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from headrace.errors import ModelChangedError, OutsideAccessError, StateError
@@ -62,7 +62,7 @@ from headrace.runtime.slot import Reader
 __all__ = ["ForwardHook", "UnitHook", "new_token"]
 
 # Compiled code reads its tags and the token from the modules: see the note on ordering edges.
-_TAG, _FORWARD_TAG, _TOKEN = "_headrace_tag", "_headrace_forward_tag", "_headrace_token"
+_TAG, _FORWARD_TAG, _TOKEN, _END = "_headrace_tag", "_headrace_forward_tag", "_headrace_token", "_headrace_end"
 
 
 class _Window(Reader):
@@ -128,9 +128,10 @@ class _ModuleHook(NotCopyable):
     def attach(self) -> None:
         """Put the hooks in place; an interrupt leaves what :meth:`remove` takes off."""
         tag = torch.zeros(1, dtype=torch.int64, device=self._token.device)  # kept alive by the modules
+        end = torch.zeros(1, device=self._token.device, requires_grad=True)  # where gradients of compiled code end
         _by_tag[tag.data_ptr()] = self
         for module in (self._entry, self._module):
-            vars(module).update({self._tag_attr: tag, _TOKEN: self._token})
+            vars(module).update({self._tag_attr: tag, _TOKEN: self._token, _END: end})
         # The wait goes before every other hook, since those may read weights; the release after every other hook.
         self._handles.append(self._entry.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True))
         self._handles.append(self._module.register_forward_hook(self._after, always_call=True))
@@ -149,6 +150,7 @@ class _ModuleHook(NotCopyable):
         for module in (self._entry, self._module):
             module.__dict__.pop(self._tag_attr, None)
             module.__dict__.pop(_TOKEN, None)
+            module.__dict__.pop(_END, None)
 
 
 class UnitHook(_ModuleHook):
@@ -186,6 +188,16 @@ class UnitHook(_ModuleHook):
         # but it does on whether a module has a forward of its own.
         self._module.__dict__["forward"] = self._wrapper
 
+    def backward_error(self, name: str | None = None) -> StateError:
+        """What a backward pass ends in that needs the weight ``name``, or in compiled code any of this unit."""
+        name = name or self._tensors[0].name
+        return StateError(
+            f"a backward pass needs {name}, whose bytes have left the device after its {type(self._module).__name__} "
+            f"ran: expected forwards alone, since headrace is for inference. Run them under torch.inference_mode() or "
+            f"torch.no_grad(), call remove() before training, or keep the tensor resident "
+            f"(rules=[({name!r}, 'resident')])"
+        )
+
     @property
     def runs_here(self) -> bool:
         """Whether the calling thread is inside a forward of the module."""
@@ -220,7 +232,8 @@ class UnitHook(_ModuleHook):
             # would refuse a write to a leaf, and engines that hide weights from the compiler do not train.
             given = [] if torch.is_grad_enabled() else _tensors_in((args, kwargs))
             inputs = [tensor for tensor in given if tensor.is_floating_point()]
-            torch.ops.headrace.wait(module._headrace_tag, module._headrace_token, tensors, inputs)
+            with torch.no_grad():  # or the compiler would hand over copies of weights that require gradients
+                torch.ops.headrace.wait(module._headrace_tag, module._headrace_token, tensors, inputs)
         elif self._prefetcher is not None:
             _refuse_tracers(args, kwargs)
             self._open(self._prefetcher)
@@ -229,10 +242,13 @@ class UnitHook(_ModuleHook):
         if torch.compiler.is_compiling():
             tensors = list(live_tensors(module, self._paths))
             outputs = _tensors_in(output)
-            torch.ops.headrace.release(module._headrace_tag, module._headrace_token, tensors, outputs)
+            with torch.no_grad():
+                torch.ops.headrace.release(module._headrace_tag, module._headrace_token, tensors, outputs)
             if self._promoter is not None:
                 self._promoter.check_trace()
-            return None
+            if not torch.is_grad_enabled():
+                return None
+            return tree_map_only(torch.Tensor, functools.partial(_end_gradients, module), output)
         window = self._my_window(running=False)
         if self._prefetcher is None or window is None:
             return None  # called because what came before the module has raised
@@ -266,7 +282,7 @@ class UnitHook(_ModuleHook):
         try:
             window.running = True
             if torch.is_grad_enabled():
-                with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+                with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                     output = original(*args, **kwargs)
             else:
                 output = original(*args, **kwargs)
@@ -283,6 +299,11 @@ class UnitHook(_ModuleHook):
         for bound in self._tensors:
             if bound.offset_in_slot(saved) is not None:
                 return bound.name
+        return saved
+
+    def _unpack(self, saved: torch.Tensor | str) -> torch.Tensor:
+        if isinstance(saved, str):
+            raise self.backward_error(saved)
         return saved
 
     def _open(self, prefetcher: Prefetcher) -> _Window:
@@ -457,17 +478,6 @@ class ForwardHook(_ModuleHook):
         prefetcher.finish_forward(whole=False)
 
 
-def _unpack(saved: torch.Tensor | str) -> torch.Tensor:
-    """What autograd saved, unless :meth:`UnitHook._pack` has put a name in its place."""
-    if isinstance(saved, str):
-        raise StateError(
-            f"a backward pass needs {saved}, whose bytes have left the device after its module ran: headrace is "
-            f"for inference. Run the forward under torch.no_grad(), or keep the tensor resident "
-            f"(rules=[({saved!r}, 'resident')])"
-        )
-    return saved
-
-
 def _wrapped_forward(module: nn.Module, around: Callable[..., Any]) -> Callable[..., Any]:
     """A ``forward`` for ``module`` that calls ``around(original, ...)`` in eager code and ``original`` in compiled."""
     original = module.forward
@@ -497,6 +507,15 @@ def _refuse_tracers(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Non
             f"{tracer} would record what slots hold at this moment: call handle.remove() first, trace, then offload "
             f"again; torch.compile and torch.export need no removal"
         )
+
+
+def _end_gradients(module: nn.Module, output: torch.Tensor) -> torch.Tensor:
+    """``output``, from which a backward pass goes to our own error, and to no weight that has left the device."""
+    if not output.requires_grad:
+        return output
+    # Autograd would find no fault with a slot that holds another unit: it saves a weight after the ops have run.
+    ended: torch.Tensor = torch.ops.headrace.end_gradients(module._headrace_tag, module._headrace_end, output.detach())
+    return ended
 
 
 def _tensors_in(output: Any) -> list[torch.Tensor]:
@@ -546,3 +565,35 @@ _define("wait", "Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor(c!)[
 _define("release", "Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor(c!)[] outputs", _leave)
 _define("begin", "Tensor tag, Tensor(a!) token", _enter)
 _define("join", "Tensor tag, Tensor(a!) token, Tensor[] inputs", _leave)
+
+
+# A backward pass of compiled code ends where it comes to the output of a unit's module: see UnitHook._after.
+
+
+def _refuse_backward(tag: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    hook = _hook_of(tag)
+    assert isinstance(hook, UnitHook)  # the tag of its module
+    raise hook.backward_error()
+
+
+def _define_function(name: str, arguments: str, run: Callable[..., torch.Tensor], fake: Callable[..., Any]) -> None:
+    _library.define(f"{name}({arguments}) -> Tensor")
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"headrace::{name}", fake, lib=_library)
+
+
+_define_function(
+    "end_gradients",
+    "Tensor tag, Tensor end, Tensor output",
+    lambda tag, end, output: output.clone(),  # an op may not return what it is given
+    lambda tag, end, output: output.clone(),
+)
+_define_function(
+    "refuse_backward", "Tensor tag, Tensor gradient", _refuse_backward, lambda tag, gradient: gradient.new_empty(1)
+)
+torch.library.register_autograd(
+    "headrace::end_gradients",
+    lambda ctx, gradient: (None, torch.ops.headrace.refuse_backward(*ctx.saved_tensors, gradient), None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+    lib=_library,
+)
