@@ -108,7 +108,8 @@ class UnitStats:
         stalls: runs that had to wait for bytes, and ``stall_s`` the seconds that they waited. Counted where waiting
             blocks the host, that is, on a CPU.
         last_stall_s: seconds that the latest run waited, replays included; ``None`` where it is not measured.
-        misses: runs whose slot held, or was to hold, another unit: a layer skipped, repeated or out of order.
+        misses: runs whose slot held, or was to hold, another unit: a layer skipped, repeated or out of order. An order
+            other than the plan's is learned from a forward that runs every unit once.
     """
 
     module_fqn: str

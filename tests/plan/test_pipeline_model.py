@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.plan.cost_model import StageTimes, step_s
-from headrace.plan.schedule import first_units, next_in_chain, slot_of
+from headrace.plan.schedule import next_in_chain, slot_of
 
 times = st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.5, 7.0])
 
@@ -45,7 +45,7 @@ def reference(compute: list[float], copies: list[float], num_slots: int, steps: 
         arrival[unit] = link_free
 
     held_back = slot_of(len(units) - 1, slots) if len(units) > slots else None
-    for unit in first_units(len(units), slots):
+    for unit in range(min(len(units), slots)):
         if unit != held_back:
             fetch(unit, now)
     begun = now
@@ -156,7 +156,7 @@ def read_ahead(compute: list[float], copies: list[float], reads: list[float], sl
         arrival[unit] = link_free
 
     held_back = slot_of(len(units) - 1, slots) if len(units) > slots else None
-    for unit in first_units(len(units), slots):
+    for unit in range(min(len(units), slots)):
         if unit != held_back:
             fetch(unit, now)
     begun = now

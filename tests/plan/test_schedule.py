@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from headrace.model.inventory import Inventory, Location, StorageInfo, TensorInfo
 from headrace.plan.plan import Plan, UnitDraft, assemble
-from headrace.plan.schedule import chain, first_units, next_in_chain, slot_of
+from headrace.plan.schedule import Schedule, chain, next_in_chain, slot_of
 from headrace.runtime.prefetcher import Prefetcher
 from headrace.stats import Recorder
 from headrace.stores.sources import fill
@@ -40,7 +40,7 @@ def violations(num_units: int, num_slots: int, rounds: int, rule: Rule) -> Itera
     """Run the schedule; a refill goes to the slot of the unit that refills, as a graph's fixed addresses demand."""
     slots: list[int | None] = [None] * num_slots
     unread = [False] * num_slots
-    for unit in first_units(num_units, num_slots):
+    for unit in range(num_slots):
         slots[slot_of(unit, num_slots)], unread[slot_of(unit, num_slots)] = unit, True
     for turn, unit in itertools.product(range(rounds), range(num_units)):
         slot = slot_of(unit, num_slots)
@@ -180,6 +180,48 @@ def test_any_order_of_units_reads_the_right_bytes(data: st.DataObject) -> None:
         pipeline.finish_forward(whole=False)
     if num_units == num_slots:
         assert sum(stats.misses for stats in pipeline.stats) == 0
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=150)
+def test_an_order_that_a_forward_has_shown_is_expected_from_then_on(data: st.DataObject) -> None:
+    num_units, num_slots = data.draw(st.sampled_from(CASES))
+    pipeline, plan = make_pipeline(num_units, num_slots, WorstLink(lazy=data.draw(st.booleans())))
+    pipeline.prefetch_first()
+    for order in data.draw(st.lists(st.permutations(range(num_units)), min_size=1, max_size=3)):
+        seen = []
+        for _ in range(3):
+            pipeline.begin_forward()
+            for unit in order:
+                run_unit(pipeline, unit)
+            pipeline.finish_forward()
+            totals = [(stats.misses, stats.bytes_moved) for stats in pipeline.stats]
+            seen.append([sum(column) for column in zip(*totals, strict=True)])
+        assert seen[2][0] == seen[1][0] == seen[0][0], "no miss"
+        assert seen[2][1] - seen[1][1] == plan.moved_bytes
+    pipeline.close()
+
+
+@pytest.mark.parametrize("ran", [[2, 1], [2, 1, 0, 1], []], ids=str)
+def test_a_forward_that_skips_or_repeats_shows_no_order(ran: list[int]) -> None:
+    pipeline, _ = make_pipeline(3, 1, WorstLink(lazy=False))
+    misses = []
+    for order in (ran, [0, 1, 2]):
+        pipeline.begin_forward()
+        for unit in order:
+            run_unit(pipeline, unit)
+        pipeline.finish_forward()
+        misses.append(sum(stats.misses for stats in pipeline.stats))
+    assert misses[1] == misses[0]
+    assert (misses[0] > 0) == (ran != [])
+
+
+def test_the_order_of_the_plan_is_a_schedule_too() -> None:
+    for num_units, num_slots in CASES:
+        made = Schedule(tuple(range(num_units)), num_slots)
+        assert made.chains == [list(chain(slot, num_units, num_slots)) for slot in range(num_slots)]
+        assert list(made.first.items()) == [(slot, slot) for slot in range(num_slots)]
+        assert all(made.following[unit] == next_in_chain(unit, num_units, num_slots) for unit in range(num_units))
 
 
 def test_an_interrupted_wait_leaves_the_copy_on_record() -> None:

@@ -172,6 +172,16 @@ class RoughEngine(Engine):
             self.link.give(self.link.current, self._reader(last, self.pipeline.slot_memory(last)))
         self.pipeline.finish_forward(whole=False)
 
+    def backwards(self) -> None:
+        """From the last unit to the first: before there are graphs, the order that is expected from then on."""
+        self.pipeline.begin_forward()
+        for unit in reversed(range(len(self.plan.units))):
+            self.run_unit(unit)
+        self.pipeline.finish_forward()
+
+    def capture_backwards(self) -> None:
+        self.capture(self.backwards)
+
     def cut_while_reading(self) -> None:
         self.cut(reading=True)
 
@@ -265,8 +275,9 @@ def test_a_replay_in_segments_copies_each_unit_once(whole: bool) -> None:
     engine.device.finish()
 
 
+WRONGS = ["cut", "cut_while_reading", "by_hand", "abort", "capture_some"]
 ROUGH = st.lists(
-    st.sampled_from([*KINDS[:5], *KINDS[7:], "cut", "cut_while_reading", "by_hand", "abort", "capture_some"]),
+    st.sampled_from([*KINDS[:5], *KINDS[7:], "backwards", "capture_backwards", *WRONGS]),
     max_size=14,
 )
 
@@ -288,6 +299,23 @@ def test_every_read_finds_its_unit_after_what_went_wrong(
         if engine.has_graphs(step):
             engine.run(step, seed + number)
     engine.device.finish()
+
+
+@pytest.mark.parametrize("announced", [True, False], ids=["announced", "joined"])
+def test_a_graph_has_the_order_of_the_forward_before_it(announced: bool) -> None:
+    """Each unit is then copied once in it, and every replay finds what it needs."""
+    engine = RoughEngine(7, 3, 0, announced)
+    engine.backwards()
+    missed = sum(stats.misses for stats in engine.pipeline.stats)
+    assert missed > 0
+    engine.capture_backwards()
+    for _ in range(3):
+        engine.replay(0)
+        engine.prepare()
+    engine.backwards()
+    engine.device.finish()
+    assert sum(stats.misses for stats in engine.pipeline.stats) == missed
+    assert all(stats.captured_copies <= 1 for stats in engine.pipeline.stats)
 
 
 @pytest.mark.filterwarnings("ignore:.*offloaded modules did not run")

@@ -6,6 +6,10 @@ CUDA graphs need fixed addresses, so unit ``u`` always uses slot ``u mod S``. Th
 ``s, s + S, s + 2S, ...``. When a unit has run, its slot is refilled with the next unit of the same chain, and after
 the last one with the first, ready for the next forward.
 
+A model may run its units in another order than it declares them: a UNet declares the attentions of a block, then its
+convolutions, and runs one after the other in turn. Addresses stay, so a unit keeps its slot, but each chain then runs
+in the order that was seen (:class:`Schedule`).
+
 The refill must come from the slot's own chain. The rule ``(u + S) mod N`` used elsewhere looks alike but, whenever
 ``S`` does not divide ``N``, names a unit of *another* slot, or one whose slot is still being read.
 
@@ -23,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain as concatenate
 from itertools import pairwise
 
@@ -34,9 +39,9 @@ __all__ = [
     "WORD_BYTES",
     "Piece",
     "RingLayout",
+    "Schedule",
     "chain",
     "cut",
-    "first_units",
     "lay_out_ring",
     "next_in_chain",
     "slot_of",
@@ -72,11 +77,6 @@ def next_in_chain(unit: int, num_units: int, num_slots: int) -> int:
     return following if following < num_units else slot_of(unit, num_slots)
 
 
-def first_units(num_units: int, num_slots: int) -> range:
-    """The units that are in the slots when a forward begins."""
-    return range(min(num_units, num_slots))
-
-
 def chain(slot: int, num_units: int, num_slots: int) -> range:
     """All units of one slot, in the order they use it."""
     return range(slot, num_units, num_slots)
@@ -90,6 +90,38 @@ def steady_order(num_units: int, num_slots: int) -> list[int]:
     """
     refills = ((unit, next_in_chain(unit, num_units, num_slots)) for unit in range(num_units))
     return [refill for unit, refill in refills if refill != unit]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The chains of slots for units that run in another order than that of their numbers, or in that one.
+
+    Attributes:
+        order: all units, in order of execution.
+        num_slots: unit ``u`` uses slot ``u mod num_slots`` whatever the order.
+    """
+
+    order: tuple[int, ...]
+    num_slots: int
+
+    @cached_property
+    def chains(self) -> list[list[int]]:
+        """By slot: its units, in the order they use it."""
+        chains: list[list[int]] = [[] for _ in range(self.num_slots)]
+        for unit in self.order:
+            chains[slot_of(unit, self.num_slots)].append(unit)
+        return chains
+
+    @cached_property
+    def first(self) -> dict[int, int]:
+        """By slot: the unit that is in it when a forward begins; those that run earlier come first."""
+        firsts = {units[0] for units in self.chains}
+        return {slot_of(unit, self.num_slots): unit for unit in self.order if unit in firsts}
+
+    @cached_property
+    def following(self) -> dict[int, int]:
+        """By unit: the one that refills its slot once it has run; itself if it has the slot alone."""
+        return {unit: units[i + 1 - len(units)] for units in self.chains for i, unit in enumerate(units)}
 
 
 # -- the staging ring --------------------------------------------------------------------------------------------------

@@ -51,6 +51,9 @@ TINY_BYTES = 64 * 2**10
 # A copy of this size takes the link at nine tenths of its rate (H200).
 MIN_PART_BYTES = 2**20
 
+# Three slots of a stack of blocks are then a tenth of the weights.
+MAX_BLOCK_SHARE = 1 / 32
+
 _NAMES_SHOWN = 3
 _NUMBERED = re.compile(r".*\d")
 
@@ -95,8 +98,48 @@ def find_stacks(inventory: Inventory) -> dict[str, list[str]]:
 
 
 def find_layers(inventory: Inventory) -> list[str]:
-    """The layers of all stacks."""
-    return [layer for layers in find_stacks(inventory).values() for layer in layers]
+    """The layers of all stacks; of a stack of blocks, what those blocks are made of.
+
+    Layers of a stack are much alike. The down and up blocks of a UNet, or the stages of an image model, are not: one
+    block may hold half of all weights, and so would a slot. Where the layers of a stack differ twofold and one of them
+    holds a tenth of the weights, each that is larger than ``MAX_BLOCK_SHARE`` of the weights is replaced by the modules
+    directly inside it, and these likewise.
+    """
+    found = []
+    for layers in find_stacks(inventory).values():
+        sizes = [sum(s.num_bytes for s in inventory.under(layer)) for layer in layers]
+        if max(sizes) <= max(2 * min(sizes), inventory.num_bytes / 10):
+            found += layers
+        else:
+            most_bytes = max(MIN_PART_BYTES, MAX_BLOCK_SHARE * inventory.num_bytes)
+            experts = semantic_groups(inventory)["experts"]
+            found += [part for layer in layers for part in _parts_of(inventory, layer, most_bytes, experts)]
+    return found
+
+
+def _parts_of(inventory: Inventory, module: str, most_bytes: float, experts: frozenset[str]) -> list[str]:
+    """Modules inside ``module`` that together hold all its parameters, as large as can be within ``most_bytes``.
+
+    A module stays whole that has tensors of its own beside those of its children, or children that share some: what is
+    in no part could not leave the device. So does one of several experts, of which a forward runs a few.
+    """
+    storages = [s for s in inventory.under(module) if s.has_parameter]
+    if sum(s.num_bytes for s in storages) <= most_bytes:
+        return [module]
+    inside = [fqn for place in inventory.places(module) for fqn in called_within(inventory, place.module)]
+    parts = drafts_at(inventory, dict.fromkeys(inside), {s.name for s in storages})
+    of_experts = sum(experts.issuperset(s.name for s in part.storages) for part in parts)
+    if not parts or of_experts > 1 or not _are_apart(inventory, parts, storages):
+        return [module]
+    return [fqn for part in parts for fqn in _parts_of(inventory, part.module_fqn, most_bytes, experts)]
+
+
+def _are_apart(inventory: Inventory, parts: Sequence[UnitDraft], storages: Collection[StorageInfo]) -> bool:
+    """Whether ``parts`` hold all of ``storages``, and none is inside another, which would be overwritten while read."""
+    fqns = {part.module_fqn for part in parts}
+    return sum(len(part.storages) for part in parts) == len(storages) and all(
+        fqns.isdisjoint(inventory.ancestors(fqn)) for fqn in fqns
+    )
 
 
 def _numbered_children(inventory: Inventory, container: str, holders: Collection[str]) -> list[str]:
@@ -204,16 +247,12 @@ def split_by_part(inventory: Inventory, layers: Sequence[UnitDraft]) -> list[Uni
     counts = set()
     for layer in layers:
         parts = drafts_at(inventory, inventory.children(layer.module_fqn), {storage.name for storage in layer.storages})
-        # A tensor of the layer itself, or one that two children share, would belong to no part.
-        if sum(len(part.storages) for part in parts) != len(layer.storages):
-            return list(layers)
         counts.add(len(parts))
         every += parts
-    fqns = {part.module_fqn for part in every}
-    # A part inside another would be overwritten while that one is read.
-    apart = all(fqns.isdisjoint(inventory.ancestors(fqn)) for fqn in fqns)
+    # A tensor of a layer itself, or one that two children share, would belong to no part.
+    apart = _are_apart(inventory, every, [storage for layer in layers for storage in layer.storages])
     large = all(slab_bytes(s.num_bytes for s in part.storages) >= MIN_PART_BYTES for part in every)
-    can_split = len(counts) == 1 and apart and large and fqns.isdisjoint(inventory.uncalled)
+    can_split = len(counts) == 1 and apart and large and inventory.uncalled.isdisjoint(p.module_fqn for p in every)
     return every if can_split else list(layers)
 
 

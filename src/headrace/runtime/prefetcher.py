@@ -1,7 +1,9 @@
 """Keeps units flowing through a link into slots: which unit is where, what reads it, and what is copied next.
 
-The prefetcher follows the slot schedule as long as modules run in the declared order, and stays right when they do not:
-a unit whose slot holds another one is fetched on demand (a *miss*), which is slower and shows in ``stats()``.
+The prefetcher follows the slot schedule as long as modules run in the expected order, and stays right when they do not:
+a unit whose slot holds another one is fetched on demand (a *miss*), which is slower and shows in ``stats()``. Expected
+is the order of the plan, until a forward of the model has run every unit once in another: then that one, for modules
+may run in another order than they are declared in. Graphs keep copies in an order, so once there are any it stays.
 
 Two threads may call the model: a slot that one of them reads is not refilled before it lets go.
 
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from headrace.errors import SlotConflictError, StateError, TransferError
 from headrace.plan.plan import Plan
-from headrace.plan.schedule import first_units, next_in_chain, slot_of
+from headrace.plan.schedule import Schedule, slot_of
 from headrace.runtime.debug import Guard
 from headrace.runtime.slot import BreakCapture, GraphRecord, Reader, Slot, SlotState
 from headrace.stats import Recorder, UnitStats
@@ -66,7 +68,9 @@ class Prefetcher:
         link.prepare(plan, self._loads)
         self._live = [Slot(index, link.allocate(num_bytes)) for index, num_bytes in enumerate(plan.slot_bytes)]
         self._num_units, self._num_slots = len(plan.units), len(self._live)
-        self._graphs = GraphRecord(self._num_units, self._num_slots, replays_announced)
+        self._schedule = Schedule(tuple(range(self._num_units)), self._num_slots)
+        self._seen: list[int] = []  # units in the order in which the latest forward has run them, one more at most
+        self._graphs = GraphRecord(self._schedule, replays_announced)
         self._forwards: dict[int, int] = {}  # idents of the threads inside a forward of the model -> its number
         self._forward_numbers = itertools.count()
         # Held directly, for a Ctrl-C inside the condition's own Python code could leave it locked forever.
@@ -92,8 +96,8 @@ class Prefetcher:
         """
         with self._lock:
             slots = self._slots()
-            for unit in first_units(self._num_units, self._num_slots):
-                slot = slots[unit]
+            for index, unit in self._schedule.first.items():
+                slot = slots[index]
                 if slot.unit == unit or slot.readers or self._closed:
                     continue
                 if held_back or slot.state is not SlotState.HELD_BACK:
@@ -112,13 +116,14 @@ class Prefetcher:
                 self._graphs.replay_is_due = False
             self._require_open(begins=True)
             self._forwards[threading.get_ident()] = next(self._forward_numbers)
+            self._seen = []
             self._link.check()
             if self._link.capturing:
                 self._graphs.end_capture()  # of a capture that was aborted
             # Only slots without a unit: a compiler that moved this call after the first units must do no harm.
             for slot in self._slots():
                 if slot.state in (SlotState.EMPTY, SlotState.HELD_BACK):
-                    self._start(slot.index, slot, behind_compute=True)
+                    self._start(self._schedule.first[slot.index], slot, behind_compute=True)
 
     def finish_forward(self, whole: bool = True) -> None:
         """The model has returned: make the slots ready for the next forward, eager or replayed.
@@ -138,6 +143,8 @@ class Prefetcher:
             slots, graphs = self._slots(), self._graphs
             for slot in slots:
                 self._drop_stale_readers(slot)
+            if whole and not graphs.exist and not self._forwards:
+                self._adopt_order()
             if graphs.announced and self._capturing:
                 graphs.of_whole_forwards = True
             else:
@@ -166,6 +173,13 @@ class Prefetcher:
                 self.prefetch_first(held_back=True)
                 self._wait_for_copies(slots)
                 graphs.replay_is_due = True
+
+    def _adopt_order(self) -> None:
+        """Expect the order of the forward that has just ended, if it has run every unit once."""
+        order = tuple(self._seen)
+        if order != self._schedule.order and sorted(order) == list(range(self._num_units)):
+            self._schedule = Schedule(order, self._num_slots)
+            self._graphs.follow(self._schedule)
 
     # -- a unit -----------------------------------------------------------------------------------------------------
 
@@ -197,6 +211,8 @@ class Prefetcher:
             self._bring(unit, slot)
             reader = reader or Reader(forward)
             slot.to_in_use(reader)
+            if forward is not None and len(self._seen) <= self._num_units:
+                self._seen.append(unit)
             if self._capturing:
                 self._graphs.note_read(slot)
             self.stats[unit].runs += 1
@@ -220,7 +236,7 @@ class Prefetcher:
             if self._guard and not slot.readers and not self._capturing:
                 slot.to_empty()  # if the check raises, no later run may read these bytes
                 self._guard.leaving(unit, slot.memory)
-            if self._guard or next_in_chain(unit, self._num_units, self._num_slots) != unit:
+            if self._guard or self._schedule.following[unit] != unit:
                 self._record_read(slot)  # after the poison
             if not slot.readers and not self._closed:
                 self._refill(unit, slot)
@@ -270,15 +286,15 @@ class Prefetcher:
 
     def _refill(self, unit: int, slot: Slot) -> None:
         """Start what ``slot`` has to hold next, now that ``unit`` has run."""
-        following, is_loose = next_in_chain(unit, self._num_units, self._num_slots), self._is_loose
+        following, first, is_loose = self._schedule.following[unit], self._schedule.first[slot.index], self._is_loose
         if following == unit:
             if slot.unit is None:
                 self._start(unit, slot)  # alone in its slot, and poisoned
             return
-        if (is_loose or following < unit) and self._graphs.try_hold_back(slot, is_loose, self._link):
+        if (is_loose or following == first) and self._graphs.try_hold_back(slot, is_loose, self._link):
             return
         if is_loose:
-            following = slot.index
+            following = first
         if slot.unit != following:
             self._start(following, slot)
         if is_loose:

@@ -45,7 +45,7 @@ from enum import Enum, auto
 import torch
 
 from headrace.errors import StateError
-from headrace.plan.schedule import chain, slot_of
+from headrace.plan.schedule import Schedule, slot_of
 from headrace.transfer.link import ComputeEvent, Link, Transfer
 
 __all__ = ["BreakCapture", "GraphRecord", "Reader", "Slot", "SlotState"]
@@ -105,7 +105,7 @@ class Slot:
     The state follows from ``readers`` while there are any, so an interrupt between two lines leaves no contradiction.
 
     Attributes:
-        index: its number, which is also that of its first unit.
+        index: its number.
         memory: uint8, 1-D, at a fixed address.
         unit: what it holds or, while ARRIVING, will hold; ``None`` if EMPTY or HELD_BACK.
         transfer: the latest copy into it. Kept when it was waited for, because every stream that reads the slot has to
@@ -187,16 +187,21 @@ class GraphRecord:
         slots: the captured timeline; ``None``: compute runs, and the live slots count.
     """
 
-    def __init__(self, num_units: int, num_slots: int, announced: bool) -> None:
+    def __init__(self, schedule: Schedule, announced: bool) -> None:
         self.announced = announced
         self.exist = False
         self.of_whole_forwards = False
         self.replay_is_due = False
         self.slots: list[Slot] | None = None
-        self._shared = {slot for slot in range(num_slots) if len(chain(slot, num_units, num_slots)) > 1}
-        self._last_slot = slot_of(num_units - 1, num_slots)
+        self.follow(schedule)
         self._read: set[int] = set()  # slots that the present capture reads without recording an event after it
         self._without_event: set[int] = set()  # the same for all graphs that have been captured
+
+    def follow(self, schedule: Schedule) -> None:
+        """Graphs, of which there are none yet, will be captured under ``schedule``."""
+        self._first = schedule.first
+        self._shared = {slot for slot, units in enumerate(schedule.chains) if len(units) > 1}
+        self._last_slot = slot_of(schedule.order[-1], schedule.num_slots)
 
     @property
     def held_back(self) -> int | None:
@@ -211,8 +216,9 @@ class GraphRecord:
         captured = []
         for slot in live:
             # A module that ran outside of a forward before the first capture may have left another unit in its slot.
-            is_trusted = self.announced or (slot.unit == slot.index and slot.index != self.held_back)
-            captured.append(Slot(slot.index, slot.memory, slot.index if is_trusted else None))
+            first = self._first[slot.index]
+            is_trusted = self.announced or (slot.unit == first and slot.index != self.held_back)
+            captured.append(Slot(slot.index, slot.memory, first if is_trusted else None))
             clear = Slot.to_held_back if slot.index == self.held_back else Slot.to_empty
             if not is_trusted:
                 clear(captured[-1])
