@@ -102,6 +102,11 @@ class Planned:
         return self.planner.curve(self.policy) if isinstance(self.policy, Budget) and self.plan.offloaded_bytes else ()
 
     @cached_property
+    def curves(self) -> Sequence[Sequence[Point]]:
+        """For a picture: for each batch size of the workload the points of a plan for it alone; empty as ``points``."""
+        return self.planner.curves(self.policy) if isinstance(self.policy, Budget) and self.points else ()
+
+    @cached_property
     def outlook(self) -> Outlook:
         """Predictions, and for budgets the alternatives."""
         outlook = self.planner.outlook(self.policy, self.plan, self.points, self.workload)

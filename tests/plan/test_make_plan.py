@@ -5,12 +5,16 @@ nothing; what it returns is carried out as it is, and shows itself.
 from __future__ import annotations
 
 import json
+import math
+import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from matplotlib.figure import Figure
 
 import headrace
 from checkpoints import SIZE, make, resident, rewrite
@@ -21,10 +25,22 @@ from headrace.config import Budget, Prefetch, Workload
 from headrace.demo.synthetic_model import ensure_model
 from headrace.errors import HeadraceWarning, LimitError, OptionError, OptionTypeError
 from headrace.plan.plan import Machine
+from headrace.plan.report import _draw_curve
+from headrace.planning import plan_model
 from headrace.transfer.machine_probe import MACHINES, Probe, named_machine
 from models import Stack, rows, save, state_of
 
 REPORT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "2026-11-21-plan-h200-probe.json"
+
+MIXTURE = {
+    **SIZE,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "moe_intermediate_size": 192,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 6,
+}
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +151,7 @@ class TestWorkloads:
 class TestHonesty:
     def test_more_than_the_machine_has(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Said with both figures, after the plan and with an exit code; the plan is saved all the same."""
-        monkeypatch.setattr("headrace.runtime.prepare.host_available_bytes", lambda: 2**20)
+        monkeypatch.setattr("headrace.runtime.this_machine.host_available_bytes", lambda: 2**20)
         saved = folder / "saved.json"
         result = run("plan", folder, "--device-memory", "2MiB", "--device", "cpu", "--save", saved)
         assert result.exit_code == 1
@@ -160,7 +176,7 @@ class TestHonesty:
             headrace.make_plan(folder, Prefetch(mode="disk"), workload=Workload([4_000_000], 400), device="cpu")
 
     def test_without_a_policy_nothing_has_to_fit(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("headrace.runtime.prepare.host_available_bytes", lambda: 2**10)
+        monkeypatch.setattr("headrace.runtime.this_machine.host_available_bytes", lambda: 2**10)
         assert run("plan", folder, "--device", "cpu").exit_code == 0
 
     @pytest.mark.parametrize(("mode", "said"), [("meta", "cannot be carried out"), ("shm_cpu", "torchrun")])
@@ -197,6 +213,36 @@ class TestHonesty:
         with pytest.warns(HeadraceWarning, match=r"1 tensor \(model\.norm\.weight\) of LlamaForCausalLM not in"):
             headrace.make_plan(tmp_path)
         assert "model.norm.weight" in run("plan", tmp_path).stderr
+
+    def test_a_workload_beyond_the_budget_names_those_that_fit(self, folder: Path) -> None:
+        args = ("plan", folder, "--device", "cpu", "--device-memory", "40MiB")
+        message = error_of(*args, "--batch", "1,500", "--context", "256")
+        found = re.search(r"fits --batch (\d+) at 256 tokens, or --context (\d+) with batch 500", message)
+        assert found is not None, message
+        largest, longest = map(int, found.groups())
+        for batch, context in ((largest, 256), (500, longest)):
+            assert run(*args, "--batch", batch, "--context", context).exit_code == 0
+        for batch, context in ((largest + 1, 256), (500, longest + 1)):
+            assert "too small" in error_of(*args, "--batch", batch, "--context", context)
+
+    def test_more_memory_is_never_slower(self) -> None:
+        """Neither the plan, on average over its batch sizes, nor a line of the picture, for each of them alone."""
+        with torch.device("meta"):
+            model = make("Qwen3MoeForCausalLM", torch.bfloat16, **MIXTURE)
+        workload, weights = Workload([1, 16, 256]), sum(p.nbytes for p in model.parameters())
+        axes = Figure().subplots()
+        averages = []
+        for share in (1, 2, 3, 4):
+            planned = plan_model(model, Budget(weights * share // 12), workload=workload, machine="h200")
+            averages.append(sum(math.log(forecast.step_s) for forecast in planned.outlook.forecasts))
+            _draw_curve(axes, planned.plan, planned.outlook, planned.curves)
+        assert averages == sorted(averages, reverse=True)
+        assert len(set(averages)) > 2
+        joint = [point.step_s[0] for point in planned.points]
+        assert joint != sorted(joint, reverse=True), "or the lines would be no test"
+        lines = [line.get_ydata() for line in axes.lines if len(line.get_ydata()) > 2]
+        assert len(lines) == 12
+        assert all(later <= earlier for line in lines for earlier, later in pairwise(line))
 
 
 # -- machines ----------------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def plan(
         made.save(save)
         stderr.print(f"plan saved in {save} (--plan {save} carries it out)", highlight=False, soft_wrap=True)
     if plot is not None:
-        draw_plan(plot, folder.absolute().name, made, planned.planner, planned.outlook, planned.points)
+        draw_plan(plot, folder.absolute().name, made, planned.planner, planned.outlook, planned.curves)
         stderr.print(f"picture: {plot}", highlight=False, soft_wrap=True)
     if as_json:  # not by rich, which wraps long lines
         json.dump({**made.to_json(), "outlook": planned.outlook.to_json()}, sys.stdout, indent=2)

@@ -18,7 +18,7 @@ many units in files as do not fit into it, and is timed with them there.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -190,6 +190,15 @@ class Planner:
         """Step times against device memory for weights, for the workload and rules of ``budget``."""
         table = self.candidates(budget)
         return curve(table, host_limit(table, budget))
+
+    def curves(self, budget: Budget) -> list[list[Point]]:
+        """The curve for each batch size of ``budget`` alone.
+
+        A plan for several is as fast as possible on average, so with more memory one of them may take longer.
+        """
+        work = budget.workload
+        alone = (Workload((rows,), work.context) for rows in work.batch_sizes)
+        return [self.curve(replace(budget, workload=each)) for each in alone]
 
     def outlook(
         self,
@@ -436,12 +445,25 @@ def _too_small(table: CandidateTable, budget: Budget) -> BudgetError:
         too = f", with --host-memory {_mib_up(_least_host_bytes(table, least - beside))}MiB or more"
     elif minimum > least:
         use, too = minimum, ", which leaves little enough to host memory"
+    smaller = _smaller_workload(table, budget, least - beside) if beside else ""
     return BudgetError(
         f"a budget of {format_size(budget.num_bytes)} ({budget.num_bytes} bytes) is too small: this model's weights "
         f"are {format_size(table.inventory.num_bytes)} and with everything offloaded headrace still needs "
-        f"{format_size(least)} ({least} bytes){besides}; use --device-memory {_mib_up(use)}MiB or more{too}",
+        f"{format_size(least)} ({least} bytes){besides}; use --device-memory {_mib_up(use)}MiB or more{too}{smaller}",
         use,
     )
+
+
+def _smaller_workload(table: CandidateTable, budget: Budget, weights_bytes: int) -> str:
+    """The largest batch and the longest context that leave ``weights_bytes`` of the budget, as the end of a message."""
+    batch, context = max(budget.workload.batch_sizes), budget.workload.context
+    room, needed_bytes = budget.num_bytes - weights_bytes, table.profile.workload_bytes
+    # By halving, since caches and activations grow with both.
+    rows = bisect_right(range(batch), room, key=lambda rows: needed_bytes(rows, context)) - 1
+    tokens = bisect_right(range(1, context), room, key=lambda tokens: needed_bytes(batch, tokens))
+    fitting = [f"--batch {rows} at {context} tokens"] if rows > 0 else []
+    fitting += [f"--context {tokens} with batch {batch}"] if tokens > 0 else []
+    return f". Within this budget fits {', or '.join(fitting)}" if fitting else ""
 
 
 def _too_little_host(table: CandidateTable, budget: Budget, limit: int, minimum: int | None) -> BudgetError:

@@ -12,6 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.measure import Measurement
@@ -308,13 +309,13 @@ def draw_plan(
     plan: Plan,
     planner: Planner,
     outlook: Outlook,
-    points: Sequence[Point],
+    curves: Sequence[Sequence[Point]],
 ) -> None:
     """Write the picture to ``path``; its suffix names the format.
 
     Args:
         name: of the model.
-        points: the memory curve of the same question (:meth:`Planner.curve`); empty leaves the second panel out.
+        curves: step times against memory by batch size (:meth:`Planner.curves`); empty leaves the second panel out.
 
     Raises:
         OptionError: see :func:`require_picture`.
@@ -322,13 +323,13 @@ def draw_plan(
     require_picture(path)
     from matplotlib.figure import Figure  # not pyplot, which looks for a display and keeps figures
 
-    panels = 2 if points else 1  # only a budget has a curve
+    panels = 2 if curves else 1  # only a budget has a curve
     figure = Figure(figsize=(10, 4.2 * panels), layout="constrained")
     axes = figure.subplots(panels, 1, squeeze=False)[:, 0]
     figure.suptitle(f"{name}: {format_size(plan.weight_bytes)} of weights in {format_size(plan.device_bytes)}")
     _draw_layers(axes[0], plan, planner)
-    if points:
-        _draw_curve(axes[1], plan, outlook, points)
+    if curves:
+        _draw_curve(axes[1], plan, outlook, curves)
     figure.savefig(path, dpi=120)
 
 
@@ -364,14 +365,17 @@ def _draw_layers(axes: Any, plan: Plan, planner: Planner) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
 
 
-def _draw_curve(axes: Any, plan: Plan, outlook: Outlook, points: Sequence[Point]) -> None:
+def _draw_curve(axes: Any, plan: Plan, outlook: Outlook, curves: Sequence[Sequence[Point]]) -> None:
     from matplotlib.ticker import LogFormatter
 
     unit = size_unit(plan.weight_bytes)
-    memory = [point.device_bytes / bytes_of(unit) for point in points]
-    scale, time_unit = (1e3, "ms") if max(max(point.step_s) for point in points) < 10 else (1, "s")
-    for index, forecast in enumerate(outlook.forecasts):
-        steps = [point.step_s[index] * scale for point in points]
+    slowest_s = max(points[0].step_s[0] for points in curves)
+    scale, time_unit = (1e6, "us") if slowest_s < 5e-3 else (1e3, "ms") if slowest_s < 10 else (1.0, "s")
+    for forecast, points in zip(outlook.forecasts, curves, strict=True):
+        # The plan may lie below: the curve is that of some candidates, and the planner looks at all.
+        known = [(plan.device_bytes, forecast.step_s), *((point.device_bytes, point.step_s[0]) for point in points)]
+        num_bytes, step_s = np.array(sorted(known)).T
+        memory, steps = num_bytes / bytes_of(unit), np.minimum.accumulate(step_s) * scale
         # Flat up to the next point: memory in between buys nothing.
         (line,) = axes.step(memory, steps, where="post", label=f"batch {forecast.rows}")
         axes.axhline(forecast.resident_s * scale, color=line.get_color(), linestyle=":", linewidth=1)
@@ -383,6 +387,7 @@ def _draw_curve(axes: Any, plan: Plan, outlook: Outlook, points: Sequence[Point]
         ticks(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
     axes.set_xlabel(f"device memory for weights, {unit}")
     axes.set_ylabel(f"step, {time_unit}")
-    axes.set_title("Predicted step; dots: this plan, dotted: all weights resident", loc="left", fontsize=10)
+    which = "" if len(curves) == 1 else " of a plan for each batch size alone"
+    axes.set_title(f"Predicted step{which}; dots: this plan, dotted: all weights resident", loc="left", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
