@@ -8,6 +8,7 @@ transposed one, has a conversion: it can be loaded, and not streamed.
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -55,6 +56,21 @@ class TensorSource:
     def of(cls, tensor: FileTensor) -> TensorSource:
         """A tensor that is one tensor of the file."""
         return cls((FilePart(tensor),), tensor.shape, tensor.dtype)
+
+    @property
+    def why_not_mappable(self) -> str:
+        """Why the mapped pages of its parts, side by side, are not the tensor; empty if they are. Follows its name."""
+        starts = {part.tensor.offset % mmap.PAGESIZE for part in self.parts}
+        if min(starts) % self.dtype.itemsize:
+            return f"starts in its file at no multiple of the {self.dtype.itemsize} bytes of an element"
+        if len(starts) > 1 or any(part.tensor.num_bytes % mmap.PAGESIZE for part in self.parts[:-1]):
+            return f"lies in {len(self.parts)} pieces in the checkpoint, which do not meet at whole pages,"
+        return ""
+
+    @property
+    def joined_bytes(self) -> int:
+        """Memory for the pages in which mapped parts meet (:func:`headrace.memory.pages.map_parts`)."""
+        return (len(self.parts) - 1) * mmap.PAGESIZE if self.parts[0].tensor.offset % mmap.PAGESIZE else 0
 
 
 @dataclass(frozen=True, eq=False)

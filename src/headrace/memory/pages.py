@@ -39,6 +39,7 @@ __all__ = [
     "collapse_parallel",
     "map_file",
     "map_pages",
+    "map_parts",
     "pack",
     "pieces",
     "populate",
@@ -153,6 +154,36 @@ def map_file(
     if huge:
         _advise(memory, mmap.MADV_HUGEPAGE)
     return memory
+
+
+def map_parts(parts: Sequence[tuple[int, int, int]], *, at_random: bool = False) -> Bytes:
+    """Parts of files, each (descriptor, start, bytes), as one range of memory in this order; a write stays private.
+
+    Nothing is read but the pages in which two parts meet: memory has to hold both, so each of these is a copy, of which
+    there is one per part after the first unless parts start with a page.
+
+    Args:
+        parts: all start at the same byte of a page, and all but the last are whole pages long.
+        at_random: what is read next is not beside it, so that reading ahead would only fill memory.
+
+    Raises:
+        OSError: no address space or no further mapping is left (``vm.max_map_count``), or a file cannot be mapped.
+    """
+    fd, start, _ = parts[0]
+    head = start % mmap.PAGESIZE
+    num_bytes = sum(size for _, _, size in parts)
+    memory: Bytes = np.asarray(_Mapping(head + num_bytes, fd, start - head, mmap.MAP_PRIVATE))
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
+    at = parts[0][2]
+    for fd, start, size in parts[1:]:
+        tail = memory[at : at + head].copy()
+        _mmap(memory.ctypes.data + at, head + size, protection, flags, fd, start - head)
+        if head:
+            memory[at : at + head] = tail
+        at += size
+    if at_random:
+        _advise(memory, mmap.MADV_RANDOM)
+    return memory[head:]
 
 
 def resident_bytes(memory: Bytes) -> int:

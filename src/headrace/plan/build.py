@@ -18,8 +18,9 @@ many units in files as do not fit into it, and is timed with them there.
 from __future__ import annotations
 
 import math
+import mmap
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -29,11 +30,22 @@ from headrace.config import HOST_MODES, SHARDED_MODES, UVA, Budget, Mode, Policy
 from headrace.errors import BudgetError, RuleError, SelectionError, warn_user
 from headrace.figures import format_size
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
-from headrace.plan.candidates import CandidateTable, Family, Spill
-from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Floats, Forecast, Forecaster, Ints, Rates, split_rates
+from headrace.plan.candidates import CandidateTable, Family, MappedFiles, Spill
+from headrace.plan.cost_model import (
+    NOMINAL_CPU,
+    NOMINAL_GPU,
+    Floats,
+    Forecast,
+    Forecaster,
+    Ints,
+    Rates,
+    experts_in,
+    split_rates,
+)
 from headrace.plan.plan import Plan, assemble
 from headrace.plan.units import (
     draft_units,
+    find_layers,
     find_stacks,
     plan_group_rule,
     read_in_place,
@@ -47,6 +59,8 @@ from headrace.plan.units import (
 __all__ = ["Alternative", "Outlook", "Planner", "Point", "WorkloadBytes", "build_plan", "curve"]
 
 GIB = 2**30
+# To join a piece to the one before it: two system calls, and a page that is read and copied (2 GHz Xeon, cached file).
+_JOIN_S = 50e-6
 # A step that much faster is worth asking for more memory.
 _WORTHWHILE = 1.3
 # A step is as good as resident within this.
@@ -71,6 +85,7 @@ class Planner:
         unstreamable: storages whose bytes are in no checkpoint file unchanged; mode ``disk`` keeps them resident.
         num_ranks: over how many ranks a budget's units are split in a sharded mode, where no rank has whole tensors
             to read in place.
+        mapped: the files that a CPU reads in place in mode ``disk``; ``None``: there are none, or a GPU computes.
         spill: the files in which a budget that names no store leaves what host memory has no room for; ``None``: there
             are none.
     """
@@ -83,6 +98,7 @@ class Planner:
     unstreamable: Collection[str] = ()
     num_ranks: int = 1
     spill: Spill | None = None
+    mapped: MappedFiles | None = None
     # Candidates do not depend on the size of the budget, and are asked for again with other sizes.
     _tables: dict[object, CandidateTable] = field(default_factory=dict, compare=False, repr=False)
 
@@ -100,7 +116,7 @@ class Planner:
             made = solve(self.candidates(policy), policy)
         elif isinstance(policy, Rules):
             # One unit per layer, and per module outside the layers, of what the rules prefetch.
-            forced = settle_rules(self.inventory, policy.rules, self._fixed(policy.mode))
+            forced = settle_rules(self.inventory, policy.rules, self._fixed(policy.mode), self._refused(policy.mode))
             moving, uva = ([s for s in storages if forced.get(s.name) == how] for how in ("prefetch", "uva"))
             drafts = draft_units(self.inventory, moving)
             if not drafts and not uva:
@@ -114,7 +130,8 @@ class Planner:
             stacks = find_stacks(self.inventory)
             made = plan_group_rule(self.inventory, policy, list(stacks.values()), candidates=self._movable(policy))
         else:
-            uva = read_in_place(self.inventory, self._movable(policy), policy.limit_bytes)
+            refused = self._refused(policy.mode)
+            uva = read_in_place(self.inventory, self._movable(policy), policy.limit_bytes, refused)
             made = assemble(self.inventory, [], 0, policy.mode, uva=uva)
         return replace(made, num_ranks=self.num_ranks)
 
@@ -142,6 +159,10 @@ class Planner:
             return frozenset()
         return frozenset(self.unstreamable).union(s.name for s in self.inventory.storages if not s.is_saved)
 
+    def _refused(self, mode: Mode) -> Mapping[str, str]:
+        """What cannot be read in place in ``mode``, with the reason."""
+        return self.mapped.refused if self.mapped is not None and mode == "disk" else {}
+
     # -- budgets -------------------------------------------------------------------------------------------------------
 
     def candidates(self, budget: Budget) -> CandidateTable:
@@ -156,7 +177,7 @@ class Planner:
         workload, mode = budget.workload, budget.mode or self.default_mode
         self.profile.check_context(workload.context)
         movable = self._movable(budget)
-        forced = settle_rules(self.inventory, budget.rules, self._fixed(mode))
+        forced = settle_rules(self.inventory, budget.rules, self._fixed(mode), self._refused(mode))
         has_bytes = mode != "meta" and mode not in SHARDED_MODES
         return CandidateTable(
             self.inventory,
@@ -167,6 +188,7 @@ class Planner:
             # Read in place on a GPU, bytes of files have to be in pinned memory: lookups at most, or nothing is saved.
             zero_copy=self.zero_copy and has_bytes and mode != "disk",
             lookups_in_place=has_bytes,
+            mapped=self.mapped if mode == "disk" else None,
             batch_sizes=workload.batch_sizes,
             context=workload.context,
             ranks_on_device=self.num_ranks if mode == "sharded_gpu" else None,
@@ -227,6 +249,7 @@ class Planner:
             plan.device_bytes,
             tuple(self.alternatives(budget, plan, points)) if budget is not None and plan.offloaded_bytes else (),
             self.least_budget_bytes(workload) if policy is None else None,
+            notes=tuple(self._notes(plan)),
         )
 
     def least_budget_bytes(self, workload: Workload) -> int:
@@ -235,6 +258,26 @@ class Planner:
             return self.plan(Budget(1, workload=workload)).device_bytes  # where nothing has to be on the device
         except BudgetError as error:
             return error.minimum_bytes
+
+    def _notes(self, plan: Plan) -> Iterator[str]:
+        """What reading experts in place in mapped files takes, and why some of them cannot be."""
+        if self.mapped is None or plan.mode != "disk":
+            return
+        if joined := {name: self.mapped.joined_bytes[name] for name in plan.uva if name in self.mapped.joined_bytes}:
+            num_bytes = sum(joined.values())
+            seconds = num_bytes // mmap.PAGESIZE * _JOIN_S
+            yield (
+                f"{some_names(list(joined))} in pieces in the files: loading maps the pieces and joins them, which "
+                f"takes {format_size(num_bytes)} of host memory for the pages in which they meet and {seconds:.2f} s"
+            )
+        layered = (s for layer in find_layers(self.inventory) for s in self.inventory.under(layer))
+        experts = [s.name for s in layered if experts_in(s, in_layer=True) > 1 and s.name in self.mapped.refused]
+        if stay := [name for name in experts if plan.mechanism_of(name) == "prefetch"]:
+            yield (
+                f"{some_names(stay)} of experts cannot be read in place, so all their bytes move with every forward: "
+                f"{stay[0]} {self.mapped.refused[stay[0]]}; save_pretrained(FOLDER, save_original_format=False) writes "
+                f"files from which they can"
+            )
 
 
 def build_plan(
@@ -277,6 +320,7 @@ class Outlook:
         alternatives: other choices; empty unless the plan was made for a budget.
         least_budget_bytes: the smallest budget, where the plan keeps everything because no policy was given.
         misfit: what the machine has too little of, as the rest of a sentence; ``None``: it has room, or none was asked.
+        notes: what reading experts in place in the files takes, and why some of them cannot be.
     """
 
     machine: str
@@ -288,6 +332,7 @@ class Outlook:
     alternatives: tuple[Alternative, ...] = ()
     least_budget_bytes: int | None = None
     misfit: str | None = None
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers and strings; bytes and seconds."""
@@ -300,6 +345,7 @@ class Outlook:
             "alternatives": [asdict(alternative) for alternative in self.alternatives],
             "least_budget_bytes": self.least_budget_bytes,
             "misfit": self.misfit,
+            "notes": list(self.notes),
         }
 
 

@@ -22,7 +22,7 @@ those in files under a larger limit are among those under a smaller one. Every u
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
 from typing import NamedTuple
@@ -37,13 +37,14 @@ from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, UnitDraft, assemble, 
 from headrace.plan.schedule import RING_BYTES
 from headrace.plan.units import find_layers, outside_units, stranded
 
-__all__ = ["CandidateTable", "Family", "Spill", "spill_order"]
+__all__ = ["CandidateTable", "Family", "MappedFiles", "Spill", "spill_order"]
 
 MAX_SLOTS = 3
 # 2 ** 6 sets of roles: the five heaviest roles of a layer one by one, and all the others together.
 _MAX_ATOMS = 6
 # What a layer is: one of the evenly spaced, one of the others, one of them that keeps what these read in place.
 LOW, HIGH, KEPT = range(3)
+_REFUSED = " (not in place)"
 # As a size: any sum with it is below zero.
 _NEVER = -1e30
 
@@ -65,6 +66,19 @@ class Spill:
     ring_bytes: int = RING_BYTES
 
 
+@dataclass(frozen=True)
+class MappedFiles:
+    """Files that compute on a CPU can read in place, because they are mapped into memory.
+
+    Attributes:
+        refused: storages that cannot be read so, each with the reason; it follows the name.
+        joined_bytes: of storages in pieces, by name: memory for the pages in which the mapped pieces meet.
+    """
+
+    refused: Mapping[str, str] = field(default_factory=dict)
+    joined_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
 def spill_order(count: int) -> list[int]:
     """0 to ``count`` - 1 in an order of which every beginning is spread nearly evenly (van der Corput, base 2)."""
     bits = max(1, (count - 1).bit_length())
@@ -84,6 +98,7 @@ class CandidateTable:
         profile: of the model beyond names and sizes.
         zero_copy: whether compute may read any tensor in place, and not lookups alone.
         lookups_in_place: whether rows of lookup tables may be; mode ``meta`` has no rows to read.
+        mapped: files that lookups and experts are read in place from; ``None``: weights rest elsewhere.
         batch_sizes: rows of the steps that count.
         context: tokens per sequence that attention reads from the cache.
         ranks_on_device: over the devices of how many ranks offloaded units are split; ``None``: they rest elsewhere.
@@ -108,6 +123,7 @@ class CandidateTable:
     profile: ModelProfile
     zero_copy: bool
     lookups_in_place: bool
+    mapped: MappedFiles | None
     batch_sizes: Sequence[int]
     context: int
     ranks_on_device: int | None
@@ -119,14 +135,15 @@ class CandidateTable:
         must_move = {s.name: s for s in inventory.storages if self.forced.get(s.name) == "prefetch"}
         # Rows of a lookup table are read in place: that costs neither memory nor a copy, and stays right when a model
         # reads the table again at its end (tied weights that are not tied tensors).
-        lookups = [s for s in self.movable if s.is_lookup and self.lookups_in_place]
-        free = {s.name: s for s in self.movable if not (s.is_lookup and self.lookups_in_place)}
+        refused = self.mapped.refused if self.mapped is not None else {}
+        lookups = [s for s in self.movable if s.is_lookup and self.lookups_in_place and s.name not in refused]
+        looked_up = {s.name for s in lookups}
+        free = {s.name: s for s in self.movable if s.name not in looked_up}
         self.layers = find_layers(inventory)
         self.layer_index = {layer: index for index, layer in enumerate(self.layers)}
         inside = {layer: inventory.under(layer) for layer in self.layers}
         self.roles = {
-            layer: {s.name.removeprefix(layer + "."): s for s in inside[layer] if s.name in free}
-            for layer in self.layers
+            layer: {self._role(layer, s): s for s in inside[layer] if s.name in free} for layer in self.layers
         }
         always = {layer: tuple(s for s in inside[layer] if s.name in must_move) for layer in self.layers}
         # Asked for together, so that no unit ends up inside another.
@@ -144,6 +161,12 @@ class CandidateTable:
         self.stranded = stranded(inventory, free.values(), placed)
         self.sizes = {s.name: float(s.num_bytes) for s in inventory.storages}
         self.slabs = {s.name: float(slab_bytes([s.num_bytes])) for s in inventory.storages}
+
+    def _role(self, layer: str, storage: StorageInfo) -> str:
+        """Its name inside its layer; experts that cannot be read in place as those of other layers are another role."""
+        role = storage.name.removeprefix(layer + ".")
+        is_refused = self.mapped is not None and storage.name in self.mapped.refused
+        return f"{role}{_REFUSED}" if is_refused and experts_in(storage, in_layer=True) > 1 else role
 
     @cached_property
     def spillable(self) -> dict[str, float]:
@@ -167,7 +190,7 @@ class CandidateTable:
             role: None
             for mine in self.roles.values()
             for role, storage in mine.items()
-            if experts_in(storage, in_layer=True) > 1
+            if experts_in(storage, in_layer=True) > 1 and not role.endswith(_REFUSED)
         }
         roles = dict.fromkeys(role for mine in self.roles.values() for role in mine)
         dense = [role for role in roles if role not in experts]
@@ -181,11 +204,12 @@ class CandidateTable:
             uva = (*self.always_in_place, *beside)
             for slots in range(1, MAX_SLOTS + 1):
                 yield self._evenly_spaced(all_sets, how, uva, slots)
-            if not self.zero_copy:
+            if self.zero_copy:
+                # With one slot: in the layers nothing is prefetched.
+                yield self._evenly_spaced(all_sets, how, uva, 1, in_place=True)
+            elif self.mapped is None or self.rates.in_place_grouped_s_per_byte is None:
                 continue
-            # With one slot: in the layers nothing is prefetched.
-            yield self._evenly_spaced(all_sets, how, uva, 1, in_place=True)
-            if experts and dense:
+            if experts and (dense or not self.zero_copy):
                 uva = (*self.always_in_place, *expert_storages, *beside)
                 for slots in range(1, MAX_SLOTS + 1):
                     yield self._evenly_spaced(dense_sets, how, uva, slots)

@@ -130,7 +130,7 @@ class Rates:
             reading of the weight and the arithmetic.
         grouped_s_per_byte: the same for a grouped product over experts, by rows per expert.
         in_place_s_per_byte, in_place_grouped_s_per_byte: the same for weights in host memory that are read in place;
-            ``None`` where only lookups can be.
+            ``None`` where only lookups can be (on a CPU dense weights are not: a step reads every page of them).
         kernel_s: a kernel with next to nothing to do, among others in a graph.
         device_bytes_per_s: elementwise kernels, bytes read plus bytes written.
         file_bytes_per_s: reading files with all threads, where that comes before the link (to a GPU); ``None`` where
@@ -216,7 +216,7 @@ NOMINAL_CPU = Rates(
     product_s_per_byte=_NOMINAL_CPU_PRODUCT,
     grouped_s_per_byte=_NOMINAL_CPU_PRODUCT,
     in_place_s_per_byte=None,
-    in_place_grouped_s_per_byte=None,
+    in_place_grouped_s_per_byte=_NOMINAL_CPU_PRODUCT,  # out of the page cache, which is memory as any other
     kernel_s=10e-6,
     device_bytes_per_s=10e9,
     copies_take_cores=True,

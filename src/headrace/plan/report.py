@@ -281,7 +281,7 @@ def render_outlook(outlook: Outlook) -> RenderableType:
             f"Batch {largest.batch} at {outlook.context} tokens: {format_size(largest.cache_bytes)} of KV cache, "
             f"{format_size(largest.activation_bytes)} of activations; device memory above includes both."
         )
-    lines += [f"• {alternative.text}" for alternative in outlook.alternatives]
+    lines += [f"• {text}" for text in (*(alternative.text for alternative in outlook.alternatives), *outlook.notes)]
     return Group(table, Text("\n".join(lines)))
 
 

@@ -266,7 +266,10 @@ def reader_of(inventory: Inventory, module: str) -> str:
 
 
 def settle_rules(
-    inventory: Inventory, rules: Sequence[Rule], unstreamable: Collection[str] = ()
+    inventory: Inventory,
+    rules: Sequence[Rule],
+    unstreamable: Collection[str] = (),
+    refused: Mapping[str, str] | None = None,
 ) -> dict[str, Mechanism]:
     """The mechanism of every storage that a rule matches, by its name, in model order.
 
@@ -276,6 +279,7 @@ def settle_rules(
         inventory: of the model.
         rules: pairs of pattern and mechanism, the first match counts.
         unstreamable: storages whose bytes are not in the files that are read, or not unchanged.
+        refused: storages that cannot be read in place, each with the reason; it follows the name.
 
     Raises:
         SelectionError: a pattern matches nothing.
@@ -294,7 +298,7 @@ def settle_rules(
             )
         owners.update(dict.fromkeys(left, index))
     wanted = {s.name: rules[owners[s.name]][1] for s in inventory.storages if s.name in owners}
-    reasons = _reasons_to_stay(inventory, wanted, unstreamable)
+    reasons = _reasons_to_stay(inventory, wanted, unstreamable, refused or {})
     for index, rule in enumerate(rules):
         mine = [name for name in wanted if owners[name] == index]
         stay = {name: reasons[name] for name in mine if name in reasons}
@@ -310,7 +314,10 @@ def settle_rules(
 
 
 def _reasons_to_stay(
-    inventory: Inventory, wanted: Mapping[str, Mechanism], unstreamable: Collection[str]
+    inventory: Inventory,
+    wanted: Mapping[str, Mechanism],
+    unstreamable: Collection[str],
+    refused: Mapping[str, str],
 ) -> dict[str, str]:
     """Why a storage that a rule would offload has to stay, by its name."""
     moving = [s for s in inventory.storages if wanted.get(s.name) == "prefetch"]
@@ -320,6 +327,8 @@ def _reasons_to_stay(
     why |= {s.name: why_stranded(inventory, s) for s in stranded(inventory, moving, placed)}
     reasons = {name: f"no unit can hold it, because {reason} (uva would do)" for name, reason in why.items()}
     for name, mechanism in wanted.items():
+        if mechanism == "uva" and name in refused:
+            reasons[name] = f"a tensor that {refused[name]} cannot be read in place (prefetch would do)"
         if mechanism != "resident" and name in unstreamable:
             saved = inventory.by_name[name].is_saved
             what = "made or rearranged while loading" if saved else "a buffer that is not persistent, in no state dict,"
@@ -434,12 +443,21 @@ def usable_slots(prefetch_step: int, num_units: int) -> int:
 
 
 def read_in_place(
-    inventory: Inventory, candidates: Sequence[StorageInfo], limit_bytes: int | None
+    inventory: Inventory,
+    candidates: Sequence[StorageInfo],
+    limit_bytes: int | None,
+    refused: Mapping[str, str] | None = None,
 ) -> list[StorageInfo]:
-    """As many of ``candidates`` as have room in ``limit_bytes``.
+    """As many of ``candidates`` as have room in ``limit_bytes``, without what is ``refused`` (name -> reason).
 
     A token needs a few experts but all dense weights, so experts are the cheapest to read in place and come first.
     """
+    if stay := [s.name for s in candidates if s.name in (refused or {})]:
+        message = f"{some_names(stay)} cannot be read in place: {stay[0]} {(refused or {})[stay[0]]}"
+        candidates = [s for s in candidates if s.name not in stay]
+        if not candidates:
+            raise SelectionError(f"{message}; prefetch them instead (--offload-backend prefetch)")
+        warn_user(f"{message}. They stay resident")
     if not candidates:
         raise SelectionError(
             "nothing can be read in place: no parameter of this model has 64 KiB or more; name smaller ones with "

@@ -244,4 +244,7 @@ def _check_memory_limits(prepared: Prepared) -> None:
         names += [name for name in plan.uva if name in pooled]
         kept = slab_bytes(pooled[name].num_bytes for name in names)
     needs = replace(needs, host_bytes=max(0, needs.host_bytes - kept), pinned_bytes=max(0, needs.pinned_bytes - kept))
+    if plan.mode == "disk" and device.type == "cpu" and prepared.weights is not None:
+        joined = (prepared.weights.source(bound[name].info).joined_bytes for name in plan.uva)
+        needs = replace(needs, host_bytes=needs.host_bytes + sum(joined))
     check_limits(plan, read_limits(device, pinned_bytes=needs.pinned_bytes), needs)

@@ -27,6 +27,7 @@ from headrace.memory.pinned import (
     pinning_disabled,
     refuse_capture,
 )
+from headrace.model.inventory import StorageInfo
 from headrace.model.live_tensors import BoundStorage
 from headrace.model.patterns import compile_pattern
 from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, slab_bytes
@@ -43,6 +44,7 @@ from headrace.stores.sources import DiskOptions
 from headrace.stores.store import CpuStore, DiskStore, MetaStore, SpillStore, Store, new_buffer
 from headrace.transfer.cuda_stream import StreamLink
 from headrace.transfer.link import Link, ThreadLink
+from headrace.transfer.measuring import ALIGNMENT_BYTES, same_bits_at
 from headrace.transfer.ring_streams import RingLink
 from headrace.transfer.sharded_copy import sharded_link
 
@@ -51,9 +53,9 @@ __all__ = ["OffloadSession", "Progress", "SessionOptions", "open_pinned", "open_
 
 # A note of stats(), by the implementation of experts in transformers that reads them in place.
 _EXPERTS = {
-    "grouped_mm": "each routed expert crosses the link once per step, the others not at all",
-    "batched_mm": "only routed experts cross the link, once per token that chose them; 'grouped_mm' reads each once",
-    "eager": "only routed experts cross the link, but the host waits for the routing and the step cannot be captured; "
+    "grouped_mm": "each routed expert is read once per step, the others not at all",
+    "batched_mm": "only routed experts are read, once per token that chose them; 'grouped_mm' reads each once",
+    "eager": "only routed experts are read, but the host waits for the routing and the step cannot be captured; "
     "model.set_experts_implementation('grouped_mm') does without",
 }
 
@@ -513,24 +515,26 @@ def _disk_store(
     weights = require_weights(weights)
     on_gpu = device.type == "cuda"
     sources = {name: weights.source(bound.info) for name, bound in offloaded.items()}
-    store = DiskStore(sources, disk, stamps=weights.checkpoint.stamps, pin_in_place=on_gpu)
+    lookups = {name for name, bound in offloaded.items() if bound.info.is_lookup}
+    stamps = weights.checkpoint.stamps
+    store = DiskStore(sources, disk, stamps=stamps, pin_in_place=on_gpu, lookups=lookups)
     for name in () if on_gpu or plan.mode != "disk" else plan.uva:
-        _refuse_misaligned(offloaded[name], store)
+        _refuse_other_bits(offloaded[name].info, store.in_place(name).data_ptr())
     for bound in offloaded.values():
         _compare_with_files(bound, store)
     return store
 
 
-def _refuse_misaligned(bound: BoundStorage, store: DiskStore) -> None:
-    """Rows copied out of a table are the same at any address; a matrix kernel may sum in another order."""
-    address = store.in_place(bound.info.name).data_ptr()
-    itemsize = bound.info.tensors[0].dtype.itemsize
-    if address % (itemsize if bound.info.is_lookup else 64):
-        raise OptionError(
-            f"{bound.info.name} starts at an address of its file that is not a multiple of 64 bytes, so a matrix "
-            f"product that reads it in place may round differently; prefetch it instead, or rewrite the checkpoint "
-            f"aligned"
-        )
+def _refuse_other_bits(info: StorageInfo, address: int) -> None:
+    """Rows copied out of a table are the same at any address; a matrix product may be summed in another order."""
+    offset, shape, dtype = address % ALIGNMENT_BYTES, info.tensors[0].shape, info.tensors[0].dtype
+    if offset == 0 or info.is_lookup or len(shape) < 2 or same_bits_at(offset, shape, dtype):
+        return
+    raise OptionError(
+        f"{info.name} starts {offset} bytes after a multiple of {ALIGNMENT_BYTES} in its file, and products that read "
+        f"it in place there may round differently; prefetch it instead (--offload-rule '{info.name}=prefetch'), or "
+        f"rewrite the checkpoint aligned"
+    )
 
 
 def _compare_with_files(bound: BoundStorage, store: DiskStore) -> None:

@@ -20,7 +20,7 @@ from headrace.figures import format_size
 from headrace.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.build import Planner
-from headrace.plan.candidates import Spill
+from headrace.plan.candidates import MappedFiles, Spill
 from headrace.plan.cost_model import Rates
 from headrace.plan.plan import Machine, Plan, slab_bytes
 from headrace.plan.units import move_on_demand
@@ -48,6 +48,8 @@ __all__ = [
 
 # Of free host memory, at most: what a plan leaves to the process itself.
 _HEADROOM_BYTES = 1 << 30
+# Pieces of tensors that are read in place, one mapping each: of the 65,530 that Linux gives a process.
+_MAX_MAPPINGS = 48_000
 _MIB = 2**20
 
 _DEVICE = "device memory"
@@ -105,12 +107,34 @@ def make_planner(
         default_mode="cpu" if weights is None or on_gpu else "disk",
         unstreamable=unstreamable,
         spill=spill,
+        mapped=None if weights is None or on_gpu else _mapped_files(inventory, weights),
     )
 
 
 def not_in_files(inventory: Inventory, weights: WeightMap) -> list[str]:
     """Storages that are made or rearranged while loading, so that no file can stand in for them."""
     return [s.name for s in inventory.storages if weights.sources.keys().isdisjoint(s.names)]
+
+
+def _mapped_files(inventory: Inventory, weights: WeightMap) -> MappedFiles:
+    """What a CPU cannot read in place in the files, and what reading the rest takes."""
+    refused: dict[str, str] = {}
+    joined_bytes: dict[str, int] = {}
+    mappings = 0
+    for storage in inventory.storages:
+        source = next((weights.sources[name] for name in storage.names if name in weights.sources), None)
+        if source is None:
+            continue
+        why, pieces = source.why_not_mappable, len(source.parts)
+        if not why and pieces > 1:
+            mappings += pieces
+            if mappings > _MAX_MAPPINGS:
+                why = f"lies in {pieces} pieces in the checkpoint, more than a process may map (vm.max_map_count)"
+        if why:
+            refused[storage.name] = why
+        elif source.joined_bytes:
+            joined_bytes[storage.name] = source.joined_bytes
+    return MappedFiles(refused, joined_bytes)
 
 
 def _streams(storage: StorageInfo, weights: WeightMap) -> bool:

@@ -5,7 +5,6 @@ Host memory (``cpu`` on a CPU), files (``disk``), nothing (``meta``), and two st
 
 from __future__ import annotations
 
-import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ import torch
 from headrace.checkpoint.safetensors_header import FileFingerprint
 from headrace.checkpoint.weight_map import TensorSource
 from headrace.errors import CheckpointError
+from headrace.memory.pages import map_parts
 from headrace.memory.pinned import pin_threads, pinned_region
 from headrace.plan.plan import Unit
 from headrace.stores.sources import ByteRange, Copy, DiskOptions, File, ReadCounter, Source, fill, writable_view
@@ -204,6 +204,7 @@ class DiskStore(Store):
         *,
         stamps: Iterable[FileFingerprint] = (),
         pin_in_place: bool = False,
+        lookups: Collection[str] = (),
         counter: ReadCounter | None = None,
     ) -> None:
         """Open the files; nothing is read.
@@ -214,6 +215,7 @@ class DiskStore(Store):
             stamps: what files have to be; those without may change.
             pin_in_place: what is read in place is copied into pinned memory first, because a GPU cannot address a
                 mapped file.
+            lookups: of what is read in place, tables of which single rows are looked up.
             counter: of what is read; default one of its own.
         """
         self._sources = dict(sources)
@@ -223,7 +225,9 @@ class DiskStore(Store):
         expected = {stamp.path: stamp for stamp in stamps}
         counter = counter or ReadCounter()
         self._files = {path: File(path, options, expected.get(path), counter) for path in sorted(paths)}
-        self._maps: dict[Path, mmap.mmap] = {}
+        self._lookups = frozenset(lookups)
+        self._mapped: dict[str, torch.Tensor] = {}
+        self._mapped_paths: set[Path] = set()
         self._pin_in_place = pin_in_place
         self._pinned: dict[str, torch.Tensor] = {}
 
@@ -239,38 +243,33 @@ class DiskStore(Store):
                 self._pinned[storage] = self._read_pinned(storage)
             return self._pinned[storage]
         source = self._sources[storage]
-        # A tensor has one address, and the parts lie apart in the file.
-        if len(source.parts) != 1:
-            raise CheckpointError(
-                f"{storage} lies in {len(source.parts)} pieces in the checkpoint and cannot be read in place; "
-                f"prefetch it instead"
-            )
-        tensor = source.parts[0].tensor
-        if tensor.path not in self._maps:
-            # Copy-on-write, because torch has no read-only tensors: a stray write stays in this process.
-            mapping = mmap.mmap(self._files[tensor.path].fd, 0, access=mmap.ACCESS_COPY)
-            # Rows are looked up at random: read-ahead would only fill memory.
-            mapping.madvise(mmap.MADV_RANDOM)
-            self._maps[tensor.path] = mapping
-        mapped = self._maps[tensor.path]
-        return torch.frombuffer(mapped, dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.offset)
+        if why := source.why_not_mappable:
+            raise CheckpointError(f"{storage} {why} and cannot be read in place; prefetch it instead")
+        if storage not in self._mapped:
+            parts = [(self._files[p.tensor.path].fd, p.tensor.offset, p.tensor.num_bytes) for p in source.parts]
+            self._mapped[storage] = torch.from_numpy(map_parts(parts, at_random=storage in self._lookups))
+            self._mapped_paths.update(part.tensor.path for part in source.parts)
+        return self._mapped[storage]
 
     def require_mapped_unchanged(self) -> None:
-        for path in self._maps:
+        for path in self._mapped_paths:
             self._files[path].require_unchanged()
 
     @property
     def host_bytes(self) -> int:
-        return sum(buffer.numel() for buffer in self._pinned.values())
+        joined = sum(self._sources[name].joined_bytes for name in self._mapped)
+        return joined + sum(buffer.numel() for buffer in self._pinned.values())
 
     @property
     def account(self) -> dict[str, int]:
-        return {"file": sum(part.tensor.num_bytes for source in self._sources.values() for part in source.parts)}
+        joined = sum(self._sources[name].joined_bytes for name in self._mapped)
+        in_files = sum(part.tensor.num_bytes for source in self._sources.values() for part in source.parts)
+        return {"file": in_files, **({"host": joined} if joined else {})}
 
     def close(self) -> None:
         for file in self._files.values():
             file.close()
-        self._maps.clear()  # not closed: tensors may view a mapping, which ends with the last of them
+        self._mapped.clear()  # tensors may view a mapping, which ends with the last of them
         self._pinned.clear()
 
     def _read_pinned(self, storage: str) -> torch.Tensor:

@@ -147,6 +147,7 @@ class Probe:
             copy_bytes_per_s=Curve.of({MIB: read or self.cached_read_bytes_per_s}),
             product_s_per_byte=product,
             grouped_s_per_byte=product,
+            in_place_grouped_s_per_byte=None if direct else product,  # mapped pages are those of the page cache
             copies_take_cores=read is None,
             is_measured=True,
         )
@@ -156,7 +157,8 @@ def planning_rates(device: torch.device, direct: bool = False) -> Rates:
     """What plans for ``device`` are made with: the kept probe of this machine, or else nominal figures."""
     probe = load()
     if device.type == "cpu":
-        return NOMINAL_CPU if probe is None else probe.cpu_rates(direct)
+        nominal = replace(NOMINAL_CPU, in_place_grouped_s_per_byte=None) if direct else NOMINAL_CPU
+        return nominal if probe is None else probe.cpu_rates(direct)
     return (probe.gpu_rates() if probe is not None else None) or NOMINAL_GPU
 
 

@@ -1,0 +1,270 @@
+"""The promise: a CPU reads experts and tables where they lie in the files, with the bits of a resident model.
+
+At any offset that is a multiple of the element size, fused or one by one in the files; what cannot be read so is
+planned another way, and a rule or policy that asks for it is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import headrace
+import headrace.runtime.session as session
+from checkpoints import assert_same_tensors, make, resident, run
+from headrace.adapters.transformers import load
+from headrace.checkpoint.safetensors_header import Checkpoint
+from headrace.checkpoint.weight_map import FilePart, TensorSource
+from headrace.config import UVA, Budget, Rules
+from headrace.errors import CheckpointError, HeadraceWarning, OptionError, RuleError, SelectionError, TransferError
+from headrace.memory.pages import whole_pages
+from headrace.planning import plan_model
+from headrace.runtime import this_machine
+from headrace.stores.store import DiskStore
+from headrace.transfer import measuring
+from headrace.transfer.measuring import same_bits_at
+from models import MoE, save
+
+PAGE = whole_pages(1)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+EXPERTS = UVA(params=["experts"], mode="disk")
+TOKENS = torch.arange(9)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def start_data_at(file: Path, start: int) -> None:
+    """Rewrite a safetensors file such that its data starts ``start`` bytes into a page; a header may end in spaces."""
+    content = file.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = content[8:end] + b" " * ((start - end) % PAGE)
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
+
+
+def mapping_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """The file, and the KiB of each field of smaps (proc(5)), of the mapping that a tensor starts in."""
+    for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+        low, high = (int(end, 16) for end in part.split(" ")[0].split("-"))
+        if low <= tensor.data_ptr() < high:
+            return {"file": part.split("\n")[0].split()[-1], **dict(re.findall(r"^(\w+):\s+(\d+) kB", part, re.M))}
+    raise AssertionError("not mapped")
+
+
+def from_files(model: nn.Module, folder: Path, policy: Any) -> tuple[Any, headrace.Handle]:
+    """The same model from ``meta``, offloaded over ``folder``."""
+    with torch.device("meta"):
+        other = MoE(len(model.layers), model.embed.embedding_dim).to(model.embed.weight.dtype).eval()
+    return other, headrace.offload(other, policy, checkpoint=folder)
+
+
+class TestOffsets:
+    @DTYPES
+    def test_same_bits_at_every_multiple_of_the_element_size(
+        self, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(measuring, "_TRIED_ROWS", (1,))  # this tries them itself
+        source = MoE(1).to(dtype).eval()
+        expected = source(TOKENS)
+        file = save(source, tmp_path) / "model.safetensors"
+        rules = Rules([("experts", "uva"), ("re:.*shared_expert.weight", "uva"), ("embed", "uva")], mode="disk")
+        first = min(tensor.offset for tensor in Checkpoint.open(tmp_path).tensors.values())
+        for offset in range(0, 64, dtype.itemsize):
+            start_data_at(file, first + offset)
+            model, handle = from_files(source, tmp_path, rules)
+            with handle:
+                weights = [layer.mlp.experts.up_proj for layer in model.layers]
+                assert {weight.data_ptr() % dtype.itemsize for weight in weights} == {0}
+                assert (
+                    weights[0].data_ptr() % PAGE
+                    == Checkpoint.open(tmp_path).tensors["layers.0.mlp.experts.up_proj"].offset % PAGE
+                )
+                assert mapping_of(weights[0])["file"] == str(file)
+                assert torch.equal(model(TOKENS), expected)
+                assert handle.stats().mechanism_bytes["uva"] == handle.plan.uva_bytes > 0
+                assert handle.plan.uva.keys() >= {"embed.weight", "layers.0.mlp.shared_expert.weight"}
+
+    def test_between_elements_it_is_planned_another_way(self, tmp_path: Path) -> None:
+        source = MoE(4).eval()
+        file = save(source, tmp_path) / "model.safetensors"
+        start_data_at(file, 50)
+        model, handle = from_files(source, tmp_path, Budget("60KiB", ["ALL_MODEL_PARAMS"]))
+        with handle:
+            assert not handle.plan.uva
+            assert torch.equal(model(TOKENS), source(TOKENS))
+            assert handle.stats().bytes_moved > 0
+        with pytest.raises(
+            SelectionError, match=r"8 tensors \(.*experts.* at no multiple of the 4 bytes of an element"
+        ):
+            from_files(source, tmp_path, EXPERTS)
+
+    def test_only_routed_experts_are_read(self, tmp_path: Path) -> None:
+        source = MoE(1, 512).eval()
+        model, handle = from_files(source, save(source, tmp_path), EXPERTS)
+        with handle:
+            weight = model.layers[0].mlp.experts.up_proj
+            assert torch.equal(model(TOKENS[:1]), source(TOKENS[:1]))
+            # One expert of four, and what the kernel maps around a page that is touched.
+            assert weight.nbytes == 4 * 2**20
+            assert 2**10 <= int(mapping_of(weight)["Rss"]) < 2 * 2**10
+
+    def test_a_file_that_is_written_to_ends_it(self, tmp_path: Path) -> None:
+        source = MoE(2).eval()
+        model, handle = from_files(source, save(source, tmp_path), EXPERTS)
+        model(TOKENS)
+        with (tmp_path / "model.safetensors").open("ab") as file:
+            file.write(b"more")
+        with pytest.raises(TransferError, match=r"written to while in use"):
+            model(TOKENS)
+        del handle
+
+
+class TestKernels:
+    """What reads a weight in place may not round differently from what reads it aligned."""
+
+    @DTYPES
+    @pytest.mark.parametrize("shape", [(4, 96, 64), (3, 30, 10), (100, 64), (700,)], ids=str)
+    def test_tried_on_this_machine(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Measured equal on every x86 CPU so far; on one where it is not, this says so before a user finds out."""
+        assert all(same_bits_at(offset, shape, dtype) for offset in range(0, 64, 24))
+
+    def test_what_was_not_tried_is_not_said_to_be_equal(self) -> None:
+        assert not same_bits_at(8, (4, 4, 3, 3), torch.float32)
+        assert not same_bits_at(8, (4, 4), torch.int8)
+
+    def test_other_bits_are_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        plain = measuring._tried_products
+
+        def rounded_by_address(weight: torch.Tensor, apart: int) -> list[torch.Tensor]:
+            return [product + weight.data_ptr() % 64 * 1e-3 for product in plain(weight, apart)]
+
+        monkeypatch.setattr(measuring, "_tried_products", rounded_by_address)
+        assert not same_bits_at.__wrapped__(8, (6, 8), torch.float32)
+        assert same_bits_at.__wrapped__(0, (6, 8), torch.float32)
+
+    def test_they_refuse_it_before_anything_runs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(session, "same_bits_at", lambda *_: False)
+        source = MoE(1).eval()
+        start_data_at(save(source, tmp_path) / "model.safetensors", 8)
+        with pytest.raises(OptionError, match=r"bytes after a multiple of 64 .*--offload-rule 'layers.*=prefetch'"):
+            from_files(source, tmp_path, EXPERTS)
+        start_data_at(tmp_path / "model.safetensors", 64)
+        model, handle = from_files(source, tmp_path, EXPERTS)
+        with handle:
+            assert torch.equal(model(TOKENS), source(TOKENS))
+
+
+# -- transformers: experts one by one in the files, one tensor in the model --------------------------------------------
+
+
+def folder_of(tmp_path: Path, layout: str, dtype: torch.dtype = torch.float32, size: int = 64) -> Path:
+    """A mixture of experts of ``size`` x 64 each."""
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128}
+    model = make(
+        "Qwen3MoeForCausalLM",
+        dtype,
+        **shape,
+        **heads,
+        num_experts=12,
+        num_experts_per_tok=2,
+        moe_intermediate_size=size,
+    )
+    model.save_pretrained(tmp_path, save_original_format=layout == "one by one")
+    return tmp_path
+
+
+class TestExpertsOfTransformers:
+    @DTYPES
+    @pytest.mark.parametrize("layout", ["one by one", "fused"])
+    def test_a_budget_reads_them_in_place(self, layout: str, dtype: torch.dtype, tmp_path: Path) -> None:
+        folder = folder_of(tmp_path, layout, dtype)
+        in_files = [name for name in Checkpoint.open(folder).tensors if ".experts." in name]
+        assert len(in_files) == (2 * 12 * 3 if layout == "one by one" else 2 * 2)
+        for offset in (0, 24 + dtype.itemsize):
+            start_data_at(folder / "model.safetensors", offset)
+            reference = resident(folder)
+            expected = run(reference)
+            model, handle = load(folder, Budget("400KiB"))
+            fused = [name for name in handle.plan.uva if ".experts." in name]
+            assert len(fused) == 4
+            assert handle.plan.uva_bytes > 0.7 * handle.plan.weight_bytes
+            assert model.get_parameter(fused[0]).data_ptr() % 64 in range(0, 64, dtype.itemsize)
+            assert mapping_of(model.get_parameter(fused[0]))["file"].endswith("model.safetensors")
+            for _ in range(2):
+                assert torch.equal(run(model), expected)
+            assert handle.stats().store_bytes.get("host", 0) == (
+                # The pieces of a tensor that are no neighbours; gate and up of an expert are.
+                4 * 11 * PAGE if layout == "one by one" and model.get_parameter(fused[0]).data_ptr() % PAGE else 0
+            )
+            handle.remove()
+            assert_same_tensors(model, reference)
+            assert torch.equal(run(model), expected)
+
+    def test_pieces_that_are_no_whole_pages_are_copied(self, tmp_path: Path) -> None:
+        folder = folder_of(tmp_path, "one by one", size=24)
+        budget = Budget("400KiB")
+        why = r"4 tensors \(.*\) of experts cannot be read in place, .* lies in 12 pieces in the checkpoint"
+        assert re.search(why, "\n".join(plan_model(folder, budget, device="cpu").outlook.notes))
+        model, handle = load(folder, budget)
+        with handle:
+            assert not any(".experts." in name for name in handle.plan.uva)
+            assert torch.equal(run(model), run(resident(folder)))
+            assert handle.stats().bytes_moved > 0
+        with pytest.raises(
+            RuleError, match="pieces in the checkpoint, which do not meet at whole pages, cannot be read"
+        ):
+            load(folder, Rules([("experts", "uva")], mode="disk"))
+
+    def test_what_joining_takes_is_said_before(self, tmp_path: Path) -> None:
+        folder = folder_of(tmp_path, "one by one")
+        start_data_at(folder / "model.safetensors", 8)
+        outlook = plan_model(folder, EXPERTS, device="cpu").outlook
+        assert len(outlook.notes) == 1
+        assert "4 tensors" in outlook.notes[0]
+        assert "loading maps the pieces and joins them" in outlook.notes[0]
+        assert json.loads(json.dumps(outlook.to_json()))["notes"] == list(outlook.notes)
+
+    def test_layers_that_differ_keep_what_they_can(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As when a process may have no more mappings, or one layer's experts lie in two files."""
+        monkeypatch.setattr(this_machine, "_MAX_MAPPINGS", 30)
+        folder = folder_of(tmp_path, "one by one")
+        model, handle = load(folder, Budget("1MiB"))
+        with handle:
+            mechanisms = {handle.plan.mechanism_of(f"model.layers.{i}.mlp.experts.gate_up_proj") for i in range(2)}
+            assert mechanisms == {"uva", "prefetch"} or mechanisms == {"uva", "resident"}
+            assert torch.equal(run(model), run(resident(folder)))
+            assert sum(".layers.0." in name for name in handle.plan.uva) == 2
+
+
+def test_only_parts_that_meet_at_pages_are_mapped(tmp_path: Path) -> None:
+    save(MoE(2), tmp_path)
+    tensors = Checkpoint.open(tmp_path).tensors
+    whole, odd = tensors["layers.0.mlp.experts.up_proj"], tensors["layers.0.mlp.gate.bias"]
+    assert whole.num_bytes % PAGE == 0 != odd.num_bytes % PAGE
+    source = TensorSource((FilePart(odd), FilePart(whole, odd.num_bytes)), (1,), torch.float32)
+    store = DiskStore({"made": source})
+    with pytest.raises(CheckpointError, match="made lies in 2 pieces in the checkpoint, which do not meet"):
+        store.in_place("made")
+    store.close()
+
+
+def test_what_a_policy_cannot_read_in_place_stays_with_a_warning(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "one by one", size=24)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", HeadraceWarning)
+        _, handle = load(folder, UVA(params=["experts", "embed_tokens"], mode="disk"))
+    with handle:
+        assert set(handle.plan.uva) == {"model.embed_tokens.weight"}
+    assert any("cannot be read in place" in str(entry.message) for entry in caught)
