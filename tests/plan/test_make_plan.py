@@ -15,15 +15,17 @@ import pytest
 import torch
 import transformers
 from matplotlib.figure import Figure
+from safetensors.torch import save_file
 
 import headrace
 from checkpoints import SIZE, make, resident, rewrite
 from checkpoints import run as forward
 from commands import TINY, error_of, run
 from headrace.adapters.transformers import load
-from headrace.config import Budget, Prefetch, Workload
+from headrace.checkpoint.safetensors_header import Checkpoint
+from headrace.config import UVA, Budget, Prefetch, Workload
 from headrace.demo.synthetic_model import ensure_model
-from headrace.errors import HeadraceWarning, LimitError, OptionError, OptionTypeError
+from headrace.errors import HeadraceWarning, LimitError, OptionError, OptionTypeError, SelectionError
 from headrace.plan.plan import Machine
 from headrace.plan.report import _draw_curve
 from headrace.planning import plan_model
@@ -213,6 +215,18 @@ class TestHonesty:
         with pytest.warns(HeadraceWarning, match=r"1 tensor \(model\.norm\.weight\) of LlamaForCausalLM not in"):
             headrace.make_plan(tmp_path)
         assert "model.norm.weight" in run("plan", tmp_path).stderr
+
+    def test_convolutions_in_place_where_they_may_round_differently(self, tmp_path: Path) -> None:
+        model = torch.nn.Sequential(*(torch.nn.Conv2d(64, 64, 3) for _ in range(2))).eval()
+        for padding in range(0, 64, 8):
+            save_file(dict(model.state_dict()), tmp_path / "model.safetensors", {"padding": "x" * padding})
+            if all(tensor.offset % 64 for tensor in Checkpoint.open(tmp_path).tensors.values()):
+                break
+        for call in (headrace.make_plan, headrace.offload):
+            with pytest.raises(
+                SelectionError, match=r"2 tensors .* cannot be read in place: 0\.weight starts \d+ bytes"
+            ):
+                call(model, UVA(mode="disk"), checkpoint=tmp_path)
 
     def test_a_workload_beyond_the_budget_names_those_that_fit(self, folder: Path) -> None:
         args = ("plan", folder, "--device", "cpu", "--device-memory", "40MiB")

@@ -18,6 +18,7 @@ from torch import nn
 import headrace
 from headrace.config import ALL_MODEL_PARAMS, UVA, Budget, Mode, Prefetch
 from headrace.errors import BudgetError, HeadraceWarning, OptionError, SelectionError
+from headrace.figures import in_unit, size_unit
 from headrace.model.inventory import Inventory, take_inventory
 from headrace.plan.build import build_plan
 from headrace.plan.plan import Plan
@@ -330,6 +331,6 @@ def test_report_shows_the_figures_of_the_plan() -> None:
     text = console.export_text()
     assert "tiny/stack" in text
     for num_bytes in (plan.weight_bytes, plan.device_bytes, plan.moved_bytes, plan.resident_bytes):
-        assert f"{num_bytes / 2**30:.3f}" in text
+        assert in_unit(num_bytes, size_unit(plan.weight_bytes)) in text
     assert f"{len(plan.units)} units" in text
     assert "layers.*.linear.weight" in text

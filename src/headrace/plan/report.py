@@ -46,6 +46,7 @@ _COLOURS = {"resident": "#3aa655", "prefetched": "#4c8ed9", "from files": "#8a63
 # Norms and biases have dozens of roles of a few KiB each; they share a row.
 _MAX_ROLE_ROWS = 12
 _MAX_RUNS = 6
+_LAYERS_WIDTH = 16
 # Of what is no terminal, as the command line has it.
 _PIPE_WIDTH = 120
 
@@ -161,6 +162,7 @@ def titled_table(title: str, *columns: str) -> Table:
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
+        collapse_padding=True,
     )
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", overflow="fold")
@@ -206,8 +208,8 @@ def _units(plan: Plan) -> Table:
     for unit in plan.units:
         alike[role_of(unit.module_fqn), len(unit.entries), unit.store].append(unit)
     size = size_unit(plan.weight_bytes)
-    each = ("tensors each", f"{size} each", "slot numbers")
-    table = titled_table("Units", "module", "rest in", "units", "layers", *each)
+    table = titled_table("Units", "module", "rest in", "units", "layers", "tensors", f"{size} each")
+    table.columns[3].max_width = _LAYERS_WIDTH  # it breaks between words, and names would have to inside them
     for (fqn, tensors, store), units in alike.items():
         low, high = (in_unit(bound(unit.num_bytes for unit in units), size) for bound in (min, max))
         table.add_row(
@@ -218,7 +220,6 @@ def _units(plan: Plan) -> Table:
             compress_indices(int(number) for unit in units for number in _NUMBER.findall(unit.module_fqn)[:1]),
             str(tensors),
             low if low == high else f"{low} to {high}",
-            compress_indices(unit.slot for unit in units),
         )
     return table
 
@@ -273,7 +274,7 @@ def render_outlook(outlook: Outlook) -> RenderableType:
             forecast.bound,
             in_unit(outlook.device_bytes + use.total_bytes, unit),
         )
-    hint = "" if outlook.is_measured else "; run `headrace probe` on this machine for predictions that hold"
+    hint = "" if outlook.is_measured else "; run `headrace probe` on that machine for predictions that hold"
     lines = [f"\nRates of {outlook.machine}{hint}."]
     if outlook.context:
         largest = max(outlook.memory, key=lambda use: use.batch)

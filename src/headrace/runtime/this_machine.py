@@ -50,6 +50,8 @@ __all__ = [
 _HEADROOM_BYTES = 1 << 30
 # Pieces of tensors that are read in place, one mapping each: of the 65,530 that Linux gives a process.
 _MAX_MAPPINGS = 48_000
+# What products in place are tried at (headrace.transfer.measuring, which needs torch).
+_TRIED_ALIGNMENT_BYTES = 64
 _MIB = 2**20
 
 _DEVICE = "device memory"
@@ -126,6 +128,13 @@ def _mapped_files(inventory: Inventory, weights: WeightMap) -> MappedFiles:
         if source is None:
             continue
         why, pieces = source.why_not_mappable, len(source.parts)
+        misaligned = source.parts[0].tensor.offset % _TRIED_ALIGNMENT_BYTES
+        untried = len(source.shape) > 3 or (len(source.shape) > 1 and source.dtype.itemsize < 2)
+        if not why and misaligned and untried and not storage.is_lookup:
+            why = (
+                f"starts {misaligned} bytes after a multiple of {_TRIED_ALIGNMENT_BYTES} in its file, where kernels "
+                f"for {len(source.shape)} dimensions of {source.dtype} may round differently"
+            )
         if not why and pieces > 1:
             mappings += pieces
             if mappings > _MAX_MAPPINGS:
