@@ -24,4 +24,5 @@ def _clean_slate(monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith("HEADRACE_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HEADRACE_READERS", "2")
+    monkeypatch.setenv("HEADRACE_DISABLE_CACHE", "1")  # or a folder would be read in the first of many tests only
     torch.manual_seed(0)

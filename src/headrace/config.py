@@ -12,6 +12,7 @@ HEADRACE_READERS             cores    readers of files, 1 to 1024. The default l
                                       GPU's ring, with 14 readers at most; loading uses 8 to 16
 HEADRACE_DISABLE_PIN_MEMORY  0        1: host memory of a GPU's stores is ordinary memory (slow, cannot be captured)
 HEADRACE_DISABLE_UVA         0        1: what a GPU would read in place is moved into a slot on demand instead
+HEADRACE_DISABLE_CACHE       0        1: what was read of a model's folder is neither kept for the next plan nor used
 HEADRACE_PEER_TIMEOUT        600      seconds that a rank waits for another one during an offload with ``group=``
 ===========================  =======  ============================================================================
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, cast, get_args
 
 from headrace.errors import OptionError, OptionTypeError, RuleError, SizeError
@@ -42,6 +44,8 @@ __all__ = [
     "Rules",
     "Workload",
     "as_policy",
+    "cache_disabled",
+    "cache_folder",
     "debug_enabled",
     "peer_timeout_s",
     "pin_memory_disabled",
@@ -345,6 +349,20 @@ def pin_memory_disabled() -> bool:
 def uva_disabled() -> bool:
     """Whether ``HEADRACE_DISABLE_UVA`` forbids reading host memory in place from a GPU."""
     return _switch("HEADRACE_DISABLE_UVA")
+
+
+def cache_folder() -> Path | None:
+    """Where what was measured or read is kept: ``XDG_CACHE_HOME``, else ``~/.cache``; ``None`` without a home."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "headrace"
+    except RuntimeError:  # neither HOME nor an entry in passwd, as a container with a bare user id has it
+        return None
+
+
+def cache_disabled() -> bool:
+    """Whether ``HEADRACE_DISABLE_CACHE`` forbids keeping what was read of a folder, and using it."""
+    return _switch("HEADRACE_DISABLE_CACHE")
 
 
 def _switch(name: str) -> bool:

@@ -7,11 +7,13 @@ imports torch or transformers.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace.checkpoint.model_folder import model_folder, model_name
 from headrace.config import Budget, Policy, Workload, as_policy
 from headrace.errors import LimitError, OptionError, OptionTypeError, warn_user
 from headrace.memory.system import no_collections
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from headrace.adapters.transformers.opened_model import OpenedModel
+    from headrace.checkpoint.kept_folder import FolderFacts
     from headrace.checkpoint.safetensors_header import Checkpoint
     from headrace.checkpoint.weight_map import WeightMap
     from headrace.model.records import Inventory, ModelProfile
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from headrace.plan.cost_model import Rates
     from headrace.plan.plan import Machine, Plan
     from headrace.stores.sources import DiskOptions
+    from headrace.transfer.machine_probe import DeviceName
 
 __all__ = ["Planned", "make_plan", "plan_model"]
 
@@ -132,9 +136,8 @@ def plan_model(
     Raises the errors of :func:`make_plan`.
     """
     from headrace.plan.plan import Plan, assemble
-    from headrace.runtime.prepare import require_kinds
-    from headrace.runtime.this_machine import make_planner, settle
-    from headrace.stores.store import DiskStore
+    from headrace.runtime.this_machine import make_planner, require_kinds, settle
+    from headrace.stores.sources import File
 
     require_kinds(device, disk)
     given = policy if policy is None or isinstance(policy, Plan) else _with_workload(as_policy(policy), workload)
@@ -144,7 +147,8 @@ def plan_model(
         if disk is not None and facts.weights is not None:
             # The file system may refuse O_DIRECT. Opening the files finds this now, and not when the plan is carried
             # out.
-            DiskStore(dict(facts.weights.sources), disk).close()
+            for path in facts.weights.checkpoint.files:
+                File(path, disk).close()
         target = _target(facts.module, machine, device, disk)
         inventory = facts.inventory
         planner = make_planner(
@@ -186,14 +190,18 @@ class _Facts:
 
 def _facts_of(model: Any, checkpoint: Any) -> _Facts:
     if isinstance(model, str | os.PathLike):
-        from headrace.adapters.transformers.opened_model import open_model
+        from headrace.checkpoint.kept_folder import folder_facts
+        from headrace.runtime.this_machine import not_in_files
 
-        model = open_model(model)
+        _refuse_checkpoint(checkpoint)
+        folder = model_folder(model)
+        facts = folder_facts(folder, partial(_read, folder))
+        _warn_of(facts.differences)
+        unstreamable = not_in_files(facts.inventory, facts.weights)
+        return _Facts(facts.inventory, facts.profile, facts.weights, unstreamable, model_name(folder))
     if hasattr(model, "unstreamable"):  # an OpenedModel; its class needs transformers
-        if checkpoint is not None:
-            raise OptionError("checkpoint: a folder is its own checkpoint; leave checkpoint out")
-        for difference in model.differences:
-            warn_user(difference)
+        _refuse_checkpoint(checkpoint)
+        _warn_of(model.differences)
         return _Facts(model.inventory, model.profile, model.weights, model.unstreamable, model.name)
     from torch import nn
 
@@ -208,6 +216,22 @@ def _facts_of(model: Any, checkpoint: Any) -> _Facts:
     return _Facts(take_inventory(model), profile_of(model), weights, name=type(model).__name__, module=model)
 
 
+def _read(folder: Path) -> tuple[FolderFacts, Collection[str]]:
+    from headrace.adapters.transformers.opened_model import open_model
+
+    return open_model(folder).facts
+
+
+def _warn_of(differences: Iterable[str]) -> None:
+    for difference in differences:
+        warn_user(difference)
+
+
+def _refuse_checkpoint(checkpoint: object) -> None:
+    if checkpoint is not None:
+        raise OptionError("checkpoint: a folder is its own checkpoint; leave checkpoint out")
+
+
 # -- the machine -------------------------------------------------------------------------------------------------------
 
 
@@ -215,36 +239,40 @@ def _facts_of(model: Any, checkpoint: Any) -> _Facts:
 class _Target:
     """Where a plan is to be carried out; ``rates`` are ``None`` for this machine, whose own count."""
 
-    device: torch.device
+    device: torch.device | DeviceName
     machine: Machine
     rates: Rates | None = None
 
 
 def _target(module: nn.Module | None, machine: Any, device: Any, disk: DiskOptions | None) -> _Target:
-    import torch
-
-    from headrace.runtime.prepare import compute_device
     from headrace.runtime.this_machine import describe_device
-    from headrace.transfer.machine_probe import named_machine
+    from headrace.transfer.machine_probe import DeviceName, may_have_gpu, named_machine
 
     if machine is None:
-        here = compute_device(module or torch.nn.Module(), device)
+        here: torch.device | DeviceName = DeviceName("cpu")
+        if module is not None or (may_have_gpu() if device is None else device != "cpu"):
+            from torch import nn
+
+            from headrace.runtime.prepare import compute_device
+
+            here = compute_device(module or nn.Module(), device)
         return _Target(here, describe_device(here))
     if device is not None:
         raise OptionError("machine and device contradict each other: the machine says the device; leave device out")
     made_for, rates = named_machine(machine, disk is not None and bool(disk.direct))
-    return _Target(torch.device("cpu" if made_for.device == "cpu" else "cuda"), made_for, rates)
+    return _Target(DeviceName("cpu" if made_for.device == "cpu" else "cuda"), made_for, rates)
 
 
 def _misfit(plan: Plan, planner: Planner, facts: _Facts, target: _Target, workload: Workload) -> str | None:
     """What the machine lacks for ``plan`` with the caches and activations of ``workload``; ``None``: nothing."""
-    from headrace.model.live_tensors import bind
     from headrace.runtime.this_machine import Limits, check_limits, needs_of, read_limits
 
     on_gpu = target.device.type == "cuda"
     names = {storage.name for storage in facts.inventory.storages}
     elsewhere = on_meta = names
     if facts.module is not None:
+        from headrace.model.live_tensors import bind
+
         bound = bind(facts.module, facts.inventory.storages)
         elsewhere = {name for name, storage in bound.items() if storage.home != target.device}
         on_meta = {name for name, storage in bound.items() if storage.on_meta}

@@ -31,7 +31,7 @@ from headrace.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Checkpoint", "FileFingerprint", "FileTensor", "opened", "require_file", "too_many_open"]
+__all__ = ["Checkpoint", "FileFingerprint", "FileTensor", "opened", "raw_header", "require_file", "too_many_open"]
 
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -231,17 +231,24 @@ def _only_named(shard: Path, found: Mapping[str, FileTensor], names: set[str]) -
     return dict(found) if len(found) == len(names) else {name: found[name] for name in found if name in names}
 
 
-def _read_header(path: Path) -> tuple[dict[str, FileTensor], FileFingerprint]:
-    """The tensors of one file by offset, every rule of the format checked."""
-    # Not by the safetensors library: it does not give a tensor's offset in its file, and stores read or map the
-    # unmodified files at these offsets.
+def raw_header(path: Path) -> tuple[bytes, FileFingerprint]:
+    """The bytes of one file before its data, and which file that was; CheckpointError if it has no such header."""
     with opened(path) as (fd, stamp):
         raw = bytearray(min(stamp.num_bytes, _FIRST_READ_BYTES))
         _fill(fd, raw, 0, path)
         data_start = 8 + _header_bytes(path, raw, stamp.num_bytes)
         rest = bytearray(max(0, data_start - len(raw)))
         _fill(fd, rest, len(raw), path)
-    header = _parse_object(path, (raw + rest)[8:data_start])
+    return bytes(raw + rest)[:data_start], stamp
+
+
+def _read_header(path: Path) -> tuple[dict[str, FileTensor], FileFingerprint]:
+    """The tensors of one file by offset, every rule of the format checked."""
+    # Not by the safetensors library: it does not give a tensor's offset in its file, and stores read or map the
+    # unmodified files at these offsets.
+    raw, stamp = raw_header(path)
+    data_start = len(raw)
+    header = _parse_object(path, raw[8:])
     tensors = [_tensor(path, n, entry, data_start) for n, entry in header.items() if n != "__metadata__"]
     # By size as well: an empty tensor begins where the next one does, and must come before it.
     tensors.sort(key=lambda tensor: (tensor.offset, tensor.num_bytes, tensor.name))
@@ -262,7 +269,7 @@ def _header_bytes(path: Path, raw: bytearray, file_bytes: int) -> int:
     return length
 
 
-def _parse_object(path: Path, raw: bytearray) -> dict[str, object]:
+def _parse_object(path: Path, raw: bytes | bytearray) -> dict[str, object]:
     try:
         # decode() is UTF-8, as the format demands; json.loads of bytes would take UTF-16 and UTF-32, too.
         parsed = json.loads(raw.decode(), object_pairs_hook=_unique)

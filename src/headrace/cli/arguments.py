@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from headrace.plan.plan import Plan
     from headrace.stores.sources import DiskOptions
+    from headrace.transfer.machine_probe import DeviceName
 
 __all__ = [
     "VERB_FLAGS",
@@ -73,7 +74,7 @@ def with_offload_flags(
     return add
 
 
-def requested(flags: OffloadFlags, device: torch.device) -> Policy | Plan | None:
+def requested(flags: OffloadFlags, device: torch.device | DeviceName) -> Policy | Plan | None:
     """The policy or plan that the flags of a verb ask for on ``device``; ``None`` if nothing is to be offloaded.
 
     Raises:

@@ -27,6 +27,8 @@ from headrace.flags import OffloadFlags
 if TYPE_CHECKING:
     import torch
 
+    from headrace.transfer.machine_probe import DeviceName
+
 __all__ = ["plan", "probe"]
 
 EXIT_UNFIT = 1
@@ -75,7 +77,8 @@ def plan(
 
     if plot is not None:
         require_picture(plot)
-    here = device if machine is None else None
+    name = device.type if device.index is None else f"{device.type}:{device.index}"
+    here = name if machine is None else None
     planned = plan_model(folder, policy, machine=machine, device=here, disk=disk_options(flags))
     made = planned.with_outlook()
     if save is not None:
@@ -93,17 +96,17 @@ def plan(
         raise typer.Exit(EXIT_UNFIT)
 
 
-def _planned_device(flags: OffloadFlags, machine: str | None) -> torch.device:
-    """The device of this machine to plan for, or the kind of that of ``machine``."""
+def _planned_device(flags: OffloadFlags, machine: str | None) -> torch.device | DeviceName:
+    """The device of this machine to plan for, or the kind of that of ``machine``; without torch where it is a CPU."""
+    from headrace.transfer.machine_probe import DeviceName, may_have_gpu, named_machine
+
     if machine is None:
+        if flags.device == "cpu" or (flags.device is None and not may_have_gpu()):
+            return DeviceName("cpu")
         return target_device(flags.device, "; to plan for a machine with a GPU: " + _MACHINE)
     if flags.device is not None:
         raise OptionError("--machine and --device contradict each other: the machine has its device; leave one out")
-    import torch
-
-    from headrace.transfer.machine_probe import named_machine
-
-    return torch.device("cpu" if named_machine(machine)[0].device == "cpu" else "cuda")
+    return DeviceName("cpu" if named_machine(machine)[0].device == "cpu" else "cuda")
 
 
 def probe(

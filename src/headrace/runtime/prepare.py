@@ -45,7 +45,6 @@ __all__ = [
     "compute_device",
     "open_ranks",
     "prepare",
-    "require_kinds",
 ]
 
 
@@ -167,27 +166,6 @@ def open_ranks(group: dist.ProcessGroup | None) -> AbstractContextManager[RankGr
             f"torch.distributed.init_process_group, found {type(group).__name__} {group!r}"
         )
     return RankGroup.open(group)
-
-
-def require_kinds(device: object, disk: object) -> None:
-    """Refuse a ``device=`` or ``disk=`` of a wrong kind, before anything is read or built.
-
-    Raises:
-        OptionError, OptionTypeError: a text that names no device; another type.
-    """
-    expected = "expected 'cpu', 'cuda', 'cuda:N' or a torch.device"
-    if device is not None and (isinstance(device, bool) or not isinstance(device, torch.device | str | int)):
-        raise OptionTypeError(f"device: {expected}, found {type(device).__name__} {device!r}")
-    if isinstance(device, str):
-        try:
-            torch.device(device)
-        except RuntimeError:  # its message lists all devices that torch has a name for
-            raise OptionError(f"device {device!r}: {expected}") from None
-    if disk is not None and not isinstance(disk, DiskOptions):
-        raise OptionTypeError(
-            f"disk: expected headrace.DiskOptions, such as DiskOptions(direct=True), found {type(disk).__name__} "
-            f"{disk!r}"
-        )
 
 
 def compute_device(model: nn.Module, device: torch.device | str | None = None) -> torch.device:

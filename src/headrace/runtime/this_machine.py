@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.config import HOST_MODES, SHARDED_MODES, pin_memory_disabled, uva_disabled
-from headrace.errors import CheckpointError, LimitError
+from headrace.errors import CheckpointError, LimitError, OptionError, OptionTypeError
 from headrace.figures import format_size
 from headrace.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
@@ -25,7 +25,7 @@ from headrace.plan.cost_model import Rates
 from headrace.plan.plan import Machine, Plan, slab_bytes
 from headrace.plan.units import move_on_demand
 from headrace.stores.sources import DiskOptions
-from headrace.transfer.machine_probe import planning_rates
+from headrace.transfer.machine_probe import DeviceName, planning_rates
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +43,7 @@ __all__ = [
     "not_in_files",
     "read_limits",
     "require_disk",
+    "require_kinds",
     "settle",
 ]
 
@@ -60,17 +61,42 @@ _CGROUP = "host memory under its cgroup's limit"
 _MEMLOCK = "locked memory (RLIMIT_MEMLOCK)"
 
 
-def describe_device(device: torch.device) -> Machine:
+def require_kinds(device: object, disk: object) -> None:
+    """Refuse a ``device=`` or ``disk=`` of a wrong kind, before anything is read or built.
+
+    Raises:
+        OptionError, OptionTypeError: a text that names no device; another type.
+    """
+    if disk is not None and not isinstance(disk, DiskOptions):
+        raise OptionTypeError(
+            f"disk: expected headrace.DiskOptions, such as DiskOptions(direct=True), found {type(disk).__name__} "
+            f"{disk!r}"
+        )
+    if device is None or device == "cpu":
+        return
+    import torch
+
+    expected = "expected 'cpu', 'cuda', 'cuda:N' or a torch.device"
+    if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
+        raise OptionTypeError(f"device: {expected}, found {type(device).__name__} {device!r}")
+    if isinstance(device, str):
+        try:
+            torch.device(device)
+        except RuntimeError:  # its message lists all devices that torch has a name for
+            raise OptionError(f"device {device!r}: {expected}") from None
+
+
+def describe_device(device: torch.device | DeviceName) -> Machine:
     """What a plan made for ``device`` is bound to."""
     if device.type != "cuda":
         return Machine(device.type)
     import torch
 
-    facts = torch.cuda.get_device_properties(device)
+    facts = torch.cuda.get_device_properties(device.index)
     return Machine(facts.name, facts.total_memory)
 
 
-def can_read_in_place(device: torch.device) -> bool:
+def can_read_in_place(device: torch.device | DeviceName) -> bool:
     """Whether compute on ``device`` may address host memory; memory that is not pinned has no address on a GPU."""
     return device.type != "cuda" or not (uva_disabled() or pin_memory_disabled())
 
@@ -81,7 +107,7 @@ def can_read_in_place(device: torch.device) -> bool:
 def make_planner(
     inventory: Inventory,
     profile: ModelProfile,
-    device: torch.device,
+    device: torch.device | DeviceName,
     weights: WeightMap | None = None,
     rates: Rates | None = None,
     unstreamable: Collection[str] = (),
@@ -157,7 +183,7 @@ def _streams(storage: StorageInfo, weights: WeightMap) -> bool:
     return True
 
 
-def _free_host_bytes(device: torch.device, inventory: Inventory) -> int | None:
+def _free_host_bytes(device: torch.device | DeviceName, inventory: Inventory) -> int | None:
     """Host memory that units may take unless the user sets a limit (``host_memory``)."""
     limits = read_limits(device, pinned_bytes=inventory.num_bytes)
     host = [limits.host_available_bytes, limits.cgroup_available_bytes, limits.memlock_bytes]
@@ -170,7 +196,11 @@ def _free_host_bytes(device: torch.device, inventory: Inventory) -> int | None:
 
 
 def settle(
-    plan: Plan, inventory: Inventory, device: torch.device, machine: Machine, ranks: RankGroup | None = None
+    plan: Plan,
+    inventory: Inventory,
+    device: torch.device | DeviceName,
+    machine: Machine,
+    ranks: RankGroup | None = None,
 ) -> Plan:
     """``plan`` checked against the model and ``machine``, in the form that ``device`` of it can carry out."""
     plan.check(inventory)
@@ -214,7 +244,7 @@ class Needs:
     pinned_bytes: int = 0
 
 
-def read_limits(device: torch.device, *, pinned_bytes: int = 0) -> Limits:
+def read_limits(device: torch.device | DeviceName, *, pinned_bytes: int = 0) -> Limits:
     """The limits of this machine and process now.
 
     Args:
@@ -232,8 +262,8 @@ def read_limits(device: torch.device, *, pinned_bytes: int = 0) -> Limits:
     if device.type == "cuda":
         import torch
 
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        device_free = torch.cuda.mem_get_info(device)[0] + unused
+        unused = torch.cuda.memory_reserved(device.index) - torch.cuda.memory_allocated(device.index)
+        device_free = torch.cuda.mem_get_info(device.index)[0] + unused
     return Limits(device_free, host, group, lockable)
 
 

@@ -5,30 +5,38 @@ The result is stored per machine (devices, CPU, torch) under the user's cache fo
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
 import platform
+import re
 import stat
+import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-import torch
-
+from headrace.config import cache_folder
 from headrace.errors import OptionError, warn_user
 from headrace.memory.system import num_cores
 from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates, nominal_rates
 from headrace.plan.plan import Machine
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = [
     "MACHINES",
+    "DeviceName",
     "Probe",
     "cache_path",
     "load",
+    "may_have_gpu",
     "named_machine",
     "planning_rates",
     "read_probe",
@@ -153,7 +161,15 @@ class Probe:
         )
 
 
-def planning_rates(device: torch.device, direct: bool = False) -> Rates:
+@dataclass(frozen=True)
+class DeviceName:
+    """Stands for the ``torch.device`` of that type and index where torch is not needed otherwise."""
+
+    type: str
+    index: int | None = None
+
+
+def planning_rates(device: torch.device | DeviceName, direct: bool = False) -> Rates:
     """What plans for ``device`` are made with: the kept probe of this machine, or else nominal figures."""
     probe = load()
     if device.type == "cpu":
@@ -164,25 +180,52 @@ def planning_rates(device: torch.device, direct: bool = False) -> Rates:
 
 def describe_machine() -> dict[str, str]:
     """What a probe is valid for."""
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    devices, device_bytes = [], 0
+    if may_have_gpu():
+        import torch
+
+        devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        device_bytes = torch.cuda.get_device_properties(0).total_memory if devices else 0
     return {
         "host": platform.node(),
         "cpu": f"{platform.machine()}, {num_cores()} cores",
         "devices": ", ".join(devices) or "none",
-        "device_bytes": str(torch.cuda.get_device_properties(0).total_memory) if devices else "0",
-        "torch": torch.__version__,
+        "device_bytes": str(device_bytes),
+        "torch": _torch_build()["__version__"],
     }
 
 
-def cache_path() -> Path | None:
-    """Where the probe of this machine is kept (``XDG_CACHE_HOME``, else ``~/.cache``); ``None`` without a home."""
-    base = os.environ.get("XDG_CACHE_HOME")
+def may_have_gpu() -> bool:
+    """Whether torch may find a GPU here; where it cannot, as this says without it, its import of a second is saved."""
+    if "torch" in sys.modules:
+        import torch
+
+        return torch.cuda.device_count() > 0
+    build = _torch_build()
+    if not (build.get("cuda") or build.get("hip")):
+        return False
     try:
-        folder = Path(base) if base else Path.home() / ".cache"
-    except RuntimeError:  # neither HOME nor an entry in passwd, as a container with a bare user id has it
+        ctypes.CDLL("libcuda.so.1")  # the driver's library
+    except OSError:
+        return Path("/dev/kfd").exists()  # the kernel's side of ROCm
+    return True
+
+
+@cache
+def _torch_build() -> dict[str, str]:
+    """``__version__`` of torch, and the versions of ``cuda`` and ``hip`` that it is built for, from its own file."""
+    package: Any = find_spec("torch")
+    text = Path(package.origin).with_name("version.py").read_text()
+    return dict(re.findall(r"^(\w+)[^=\n]*= '(.*)'$", text, re.MULTILINE))
+
+
+def cache_path() -> Path | None:
+    """Where the probe of this machine is kept; ``None`` without a home."""
+    folder = cache_folder()
+    if folder is None:
         return None
     machine = hashlib.sha256(json.dumps(describe_machine(), sort_keys=True).encode()).hexdigest()
-    return folder / "headrace" / f"probe-{machine[:16]}.json"
+    return folder / f"probe-{machine[:16]}.json"
 
 
 def load() -> Probe | None:

@@ -38,9 +38,9 @@ from headrace.figures import format_size
 from headrace.model.live_tensors import BoundStorage, storage_id
 from headrace.plan.plan import Plan
 from headrace.ranks.group import RankGroup
-from headrace.runtime.prepare import Prepared, open_ranks, prepare, require_kinds
+from headrace.runtime.prepare import Prepared, open_ranks, prepare
 from headrace.runtime.session import Progress
-from headrace.runtime.this_machine import not_in_files
+from headrace.runtime.this_machine import not_in_files, require_kinds
 from headrace.stores.sources import DiskOptions
 from headrace.stores.store import new_buffer
 
@@ -419,7 +419,7 @@ def differences(model: PreTrainedModel, found: Match, *, is_chosen: bool = False
             f"does; outputs that depend on them mean nothing until they are trained"
         )
     if found.unexpected:
-        warn_user(
+        yield (
             f"{_some(found.unexpected)} in {root} not used: {type(model).__name__} has no place for "
             f"{'it' if len(found.unexpected) == 1 else 'them'}"
         )

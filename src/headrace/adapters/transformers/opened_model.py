@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 
 from headrace.adapters.transformers.conversion import Match, match
 from headrace.adapters.transformers.load_folder import build_meta_model, differences
+from headrace.checkpoint.kept_folder import FolderFacts
 from headrace.checkpoint.model_folder import model_folder, model_name
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.checkpoint.weight_map import WeightMap
@@ -55,6 +57,14 @@ class OpenedModel:
     def profile(self) -> ModelProfile:
         """Of the model beyond names and sizes."""
         return profile_of(self.module)
+
+    @property
+    def facts(self) -> tuple[FolderFacts, set[str]]:
+        """What planning needs, to be kept, and the files in which the classes of its modules are defined."""
+        classes = {base for module in self.module.modules() for base in type(module).__mro__}
+        files = {getattr(sys.modules[each.__module__], "__file__", None) for each in classes}
+        facts = FolderFacts(self.inventory, self.profile, self.weights, tuple(self.differences))
+        return facts, {file for file in files if file is not None}
 
     @property
     def unstreamable(self) -> list[str]:
