@@ -320,7 +320,37 @@ def test_copies_end_before_memory_is_saved(monkeypatch: pytest.MonkeyPatch) -> N
     assert worker.calls == ["synchronize", "sleep 1"]
 
 
-@pytest.mark.parametrize("what", ["reload_weights", "start_weight_update", "update_weights"])
+def test_checksums_are_those_of_the_stored_weights() -> None:
+    """Of a slot they would be those of whichever layer ran last."""
+    worker, plain = loaded(GROUP), resident()
+    for _ in range(2):
+        assert worker.compute_weight_checksums() == plain.compute_weight_checksums()
+        worker.execute_model(ids())
+    require_same_outputs(worker, plain)
+    assert worker.headrace_stats()["bytes_moved"] > 0
+
+
+def test_a_discard_of_the_cache_is_passed_on_and_one_of_weights_refused() -> None:
+    worker = loaded(GROUP)
+    worker.discard(("kv_cache",))
+    with pytest.raises(StateError, match="discard of weights would write into slots"):
+        worker.discard(("weights", "kv_cache"))
+    assert worker.calls == ["discard kv_cache"]
+
+
+def test_a_cuda_checkpoint_is_refused_while_offloaded() -> None:
+    with pytest.raises(StateError, match="checkpoint_prepare makes the process ready for a CUDA checkpoint"):
+        loaded(GROUP).checkpoint_prepare()
+    vllm.set_offloader(vllm.NoopOffloader())
+    idle = loaded()
+    idle.checkpoint_prepare()
+    assert idle.calls == ["checkpoint_prepare"]
+
+
+REFUSED = ["reload_weights", "start_weight_update", "update_weights", "reset_weights"]
+
+
+@pytest.mark.parametrize("what", REFUSED)
 def test_new_weights_are_refused_while_offloaded_and_passed_on_otherwise(what: str) -> None:
     args = [{}] if what == "update_weights" else []
     with pytest.raises(StateError, match=f"{what} would write into slots.*start the engine again"):

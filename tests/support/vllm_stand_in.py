@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -336,6 +337,19 @@ class Worker(WorkerBase):
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.calls.append("update_weights")
+
+    def reset_weights(self) -> None:
+        self.calls.append("reset_weights")
+
+    def checkpoint_prepare(self) -> None:
+        self.calls.append("checkpoint_prepare")
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        self.calls.append(f"discard {' '.join(tags)}")
+
+    def compute_weight_checksums(self) -> dict[str, str]:
+        parameters = self.model_runner.get_model().named_parameters()
+        return {name: hashlib.sha256(weight.detach().numpy().tobytes()).hexdigest() for name, weight in parameters}
 
 
 def get_dp_group() -> Any:

@@ -243,12 +243,65 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         self._refuse_new_weights("update_weights")
         return super().update_weights(*args, **kwargs)
 
+    def reset_weights(self) -> None:
+        """Like vLLM's, where it has one; refused while weights are offloaded."""
+        self._refuse_new_weights("reset_weights")
+        super().reset_weights()
+
+    def compute_weight_checksums(self) -> dict[str, str]:
+        """Like vLLM's, where it has one, of the bytes in the store: a slot may hold those of another layer."""
+        if self._offloader is None or self._options.boundaries_only:
+            return super().compute_weight_checksums()  # type: ignore[no-any-return]
+        runner = self.model_runner
+        model = runner.get_model()
+        runner.get_model = lambda: _StoredWeights(model)
+        try:
+            return super().compute_weight_checksums()  # type: ignore[no-any-return]
+        finally:
+            del runner.get_model  # the method of the class is in force again
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """Like vLLM's, where it has one.
+
+        Raises:
+            StateError: weights are to be discarded; see :meth:`sleep`.
+        """
+        if "weights" in tags:
+            self._refuse_new_weights("discard of weights")
+        super().discard(tags)
+
+    def checkpoint_prepare(self) -> None:
+        """Like vLLM's, where it has one; refused while weights are offloaded."""
+        if self._offloader is not None:
+            raise StateError(
+                "checkpoint_prepare makes the process ready for a CUDA checkpoint, and headrace keeps weights in host "
+                "memory that is registered with the driver, which none has been tried with; run this engine without "
+                "headrace to checkpoint it"
+            )
+        super().checkpoint_prepare()
+
     def _refuse_new_weights(self, what: str) -> None:
         if self._offloader is not None:
             raise StateError(
                 f"{what} would write into slots, which the next copy overwrites, and not into the store; start the "
                 f"engine again with the new weights"
             )
+
+
+class _StoredWeights:
+    """The parameters of ``model`` by name, with their true bytes, for code that asks ``named_parameters`` alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        # One module at a time, because state_dict() copies what is offloaded, and all of it may not fit the host again.
+        last, state = None, {}
+        for name, _ in self._model.named_parameters():
+            module, _, attr = name.rpartition(".")
+            if module != last:
+                last, state = module, self._model.get_submodule(module).state_dict(keep_vars=True)
+            yield name, state[attr]
 
 
 def _break_capture(action: Callable[[], None]) -> bool:
