@@ -155,11 +155,11 @@ def plan_model(
             inventory, facts.profile, target.device, facts.weights, target.rates, facts.unstreamable, disk
         )
         if isinstance(given, Plan):
-            plan = settle(given, inventory, target.device, target.machine)
+            plan = settle(given, inventory, target.device, target.machine, facts.weights)
             return Planned(plan, planner, given, work, _misfit(plan, planner, facts, target, work))
         plan = assemble(inventory, [], 0, planner.default_mode) if given is None else planner.plan(given)
         plan = replace(plan, model_name=facts.name, made_for=target.machine)
-        plan = settle(plan, inventory, target.device, target.machine)
+        plan = settle(plan, inventory, target.device, target.machine, facts.weights)
         # Without a policy the question is what the model weighs, and which budget runs it.
         misfit = None if given is None else _misfit(plan, planner, facts, target, work)
         return Planned(plan, planner, given, work, misfit)

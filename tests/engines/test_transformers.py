@@ -35,13 +35,13 @@ from headrace.adapters.transformers import build_meta_model, load
 from headrace.adapters.transformers.conversion import NotStretchesError, Stretches, match
 from headrace.checkpoint.safetensors_header import Checkpoint, FileTensor
 from headrace.errors import (
-    BudgetError,
     CheckpointError,
     HeadraceWarning,
     OptionError,
     OptionTypeError,
-    SelectionError,
+    RuleError,
     StateError,
+    TransferError,
 )
 from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import profile_of
@@ -354,31 +354,116 @@ class TestUnevenCheckpoints:
             load(folder, EVERYTHING)
 
 
-class TestRearranged:
-    """What is no stretch of the file is made while loading, equals from_pretrained's, and stays resident."""
+# One step each: what the planner sees, where the bytes rest, who converts them.
+WAYS = {
+    "disk": EVERYTHING,
+    "cpu": replace(EVERYTHING, mode="cpu"),
+    "read in place from memory": headrace.UVA(params=[headrace.config.ALL_MODEL_PARAMS], mode="cpu"),
+}
 
-    def test_kept_in_float32(self, tmp_path: Path) -> None:
+
+class TestConverted:
+    """What the files hold in another dtype is offloaded, and has the bits of `from_pretrained(folder, dtype=...)`."""
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    @pytest.mark.parametrize("name", [name for name in MODELS if name != "wav2vec2"])  # it is given float32
+    def test_streams_from_the_unmodified_files(self, name: str, dtype: str, saved: Callable[[str], Path]) -> None:
+        folder = saved(name)
+        reference = resident(folder, dtype=getattr(torch, dtype))
+        stamps = Checkpoint.open(folder).stamps
+        model, handle = load(folder, EVERYTHING, dtype=dtype)
+        assert_streams(model, handle, reference)
+        files = handle.stats().store_bytes["file"]
+        assert files == sum(tensor.num_bytes for tensor in used(folder, handle))
+        handle.remove()
+        assert_same_tensors(model, reference)
+        assert Checkpoint.open(folder).stamps == stamps
+
+    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize("name", ["qwen3", "qwen3_tied", "qwen3_moe", "llama_bf16"])
+    def test_offloads_what_a_converted_checkpoint_would(
+        self, name: str, way: str, saved: Callable[[str], Path], tmp_path: Path
+    ) -> None:
+        folder, dtype = saved(name), torch.float16
+        reference = resident(folder, dtype=dtype)
+        reference.save_pretrained(tmp_path)
+        same, expected = load(tmp_path, WAYS[way])
+        model, handle = load(folder, WAYS[way], dtype=dtype)
+        assert handle.plan == expected.plan
+        assert handle.plan.offloaded_bytes > 0.7 * take_inventory(reference).num_bytes
+        assert torch.equal(run(model), run(reference))
+        assert torch.equal(run(same), run(reference))
+        for one in (handle, expected):
+            assert (one.stats().bytes_moved > 0) == bool(handle.plan.units)
+            one.remove()
+        assert_same_tensors(model, reference)
+
+    @pytest.mark.parametrize("mode", ["disk", "cpu", None])
+    @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gpt2", "t5"])
+    def test_budget(self, name: str, mode: headrace.config.Mode | None, saved: Callable[[str], Path]) -> None:
+        """Of the model's bytes, not of the files'; tables that are converted are not looked up in the files."""
+        folder = saved(name)
+        reference = resident(folder, dtype=torch.bfloat16)
+        budget = int(0.7 * take_inventory(reference).num_bytes)
+        policy = headrace.Budget(budget, params=[headrace.config.ALL_MODEL_PARAMS], mode=mode)
+        model, handle = load(folder, policy, dtype="bfloat16")
+        with handle:
+            assert handle.plan.mode == (mode or "disk")
+            assert handle.plan.device_bytes <= budget
+            assert_streams(model, handle, reference)
+            assert bool(handle.plan.uva) == (mode == "cpu")
+
+    def test_kept_in_float32_by_the_class(self, tmp_path: Path) -> None:
+        """Some tensors are converted to a wider dtype, beside others that are not converted."""
         make("T5ForConditionalGeneration", torch.float16, **T5, decoder_start_token_id=0).save_pretrained(tmp_path)
         reference = resident(tmp_path)
         wo = "encoder.block.0.layer.1.DenseReluDense.wo.weight"
-        with warned("6 tensors (decoder.block.0.layer.2.DenseReluDense.wo.weight (32768 bytes, converted from float16"):
-            model, handle = load(tmp_path, EVERYTHING)
+        model, handle = load(tmp_path, EVERYTHING)
         assert model.get_parameter(wo).dtype == torch.float32
-        assert handle.plan.mechanism_of(wo) == "resident"
+        assert handle.plan.mechanism_of(wo) == "prefetch"
         assert_streams(model, handle, reference)
         handle.remove()
         assert_same_tensors(model, reference)
 
-    def test_another_dtype_than_stored(self, saved: Callable[[str], Path]) -> None:
+    def test_used_outside_of_its_forward(self, saved: Callable[[str], Path]) -> None:
         folder = saved("qwen3")
-        with warned("converted from float32 to bfloat16", "nothing is offloaded"):
-            model, handle = load(folder, "1GiB", dtype=torch.bfloat16)
+        reference = resident(folder, dtype=torch.bfloat16)
+        model, handle = load(folder, EVERYTHING, dtype=torch.bfloat16)
         with handle:
-            assert_same_tensors(model, resident(folder, dtype=torch.bfloat16))
-        with warned("converted from float32 to bfloat16"), pytest.raises(BudgetError):
-            load(folder, "100KiB", dtype=torch.bfloat16)
-        with warned("converted from float32 to bfloat16"), pytest.raises(SelectionError, match="cannot be streamed"):
-            load(folder, EVERYTHING, dtype=torch.bfloat16)
+            state = model.state_dict()
+            assert all(torch.equal(state[name], tensor) for name, tensor in reference.state_dict().items())
+            with warned("outside of the forward that it is on the device for"):
+                total = model.model.layers[1].mlp.up_proj.weight.float().sum()
+            assert torch.equal(total, reference.model.layers[1].mlp.up_proj.weight.float().sum())
+            assert_streams(model, handle, reference)
+
+    def test_auto_is_the_dtype_of_the_checkpoint(self, saved: Callable[[str], Path]) -> None:
+        with load(saved("llama_bf16"), EVERYTHING, dtype="auto")[1] as handle:
+            assert handle.model.dtype == torch.bfloat16
+
+    def test_a_table_in_the_files_is_not_read_in_place(self, saved: Callable[[str], Path]) -> None:
+        policy = headrace.Rules([("embed_tokens", "uva"), ("mlp", "prefetch")], mode="disk")
+        with pytest.raises(RuleError, match=r"float32 in the checkpoint and torch\.bfloat16 .*\(prefetch would do\)"):
+            load(saved("qwen3"), policy, dtype="bfloat16")
+
+    def test_files_that_change_while_they_are_used(self, copied: Callable[[str], Path]) -> None:
+        folder = copied("qwen3")
+        model, _ = load(folder, EVERYTHING, dtype="bfloat16")
+        for file in Checkpoint.open(folder).files:
+            os.utime(file, ns=(1, 1))
+        with pytest.raises(TransferError, match="it was written to while in use"):
+            run(model)
+
+
+def used(folder: Path, handle: headrace.Handle) -> list[FileTensor]:
+    """The tensors of the files that what is offloaded is made of."""
+    found = match(build_meta_model(folder), Checkpoint.open(folder))
+    sources = (found.weights.source(found.inventory.by_name[name]) for name in handle.plan.offloaded_names)
+    return [part.tensor for source in sources for part in source.parts]
+
+
+class TestRearranged:
+    """What is no stretch of the file is made while loading, equals from_pretrained's, and stays resident."""
 
     def test_transposed_experts(self, tmp_path: Path) -> None:
         vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}

@@ -20,7 +20,7 @@ from headrace.loading.read_pool import Delivery, deliver, read_staged
 from headrace.memory.pages import map_file, map_pages, resident_bytes
 from headrace.stats import ReadStats
 from headrace.stores import sources as files
-from headrace.stores.sources import ALIGN_BYTES, ByteRange, Copy, DiskOptions, File, writable_view
+from headrace.stores.sources import ALIGN_BYTES, ByteRange, ConvertedFile, Copy, DiskOptions, File, writable_view
 
 SIZE = 1_000_007
 MIB = 1 << 20
@@ -70,6 +70,60 @@ class TestSameBytes:
         stats = file.counter.stats
         assert stats.direct + stats.cached + stats.buffered == ends[-1] - offset
         assert direct is not True or stats.direct == ends[-1] - offset
+
+    @pytest.mark.parametrize("direct", [False, True, None])
+    @pytest.mark.parametrize(
+        ("stored", "dtype"),
+        [
+            (torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16, torch.float32),
+            (torch.float64, torch.bfloat16), (torch.float8_e4m3fn, torch.bfloat16),
+        ],
+        ids=str,
+    )  # fmt: skip
+    @settings(max_examples=15, deadline=None)
+    @given(data=st.data())
+    def test_converted(
+        self,
+        tmp_path_factory: pytest.TempPathFactory,
+        direct: bool | None,
+        stored: Any,
+        dtype: Any,
+        data: st.DataObject,
+    ) -> None:
+        """Any range of the converted bytes, wherever it cuts elements and blocks, and wherever they are in the file."""
+        count, head = 50_001, data.draw(st.sampled_from([0, 3, 8, ALIGN_BYTES - 1]))
+        values = (torch.randn(count) * 10 ** torch.randint(-9, 9, (count,))).to(stored)
+        path = tmp_path_factory.mktemp("converted") / "weights"
+        path.write_bytes(bytes(head) + values.view(torch.uint8).numpy().tobytes())
+        expected = values.to(dtype).view(torch.uint8).numpy().tobytes()
+        start, end = sorted(data.draw(st.lists(st.integers(0, len(expected)), min_size=2, max_size=2)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(files, "BLOCK_BYTES", data.draw(st.sampled_from([ALIGN_BYTES, 1 << 16, 4 * MIB])))
+            patch.setattr(files, "_local", threading.local())  # buffers of that size
+            file = File(path, direct_or_skip(path, direct))
+            into = bytearray(end - start)
+            ByteRange(ConvertedFile(file, head, stored, dtype), start, end - start).read(memoryview(into))
+            file.close()
+        assert bytes(into) == expected[start:end]
+
+    def test_conversion_needs_no_other_threads(self, written: tuple[Path, bytes]) -> None:
+        """torch gives work from 32,768 elements on to threads that compute needs."""
+        path, _ = written
+        elements = SIZE // 4
+        sizes: list[int] = []
+
+        class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if func is torch.ops.aten.copy_.default:
+                    sizes.append(args[0].numel())
+                return func(*args, **(kwargs or {}))
+
+        file = File(path, DiskOptions())
+        with Sizes():
+            ConvertedFile(file, 0, torch.float32, torch.bfloat16).read(0, memoryview(bytearray(2 * elements)))
+        file.close()
+        assert sum(sizes) == elements
+        assert max(sizes) < 32_768
 
     @pytest.mark.parametrize("direct", [False, True, None])
     @pytest.mark.parametrize("offset", [0, 7, ALIGN_BYTES, SIZE - 300_000])

@@ -2,8 +2,9 @@
 
 A tensor of the model may be one tensor of the file, the same under another name, or several of them side by side
 (fused experts are their members in a row). All of these are contiguous ranges of a file that go to an offset of the
-destination, so that a slot can be filled by plain positional reads of the unmodified files. Any other tensor, such as a
-transposed one, has a conversion: it can be loaded, and not streamed.
+destination, so that a slot can be filled by plain positional reads of the unmodified files. Their elements may have
+another dtype in the file; they are converted as they are read. Any other tensor, such as a transposed one, has a
+conversion: it can be loaded, and not streamed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _FIX = (
 
 @dataclass(frozen=True)
 class FilePart:
-    """All bytes of one file tensor, and the byte offset where they start in the model's tensor."""
+    """All elements of one file tensor, and the byte offset where they start in the model's tensor."""
 
     tensor: FileTensor
     offset: int = 0
@@ -45,7 +46,7 @@ class TensorSource:
     Attributes:
         parts: cover the tensor without gaps or overlaps, in order of offset.
         shape: of the model's tensor that the parts make.
-        dtype: of all parts; bytes are never converted on the way.
+        dtype: of the model's tensor; parts of another dtype are converted while they are read.
     """
 
     parts: tuple[FilePart, ...]
@@ -58,8 +59,20 @@ class TensorSource:
         return cls((FilePart(tensor),), tensor.shape, tensor.dtype)
 
     @property
+    def is_converted(self) -> bool:
+        """Whether its bytes are not those of the files."""
+        return any(part.tensor.dtype != self.dtype for part in self.parts)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes in the files."""
+        return sum(part.tensor.num_bytes for part in self.parts)
+
+    @property
     def why_not_mappable(self) -> str:
         """Why the mapped pages of its parts, side by side, are not the tensor; empty if they are. Follows its name."""
+        if self.is_converted:
+            return f"is {self.parts[0].tensor.dtype} in the checkpoint and {self.dtype} in the model"
         starts = {part.tensor.offset % mmap.PAGESIZE for part in self.parts}
         if min(starts) % self.dtype.itemsize:
             return f"starts in its file at no multiple of the {self.dtype.itemsize} bytes of an element"
@@ -155,7 +168,7 @@ def _names_of(storage: StorageInfo) -> list[tuple[TensorInfo, str]]:
 
 
 def _checked(name: str, tensor: TensorInfo, source: TensorSource, checkpoint: Checkpoint) -> TensorSource:
-    # No cast on the way: a slot is filled by reads of the file's own bytes.
+    # No cast but those that transformers asks for: a checkpoint of another dtype is more often a mistake.
     if source.dtype != tensor.dtype:
         raise CheckpointError(
             f"{name}: the model expects {tensor.dtype}, {checkpoint.root} holds {source.dtype}; load the model with "

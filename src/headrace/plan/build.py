@@ -83,6 +83,8 @@ class Planner:
         zero_copy: whether a budget may have compute read any tensor in place, and not only lookups.
         default_mode: the store of a :class:`~headrace.config.Budget` that names none.
         unstreamable: storages whose bytes are in no checkpoint file unchanged; mode ``disk`` keeps them resident.
+        stored_bytes: by storage, its bytes in the files where these are not its own size: mode ``disk`` converts them
+            while it reads.
         num_ranks: over how many ranks a budget's units are split in a sharded mode, where no rank has whole tensors
             to read in place.
         mapped: the files that a CPU reads in place in mode ``disk``; ``None``: there are none, or a GPU computes.
@@ -96,6 +98,7 @@ class Planner:
     zero_copy: bool = False
     default_mode: Mode = "cpu"
     unstreamable: Collection[str] = ()
+    stored_bytes: Mapping[str, int] = field(default_factory=dict)
     num_ranks: int = 1
     spill: Spill | None = None
     mapped: MappedFiles | None = None
@@ -189,6 +192,7 @@ class Planner:
             zero_copy=self.zero_copy and has_bytes and mode != "disk",
             lookups_in_place=has_bytes,
             mapped=self.mapped if mode == "disk" else None,
+            stored_bytes=self.stored_bytes if mode == "disk" else {},
             batch_sizes=workload.batch_sizes,
             context=workload.context,
             ranks_on_device=self.num_ranks if mode == "sharded_gpu" else None,
@@ -202,7 +206,8 @@ class Planner:
     def forecast(self, plan: Plan, rows: int, context: int = 0) -> Forecast:
         """What a step of ``rows`` rows will take under ``plan``, with ``context`` tokens per sequence in the cache."""
         rates = split_rates(self.rates, plan.mode, plan.num_ranks)
-        return Forecaster(self.inventory, rates, self.profile, rows, context)(plan)
+        stored_bytes = self.stored_bytes if plan.mode == "disk" else {}
+        return Forecaster(self.inventory, rates, self.profile, rows, context, stored_bytes)(plan)
 
     def alternatives(self, budget: Budget, plan: Plan, points: Sequence[Point] | None = None) -> list[Alternative]:
         """What more memory or rows would bring; ``plan`` is the one for ``budget``, ``points`` its curve if known."""
@@ -584,7 +589,7 @@ class Alternatives:
 
     def _forecaster(self, rows: int) -> Forecaster:
         table = self._table
-        return Forecaster(table.inventory, table.rates, table.profile, rows, table.context)
+        return Forecaster(table.inventory, table.rates, table.profile, rows, table.context, table.stored_bytes)
 
     def _times(self, plan: Plan) -> list[float]:
         return [forecaster(plan).step_s for forecaster in self._forecasters]

@@ -99,6 +99,7 @@ class CandidateTable:
         zero_copy: whether compute may read any tensor in place, and not lookups alone.
         lookups_in_place: whether rows of lookup tables may be; mode ``meta`` has no rows to read.
         mapped: files that lookups and experts are read in place from; ``None``: weights rest elsewhere.
+        stored_bytes: by storage, what is read from the files for it, where that is not its own size.
         batch_sizes: rows of the steps that count.
         context: tokens per sequence that attention reads from the cache.
         ranks_on_device: over the devices of how many ranks offloaded units are split; ``None``: they rest elsewhere.
@@ -114,6 +115,7 @@ class CandidateTable:
         always_in_place: lookup tables, and what a rule has settled.
         stranded: movable, but no module whose forward runs could wait for them.
         sizes, slabs: bytes of every storage by name, and what it takes of a slab.
+        read_sizes: bytes that are read for a transfer of it.
     """
 
     inventory: Inventory
@@ -124,6 +126,7 @@ class CandidateTable:
     zero_copy: bool
     lookups_in_place: bool
     mapped: MappedFiles | None
+    stored_bytes: Mapping[str, int]
     batch_sizes: Sequence[int]
     context: int
     ranks_on_device: int | None
@@ -161,6 +164,7 @@ class CandidateTable:
         self.stranded = stranded(inventory, free.values(), placed)
         self.sizes = {s.name: float(s.num_bytes) for s in inventory.storages}
         self.slabs = {s.name: float(slab_bytes([s.num_bytes])) for s in inventory.storages}
+        self.read_sizes = self.sizes | {name: float(size) for name, size in self.stored_bytes.items()}
 
     def _role(self, layer: str, storage: StorageInfo) -> str:
         """Its name inside its layer; experts that cannot be read in place as those of other layers are another role."""
@@ -479,7 +483,7 @@ class Family:
     def step_s(self, rows: Ints, host_bytes: int | None = None) -> Floats:
         """[batch sizes, ``rows``]: seconds of a step of the candidates of these indices."""
         excess, taken = self._excess(host_bytes), self._take(rows)
-        units = dict(taken._units(self.table.sizes))
+        units = dict(taken._units(self.table.read_sizes))
         staged = taken._staged(None if excess is None else excess[rows]) if self.table.rates.file_s_per_byte else {}
         counts = self.memory.num_slots[rows], self.memory.num_units[rows]
         return np.array([step.step_s(units, staged, taken._read_in_place(step), *counts) for step in self.table.steps])

@@ -50,7 +50,7 @@ import numpy.typing as npt
 
 from headrace.config import SHARDED_MODES, Mode
 from headrace.model.records import Inventory, ModelProfile, StorageInfo, dotted_prefixes
-from headrace.plan.plan import CHUNK_BYTES, Plan, UnitDraft
+from headrace.plan.plan import CHUNK_BYTES, Plan, Unit, UnitDraft
 from headrace.plan.schedule import RING_BYTES
 from headrace.plan.units import find_layers, reader_of
 
@@ -610,11 +610,19 @@ class Forecaster:
     """Predicts a step under any plan for one model; what does not depend on the plan is computed once.
 
     The result follows from sizes and rates alone. ``rates`` are those of the links that the units come over; see
-    :func:`split_rates`.
+    :func:`split_rates`. ``stored_bytes``: by storage, what is read for it, where that is not its own size.
     """
 
-    def __init__(self, inventory: Inventory, rates: Rates, profile: ModelProfile, rows: int, context: int = 0) -> None:
-        self._rates, self._rows = rates, rows
+    def __init__(
+        self,
+        inventory: Inventory,
+        rates: Rates,
+        profile: ModelProfile,
+        rows: int,
+        context: int = 0,
+        stored_bytes: Mapping[str, int] = {},
+    ) -> None:
+        self._rates, self._rows, self._stored_bytes = rates, rows, stored_bytes
         stages = find_stages(inventory)
         # A unit of tied tensors may be hooked around the module that is the stage of the first of them.
         self._fqns = {s.name: stage.module_fqn for stage in stages for s, _ in stage.storages}
@@ -623,7 +631,7 @@ class Forecaster:
     def __call__(self, plan: Plan) -> Forecast:
         """The forecast for ``plan``, which is timed as a table of candidates with one row."""
         rates = self._rates
-        sizes = {self._fqns[unit.entries[0].storage]: np.array([float(unit.payload_bytes)]) for unit in plan.units}
+        sizes = {self._fqns[unit.entries[0].storage]: np.array([self._bytes_of(unit)]) for unit in plan.units}
         in_files = {self._fqns[unit.entries[0].storage]: np.array([True]) for unit in plan.staged_units}
         in_place = self._step.read_in_place(plan.uva)
         step_s = self._step.step_s(
@@ -634,10 +642,14 @@ class Forecaster:
             np.array([len(plan.units)]),
         )
         in_place_s = sum(seconds for _, seconds in in_place)
-        link_s = sum(rates.copy_s(unit.payload_bytes) for unit in plan.moved_units)
+        link_s = sum(rates.copy_s(self._bytes_of(unit)) for unit in plan.moved_units)
         disk_s = rates.file_s_per_byte * plan.read_bytes
         resident_s = sum(self._step.resident_s)
         floor_s = max(resident_s, link_s + in_place_s, disk_s)
         link: Bound = "link" if link_s >= in_place_s else "in place"
         bound: Bound = "compute" if floor_s == resident_s else "disk" if floor_s == disk_s else link
         return Forecast(self._rows, float(step_s[0]), resident_s, link_s, disk_s, in_place_s, floor_s, bound)
+
+    def _bytes_of(self, unit: Unit) -> float:
+        """What is read for a transfer of ``unit``."""
+        return float(sum(self._stored_bytes.get(entry.storage, entry.num_bytes) for entry in unit.entries))

@@ -133,7 +133,7 @@ def prepare(
             planner = replace(planner, num_ranks=ranks.size, spill=None)
         plan = replace(planner.plan(given), made_for=describe_device(target))
         may_need_files = planner.spill is not None and given.mode is None
-    plan = settle(plan, inventory, target, describe_device(target), ranks)
+    plan = settle(plan, inventory, target, describe_device(target), weights, ranks)
     bound = bind(model, inventory.storages)
     budget_bytes = given.num_bytes if isinstance(given, Budget) else None
     pooled = {} if pool is None else pool.find_storages(bound)

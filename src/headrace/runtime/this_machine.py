@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -122,9 +122,11 @@ def make_planner(
     reads files, which decides the rate.
     """
     on_gpu = device.type == "cuda"
+    stored_bytes = {} if weights is None else _converted(inventory, weights)
     spill = None
     if weights is not None and on_gpu and not pin_memory_disabled():
-        not_readable = {storage.name for storage in inventory.storages if not _streams(storage, weights)}
+        # The process that reads files for a GPU converts nothing: it runs without torch.
+        not_readable = {s.name for s in inventory.storages if s.name in stored_bytes or not _streams(s, weights)}
         free_bytes = None if rates is not None else _free_host_bytes(device, inventory)
         spill = Spill(frozenset(not_readable.union(unstreamable)), free_bytes)
     return Planner(
@@ -134,6 +136,7 @@ def make_planner(
         zero_copy=on_gpu and can_read_in_place(device),
         default_mode="cpu" if weights is None or on_gpu else "disk",
         unstreamable=unstreamable,
+        stored_bytes=stored_bytes,
         spill=spill,
         mapped=None if weights is None or on_gpu else _mapped_files(inventory, weights),
     )
@@ -172,6 +175,27 @@ def _mapped_files(inventory: Inventory, weights: WeightMap) -> MappedFiles:
     return MappedFiles(refused, joined_bytes)
 
 
+def _converted(inventory: Inventory, weights: WeightMap) -> dict[str, int]:
+    """Bytes in the files of every storage that has another dtype there."""
+    found = {}
+    for storage in inventory.storages:
+        source = next((weights.sources[name] for name in storage.names if name in weights.sources), None)
+        if source is not None and source.is_converted:
+            found[storage.name] = source.file_bytes
+    return found
+
+
+def _refuse_converting(plan: Plan, converted: Mapping[str, int]) -> None:
+    """Refuse to have a GPU read units from files that hold them in another dtype."""
+    names = [entry.storage for unit in plan.staged_units for entry in unit.entries if entry.storage in converted]
+    if names:
+        raise OptionError(
+            f"{names[0]} and {len(names) - 1} others have another dtype in the files than in the model, and what a GPU "
+            f"reads from files arrives as it is there: let them rest in host memory, where they are converted once (no "
+            f"mode, or --offload-mode cpu), or save the model in its dtype first: model.save_pretrained(FOLDER)"
+        )
+
+
 def _streams(storage: StorageInfo, weights: WeightMap) -> bool:
     """Whether mode ``disk`` can read ``storage``."""
     if weights.sources.keys().isdisjoint(storage.names):
@@ -200,11 +224,14 @@ def settle(
     inventory: Inventory,
     device: torch.device | DeviceName,
     machine: Machine,
+    weights: WeightMap | None = None,
     ranks: RankGroup | None = None,
 ) -> Plan:
-    """``plan`` checked against the model and ``machine``, in the form that ``device`` of it can carry out."""
+    """``plan`` checked against model, files and ``machine``, in the form that ``device`` of it can carry out."""
     plan.check(inventory)
     plan.check_machine(machine)
+    if device.type == "cuda" and weights is not None and plan.staged_units:
+        _refuse_converting(plan, _converted(inventory, weights))
     split = plan.mode in SHARDED_MODES  # and then no rank has a whole tensor to read in place
     num_ranks = ranks.size if ranks is not None and split else 1
     if plan.uva and (split or not can_read_in_place(device)):

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ALIGN_BYTES",
     "ByteRange",
+    "ConvertedFile",
     "Copy",
     "DiskOptions",
     "File",
@@ -56,6 +57,9 @@ BLOCK_BYTES = 2 << 20
 # Whether a range is in the page cache is judged by its beginning: what put it there read in large steps.
 _SAMPLE_BYTES = 64 << 10
 _MAX_VIEWS = 1024  # IOV_MAX
+# Elements that torch converts in the calling thread. From 32,768 on (at::internal::GRAIN_SIZE) it shares the work with
+# threads whose cores compute needs: conversion became 10 to 50 times slower beside other work.
+_SERIAL = 16_384
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC
 _FIX = "copy the same file over it with its time (cp -p), or load the model again from files that no process writes to"
 
@@ -356,6 +360,47 @@ class File(Source):
                 skip, size, left = skip + count, size - count, _behind(left, count)
 
 
+class ConvertedFile(Source):
+    """The elements of a stretch of a file in another dtype; offsets count bytes of the result.
+
+    The values are those of ``tensor.to(dtype)``, by the same kernel. Each reader converts one block at a time: no
+    tensor exists in both dtypes.
+    """
+
+    def __init__(self, file: File, offset: int, stored: torch.dtype, dtype: torch.dtype) -> None:
+        """``offset``: where the elements begin in ``file``, in bytes; ``stored``: their dtype there."""
+        self._file = file
+        self._offset = offset
+        self._stored, self._dtype = stored, dtype
+
+    def __str__(self) -> str:
+        return f"{self._file}, {self._stored} as {self._dtype}"
+
+    def read(self, offset: int, into: memoryview) -> None:
+        import torch  # not at the top: see there
+
+        if not into:
+            return
+        width, size = self._stored.itemsize, self._dtype.itemsize
+        first, end = offset // size, -(-(offset + len(into)) // size)
+        if (end - first) * size != len(into):  # cut inside an element, as ranks cut by bytes
+            whole = memoryview(bytearray((end - first) * size))
+            self.read(first * size, whole)
+            into[:] = whole[offset - first * size :][: len(into)]
+            return
+        made = torch.frombuffer(into, dtype=self._dtype)
+        block = _thread_buffer("converted", BLOCK_BYTES)
+        for start, stop in pieces(end - first, BLOCK_BYTES // width):
+            stored = block[: (stop - start) * width]
+            self._file.read(self._offset + (first + start) * width, stored)
+            elements = torch.frombuffer(stored, dtype=self._stored)
+            for source, target in zip(elements.split(_SERIAL), made[start:stop].split(_SERIAL), strict=True):
+                target.copy_(source)
+
+    def require_unchanged(self) -> None:
+        self._file.require_unchanged()
+
+
 def _open(path: Path, options: DiskOptions) -> tuple[int, int | None]:
     """The descriptors of :attr:`File.descriptors`."""
     try:
@@ -409,8 +454,14 @@ _local = threading.local()
 
 
 def _bounce_buffer() -> memoryview:
-    buffer = getattr(_local, "buffer", None)
+    # A block begins anywhere in its first page.
+    return _thread_buffer("bounce", BLOCK_BYTES + ALIGN_BYTES)
+
+
+def _thread_buffer(name: str, num_bytes: int) -> memoryview:
+    """Memory of this thread alone, which starts on a page boundary, as anonymous mappings do; made once."""
+    buffer = getattr(_local, name, None)
     if buffer is None:
-        # An anonymous mapping starts on a page boundary. A block begins anywhere in its first page.
-        buffer = _local.buffer = memoryview(mmap.mmap(-1, BLOCK_BYTES + ALIGN_BYTES))
+        buffer = memoryview(mmap.mmap(-1, num_bytes))
+        setattr(_local, name, buffer)
     return buffer

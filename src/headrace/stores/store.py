@@ -14,13 +14,23 @@ from typing import ClassVar
 
 import torch
 
-from headrace.checkpoint.safetensors_header import FileFingerprint
+from headrace.checkpoint.safetensors_header import FileFingerprint, FileTensor
 from headrace.checkpoint.weight_map import TensorSource
 from headrace.errors import CheckpointError
 from headrace.memory.pages import map_parts
 from headrace.memory.pinned import pin_threads, pinned_region
 from headrace.plan.plan import Unit
-from headrace.stores.sources import ByteRange, Copy, DiskOptions, File, ReadCounter, Source, fill, writable_view
+from headrace.stores.sources import (
+    ByteRange,
+    ConvertedFile,
+    Copy,
+    DiskOptions,
+    File,
+    ReadCounter,
+    Source,
+    fill,
+    writable_view,
+)
 
 __all__ = ["CpuStore", "DiskStore", "Load", "MetaStore", "SpillStore", "Store", "new_buffer"]
 
@@ -195,7 +205,10 @@ class MetaStore(Store):
 
 
 class DiskStore(Store):
-    """``disk``: the unmodified safetensors files that the storages came in, read by position straight into the slot."""
+    """``disk``: the unmodified safetensors files that the storages came in, read by position straight into the slot.
+
+    What the files hold in another dtype is converted by the thread that reads it.
+    """
 
     def __init__(
         self,
@@ -233,9 +246,17 @@ class DiskStore(Store):
 
     def copies(self, storage: str) -> list[Copy]:
         return [
-            Copy(ByteRange(self._files[part.tensor.path], part.tensor.offset, part.tensor.num_bytes), part.offset)
+            Copy(self._range(part.tensor, self._sources[storage].dtype), part.offset)
             for part in self._sources[storage].parts
         ]
+
+    def _range(self, tensor: FileTensor, dtype: torch.dtype) -> ByteRange:
+        """The bytes of a file tensor as elements of ``dtype``."""
+        file = self._files[tensor.path]
+        if tensor.dtype == dtype:
+            return ByteRange(file, tensor.offset, tensor.num_bytes)
+        converted = ConvertedFile(file, tensor.offset, tensor.dtype, dtype)
+        return ByteRange(converted, 0, tensor.num_bytes // tensor.dtype.itemsize * dtype.itemsize)
 
     def in_place(self, storage: str) -> torch.Tensor:
         if self._pin_in_place:
@@ -263,7 +284,7 @@ class DiskStore(Store):
     @property
     def account(self) -> dict[str, int]:
         joined = sum(self._sources[name].joined_bytes for name in self._mapped)
-        in_files = sum(part.tensor.num_bytes for source in self._sources.values() for part in source.parts)
+        in_files = sum(source.file_bytes for source in self._sources.values())
         return {"file": in_files, **({"host": joined} if joined else {})}
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import shutil
 import tempfile
 import time
 import traceback
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import headrace
+from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.errors import BudgetError, CheckpointError, HeadraceError
 from headrace.model.inventory import take_inventory
 
@@ -172,6 +174,17 @@ class Reference:
             save_file(state, folder / "model.safetensors")
         return folder
 
+    def doubled(self) -> Path:
+        """The folder with its weights in float64, which come back without a change where they are converted."""
+        folder = self.folder / "doubled"
+        if not folder.exists():
+            shutil.copytree(self.folder, folder, ignore=shutil.ignore_patterns("*.safetensors*", "own-names"))
+            checkpoint = Checkpoint.open(self.folder)
+            tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
+            wide = {name: t.double() if t.dtype == torch.float32 else t for name, t in tensors.items()}
+            save_file(wide, folder / "model.safetensors", {"format": "pt"})
+        return folder
+
 
 def first_line(error: BaseException) -> str:
     """The first line of the message, shortened."""
@@ -184,10 +197,12 @@ def offloaded(reference: Reference, outcome: Outcome, share: float = SHARE) -> t
     budget = int(share * reference.num_bytes)
     outcome.share = share
     try:
-        if outcome.way == "load":
+        if outcome.way in ("load", "convert"):
             from headrace.adapters.transformers import load
 
-            return load(reference.folder, budget, model_class=type(reference.model))
+            folder = reference.folder if outcome.way == "load" else reference.doubled()
+            dtype = None if outcome.way == "load" else reference.model.dtype
+            return load(folder, budget, model_class=type(reference.model), dtype=dtype)
         model = copy.deepcopy(reference.model)
         if outcome.way == "prefetch":
             outcome.share = 0.0
@@ -231,6 +246,8 @@ def _compare(reference: Reference, way: str, outcome: Outcome) -> None:
             if said := difference(leaves_of(forward(model, calls)), reference.outputs[index]):
                 wrong.append(f"forward {index + 1}: {said}")
         outcome.moved_bytes = handle.stats().bytes_moved
+        if way == "convert" and handle.stats().store_bytes["file"] <= handle.plan.store_bytes["disk"]:
+            wrong.append("the files hold no more than the slots get: nothing was converted")
     finally:
         handle.remove()
     if said := difference(state_of(model), reference.state):
@@ -257,9 +274,10 @@ def outcomes(case: Case, ways: tuple[str, ...] = WAYS) -> list[Outcome]:
             return [Outcome(case.family, "all", "cannot build", f"resident runs differ: {reference.steady}")]
         found = []
         for way in ways:
-            if way == "load" and not case.loads:
+            loads = way in ("load", "convert")
+            if loads and not case.loads:
                 continue
-            if way == "load" and reference.cannot_load:
+            if loads and reference.cannot_load:
                 found.append(Outcome(case.family, way, "cannot build", f"save or read back: {reference.cannot_load}"))
                 continue
             found.append(compare(reference, way))

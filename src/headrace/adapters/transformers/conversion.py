@@ -235,11 +235,13 @@ def _equal(one: Assembly, other: Assembly) -> bool:
 def _stream(model: PreTrainedModel, assembly: Assembly) -> tuple[dict[str, TensorSource], str]:
     """The sources of what ``assembly`` makes; or none, and why."""
     stored = {tensor.dtype for _, tensor in assembly.parts}
-    if stored != {assembly.dtype}:
+    # Every operation that Stretches allow only moves elements, so it may come before the conversion as well as after.
+    if len(stored) > 1 or not all(dtype == assembly.dtype or dtype.is_floating_point for dtype in stored):
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in stored))
         return {}, f"converted from {names} to {str(assembly.dtype).removeprefix('torch.')}"
     try:
-        return {name: value.to_source() for name, value in assembly.run(model, Stretches.of).items()}, ""
+        made = assembly.run(model, Stretches.of)
+        return {name: value.to_source(assembly.dtype) for name, value in made.items()}, ""
     except Exception:  # NotStretchesError, or an error of any type of an operation that needs real tensors
         return {}, f"rearranged by {assembly.operations}"
 
@@ -356,8 +358,8 @@ class Stretches:
         dim = range(self.ndim)[dim]
         return self if self.shape[dim] != 1 else Stretches(_without(self.shape, dim), self.dtype, self.stretches)
 
-    def to_source(self) -> TensorSource:
-        """Where the bytes are, neighbours joined.
+    def to_source(self, dtype: torch.dtype | None = None) -> TensorSource:
+        """Where the bytes are, neighbours joined, for a tensor of ``dtype`` (default that of the files).
 
         Raises:
             NotStretchesError: in too many small pieces to be read in time.
@@ -372,8 +374,10 @@ class Stretches:
         num_bytes = sum(stretch.num_bytes for stretch in joined)
         if len(joined) > max(_FEW_STRETCHES, num_bytes // _WORTH_A_READ_BYTES):
             raise NotStretchesError(f"{len(joined)} pieces of {num_bytes // len(joined)} bytes")
-        offsets = itertools.accumulate((stretch.num_bytes for stretch in joined), initial=0)
-        return TensorSource(tuple(map(FilePart, joined, offsets)), tuple(self.shape), self.dtype)
+        dtype = dtype or self.dtype
+        starts = itertools.accumulate((stretch.num_bytes // self.dtype.itemsize for stretch in joined), initial=0)
+        offsets = (start * dtype.itemsize for start in starts)
+        return TensorSource(tuple(map(FilePart, joined, offsets)), tuple(self.shape), dtype)
 
 
 def _cat(tensors: Sequence[Stretches], dim: int = 0) -> Stretches:

@@ -81,7 +81,8 @@ def load(
             streams from the files (mode ``disk``).
         model_class: a transformers class, ``Auto`` classes included; default the one that config.json names.
         dtype: of the weights, a torch.dtype or its name such as ``"bfloat16"``; default, and ``"auto"``, the
-            checkpoint's own. What has to be converted stays resident.
+            checkpoint's own. What the files hold in another dtype is converted while it is read, at loading or at every
+            use; from files to a GPU it is not, so that there it rests in host memory.
         attn_implementation: as for ``from_pretrained``: ``"sdpa"``, ``"eager"`` or another that transformers has, not
             the name of a kernel on the Hub; default the model's own choice.
         device: where compute runs; default a GPU where there is one, else the CPU.
