@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.checkpoint.model_folder import model_folder, model_name
-from headrace.config import Budget, Policy, Workload, as_policy
+from headrace.config import SHARDED_MODES, Budget, Policy, Workload, as_policy
 from headrace.errors import LimitError, OptionError, OptionTypeError, warn_user
 from headrace.memory.system import no_collections
 
@@ -43,8 +43,10 @@ def make_plan(
     workload: Workload | None = None,
     machine: str | os.PathLike[str] | None = None,
     checkpoint: WeightMap | Checkpoint | str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     disk: DiskOptions | None = None,
+    num_ranks: int = 1,
 ) -> Plan:
     """The plan that :func:`headrace.offload` or ``load`` would carry out, and its predicted cost; allocates nothing.
 
@@ -63,8 +65,10 @@ def make_plan(
         machine: another machine to plan for: ``"h200"``, ``"h100"``, ``"4090"``, or a file that ``headrace probe
             --json`` printed there. Default: this one, with its kept probe or nominal rates.
         checkpoint: as for ``offload``; a folder given as ``model`` is its own.
+        dtype: of the weights, as for ``load``; for folders alone.
         device: where compute runs; default as for ``offload`` and ``load``. Not with ``machine``, which says it.
         disk: how files are read.
+        num_ranks: over how many ranks the modes ``sharded_cpu`` and ``sharded_gpu`` split units (``group=``).
 
     Returns:
         the plan. What ``machine``, or this one, has no room for is a warning, and printed with the plan.
@@ -75,7 +79,15 @@ def make_plan(
         CheckpointError: no model in the folder, or files for another one.
     """
     planned = plan_model(
-        model, policy, workload=workload, machine=machine, checkpoint=checkpoint, device=device, disk=disk
+        model,
+        policy,
+        workload=workload,
+        machine=machine,
+        checkpoint=checkpoint,
+        dtype=dtype,
+        device=device,
+        disk=disk,
+        num_ranks=num_ranks,
     )
     if planned.misfit:
         warn_user(f"the plan {planned.misfit}")
@@ -128,8 +140,10 @@ def plan_model(
     workload: Workload | None = None,
     machine: str | os.PathLike[str] | None = None,
     checkpoint: WeightMap | Checkpoint | str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     disk: DiskOptions | None = None,
+    num_ranks: int = 1,
 ) -> Planned:
     """:func:`make_plan` with the planner, for a folder that is open already, too; warns about nothing that is missing.
 
@@ -140,10 +154,13 @@ def plan_model(
     from headrace.stores.sources import File
 
     require_kinds(device, disk)
+    if workload is not None and not isinstance(workload, Workload):
+        raise OptionTypeError(f"workload: expected a headrace.Workload, found {type(workload).__name__} {workload!r}")
     given = policy if policy is None or isinstance(policy, Plan) else _with_workload(as_policy(policy), workload)
+    _check_ranks(given, num_ranks)
     work = workload or (given.workload if isinstance(given, Budget) else Workload())
     with no_collections():
-        facts = _facts_of(model, checkpoint)
+        facts = _facts_of(model, checkpoint, dtype)
         if disk is not None and facts.weights is not None:
             # The file system may refuse O_DIRECT. Opening the files finds this now, and not when the plan is carried
             # out.
@@ -154,12 +171,14 @@ def plan_model(
         planner = make_planner(
             inventory, facts.profile, target.device, facts.weights, target.rates, facts.unstreamable, disk
         )
+        if num_ranks > 1:  # as prepare() has it: nothing counts that ranks may see differently
+            planner = replace(planner, num_ranks=num_ranks, spill=None)
         if isinstance(given, Plan):
-            plan = settle(given, inventory, target.device, target.machine, facts.weights)
-            return Planned(plan, planner, given, work, _misfit(plan, planner, facts, target, work))
-        plan = assemble(inventory, [], 0, planner.default_mode) if given is None else planner.plan(given)
-        plan = replace(plan, model_name=facts.name, made_for=target.machine)
-        plan = settle(plan, inventory, target.device, target.machine, facts.weights)
+            plan = replace(given, model_name=given.model_name or facts.name)
+        else:
+            plan = assemble(inventory, [], 0, planner.default_mode) if given is None else planner.plan(given)
+            plan = replace(plan, model_name=facts.name, made_for=target.machine)
+        plan = settle(plan, inventory, target.device, target.machine, facts.weights, plan.num_ranks)
         # Without a policy the question is what the model weighs, and which budget runs it.
         misfit = None if given is None else _misfit(plan, planner, facts, target, work)
         return Planned(plan, planner, given, work, misfit)
@@ -188,7 +207,23 @@ class _Facts:
     module: nn.Module | None = None
 
 
-def _facts_of(model: Any, checkpoint: Any) -> _Facts:
+def _check_ranks(policy: Policy | Plan | None, num_ranks: int) -> None:
+    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int):
+        raise OptionTypeError(f"num_ranks: expected an int, found {type(num_ranks).__name__} {num_ranks!r}")
+    if num_ranks < 1 or (num_ranks > 1 and getattr(policy, "mode", None) not in SHARDED_MODES):
+        raise OptionError(
+            f"num_ranks = {num_ranks}: expected at least 1, and more for a policy of mode {' or '.join(SHARDED_MODES)} "
+            f"alone; in other modes no unit is split"
+        )
+
+
+def _facts_of(model: Any, checkpoint: Any, dtype: Any) -> _Facts:
+    if isinstance(model, str | os.PathLike) and dtype is not None:
+        from headrace.adapters.transformers.opened_model import open_model
+
+        model = open_model(model, dtype)  # of a folder only what it is in its own dtype is kept
+    elif dtype is not None:
+        raise OptionError("dtype: of a module, its own counts; leave dtype out, or plan a folder")
     if isinstance(model, str | os.PathLike):
         from headrace.checkpoint.kept_folder import folder_facts
         from headrace.runtime.this_machine import not_in_files

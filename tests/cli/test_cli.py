@@ -60,7 +60,7 @@ OFFLOAD_FLAGS = [
 ]
 FLAGS = {
     "demo": ["--folder", "--keep"],
-    "plan": ["--json", "--save", "--plot", "--machine", *OFFLOAD_FLAGS],
+    "plan": ["--json", "--save", "--plot", "--machine", "--dtype", *OFFLOAD_FLAGS],
     "generate": [
         "--prompt", "--chat", "--no-chat", "--system", "--max-new-tokens", "--temperature", "--top-p", "--top-k",
         "--seed", "--dtype", "--attn-implementation", "--quiet", "--trace", *OFFLOAD_FLAGS,
@@ -475,7 +475,7 @@ def test_a_plan_says_what_it_will_cost(model: Path, tmp_path: Path) -> None:
         "Predicted steps",
         "bound by",
         "KV cache",
-        "; run `headrace probe` on this machine",
+        "; run `headrace probe` on that machine",
         "KiB of activations",
     ):
         assert part in text.stdout

@@ -23,7 +23,7 @@ from checkpoints import run as forward
 from commands import TINY, error_of, run
 from headrace.adapters.transformers import load
 from headrace.checkpoint.safetensors_header import Checkpoint
-from headrace.config import UVA, Budget, Prefetch, Workload
+from headrace.config import SHARDED_MODES, UVA, Budget, Mode, Prefetch, Workload
 from headrace.demo.synthetic_model import ensure_model
 from headrace.errors import HeadraceWarning, LimitError, OptionError, OptionTypeError, SelectionError
 from headrace.plan.plan import Machine
@@ -75,7 +75,7 @@ class TestModules:
         plan = headrace.make_plan(model, budget)
         assert plan.units
         with headrace.offload(model, budget) as handle:
-            assert handle.plan == replace(plan, model_name=None)
+            assert handle.plan == plan
 
     def test_a_module_on_meta_with_a_checkpoint_of_its_weights(self, tmp_path: Path) -> None:
         live = Stack()
@@ -94,6 +94,22 @@ class TestModules:
         plan = headrace.make_plan(model, "60GiB", machine="h200")
         assert plan.weight_bytes > 200 * 2**30
         assert 0 < plan.device_bytes <= 60 * 2**30
+
+    @pytest.mark.parametrize("mode", SHARDED_MODES)
+    def test_units_that_ranks_split(self, mode: Mode) -> None:
+        model = Stack(dim=400)
+        alone, split = (headrace.make_plan(model, Prefetch(mode=mode), num_ranks=ranks) for ranks in (1, 4))
+        assert (alone.num_ranks, split.num_ranks) == (1, 4)
+        assert split.part_bytes < 0.3 * alone.part_bytes
+        assert "spans several processes: pass group=" in " ".join(str(split).split())
+        for policy, ranks in ((Prefetch(), 2), (Prefetch(mode=mode), 0)):
+            with pytest.raises(OptionError, match=f"num_ranks = {ranks}: expected at least 1"):
+                headrace.make_plan(model, policy, num_ranks=ranks)
+
+    def test_wrong_types(self) -> None:
+        for name, value in (("num_ranks", 2.0), ("workload", [1, 16]), ("machine", 3), ("device", 1.5), ("disk", True)):
+            with pytest.raises(OptionTypeError, match=f"^{name}: expected"):
+                headrace.make_plan(Stack(), "1MiB", **{name: value})  # type: ignore[arg-type]
 
     def test_what_is_no_model(self) -> None:
         with pytest.raises(OptionTypeError, match=r"expected a torch\.nn\.Module or a folder, found int"):
@@ -129,6 +145,19 @@ class TestFolders:
         assert headrace.make_plan(folder, plan, device="cpu") == plan
         with pytest.raises(OptionError, match="made for another model"):
             headrace.make_plan(Stack(), plan)
+
+    def test_in_another_dtype(self, tmp_path: Path) -> None:
+        make("LlamaForCausalLM", **SIZE).save_pretrained(tmp_path)
+        whole = headrace.make_plan(tmp_path)
+        data = json.loads(run("plan", tmp_path, "--dtype", "bfloat16", "--json").stdout)
+        plan = headrace.make_plan(tmp_path, dtype="bfloat16")
+        assert data["model"] == plan.to_json()["model"]
+        assert 0.5 * whole.weight_bytes <= plan.weight_bytes < 0.51 * whole.weight_bytes
+        model, handle = load(tmp_path, plan, dtype=torch.bfloat16, device="cpu")
+        with handle:
+            assert torch.equal(forward(model), forward(resident(tmp_path, dtype=torch.bfloat16)))
+        with pytest.raises(OptionError, match="leave dtype out"):
+            headrace.make_plan(model, dtype="bfloat16")
 
     def test_a_folder_has_no_other_checkpoint(self, folder: Path) -> None:
         with pytest.raises(OptionError, match="a folder is its own checkpoint"):

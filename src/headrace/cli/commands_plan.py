@@ -55,6 +55,10 @@ def plan(
             "--machine", metavar="NAME", help="Plan for h200 (measured), h100 or 4090 (nominal), or a probe's file."
         ),
     ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="NAME", help="bfloat16, float16 or float32 (default the checkpoint's own)."),
+    ] = None,
     flags: OffloadFlags,
 ) -> None:
     """Show what would be offloaded and what it would cost; loads no weights.
@@ -79,13 +83,13 @@ def plan(
         require_picture(plot)
     name = device.type if device.index is None else f"{device.type}:{device.index}"
     here = name if machine is None else None
-    planned = plan_model(folder, policy, machine=machine, device=here, disk=disk_options(flags))
+    planned = plan_model(folder, policy, machine=machine, dtype=dtype, device=here, disk=disk_options(flags))
     made = planned.with_outlook()
     if save is not None:
         made.save(save)
         stderr.print(f"plan saved in {save} (--plan {save} carries it out)", highlight=False, soft_wrap=True)
     if plot is not None:
-        draw_plan(plot, folder.absolute().name, made, planned.planner, planned.outlook, planned.curves)
+        draw_plan(plot, made.model_name or model, made, planned.planner, planned.outlook, planned.curves)
         stderr.print(f"picture: {plot}", highlight=False, soft_wrap=True)
     if as_json:  # not by rich, which wraps long lines
         json.dump({**made.to_json(), "outlook": planned.outlook.to_json()}, sys.stdout, indent=2)

@@ -138,7 +138,7 @@ class Plan:
     mode: Mode
     resident: dict[str, int] = field(repr=False)
     uva: dict[str, int] = field(repr=False)
-    model_name: str | None = None
+    model_name: str | None = field(default=None, compare=False)
     made_for: Machine | None = None
     num_ranks: int = 1
     outlook: object = field(default=None, init=False, repr=False, compare=False)
@@ -150,7 +150,8 @@ class Plan:
         name = f"{self.model_name}: " if self.model_name else ""
         return (
             f"<headrace.Plan {name}{format_size(self.device_bytes)} of {format_size(self.weight_bytes)} of weights on "
-            f"the device, {len(self.units)} units in {self.num_slots} slots, mode {self.mode!r}>"
+            f"the device, {len(self.units)} unit{'' if len(self.units) == 1 else 's'} in {self.num_slots} "
+            f"slot{'' if self.num_slots == 1 else 's'}, mode {self.mode!r}>"
         )
 
     def _repr_html_(self) -> str:

@@ -133,7 +133,8 @@ def prepare(
             planner = replace(planner, num_ranks=ranks.size, spill=None)
         plan = replace(planner.plan(given), made_for=describe_device(target))
         may_need_files = planner.spill is not None and given.mode is None
-    plan = settle(plan, inventory, target, describe_device(target), weights, ranks)
+    num_ranks = 1 if ranks is None else ranks.size
+    plan = settle(plan, inventory, target, describe_device(target), weights, num_ranks)
     bound = bind(model, inventory.storages)
     budget_bytes = given.num_bytes if isinstance(given, Budget) else None
     pooled = {} if pool is None else pool.find_storages(bound)
@@ -187,7 +188,10 @@ def compute_device(model: nn.Module, device: torch.device | str | None = None) -
     if target.type not in ("cpu", "cuda"):
         raise OptionError(f"device {target}: expected a CPU or a CUDA device")
     if target.type == "cuda" and not torch.cuda.is_available():
-        raise OptionError(f"device {target}: torch sees no CUDA device here; leave device out to run on the CPU")
+        raise OptionError(
+            f"device {target}: torch sees no CUDA device here; leave device out to run on the CPU; "
+            f"headrace.make_plan(..., machine=...) plans for a machine that has one"
+        )
     # With its index, because it is compared with the devices of tensors, which always have one.
     if target.type == "cuda" and target.index is None:
         return torch.device("cuda", torch.cuda.current_device())

@@ -30,7 +30,6 @@ from headrace.transfer.machine_probe import DeviceName, planning_rates
 if TYPE_CHECKING:
     import torch
 
-    from headrace.ranks.group import RankGroup
 
 __all__ = [
     "Limits",
@@ -225,15 +224,15 @@ def settle(
     device: torch.device | DeviceName,
     machine: Machine,
     weights: WeightMap | None = None,
-    ranks: RankGroup | None = None,
+    num_ranks: int = 1,
 ) -> Plan:
-    """``plan`` checked against model, files and ``machine``, in the form that ``device`` of it can carry out."""
+    """``plan`` checked against model, files and ``machine``, in the form that ``num_ranks`` of it can carry out."""
     plan.check(inventory)
     plan.check_machine(machine)
     if device.type == "cuda" and weights is not None and plan.staged_units:
         _refuse_converting(plan, _converted(inventory, weights))
     split = plan.mode in SHARDED_MODES  # and then no rank has a whole tensor to read in place
-    num_ranks = ranks.size if ranks is not None and split else 1
+    num_ranks = num_ranks if split else 1
     if plan.uva and (split or not can_read_in_place(device)):
         plan = replace(move_on_demand(inventory, plan), model_name=plan.model_name, made_for=plan.made_for)
     return plan if plan.num_ranks == num_ranks else replace(plan, num_ranks=num_ranks)

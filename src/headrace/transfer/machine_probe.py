@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from headrace.config import cache_folder
-from headrace.errors import OptionError, warn_user
+from headrace.errors import OptionError, OptionTypeError, warn_user
 from headrace.memory.system import num_cores
 from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates, nominal_rates
 from headrace.plan.plan import Machine
@@ -302,8 +302,11 @@ def named_machine(machine: str | os.PathLike[str], direct: bool = False) -> tupl
     ``direct``: a machine without a GPU reads files past the page cache.
 
     Raises:
-        OptionError: neither a name nor a file that holds a probe.
+        OptionError, OptionTypeError: neither a name nor a file that holds a probe.
     """
+    if not isinstance(machine, str | os.PathLike):
+        known = ", ".join(MACHINES)
+        raise OptionTypeError(f"machine: expected {known}, or the file of a probe, found {type(machine).__name__}")
     name = str(machine).lower()
     if name in _NOMINAL:
         made_for, *published = _NOMINAL[name]
