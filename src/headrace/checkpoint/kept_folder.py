@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["ElementType", "FolderFacts", "folder_facts"]
 
 # Raise it with any change of what is written.
-_SCHEMA = 1
+_SCHEMA = 2
 _MOST_FILES = 64  # those used last; a model of 46,000 tensors takes 4 MB
 _OURS = Path(__file__).parents[1]
 
@@ -173,7 +173,7 @@ def _encode(facts: FolderFacts) -> dict[str, Any]:
     inventory, sources = facts.inventory, facts.weights.sources
     parts = [part.tensor for source in sources.values() for part in source.parts]
     dtypes = {str(tensor.dtype): tensor.dtype.itemsize for s in inventory.storages for tensor in s.tensors}
-    dtypes |= {str(source.dtype): source.dtype.itemsize for source in sources.values()}
+    dtypes |= {str(each.dtype): each.dtype.itemsize for each in (*sources.values(), *parts)}
     shapes = {shape: index for index, shape in enumerate(dict.fromkeys(part.shape for part in parts))}
     files = {file: index for index, file in enumerate(facts.weights.checkpoint.files)}
     return {
@@ -189,7 +189,11 @@ def _encode(facts: FolderFacts) -> dict[str, Any]:
         "profile": asdict(facts.profile),
         "differences": facts.differences,
         "dtypes": dtypes,
-        "sources": {name: [len(each.parts), each.shape, str(each.dtype)] for name, each in sources.items()},
+        "sources": {
+            # Parts of one source have one dtype; where that is not the model's they are converted.
+            name: [len(each.parts), each.shape, str(each.dtype), str(each.parts[0].tensor.dtype)]
+            for name, each in sources.items()
+        },
         "shapes": list(shapes),
         "parts": [
             [part.name for part in parts],
@@ -235,16 +239,16 @@ class _KeptSources(Mapping[str, TensorSource]):
         self._sources, self._parts = kept["sources"], kept["parts"]
         self._shapes = [tuple(shape) for shape in kept["shapes"]]
         self._dtypes, self._files = dtypes, files
-        counts = [count for count, _, _ in self._sources.values()]
+        counts = [count for count, *_ in self._sources.values()]
         self._first = dict(zip(self._sources, accumulate(counts, initial=0), strict=False))
 
     def __getitem__(self, name: str) -> TensorSource:
-        (count, shape, dtype_name), first = self._sources[name], self._first[name]
-        dtype, parts, start = self._dtypes[dtype_name], [], 0
+        (count, shape, dtype_name, stored_name), first = self._sources[name], self._first[name]
+        dtype, stored, parts, start = self._dtypes[dtype_name], self._dtypes[stored_name], [], 0
         for part, index, file, offset, num_bytes in zip(*(c[first : first + count] for c in self._parts), strict=True):
-            tensor = FileTensor(part, dtype, self._shapes[index], self._files[file], offset, num_bytes)
+            tensor = FileTensor(part, stored, self._shapes[index], self._files[file], offset, num_bytes)
             parts.append(FilePart(tensor, start))
-            start += num_bytes
+            start += num_bytes // stored.itemsize * dtype.itemsize
         return TensorSource(tuple(parts), tuple(shape), dtype)
 
     def __iter__(self) -> Iterator[str]:
