@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.checkpoint.model_folder import model_folder, model_name
 from headrace.config import SHARDED_MODES, Budget, Policy, Workload, as_policy
 from headrace.errors import LimitError, OptionError, OptionTypeError, warn_user
+from headrace.figures import format_size
 from headrace.memory.system import no_collections
 
 if TYPE_CHECKING:
@@ -314,9 +315,14 @@ def _misfit(plan: Plan, planner: Planner, facts: _Facts, target: _Target, worklo
     if target.rates is not None:
         elsewhere = names
     needs = needs_of(plan, on_gpu=on_gpu, elsewhere=elsewhere, on_meta=on_meta)
-    beside = planner.profile.workload_bytes(max(workload.batch_sizes), workload.context)
-    grown = {"device_bytes": needs.device_bytes + beside} if on_gpu else {"host_bytes": needs.host_bytes + beside}
-    needs = replace(needs, **grown)
+    batch, context = max(workload.batch_sizes), workload.context
+    beside = planner.profile.workload_bytes(batch, context)
+    if on_gpu:
+        needs = replace(needs, device_bytes=needs.device_bytes + beside)
+    else:
+        joined = planner.mapped.joined_bytes if planner.mapped is not None and plan.mode == "disk" else {}
+        in_place = sum(joined.get(name, 0) for name in plan.uva)
+        needs = replace(needs, host_bytes=needs.host_bytes + beside + in_place)
     # Of another machine only the memory of its device is known.
     limits = Limits(target.machine.device_bytes)
     if target.rates is None:
@@ -325,5 +331,7 @@ def _misfit(plan: Plan, planner: Planner, facts: _Facts, target: _Target, worklo
         check_limits(plan, limits, needs)
     except LimitError as error:
         where = "this machine" if target.rates is None else str(target.machine)
-        return f"does not fit {where}: {str(error).removesuffix('; nothing was allocated')}"
+        text = f"does not fit {where}: {str(error).removesuffix('; nothing was allocated')}"
+        use = f". The cache and activations of batch {batch} at {context} tokens take {format_size(beside)} of it"
+        return text + (use if beside else "")
     return None

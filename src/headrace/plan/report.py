@@ -384,8 +384,8 @@ def _draw_curve(axes: Any, plan: Plan, outlook: Outlook, curves: Sequence[Sequen
     axes.axvline(plan.device_bytes / bytes_of(unit), color="#888888", linewidth=0.8, label="this plan")
     # From a resident step to one that moves all weights it is a factor of fifty on an H200.
     axes.set_yscale("log")
-    for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        ticks(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
     axes.set_xlabel(f"device memory for weights, {unit}")
     axes.set_ylabel(f"step, {time_unit}")
     which = "" if len(curves) == 1 else " of a plan for each batch size alone"
