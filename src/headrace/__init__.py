@@ -1,5 +1,19 @@
 """Run PyTorch models whose weights do not fit the device; same bits out.
 
+This runs as it stands::
+
+    import torch
+    import headrace
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))).eval()
+    handle = headrace.offload(model, "20MB")  # of device memory, for 34 MB of weights
+    with torch.inference_mode():
+        output = model(torch.randn(4, 1024))
+    print(handle)  # what the offload takes, and what has moved
+    handle.remove()  # the model is as it was
+
+``help(headrace.offload)`` has policies, checkpoints and several devices; ``headrace --help`` the command line.
+
 Names are imported on first use: the command line can show its help, and set the environment torch reads when it loads,
 before torch is there.
 """

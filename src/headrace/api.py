@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from torch import nn
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.config import RANK_MODES, Policy
 from headrace.errors import OptionTypeError, StateError, warn_user
+from headrace.figures import format_size
 from headrace.plan.plan import Plan
 from headrace.runtime.outside_use import place_of
 from headrace.runtime.prepare import Prepared, open_ranks, prepare
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Handle", "offload", "start"]
 
+_log = logging.getLogger(__name__)
+
 
 class Handle:
     """An active offload. Leaving its ``with`` block, or :meth:`remove`, ends it; dropping the handle does not."""
@@ -36,8 +40,11 @@ class Handle:
         self._session = session
 
     def __repr__(self) -> str:
-        on_device, in_all = self.plan.device_bytes / 2**30, self.plan.weight_bytes / 2**30
-        return f"<headrace.Handle: {in_all:.3f} GiB of weights, {on_device:.3f} GiB for them on the device>"
+        name, plan = type(self.model).__name__, self.plan
+        state = f"{format_size(plan.weight_bytes)} of weights in {format_size(plan.device_bytes)} of device memory"
+        if not self._session.in_force:
+            state = "removed, its weights are back"
+        return f"<headrace.Handle of {name}: {state}; {self._session.counters()}>"
 
     @property
     def plan(self) -> Plan:
@@ -115,6 +122,13 @@ def offload(
 ) -> Handle:
     """Run ``model`` in less memory than its weights need; outputs stay the same bit for bit.
 
+    For example::
+
+        model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))).eval()
+        with headrace.offload(model, "20MB") as handle, torch.inference_mode():
+            model(torch.randn(4, 1024))
+            print(handle.stats())
+
     Args:
         model: any module; tensors on ``meta`` are filled from ``checkpoint``.
         policy: a device-memory budget for the weights, ``"20GiB"`` or an int of bytes, or
@@ -164,7 +178,9 @@ def offload(
             weights = None if checkpoint is None else WeightMap.open(checkpoint)
             prepared = prepare(model, policy, device=device, weights=weights, disk=disk, ranks=ranks)
             return start(prepared, progress=progress, measure_stalls=measure_stalls)
-    except BaseException:  # an interrupt after start() has returned, which leaves no handle to the caller
+    except BaseException as error:
+        _log.debug("refused: %s: %s", type(error).__name__, error)
+        # An interrupt after start() has returned leaves no handle to the caller.
         if not was_offloaded and isinstance(model, nn.Module) and (handle := _handle_of(model)) is not None:
             handle.remove()
         raise

@@ -1,9 +1,7 @@
-"""What a user may set: sizes, policies, and environment variables.
+"""What a user may set: policies, and environment variables (:data:`VARIABLES`).
 
 Policies are frozen dataclasses that check themselves when made, so that a wrong value is refused where it was written
 and not where it is used.
-
-===========================  =======  ============================================================================
 environment variable         default  meaning
 ===========================  =======  ============================================================================
 HEADRACE_DEBUG               0        1: poison released slots, verify a checksum whenever a unit arrives or leaves; the
@@ -15,6 +13,7 @@ HEADRACE_DISABLE_UVA         0        1: what a GPU would read in place is moved
 HEADRACE_DISABLE_CACHE       0        1: what was read of a model's folder is neither kept for the next plan nor used
 HEADRACE_PEER_TIMEOUT        600      seconds that a rank waits for another one during an offload with ``group=``
 ===========================  =======  ============================================================================
+=======
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast, get_args
 
-from headrace.errors import OptionError, OptionTypeError, RuleError, SizeError
+from headrace.errors import OptionError, OptionTypeError, RuleError, SizeError, warn_user
 from headrace.figures import parse_size
 
 __all__ = [
@@ -34,6 +33,7 @@ __all__ = [
     "RANK_MODES",
     "SHARDED_MODES",
     "UVA",
+    "VARIABLES",
     "Budget",
     "Mechanism",
     "Mode",
@@ -51,6 +51,7 @@ __all__ = [
     "pin_memory_disabled",
     "reader_threads",
     "uva_disabled",
+    "warn_about_variables",
 ]
 
 ALL_MODEL_PARAMS = "ALL_MODEL_PARAMS"
@@ -334,6 +335,47 @@ class OffloadConfig:
 
 
 # -- environment variables ---------------------------------------------------------------------------------------------
+
+
+# All that there are, with default and meaning; docs/reference.md has the same table (a test compares them).
+VARIABLES = {
+    "HEADRACE_DEBUG": (
+        "0",
+        "1: poison released slots, verify a checksum whenever a unit arrives or leaves; the command line shows "
+        "tracebacks",
+    ),
+    "HEADRACE_READERS": (
+        "cores",
+        "readers of files, 1 to 1024. The default leaves one core in eight free for a GPU's ring, with 14 readers at "
+        "most; loading uses 8 to 16",
+    ),
+    "HEADRACE_DISABLE_PIN_MEMORY": (
+        "0",
+        "1: host memory of a GPU's stores is ordinary memory (slow, cannot be captured)",
+    ),
+    "HEADRACE_DISABLE_UVA": ("0", "1: what a GPU would read in place is moved into a slot on demand instead"),
+    "HEADRACE_DISABLE_CACHE": ("0", "1: what was read of a model's folder is neither kept for the next plan nor used"),
+    "HEADRACE_PEER_TIMEOUT": ("600", "seconds that a rank waits for another one during an offload with `group=`"),
+    "HEADRACE_BENCH_WITHOUT": (
+        "none",
+        "benchmarks inside vLLM: optional modules that this machine lacks, by commas",
+    ),
+}
+_reported: set[str] = set()
+
+
+def warn_about_variables() -> None:
+    """Warn, once each, of variables ``HEADRACE_*`` in the environment that nothing reads."""
+    unknown = [name for name in os.environ if name.upper().startswith("HEADRACE_") and name not in VARIABLES]
+    for name in sorted({*unknown} - _reported):
+        from difflib import get_close_matches
+
+        _reported.add(name)
+        (near,) = get_close_matches(name.upper(), VARIABLES, n=1, cutoff=0)
+        warn_user(
+            f"the environment variable {name} has no effect: headrace reads none of that name; the nearest is {near} "
+            f"(all: {', '.join(VARIABLES)})"
+        )
 
 
 def debug_enabled() -> bool:

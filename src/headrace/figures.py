@@ -13,7 +13,7 @@ from fractions import Fraction
 
 from headrace.errors import OptionTypeError, SizeError
 
-__all__ = ["bytes_of", "format_rate", "format_size", "format_time", "in_unit", "parse_size", "size_unit"]
+__all__ = ["bytes_of", "counted", "format_rate", "format_size", "format_time", "in_unit", "parse_size", "size_unit"]
 
 # Digits are bounded, because int() refuses thousands of them in words of its own.
 _SIZE = re.compile(r"\s*([0-9]{1,999}(?:\.[0-9]{1,999})?)\s*(?:([KMGT])(i?B?)|B?)\s*", re.IGNORECASE)
@@ -48,6 +48,11 @@ def parse_size(size: str | int) -> int:
     if num_bytes <= 0:
         raise SizeError(f"size {size!r}: expected more than 0 bytes; {_FORM}")
     return num_bytes
+
+
+def counted(number: int, thing: str, things: str | None = None) -> str:
+    """``"1 slot"``, ``"3 slots"``; ``things``: a plural that is not made with an s."""
+    return f"{number:,} {thing if number == 1 else things or thing + 's'}"
 
 
 def size_unit(num_bytes: float) -> str:

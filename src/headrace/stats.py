@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from headrace.errors import OptionError, OptionTypeError
+from headrace.figures import counted, format_size, format_time
 
 __all__ = ["ReadStats", "Recorder", "Span", "StagingStats", "Stats", "UnitStats"]
 
@@ -157,12 +158,12 @@ class ReadStats:
 
     def __str__(self) -> str:
         named = (("direct", self.direct), ("page cache", self.cached), ("through the page cache", self.buffered))
-        return ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in named if size) or "nothing"
+        return ", ".join(f"{name} {format_size(size)}" for name, size in named if size) or "nothing"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Stats:
-    """Counters of all units, bytes by mechanism and by store, and notes.
+    """Counters of all units, bytes by mechanism and by store, and notes; ``str()`` has the totals in one line.
 
     Attributes:
         store_bytes: where bytes are: ``resident`` and ``slots`` on the device, ``host``, ``host_pinned``,
@@ -210,6 +211,26 @@ class Stats:
     def misses(self) -> int:
         """Runs out of the declared order."""
         return sum(unit.misses for unit in self.units)
+
+    def __str__(self) -> str:
+        parts = [f"{format_size(self.bytes_moved)} moved in {counted(self.copies, 'copy', 'copies')}", self._waits()]
+        if self.staging is not None:
+            parts.append(f"{format_size(self.staging.bytes_read)} through the ring")
+        if self.misses:
+            parts.append(counted(self.misses, "miss", "misses"))
+        if self.notes:
+            parts.append(counted(len(self.notes), "note"))
+        return ", ".join(parts)
+
+    def _waits(self) -> str:
+        """Waits block the host on a CPU alone, where they are counted; a GPU's are measured on request."""
+        latest = [unit.last_stall_s for unit in self.units if unit.last_stall_s is not None]
+        if self.stalls or not any(unit.runs for unit in self.units) or (latest and not any(latest)):
+            return f"{counted(self.stalls, 'stall')} ({format_time(self.stall_s)})"
+        return f"{format_time(sum(latest))} waited in the latest runs" if latest else "stalls not measured"
+
+    def __repr__(self) -> str:
+        return f"<headrace.Stats of {counted(len(self.units), 'unit')}: {self}>"
 
     def to_json(self) -> dict[str, Any]:
         """Totals and units as plain numbers."""

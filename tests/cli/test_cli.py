@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import math
 import os
 import re
@@ -30,9 +31,9 @@ from commands import TINY, error_of, run
 from headrace.cli import app
 from headrace.cli.arguments import VERB_FLAGS, requested, target_device
 from headrace.cli.terminal import expand_lists
-from headrace.config import UVA, Budget, Prefetch, Rules, Workload
+from headrace.config import UVA, VARIABLES, Budget, Prefetch, Rules, Workload
 from headrace.demo.synthetic_model import ensure_model
-from headrace.errors import HeadraceError, OptionError
+from headrace.errors import HeadraceError, HeadraceWarning, OptionError
 from headrace.figures import format_size
 from headrace.flags import OffloadFlags, flag_of
 from headrace.planning import plan_model
@@ -59,11 +60,11 @@ OFFLOAD_FLAGS = [
     "--disk-drop-cache",
 ]
 FLAGS = {
-    "demo": ["--folder", "--keep"],
-    "plan": ["--json", "--save", "--plot", "--machine", "--dtype", *OFFLOAD_FLAGS],
+    "demo": ["--folder", "--keep", "-v", "--verbose"],
+    "plan": ["--json", "--save", "--plot", "--machine", "--dtype", *OFFLOAD_FLAGS, "-v", "--verbose"],
     "generate": [
         "--prompt", "--chat", "--no-chat", "--system", "--max-new-tokens", "--temperature", "--top-p", "--top-k",
-        "--seed", "--dtype", "--attn-implementation", "--quiet", "--trace", *OFFLOAD_FLAGS,
+        "--seed", "--dtype", "--attn-implementation", "--quiet", "--trace", *OFFLOAD_FLAGS, "-v", "--verbose",
     ],
 }  # fmt: skip
 
@@ -772,6 +773,83 @@ def test_a_probe_refuses_its_folder_before_it_begins(tmp_path: Path, monkeypatch
         assert (result.exit_code, result.stderr.count("\n")) == (2, 1)  # and no "measuring ..."
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # nothing is closed to root
     assert f"that user {os.geteuid()} may write to" in error_of("probe", "--folder", tmp_path)
+
+
+def test_a_probe_that_cannot_be_kept_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a warning; the exit code is that of success, because what was asked for is there."""
+    found = Probe(
+        {"cpu": "x86"}, product_s_per_byte={1: 1e-12}, disk_read_bytes_per_s=1e8, cached_read_bytes_per_s=1e10
+    )
+    monkeypatch.setattr("headrace.transfer.measuring.measure", lambda folder: found)
+    (tmp_path / "closed").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "closed"))
+    for flags in ((), ("--json",)):
+        result = run("probe", *flags)
+        assert result.exit_code == 0, result.output
+        assert "the probe cannot be kept there" in result.stderr
+        assert "set XDG_CACHE_HOME to another folder" in result.stderr
+        assert "kept in" not in result.stderr
+        assert "file read, direct" in result.stdout or json.loads(result.stdout)["disk_read_bytes_per_s"] == 1e8
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def test_misspelt_variables_are_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.config._reported", set())
+    monkeypatch.setenv("HEADRACE_READER", "4")
+    monkeypatch.setenv("headrace_debug", "1")
+    monkeypatch.setenv("HEADRACE_READERS", "2")
+    result = run("plan", model, "--device-memory", "2MiB")
+    assert result.exit_code == 0, result.output
+    warned = [line for line in result.stderr.splitlines() if line.startswith("warning: the environment variable")]
+    assert ["HEADRACE_READER has no effect" in warned[0], "headrace_debug has no effect" in warned[1]] == [True] * 2
+    assert ["the nearest is HEADRACE_READERS" in warned[0], "the nearest is HEADRACE_DEBUG" in warned[1]] == [True] * 2
+    assert len(warned) == 2
+    monkeypatch.setattr("headrace.config._reported", set())
+    with pytest.warns(HeadraceWarning, match="HEADRACE_READER has no effect") as caught:
+        headrace.offload(TINY.build(), headrace.Prefetch()).remove()
+    assert len(caught) == 2
+    assert str(caught[0].filename) == __file__
+
+
+def test_the_docs_name_all_variables() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "reference.md").read_text()
+    for name, (default, meaning) in VARIABLES.items():
+        assert f"| `{name}` | {default} | {meaning} |" in text
+    assert set(re.findall(r"HEADRACE_[A-Z_]+", text)) == VARIABLES.keys()
+
+
+def test_verbose_shows_the_log(model: Path) -> None:
+    args = ("plan", model, "--device-memory", "2MiB")
+    assert "headrace.runtime" not in run(*args).stderr
+    told = run(*args, "-v")
+    assert " headrace.runtime.this_machine: plan: <headrace.Plan " in told.stderr
+    assert told.stdout == run(*args).stdout
+    assert logging.getLogger("headrace").handlers == []
+
+
+# -- several processes -------------------------------------------------------------------------------------------------
+
+
+def test_other_ranks_print_errors_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("RANK", "1")
+    plan = ("plan", model, "--device-memory", "2MiB")
+    for args in (plan, (*plan, "--json"), (*plan, "-v"), ("generate", model, "--prompt", "a", "--max-new-tokens", 1)):
+        result = run(*args)
+        assert (result.exit_code, result.stdout, result.stderr) == (0, "", ""), args
+    assert "too small" in error_of("plan", model, "--device-memory", "1B")
+    monkeypatch.setenv("RANK", "0")
+    assert run(*plan).stdout
+
+
+def test_an_error_of_all_ranks_is_printed_once(tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    command = [*launch, "-m", "headrace", "plan", str(tmp_path / "nothing")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert len(re.findall("^error: .*no such folder", done.stderr, re.M)) == 1, done.stderr
 
 
 def test_places_that_are_closed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

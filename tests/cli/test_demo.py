@@ -93,7 +93,7 @@ def test_a_half_written_model_is_removed(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")(2**40, 2**40, 2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(OptionError, match=r"0\.001 GiB are free on its disk: .* too little; .*--folder"):
+    with pytest.raises(OptionError, match=r"1\.00 MiB are free on its disk: .* too little; .*--folder"):
         ensure_model(tmp_path / "model", TINY)
     assert list(tmp_path.iterdir()) == []
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import itertools
 import json
+import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +67,15 @@ def test_the_public_names_are_frozen() -> None:
 def test_every_public_name_is_documented(name: str) -> None:
     thing = getattr(headrace, name)
     assert (thing.__doc__ or "").strip()
+
+
+@pytest.mark.parametrize("name", ["headrace", "headrace.offload"])
+def test_help_begins_with_an_example_that_runs(name: str) -> None:
+    documented = headrace if name == "headrace" else headrace.offload
+    example = (inspect.getdoc(documented) or "").split("::\n", 1)[1]
+    lines = itertools.takewhile(lambda line: not line or line.startswith("    "), example.splitlines())
+    code = "import torch, headrace\n" + textwrap.dedent("\n".join(lines))
+    assert re.search(r"moved in [1-9]\d* copies", run(code + "\nassert handle.stats().bytes_moved > 0")), code
 
 
 FACTS = """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,8 +18,10 @@ import torch
 
 import headrace
 from headrace import UVA
+from headrace.errors import HeadraceWarning, OptionError, TransferError
+from headrace.figures import format_size
 from headrace.model.inventory import take_inventory
-from headrace.stats import Recorder
+from headrace.stats import Recorder, Stats, UnitStats
 from headrace.testing import SlowLink, assert_moved, offload_over
 from models import Stack, all_layers, rows, save
 
@@ -46,6 +50,42 @@ class TestStats:
             assert stats.copies == 17
             assert stats.misses == 0
             assert stats.bytes_moved - before.bytes_moved == 3 * handle.plan.moved_bytes, "a snapshot stands still"
+
+    def test_in_one_line(self) -> None:
+        model, x = Stack(5).eval(), rows()
+        handle = offload_over(model, all_layers(2), SlowLink(max_delay_s=0.01))
+        assert "; 8.8 KiB moved in 2 copies, 0 stalls (0.00 ms)>" in repr(handle)
+        for _ in range(3):
+            model(x)
+        stats = handle.stats()
+        assert (stats.copies, stats.stalls > 0) == (17, True)
+        assert str(stats).startswith(f"{format_size(stats.bytes_moved)} moved in 17 copies, {stats.stalls} stalls (")
+        assert repr(stats) == f"<headrace.Stats of 5 units: {stats}>"
+        in_force = f"<headrace.Handle of Stack: {format_size(handle.plan.weight_bytes)} of weights in "
+        assert repr(handle) == f"{in_force}{format_size(handle.plan.device_bytes)} of device memory; {stats}>"
+        handle.remove()
+        assert repr(handle) == f"<headrace.Handle of Stack: removed, its weights are back; {stats}>"
+
+    def test_of_a_gpu_say_that_stalls_are_not_measured(self) -> None:
+        """They are counted only where waiting blocks the host; None stands for a wait that nobody has timed."""
+        units = [UnitStats("a", copies=2, bytes_moved=2**20, runs=2), UnitStats("b", runs=1)]
+        assert str(Stats(tuple(units))) == "1.00 MiB moved in 2 copies, stalls not measured"
+        units[0].last_stall_s = 0.25
+        assert str(Stats(tuple(units))) == "1.00 MiB moved in 2 copies, 250.0 ms waited in the latest runs"
+
+    def test_a_repr_neither_raises_nor_takes_an_error_away(self) -> None:
+        model, link = Stack(3).eval(), SlowLink()
+        handle = offload_over(model, all_layers(1), link)
+
+        def fail() -> None:
+            raise TransferError("gone")
+
+        link.check = fail  # type: ignore[method-assign]
+        assert "moved in" in repr(handle)
+        with pytest.raises(TransferError, match="gone"):
+            handle.stats()
+        del link.check
+        handle.remove()
 
     def test_bytes_by_mechanism(self) -> None:
         model = Stack(5).eval()
@@ -219,3 +259,47 @@ def test_a_thread_may_record_its_first_span_while_spans_are_read(switching: None
     while not done.is_set():
         assert all(span.track == f"thread {span.unit}" for span in recorder.spans)
     thread.join()
+
+
+class TestLog:
+    """The logger ``headrace``, which nobody hears by default."""
+
+    def test_what_happens_is_told(self, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+        model = Stack(5).eval()
+        folder = save(model, tmp_path)
+        with torch.device("meta"):
+            empty = Stack(5).eval()
+        caplog.set_level(logging.INFO, "headrace")
+        handle = headrace.offload(empty, all_layers(2), checkpoint=folder)
+        with pytest.warns(HeadraceWarning):
+            empty.layers[1].linear.weight.sum()
+        handle.remove()
+        told = [(record.levelno, record.name, record.getMessage()) for record in caplog.records]
+        assert {level for level, _, _ in told} == {logging.INFO}
+        assert all(name.startswith("headrace.") for _, name, _ in told)
+        expected = (
+            r"plan: <headrace\.Plan .* of weights on the device, 5 units in 2 slots, mode 'cpu'>, .* moved per forward",
+            r"link opened: ThreadLink to cpu for 5 units",
+            r"loading begins: \d+\.\d KiB",
+            r"loading ended: .*s, \d+\.\d\d GB/s; read from files: .* KiB",
+            r"Stack is offloaded",
+            r"promoted to resident \(.*\): layers\.1\.linear\.weight was given to aten\.sum",
+            r"Stack has its weights again; .* moved in \d+ copies",
+        )
+        for pattern, (_, _, message) in zip(expected, told, strict=True):
+            assert re.match(pattern, message), message
+
+    def test_what_is_refused_is_told_at_debug(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.DEBUG, "headrace")
+        with pytest.raises(OptionError):
+            headrace.offload(Stack(2), "20")
+        assert [record.levelname for record in caplog.records] == ["DEBUG"]
+        assert "refused: SizeError: device_memory: size '20' has no unit" in caplog.text
+
+    def test_no_handler_is_installed_and_nothing_is_printed(self, capfd: pytest.CaptureFixture[str]) -> None:
+        handle = headrace.offload(Stack(2).eval(), all_layers())
+        handle.remove()
+        assert capfd.readouterr() == ("", "")
+        names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "headrace"]
+        assert names
+        assert all(logging.getLogger(name).handlers == [] for name in names)

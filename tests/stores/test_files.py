@@ -303,8 +303,8 @@ class TestPageCache:
 
 class TestReadStats:
     def test_says_what_was_read(self) -> None:
-        assert str(ReadStats(14_200_000_000, 600_000_000)) == "direct 14.20 GB, page cache 0.60 GB"
-        assert str(ReadStats(buffered=10**9)) == "through the page cache 1.00 GB"
+        assert str(ReadStats(14_200_000_000, 600_000_000)) == "direct 13.225 GiB, page cache 572.20 MiB"
+        assert str(ReadStats(buffered=10**9)) == "through the page cache 953.67 MiB"
         assert str(ReadStats()) == "nothing"
 
 

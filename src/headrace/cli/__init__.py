@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.arguments import with_verbose
 from headrace.cli.commands_bench import bench
 from headrace.cli.commands_demo import demo
 from headrace.cli.commands_generate import generate
@@ -52,10 +53,10 @@ def _root(
 ) -> None: ...
 
 
-app.command()(demo)
-app.command()(plan)
-app.command()(probe)
-app.command()(generate)
+app.command()(with_verbose(demo))
+app.command()(with_verbose(plan))
+app.command()(with_verbose(probe))
+app.command()(with_verbose(generate))
 # Unknown flags are passed to the engine.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.add_typer(bench, name="bench")

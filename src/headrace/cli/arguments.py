@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 import typer
 
+from headrace.cli.terminal import log_lines
 from headrace.config import Policy
 from headrace.errors import OptionError
 from headrace.flags import COMMAND_LINE, OffloadFlags, flag_of
@@ -32,6 +33,7 @@ __all__ = [
     "require_writable",
     "target_device",
     "with_offload_flags",
+    "with_verbose",
 ]
 
 # All flags except those of engines alone.
@@ -49,11 +51,8 @@ def with_offload_flags(
             flags = OffloadFlags(**{name: values.pop(name) for name in names})
             verb(**values, flags=flags)
 
-        # Annotations are strings here (PEP 563), and typer needs the types.
-        hints = get_type_hints(verb, include_extras=True)
-        own = inspect.signature(verb).parameters.values()
-        parameters = [p.replace(annotation=hints[p.name]) for p in own if p.name != "flags"]
         hints = get_type_hints(OffloadFlags)
+        added = []
         for row in (row for row in fields(OffloadFlags) if row.name in names):
             option = typer.Option(
                 row.default,
@@ -64,14 +63,41 @@ def with_offload_flags(
                 show_default=False,
             )
             keyword = inspect.Parameter.KEYWORD_ONLY
-            parameters.append(inspect.Parameter(row.name, keyword, default=option, annotation=hints[row.name]))
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in parameters}
-        # Or typer would follow it and find the signature of the verb, without the flags.
-        del run.__wrapped__
-        return run
+            added.append(inspect.Parameter(row.name, keyword, default=option, annotation=hints[row.name]))
+        return _with_parameters(run, verb, added)
 
     return add
+
+
+def with_verbose(verb: Callable[..., None]) -> Callable[..., None]:
+    """Add ``--verbose`` to a verb: what the logger ``headrace`` is told goes to stderr, too."""
+
+    @wraps(verb)
+    def run(*, verbose: int, **values: Any) -> None:
+        with log_lines(verbose):
+            verb(**values)
+
+    text = "Say on stderr what is done (-vv: more)."
+    option = typer.Option(0, "-v", "--verbose", count=True, metavar="", help=text, show_default=False)
+    added = inspect.Parameter("verbose", inspect.Parameter.KEYWORD_ONLY, default=option, annotation=int)
+    return _with_parameters(run, verb, [added])
+
+
+def _with_parameters(
+    run: Callable[..., None], verb: Callable[..., None], added: Sequence[inspect.Parameter]
+) -> Callable[..., None]:
+    """``run`` with the signature of ``verb``, whose ``flags`` it makes from those ``added``."""
+    # Annotations are strings here (PEP 563), and typer needs the types.
+    hints = get_type_hints(verb, include_extras=True)
+    own = inspect.signature(verb).parameters.values()
+    parameters = [p.replace(annotation=hints[p.name]) for p in own if p.name != "flags"]
+    run.__signature__ = inspect.Signature([*parameters, *added])  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in (*parameters, *added)}
+    # typer would keep the lines of the source.
+    run.__doc__ = "\n\n".join(" ".join(part.split()) for part in (verb.__doc__ or "").split("\n\n"))
+    # Or typer would follow it and find the signature of the verb, without what was added.
+    del run.__wrapped__  # type: ignore[attr-defined]
+    return run
 
 
 def requested(flags: OffloadFlags, device: torch.device | DeviceName) -> Policy | Plan | None:

@@ -21,7 +21,7 @@ from headrace.cli.arguments import (
     with_offload_flags,
 )
 from headrace.cli.terminal import stderr, stdout
-from headrace.errors import OptionError
+from headrace.errors import OptionError, warn_user
 from headrace.flags import OffloadFlags
 
 if TYPE_CHECKING:
@@ -119,7 +119,10 @@ def probe(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON and nothing else")] = False,
 ) -> None:
-    """Measure the link, the device, the CPU and the disk of this machine; takes about half a minute."""
+    """Measure the link, the device, the CPU and the disk of this machine; takes about half a minute.
+
+    The result is kept for plans. Where it cannot be, it is printed all the same, with a warning and exit code 0.
+    """
     if folder is not None:
         require_folder("--folder", folder)
     from headrace.transfer.machine_probe import save
@@ -140,7 +143,11 @@ def probe(
         for what, rate in rates_of(result.to_json()):
             table.add_row(what, rate)
         stdout.print(table)
-    path = save(result)  # last: the result is printed even if it cannot be kept
+    try:
+        path = save(result)
+    except OptionError as error:
+        warn_user(f"{error}; until then plans use the rates of another probe, or nominal ones")
+        return
     if not as_json:
         stderr.print(f"kept in {path}", soft_wrap=True)
 

@@ -6,10 +6,12 @@ The result of a verb goes to stdout, messages go to stderr: ``headrace generate 
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from datetime import timedelta
 from itertools import takewhile
 from typing import Any
 
@@ -19,10 +21,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.text import Text
 from typer.core import TyperGroup
 
-from headrace.config import debug_enabled
+from headrace.config import debug_enabled, warn_about_variables
 from headrace.errors import HeadraceError, HeadraceWarning
 
-__all__ = ["HeadraceGroup", "byte_bar", "expand_lists", "print_error", "stderr", "stdout"]
+__all__ = ["HeadraceGroup", "byte_bar", "expand_lists", "log_lines", "print_error", "stderr", "stdout"]
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
@@ -41,12 +43,78 @@ for _console in (stdout, stderr):
         _console.width = _PIPE_WIDTH
 
 
+# For errors and warnings, which each rank has its own of; the output is that of the first rank.
+_notices = Console(stderr=True)
+
+
 def print_error(message: str) -> None:
     """One red line on stderr."""
     # Names from files may contain anything, also control sequences of terminals.
     printable = (c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.split()))
-    line = Text(f"error: {''.join(printable)}", style="red")
-    stderr.print(line, soft_wrap=True)  # not wrapped by rich: scripts read errors by line
+    _notice(f"error: {''.join(printable)}", "red")
+
+
+def _notice(line: str, style: str) -> None:
+    """A line on stderr, unless another rank has printed the same one."""
+    if _is_first_to_say(line):
+        _notices.print(Text(line, style=style), soft_wrap=True)  # not wrapped by rich: scripts read errors by line
+
+
+# -- several processes of one command ----------------------------------------------------------------------------------
+
+
+def _rank() -> int:
+    """Of this process among those that torchrun started; 0 for one that was started alone."""
+    return int(os.environ.get("RANK", 0)) if "TORCHELASTIC_RUN_ID" in os.environ else 0
+
+
+@contextmanager
+def _one_output() -> Iterator[None]:
+    """Within, ranks after the first print errors and warnings alone."""
+    if _rank() == 0:
+        yield
+        return
+    stdout.quiet = stderr.quiet = True
+    try:
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            yield
+    finally:
+        stdout.quiet = stderr.quiet = False
+
+
+def _is_first_to_say(line: str) -> bool:
+    """Whether no other rank has said the same, as far as torchrun's store knows; ``True`` where there is none."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return True
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    key = f"headrace/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{line}"
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        return int(TCPStore(*address, is_master=False, timeout=timedelta(seconds=5)).add(key, 1)) == 1
+    except RuntimeError:  # the launcher has ended
+        return True
+
+
+# -- the root command --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def log_lines(verbose: int) -> Iterator[None]:
+    """Within, records of the logger ``headrace`` are lines on stderr: from INFO on, with 2 from DEBUG on."""
+    logger, handler = logging.getLogger("headrace"), logging.StreamHandler()
+    if not verbose or _rank() != 0:
+        yield
+        return
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
+    level = logger.level
+    logger.setLevel(logging.INFO if verbose == 1 else logging.DEBUG)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 @contextmanager
@@ -76,7 +144,7 @@ def _warnings_as_lines() -> Iterator[None]:
 
         def show(message: Warning | str, category: type[Warning], *where: Any, **rest: Any) -> None:
             if issubclass(category, HeadraceWarning):
-                stderr.print(Text(f"warning: {message}", style="yellow"), soft_wrap=True)
+                _notice(f"warning: {message}", "yellow")
             else:
                 ordinary(message, category, *where, **rest)
 
@@ -91,7 +159,8 @@ class HeadraceGroup(TyperGroup):
         return super().parse_args(ctx, expand_lists(args))
 
     def invoke(self, ctx: Any) -> Any:
-        with _warnings_as_lines(), _errors_as_lines():
+        with _one_output(), _warnings_as_lines(), _errors_as_lines():
+            warn_about_variables()
             return super().invoke(ctx)
 
 
@@ -104,7 +173,11 @@ def _errors_as_lines() -> Iterator[None]:
     except BrokenPipeError:
         raise  # the reader of the output closed it; typer ends quietly
     except Exception as error:
-        if with_traceback or type(error).__module__.partition(".")[0] in ("typer", "click"):  # typer prints its own
+        if with_traceback:
+            raise
+        if type(error).__module__.partition(".")[0] in ("typer", "click"):  # typer prints its own
+            if hasattr(error, "format_message") and not _is_first_to_say(error.format_message()):
+                raise typer.Exit(EXIT_ERROR) from None
             raise
         error.__traceback__ = None  # its frames may hold all of the memory
         try:

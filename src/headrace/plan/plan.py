@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, get_args
 
 from headrace.config import Mechanism, Mode
 from headrace.errors import OptionError
-from headrace.figures import format_size
+from headrace.figures import counted, format_size
 from headrace.model.records import Inventory, StorageInfo
 from headrace.plan.schedule import ENTRY_BYTES, MAX_ENTRIES, RingLayout, chain, lay_out_ring, slot_of
 from headrace.plan.serialize import load_json, require, require_same, save_json
@@ -150,8 +150,7 @@ class Plan:
         name = f"{self.model_name}: " if self.model_name else ""
         return (
             f"<headrace.Plan {name}{format_size(self.device_bytes)} of {format_size(self.weight_bytes)} of weights on "
-            f"the device, {len(self.units)} unit{'' if len(self.units) == 1 else 's'} in {self.num_slots} "
-            f"slot{'' if self.num_slots == 1 else 's'}, mode {self.mode!r}>"
+            f"the device, {counted(len(self.units), 'unit')} in {counted(self.num_slots, 'slot')}, mode {self.mode!r}>"
         )
 
     def _repr_html_(self) -> str:

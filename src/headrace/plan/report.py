@@ -21,7 +21,7 @@ from rich.text import Text
 
 from headrace.config import RANK_MODES, Mode
 from headrace.errors import OptionError
-from headrace.figures import bytes_of, format_rate, format_size, format_time, in_unit, size_unit
+from headrace.figures import bytes_of, counted, format_rate, format_size, format_time, in_unit, size_unit
 from headrace.plan.build import Outlook, Planner, Point
 from headrace.plan.cost_model import find_stages
 from headrace.plan.plan import Plan, Unit
@@ -180,27 +180,23 @@ def _places(plan: Plan) -> Table:
         table.add_row(what, count, *(in_unit(num_bytes, unit) if place == column else "" for column in totals))
         totals[place] += num_bytes
 
-    add("resident", _counted(len(plan.resident), "tensor"), "device", plan.resident_bytes)
+    add("resident", counted(len(plan.resident), "tensor"), "device", plan.resident_bytes)
     # On a GPU bytes of files pass through, or stay in, pinned memory.
     staged = plan.reads_files and plan.made_for is not None and plan.made_for.device != "cpu"
     if plan.units:
-        add("slots", _counted(plan.num_slots, "slot"), "device", sum(plan.slot_bytes))
+        add("slots", counted(plan.num_slots, "slot"), "device", sum(plan.slot_bytes))
         if staged:
             add("staging ring", "", "host", plan.ring_bytes)
         for store in sorted({unit.store for unit in plan.units}):  # cpu before disk
             sizes = [unit.payload_bytes for unit in plan.units if unit.store == store]
-            add("prefetched", _counted(len(sizes), "unit"), _STORE_NAMES[store], sum(sizes))
+            add("prefetched", counted(len(sizes), "unit"), _STORE_NAMES[store], sum(sizes))
     if plan.uva:
         place = "host" if staged and plan.mode == "disk" else _STORE_NAMES[plan.mode]
-        add("read in place", _counted(len(plan.uva), "tensor"), place, plan.uva_bytes)
+        add("read in place", counted(len(plan.uva), "tensor"), place, plan.uva_bytes)
     table.add_section()
     sums = (in_unit(num_bytes, unit) if num_bytes else "" for num_bytes in totals.values())
     table.add_row("total", "", *sums, style="bold")
     return table
-
-
-def _counted(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def _units(plan: Plan) -> Table:

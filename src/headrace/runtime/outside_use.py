@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,11 +25,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from headrace.errors import ModelChangedError, OutsideAccessError, StateError, warn_user
+from headrace.figures import format_size
 from headrace.model.live_tensors import BoundStorage, BoundTensor, GiveBack, resident_rule, storage_id
 from headrace.plan.plan import Plan
 from headrace.stores.store import Store, new_buffer
 
 __all__ = ["NotCopyable", "Promoter", "StateGuard", "place_of"]
+
+_log = logging.getLogger(__name__)
 
 _MARK = "_headrace_offloaded"
 
@@ -206,6 +210,7 @@ class Promoter(NotCopyable):
             resident = {**self.plan.resident, name: storage.info.num_bytes}
             self.plan = replace(self.plan, units=units, resident=resident)
             self.promoted.append(name)
+        _log.info("promoted to resident (%s): %s %s", format_size(storage.info.num_bytes), how, _OUTSIDE)
         if len(self.promoted) == 1:
             warn_user(
                 f"{how} {_OUTSIDE}. It is resident from now on ({storage.info.num_bytes} bytes more on "

@@ -21,6 +21,7 @@ from headrace.config import (
     Budget,
     Policy,
     as_policy,
+    warn_about_variables,
 )
 from headrace.errors import OptionError, OptionTypeError, warn_user
 from headrace.model.inventory import Inventory, take_inventory
@@ -120,6 +121,7 @@ def prepare(
             model or machine.
         LimitError: the device or the host has no room for the plan.
     """
+    warn_about_variables()
     target = compute_device(model, device)
     inventory = take_inventory(model) if inventory is None else inventory
     given = policy if isinstance(policy, Plan) else as_policy(policy)

@@ -6,8 +6,10 @@ The handle and the engines' offloaders own an :class:`OffloadSession` each. It o
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.config import RANK_MODES, debug_enabled
 from headrace.errors import BudgetError, CheckpointError, OptionError, StateError, TransferError
-from headrace.figures import format_size
+from headrace.figures import format_size, format_time
 from headrace.loading.loader import WeightLoader, require_weights
 from headrace.loading.read_pool import Progress
 from headrace.memory.pinned import (
@@ -58,6 +60,8 @@ _EXPERTS = {
     "eager": "only routed experts are read, but the host waits for the routing and the step cannot be captured; "
     "model.set_experts_implementation('grouped_mm') does without",
 }
+
+_log = logging.getLogger(__name__)
 
 Hook = UnitHook | ForwardHook | StateGuard
 
@@ -129,6 +133,12 @@ class OffloadSession(NotCopyable):
             raise
         self._forget_originals(prepared)
         self._prepared = None
+        _log.info("%s is offloaded", type(self._model).__name__)
+
+    @property
+    def in_force(self) -> bool:
+        """From :meth:`attach` to :meth:`remove`."""
+        return self._in_force
 
     @property
     def plan(self) -> Plan:
@@ -148,6 +158,13 @@ class OffloadSession(NotCopyable):
         stores = {"resident": plan.resident_bytes, "slots": sum(plan.slot_bytes), **self._account}
         sizes_by_store = {name: size for name, size in stores.items() if size}
         return Stats(units, sizes, self._notes(), sizes_by_store, staging, self._reads)
+
+    def counters(self) -> Stats:
+        """The totals of :meth:`stats`, without its errors, and without waiting for a GPU."""
+        units = self._prefetcher.stats if self._prefetcher else ()
+        if self._device.type == "cpu" and self._link is not None:
+            units = [replace(unit, last_stall_s=self._link.last_stall_s(index)) for index, unit in enumerate(units)]
+        return Stats(tuple(units), notes=self._notes())
 
     def reset(self) -> None:
         """No forward runs, whether one was interrupted or not: make the slots hold what the next one needs first."""
@@ -206,6 +223,7 @@ class OffloadSession(NotCopyable):
         self._in_force = False
         self._promoter.close()
         self._bound, self._units = {}, []
+        _log.info("%s has its weights again; %s", type(self._model).__name__, self.counters())
 
     # -- building ---------------------------------------------------------------------------------------------------
 
@@ -216,6 +234,7 @@ class OffloadSession(NotCopyable):
         if self._link is None:  # the session has it at once: an interrupt must find it
             self._link = self._make_link()
         self._link.start(self.plan, [self._store.load(unit) for unit in self.plan.units])
+        _log.info("link opened: %s to %s for %d units", type(self._link).__name__, self._device, len(self.plan.units))
 
     def _make_link(self) -> Link:
         """The link that brings the store's units. Collective where ranks hold their parts."""
@@ -234,6 +253,10 @@ class OffloadSession(NotCopyable):
         without_bytes = {b.info.name for b in moving if self.plan.mode == "meta" and b.on_meta}
         for name in without_bytes:
             places[name].zero_()  # the memory is used, like that of the slots
+        num_bytes = sum(buffer.numel() for buffer in (*destinations.values(), *places.values()))
+        if num_bytes:  # on a CPU, nothing is loaded that host memory or files hold already
+            _log.info("loading begins: %s", format_size(num_bytes))
+        begin = time.perf_counter()
         self._reads = WeightLoader(
             self._bound,
             self._store,
@@ -244,6 +267,10 @@ class OffloadSession(NotCopyable):
             disk=prepared.disk,
             progress=self._options.progress,
         ).run()
+        seconds = time.perf_counter() - begin
+        if num_bytes:
+            rate = num_bytes / seconds / 1e9
+            _log.info("loading ended: %s, %.2f GB/s; read from files: %s", format_time(seconds), rate, self._reads)
         for bound in moving:
             bound.point_at(places[bound.info.name])
 

@@ -6,6 +6,7 @@ planned again without it.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import shutil
@@ -45,6 +46,8 @@ __all__ = [
     "require_kinds",
     "settle",
 ]
+
+_log = logging.getLogger(__name__)
 
 # Of free host memory, at most: what a plan leaves to the process itself.
 _HEADROOM_BYTES = 1 << 30
@@ -235,7 +238,9 @@ def settle(
     num_ranks = num_ranks if split else 1
     if plan.uva and (split or not can_read_in_place(device)):
         plan = replace(move_on_demand(inventory, plan), model_name=plan.model_name, made_for=plan.made_for)
-    return plan if plan.num_ranks == num_ranks else replace(plan, num_ranks=num_ranks)
+    plan = plan if plan.num_ranks == num_ranks else replace(plan, num_ranks=num_ranks)
+    _log.info("plan: %r, %s moved per forward, for %s", plan, format_size(plan.moved_bytes), machine)
+    return plan
 
 
 # -- what the machine has room for ------------------------------------------------------------------------------------

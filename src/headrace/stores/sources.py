@@ -14,6 +14,7 @@ caller whose buffer is larger than the range gets the whole pages read there.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import threading
@@ -50,6 +51,8 @@ __all__ = [
     "fill",
     "writable_view",
 ]
+
+_log = logging.getLogger(__name__)
 
 # For O_DIRECT: a multiple of the logical block of every disk (512 or 4096 bytes).
 ALIGN_BYTES = 4096
@@ -416,9 +419,11 @@ def _open(path: Path, options: DiskOptions) -> tuple[int, int | None]:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
     if options.direct is not None:
         return fd, fd if options.direct else None
-    with suppress(OSError):  # not on this file system
+    try:
         return fd, _open_direct(path)
-    return fd, None
+    except OSError as error:  # not on this file system
+        _log.debug("%s: direct reads are refused (%s); it is read through the page cache", path, error.strerror)
+        return fd, None
 
 
 def _open_direct(path: Path) -> int:
