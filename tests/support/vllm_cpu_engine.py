@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,15 @@ CASES: dict[str, dict[str, Any]] = {
         "additional_config": {"headrace": {"mode": "shm_cpu", "replicas": 2}},
     },
 }
+# Of models with a tower, given the name of that; the case is FAMILY and one of these, with a space between.
+WITH_TOWER: dict[str, Callable[[str], dict[str, Any]]] = {
+    "resident": lambda tower: {},
+    "prefetch": lambda tower: GROUP,
+    "named": lambda tower: {**GROUP, "offload_params": {tower, "mlp"}},
+    "group": lambda tower: {**GROUP, "offload_params": {"@vision"}},
+    "uva": lambda tower: {"cpu_offload_gb": 0.002},
+    "budget": lambda tower: {"additional_config": {"headrace": {"device_memory": "12MiB", "batch": [1, 4]}}},
+}
 
 
 def worker_class() -> type:
@@ -77,6 +87,23 @@ def __getattr__(name: str) -> Any:
 
 
 def arguments(folder: Path, case: str, mode: str) -> dict[str, Any]:
+    family, _, what = case.partition(" ")
+    if what:
+        import vllm_towers
+
+        if not (folder / family).exists():
+            vllm_towers.write_model(family, folder / family)
+        tower = vllm_towers.TOWERS[family][0]
+        return {
+            "model": str(folder / family),
+            "dtype": "float32",
+            "max_model_len": 256,
+            "max_num_seqs": 8,
+            "enforce_eager": True,
+            "enable_prefix_caching": False,
+            **WITH_TOWER[what](tower),
+            **({} if what in RESIDENT else {"worker_cls": "vllm_cpu_engine.Worker"}),
+        }
     _write_config(folder, CONFIG)
     options = CASES[case]
     if speculative := options.get("speculative_config"):
@@ -123,10 +150,15 @@ def main(folder: Path, case: str, mode: str) -> None:
 
     ops._supports_onednn = False
     engine = LLM(disable_log_stats=True, **arguments(folder, case, mode))
-    given = SamplingParams(**sampling())
-    engine.generate(prompts(), given, use_tqdm=False)
-    outputs = [output.outputs[0] for output in engine.generate(prompts(), given, use_tqdm=False)]
-    stats = {} if case in RESIDENT else engine.collective_rpc("headrace_stats")[0]
+    family, _, what = case.partition(" ")
+    given, asked = SamplingParams(**sampling()), prompts()
+    if what:
+        import vllm_towers
+
+        asked = vllm_towers.prompts(family)
+    engine.generate(asked, given, use_tqdm=False)
+    outputs = [output.outputs[0] for output in engine.generate(asked, given, use_tqdm=False)]
+    stats = {} if (what or case) in RESIDENT else engine.collective_rpc("headrace_stats")[0]
     (folder / f"{case}-{mode}.json").write_text(json.dumps({**found_in(outputs), "stats": stats}))
 
 
