@@ -180,6 +180,7 @@ def plan_model(
             plan = assemble(inventory, [], 0, planner.default_mode) if given is None else planner.plan(given)
             plan = replace(plan, model_name=facts.name, made_for=target.machine)
         plan = settle(plan, inventory, target.device, target.machine, facts.weights, plan.num_ranks)
+        _check_files(plan, facts)
         # Without a policy the question is what the model weighs, and which budget runs it.
         misfit = None if given is None else _misfit(plan, planner, facts, target, work)
         return Planned(plan, planner, given, work, misfit)
@@ -256,6 +257,19 @@ def _read(folder: Path) -> tuple[FolderFacts, Collection[str]]:
     from headrace.adapters.transformers.opened_model import open_model
 
     return open_model(folder).facts
+
+
+def _check_files(plan: Plan, facts: _Facts) -> None:
+    """Raise ``CheckpointError`` if files that ``plan`` streams from hold a tensor in another form; warn if unknown."""
+    if plan.reads_files and facts.weights is None:
+        warn_user(
+            "the plan reads weights from safetensors files, and none were given: pass checkpoint=FOLDER here and to "
+            "headrace.offload"
+        )
+    elif facts.weights is not None:
+        for name, placement in plan.placements.items():
+            if placement.store == "disk":
+                facts.weights.source(facts.inventory.by_name[name])
 
 
 def _warn_of(differences: Iterable[str]) -> None:

@@ -110,6 +110,16 @@ def test_offload_with_a_plan_builds_no_planner() -> None:
     assert trace.counts() == {**ONCE, "planner": 0, "rates": 0}
 
 
+@pytest.mark.parametrize("kind", ["module", "folder"])
+def test_plans_alone(kind: str, folder: Path) -> None:
+    """The same steps, but for what carries a plan out; the tensors of a folder's model are those of its headers."""
+    model = Stack(8, 256).eval() if kind == "module" else folder
+    headrace.make_plan(model, "2MiB")
+    with traced() as trace:
+        assert headrace.make_plan(model, "2MiB").units
+    assert trace.counts() == {**ONCE, "front door": 0, "binding": int(kind == "module")}
+
+
 @torch.no_grad()
 def test_load(folder: Path) -> None:
     load(folder, "2MiB")[1].remove()

@@ -25,12 +25,12 @@ from headrace.adapters.transformers import load
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.config import SHARDED_MODES, UVA, Budget, Mode, Prefetch, Workload
 from headrace.demo.synthetic_model import ensure_model
-from headrace.errors import HeadraceWarning, LimitError, OptionError, OptionTypeError, SelectionError
+from headrace.errors import CheckpointError, HeadraceWarning, LimitError, OptionError, OptionTypeError, SelectionError
 from headrace.plan.plan import Machine
 from headrace.plan.report import _draw_curve
 from headrace.planning import plan_model
 from headrace.transfer.machine_probe import MACHINES, Probe, named_machine
-from models import Stack, rows, save, state_of
+from models import OddStack, Stack, rows, save, state_of
 
 REPORT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "2026-11-21-plan-h200-probe.json"
 
@@ -256,6 +256,19 @@ class TestHonesty:
                 SelectionError, match=r"2 tensors .* cannot be read in place: 0\.weight starts \d+ bytes"
             ):
                 call(model, UVA(mode="disk"), checkpoint=tmp_path)
+
+    def test_files_of_another_form_than_the_model(self, tmp_path: Path) -> None:
+        model = OddStack().eval()
+        save(model, tmp_path)
+        for call in (headrace.make_plan, headrace.offload):
+            with pytest.raises(CheckpointError, match="the file is row-major"):
+                call(model, Prefetch(params=["layers"], mode="disk"), checkpoint=tmp_path)
+
+    def test_files_that_nobody_named(self) -> None:
+        """Sizes alone are fine; what is missing later is said."""
+        with pytest.warns(HeadraceWarning, match="pass checkpoint=FOLDER here and to headrace.offload"):
+            plan = headrace.make_plan(Stack(), Prefetch(params=["layers"], mode="disk"))
+        assert plan.units
 
     def test_a_workload_beyond_the_budget_names_those_that_fit(self, folder: Path) -> None:
         args = ("plan", folder, "--device", "cpu", "--device-memory", "40MiB")

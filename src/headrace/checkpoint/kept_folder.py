@@ -173,7 +173,8 @@ def _encode(facts: FolderFacts) -> dict[str, Any]:
     inventory, sources = facts.inventory, facts.weights.sources
     parts = [part.tensor for source in sources.values() for part in source.parts]
     dtypes = {str(tensor.dtype): tensor.dtype.itemsize for s in inventory.storages for tensor in s.tensors}
-    dtypes |= {str(each.dtype): each.dtype.itemsize for each in (*sources.values(), *parts)}
+    in_files = [*(source.dtype for source in sources.values()), *(part.dtype for part in parts)]
+    dtypes |= {str(dtype): dtype.itemsize for dtype in in_files}
     shapes = {shape: index for index, shape in enumerate(dict.fromkeys(part.shape for part in parts))}
     files = {file: index for index, file in enumerate(facts.weights.checkpoint.files)}
     return {
