@@ -13,7 +13,7 @@ import mmap
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.checkpoint.safetensors_header import Checkpoint, FileTensor
 from headrace.errors import CheckpointError, OptionTypeError
@@ -31,8 +31,7 @@ _FIX = (
 )
 
 
-@dataclass(frozen=True)
-class FilePart:
+class FilePart(NamedTuple):  # as many as there are tensors in the files
     """All elements of one file tensor, and the byte offset where they start in the model's tensor."""
 
     tensor: FileTensor

@@ -74,6 +74,6 @@ def main() -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # torch and transformers make a million objects that stay. Collections went through them again and again while they
     # were imported, and once more at the end: a third of the time of a plan.
-    gc.set_threshold(100_000)
+    gc.set_threshold(100_000, 50)
     atexit.register(gc.freeze)
     app(prog_name="headrace")

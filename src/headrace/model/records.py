@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Literal
 
@@ -273,6 +273,7 @@ def common_prefix(chains: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     return tuple(names[0] for names in takewhile(lambda names: len(set(names)) == 1, zip(*chains, strict=False)))
 
 
+@lru_cache(1 << 16)  # a planner asks for those of every module again and again
 def dotted_prefixes(module: str) -> tuple[str, ...]:
     """``""``, ``a`` and ``a.b`` for ``a.b``."""
     parts = module.split(".") if module else []

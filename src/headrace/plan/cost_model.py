@@ -43,6 +43,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -110,13 +111,24 @@ class Curve:
 
     def __call__(self, size: float) -> float:
         """The value at ``size``."""
-        return float(self.over(np.array(size)))
+        # Thousands of tensors have a few sizes.
+        if size not in self._known:
+            self._known[size] = float(self.over(np.array(size)))
+        return self._known[size]
 
     def over(self, sizes: Floats) -> Floats:
         """The values at many positive sizes."""
-        x, y = np.log(np.array(self.points)).T
-        values: Floats = np.exp(np.interp(np.log(sizes), x, y))
+        values: Floats = np.exp(np.interp(np.log(sizes), *self._logarithms))
         return values
+
+    @cached_property
+    def _logarithms(self) -> Floats:
+        logarithms: Floats = np.log(np.array(self.points)).T
+        return logarithms
+
+    @cached_property
+    def _known(self) -> dict[float, float]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -163,7 +175,7 @@ class Rates:
 
     def copy_s(self, num_bytes: float) -> float:
         """Seconds of one copy."""
-        return float(self.copies_s(np.array(num_bytes)))
+        return num_bytes / self.copy_bytes_per_s(max(num_bytes, 1.0)) if num_bytes > 0 else 0.0
 
     def copies_s(self, num_bytes: Floats) -> Floats:
         """Seconds of each of many copies; 0 for no bytes."""

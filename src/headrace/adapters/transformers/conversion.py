@@ -166,8 +166,10 @@ def _collect(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[dict[str, 
     dtype_of = _dtype_rule(model)
     collected: dict[str, Assembly] = {}
     unexpected: set[str] = set()
-    # Natural order, `experts.10` after `experts.9`: conversions stack the parts in the order in which they come.
-    for key in sorted(checkpoint.tensors, key=dot_natural_key):
+    # Natural order, `experts.10` after `experts.9`: conversions stack the parts in the order in which they come. The
+    # rule treats the parts of a name one by one, and 46,000 names are made of a few hundred.
+    order = {part: dot_natural_key(part)[0] for part in {part for key in checkpoint.tensors for part in key.split(".")}}
+    for key in sorted(checkpoint.tensors, key=lambda key: [order[part] for part in key.split(".")]):
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
         if name not in state and key in state:
             name, pattern = rename_source_key(key, [], [], prefix, state)
