@@ -220,11 +220,7 @@ def _check_ranks(policy: Policy | Plan | None, num_ranks: int) -> None:
 
 
 def _facts_of(model: Any, checkpoint: Any, dtype: Any) -> _Facts:
-    if isinstance(model, str | os.PathLike) and dtype is not None:
-        from headrace.adapters.transformers.opened_model import open_model
-
-        model = open_model(model, dtype)  # of a folder only what it is in its own dtype is kept
-    elif dtype is not None:
+    if dtype is not None and not isinstance(model, str | os.PathLike):
         raise OptionError("dtype: of a module, its own counts; leave dtype out, or plan a folder")
     if isinstance(model, str | os.PathLike):
         from headrace.checkpoint.kept_folder import folder_facts
@@ -232,7 +228,7 @@ def _facts_of(model: Any, checkpoint: Any, dtype: Any) -> _Facts:
 
         _refuse_checkpoint(checkpoint)
         folder = model_folder(model)
-        facts = folder_facts(folder, partial(_read, folder))
+        facts = folder_facts(folder, partial(_read, folder, dtype), str(dtype))
         _warn_of(facts.differences)
         unstreamable = not_in_files(facts.inventory, facts.weights)
         return _Facts(facts.inventory, facts.profile, facts.weights, unstreamable, model_name(folder))
@@ -253,10 +249,10 @@ def _facts_of(model: Any, checkpoint: Any, dtype: Any) -> _Facts:
     return _Facts(take_inventory(model), profile_of(model), weights, name=type(model).__name__, module=model)
 
 
-def _read(folder: Path) -> tuple[FolderFacts, Collection[str]]:
+def _read(folder: Path, dtype: Any) -> tuple[FolderFacts, Collection[str]]:
     from headrace.adapters.transformers.opened_model import open_model
 
-    return open_model(folder).facts
+    return open_model(folder, dtype).facts
 
 
 def _check_files(plan: Plan, facts: _Facts) -> None:

@@ -93,9 +93,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     found: list[Path] = []
     read = opened_model.open_model
 
-    def counting(folder: Path) -> Any:
+    def counting(folder: Path, *options: Any) -> Any:
         found.append(folder)
-        return read(folder)
+        return read(folder, *options)
 
     monkeypatch.setattr(opened_model, "open_model", counting)
     return found
@@ -189,6 +189,15 @@ class TestEqual:
         assert dict(kept.weights.checkpoint.tensors) == dict(fresh.weights.checkpoint.tensors)
         missing = "no.such.tensor"
         assert str(kept.weights.checkpoint.lacks(missing, "")) == str(fresh.weights.checkpoint.lacks(missing, ""))
+
+    def test_in_another_dtype(self, folder: Path, reads: list[Path]) -> None:
+        """Which is another model, kept beside the folder's own."""
+        found = []
+        for dtype in (None, "bfloat16", None, "bfloat16", torch.bfloat16, torch.float16):
+            found.append(told(plan_model(folder, Budget("4MiB"), device="cpu", dtype=dtype)))
+        assert len(reads) == 4
+        assert (found[0], found[1]) == (found[2], found[3])
+        assert found[0] != found[1]
 
     def test_modules_with_several_parents(self, folder: Path) -> None:
         """Of which none of the families above has any."""
@@ -330,8 +339,8 @@ class TestChanges:
         read = opened_model.open_model
         changes = [folder / "config.json", next(folder.glob("*.safetensors"))]
 
-        def changing(path: Path) -> Any:
-            opened = read(path)
+        def changing(path: Path, *options: Any) -> Any:
+            opened = read(path, *options)
             if changes:
                 file = changes.pop()
                 file.write_text(file.read_text() + "\n") if file.suffix == ".json" else file.touch()

@@ -65,12 +65,14 @@ class ElementType:
         return self.name
 
 
-def folder_facts(folder: Path, read: Callable[[], tuple[FolderFacts, Iterable[str]]]) -> FolderFacts:
+def folder_facts(folder: Path, read: Callable[[], tuple[FolderFacts, Iterable[str]]], options: str = "") -> FolderFacts:
     """What is kept of ``folder`` if it still holds, or else what ``read`` returns, which is then kept.
 
-    ``read``: returns the facts, and the files in which the model's classes are defined. What it raises passes.
+    Args:
+        read: returns the facts, and the files in which the model's classes are defined. What it raises passes.
+        options: what it depends on besides the folder; for other options something else is kept.
     """
-    place = _place(folder)
+    place = _place(folder, options)
     kept = None if place is None else _load(place, folder)
     if kept is not None:
         return kept
@@ -116,9 +118,10 @@ def _save(place: Path, folder: Path, facts: FolderFacts, code: Sequence[str]) ->
         oldest.unlink(missing_ok=True)
 
 
-def _place(folder: Path) -> Path | None:
+def _place(folder: Path, options: str) -> Path | None:
     cache = None if cache_disabled() else cache_folder()
-    return None if cache is None else cache / "folders" / f"{_digest(os.fsencode(folder.absolute()))[:32]}.json"
+    name = _digest(os.fsencode(folder.absolute()) + b"\n" + options.encode())[:32]
+    return None if cache is None else cache / "folders" / f"{name}.json"
 
 
 # -- what the reading depends on ---------------------------------------------------------------------------------------
