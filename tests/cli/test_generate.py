@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from commands import TINY, error_of, run
 from headrace.demo.synthetic_model import ensure_model
+from headrace.plan.plan import Plan
 
 # ChatML with the token that ends texts (an instruct model), and with one that does not (a base model's template).
 TEMPLATE = (
@@ -189,8 +191,22 @@ def test_attention_by_name(model: Path) -> None:
 def test_a_dtype_by_name(model: Path) -> None:
     expected = plain_text(model, "Water", max_new_tokens=12, dtype=torch.float16)
     assert generate(model, "--dtype", "float16", "--offload-mode", "cpu").stdout == expected
-    message = error_of("generate", model, "--prompt", "a", "--dtype", "int4")
-    assert message == "error: --dtype 'int4': expected bfloat16, float16 or float32"
+    for verb in (("plan", model), ("generate", model, "--prompt", "a")):
+        assert error_of(*verb, "--dtype", "int4") == "error: --dtype 'int4': expected bfloat16, float16 or float32"
+
+
+def test_a_plan_for_another_dtype_is_carried_out(model: Path, tmp_path: Path) -> None:
+    """Streamed from the unmodified files, of whose bytes half arrive; without the flag it is for another model."""
+    plan, args = tmp_path / "plan.json", ("--prompt", "Water", "--max-new-tokens", 12)
+    made = run("plan", model, "--dtype", "bfloat16", "--device-memory", "1MiB", "--save", plan)
+    assert made.exit_code == 0, made.output
+    assert "tiny: 1.63 MiB of weights" in made.stdout
+    result = run("generate", model, *args, "--dtype", "bfloat16", "--plan", plan)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == plain_text(model, "Water", max_new_tokens=12, dtype=torch.bfloat16)
+    assert Plan.load(plan).mode == "disk"
+    assert re.search(r"; \d+\.\d+ MiB moved", result.stderr)
+    assert "was made for another model" in error_of("generate", model, *args, "--plan", plan)
 
 
 # -- lengths -----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -26,14 +26,22 @@ if TYPE_CHECKING:
 
 __all__ = [
     "VERB_FLAGS",
+    "DtypeOption",
     "disk_options",
     "refuse_idle",
     "requested",
+    "require_dtype",
     "require_folder",
     "require_writable",
     "target_device",
     "with_offload_flags",
     "with_verbose",
+]
+
+_DTYPES = ("bfloat16", "float16", "float32")
+DtypeOption = Annotated[
+    str | None,
+    typer.Option("--dtype", metavar="NAME", help="bfloat16, float16 or float32 (default the checkpoint's own)."),
 ]
 
 # All flags except those of engines alone.
@@ -98,6 +106,12 @@ def _with_parameters(
     # Or typer would follow it and find the signature of the verb, without what was added.
     del run.__wrapped__  # type: ignore[attr-defined]
     return run
+
+
+def require_dtype(name: str | None) -> None:
+    """Refuse a ``--dtype`` that no weights can have, before anything is imported."""
+    if name not in (None, *_DTYPES):
+        raise OptionError(f"--dtype {name!r}: expected {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}")
 
 
 def requested(flags: OffloadFlags, device: torch.device | DeviceName) -> Policy | Plan | None:

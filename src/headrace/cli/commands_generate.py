@@ -17,8 +17,10 @@ from rich.console import Console
 
 from headrace.checkpoint.model_folder import model_folder
 from headrace.cli.arguments import (
+    DtypeOption,
     disk_options,
     requested,
+    require_dtype,
     require_writable,
     target_device,
     with_offload_flags,
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
 
 __all__ = ["generate"]
 
-_DTYPES = ("bfloat16", "float16", "float32")
 # Of models that were not tuned to follow instructions: Qwen3-8B-Base, gemma-2-2b-pt.
 _BASE = re.compile(r"(^|[-_.])(base|pt|pretrain(ed)?)([-_.]|$)", re.IGNORECASE)
 
@@ -83,10 +84,7 @@ def generate(
         ),
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of the sampling (default 0).")] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", metavar="NAME", help="bfloat16, float16 or float32 (default the checkpoint's own)."),
-    ] = None,
+    dtype: DtypeOption = None,
     attn_implementation: Annotated[
         str | None,
         typer.Option("--attn-implementation", metavar="NAME", help="sdpa, eager, ... (default the model's choice)."),
@@ -102,8 +100,7 @@ def generate(
 ) -> None:
     """Generate text from a checkpoint that does not fit the device. The text goes to stdout, all else to stderr."""
     sampling = _sampling(temperature, {"--top-p": top_p, "--top-k": top_k, "--seed": seed})
-    if dtype not in (None, *_DTYPES):
-        raise OptionError(f"--dtype {dtype!r}: expected {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}")
+    require_dtype(dtype)
     if system is not None and chat is False:
         raise OptionError("--system and --no-chat contradict each other: a system message needs the chat template")
     folder = model_folder(model)

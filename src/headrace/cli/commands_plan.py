@@ -12,9 +12,11 @@ from rich.table import Table
 
 from headrace.checkpoint.model_folder import model_folder
 from headrace.cli.arguments import (
+    DtypeOption,
     disk_options,
     refuse_idle,
     requested,
+    require_dtype,
     require_folder,
     require_writable,
     target_device,
@@ -55,10 +57,7 @@ def plan(
             "--machine", metavar="NAME", help="Plan for h200 (measured), h100 or 4090 (nominal), or a probe's file."
         ),
     ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", metavar="NAME", help="bfloat16, float16 or float32 (default the checkpoint's own)."),
-    ] = None,
+    dtype: DtypeOption = None,
     flags: OffloadFlags,
 ) -> None:
     """Show what would be offloaded and what it would cost; loads no weights.
@@ -66,6 +65,7 @@ def plan(
     Without offloading flags: what the model weighs and the smallest budget that runs it. Exits with 1, after printing
     the plan, where the machine has no room for it.
     """
+    require_dtype(dtype)
     folder = model_folder(model)
     device = _planned_device(flags, machine)
     policy = requested(flags, device)
