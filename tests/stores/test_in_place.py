@@ -268,3 +268,19 @@ def test_what_a_policy_cannot_read_in_place_stays_with_a_warning(tmp_path: Path)
     with handle:
         assert set(handle.plan.uva) == {"model.embed_tokens.weight"}
     assert any("cannot be read in place" in str(entry.message) for entry in caught)
+
+
+def test_a_convolution_is_not_taken_for_experts(tmp_path: Path) -> None:
+    """Its weight [channels, ., .] has as many dimensions; where it is not aligned, nothing reads it in place."""
+    model = nn.Sequential(*(nn.Sequential(nn.Conv1d(64, 64, 9), nn.ReLU()) for _ in range(3))).eval()
+    save(model, tmp_path)
+    x = torch.randn(1, 64, 40)
+    with torch.no_grad():
+        expected = model(x)
+    with headrace.offload(model, "300KiB", checkpoint=tmp_path) as handle, torch.no_grad():
+        assert not handle.plan.uva
+        assert torch.equal(model(x), expected)
+        assert handle.stats().bytes_moved > 0
+    start_data_at(tmp_path / "model.safetensors", 8)
+    with pytest.raises(RuleError, match=r"starts \d+ bytes after a multiple of 64 .* may round differently"):
+        headrace.offload(model, Rules([("0.0.weight", "uva")], mode="disk"), checkpoint=tmp_path)

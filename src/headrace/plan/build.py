@@ -276,7 +276,7 @@ class Planner:
                 f"takes {format_size(num_bytes)} of host memory for the pages in which they meet and {seconds:.2f} s"
             )
         layered = (s for layer in find_layers(self.inventory) for s in self.inventory.under(layer))
-        experts = [s.name for s in layered if experts_in(s, in_layer=True) > 1 and s.name in self.mapped.refused]
+        experts = [s.name for s in layered if experts_in(self.inventory, s) > 1 and s.name in self.mapped.refused]
         if stay := [name for name in experts if plan.mechanism_of(name) == "prefetch"]:
             yield (
                 f"{some_names(stay)} of experts cannot be read in place, so all their bytes move with every forward: "

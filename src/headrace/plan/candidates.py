@@ -170,7 +170,7 @@ class CandidateTable:
         """Its name inside its layer; experts that cannot be read in place as those of other layers are another role."""
         role = storage.name.removeprefix(layer + ".")
         is_refused = self.mapped is not None and storage.name in self.mapped.refused
-        return f"{role}{_REFUSED}" if is_refused and experts_in(storage, in_layer=True) > 1 else role
+        return f"{role}{_REFUSED}" if is_refused and experts_in(self.inventory, storage) > 1 else role
 
     @cached_property
     def spillable(self) -> dict[str, float]:
@@ -194,7 +194,7 @@ class CandidateTable:
             role: None
             for mine in self.roles.values()
             for role, storage in mine.items()
-            if experts_in(storage, in_layer=True) > 1 and not role.endswith(_REFUSED)
+            if experts_in(self.inventory, storage) > 1 and not role.endswith(_REFUSED)
         }
         roles = dict.fromkeys(role for mine in self.roles.values() for role in mine)
         dense = [role for role in roles if role not in experts]

@@ -322,15 +322,19 @@ def find_stages(inventory: Inventory, outside: Iterable[UnitDraft] = ()) -> list
         members.setdefault(fqn, []).append(storage)
     order = {name: index for index, name in enumerate(inventory.modules)}
     return [
-        Stage(fqn, tuple((s, experts_in(s, fqn in layers)) for s in members[fqn]), fqn in layers)
+        Stage(fqn, tuple((s, experts_in(inventory, s) if fqn in layers else 1) for s in members[fqn]), fqn in layers)
         for fqn in sorted(members, key=order.__getitem__)
     ]
 
 
-def experts_in(storage: StorageInfo, in_layer: bool) -> int:
-    """How many experts share ``storage``: the first dimension of a fused parameter [experts, ., .]; else 1."""
-    shape = storage.tensors[0].shape
-    return shape[0] if in_layer and len(shape) == 3 and storage.has_parameter else 1
+def experts_in(inventory: Inventory, storage: StorageInfo) -> int:
+    """How many experts share ``storage`` of a layer: the first dimension of a fused parameter [experts, ., .]; else 1.
+
+    A convolution over one dimension has a weight of three as well.
+    """
+    shape, owner = storage.tensors[0].shape, storage.tensors[0].locations[0].module
+    is_fused = len(shape) == 3 and storage.has_parameter and not inventory.modules[owner].startswith("Conv")
+    return shape[0] if is_fused else 1
 
 
 @dataclass(frozen=True)

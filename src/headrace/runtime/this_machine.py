@@ -160,7 +160,9 @@ def _mapped_files(inventory: Inventory, weights: WeightMap) -> MappedFiles:
             continue
         why, pieces = source.why_not_mappable, len(source.parts)
         misaligned = source.parts[0].tensor.offset % _TRIED_ALIGNMENT_BYTES
-        untried = len(source.shape) > 3 or (len(source.shape) > 1 and source.dtype.itemsize < 2)
+        # What is tried are products; a convolution over one dimension has a weight of three, as fused experts have.
+        convolves = any(inventory.modules[module].startswith("Conv") for module in storage.modules)
+        untried = convolves or len(source.shape) > 3 or (len(source.shape) > 1 and source.dtype.itemsize < 2)
         if not why and misaligned and untried and not storage.is_lookup:
             why = (
                 f"starts {misaligned} bytes after a multiple of {_TRIED_ALIGNMENT_BYTES} in its file, where kernels "
