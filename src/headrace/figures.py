@@ -72,9 +72,9 @@ def in_unit(num_bytes: float, unit: str) -> str:
     return f"{value:.{digits + 2 * (0 < abs(value) < 0.0995)}f}"
 
 
-def format_size(num_bytes: float) -> str:
-    """``"1.500 GiB"``, ``"3.26 MiB"``, ``"64.0 KiB"`` or ``"12 B"``."""
-    unit = size_unit(num_bytes)
+def format_size(num_bytes: float, unit: str | None = None) -> str:
+    """``"1.500 GiB"``, ``"3.26 MiB"``, ``"64.0 KiB"`` or ``"12 B"``; by default in the unit that fits."""
+    unit = unit or size_unit(num_bytes)
     return f"{in_unit(num_bytes, unit)} {unit}"
 
 
@@ -90,4 +90,4 @@ def format_rate(per_second: float) -> str:
     """Things per second, without a unit: ``"1,342.5"``, ``"2.57"`` or ``"0.0073"``."""
     if per_second >= 10:
         return f"{per_second:,.1f}"
-    return f"{per_second:.2f}" if per_second >= 1 else f"{per_second:.2g}"
+    return f"{per_second:.2f}" if per_second >= 1 else f"{per_second:#.2g}"

@@ -6,16 +6,20 @@ The demo's parts are in test_demo.py.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import logging
 import math
 import os
+import pty
 import re
 import shutil
 import socket
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -28,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertMo
 
 import headrace
 from commands import TINY, error_of, run
-from headrace.cli import app
+from headrace.cli import app, terminal
 from headrace.cli.arguments import VERB_FLAGS, requested, target_device
 from headrace.cli.terminal import expand_lists
 from headrace.config import UVA, VARIABLES, Budget, Prefetch, Rules, Workload
@@ -827,6 +831,33 @@ def test_verbose_shows_the_log(model: Path) -> None:
     assert " headrace.runtime.this_machine: plan: <headrace.Plan " in told.stderr
     assert told.stdout == run(*args).stdout
     assert logging.getLogger("headrace").handlers == []
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_helps_and_plans_fit_the_columns(model: Path, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr(terminal.stdout, "_width", width)
+    verbs = ("", *FLAGS, "probe", "serve", "bench", "bench step")
+    texts = [run(*verb.split(), "-h").stdout for verb in verbs]
+    texts += [run("plan", model, *flags).stdout for flags in ((), ("--device-memory", "2MiB", "--batch", "1,4096"))]
+    assert min(map(len, texts)) > 200
+    assert max(len(line) for text in texts for line in text.splitlines()) <= width
+
+
+def test_a_terminal_breaks_no_words_of_an_error(tmp_path: Path) -> None:
+    """In a pipe it is one line, and a terminal would break it anywhere."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "xterm", "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "headrace", "plan", "nothing"]
+    done = subprocess.run(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, cwd=tmp_path, check=False)
+    os.close(theirs)
+    with os.fdopen(ours, "rb") as output:
+        lines = output.read1(1 << 16).decode().splitlines()
+    assert (done.returncode, lines[0][:24]) == (2, "error: 'nothing': expect")
+    assert len(lines) > 3
+    assert max(map(len, lines)) <= 40
+    assert "expected a folder with config.json and safetensors files" in " ".join(line.strip() for line in lines)
 
 
 # -- several processes -------------------------------------------------------------------------------------------------

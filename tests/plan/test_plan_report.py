@@ -99,4 +99,10 @@ def test_sizes_times_and_rates() -> None:
     times = (0, 8.5e-5, 0.00175, 0.0628, 1.25, 12.5, 136.4, 1360)
     shown = ["0.00 ms", "85.0 us", "1.75 ms", "62.8 ms", "1.25 s", "12.5 s", "136 s", "1,360 s"]
     assert [format_time(seconds) for seconds in times] == shown
-    assert [format_rate(rate) for rate in (1342.51, 12.3, 2.567, 0.0073)] == ["1,342.5", "12.3", "2.57", "0.0073"]
+    assert [format_rate(rate) for rate in (1342.51, 12.3, 2.567, 0.9, 0.0073)] == [
+        "1,342.5",
+        "12.3",
+        "2.57",
+        "0.90",
+        "0.0073",
+    ]

@@ -349,4 +349,4 @@ def _print_figures(notes: Console, handle: Handle, tokens: int, seconds: float, 
         f"peak memory {format_size(peak_rss_bytes())}, {format_size(growth_bytes)} of it since loading began",
         f"{format_size(handle.plan.device_bytes)} planned for weights",
     )
-    notes.print("; ".join(figures), style="bold", highlight=False, soft_wrap=True)
+    notes.print("; ".join(figures), style="bold", highlight=False, soft_wrap=not notes.is_terminal)

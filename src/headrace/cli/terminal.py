@@ -57,7 +57,8 @@ def print_error(message: str) -> None:
 def _notice(line: str, style: str) -> None:
     """A line on stderr, unless another rank has printed the same one."""
     if _is_first_to_say(line):
-        _notices.print(Text(line, style=style), soft_wrap=True)  # not wrapped by rich: scripts read errors by line
+        # Scripts read errors by line; a terminal would break words.
+        _notices.print(Text(line, style=style), soft_wrap=not _notices.is_terminal)
 
 
 # -- several processes of one command ----------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -26,7 +27,7 @@ from headrace.adapters.transformers import load
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.config import Budget
 from headrace.errors import OptionError, StateError
-from headrace.figures import format_size, format_time
+from headrace.figures import format_rate, format_size, format_time, size_unit
 from headrace.memory.system import PeakMeter
 from headrace.plan.report import titled_table
 
@@ -213,18 +214,19 @@ def comparison_table(part: Comparison) -> Table:
     resident, streamed = part.resident, part.streamed
     share = 100 * streamed.planned_bytes / part.weight_bytes
     kept = "[green]kept[/]" if part.within_memory else "[red]BROKEN[/]"
-    weights, growth = format_size(part.weight_bytes), "measured growth (mapped pages that were touched count)"
+    shown = partial(format_size, unit=size_unit(part.weight_bytes))
+    weights, growth = shown(part.weight_bytes), "measured growth (mapped pages that were touched count)"
     table = titled_table(f"{part.name}, resident and streamed", "", "resident", "streamed")
     table.add_row("weights", weights, weights)
-    table.add_row("planned memory for weights", weights, f"{format_size(streamed.planned_bytes)} ({share:.0f} %)")
-    table.add_row(growth, format_size(resident.growth_bytes), format_size(streamed.growth_bytes))
-    table.add_row("limit: planned + 64 MiB", "", f"{format_size(part.limit_bytes)}, {kept}")
+    table.add_row("planned memory for weights", weights, f"{shown(streamed.planned_bytes)} ({share:.0f} %)")
+    table.add_row(growth, shown(resident.growth_bytes), shown(streamed.growth_bytes))
+    table.add_row("limit: planned + 64 MiB", "", f"{shown(part.limit_bytes)}, {kept}")
     runs = (resident, streamed)
-    table.add_row(f"{part.item} per second", *(f"{run.items / run.seconds:.1f}" for run in runs))
+    table.add_row(f"{part.item} per second", *(format_rate(run.items / run.seconds) for run in runs))
     table.add_row("forward, fastest", *(format_time(min(run.forwards_s)) for run in runs))
     table.add_row("forward, median", *(format_time(median(run.forwards_s)) for run in runs))
-    table.add_row("moved per forward", "", format_size(streamed.moved_bytes))
-    table.add_row("stalls", "", f"{streamed.stats['stalls']} ({streamed.stats['stall_s']:.2f} s)")
+    table.add_row("moved per forward", "", shown(streamed.moved_bytes))
+    table.add_row("stalls", "", f"{streamed.stats['stalls']} ({format_time(streamed.stats['stall_s'])})")
     table.add_row("sha256 of the results", *(_digest(run.arrays)[:12] for run in runs))
     table.add_row("bits equal", "", "[green]yes[/]" if part.bits_equal else "[red]NO[/]")
     return table

@@ -127,11 +127,11 @@ class _ModuleHook(NotCopyable):
 
     def attach(self) -> None:
         """Put the hooks in place; an interrupt leaves what :meth:`remove` takes off."""
-        tag = torch.zeros(1, dtype=torch.int64, device=self._token.device)  # kept alive by the modules
-        end = torch.zeros(1, device=self._token.device, requires_grad=True)  # where gradients of compiled code end
+        with torch.inference_mode(False):  # autograd saves it
+            tag = torch.zeros(1, dtype=torch.int64, device=self._token.device)  # kept alive by the modules
         _by_tag[tag.data_ptr()] = self
         for module in (self._entry, self._module):
-            vars(module).update({self._tag_attr: tag, _TOKEN: self._token, _END: end})
+            vars(module).update({self._tag_attr: tag, _TOKEN: self._token, _END: _end_of_gradients})
         # The wait goes before every other hook, since those may read weights; the release after every other hook.
         self._handles.append(self._entry.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True))
         self._handles.append(self._module.register_forward_hook(self._after, always_call=True))
@@ -567,7 +567,10 @@ _define("begin", "Tensor tag, Tensor(a!) token", _enter)
 _define("join", "Tensor tag, Tensor(a!) token, Tensor[] inputs", _leave)
 
 
-# A backward pass of compiled code ends where it comes to the output of a unit's module: see UnitHook._after.
+# A backward pass of compiled code ends where it comes to the output of a unit's module: see UnitHook._after. To
+# autograd that output depends on this tensor alone, for which an op that raises would make the gradient.
+with torch.inference_mode(False):
+    _end_of_gradients = torch.zeros(1, device="cpu", requires_grad=True)
 
 
 def _refuse_backward(tag: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -588,9 +591,7 @@ _define_function(
     lambda tag, end, output: output.clone(),  # an op may not return what it is given
     lambda tag, end, output: output.clone(),
 )
-_define_function(
-    "refuse_backward", "Tensor tag, Tensor gradient", _refuse_backward, lambda tag, gradient: gradient.new_empty(1)
-)
+_define_function("refuse_backward", "Tensor tag, Tensor gradient", _refuse_backward, lambda *_: torch.empty(1))
 torch.library.register_autograd(
     "headrace::end_gradients",
     lambda ctx, gradient: (None, torch.ops.headrace.refuse_backward(*ctx.saved_tensors, gradient), None),
