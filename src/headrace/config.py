@@ -2,18 +2,6 @@
 
 Policies are frozen dataclasses that check themselves when made, so that a wrong value is refused where it was written
 and not where it is used.
-environment variable         default  meaning
-===========================  =======  ============================================================================
-HEADRACE_DEBUG               0        1: poison released slots, verify a checksum whenever a unit arrives or leaves; the
-                                      command line shows tracebacks
-HEADRACE_READERS             cores    readers of files, 1 to 1024. The default leaves one core in eight free for a
-                                      GPU's ring, with 14 readers at most; loading uses 8 to 16
-HEADRACE_DISABLE_PIN_MEMORY  0        1: host memory of a GPU's stores is ordinary memory (slow, cannot be captured)
-HEADRACE_DISABLE_UVA         0        1: what a GPU would read in place is moved into a slot on demand instead
-HEADRACE_DISABLE_CACHE       0        1: what was read of a model's folder is neither kept for the next plan nor used
-HEADRACE_PEER_TIMEOUT        600      seconds that a rank waits for another one during an offload with ``group=``
-===========================  =======  ============================================================================
-=======
 """
 
 from __future__ import annotations
