@@ -306,7 +306,9 @@ class TestChanges:
 
     def test_of_the_code_of_the_model(self, folder: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
         files = opened_model.open_model(folder).facts[1]
-        assert transformers.models.llama.modeling_llama.__file__ in files
+        llama = transformers.models.llama
+        for module in (llama.modeling_llama, llama.configuration_llama, transformers.conversion_mapping):
+            assert module.__file__ in files
         reads.clear()
         code = folder.parent / "modeling.py"
         code.write_text("# version 1")

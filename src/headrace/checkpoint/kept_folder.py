@@ -69,7 +69,7 @@ def folder_facts(folder: Path, read: Callable[[], tuple[FolderFacts, Iterable[st
     """What is kept of ``folder`` if it still holds, or else what ``read`` returns, which is then kept.
 
     Args:
-        read: returns the facts, and the files in which the model's classes are defined. What it raises passes.
+        read: returns the facts, and the files with the code that they came from. What it raises passes.
         options: what it depends on besides the folder; for other options something else is kept.
     """
     place = _place(folder, options)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, conversion_mapping, core_model_loading
 
 from headrace.adapters.transformers.conversion import Match, match
 from headrace.adapters.transformers.load_folder import build_meta_model, differences
@@ -60,9 +60,11 @@ class OpenedModel:
 
     @property
     def facts(self) -> tuple[FolderFacts, set[str]]:
-        """What planning needs, to be kept, and the files in which the classes of its modules are defined."""
-        classes = {base for module in self.module.modules() for base in type(module).__mro__}
-        files = {getattr(sys.modules[each.__module__], "__file__", None) for each in classes}
+        """What planning needs, to be kept, and the files with the code that it came from."""
+        described = (self.module.config, *self.module.modules())
+        names = {base.__module__ for each in described for base in type(each).__mro__}
+        names |= {conversion_mapping.__name__, core_model_loading.__name__}
+        files = {getattr(sys.modules[name], "__file__", None) for name in names}
         facts = FolderFacts(self.inventory, self.profile, self.weights, tuple(self.differences))
         return facts, {file for file in files if file is not None}
 
