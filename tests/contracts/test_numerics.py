@@ -547,6 +547,24 @@ class TestGradients:
             model(x).sum().backward()
         assert x.grad is not None
 
+    @pytest.mark.parametrize("compiled", [False, True])
+    def test_backward_through_parts_that_are_offloaded_each(self, compiled: bool) -> None:
+        """The unit of one part runs inside the forward of a model that has others, and residents around them."""
+        model = Stack(5).eval()
+        x = rows().requires_grad_()
+        rules = headrace.Rules([("linear", "prefetch")])
+        handles = [headrace.offload(model.layers[index], rules) for index in (1, 3)]
+        forward = torch.compile(model, backend="eager") if compiled else model
+        with torch.enable_grad():
+            output = forward(x)
+            for handle in handles:
+                assert_moved(handle, 1)
+            with pytest.raises(StateError, match=r"a backward pass needs [\w.]+weight, whose bytes have left"):
+                output.sum().backward()
+        assert x.grad is None
+        for handle in handles:
+            handle.remove()
+
     def test_gradients_of_inputs_through_residents_only(self) -> None:
         model = Stack(5).eval()
         x = torch.randn(4, DIM, requires_grad=True)
