@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli.arguments import refuse_idle, require_writable, target_device
+from headrace.cli.arguments import refuse_idle, require_writable, target_device, with_verbose
 from headrace.flags import counts
 
 __all__ = ["bench"]
@@ -27,6 +27,7 @@ def _root() -> None:
 
 
 @bench.command()
+@with_verbose
 def step(
     device: Annotated[str, typer.Option(metavar="NAME", help="cpu or cuda")] = "cpu",
     rows: Annotated[
