@@ -513,6 +513,14 @@ def test_a_plan_is_drawn(model: Path, tmp_path: Path) -> None:
         assert not saved.exists()
 
 
+@pytest.mark.parametrize(("verb", "is_rare"), [("plan", True), ("generate", False)])
+def test_garbage_is_collected_rarely_where_no_model_runs(verb: str, is_rare: bool) -> None:
+    """Collections while torch and transformers are imported would take a quarter of the time of a plan."""
+    code = "import gc, sys, headrace.cli as cli\ncli.app = lambda **_: print(gc.get_threshold()[0])\ncli.main()"
+    done = subprocess.run([sys.executable, "-c", code, verb], capture_output=True, text=True, check=True)
+    assert (int(done.stdout) > 10_000) == is_rare
+
+
 def test_planning_with_files_read_past_the_page_cache(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As this machine's kept probe has it, and as the same probe in a file has it."""
     kept = Probe({"cpu": "x86"}, product_s_per_byte={1: 1e-12}, disk_read_bytes_per_s=1e8, cached_read_bytes_per_s=1e10)

@@ -73,7 +73,9 @@ def main() -> None:
     if sys.argv[1:2] != ["serve"]:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # torch and transformers make a million objects that stay. Collections went through them again and again while they
-    # were imported, and once more at the end: a third of the time of a plan.
-    gc.set_threshold(100_000, 50)
-    atexit.register(gc.freeze)
+    # were imported, and once more at the end: a quarter of the time of a plan. Verbs that run a model keep Python's
+    # thresholds, since what waits there for a collection may hold tensors.
+    if sys.argv[1:2] == ["plan"]:
+        gc.set_threshold(100_000, 50)
+        atexit.register(gc.freeze)
     app(prog_name="headrace")
