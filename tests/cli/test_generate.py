@@ -185,7 +185,7 @@ def test_attention_by_name(model: Path) -> None:
     assert "attn_implementation 'fast': expected one that transformers" in message
     message = error_of("generate", model, "--prompt", "a", "--attn-implementation", "flash_attention_2")
     assert "attn_implementation 'flash_attention_2': Qwen3ForCausalLM cannot be built with it here" in message
-    assert "leave it out, or name another" in message
+    assert "installed; leave it out, or name another" in message
 
 
 def test_a_dtype_by_name(model: Path) -> None:

@@ -404,7 +404,7 @@ def _measure_cpu(
     # In a fresh process: the peak of this one contains the resident stack. Spawned, because a fork would inherit it.
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         growth_bytes = pool.submit(_stream_alone, folder, disk, rows).result()
-    with headrace.offload(streamed, CPU_POLICY, checkpoint=folder, disk=disk) as handle:
+    with headrace.offload(streamed, CPU_POLICY, checkpoint=folder, device="cpu", disk=disk) as handle:
         plan, reader = handle.plan, _Reader(handle.plan, folder, disk)
         models = {**others, "headrace": streamed}
         equal = {name: all(torch.equal(model(x), expected) for _ in range(3)) for name, model in models.items()}
@@ -447,7 +447,7 @@ def _stream_alone(folder: str, disk: DiskOptions, rows: int) -> int:
         streamed = Stack(CPU_SHAPE, torch.float32, "meta").eval().requires_grad_(False)
         build_plan(take_inventory(streamed), CPU_POLICY)
         meter = PeakMeter()
-        with headrace.offload(streamed, CPU_POLICY, checkpoint=folder, disk=disk):
+        with headrace.offload(streamed, CPU_POLICY, checkpoint=folder, device="cpu", disk=disk):
             for _ in range(3):
                 streamed(x)
             return meter.growth_bytes()

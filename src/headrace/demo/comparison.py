@@ -295,7 +295,7 @@ def run(job: Job, folder: Path) -> Result:
     if job.budget_bytes is None:  # the reference for the bits, without any code of headrace
         model = model_class.from_pretrained(job.model, dtype="auto").eval()
     else:
-        model, handle = load(job.model, Budget(job.budget_bytes), model_class=model_class)
+        model, handle = load(job.model, Budget(job.budget_bytes), model_class=model_class, device="cpu")
     ends: list[float] = []
     model.register_forward_hook(lambda *_: ends.append(time.perf_counter()))
     begin = time.perf_counter()

@@ -320,8 +320,8 @@ def _build(
     except Exception as error:  # model classes raise errors of any type for configurations that they do not expect
         if attention is not None:
             raise OptionError(
-                f"attn_implementation {attention!r}: {maker.__name__} cannot be built with it here: {error}; leave it "
-                f"out, or name another"
+                f"attn_implementation {attention!r}: {maker.__name__} cannot be built with it here: "
+                f"{str(error).rstrip('.')}; leave it out, or name another"
             ) from error
         if isinstance(error, ImportError):
             raise  # a package the architecture needs; its message says which
