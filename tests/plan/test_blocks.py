@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,10 +15,10 @@ from torch import nn
 import headrace
 import unets
 from headrace.config import Budget, Workload
-from headrace.errors import BudgetError, HeadraceWarning, OutsideAccessError
+from headrace.errors import BudgetError
 from headrace.model.inventory import Inventory, take_inventory
 from headrace.plan.build import Planner
-from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Rates
+from headrace.plan.cost_model import NOMINAL_GPU
 from headrace.plan.units import MAX_BLOCK_SHARE, find_layers, find_stacks
 from headrace.testing import assert_same_bits
 from models import Reader
@@ -153,17 +151,18 @@ def moved_and_missed(handle: Any) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def assert_runs(model: nn.Module, inputs: Sequence[torch.Tensor], budget: int, rates: Rates = NOMINAL_CPU) -> None:
-    """The same bits in ``budget`` bytes; after the first forward no miss, and no byte copied more than planned."""
+def assert_runs(model: nn.Module, inputs: Sequence[torch.Tensor], budget: int) -> None:
+    """The same bits in ``budget`` bytes; after the first forward no miss, and no byte copied twice."""
     expected = model(*inputs)
-    plan = Planner(take_inventory(model), rates).plan(Budget(budget, workload=Workload([512])))
-    assert plan.device_bytes <= budget
-    with headrace.offload(model, plan) as handle:
+    with headrace.offload(model, budget) as handle:
+        assert handle.plan.device_bytes <= budget
         assert_same_bits(model(*inputs), expected)
-        moved, missed = moved_and_missed(handle)
-        assert_same_bits(model(*inputs), expected)
-        assert moved_and_missed(handle) == (moved + plan.moved_bytes, missed)
-    assert plan.moved_bytes > 0 or rates is NOMINAL_GPU, "all may fit"
+        for _ in range(2):
+            moved, missed = moved_and_missed(handle)
+            assert_same_bits(model(*inputs), expected)
+            now = moved_and_missed(handle)
+            assert now == (moved + handle.plan.moved_bytes, missed)
+            assert handle.plan.moved_bytes > 0
 
 
 def test_a_small_unet_of_that_structure_runs_in_its_smallest_budget() -> None:
@@ -202,118 +201,7 @@ def nested(draw: st.DrawFn, depth: int = 3) -> nn.Module:
 
 
 @given(st.lists(nested(), min_size=2, max_size=4))
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 def test_nested_modules_run_in_their_smallest_budget(blocks: list[nn.Module]) -> None:
     model = Nested(blocks, 0, range(len(blocks))[::-1]).eval()
-    least = smallest(take_inventory(model))
-    assert_runs(model, [torch.randn(2, 160)], least)
-    # More slots than one, which units take turns in once their order is known.
-    assert_runs(model, [torch.randn(2, 160)], int(1.5 * least), NOMINAL_GPU)
-
-
-# In two slots: 0 and 2 share one, and slot 1 is to hold 5 before 1.
-ORDER = (0, 2, 5, 4, 1, 3)
-
-
-class Layer(nn.Linear):
-    """May keep a view of its weight."""
-
-    kept: list[torch.Tensor] | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.kept is not None:
-            self.kept.append(self.weight[0])
-        return torch.tanh(super().forward(x))
-
-
-class OutOfOrder(nn.Module):
-    """Runs its layers in another order than that of their names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(160, 160) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index in ORDER:
-            x = self.layers[index](x)
-        return x
-
-
-def misses_in(handle: Any, forward: Callable[[], torch.Tensor], expected: torch.Tensor) -> int:
-    before = moved_and_missed(handle)
-    assert_same_bits(forward(), expected)
-    moved, missed = moved_and_missed(handle)
-    assert moved > before[0]
-    return missed - before[1]
-
-
-class TestOtherOrder:
-    """Six layers, in two slots or three."""
-
-    policy = headrace.Prefetch(1, 1, 2)
-
-    @pytest.fixture(autouse=True)
-    def _no_grad(self) -> Iterator[None]:
-        with torch.no_grad():
-            yield
-
-    def test_units_take_turns_in_the_slots(self) -> None:
-        model, x = OutOfOrder(), torch.randn(2, 160)
-        expected = model(x)
-        with headrace.offload(model, self.policy) as handle:
-            prefetcher = handle._session._prefetcher
-
-            def slots() -> list[int]:
-                return [prefetcher.slot_memory(unit).data_ptr() for unit in ORDER]
-
-            assert slots()[0] == slots()[1], "one after the other in one slot"
-            misses = [misses_in(handle, lambda: model(x), expected) for _ in range(4)]
-            assert misses[0] > 0
-            assert misses[1:] == [0, 0, 0]
-            assert all(one != other for one, other in itertools.pairwise(slots()))
-        assert_same_bits(model(x), expected)
-
-    @pytest.mark.parametrize("eager_first", [True, False])
-    def test_compiled(self, eager_first: bool) -> None:
-        """Compiled code relies on addresses: an order that it is the first to show changes no slot."""
-        torch._dynamo.reset()
-        model, x = OutOfOrder(), torch.randn(2, 160)
-        expected = model(x)
-        with headrace.offload(model, self.policy) as handle:
-            prefetcher = handle._session._prefetcher
-            slots = [prefetcher.slot_memory(unit).data_ptr() for unit in range(6)]
-            if eager_first:
-                assert misses_in(handle, lambda: model(x), expected) > 0
-            compiled = torch.compile(lambda x: model(x), backend="eager", fullgraph=True)
-            misses = [misses_in(handle, lambda: compiled(x), expected) for _ in range(3)]
-            assert (misses[0] > 0) == (not eager_first)
-            assert misses[1:] == [0, 0]
-            now = [prefetcher.slot_memory(unit).data_ptr() for unit in range(6)]
-            assert (now == slots) == (not eager_first)
-            assert misses_in(handle, lambda: model(x), expected) == 0
-
-    def test_a_promoted_weight_stays_where_it_is(self) -> None:
-        model, x = OutOfOrder(), torch.randn(2, 160)
-        expected, total = model(x), model.layers[2].weight.sum()
-        with headrace.offload(model, self.policy) as handle:
-            with pytest.warns(HeadraceWarning, match="resident from now on"):
-                assert model.layers[2].weight.sum() == total
-            address = model.layers[2].weight.data_ptr()
-            assert [misses_in(handle, lambda: model(x), expected) for _ in range(3)][1:] == [0, 0]
-            assert model.layers[2].weight.data_ptr() == address
-
-    def test_a_kept_view_is_still_found(self) -> None:
-        model, x = OutOfOrder(), torch.randn(2, 160)
-        with headrace.offload(model, self.policy):
-            model(x)
-            model.layers[0].kept = []
-            with pytest.raises(OutsideAccessError, match="was kept beyond the forward"):
-                model(x)
-
-    def test_two_threads(self) -> None:
-        model, x = OutOfOrder(), torch.randn(2, 160)
-        expected = model(x)
-        with headrace.offload(model, self.policy) as handle, ThreadPoolExecutor(2) as pool:
-            for output in pool.map(lambda _: torch.no_grad()(model)(x), range(40)):
-                assert_same_bits(output, expected)
-            assert handle.stats().bytes_moved > 0
+    assert_runs(model, [torch.randn(2, 160)], smallest(take_inventory(model)))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from headrace.model.inventory import Inventory, Location, StorageInfo, TensorInfo
 from headrace.plan.plan import Plan, UnitDraft, assemble
-from headrace.plan.schedule import Schedule, chain, next_in_chain, slot_of, take_turns
+from headrace.plan.schedule import Schedule, chain, next_in_chain, slot_of
 from headrace.runtime.prefetcher import Prefetcher
 from headrace.stats import Recorder
 from headrace.stores.sources import fill
@@ -187,7 +187,6 @@ def test_any_order_of_units_reads_the_right_bytes(data: st.DataObject) -> None:
 def test_an_order_that_a_forward_has_shown_is_expected_from_then_on(data: st.DataObject) -> None:
     num_units, num_slots = data.draw(st.sampled_from(CASES))
     pipeline, plan = make_pipeline(num_units, num_slots, WorstLink(lazy=data.draw(st.booleans())))
-    pipeline.follow_slots = data.draw(st.sampled_from([None, lambda: None]))
     pipeline.prefetch_first()
     for order in data.draw(st.lists(st.permutations(range(num_units)), min_size=1, max_size=3)):
         seen = []
@@ -219,25 +218,10 @@ def test_a_forward_that_skips_or_repeats_shows_no_order(ran: list[int]) -> None:
 
 def test_the_order_of_the_plan_is_a_schedule_too() -> None:
     for num_units, num_slots in CASES:
-        made = Schedule.of_plan(num_units, num_slots)
+        made = Schedule(tuple(range(num_units)), num_slots)
         assert made.chains == [list(chain(slot, num_units, num_slots)) for slot in range(num_slots)]
         assert list(made.first.items()) == [(slot, slot) for slot in range(num_slots)]
         assert all(made.following[unit] == next_in_chain(unit, num_units, num_slots) for unit in range(num_units))
-
-
-@given(st.data())
-def test_units_take_turns_in_the_slots_that_have_room(data: st.DataObject) -> None:
-    num_units, num_slots = data.draw(st.sampled_from(CASES))
-    sizes = data.draw(st.lists(st.integers(1, 4), min_size=num_units, max_size=num_units))
-    room = [max(sizes[slot::num_slots]) for slot in range(num_slots)]
-    order = data.draw(st.permutations(range(num_units)))
-    made = Schedule(tuple(order), take_turns(order, sizes, room))
-    assert sorted(unit for units in made.chains for unit in units) == list(range(num_units))
-    assert all(made.chains)
-    assert all(sizes[unit] <= room[made.slots[unit]] for unit in order)
-    rounds = [order[start : start + num_slots] for start in range(0, num_units, num_slots)]
-    if len(set(room)) == 1:
-        assert all(len({made.slots[unit] for unit in turn}) == len(turn) for turn in rounds)
 
 
 def test_an_interrupted_wait_leaves_the_copy_on_record() -> None:

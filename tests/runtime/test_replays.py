@@ -32,7 +32,6 @@ class Engine:
         self.pipeline = Prefetcher(
             self.plan, store, self.link, Recorder(), replays_announced=announced, break_capture=self._break_capture
         )
-        self.pipeline.follow_slots = lambda: None  # memory is asked for at every run
         self.pipeline.prefetch_first()
         self._random = random.Random(seed)
         self.graphs: list[Graph] = []

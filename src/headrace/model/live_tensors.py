@@ -112,16 +112,6 @@ class BoundTensor:
             self.tensor.data = self._resting
             self._num_own_views = torch._C._storage_Use_Count(self._slot_storage)  # with torch's own, by version
 
-    def move_to_slot(self, buffer: torch.Tensor) -> None:
-        """Make a tensor that rests a view of ``buffer`` from the next :meth:`open` on, and no more of its old slot."""
-        if self.in_slot is None:
-            return  # promoted
-        with torch.inference_mode(self.original.is_inference()):
-            self._unguarded = self.view_of(_own_storage(buffer))
-            self.in_slot = self._slot_view = guarded(self._unguarded, self)
-        self._address, self._slot_storage = self._unguarded.data_ptr(), storage_id(self._unguarded)
-        self._num_own_views = torch._C._storage_Use_Count(self._slot_storage)
-
     def open(self) -> None:
         """Make the tensor a view of its slot, which holds its unit now.
 
@@ -360,11 +350,6 @@ class BoundStorage:
         """The same for a slot, which other units' tensors view as well; see :mod:`headrace.runtime.hooks`."""
         for tensor in self.tensors:
             tensor.point_at_slot(buffer, wake)
-
-    def move_to_slot(self, buffer: torch.Tensor) -> None:
-        """The same for tensors that rest, when their unit changes its slot."""
-        for tensor in self.tensors:
-            tensor.move_to_slot(buffer)
 
     def adopt(self, buffer: torch.Tensor) -> None:
         """Make ``buffer`` the memory that the model came with: for what was on ``meta`` and is computed, not read."""

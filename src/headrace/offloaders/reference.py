@@ -47,7 +47,7 @@ def _boundaries_of(prepared: Prepared, entry: nn.Module) -> Iterator[None]:
         units = []
         for unit in prepared.plan.units:
             storages = [prepared.bound[entry.storage] for entry in unit.entries]
-            units.append(UnitHook(model.get_submodule(unit.module_fqn), unit, storages, None, token))
+            units.append(UnitHook(model.get_submodule(unit.module_fqn), unit.index, storages, None, token))
             hooks.append(units[-1])
         hooks.append(ForwardHook(model, entry, units, None, token))
         for hook in hooks:

@@ -7,8 +7,8 @@ CUDA graphs need fixed addresses, so unit ``u`` always uses slot ``u mod S``. Th
 the last one with the first, ready for the next forward.
 
 A model may run its units in another order than it declares them: a UNet declares the attentions of a block, then its
-convolutions, and runs one after the other in turn. Each chain then follows the order that was seen
-(:class:`Schedule`), and as long as nothing relies on addresses, units change slots to take turns again.
+convolutions, and runs one after the other in turn. Addresses stay, so a unit keeps its slot, but each chain then runs
+in the order that was seen (:class:`Schedule`).
 
 The refill must come from the slot's own chain. The rule ``(u + S) mod N`` used elsewhere looks alike but, whenever
 ``S`` does not divide ``N``, names a unit of *another* slot, or one whose slot is still being read.
@@ -46,7 +46,6 @@ __all__ = [
     "next_in_chain",
     "slot_of",
     "steady_order",
-    "take_turns",
 ]
 
 # One copy each: long enough for 98 % of the rate of the link, short enough that the first one starts soon.
@@ -95,56 +94,34 @@ def steady_order(num_units: int, num_slots: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The chains of slots for units that run in any order.
+    """The chains of slots for units that run in another order than that of their numbers, or in that one.
 
     Attributes:
         order: all units, in order of execution.
-        slots: by unit; every slot has at least one.
+        num_slots: unit ``u`` uses slot ``u mod num_slots`` whatever the order.
     """
 
     order: tuple[int, ...]
-    slots: tuple[int, ...]
-
-    @classmethod
-    def of_plan(cls, num_units: int, num_slots: int) -> Schedule:
-        """Units run in the order of their numbers."""
-        units = range(num_units)
-        return cls(tuple(units), tuple(slot_of(unit, num_slots) for unit in units))
+    num_slots: int
 
     @cached_property
     def chains(self) -> list[list[int]]:
         """By slot: its units, in the order they use it."""
-        chains: list[list[int]] = [[] for _ in range(max(self.slots, default=-1) + 1)]
+        chains: list[list[int]] = [[] for _ in range(self.num_slots)]
         for unit in self.order:
-            chains[self.slots[unit]].append(unit)
+            chains[slot_of(unit, self.num_slots)].append(unit)
         return chains
 
     @cached_property
     def first(self) -> dict[int, int]:
         """By slot: the unit that is in it when a forward begins; those that run earlier come first."""
         firsts = {units[0] for units in self.chains}
-        return {self.slots[unit]: unit for unit in self.order if unit in firsts}
+        return {slot_of(unit, self.num_slots): unit for unit in self.order if unit in firsts}
 
     @cached_property
     def following(self) -> dict[int, int]:
         """By unit: the one that refills its slot once it has run; itself if it has the slot alone."""
         return {unit: units[i + 1 - len(units)] for units in self.chains for i, unit in enumerate(units)}
-
-
-def take_turns(order: Sequence[int], unit_bytes: Sequence[int], slot_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Slots by unit: of those that have room for it, a unit takes the one that was used longest ago.
-
-    Where all have room they take turns. Two units in a row with one slot would leave the second nothing to be copied
-    beside. Of unused slots the smallest goes first, so that each gets a unit: if each has one of its own that fits, no
-    more slots than units fit below any size.
-    """
-    slots = dict.fromkeys(order, 0)
-    used = dict.fromkeys(range(len(slot_bytes)), -1)
-    for turn, unit in enumerate(order):
-        fitting = [slot for slot in used if slot_bytes[slot] >= unit_bytes[unit]]
-        slots[unit] = min(fitting, key=lambda slot: (used[slot], slot_bytes[slot]))
-        used[slots[unit]] = turn
-    return tuple(slots[unit] for unit in sorted(slots))
 
 
 # -- the staging ring --------------------------------------------------------------------------------------------------

@@ -55,7 +55,6 @@ from torch.utils.hooks import RemovableHandle
 
 from headrace.errors import ModelChangedError, OutsideAccessError, StateError
 from headrace.model.live_tensors import BoundStorage, live_tensors, resident_rule
-from headrace.plan.plan import Unit
 from headrace.runtime.outside_use import NotCopyable, Promoter
 from headrace.runtime.prefetcher import Prefetcher, release_left
 from headrace.runtime.slot import Reader
@@ -163,7 +162,7 @@ class UnitHook(_ModuleHook):
     def __init__(
         self,
         module: nn.Module,
-        unit: Unit,
+        unit: int,
         storages: Sequence[BoundStorage],
         prefetcher: Prefetcher | None,
         token: torch.Tensor,
@@ -171,9 +170,7 @@ class UnitHook(_ModuleHook):
         siblings: Sequence[UnitHook] = (),
     ) -> None:
         super().__init__(module, module, _TAG, prefetcher, token, promoter)
-        self._unit = unit.index
-        self._offsets = [entry.offset for entry in unit.entries]
-        self._slot_address = 0 if prefetcher is None else prefetcher.slot_memory(unit.index).data_ptr()
+        self._unit = unit
         self._siblings = siblings
         self._storages = storages
         self._tensors = [tensor for storage in storages for tensor in storage.tensors]
@@ -200,18 +197,6 @@ class UnitHook(_ModuleHook):
             f"torch.no_grad(), call remove() before training, or keep the tensor resident "
             f"(rules=[({name!r}, 'resident')])"
         )
-
-    def follow_slot(self) -> None:
-        """Point the tensors, which rest, at the slot that the unit has now."""
-        if self._prefetcher is None:
-            return
-        memory = self._prefetcher.slot_memory(self._unit)
-        with self._lock:
-            if memory.data_ptr() == self._slot_address or self._windows:
-                return
-            for storage, offset in zip(self._storages, self._offsets, strict=True):
-                storage.move_to_slot(memory[offset : offset + storage.info.num_bytes])
-            self._slot_address = memory.data_ptr()  # last: an interrupt leaves this to the next run
 
     @property
     def runs_here(self) -> bool:
@@ -276,12 +261,9 @@ class UnitHook(_ModuleHook):
 
         Nor do those of modules of the same class, which may share the code: its guards compare dispatch keys.
         """
-        if self._prefetcher is not None:
-            self._prefetcher.keep_addresses()
         with self._lock:
             for hook in self._siblings:
                 if type(hook._module) is type(self._module):
-                    hook.follow_slot()
                     for bound in hook._tensors:
                         bound.stay_in_slot()
 
@@ -330,7 +312,6 @@ class UnitHook(_ModuleHook):
             prefetcher.wait(self._unit, window)
             with self._lock:
                 if not self._windows:
-                    self.follow_slot()
                     for bound in self._tensors:
                         bound.open()
                 self._windows.append(window)

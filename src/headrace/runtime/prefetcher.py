@@ -3,8 +3,7 @@
 The prefetcher follows the slot schedule as long as modules run in the expected order, and stays right when they do not:
 a unit whose slot holds another one is fetched on demand (a *miss*), which is slower and shows in ``stats()``. Expected
 is the order of the plan, until a forward of the model has run every unit once in another: then that one, for modules
-may run in another order than they are declared in. Units change their slots for it only where nothing relies on
-addresses. Graphs keep copies in an order, so once there are any it stays.
+may run in another order than they are declared in. Graphs keep copies in an order, so once there are any it stays.
 
 Two threads may call the model: a slot that one of them reads is not refilled before it lets go.
 
@@ -17,7 +16,6 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -25,7 +23,7 @@ from torch import Tensor
 
 from headrace.errors import SlotConflictError, StateError, TransferError
 from headrace.plan.plan import Plan
-from headrace.plan.schedule import Schedule, take_turns
+from headrace.plan.schedule import Schedule, slot_of
 from headrace.runtime.debug import Guard
 from headrace.runtime.slot import BreakCapture, GraphRecord, Reader, Slot, SlotState
 from headrace.stats import Recorder, UnitStats
@@ -69,10 +67,8 @@ class Prefetcher:
         self._loads = [store.load(unit) for unit in plan.units]
         link.prepare(plan, self._loads)
         self._live = [Slot(index, link.allocate(num_bytes)) for index, num_bytes in enumerate(plan.slot_bytes)]
-        self._num_units = len(plan.units)
-        self._schedule = Schedule.of_plan(self._num_units, len(self._live))
-        # Called when units have changed their slots, to point tensors at them; ``None``: no unit may.
-        self.follow_slots: Callable[[], None] | None = None
+        self._num_units, self._num_slots = len(plan.units), len(self._live)
+        self._schedule = Schedule(tuple(range(self._num_units)), self._num_slots)
         self._seen: list[int] = []  # units in the order in which the latest forward has run them, one more at most
         self._graphs = GraphRecord(self._schedule, replays_announced)
         self._forwards: dict[int, int] = {}  # idents of the threads inside a forward of the model -> its number
@@ -88,13 +84,8 @@ class Prefetcher:
         self.stats = [UnitStats(unit.module_fqn, unit.store) for unit in plan.units]
 
     def slot_memory(self, unit: int) -> Tensor:
-        """The slot of ``unit``: uint8, 1-D; the same for the life of the prefetcher without :attr:`follow_slots`."""
-        return self._live[self._schedule.slots[unit]].memory
-
-    def keep_addresses(self) -> None:
-        """Let every unit keep its slot from now on: compiled code relies on where tensors are."""
-        with self._lock:
-            self.follow_slots = None
+        """The slot of ``unit``: uint8, 1-D, fixed for the life of the prefetcher."""
+        return self._live[slot_of(unit, self._num_slots)].memory
 
     # -- a forward --------------------------------------------------------------------------------------------------
 
@@ -185,20 +176,10 @@ class Prefetcher:
 
     def _adopt_order(self) -> None:
         """Expect the order of the forward that has just ended, if it has run every unit once."""
-        order, slots = tuple(self._seen), self._schedule.slots
-        if order == self._schedule.order or sorted(order) != list(range(self._num_units)):
-            return
-        self._schedule = Schedule(order, slots)
-        if self.follow_slots is not None and not any(slot.readers for slot in self._live):
-            sizes = [unit.num_bytes for unit in self._plan.units]
-            moved = Schedule(order, take_turns(order, sizes, self._plan.slot_bytes))
-            # A unit that has its slot alone is not copied again; which one that is, the plan has counted with.
-            if all(len(units) > 1 for units in (*self._schedule.chains, *moved.chains)):
-                self._schedule = moved
-                for slot in self._live:
-                    self._record_read(slot)
-                self.follow_slots()
-        self._graphs.follow(self._schedule)
+        order = tuple(self._seen)
+        if order != self._schedule.order and sorted(order) == list(range(self._num_units)):
+            self._schedule = Schedule(order, self._num_slots)
+            self._graphs.follow(self._schedule)
 
     # -- a unit -----------------------------------------------------------------------------------------------------
 
@@ -218,11 +199,12 @@ class Prefetcher:
         with self._lock:
             forward = self._forwards.get(threading.get_ident())
             self._require_open(begins=forward is None)
-            while (slot := self._slot_of(unit)).readers:
+            index = slot_of(unit, self._num_slots)
+            slot = self._slots()[index]
+            if slot.readers:
                 self._drop_stale_readers(slot)
                 self._await_readers(unit, slot)
-                if slot is self._slot_of(unit):
-                    break  # else another thread, while this one waited, has ended or begun a capture or moved the unit
+                slot = self._slots()[index]  # while this one waited, another may have ended or begun a capture
             if self._is_loose and not slot.readers:
                 slot.to_empty()
                 self._record_read(slot)
@@ -244,7 +226,7 @@ class Prefetcher:
         if self._is_forked or self._break_capture(lambda: self.release(unit)):
             return
         with self._lock:
-            slot = self._slot_of(unit)
+            slot = self._slots()[slot_of(unit, self._num_slots)]
             reader = reader or slot.latest_reader()
             if slot.unit != unit or reader not in slot.readers:
                 return  # the wait before it failed
@@ -388,9 +370,6 @@ class Prefetcher:
             self._graphs.end_capture()
         return self._live
 
-    def _slot_of(self, unit: int) -> Slot:
-        return self._slots()[self._schedule.slots[unit]]
-
     @property
     def _capturing(self) -> bool:
         return self._graphs.slots is not None
@@ -450,7 +429,6 @@ class Prefetcher:
             self._live = []
             self._graphs.end_capture()
             self._guard = None
-            self.follow_slots = None  # which holds what holds this
 
     def snapshot(self) -> tuple[UnitStats, ...]:
         """The counters now, with the stall of each unit's latest run where the link measures it.

@@ -311,16 +311,10 @@ class OffloadSession(NotCopyable):
                 slot = memory[part.offset : part.offset + part.num_bytes]
                 bound.point_at_slot(slot, None if promoter is None else promoter.wake)
             module = self._model.get_submodule(unit.module_fqn)
-            self._units.append(UnitHook(module, unit, storages, self._prefetcher, token, promoter, self._units))
+            self._units.append(UnitHook(module, unit.index, storages, self._prefetcher, token, promoter, self._units))
             self._hook(self._units[-1])
-        if promoter is not None:
-            self._prefetcher.follow_slots = self._follow_slots
         entry = self._options.entry or self._model
         self._hook(ForwardHook(self._model, entry, self._units, self._prefetcher, token, promoter))
-
-    def _follow_slots(self) -> None:
-        for hook in self._units:
-            hook.follow_slot()
 
     def _hook(self, hook: Hook) -> None:
         """Keep it first: an interrupt while it is attached must find it."""

@@ -45,7 +45,7 @@ from enum import Enum, auto
 import torch
 
 from headrace.errors import StateError
-from headrace.plan.schedule import Schedule
+from headrace.plan.schedule import Schedule, slot_of
 from headrace.transfer.link import ComputeEvent, Link, Transfer
 
 __all__ = ["BreakCapture", "GraphRecord", "Reader", "Slot", "SlotState"]
@@ -201,7 +201,7 @@ class GraphRecord:
         """Graphs, of which there are none yet, will be captured under ``schedule``."""
         self._first = schedule.first
         self._shared = {slot for slot, units in enumerate(schedule.chains) if len(units) > 1}
-        self._last_slot = schedule.slots[schedule.order[-1]]
+        self._last_slot = slot_of(schedule.order[-1], schedule.num_slots)
 
     @property
     def held_back(self) -> int | None:
