@@ -28,9 +28,13 @@ FIELDS = {
 
 
 # Of tables that are no steps.
+_BEFORE_AFTER = {"case", "before_ms", "after_ms", "difference_ms", "rounds", "bit_equal"}
+_ROUND = {"case", "tree", "round", "ms", "bytes_moved", "bit_equal"}
 OTHER_FIELDS = {
-    "overhead": {"case", "before_ms", "after_ms", "difference_ms", "rounds", "bit_equal"},
-    "overhead-rounds": {"case", "tree", "round", "ms", "bytes_moved", "bit_equal"},
+    "overhead": _BEFORE_AFTER,
+    "overhead-rounds": _ROUND,
+    "vllm": _BEFORE_AFTER,
+    "vllm-rounds": _ROUND,
     "summary": {"way", "equal", "differs", "crashed", "refused", "timeout"},
     "families": {"family", "way", "what", "detail", "moved_bytes"},
 }
