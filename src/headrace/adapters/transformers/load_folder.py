@@ -35,6 +35,7 @@ from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.config import SHARDED_MODES, Policy
 from headrace.errors import CheckpointError, OptionError, OptionTypeError, warn_user
 from headrace.figures import format_size
+from headrace.memory.system import no_collections
 from headrace.model.live_tensors import BoundStorage, storage_id
 from headrace.plan.plan import Plan
 from headrace.ranks.group import RankGroup
@@ -106,9 +107,12 @@ def load(
     with open_ranks(group) as ranks:
         require_kinds(device, disk)
         # Before the weights are read, unlike from_pretrained: the plan decides which of them are read at all.
-        model = build_meta_model(path, model_class=model_class, dtype=dtype, attn_implementation=attn_implementation)
-        folder = model_folder(path)
-        found = match(model, Checkpoint.open(folder))
+        with no_collections():
+            model = build_meta_model(
+                path, model_class=model_class, dtype=dtype, attn_implementation=attn_implementation
+            )
+            folder = model_folder(path)
+            found = match(model, Checkpoint.open(folder))
         for difference in differences(model, found, is_chosen=model_class is not None):
             warn_user(difference)
         return model, load_matched(folder, model, found, policy, device, disk, progress, ranks)
