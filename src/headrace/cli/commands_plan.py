@@ -146,7 +146,7 @@ def probe(
     try:
         path = save(result)
     except OptionError as error:
-        warn_user(f"{error}; until then plans use the rates of another probe, or nominal ones")
+        warn_user(f"{error}; or keep it yourself: `headrace probe --json > FILE`, and plan with --machine FILE")
         return
     if not as_json:
         stderr.print(f"kept in {path}", soft_wrap=True)
