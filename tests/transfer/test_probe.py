@@ -103,9 +103,9 @@ def test_the_command_prints_what_it_cannot_keep(place: Path, monkeypatch: pytest
     place.mkdir()
     for flags in ([], ["--json"]):
         result = CliRunner().invoke(app, ["probe", *flags])
-        assert result.exit_code == 2
+        assert result.exit_code == 0
         assert "product" in result.stdout
-        assert f"error: {place}: the probe cannot be kept there: Is a directory; make room for it" in result.stderr
+        assert f"{place}: the probe cannot be kept there: Is a directory; " in " ".join(result.stderr.split())
 
 
 def test_what_only_earlier_versions_measured_is_ignored(place: Path) -> None:
