@@ -252,10 +252,14 @@ def test_rope_scaling_makes_texts_longer(model: Path, tmp_path: Path, rope: dict
 
 
 @pytest.mark.usefixtures("nothing_is_loaded")
-def test_a_text_longer_than_the_plan_is_refused_first(model: Path) -> None:
+def test_a_text_longer_than_the_plan_is_refused_first(model: Path, tmp_path: Path) -> None:
     args = ("generate", model, "--prompt", "Water", "--device-memory", "3MiB", "--context", 32, "--max-new-tokens")
     message = error_of(*args, 28)
     assert (
         "make 33, more than the 32 that the plan has memory for (--context); use --max-new-tokens 27 or less" in message
     )
     assert message.endswith("or plan with --context 33")
+    plan = tmp_path / "plan.json"
+    assert run("plan", model, "--device-memory", "3MiB", "--context", 32, "--save", plan).exit_code == 0
+    by_file = ("generate", model, "--prompt", "Water", "--plan", plan, "--max-new-tokens", 28)
+    assert "more than the 32 that the plan has memory for" in error_of(*by_file)

@@ -26,7 +26,7 @@ from headrace.cli.arguments import (
     with_offload_flags,
 )
 from headrace.cli.terminal import byte_bar, stderr
-from headrace.config import SHARDED_MODES, Budget, Mode, Policy
+from headrace.config import SHARDED_MODES, Mode
 from headrace.errors import CheckpointError, OptionError
 from headrace.figures import format_rate, format_size, format_time
 from headrace.flags import OffloadFlags
@@ -133,7 +133,7 @@ def generate(
     tokenizer, inputs = _read_prompt(opened, text, system, chat, notes)
     # Planned here and not by load(): the plan's mode decides about the group, and it is printed before the loading.
     planned = plan_model(opened, policy, device=device, disk=disk_options(flags))
-    _check_length(inputs["input_ids"].shape[1], max_new_tokens, planned.planner.profile.max_context, policy)
+    _check_length(inputs["input_ids"].shape[1], max_new_tokens, planned.planner.profile.max_context, planned.plan)
     plan = planned.plan
     group = _process_group(plan.mode, device)
     notes.print(render(plan, opened.name))
@@ -174,12 +174,11 @@ def _sampling(temperature: float | None, given: Mapping[str, float | None]) -> d
     return {name: value for name, value in sampling.items() if value is not None}
 
 
-def _check_length(prompt_tokens: int, new_tokens: int, longest: int | None, policy: Policy | Plan | None) -> None:
+def _check_length(prompt_tokens: int, new_tokens: int, longest: int | None, plan: Plan) -> None:
     """Refuse, before weights are loaded, a text longer than the model or the plan was made for."""
-    planned = policy.workload.context if isinstance(policy, Budget) else 0
     for limit, whose, fix in (
         (longest, "the model was made for (max_position_embeddings in its configuration)", ""),
-        (planned, "the plan has memory for (--context)", f", or plan with --context {prompt_tokens + new_tokens}"),
+        (plan.context, "the plan has memory for (--context)", f", or plan with --context {prompt_tokens + new_tokens}"),
     ):
         if limit and prompt_tokens + new_tokens > limit:
             left = limit - prompt_tokens

@@ -116,7 +116,7 @@ class Planner:
         """
         storages = self.inventory.storages
         if isinstance(policy, Budget):
-            made = solve(self.candidates(policy), policy)
+            made = replace(solve(self.candidates(policy), policy), context=policy.workload.context)
         elif isinstance(policy, Rules):
             # One unit per layer, and per module outside the layers, of what the rules prefetch.
             forced = settle_rules(self.inventory, policy.rules, self._fixed(policy.mode), self._refused(policy.mode))

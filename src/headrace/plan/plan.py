@@ -45,7 +45,7 @@ SLAB_ALIGNMENT_BYTES = 256
 CHUNK_BYTES = 8 << 20
 
 # Of :meth:`Plan.to_json`, and so of plan files. Raise it with any change of a key or of its meaning.
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 _REPLAN = "make it again for this one: `headrace plan MODEL ... --save FILE`, or pass a policy instead of a plan"
 _NAMES_SHOWN = 3
@@ -128,6 +128,7 @@ class Plan:
         model_name: optional display name of the model; not used in comparisons.
         made_for: the machine whose figures the plan was made from; ``None`` binds it to none.
         num_ranks: over how many ranks every unit is split; 1: each process keeps them whole.
+        context: tokens per sequence for whose cache it leaves memory; 0: it counts weights alone.
         outlook: predictions (:class:`headrace.plan.build.Outlook`) by the planner that made it, if they were asked for:
             printed with it, and neither compared nor saved. ``replace()`` drops them, since another plan costs another
             time.
@@ -141,6 +142,7 @@ class Plan:
     model_name: str | None = field(default=None, compare=False)
     made_for: Machine | None = None
     num_ranks: int = 1
+    context: int = 0
     outlook: object = field(default=None, init=False, repr=False, compare=False)
 
     def __str__(self) -> str:
@@ -382,6 +384,7 @@ class Plan:
         ``machine``     null, or what it was made for: ``device`` (``"cpu"`` or a GPU's name), ``device_bytes``
         ``mode``        the store of what is read in place, and of units that do not rest in ``disk``
         ``num_ranks``   over how many ranks every unit is split
+        ``context``     tokens per sequence for whose cache it leaves memory, or 0
         ``num_slots``   slots, each of ``slot_bytes``
         ``units``       ``index``, ``module_fqn``, ``slot``, ``num_bytes``, ``store`` (as ``mode``, or ``disk`` where
                         that is ``cpu`` and units are not split), and ``entries`` of ``storage``, ``offset`` and
@@ -403,6 +406,7 @@ class Plan:
             "machine": None if self.made_for is None else asdict(self.made_for),
             "mode": self.mode,
             "num_ranks": self.num_ranks,
+            "context": self.context,
             "num_slots": self.num_slots,
             "slot_bytes": list(self.slot_bytes),
             "device_bytes": self.device_bytes,
@@ -557,9 +561,10 @@ def _plan_from(data: Any) -> Plan:
     given = {key: value for key, value in data.items() if key != "outlook"}
     for key, kind in (("model", dict), ("units", list), ("resident", dict), ("uva", dict)):
         require(isinstance(given[key], kind), key, "an object" if kind is dict else "a list", given[key])
-    mode, num_slots, num_ranks = given["mode"], given["num_slots"], given["num_ranks"]
+    mode, num_slots, num_ranks, context = (given[key] for key in ("mode", "num_slots", "num_ranks", "context"))
     require(mode in get_args(Mode), "mode", f"one of {', '.join(get_args(Mode))}", mode)
     require(type(num_ranks) is int and num_ranks > 0, "num_ranks", "a whole number of at least 1", num_ranks)
+    require(type(context) is int and context >= 0, "context", "a whole number of at least 0", context)
     count = len(given["units"])
     # By type() throughout: to isinstance() the `true` of JSON is an int.
     fits = type(num_slots) is int and min(1, count) <= num_slots <= count
@@ -581,6 +586,7 @@ def _plan_from(data: Any) -> Plan:
         model_name=name,
         made_for=None if machine is None else Machine(machine["device"], machine["device_bytes"]),
         num_ranks=num_ranks,
+        context=context,
     )
     stores = {mode, "disk"} if mode == "cpu" else {mode}
     for unit in plan.units:

@@ -239,7 +239,8 @@ def settle(
     split = plan.mode in SHARDED_MODES  # and then no rank has a whole tensor to read in place
     num_ranks = num_ranks if split else 1
     if plan.uva and (split or not can_read_in_place(device)):
-        plan = replace(move_on_demand(inventory, plan), model_name=plan.model_name, made_for=plan.made_for)
+        moved = move_on_demand(inventory, plan)
+        plan = replace(moved, model_name=plan.model_name, made_for=plan.made_for, context=plan.context)
     plan = plan if plan.num_ranks == num_ranks else replace(plan, num_ranks=num_ranks)
     _log.info("plan: %r, %s moved per forward, for %s", plan, format_size(plan.moved_bytes), machine)
     return plan
