@@ -199,7 +199,7 @@ def _with_workload(policy: Policy, workload: Workload | None) -> Policy:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What is planned: ``module`` is ``None`` for a folder, whose model nobody holds."""
+    """What is planned; ``module`` is ``None`` for a folder, of which no model is built for the caller."""
 
     inventory: Inventory
     profile: ModelProfile

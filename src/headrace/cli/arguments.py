@@ -78,7 +78,7 @@ def with_offload_flags(
 
 
 def with_verbose(verb: Callable[..., None]) -> Callable[..., None]:
-    """Add ``--verbose`` to a verb: what the logger ``headrace`` is told goes to stderr, too."""
+    """Add ``--verbose`` to a verb: records of the logger ``headrace`` go to stderr."""
 
     @wraps(verb)
     def run(*, verbose: int, **values: Any) -> None:
