@@ -17,6 +17,7 @@ from engines import EngineModel, Layer, Wrapped, build, ids, is_lookup
 from headrace import UVA, Budget, Prefetch
 from headrace.errors import BudgetError, OptionError, SelectionError, StateError
 from headrace.offloaders.layerwise import EngineOffloader, EnginePolicy
+from headrace.plan.units import TINY_BYTES
 from headrace.testing import NoCopyOffloader
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
@@ -94,6 +95,30 @@ def test_compiled_bits_equal_those_of_the_same_boundaries(policy: EnginePolicy) 
         assert (moved > 0) == (kind is EngineOffloader)
         offloader.remove()
     assert all(torch.equal(mine, reference) for mine, reference in zip(*outputs, strict=True))
+
+
+@pytest.mark.parametrize("kind", [EngineOffloader, NoCopyOffloader])
+@pytest.mark.parametrize(
+    "policy", [POLICIES["prefetch"], UVA(1_000_000), Prefetch(4, 1, 1, ["visual", "mlp"])], ids=str
+)
+def test_what_is_read_in_place_alone_has_the_engines_mark(policy: EnginePolicy, kind: type[EngineOffloader]) -> None:
+    """vLLM's kernels of experts ask for it: the reference has to take the path that the offload takes."""
+    models: list[EngineModel] = []
+    offloader = kind(policy, lambda: models[0], is_lookup=is_lookup)
+    models.append(EngineModel(offloader))
+    for parameter in models[0].parameters():  # as in host memory while the model is built
+        parameter._vllm_is_uva_offloaded = True  # type: ignore[attr-defined]
+    tiny = {name for name, p in models[0].named_parameters() if p.nbytes < TINY_BYTES}  # never there
+
+    def marked() -> set[str]:
+        named = models[0].named_parameters()
+        return {name for name, p in named if getattr(p, "_vllm_is_uva_offloaded", False)}
+
+    offloader.post_init()
+    assert marked() - tiny == set(offloader.plan.uva)
+    assert bool(offloader.plan.uva) == (policy != POLICIES["prefetch"])
+    offloader.remove()
+    assert marked() == set()
 
 
 def test_a_budget_keeps_what_is_not_called_resident_and_looks_rows_up_in_place() -> None:

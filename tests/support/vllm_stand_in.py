@@ -200,6 +200,10 @@ def device_loading_context(module: nn.Module, target_device: torch.device) -> It
         parameter._vllm_is_uva_offloaded = True  # type: ignore[attr-defined]
 
 
+def _weights_host_resident(*weights: torch.Tensor) -> bool:
+    return any(getattr(weight, "_vllm_is_uva_offloaded", False) for weight in weights)
+
+
 # -- runners and worker ------------------------------------------------------------------------------------------------
 
 
@@ -417,6 +421,7 @@ _MODULES: dict[str, list[Any]] = {
     "vllm.model_executor.offloader.base": [BaseOffloader, NoopOffloader, get_offloader, set_offloader],
     "vllm.model_executor.offloader.prefetch": [PrefetchOffloader],
     "vllm.model_executor.offloader.uva": [UVAOffloader],
+    "vllm.model_executor.layers.fused_moe.fused_moe": [_weights_host_resident],
     "vllm.model_executor.model_loader.utils": [device_loading_context],
     "vllm.model_executor.models.utils": [make_layers, PPMissingLayer],
     "vllm.model_executor.layers.vocab_parallel_embedding": [VocabParallelEmbedding, ParallelLMHead],

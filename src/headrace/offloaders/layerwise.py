@@ -34,7 +34,7 @@ from headrace.runtime.prepare import Prepared, compute_device, prepare
 from headrace.runtime.session import OffloadSession, SessionOptions
 from headrace.runtime.slot import BreakCapture
 from headrace.runtime.this_machine import make_planner
-from headrace.runtime.under_construction import BuildTimeFilter, BuildTimePool
+from headrace.runtime.under_construction import BuildTimeFilter, BuildTimePool, mark_read_in_place, unmark
 from headrace.stats import Stats
 
 __all__ = ["EngineOffloader", "EnginePolicy", "LayerwiseOffloader", "PrefetchOffloader", "UVAOffloader"]
@@ -81,6 +81,7 @@ class LayerwiseOffloader(BaseOffloader):
         prepared = self._prepare()
         session = OffloadSession(prepared, self._options(prepared))
         session.attach()
+        mark_read_in_place(prepared.bound, prepared.plan.uva)
         self._session = session
 
     def _prepare(self, allocates: bool = True) -> Prepared:
@@ -101,6 +102,8 @@ class LayerwiseOffloader(BaseOffloader):
         if self._session is not None:
             self._session.remove(graphs_released=True)  # an engine ends its offload with its graphs
             self._session = None
+            for parameter in self._model().parameters():
+                unmark(parameter)
 
     @property
     def plan(self) -> Plan:
@@ -238,6 +241,7 @@ class EngineOffloader(LayerwiseOffloader):
         for parameter in self._stacks.parameters():
             if id(parameter) not in own and parameter.is_cuda:  # of another model, which stays on the device
                 parameter.data = parameter.data.clone()
+                unmark(parameter)
         super().post_init()
         self.added_device_bytes = _device_bytes(self._device()) - before
 

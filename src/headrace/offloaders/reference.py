@@ -13,6 +13,7 @@ from headrace.offloaders.layerwise import EngineOffloader
 from headrace.plan.plan import Plan
 from headrace.runtime.hooks import ForwardHook, UnitHook, new_token
 from headrace.runtime.prepare import Prepared, prepare
+from headrace.runtime.under_construction import mark_read_in_place, unmark
 from headrace.stats import Stats, UnitStats
 
 __all__ = ["NoCopyOffloader", "boundaries"]
@@ -79,6 +80,7 @@ class NoCopyOffloader(EngineOffloader):
         if self._boundaries is None:
             self._require_layers()
             prepared = self._prepare(allocates=False)
+            mark_read_in_place(prepared.bound, prepared.plan.uva)  # kernels that ask for it take the same path
             self._traced_plan = prepared.plan
             self._boundaries = _boundaries_of(prepared, self._options(prepared).entry or prepared.model)
             self._boundaries.__enter__()  # remove() leaves it: an engine has no block around its forwards
@@ -87,6 +89,8 @@ class NoCopyOffloader(EngineOffloader):
         if self._boundaries is not None:
             self._boundaries.__exit__(None, None, None)
             self._boundaries = None
+            for parameter in self._model().parameters():
+                unmark(parameter)
 
     @property
     def plan(self) -> Plan:

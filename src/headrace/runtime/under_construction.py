@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -29,12 +29,13 @@ from headrace.plan.plan import slab_bytes
 from headrace.plan.units import TINY_BYTES
 from headrace.stores.pinned_host import Held
 
-__all__ = ["BuildTimeFilter", "BuildTimePool", "storages_in_engine_memory"]
+__all__ = ["BuildTimeFilter", "BuildTimePool", "mark_read_in_place", "storages_in_engine_memory", "unmark"]
 
 # (name within the layer, bytes) -> whether the parameter leaves the GPU.
 Leaves = Callable[[str, int], bool]
 
-# vLLM asks for this attribute: parameters that replace one of these while weights are made final leave the GPU again.
+# vLLM asks for this attribute: parameters that replace one of these while weights are made final leave the GPU again,
+# and since 0.33 kernels of experts read weights that have it once per expert, and all others once per expert and token.
 _ENGINE_MARK = "_vllm_is_uva_offloaded"
 
 # As plain words they mean modules of that name, and where there are none the group.
@@ -209,6 +210,20 @@ def storages_in_engine_memory(bound: Mapping[str, BoundStorage]) -> frozenset[st
     found = {name: storage.original_bytes() for name, storage in marked.items()}
     at_address = {name: torch.from_numpy(np.asarray(RawMemory(b.data_ptr(), b.numel()))) for name, b in found.items()}
     return frozenset(name for name, buffer in at_address.items() if buffer.is_pinned())  # asks the driver
+
+
+def mark_read_in_place(bound: Mapping[str, BoundStorage], in_place: Collection[str]) -> None:
+    """Set the engine's mark on the tensors of the storages ``in_place``, and take it from all others of ``bound``."""
+    for name, storage in bound.items():
+        for tensor in storage.tensors:
+            unmark(tensor.tensor)
+            if name in in_place:
+                setattr(tensor.tensor, _ENGINE_MARK, True)
+
+
+def unmark(tensor: torch.Tensor) -> None:
+    """Take the engine's mark from a tensor that lies on its device."""
+    vars(tensor).pop(_ENGINE_MARK, None)
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:

@@ -33,6 +33,7 @@ class Name:
         fields: of a configuration, those that headrace reads.
         mentions: attributes and functions that its code uses: calls that headrace waits for, attributes it changes.
         since_later: older versions lack its module, and what headrace uses it for.
+        since: the first version that has it; older ones do without.
     """
 
     module: str
@@ -41,6 +42,7 @@ class Name:
     fields: tuple[str, ...] = ()
     mentions: tuple[str, ...] = ()
     since_later: bool = False
+    since: tuple[int, int] = (0, 0)
 
 
 _OFFLOADER = "vllm.model_executor.offloader.base"
@@ -90,6 +92,13 @@ NAMES = (
     Name(_BREAKABLE, "BreakableCUDAGraphCapture._end_segment", mentions=("_capturing",), since_later=True),
     # vLLM moves the replacement of an offloaded parameter off the device again.
     Name("vllm.model_executor.model_loader.utils", "device_loading_context", mentions=("_vllm_is_uva_offloaded",)),
+    # Kernels of experts read weights that have the same mark once per expert.
+    Name(
+        "vllm.model_executor.layers.fused_moe.fused_moe",
+        "_weights_host_resident",
+        mentions=("_vllm_is_uva_offloaded",),
+        since=(0, 33),
+    ),
     Name("vllm.distributed.parallel_state", "get_dp_group", ()),
     Name("vllm.logger", "init_logger", ("name",)),
     Name(
@@ -120,7 +129,7 @@ def require_supported(version: str) -> None:
     require_version(version)
     # A version number says nothing about patched builds, where a renamed function would end in a traceback, and a call
     # that is no longer made would leave weights on the device without any error.
-    if found := differences():
+    if found := differences(version):
         raise OptionError(
             f"vLLM {version} differs from the tested versions: {'; '.join(found)}. Use an unchanged vLLM "
             f"{_range()}, or leave --worker-cls out to run it without headrace"
@@ -133,22 +142,27 @@ def require_version(version: str) -> None:
     Raises:
         OptionError: names the supported versions.
     """
-    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
-    if match is None:
+    number = _number(version)
+    if number is None:
         raise OptionError(f"vLLM calls itself {version!r}, which is no version number: expected {_range()}; {_FIX}")
-    number = tuple(int(part or 0) for part in match.groups())
     if number < OLDEST or number[:2] > NEWEST:
         age = "too old" if number < OLDEST else "newer than what headrace knows"
         raise OptionError(f"vLLM {version} is {age}: expected {_range()}; {_FIX}")
+
+
+def _number(version: str) -> tuple[int, ...] | None:
+    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    return None if match is None else tuple(int(part or 0) for part in match.groups())
 
 
 def _range() -> str:
     return f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}.x"
 
 
-def differences() -> list[str]:
-    """Names that are missing or differ from what is expected; empty if none. Imports vLLM."""
-    return [problem for name in NAMES if (problem := _difference(name))]
+def differences(version: str) -> list[str]:
+    """Names that are missing or differ from what is expected of ``version``; empty if none. Imports vLLM."""
+    number = _number(version) or NEWEST
+    return [problem for name in NAMES if number >= name.since and (problem := _difference(name))]
 
 
 def _difference(name: Name) -> str:
@@ -177,6 +191,7 @@ def _difference(name: Name) -> str:
 
 
 def _names_in(code: CodeType) -> set[str]:
-    """Attributes, variables and global names in the code of a function, and of functions inside it."""
+    """Attributes, variables, global names and strings in the code of a function, and of functions inside it."""
     inner = (_names_in(part) for part in code.co_consts if isinstance(part, CodeType))
-    return set(code.co_names).union(code.co_varnames, *inner)
+    strings = {part for part in code.co_consts if isinstance(part, str)}  # names given to getattr()
+    return strings.union(code.co_names, code.co_varnames, *inner)
