@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from headrace.config import Mode, Prefetch
+from headrace.errors import OptionError
 from headrace.memory.pinned import PinnedBuffer
 from headrace.model.inventory import take_inventory
 from headrace.model.live_tensors import bind
@@ -154,3 +155,71 @@ def test_what_the_engine_has_moved_away_comes_back_if_it_is_to_be_resident(monke
     assert torch.equal(model(given), expected)
     session.remove()
     assert torch.equal(model(given), expected)
+
+
+class Repack:
+    """Makes weights final as an engine's quantisation methods do, in one of their ways."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        made = layer.weight.data * 2
+        if self.way == "data":
+            layer.weight.data = made
+        elif self.way == "half":
+            layer.weight.data = made.half()
+        elif self.way == "transposed":
+            layer.weight.data = made.t().contiguous().t()
+        elif self.way == "object":
+            layer.weight = nn.Parameter(made, requires_grad=False)
+        elif self.way == "name":
+            layer.packed = nn.Parameter(made, requires_grad=False)
+            del layer.weight
+        elif self.way == "foreign":
+            del layer.weight
+            layer.weight = SimpleNamespace(data=made)
+
+
+def repacked(pool: BuildTimePool, way: str, apart: bool) -> tuple[nn.Module, torch.Tensor]:
+    """A layer of two parts that left, of which the first was repacked; and what that has to hold now."""
+    layer: Any = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    layer[0].quant_method = method = Repack(way)
+    pool.take(layer, lambda name, num_bytes: "weight" in name, apart=apart)
+    expected = layer[0].weight.detach() * 2
+    with torch.no_grad():
+        layer[0].quant_method.process_weights_after_loading(layer[0])
+    pool.settle()
+    assert "process_weights_after_loading" not in vars(method)
+    return layer, expected.half() if way == "half" else expected
+
+
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("way", ["none", "data", "half", "transposed", "object", "name"])
+def test_what_repacked_weights_become_leaves_too(pool: BuildTimePool, way: str, apart: bool) -> None:
+    layer, expected = repacked(pool, way, apart)
+    parameter = layer.get_parameter("0.packed" if way == "name" else "0.weight")
+    assert torch.equal(parameter, expected) == (way != "none")
+    assert parameter.stride() == ((1, 256) if way == "transposed" else (256, 1))
+    held = [pool.find(p.data) for p in (parameter, layer.get_parameter("1.weight"))]
+    assert None not in held
+    assert (held[0].memory is held[1].memory) == (not apart)  # type: ignore[union-attr]
+    assert pool.find(layer.get_parameter("0.bias").data) is None
+    assert pool.num_bytes == (WEIGHT // 2 if way == "half" else WEIGHT) + WEIGHT, "none of the former memory is left"
+
+
+def test_what_becomes_an_object_of_a_kernel_is_refused(pool: BuildTimePool) -> None:
+    with pytest.raises(OptionError, match=r"Linear\.weight is to be offloaded.*types\.SimpleNamespace in its place"):
+        repacked(pool, "foreign", apart=True)
+
+
+def test_weights_that_are_quantised_while_they_load_leave_when_they_are_made(pool: BuildTimePool) -> None:
+    """They have no memory before: an engine builds them on meta."""
+    layer: Any = nn.Linear(256, 256, device="meta")
+    layer.quant_method = Repack("half")
+    assert pool.take(layer, lambda name, num_bytes: name == "weight", apart=False) == 0
+    layer.weight, layer.bias = (nn.Parameter(torch.randn(*p.shape)) for p in (layer.weight, layer.bias))
+    with torch.no_grad():
+        layer.quant_method.process_weights_after_loading(layer)
+    assert pool.find(layer.weight.data) is not None
+    assert pool.num_bytes == WEIGHT // 2

@@ -200,6 +200,12 @@ def device_loading_context(module: nn.Module, target_device: torch.device) -> It
         parameter._vllm_is_uva_offloaded = True  # type: ignore[attr-defined]
 
 
+def process_weights_after_loading(model: nn.Module) -> None:
+    for module in model.modules():
+        if (quant_method := getattr(module, "quant_method", None)) is not None:
+            quant_method.process_weights_after_loading(module)
+
+
 def _weights_host_resident(*weights: torch.Tensor) -> bool:
     return any(getattr(weight, "_vllm_is_uva_offloaded", False) for weight in weights)
 
@@ -422,7 +428,7 @@ _MODULES: dict[str, list[Any]] = {
     "vllm.model_executor.offloader.prefetch": [PrefetchOffloader],
     "vllm.model_executor.offloader.uva": [UVAOffloader],
     "vllm.model_executor.layers.fused_moe.fused_moe": [_weights_host_resident],
-    "vllm.model_executor.model_loader.utils": [device_loading_context],
+    "vllm.model_executor.model_loader.utils": [device_loading_context, process_weights_after_loading],
     "vllm.model_executor.models.utils": [make_layers, PPMissingLayer],
     "vllm.model_executor.layers.vocab_parallel_embedding": [VocabParallelEmbedding, ParallelLMHead],
     "vllm.v1.worker.worker_base": [WorkerBase],

@@ -78,6 +78,7 @@ class LayerwiseOffloader(BaseOffloader):
     def post_init(self) -> None:
         if self._session is not None:
             raise StateError("post_init was called twice; call remove() in between to take over new weights")
+        self._pool.settle()
         prepared = self._prepare()
         session = OffloadSession(prepared, self._options(prepared))
         session.attach()

@@ -1,7 +1,8 @@
 """Weights of a model under construction: in pinned host memory from the moment their layer is built.
 
 An engine builds a model layer by layer on the GPU, then loads the weights, then changes some of them into the form
-that its kernels need. A model that is too large for the GPU has to leave it before all that. :class:`BuildTimeFilter`
+that its kernels need. A model that is too large for the GPU has to leave it before all that, and again after that: what
+quantised weights are repacked into is made on the GPU. :class:`BuildTimeFilter`
 says which parameters leave, :class:`BuildTimePool` holds them: in host memory of exactly their size, while its tensors
 stay tensors of the GPU, which writes and reads them over the link. Loaders, kernels that initialise or repack, and
 random generators work as usual and give the same bits. When the weights are final they lie where a store keeps them,
@@ -13,13 +14,15 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from headrace.config import UVA, Budget, Prefetch, pin_memory_disabled, uva_disabled
-from headrace.errors import BudgetError, warn_user
+from headrace.errors import BudgetError, OptionError, warn_user
 from headrace.memory.pages import RawMemory
 from headrace.memory.pinned import CudaRegistrar, PinnedBuffer, device_view, new_pinned
 from headrace.model.inventory import take_inventory
@@ -116,6 +119,10 @@ class BuildTimePool:
         self._make_registrar = registrar
         # By address. Weakly: a parameter that is replaced before the plan is made takes its memory with it.
         self._memory: list[tuple[int, Callable[[], PinnedBuffer | None]]] = []
+        self._side_by_side: list[weakref.ref[nn.Module]] = []
+        # Of each module that parameters left: the names of those that stayed.
+        self._stayed: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
+        self._watched: list[Any] = []
 
     @property
     def num_bytes(self) -> int:
@@ -126,7 +133,8 @@ class BuildTimePool:
     def take(self, module: nn.Module, leaves: Leaves, *, apart: bool) -> int:
         """Move the parameters of ``module`` that leave its GPU into the pool; those of a CPU stay.
 
-        What shares memory with another tensor of ``module`` stays until the plan moves the two together.
+        What shares memory with another tensor of ``module`` stays until the plan moves the two together. What an
+        engine's ``quant_method.process_weights_after_loading`` makes of a parameter that left, leaves as well.
 
         Args:
             module: a layer that was just built.
@@ -141,10 +149,12 @@ class BuildTimePool:
             BudgetError: the host has no memory for them.
             StateError: a graph is being captured.
         """
-        shared = {name for s in take_inventory(module).storages if len(s.tensors) > 1 for name in s.names}
-        named = [(name, p) for name, p in module.named_parameters() if _is_plain(p) and name not in shared]
-        chosen = [p for name, p in named if leaves(name, p.nbytes) and self.find(p.data) is None]
-        if not chosen:
+        shared = _sharing_memory(module)
+        # On meta: an engine that quantises while it loads makes them later.
+        named = [(n, p) for n, p in module.named_parameters() if (_is_plain(p) or p.is_meta) and n not in shared]
+        leaving = {name: p for name, p in named if leaves(name, p.nbytes)}
+        chosen = [p for p in leaving.values() if not p.is_meta and self.find(p.data) is None]
+        if not leaving:
             return 0
         if uva_disabled() or pin_memory_disabled():
             warn_user(
@@ -152,9 +162,66 @@ class BuildTimePool:
                 "are loaded, so the model has to fit there once"
             )
             return 0
-        for group in [[p] for p in chosen] if apart else [chosen]:
+        for group in [[p] for p in chosen] if apart or not chosen else [chosen]:
             self._move(group)
+        if not apart:
+            self._side_by_side.append(weakref.ref(module))
+        self._watch(module, set(leaving))
         return sum(p.nbytes for p in chosen)
+
+    def _watch(self, module: nn.Module, leaving: Collection[str]) -> None:
+        """Have parameters that are made in place of ``leaving`` leave, too."""
+        for prefix, part in module.named_modules():
+            method: Any = getattr(part, "quant_method", None)
+            names = {name: f"{prefix}.{name}" if prefix else name for name, _ in part.named_parameters(recurse=False)}
+            stayed = frozenset(name for name, full in names.items() if full not in leaving)
+            if len(stayed) == len(names) or not hasattr(method, "process_weights_after_loading"):
+                continue
+            self._stayed[part] = stayed
+            if "process_weights_after_loading" not in vars(method):  # one may serve several modules
+                method.process_weights_after_loading = partial(self._process, method.process_weights_after_loading)
+                self._watched.append(method)
+
+    def _process(self, process: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """``process`` the weights of ``module``; what it makes on the device leaves."""
+        before = set(module._parameters)
+        process(module, *args, **kwargs)
+        if (stayed := self._stayed.get(module)) is None:
+            return
+        for name in before - stayed:
+            made = getattr(module, name, None)
+            if not isinstance(made, torch.Tensor | None):
+                raise OptionError(
+                    f"{type(module).__name__}.{name} is to be offloaded, and the engine has put a "
+                    f"{type(made).__module__}.{type(made).__name__} in its place, whose memory headrace cannot move: "
+                    f"choose another kernel (in vLLM --moe-backend marlin), or leave {name} out of what is offloaded"
+                )
+        keeps = stayed | _sharing_memory(module)
+        for name, parameter in module.named_parameters(recurse=False):
+            large = parameter.nbytes >= TINY_BYTES and name not in keeps
+            if large and _is_plain(parameter) and self.find(parameter.data) is None:
+                self._move([parameter])
+
+    def settle(self) -> None:
+        """Weights are final: put those side by side again that are to travel together, and watch no longer.
+
+        A parameter that was not replaced would keep the memory of all that once lay beside it.
+        """
+        for method in self._watched:
+            del method.process_weights_after_loading  # the method of the class is in force again
+        self._watched.clear()
+        for module in filter(None, (reference() for reference in self._side_by_side)):
+            shared = _sharing_memory(module)
+            places = {
+                name: (parameter, held.memory)
+                for name, parameter in module.named_parameters()
+                if name not in shared and _is_plain(parameter) and (held := self.find(parameter.data)) is not None
+            }
+            memories = {id(memory): memory.num_bytes for _, memory in places.values()}
+            if sum(memories.values()) > slab_bytes(p.nbytes for p, _ in places.values()) or len(memories) > 1:
+                parameters = [parameter for parameter, _ in places.values()]
+                del places
+                self._move(parameters)
 
     def _move(self, parameters: Sequence[nn.Parameter]) -> None:
         device = parameters[0].device
@@ -162,7 +229,7 @@ class BuildTimePool:
         start = 0
         for parameter in parameters:
             view = device_view(memory.buffer[start : start + parameter.nbytes], device)
-            data = view.view(parameter.dtype).view(parameter.shape)
+            data = view.view(parameter.dtype).as_strided(parameter.shape, parameter.stride())
             data.copy_(parameter.data)  # some begin as ones
             parameter.data = data
             setattr(parameter, _ENGINE_MARK, True)
@@ -226,8 +293,16 @@ def unmark(tensor: torch.Tensor) -> None:
     vars(tensor).pop(_ENGINE_MARK, None)
 
 
+def _sharing_memory(module: nn.Module) -> frozenset[str]:
+    """Names of tensors of ``module`` that share memory with another one."""
+    return frozenset(name for s in take_inventory(module).storages if len(s.tensors) > 1 for name in s.names)
+
+
 def _is_plain(parameter: nn.Parameter) -> bool:
     """On a GPU, in memory of its own without gaps, and no tensor subclass: then its bytes, if any, can be anywhere."""
     data = parameter.data
     own = data.untyped_storage().nbytes() == data.nbytes if type(data) is torch.Tensor else False
-    return data.is_cuda and own and data.numel() > 0 and data.dim() > 0 and data.is_contiguous()
+    if not (data.is_cuda and own and data.numel() > 0 and data.dim() > 0):
+        return False
+    # Kernels may want other strides; torch keeps them for a tensor like this one if they leave no gaps.
+    return data.is_contiguous() or torch.empty_like(data, device="meta").stride() == data.stride()

@@ -90,6 +90,12 @@ NAMES = (
     Name(_BREAKABLE, "BreakableCUDAGraphCapture.add_eager", ("self", "fn"), since_later=True),
     # Between two segments it is false.
     Name(_BREAKABLE, "BreakableCUDAGraphCapture._end_segment", mentions=("_capturing",), since_later=True),
+    # What repacks weights runs through the method of each module, where the result leaves the device.
+    Name(
+        "vllm.model_executor.model_loader.utils",
+        "process_weights_after_loading",
+        mentions=("quant_method", "process_weights_after_loading"),
+    ),
     # vLLM moves the replacement of an offloaded parameter off the device again.
     Name("vllm.model_executor.model_loader.utils", "device_loading_context", mentions=("_vllm_is_uva_offloaded",)),
     # Kernels of experts read weights that have the same mark once per expert.
