@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast, get_args
+from uuid import uuid4
 
 from headrace.errors import OptionError, OptionTypeError, RuleError, SizeError, warn_user
 from headrace.figures import parse_size
@@ -38,6 +40,7 @@ __all__ = [
     "peer_timeout_s",
     "pin_memory_disabled",
     "reader_threads",
+    "replace_file",
     "uva_disabled",
     "warn_about_variables",
 ]
@@ -388,6 +391,18 @@ def cache_folder() -> Path | None:
         return (Path(base) if base else Path.home() / ".cache") / "headrace"
     except RuntimeError:  # neither HOME nor an entry in passwd, as a container with a bare user id has it
         return None
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write ``path`` and its folder; a reader finds the former file or the whole new one, and no draft stays behind."""
+    draft = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(text)
+        draft.replace(path)
+    finally:
+        with suppress(OSError):
+            draft.unlink()
 
 
 def cache_disabled() -> bool:

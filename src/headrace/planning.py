@@ -170,10 +170,8 @@ def plan_model(
         target = _target(facts.module, machine, device, disk)
         inventory = facts.inventory
         planner = make_planner(
-            inventory, facts.profile, target.device, facts.weights, target.rates, facts.unstreamable, disk
+            inventory, facts.profile, target.device, facts.weights, target.rates, facts.unstreamable, disk, num_ranks
         )
-        if num_ranks > 1:  # as prepare() has it: nothing counts that ranks may see differently
-            planner = replace(planner, num_ranks=num_ranks, spill=None)
         if isinstance(given, Plan):
             plan = replace(given, model_name=given.model_name or facts.name)
         else:

@@ -18,11 +18,10 @@ from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
-from uuid import uuid4
 
 from headrace.checkpoint.safetensors_header import Checkpoint, FileFingerprint, FileTensor, raw_header
 from headrace.checkpoint.weight_map import FilePart, TensorSource, WeightMap
-from headrace.config import cache_disabled, cache_folder
+from headrace.config import cache_disabled, cache_folder, replace_file
 from headrace.errors import CheckpointError
 from headrace.model.records import Inventory, Location, ModelProfile, Place, StorageInfo, TensorInfo
 
@@ -103,16 +102,10 @@ def _save(place: Path, folder: Path, facts: FolderFacts, code: Sequence[str]) ->
     state, stamps = _state(folder, checkpoint.files, code)
     if tuple(stamps) != checkpoint.stamps:
         return  # a file changed since it was read
-    body = json.dumps(_encode(facts), separators=(",", ":")).encode()
+    body = json.dumps(_encode(facts), separators=(",", ":"))
     names = [os.path.relpath(file, checkpoint.root) for file in checkpoint.files]
-    key = {"state": state, "body": _digest(body), "files": names, "code": code}
-    draft = place.with_name(f".{place.name}.{uuid4().hex}.tmp")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        draft.write_bytes(json.dumps(key).encode() + b"\n" + body)
-        draft.replace(place)
-    finally:
-        draft.unlink(missing_ok=True)
+    key = {"state": state, "body": _digest(body.encode()), "files": names, "code": code}
+    replace_file(place, f"{json.dumps(key)}\n{body}")
     by_use = sorted(place.parent.glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
     for oldest in by_use[:-_MOST_FILES]:
         oldest.unlink(missing_ok=True)

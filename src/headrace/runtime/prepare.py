@@ -124,19 +124,19 @@ def prepare(
     warn_about_variables()
     target = compute_device(model, device)
     inventory = take_inventory(model) if inventory is None else inventory
+    machine = describe_device(target)
+    num_ranks = 1 if ranks is None else ranks.size
     given = policy if isinstance(policy, Plan) else as_policy(policy)
     if isinstance(given, Plan):
         plan, may_need_files = given, False
     else:
-        planner = make_planner(inventory, profile_of(model), target, weights, disk=disk, unstreamable=unstreamable)
-        if ranks is not None and given.mode in SHARDED_MODES:
-            # Every rank plans for itself, and all have to come to one plan. So nothing counts that ranks may see
-            # differently: no free host memory, and of rates only what is kept of this machine.
-            planner = replace(planner, num_ranks=ranks.size, spill=None)
-        plan = replace(planner.plan(given), made_for=describe_device(target))
+        split = num_ranks if given.mode in SHARDED_MODES else 1
+        planner = make_planner(
+            inventory, profile_of(model), target, weights, disk=disk, unstreamable=unstreamable, num_ranks=split
+        )
+        plan = replace(planner.plan(given), made_for=machine)
         may_need_files = planner.spill is not None and given.mode is None
-    num_ranks = 1 if ranks is None else ranks.size
-    plan = settle(plan, inventory, target, describe_device(target), weights, num_ranks)
+    plan = settle(plan, inventory, target, machine, weights, num_ranks)
     bound = bind(model, inventory.storages)
     budget_bytes = given.num_bytes if isinstance(given, Budget) else None
     pooled = {} if pool is None else pool.find_storages(bound)

@@ -29,9 +29,9 @@ from headrace.memory.pinned import (
     pinning_disabled,
     refuse_capture,
 )
-from headrace.model.inventory import StorageInfo
 from headrace.model.live_tensors import BoundStorage
 from headrace.model.patterns import compile_pattern
+from headrace.model.records import StorageInfo
 from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, slab_bytes
 from headrace.runtime.hooks import ForwardHook, UnitHook, new_token
 from headrace.runtime.outside_use import NotCopyable, Promoter, StateGuard
@@ -46,7 +46,8 @@ from headrace.stores.sources import DiskOptions
 from headrace.stores.store import CpuStore, DiskStore, MetaStore, SpillStore, Store, new_buffer
 from headrace.transfer.cuda_stream import StreamLink
 from headrace.transfer.link import Link, ThreadLink
-from headrace.transfer.measuring import ALIGNMENT_BYTES, same_bits_at
+from headrace.transfer.machine_probe import ALIGNMENT_BYTES
+from headrace.transfer.measuring import same_bits_at
 from headrace.transfer.ring_streams import RingLink
 from headrace.transfer.sharded_copy import sharded_link
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from headrace.checkpoint.weight_map import WeightMap
+from headrace.checkpoint.weight_map import TensorSource, WeightMap
 from headrace.config import HOST_MODES, SHARDED_MODES, pin_memory_disabled, uva_disabled
 from headrace.errors import CheckpointError, LimitError, OptionError, OptionTypeError
 from headrace.figures import format_size
@@ -26,7 +26,7 @@ from headrace.plan.cost_model import Rates
 from headrace.plan.plan import Machine, Plan, slab_bytes
 from headrace.plan.units import move_on_demand
 from headrace.stores.sources import DiskOptions
-from headrace.transfer.machine_probe import DeviceName, planning_rates
+from headrace.transfer.machine_probe import ALIGNMENT_BYTES, DeviceName, planning_rates
 
 if TYPE_CHECKING:
     import torch
@@ -53,8 +53,6 @@ _log = logging.getLogger(__name__)
 _HEADROOM_BYTES = 1 << 30
 # Pieces of tensors that are read in place, one mapping each: of the 65,530 that Linux gives a process.
 _MAX_MAPPINGS = 48_000
-# What products in place are tried at (headrace.transfer.measuring, which needs torch).
-_TRIED_ALIGNMENT_BYTES = 64
 _MIB = 2**20
 
 _DEVICE = "device memory"
@@ -114,6 +112,7 @@ def make_planner(
     rates: Rates | None = None,
     unstreamable: Collection[str] = (),
     disk: DiskOptions | None = None,
+    num_ranks: int = 1,
 ) -> Planner:
     """The planner for the model of ``inventory`` and ``profile`` on ``device``.
 
@@ -121,12 +120,13 @@ def make_planner(
     the caches and activations that follow from the model's configuration; and with reads in place where the device can
     address host memory. Given ``weights``, a CPU streams from its files, and for a GPU what host memory has no room for
     stays in them. Free host memory counts only for this machine, not with the ``rates`` of another. ``disk``: how a CPU
-    reads files, which decides the rate.
+    reads files, which decides the rate. Each of several ranks that split units plans for itself, and all have to come
+    to one plan, so nothing counts that they may see differently: no free host memory.
     """
     on_gpu = device.type == "cuda"
     stored_bytes = {} if weights is None else _converted(inventory, weights)
     spill = None
-    if weights is not None and on_gpu and not pin_memory_disabled():
+    if weights is not None and on_gpu and num_ranks == 1 and not pin_memory_disabled():
         # The process that reads files for a GPU converts nothing: it runs without torch.
         not_readable = {s.name for s in inventory.storages if s.name in stored_bytes or not _streams(s, weights)}
         free_bytes = None if rates is not None else _free_host_bytes(device, inventory)
@@ -141,6 +141,7 @@ def make_planner(
         stored_bytes=stored_bytes,
         spill=spill,
         mapped=None if weights is None or on_gpu else _mapped_files(inventory, weights),
+        num_ranks=num_ranks,
     )
 
 
@@ -154,18 +155,15 @@ def _mapped_files(inventory: Inventory, weights: WeightMap) -> MappedFiles:
     refused: dict[str, str] = {}
     joined_bytes: dict[str, int] = {}
     mappings = 0
-    for storage in inventory.storages:
-        source = next((weights.sources[name] for name in storage.names if name in weights.sources), None)
-        if source is None:
-            continue
+    for storage, source in _sources_of(inventory, weights):
         why, pieces = source.why_not_mappable, len(source.parts)
-        misaligned = source.parts[0].tensor.offset % _TRIED_ALIGNMENT_BYTES
+        misaligned = source.parts[0].tensor.offset % ALIGNMENT_BYTES
         # What is tried are products; a convolution over one dimension has a weight of three, as fused experts have.
         convolves = any(inventory.modules[module].startswith("Conv") for module in storage.modules)
         untried = convolves or len(source.shape) > 3 or (len(source.shape) > 1 and source.dtype.itemsize < 2)
         if not why and misaligned and untried and not storage.is_lookup:
             why = (
-                f"starts {misaligned} bytes after a multiple of {_TRIED_ALIGNMENT_BYTES} in its file, where kernels "
+                f"starts {misaligned} bytes after a multiple of {ALIGNMENT_BYTES} in its file, where kernels "
                 f"for {len(source.shape)} dimensions of {source.dtype} may round differently"
             )
         if not why and pieces > 1:
@@ -181,12 +179,17 @@ def _mapped_files(inventory: Inventory, weights: WeightMap) -> MappedFiles:
 
 def _converted(inventory: Inventory, weights: WeightMap) -> dict[str, int]:
     """Bytes in the files of every storage that has another dtype there."""
-    found = {}
+    return {
+        storage.name: source.file_bytes for storage, source in _sources_of(inventory, weights) if source.is_converted
+    }
+
+
+def _sources_of(inventory: Inventory, weights: WeightMap) -> Iterator[tuple[StorageInfo, TensorSource]]:
+    """The storages that files hold, under any of their names."""
     for storage in inventory.storages:
         source = next((weights.sources[name] for name in storage.names if name in weights.sources), None)
-        if source is not None and source.is_converted:
-            found[storage.name] = source.file_bytes
-    return found
+        if source is not None:
+            yield storage, source
 
 
 def _refuse_converting(plan: Plan, converted: Mapping[str, int]) -> None:

@@ -13,15 +13,13 @@ import platform
 import re
 import stat
 import sys
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
-from headrace.config import cache_folder
+from headrace.config import cache_folder, replace_file
 from headrace.errors import OptionError, OptionTypeError, warn_user
 from headrace.memory.system import num_cores
 from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates, nominal_rates
@@ -31,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "ALIGNMENT_BYTES",
     "MACHINES",
     "DeviceName",
     "Probe",
@@ -44,6 +43,8 @@ __all__ = [
 ]
 
 MIB = 1 << 20
+# Vectors of AVX-512; torch allocates, and libraries of kernels expect, memory that starts at a multiple of it.
+ALIGNMENT_BYTES = 64
 SCHEMA_VERSION = 2
 _MAX_FILE_BYTES = MIB  # a probe has some kilobytes
 _MAX_DIGITS = 18
@@ -332,19 +333,13 @@ def save(probe: Probe) -> Path:
             f"the probe cannot be kept: user {os.geteuid()} has no home folder (neither HOME nor an entry in passwd); "
             f"set XDG_CACHE_HOME to a folder for it"
         )
-    draft = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(probe.to_json(), indent=1))
-        draft.replace(path)
+        replace_file(path, json.dumps(probe.to_json(), indent=1))
     except OSError as error:
         raise OptionError(
             f"{path}: the probe cannot be kept there: {error.strerror}; make room for it, or set XDG_CACHE_HOME to "
             f"another folder"
         ) from error
-    finally:
-        with suppress(OSError):
-            draft.unlink()
     return path
 
 

@@ -24,9 +24,9 @@ from headrace.errors import warn_user
 from headrace.memory.pinned import device_view, pinned_region
 from headrace.memory.system import num_cores
 from headrace.stores.sources import DiskOptions, File
-from headrace.transfer.machine_probe import Probe, describe_machine
+from headrace.transfer.machine_probe import ALIGNMENT_BYTES, Probe, describe_machine
 
-__all__ = ["ALIGNMENT_BYTES", "COPY_SIZES", "measure", "median_s", "mutual_peers", "peer_rates", "same_bits_at"]
+__all__ = ["COPY_SIZES", "measure", "median_s", "mutual_peers", "peer_rates", "same_bits_at"]
 
 MIB = 1 << 20
 COPY_SIZES = (MIB // 4, MIB, 4 * MIB, 16 * MIB, 256 * MIB)
@@ -40,8 +40,6 @@ _EXPERTS_SHAPE = (64, 2816, 2048)
 _EXPERT_ROWS = (1, 4, 16, 64, 128, 256, 1024)
 _CPU_PRODUCT_ROWS = (1, 16, 256)
 
-# Vectors of AVX-512; torch allocates, and libraries of kernels expect, memory that starts at a multiple of it.
-ALIGNMENT_BYTES = 64
 _TRIED_ROWS = (1, 4, 64)
 _TRIED_BYTES = 16 * MIB
 
