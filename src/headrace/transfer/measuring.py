@@ -300,7 +300,8 @@ def _tried_products(weight: torch.Tensor, apart: int) -> list[torch.Tensor]:
             products += [F.linear(mine, each), others @ each]
         if count > 1:
             products += [x @ weight.mT, y @ weight, weight @ x[:, 0, :, None]]
-        if count > 1 and weight.dtype.itemsize * math.gcd(out, size) % 16 == 0:  # what grouped products ask for
+        # What grouped products ask for.
+        if count > 1 and weight.dtype.itemsize <= 4 and weight.dtype.itemsize * math.gcd(out, size) % 16 == 0:
             ends = torch.arange(rows, count * rows + 1, rows, dtype=torch.int32, device="cpu")
             products += [F.grouped_mm(x.flatten(0, 1), weight.mT, offs=ends)]
     return products
