@@ -11,6 +11,7 @@ SHAPES = {
     "qwen": QWEN3_8B,
     "qwen-prefill": QWEN3_8B,
     "deepseek": DEEPSEEK_V2_LITE,
+    "experts": {**DEEPSEEK_V2_LITE, "num_hidden_layers": 8},
     "qwen-short": _SHORT,
     "qwen-draft": {**QWEN3_8B, "num_hidden_layers": 2},
     "qwen-short-tp": _SHORT,
@@ -23,6 +24,9 @@ DRAFT = {"speculative_config": {"method": "draft_model", "model": "qwen-draft", 
 # Decoding too, which otherwise is one whole graph.
 SEGMENTS = {"compilation_config": {"cudagraph_capture_sizes": [1, 16, 256], "cudagraph_mode": "PIECEWISE"}}
 EXPERTS = {"cpu_offload_gb": 40, "cpu_offload_params": {"experts"}}
+DRIVEN = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 16, 64]}}
+# Shapes whose router follows a stated distribution (driven_routing.py).
+DRIVEN_SHAPES = {"experts"}
 
 
 def _budget(gib: float, **more: Any) -> dict[str, Any]:
@@ -89,6 +93,19 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         1,
         {**GROUP, "offload_group_size": 2, "worker_cls": WORKER, "pipeline_parallel_size": 2},
     ),
+    "experts-resident": ("experts", 2, DRIVEN),
+    "experts-headrace": ("experts", 2, {**EXPERTS, **DRIVEN, "worker_cls": WORKER}),
+    "experts-vllm": ("experts", 2, {**EXPERTS, **DRIVEN}),
+    "still-experts": (
+        "experts",
+        2,
+        {
+            **EXPERTS,
+            **DRIVEN,
+            "worker_cls": WORKER,
+            "additional_config": {"headrace": {"boundaries_only": True}},
+        },
+    ),
     "moe-resident": ("deepseek", 1, {}),
     "moe-vllm": ("deepseek", 1, EXPERTS),
     "moe-headrace": ("deepseek", 1, {**EXPERTS, "worker_cls": WORKER}),
@@ -104,4 +121,5 @@ LOADS = {
     "qwen-prefill": [(64, 2047, 1, 3)],
     **{name: [(1, 128, 16, 2), (16, 300, 16, 2)] for name in ("qwen-short", "qwen-short-tp", "qwen-short-pp")},
     "deepseek": [(1, 128, 32, 4)],
+    "experts": [(2, 16, 32, 2), (16, 16, 32, 2), (64, 16, 32, 2)],
 }

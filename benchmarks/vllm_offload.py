@@ -3,10 +3,11 @@
     python benchmarks/vllm_offload.py OUT_FOLDER CASE... [--profile]        cases: see vllm_cases.py
     python benchmarks/vllm_offload.py OUT_FOLDER --publish TABLE        raw results for docs/benchmarks, on stdout
 
-Weights are vLLM's seeded dummies, so every case has the same ones. The greedy tokens of a case, and the
-log-probabilities of them, have to equal those of the first case of its shape to the last bit. ``ms`` is the time of all
-tokens over the number of steps, prefill included. ``--profile`` adds what each kernel of one prefill takes. What a
-machine lacks of vLLM's optional kernels is named in ``HEADRACE_BENCH_WITHOUT`` (modules, comma-separated).
+Weights are seeded and differ from layer to layer (seeded_weights.py), and every case has the same ones. The greedy
+tokens of a case, and the log-probabilities of them, have to equal those of the first case of its shape to the last bit.
+``ms`` is the time of all tokens over the number of steps, prefill included. ``--profile`` adds what each kernel of one
+prefill takes. What a machine lacks of vLLM's optional kernels is named in ``HEADRACE_BENCH_WITHOUT`` (modules,
+comma-separated). Shapes in ``DRIVEN_SHAPES`` route tokens by a stated distribution (driven_routing.py).
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from driven_routing import drive_routing
 from published_configs import QWEN3_8B
-from vllm_cases import CASES, LOADS, SHAPES
+from seeded_weights import use_seeded_weights
+from vllm_cases import CASES, DRIVEN_SHAPES, LOADS, SHAPES
 
 LINK_BYTES_PER_S = 55.5e9  # H2D of the reference machine
 
@@ -54,7 +57,15 @@ def main() -> None:
 
 
 def _environment(case: str, out: Path) -> dict[str, str]:
-    runner = CASES[case][1]
+    return {
+        **engine_environment(out),
+        "VLLM_USE_V2_MODEL_RUNNER": str(CASES[case][1] - 1),
+        "VLLM_USE_BREAKABLE_CUDAGRAPH": str(int("breakable" in case)),
+    }
+
+
+def engine_environment(out: Path) -> dict[str, str]:
+    """Of a process with an engine in it, which lacks what HEADRACE_BENCH_WITHOUT names."""
     without = filter(None, os.environ.get("HEADRACE_BENCH_WITHOUT", "").split(","))
     (out / "without").mkdir(parents=True, exist_ok=True)
     # Every process of an engine begins with it, its workers too.
@@ -62,8 +73,6 @@ def _environment(case: str, out: Path) -> dict[str, str]:
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(out / "without"), os.environ.get("PYTHONPATH", "")]),
-        "VLLM_USE_V2_MODEL_RUNNER": str(runner - 1),
-        "VLLM_USE_BREAKABLE_CUDAGRAPH": str(int("breakable" in case)),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
@@ -80,6 +89,9 @@ def _measure(out: Path, case: str, profile: bool) -> None:
     if speculative := arguments.get("speculative_config"):
         drafter = str(_model_folder(out, speculative["model"]))
         arguments = {**arguments, "speculative_config": {**speculative, "model": drafter}}
+    use_seeded_weights()
+    if shape in DRIVEN_SHAPES:
+        drive_routing()
     torch.cuda.init()
     host_before, rss_before = _available_bytes(), _resident_bytes()
     begin = time.perf_counter()

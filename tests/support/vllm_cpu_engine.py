@@ -1,6 +1,6 @@
 """One engine of vLLM on a CPU, run as a program: writes greedy tokens, log-probabilities, and what moved, as JSON.
 
-python vllm_cpu_engine.py FOLDER CASE eager|compiled        cases: see CASES
+python vllm_cpu_engine.py FOLDER CASE eager|compiled        cases: see CASES, WITH_TOWER, QUANTISED
 """
 
 from __future__ import annotations
@@ -52,6 +52,13 @@ CASES: dict[str, dict[str, Any]] = {
         "additional_config": {"headrace": {"mode": "shm_cpu", "replicas": 2}},
     },
 }
+# Of a quantised model; the case is its format (quantised_models.py), a slash, and one of these.
+QUANTISED: dict[str, dict[str, Any]] = {
+    "resident": {},
+    "prefetch": {"offload_group_size": 2},
+    "uva": {"cpu_offload_gb": 1},
+    "budget": {"additional_config": {"headrace": {"device_memory": "11MiB", "batch": [1, 4]}}},
+}
 # Of models with a tower, given the name of that; the case is FAMILY and one of these, with a space between.
 WITH_TOWER: dict[str, Callable[[str], dict[str, Any]]] = {
     "resident": lambda tower: {},
@@ -86,7 +93,28 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(name)
 
 
+def quantised_arguments(folder: Path, case: str, mode: str) -> dict[str, Any]:
+    from quantised_models import MODELS
+
+    name, _, what = case.partition("/")
+    config, more = MODELS[name]
+    return {
+        "model": _write_config(folder / name, {**config, "hidden_size": 512, "intermediate_size": 1024}),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "enforce_eager": mode == "eager",
+        "enable_prefix_caching": False,
+        **more,
+        **QUANTISED[what],
+        **({} if what in RESIDENT else {"worker_cls": "vllm_cpu_engine.Worker"}),
+    }
+
+
 def arguments(folder: Path, case: str, mode: str) -> dict[str, Any]:
+    if "/" in case:
+        return quantised_arguments(folder, case, mode)
     family, _, what = case.partition(" ")
     if what:
         import vllm_towers
@@ -148,7 +176,10 @@ def main(folder: Path, case: str, mode: str) -> None:
     import vllm._custom_ops as ops
     from vllm import LLM, SamplingParams
 
+    from seeded_weights import use_seeded_weights
+
     ops._supports_onednn = False
+    use_seeded_weights()
     engine = LLM(disable_log_stats=True, **arguments(folder, case, mode))
     family, _, what = case.partition(" ")
     given, asked = SamplingParams(**sampling()), prompts()
@@ -158,8 +189,9 @@ def main(folder: Path, case: str, mode: str) -> None:
         asked = vllm_towers.prompts(family)
     engine.generate(asked, given, use_tqdm=False)
     outputs = [output.outputs[0] for output in engine.generate(asked, given, use_tqdm=False)]
-    stats = {} if (what or case) in RESIDENT else engine.collective_rpc("headrace_stats")[0]
-    (folder / f"{case}-{mode}.json").write_text(json.dumps({**found_in(outputs), "stats": stats}))
+    resident = (what or case.partition("/")[2] or case) in RESIDENT
+    stats = {} if resident else engine.collective_rpc("headrace_stats")[0]
+    (folder / f"{case.replace('/', ' ')}-{mode}.json").write_text(json.dumps({**found_in(outputs), "stats": stats}))
 
 
 async def main_of_two(folder: Path, mode: str) -> None:
