@@ -83,7 +83,6 @@ _BY_TOKEN = {"strategy": "token", "dynamic": True}
 _BY_CHANNEL = {"strategy": "channel"}
 _INT4_BY_GROUP = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
 _NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
-_IGNORED = {"modules_to_not_convert": ["lm_head", "mlp.gate"]}
 _NOT_THE_GATES = [f"model.layers.{index}.mlp.gate" for index in range(_COMMON["num_hidden_layers"])]
 _FP8 = {
     "quant_method": "fp8",
@@ -119,21 +118,39 @@ FORMATS: dict[str, dict[str, Any] | None] = {
         "group_size": 128,
         "zero_point": True,
         "version": "gemm",
-        **_IGNORED,
     },
     "nvfp4": _compressed("nvfp4-pack-quantized", _NVFP4, {**_NVFP4, "dynamic": "local"}),
 }
+_MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+
+
+def _with(config: dict[str, Any], found: dict[str, Any] | None) -> dict[str, Any]:
+    if found is None:
+        return config
+    if found["quant_method"] == "awq" and config is EXPERTS:  # part of a name; a dense layer has a gate_up_proj
+        found = {**found, "modules_to_not_convert": ["mlp.gate"]}
+    return {**config, "quantization_config": found}
+
+
 # name: config.json of the model, and arguments of the engine.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     **{
-        f"{shape}-{name}": ({**config, **({} if found is None else {"quantization_config": found})}, {})
+        f"{shape}-{name}": (_with(config, found), {})
         for shape, config in (("dense", DENSE), ("moe", EXPERTS))
         for name, found in FORMATS.items()
     },
     # Quantised while they load, from a checkpoint in bfloat16.
     "dense-fp8-online": (DENSE, {"quantization": "fp8"}),
     "moe-fp8-online": (EXPERTS, {"quantization": "fp8"}),
-    "gpt-oss-mxfp4": ({**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}}, {"moe_backend": "marlin"}),
+    "gpt-oss-mxfp4": (_with(GPT_OSS, _MXFP4), {"moe_backend": "marlin"}),
     # By a kernel whose weights are objects of its own: refused.
-    "gpt-oss-mxfp4-triton": ({**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}}, {"moe_backend": "triton"}),
+    "gpt-oss-mxfp4-triton": (_with(GPT_OSS, _MXFP4), {"moe_backend": "triton"}),
 }

@@ -184,7 +184,38 @@ def family_cells(row: dict[str, Any]) -> list[str]:
     return [row["way"], *(str(row[outcome]) for outcome in FAMILY_HEADINGS[1:])]
 
 
+QUANTISED_HEADINGS = (
+    "model",
+    "kernels",
+    "way",
+    "prefetched MB",
+    "in place MB",
+    "moved MB",
+    "host memory",
+    "device while loading",
+    "same bits",
+    "against resident",
+)
+
+
+def quantised_cells(row: dict[str, Any]) -> list[str]:
+    first = [row["case"], ", ".join(row["kernels"]), row["policy"]]
+    if "error" in row:
+        return [*first, "", "", "", "", "", row["error"].replace("|", "/"), ""]
+    megabytes = (row["prefetched_bytes"], row["uva_bytes"], row["bytes_moved"])
+    return [
+        *first,
+        *(f"{count / 1e6:.0f}" for count in megabytes),
+        f"{row['host_ratio']:.3f} x" if row["host_ratio"] else "",
+        f"{row['load_peak_bytes'] / row['resident_load_peak_bytes']:.2f} x resident",
+        "yes" if row["bit_equal"] else "NO",
+        row["compared_with_resident"],
+    ]
+
+
 def layout_of(row: dict[str, Any]) -> tuple[tuple[str, ...], Callable[[dict[str, Any]], list[str]]]:
+    if "policy" in row:
+        return QUANTISED_HEADINGS, quantised_cells
     if "before_ms" in row:
         return OVERHEAD_HEADINGS, overhead_cells
     if "way" in row and "equal" in row:
