@@ -8,6 +8,7 @@ device may wait for a thread of this process.
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from headrace.config import pin_memory_disabled, reader_threads
 from headrace.errors import OptionError, StateError, warn_user
 from headrace.figures import format_size
 from headrace.memory.pages import RawMemory, map_pages, populate_parallel
+from headrace.memory.system import cpus_near
 
 __all__ = [
     "MIN_ADOPTED_BYTES",
@@ -165,8 +167,8 @@ def pinning_disabled() -> bool:
     return False
 
 
-def pinned_region(num_bytes: int) -> torch.Tensor:
-    """Page-locked host memory: uint8, 1-D, exactly ``num_bytes`` long.
+def pinned_region(num_bytes: int, near: torch.device | None = None) -> torch.Tensor:
+    """Page-locked host memory: uint8, 1-D, exactly ``num_bytes`` long; beside ``near`` where the host has several nodes.
 
     Falls back to torch's pinned allocator, with a warning, when the driver refuses to register; is ordinary memory,
     with a warning, under ``HEADRACE_DISABLE_PIN_MEMORY=1``.
@@ -177,7 +179,13 @@ def pinned_region(num_bytes: int) -> torch.Tensor:
     if num_bytes == 0 or pinning_disabled():
         return torch.empty(num_bytes, dtype=torch.uint8)
     registrar = CudaRegistrar()
-    pinned, code = new_pinned(num_bytes, registrar)
+    # Pages lie where the thread runs that touches them first, or one that it starts.
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, (cpus_near(near) if near is not None else None) or before)
+    try:
+        pinned, code = new_pinned(num_bytes, registrar)
+    finally:
+        os.sched_setaffinity(0, before)
     if code == 0:
         return pinned.buffer
     warn_refused(num_bytes, code)

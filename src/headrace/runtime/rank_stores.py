@@ -7,7 +7,6 @@ rank reads an equal share of the bytes, from the model's tensors or from the fil
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
@@ -244,13 +243,7 @@ def _allocate(plan: Plan, device: torch.device, ranks: RankGroup) -> ShardedStor
     if device.type == "cuda" and plan.mode == "sharded_gpu":
         return DeviceShardedStore(plan.units, layout, ranks, SymmetricMemory(layout.num_bytes, device, ranks))
     if device.type == "cuda" and not pinning_disabled():
-        # Pages lie where the thread runs that touches them first, or one that it starts.
-        before = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, cpus_near(device) or before)
-        try:
-            memory = pinned_region(layout.num_bytes)
-        finally:
-            os.sched_setaffinity(0, before)
+        memory = pinned_region(layout.num_bytes, near=device)
     else:
         memory = new_buffer(layout.num_bytes)
     return HostShardedStore(plan.units, layout, ranks, memory, GlooChannel(ranks, "parts"))
