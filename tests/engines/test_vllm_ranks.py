@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 import vllm_stand_in as vllm
 from headrace.errors import OptionError, PeerError, StateError
+from headrace.transfer.machine_probe import cache_path
 from ranks import outcomes, run_ranks
 from vllm_workers import (
     GROUP,
@@ -167,3 +169,53 @@ def free_port() -> int:
     with socket.socket() as finder:
         finder.bind(("127.0.0.1", 0))
         return int(finder.getsockname()[1])
+
+
+STAGE = {"device_memory": "3MiB"}  # of 5 MiB
+
+
+# -- ranks that copy at the same time ----------------------------------------------------------------------------------
+
+
+def rank_of_two(rank: int, own: dict[str, Any], has_stages: bool, has_shards: bool) -> dict[str, Any]:
+    """Of an engine with two pipeline stages, or in which the tensors of every layer are split."""
+    with pytest.MonkeyPatch.context() as patch:
+        vllm.install(patch)
+        vllm.state.world = vllm.GroupCoordinator(dist.group.WORLD, rank, 2)
+        if has_shards:
+            vllm.state.tensor_parallel = vllm.state.world
+        if has_stages:
+            vllm.state.pipeline = (rank, 2)
+        worker = loaded(own=own, rank=rank)
+        require_same_outputs(worker, resident())
+        rates = worker._offloader._rates
+        link = {str(int(size)): rate for size, rate in rates.copy_bytes_per_s.points}
+        return {**worker.headrace_stats(), "link": link, "planned_for": rates.machine}
+
+
+def test_ranks_of_a_host_plan_with_their_links_measured_together() -> None:
+    """Kept by their number, so that the next start has the same plan and what was compiled for it."""
+    place = cache_path("links-2")
+    assert place is not None
+    place.unlink(missing_ok=True)
+    first, second = outcomes(2, rank_of_two, SOME, False, True)
+    assert first["link"] == second["link"] == json.loads(place.read_text())["h2d_bytes_per_s"]
+    assert first["planned_for"].endswith("2 links at once")
+    assert first["units"] == second["units"] != []
+    assert min(first["bytes_moved"], second["bytes_moved"]) > 0
+    again = outcomes(2, rank_of_two, SOME, False, True)
+    assert again[0]["link"] == again[1]["link"] == first["link"]
+
+
+def test_tensor_parallel_ranks_with_other_units_are_refused() -> None:
+    """The compiler joins collectives with what follows, up to the boundary of a unit; stages have none in common."""
+    first, second = outcomes(2, rank_of_two, STAGE, True, False)
+    assert set(first["units"]).isdisjoint(second["units"])
+    assert min(first["bytes_moved"], second["bytes_moved"]) > 0
+    for failure in run_ranks(2, rank_of_two, STAGE, True, True):
+        assert isinstance(failure, OptionError)
+        assert "tensor-parallel ranks would offload different modules" in str(failure)
+
+
+def test_an_engine_of_one_rank_measures_nothing() -> None:
+    assert loaded(own=SOME)._offloader._rates is None

@@ -83,6 +83,12 @@ def worker_class() -> type:
             self.model_runner.model_memory_usage = 0
             super().load_model(**kwargs)
 
+        def determine_available_memory(self) -> int:
+            # A stage receives into buffers that the profile run makes, which this worker skips without a compiler.
+            if self.parallel_config.pipeline_parallel_size > 1 and self.model_config.enforce_eager:
+                self.model_runner.profile_run()
+            return int(super().determine_available_memory())
+
     return CpuWorker
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
@@ -307,6 +308,7 @@ class Worker(WorkerBase):
         self.calls: list[str] = []
 
     def init_device(self) -> None:
+        self.device = torch.device("cpu")
         runner = SecondRunner if self.vllm_config.use_v2_model_runner else FirstRunner
         self.model_runner: Any = runner(self.vllm_config)
 
@@ -362,8 +364,30 @@ class Worker(WorkerBase):
         return {name: hashlib.sha256(weight.detach().numpy().tobytes()).hexdigest() for name, weight in parameters}
 
 
+class GroupCoordinator:
+    def __init__(self, cpu_group: Any = None, rank_in_group: int = 0, world_size: int = 1) -> None:
+        self.cpu_group = cpu_group
+        self.rank_in_group = rank_in_group
+        self.world_size = world_size
+
+    def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
+        if self.world_size == 1:
+            return obj
+        found = [obj]
+        dist.broadcast_object_list(found, src, self.cpu_group)
+        return found[0]
+
+
 def get_dp_group() -> Any:
     return state.data_parallel
+
+
+def get_tp_group() -> GroupCoordinator:
+    return state.tensor_parallel
+
+
+def get_world_group() -> GroupCoordinator:
+    return state.world
 
 
 class Logger:
@@ -423,7 +447,7 @@ _MODULES: dict[str, list[Any]] = {
     "vllm.config.offload": [OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig],
     "vllm.compilation.cuda_graph": [CUDAGraphWrapper],
     "vllm.compilation.breakable_cudagraph": [BreakableCUDAGraphCapture],
-    "vllm.distributed.parallel_state": [get_dp_group],
+    "vllm.distributed.parallel_state": [GroupCoordinator, get_dp_group, get_tp_group, get_world_group],
     "vllm.model_executor.offloader.base": [BaseOffloader, NoopOffloader, get_offloader, set_offloader],
     "vllm.model_executor.offloader.prefetch": [PrefetchOffloader],
     "vllm.model_executor.offloader.uva": [UVAOffloader],
@@ -444,6 +468,7 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.26.0") -> None:
     """Put the stand-in where vLLM would be, in its first state, until the test ends."""
     state.offloader, state.pipeline, state.logger = NoopOffloader(), (0, 1), Logger()
     state.data_parallel = SimpleNamespace(world_size=1, cpu_group=None)
+    state.tensor_parallel = state.world = GroupCoordinator()
     for name, things in _MODULES.items():
         _put(monkeypatch, name)
         for thing in things:

@@ -18,9 +18,19 @@ from typer.testing import CliRunner
 import headrace
 from headrace.cli import app
 from headrace.errors import HeadraceWarning, OptionError
-from headrace.plan.cost_model import NOMINAL_CPU
+from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU
 from headrace.transfer import measuring
-from headrace.transfer.machine_probe import Probe, cache_path, describe_machine, load, planning_rates, read_probe, save
+from headrace.transfer.machine_probe import (
+    Probe,
+    cache_path,
+    describe_machine,
+    load,
+    load_shared_link,
+    planning_rates,
+    read_probe,
+    save,
+    save_shared_link,
+)
 from models import Stack
 
 CPU = torch.device("cpu")
@@ -111,6 +121,50 @@ def test_the_command_prints_what_it_cannot_keep(place: Path, monkeypatch: pytest
 def test_what_only_earlier_versions_measured_is_ignored(place: Path) -> None:
     place.write_text(json.dumps({**measured().to_json(), "matmul_flops_per_s": 8e14}))
     assert load() == measured()
+
+
+# -- links of several ranks --------------------------------------------------------------------------------------------
+
+
+def test_links_are_kept_by_the_number_of_ranks(place: Path) -> None:
+    link = {1 << 20: 3e10, 1 << 28: 4e10}
+    kept = save_shared_link(2, link)
+    assert load_shared_link(2) == link
+    assert load_shared_link(4) is None
+    assert load() is None, "they are no probe"
+    for damage in (
+        "",
+        "[]",
+        "{}",
+        kept.read_text().replace("4", "x"),
+        kept.read_text().replace('"torch": "', '"torch": "0'),
+    ):
+        kept.write_text(damage)
+        with pytest.warns(HeadraceWarning, match=rf"{kept}: expected the rates of 2 links.*measured again"):
+            assert load_shared_link(2) is None
+        measuring_again = save_shared_link(2, link)
+        assert load_shared_link(2) == link
+        assert measuring_again == kept
+
+
+def test_links_that_others_use_make_nothing_faster() -> None:
+    for factor in (0.5, 1.0, 2.0):
+        link = {size: factor * NOMINAL_GPU.copy_bytes_per_s(size) for size in measuring.COPY_SIZES}
+        rates = measuring.slowed(NOMINAL_GPU, link, 2)
+        assert dict(rates.copy_bytes_per_s.points) == link
+        for rows in (1, 64, 4096):
+            for name in ("in_place_s_per_byte", "in_place_grouped_s_per_byte"):
+                expected = getattr(NOMINAL_GPU, name)(rows) * max(1.0, 1 / factor)
+                assert getattr(rates, name)(rows) == pytest.approx(expected)
+            assert rates.product_s_per_byte(rows) == NOMINAL_GPU.product_s_per_byte(rows)
+
+
+def test_a_link_is_measured_at_every_size_among_all() -> None:
+    met = []
+    rates = measuring.link_rates(CPU, lambda: met.append(None), (1 << 20, 1 << 22), 0.01)
+    assert list(rates) == [1 << 20, 1 << 22]
+    assert min(rates.values()) > 0
+    assert len(met) == 2
 
 
 # -- files that are no probe -------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ def pinning_disabled() -> bool:
 
 
 def pinned_region(num_bytes: int, near: torch.device | None = None) -> torch.Tensor:
-    """Page-locked host memory: uint8, 1-D, exactly ``num_bytes`` long; beside ``near`` where the host has several nodes.
+    """Page-locked host memory: uint8, 1-D, exactly ``num_bytes`` long, and of the host's node at ``near``.
 
     Falls back to torch's pinned allocator, with a warning, when the driver refuses to register; is ordinary memory,
     with a warning, under ``HEADRACE_DISABLE_PIN_MEMORY=1``.

@@ -27,6 +27,7 @@ from headrace.model.records import Inventory, StorageInfo, is_within
 from headrace.model.semantic_groups import semantic_groups
 from headrace.offloaders.base import BaseOffloader
 from headrace.plan.build import build_plan
+from headrace.plan.cost_model import Rates
 from headrace.plan.plan import Plan
 from headrace.plan.units import TINY_BYTES, plan_group_rule, worth_moving
 from headrace.ranks.group import RankGroup
@@ -196,13 +197,15 @@ class EngineOffloader(LayerwiseOffloader):
         *,
         is_lookup: Callable[[nn.Module], bool] = is_embedding,
         ranks: RankGroup | None = None,
+        rates: Rates | None = None,
         measure_stalls: bool = False,
         announces_replays: bool = False,
         break_capture: BreakCapture | None = None,
     ) -> None:
         """``policy``: what to do; ``find_model``: asked in :meth:`post_init`.
 
-        ``is_lookup``: see :func:`headrace.model.inventory.take_inventory`. ``ranks``: for mode ``shm_cpu``.
+        ``is_lookup``: see :func:`headrace.model.inventory.take_inventory`. ``ranks``: for mode ``shm_cpu``. ``rates``:
+        to plan a budget with, where others copy at the same time (:func:`headrace.transfer.measuring.rates_among`).
         ``measure_stalls``: time every wait, for :meth:`stats`. ``announces_replays``: the engine calls
         :meth:`sync_prev_onload` before every capture and every replay of a whole forward, and puts neither end of a
         unit into a graph of a part of one. ``break_capture``: for an engine that captures forwards in segments, see
@@ -210,6 +213,7 @@ class EngineOffloader(LayerwiseOffloader):
         """
         super().__init__(policy)
         self._ranks = ranks
+        self._rates = rates
         self._measure_stalls = measure_stalls
         self._find_model = find_model
         self._is_lookup = is_lookup
@@ -347,7 +351,7 @@ class EngineOffloader(LayerwiseOffloader):
         rules = [(_through_wrappers(inventory, pattern), mechanism) for pattern, mechanism in policy.rules]
         outside_names = {s.name for s in inventory.storages if not s.is_lookup and _is_outside(s, layers)}
         rules += _rules_for(outside_names, inventory, params, rules)
-        planner = make_planner(inventory, profile_of(self._model()), self._device())
+        planner = make_planner(inventory, profile_of(self._model()), self._device(), rates=self._rates)
         try:
             return planner.plan(replace(policy, params=params, rules=tuple(rules)))
         except BudgetError:

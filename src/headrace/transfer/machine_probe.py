@@ -35,11 +35,13 @@ __all__ = [
     "Probe",
     "cache_path",
     "load",
+    "load_shared_link",
     "may_have_gpu",
     "named_machine",
     "planning_rates",
     "read_probe",
     "save",
+    "save_shared_link",
 ]
 
 MIB = 1 << 20
@@ -220,13 +222,13 @@ def _torch_build() -> dict[str, str]:
     return dict(re.findall(r"^(\w+)[^=\n]*= '(.*)'$", text, re.MULTILINE))
 
 
-def cache_path() -> Path | None:
-    """Where the probe of this machine is kept; ``None`` without a home."""
+def cache_path(kind: str = "probe") -> Path | None:
+    """Where the probe of this machine, or another ``kind`` of measurement, is kept; ``None`` without a home."""
     folder = cache_folder()
     if folder is None:
         return None
     machine = hashlib.sha256(json.dumps(describe_machine(), sort_keys=True).encode()).hexdigest()
-    return folder / f"probe-{machine[:16]}.json"
+    return folder / f"{kind}-{machine[:16]}.json"
 
 
 def load() -> Probe | None:
@@ -327,14 +329,53 @@ def save(probe: Probe) -> Path:
     Raises:
         OptionError: there is no place for it.
     """
-    path = cache_path()
+    return _keep("probe", probe.to_json())
+
+
+def load_shared_link(num_ranks: int) -> dict[int, float] | None:
+    """What :func:`save_shared_link` kept of this machine; ``None`` without it, and with a warning for anything else."""
+    path = cache_path(_of_ranks(num_ranks))
+    if path is None:
+        return None
+    try:
+        kept = json.loads(_content(path))
+        if kept["machine"] == describe_machine():
+            return _curve("h2d_bytes_per_s", kept["h2d_bytes_per_s"])
+        found: object = "those of another machine"
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        found = getattr(error, "strerror", None) or error
+    _warn_once(
+        f"{path}: expected the rates of {num_ranks} links of this machine, found: {found}; they are measured again"
+    )
+    return None
+
+
+def save_shared_link(num_ranks: int, h2d_bytes_per_s: dict[int, float]) -> Path:
+    """Keep pinned host memory to device, by bytes of one copy, as each of ``num_ranks`` processes copies at once.
+
+    Raises:
+        OptionError: there is no place for it.
+    """
+    kept = {"machine": describe_machine(), "h2d_bytes_per_s": h2d_bytes_per_s}
+    return _keep(_of_ranks(num_ranks), kept)
+
+
+def _of_ranks(num_ranks: int) -> str:
+    return f"links-{num_ranks}"
+
+
+def _keep(kind: str, content: dict[str, Any]) -> Path:
+    """Write ``content`` as the measurement ``kind`` of this machine; a reader finds what was before, or all of it."""
+    path = cache_path(kind)
     if path is None:
         raise OptionError(
             f"the probe cannot be kept: user {os.geteuid()} has no home folder (neither HOME nor an entry in passwd); "
             f"set XDG_CACHE_HOME to a folder for it"
         )
     try:
-        replace_file(path, json.dumps(probe.to_json(), indent=1))
+        replace_file(path, json.dumps(content, indent=1))
     except OSError as error:
         raise OptionError(
             f"{path}: the probe cannot be kept there: {error.strerror}; make room for it, or set XDG_CACHE_HOME to "

@@ -11,8 +11,9 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,33 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from headrace.errors import warn_user
+from headrace.errors import OptionError, warn_user
 from headrace.memory.pinned import device_view, pinned_region
 from headrace.memory.system import num_cores
+from headrace.plan.cost_model import Curve, Rates
+from headrace.ranks.group import this_host
 from headrace.stores.sources import DiskOptions, File
-from headrace.transfer.machine_probe import ALIGNMENT_BYTES, Probe, describe_machine
+from headrace.transfer.machine_probe import (
+    ALIGNMENT_BYTES,
+    Probe,
+    describe_machine,
+    load_shared_link,
+    planning_rates,
+    save_shared_link,
+)
 
-__all__ = ["COPY_SIZES", "measure", "median_s", "mutual_peers", "peer_rates", "same_bits_at"]
+__all__ = [
+    "COPY_SIZES",
+    "Exchange",
+    "link_rates",
+    "measure",
+    "median_s",
+    "mutual_peers",
+    "peer_rates",
+    "rates_among",
+    "same_bits_at",
+    "slowed",
+]
 
 MIB = 1 << 20
 COPY_SIZES = (MIB // 4, MIB, 4 * MIB, 16 * MIB, 256 * MIB)
@@ -181,7 +202,9 @@ def _rows(count: int, weight: torch.Tensor) -> torch.Tensor:
     return torch.randn(count, weight.shape[-1], device=weight.device, dtype=weight.dtype)
 
 
-def _copy_rate(into: torch.Tensor, source: torch.Tensor, size: int, devices: Sequence[torch.device]) -> float:
+def _copy_rate(
+    into: torch.Tensor, source: torch.Tensor, size: int, devices: Sequence[torch.device], repeats: int = 5
+) -> float:
     """Bytes per second of copies of ``size`` bytes, one after the other; small ones are bound by their launches."""
     count = max(1, min(source.numel(), 512 * MIB) // size)
 
@@ -191,7 +214,95 @@ def _copy_rate(into: torch.Tensor, source: torch.Tensor, size: int, devices: Seq
             into[piece].copy_(source[piece], non_blocking=True)
         _wait_for(devices)
 
-    return count * size / median_s(run)
+    return count * size / median_s(run, repeats)
+
+
+# -- links of several processes at once --------------------------------------------------------------------------------
+
+# A value (of JSON's types) of every rank, by rank, once all of them have given theirs.
+Exchange = Callable[[Any], list[Any]]
+
+
+def rates_among(device: torch.device, exchange: Exchange) -> Rates:
+    """What ranks that copy to their devices at the same time plan with. Collective.
+
+    The links of a host share its memory, and often a switch, so each is measured while the others copy, too. What was
+    measured is kept by the number of ranks on the host: other figures at each start would make other plans, and code
+    that was compiled for a plan is of no use with another. All ranks get the figures of the slowest, because a model
+    that is split over ranks waits for it.
+
+    Args:
+        device: of this rank.
+        exchange: among all ranks that copy.
+    """
+    here = this_host()[0]
+    hosts = exchange(here)
+    num_ranks = hosts.count(here)
+    if len(set(hosts)) == len(hosts):  # no link is shared
+        return planning_rates(device)
+    kept = load_shared_link(num_ranks) or {}
+    links = exchange([kept.get(size) for size in COPY_SIZES])
+    if any(None in link for link in links):
+        measured = link_rates(device, lambda: exchange(None))
+        links = exchange([measured[size] for size in COPY_SIZES])
+        try:
+            save_shared_link(num_ranks, _slowest(links[rank] for rank, host in enumerate(hosts) if host == here))
+        except OptionError as error:
+            warn_user(f"{error}; the next start measures again")
+    return slowed(planning_rates(device), _slowest(links), num_ranks)
+
+
+def _slowest(links: Iterable[list[float]]) -> dict[int, float]:
+    return {size: min(rates) for size, rates in zip(COPY_SIZES, zip(*links, strict=True), strict=True)}
+
+
+def slowed(alone: Rates, link: Mapping[int, float], num_ranks: int) -> Rates:
+    """``alone`` with the copy rates of ``link``, by bytes of a copy; reads in place take longer by the same factor."""
+    together = Curve.of(link)
+    size = max(link)
+    factor = max(1.0, alone.copy_bytes_per_s(size) / together(size))
+    return replace(
+        alone,
+        machine=f"{alone.machine}, {num_ranks} links at once",
+        copy_bytes_per_s=together,
+        in_place_s_per_byte=_times(factor, alone.in_place_s_per_byte),
+        in_place_grouped_s_per_byte=_times(factor, alone.in_place_grouped_s_per_byte),
+    )
+
+
+def _times(factor: float, curve: Curve | None) -> Curve | None:
+    return curve and Curve(tuple((size, factor * value) for size, value in curve.points))
+
+
+def link_rates(
+    device: torch.device,
+    meet: Callable[[], object] = lambda: None,
+    sizes: Sequence[int] = COPY_SIZES,
+    seconds: float = 0.2,
+) -> dict[int, float]:
+    """Bytes per second from host memory into ``device``, by bytes of one copy, while other processes copy, too.
+
+    Args:
+        device: a CPU copies within its memory.
+        meet: returns when all processes have called it; before each size.
+        sizes: ascending; the last is allocated on the host and on the device.
+        seconds: for each size. Some processes begin and end later than others, which is why the median counts.
+    """
+    on_gpu = device.type == "cuda"
+    host = pinned_region(sizes[-1], near=device) if on_gpu else torch.ones(sizes[-1], dtype=torch.uint8)
+    into = torch.empty(sizes[-1], dtype=torch.uint8, device=device)
+    devices = [device] if on_gpu else []
+    rates = {}
+    for size in sizes:
+        meet()
+        samples, end = [_copy_rate(into, host, size, devices, 1)], time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            samples.append(_copy_rate(into, host, size, devices, 1))
+        rates[size] = statistics.median(samples)
+    del into
+    if on_gpu:
+        torch.cuda.empty_cache()
+    return rates
 
 
 # -- among devices ---------------------------------------------------------------------------------------------------

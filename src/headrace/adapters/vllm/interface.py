@@ -50,6 +50,7 @@ _WORKER = "vllm.v1.worker.gpu_worker"
 _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 _GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
 _BREAKABLE = "vllm.compilation.breakable_cudagraph"
+_GROUPS = "vllm.distributed.parallel_state"
 _AROUND_CAPTURE = ("sync_prev_onload", "join_after_forward")
 _PARALLEL = ("data_parallel_master_port", "data_parallel_rank_local", "enable_dbo", "enable_eplb", "ubatch_size")
 NAMES = (
@@ -71,6 +72,7 @@ NAMES = (
     Name(_WORKER, "Worker.__init__", ("self", "vllm_config")),
     Name("vllm.v1.worker.worker_base", "WorkerBase.__init__", mentions=("rank", "vllm_config")),
     Name(_WORKER, "Worker.load_model", ("self", "load_dummy_weights"), mentions=("model_runner", "load_model")),
+    Name(_WORKER, "Worker.init_device", ("self",), mentions=("device",)),
     Name(_WORKER, "Worker.compile_or_warm_up_model", ("self",)),
     Name(_WORKER, "Worker.execute_model", ("self", "scheduler_output")),
     Name(_WORKER, "Worker.sample_tokens", ("self",)),
@@ -105,7 +107,9 @@ NAMES = (
         mentions=("_vllm_is_uva_offloaded",),
         since=(0, 33),
     ),
-    Name("vllm.distributed.parallel_state", "get_dp_group", ()),
+    *(Name(_GROUPS, name, ()) for name in ("get_dp_group", "get_tp_group", "get_world_group")),
+    Name(_GROUPS, "GroupCoordinator.__init__", mentions=("cpu_group", "rank_in_group", "world_size")),
+    Name(_GROUPS, "GroupCoordinator.broadcast_object", ("self", "obj", "src")),
     Name("vllm.logger", "init_logger", ("name",)),
     Name(
         "vllm.config.vllm",

@@ -11,13 +11,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
+from torch import distributed as dist
 from torch import nn
 from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore  # type: ignore[attr-defined,unused-ignore]
-from vllm.distributed.parallel_state import get_dp_group
+from vllm.distributed.parallel_state import get_dp_group, get_tp_group, get_world_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.offloader.base import get_offloader, set_offloader
@@ -25,13 +27,15 @@ from vllm.v1.worker import gpu_worker
 
 from headrace.adapters.vllm.interface import require_supported
 from headrace.adapters.vllm.options import REFUSED, read_options
-from headrace.config import peer_timeout_s
+from headrace.config import Budget, peer_timeout_s
 from headrace.errors import OptionError, PeerError, StateError
 from headrace.figures import format_size
 from headrace.offloaders.layerwise import EngineOffloader
 from headrace.offloaders.reference import NoCopyOffloader
-from headrace.ranks.group import GRACE_S, call_within, json_digest
+from headrace.plan.cost_model import Rates
+from headrace.ranks.group import GRACE_S, RankGroup, call_within, json_digest
 from headrace.runtime.prepare import open_ranks
+from headrace.transfer.measuring import COPY_SIZES, rates_among
 
 __all__ = ["OffloadingWorker", "Worker"]
 
@@ -84,11 +88,13 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         if self._options.mode == "shm_cpu":
             replicas = _replica_group(self._options.replicas, self.vllm_config.parallel_config, self.rank)
         with open_ranks(replicas) as ranks:
+            rates = self._rates_of_ranks(ranks) if isinstance(self._options.policy, Budget) else None
             self._offloader = kind(
                 self._options.policy,
                 self.model_runner.get_model,
                 is_lookup=_is_lookup,
                 ranks=ranks,
+                rates=rates,
                 measure_stalls=self._options.measure_stalls,
                 announces_replays=self._announces,
                 break_capture=_break_capture,
@@ -102,6 +108,25 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             f"{format_size(max(plan.slot_bytes, default=0))}, {format_size(plan.uva_bytes)} read in place; at rest in "
             f"{plan.mode}"
         )
+
+    def _rates_of_ranks(self, replicas: RankGroup | None) -> Rates | None:
+        """What a budget is planned with where other ranks copy at the same time; ``None``: there are no others."""
+        engine = get_world_group()
+        # Of engines that vLLM runs for themselves, but which share one copy.
+        others = None if get_dp_group().world_size > 1 else replicas
+        if engine.world_size == 1 and others is None:
+            return None
+
+        def exchange(value: Any) -> list[Any]:
+            found = _gathered(value, engine)
+            return found if others is None else list(chain.from_iterable(others.exchange("rates", found)))
+
+        # Kernels may have been measured on each host.
+        rates: Rates = get_tp_group().broadcast_object(rates_among(self.device, exchange), src=0)
+        logger.info(
+            f"headrace: planned for {rates.machine}, {rates.copy_bytes_per_s(COPY_SIZES[-1]) / 1e9:.1f} GB/s each"
+        )
+        return rates
 
     @contextmanager
     def _in_force(self, offloader: EngineOffloader) -> Iterator[None]:
@@ -122,6 +147,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             # plan it would read slots that no copy has filled. The additional configuration is part of the key of
             # vLLM's compile cache, and so is the plan with it.
             units = [(unit.module_fqn, [entry.storage for entry in unit.entries]) for unit in offloader.plan.units]
+            _require_same_units([unit.module_fqn for unit in offloader.plan.units])
             self.vllm_config.additional_config["headrace_units"] = json_digest(units)
 
         self._former = get_offloader()
@@ -198,6 +224,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         return {
             "offloader": type(get_offloader()).__name__,
             "num_units": len(plan.units),
+            "units": [unit.module_fqn for unit in plan.units],
             "num_slots": plan.num_slots,
             "device_bytes": plan.device_bytes,
             "prefetched_bytes": plan.prefetched_bytes,
@@ -370,6 +397,31 @@ def _refuse_other_offloader(offloader: Any) -> None:
             f"vLLM's own {type(offloader).__name__} has offloaded layers in this process already: load the model with "
             f"one of the two, headrace or vLLM's"
         )
+
+
+def _require_same_units(modules: list[str]) -> None:
+    """Refuse units that differ among tensor-parallel ranks; ``modules``: those of this rank. Collective.
+
+    vLLM's compiler joins a collective with what follows it, unless a unit's boundary lies between them. So with other
+    boundaries ranks would call other collectives, and wait for each other for ever.
+    """
+    group = get_tp_group()
+    for rank, theirs in enumerate(_gathered(modules, group)):
+        if theirs != modules:
+            differ = sorted(set(theirs) ^ set(modules)) or modules
+            raise OptionError(
+                f"tensor-parallel ranks would offload different modules: rank {group.rank_in_group} {len(modules)} and "
+                f"rank {rank} {len(theirs)}, such as {differ[0]}, because their shards have other sizes: name what is "
+                f"offloaded (--offload-group-size, headrace.params), or give every rank as much to hold"
+            )
+
+
+def _gathered(value: Any, group: Any) -> list[Any]:
+    """``value`` of every rank of a group of vLLM's."""
+    found = [value] * group.world_size
+    if group.world_size > 1:
+        dist.all_gather_object(found, value, group.cpu_group)
+    return found
 
 
 def _replica_group(replicas: int | None, parallel: Any, rank: int) -> ProcessGroup:
