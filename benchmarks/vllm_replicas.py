@@ -12,15 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import signal
-import socket
-import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +22,9 @@ import httpx
 import psutil
 
 from published_configs import QWEN3_8B
+from vllm_server import serving
 
 PROMPTS, TOKENS_IN, TOKENS_OUT = 16, 100, 16
-START_S = 300.0
 OFFLOAD = ["--offload-group-size", "4"]
 SERVERS: dict[str, list[str]] = {
     "resident": [],
@@ -50,7 +44,8 @@ def main() -> None:
     (folder / "config.json").write_text(json.dumps({**QWEN3_8B, "num_hidden_layers": given.layers}))
     kept = given.out / "tokens.json"
     for name in given.servers:
-        with _serving(name, folder, given.out, more) as (url, process, start_s):
+        log = given.out / f"serve-{name.replace(' ', '-')}.log"
+        with serving(_command(name, folder, more), log) as (url, process, start_s):
             tokens = _ask(url, 1 + bool(SERVERS[name]))
             if not kept.exists():
                 kept.write_text(json.dumps(tokens))
@@ -59,40 +54,13 @@ def main() -> None:
         print(json.dumps(row), flush=True)
 
 
-@contextmanager
-def _serving(name: str, folder: Path, out: Path, more: Sequence[str]) -> Iterator[tuple[str, psutil.Process, float]]:
-    """A server that answers; it ends with the block."""
-    port = _free_port()
-    begin = time.monotonic()
-    with (out / f"serve-{name.replace(' ', '-')}.log").open("w") as log:
-        child = subprocess.Popen(_command(name, folder, port, more), stdout=log, stderr=log, start_new_session=True)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            while not _is_healthy(url):
-                if child.poll() is not None or time.monotonic() - begin > START_S:
-                    raise SystemExit(f"{name}: the server did not start; see {log.name}")
-                time.sleep(0.5)
-            yield url, psutil.Process(child.pid), time.monotonic() - begin
-        finally:
-            _end(child)
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """The server and whatever it has started; it may have ended by itself."""
-    with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(20)
-        os.killpg(child.pid, signal.SIGKILL)
-
-
-def _command(name: str, folder: Path, port: int, more: Sequence[str]) -> list[str]:
+def _command(name: str, folder: Path, more: Sequence[str]) -> list[str]:
     flags = SERVERS[name]
     command = ["vllm", "serve", str(folder)]
     if flags:
         command = [sys.executable, "-m", "headrace", "serve", "--engine", "vllm", str(folder), *flags]
     dummy = ["--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "1024", "--max-num-seqs", "16"]
-    return [*command, *dummy, "--port", str(port), "--no-enable-prefix-caching", *more]
+    return [*command, *dummy, "--no-enable-prefix-caching", *more]
 
 
 def _ask(url: str, num_engines: int) -> list[list[int]]:
@@ -126,19 +94,6 @@ def _rollup(pid: int) -> dict[str, int]:
     except OSError:  # it has ended
         return {}
     return {name.rstrip(":"): int(size) * 1024 for name, size, *_ in map(str.split, lines)}
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=2).status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
-def _free_port() -> int:
-    with socket.socket() as finder:
-        finder.bind(("127.0.0.1", 0))
-        return int(finder.getsockname()[1])
 
 
 if __name__ == "__main__":
