@@ -154,6 +154,43 @@ def engine_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+WARM_HEADINGS = (*ENGINE_HEADINGS, "warm start s", "warm host GiB")
+
+
+def warm_cells(row: dict[str, Any]) -> list[str]:
+    return [*engine_cells(row), f"{row['warm_start_s']:.1f}", f"{row['warm_rss_bytes'] / 2**30:.2f}"]
+
+
+RECIPE_HEADINGS = (
+    "case",
+    "recipe",
+    "requests",
+    "tokens / s",
+    "ms / token",
+    "its p99",
+    "first token ms",
+    "its p99 ms",
+    "GB moved / step",
+    "start s",
+    "same texts",
+)
+
+
+def recipe_cells(row: dict[str, Any]) -> list[str]:
+    moved = row["moved_bytes_per_forward"]
+    return [
+        row["case"],
+        row["recipe"],
+        str(row["requests"]),
+        f"{row['tokens_per_s']:.1f}",
+        *("" if row[key] is None else f"{row[key]:.2f}" for key in ("median_tpot_ms", "p99_tpot_ms")),
+        *(f"{row[key]:.1f}" for key in ("median_ttft_ms", "p99_ttft_ms")),
+        "" if moved is None else f"{moved / 1e9:.2f}",
+        f"{row['start_s']:.1f}",
+        f"{row['same_texts']}, as {row['compared_with']}" if "same_texts" in row else "",
+    ]
+
+
 COPIES_HEADINGS = ("large copy", "GB/s of it", "8 small copies beside it, ms", "at most, ms")
 
 
@@ -224,6 +261,10 @@ def layout_of(row: dict[str, Any]) -> tuple[tuple[str, ...], Callable[[dict[str,
         return COPIES_HEADINGS, copies_cells
     if "idle_ms" in row:
         return PROFILE_HEADINGS, profile_cells
+    if "recipe" in row:
+        return RECIPE_HEADINGS, recipe_cells
+    if "warm_start_s" in row:
+        return WARM_HEADINGS, warm_cells
     if "tokens_in" in row:
         return ENGINE_HEADINGS, engine_cells
     if "predicted_ms" in row:

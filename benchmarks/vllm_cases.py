@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 from published_configs import DEEPSEEK_V2_LITE, QWEN3_8B
@@ -9,6 +11,7 @@ from published_configs import DEEPSEEK_V2_LITE, QWEN3_8B
 _SHORT = {**QWEN3_8B, "num_hidden_layers": 8}
 SHAPES = {
     "qwen": QWEN3_8B,
+    "qwen-12": {**QWEN3_8B, "num_hidden_layers": 12},
     "qwen-prefill": QWEN3_8B,
     "deepseek": DEEPSEEK_V2_LITE,
     "experts": {**DEEPSEEK_V2_LITE, "num_hidden_layers": 8},
@@ -18,7 +21,8 @@ SHAPES = {
     "qwen-short-pp": _SHORT,
 }
 WORKER = "headrace.adapters.vllm.Worker"
-GROUP = {"offload_group_size": 4, "offload_num_in_group": 1, "offload_prefetch_step": 1}
+FLEXTENSOR = "flextensor.contrib.vllm.worker.FlexTensorOffloadWorker"
+GROUP: dict[str, Any] = {"offload_group_size": 4, "offload_num_in_group": 1, "offload_prefetch_step": 1}
 # The model's name is a shape above.
 DRAFT = {"speculative_config": {"method": "draft_model", "model": "qwen-draft", "num_speculative_tokens": 2}}
 # Decoding too, which otherwise is one whole graph.
@@ -29,22 +33,55 @@ DRIVEN = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 16, 64]}}
 DRIVEN_SHAPES = {"experts"}
 
 
-def _budget(gib: float, **more: Any) -> dict[str, Any]:
-    size = f"{int(gib * 2**20)}KiB"
-    return {"worker_cls": WORKER, "additional_config": {"headrace": {"device_memory": size, **more}}}
+def same_memory(config: dict[str, Any]) -> int:
+    """Bytes of the device that a Qwen3 takes under ``GROUP``: what is resident, and the slots."""
+    hidden, heads, layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
+    attention = hidden * config["head_dim"] * 2 * (heads + config["num_key_value_heads"])
+    size = 4 if config["torch_dtype"] == "float32" else 2
+    layer = size * (attention + 3 * hidden * config["intermediate_size"])
+    # By part, the slots take a little more than one layer.
+    return int((layers - layers // 4 + 1 + 1 / 15) * layer) + size * 2 * config["vocab_size"] * hidden
 
 
-# Device memory for weights under 4/1/1: what is resident, and one slot.
-_QWEN_SAME_MEMORY_GIB = 12.405
+def _budget(shape: str, num_bytes: int | None = None) -> dict[str, Any]:
+    size = f"{(num_bytes or same_memory(SHAPES[shape])) >> 10}KiB"
+    batch = sorted({load[0] for load in LOADS[shape] if load[2] > 1})
+    return {"worker_cls": WORKER, "additional_config": {"headrace": {"device_memory": size, "batch": batch}}}
+
+
+# sequences, tokens in, tokens out, repeats
+_LONG = [(1, 128, 64, 2), (16, 128, 64, 2), (256, 128, 64, 2), (256, 128, 1, 3), (64, 2047, 1, 3)]
+LOADS = {
+    "qwen": _LONG,
+    "qwen-12": _LONG,
+    "qwen-prefill": [(64, 2047, 1, 3)],
+    **{name: [(1, 128, 16, 2), (16, 300, 16, 2)] for name in ("qwen-short", "qwen-short-tp", "qwen-short-pp")},
+    "deepseek": [(1, 128, 32, 4)],
+    "experts": [(2, 16, 32, 2), (16, 16, 32, 2), (64, 16, 32, 2)],
+}
+
+
+def _contest(shape: str, behind: str) -> dict[str, tuple[str, int, dict[str, Any]]]:
+    """What the newest vLLM runs, each in the same device memory."""
+    still = {"additional_config": {"headrace": {"boundaries_only": True}}}
+    return {
+        f"resident-v2{behind}": (shape, 2, {}),
+        f"headrace-v2{behind}": (shape, 2, {**GROUP, "worker_cls": WORKER}),
+        f"budget-v2{behind}": (shape, 2, _budget(shape)),
+        f"vllm-v2{behind}": (shape, 2, GROUP),
+        f"still-v2{behind}": (shape, 2, {**GROUP, **still, "worker_cls": WORKER}),
+        f"flextensor{behind}": (shape, 2, {"worker_cls": FLEXTENSOR}),
+    }
+
+
 # name: (shape, model runner, arguments of the engine)
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "resident": ("qwen", 1, {}),
     "vllm": ("qwen", 1, GROUP),
     "headrace": ("qwen", 1, {**GROUP, "worker_cls": WORKER}),
-    "budget": ("qwen", 1, _budget(_QWEN_SAME_MEMORY_GIB, batch=[1, 16, 256])),
-    "resident-v2": ("qwen", 2, {}),
-    "headrace-v2": ("qwen", 2, {**GROUP, "worker_cls": WORKER}),
-    "budget-v2": ("qwen", 2, _budget(_QWEN_SAME_MEMORY_GIB, batch=[1, 16, 256])),
+    "budget": ("qwen", 1, _budget("qwen")),
+    **_contest("qwen", ""),
+    **_contest("qwen-12", "-12"),
     "still": (
         "qwen",
         1,
@@ -85,7 +122,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "headrace-fp8-short": ("qwen-short", 1, {**GROUP, "worker_cls": WORKER, "quantization": "fp8"}),
     "tp": ("qwen-short-tp", 2, {"tensor_parallel_size": 2}),
     "headrace-tp": ("qwen-short-tp", 2, {**GROUP, "worker_cls": WORKER, "tensor_parallel_size": 2}),
-    "budget-tp": ("qwen-short-tp", 2, {**_budget(1.4, batch=[1, 16]), "tensor_parallel_size": 2}),
+    "budget-tp": ("qwen-short-tp", 2, {**_budget("qwen-short-tp", int(1.4 * 2**30)), "tensor_parallel_size": 2}),
     "pp": ("qwen-short-pp", 1, {"pipeline_parallel_size": 2}),
     # Every second layer, so that each of the two stages has more than its slots hold.
     "headrace-pp": (
@@ -115,11 +152,16 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         {**GROUP, "offload_params": {"w13_weight", "w2_weight"}, "worker_cls": WORKER},
     ),
 }
-# sequences, tokens in, tokens out, repeats
-LOADS = {
-    "qwen": [(1, 128, 64, 2), (16, 128, 64, 2), (256, 128, 64, 2), (256, 128, 1, 3), (64, 2047, 1, 3)],
-    "qwen-prefill": [(64, 2047, 1, 3)],
-    **{name: [(1, 128, 16, 2), (16, 300, 16, 2)] for name in ("qwen-short", "qwen-short-tp", "qwen-short-pp")},
-    "deepseek": [(1, 128, 32, 4)],
-    "experts": [(2, 16, 32, 2), (16, 16, 32, 2), (64, 16, 32, 2)],
-}
+
+
+def python_path(out: Path) -> str:
+    """PYTHONPATH with which Python begins without the modules that ``HEADRACE_BENCH_WITHOUT`` names."""
+    given = os.environ.get("PYTHONPATH", "")
+    without = [*filter(None, os.environ.get("HEADRACE_BENCH_WITHOUT", "").split(","))]
+    if not without:
+        return given
+    folder = out / "without"
+    folder.mkdir(parents=True, exist_ok=True)
+    # Every process of an engine begins with it, its workers too.
+    (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules |= dict.fromkeys({without})\n")
+    return os.pathsep.join([str(folder), given])

@@ -1,13 +1,17 @@
-"""vLLM with headrace as its offloader, against vLLM's own and against vLLM resident; same flags, one engine each.
+"""vLLM with headrace as its offloader, against others and against vLLM resident; same flags, one engine each.
 
-    python benchmarks/vllm_offload.py OUT_FOLDER CASE... [--profile]        cases: see vllm_cases.py
+    python benchmarks/vllm_offload.py OUT_FOLDER CASE... [--files] [--again] [--limit-s S] [--profile]
     python benchmarks/vllm_offload.py OUT_FOLDER --publish TABLE        raw results for docs/benchmarks, on stdout
 
-Weights are seeded and differ from layer to layer (seeded_weights.py), and every case has the same ones. The greedy
-tokens of a case, and the log-probabilities of them, have to equal those of the first case of its shape to the last bit.
-``ms`` is the time of all tokens over the number of steps, prefill included. ``--profile`` adds what each kernel of one
-prefill takes. What a machine lacks of vLLM's optional kernels is named in ``HEADRACE_BENCH_WITHOUT`` (modules,
-comma-separated). Shapes in ``DRIVEN_SHAPES`` route tokens by a stated distribution (driven_routing.py).
+Cases: see vllm_cases.py; one whose results lie in OUT_FOLDER is not run again. Weights are seeded and differ from layer
+to layer (seeded_weights.py), and every case has the same ones; but other offloaders fill those that they keep on the
+host there, slowly and with other values, so ``--files`` loads seeded weights from files, which are written once. The
+greedy tokens of a case, and the log-probabilities of them, are compared with those of the first case of its shape to
+the last bit. ``ms`` is the time of all tokens over the number of steps, prefill included. ``--again`` starts every case
+once more at the end, when the caches are equally warm, and measures its start and its host memory. ``--profile`` adds
+what each kernel of one prefill takes. What a machine lacks of vLLM's optional kernels is named in
+``HEADRACE_BENCH_WITHOUT`` (modules, comma-separated). Shapes in ``DRIVEN_SHAPES`` route tokens by a stated distribution
+(driven_routing.py).
 """
 
 from __future__ import annotations
@@ -25,8 +29,9 @@ from typing import Any
 
 from driven_routing import drive_routing
 from published_configs import QWEN3_8B
+from seeded_models import write_config, write_weights
 from seeded_weights import use_seeded_weights
-from vllm_cases import CASES, DRIVEN_SHAPES, LOADS, SHAPES
+from vllm_cases import CASES, DRIVEN_SHAPES, FLEXTENSOR, LOADS, SHAPES, WORKER, python_path, same_memory
 
 LINK_BYTES_PER_S = 55.5e9  # H2D of the reference machine
 
@@ -36,24 +41,58 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("cases", nargs="*", choices=[*CASES, []], metavar="CASE")
     parser.add_argument("--publish", metavar="TABLE", help="print the rows of all cases in OUT_FOLDER as JSON lines")
+    parser.add_argument("--files", action="store_true", help="load weights from files instead of dummies")
+    parser.add_argument("--again", action="store_true", help="start each case once more, from warm caches")
+    parser.add_argument("--limit-s", type=float, help="end an engine that takes longer, and go on with the next")
     parser.add_argument("--profile", action="store_true", help="of the last load of each case, kernel by kernel")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=["write", "measure", "again"], help=argparse.SUPPRESS)
     given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
     if given.publish:
         _publish(given.out, given.publish)
-        return
-    if given.child:
-        _measure(given.out, given.cases[0], given.profile)
-        return
+    elif given.child == "write":
+        shape, _, arguments = CASES[given.cases[0]]
+        for name in (shape, arguments.get("speculative_config", {}).get("model", shape)):
+            write_weights(_model_folder(given.out, name), "cuda")
+    elif given.child == "measure":
+        _measure(given.out, given.cases[0], given.files, given.profile)
+    elif given.child == "again":
+        _start_again(given.out, given.cases[0], given.files)
+    else:
+        _run_cases(given)
+
+
+def _run_cases(given: argparse.Namespace) -> None:
     for case in given.cases:
-        with (given.out / f"vllm-{case}.log").open("w") as log:
-            command = [sys.executable, __file__, "--child", str(given.out), case, *["--profile"] * given.profile]
-            environment = _environment(case, given.out)
-            code = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT).returncode
-        if code:
-            print(f"{case}: exit {code}, see {log.name}")
-        if (given.out / f"vllm-{case}.json").exists():
+        kept = given.out / f"vllm-{case}.json"
+        if not kept.exists() or len(json.loads(kept.read_text())["rows"]) < len(LOADS[CASES[case][0]]):
+            if given.files:
+                _run_child("write", case, given)  # a process of its own gives the GPU back
+            _run_child("measure", case, given)
+        if kept.exists():
             print("\n".join(_summary(given.out, case)), flush=True)
+    for case in given.cases if given.again else ():
+        kept = given.out / f"vllm-{case}-again.json"
+        if not kept.exists():
+            _run_child("again", case, given)
+        if kept.exists():
+            found = json.loads(kept.read_text())
+            anon, every = (found[f"warm_{name}_bytes"] / 2**30 for name in ("rss_anon", "rss"))
+            print(f"{case}: warm start {found['warm_start_s']:.1f} s, RSS {every:.3f} GiB, anonymous {anon:.3f}")
+
+
+def _run_child(what: str, case: str, given: argparse.Namespace) -> None:
+    options = ["--files"] * given.files + ["--profile"] * given.profile
+    command = [sys.executable, __file__, "--child", what, str(given.out), case, *options]
+    with (given.out / f"vllm-{case}{'' if what == 'measure' else '-' + what}.log").open("w") as log:
+        try:
+            code: int | str = subprocess.run(
+                command, env=_environment(case, given.out), stdout=log, stderr=subprocess.STDOUT, timeout=given.limit_s
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = f"ended after {given.limit_s:.0f} s"
+    if code:
+        print(f"{case}: exit {code}, see {log.name}", flush=True)
 
 
 def _environment(case: str, out: Path) -> dict[str, str]:
@@ -66,13 +105,9 @@ def _environment(case: str, out: Path) -> dict[str, str]:
 
 def engine_environment(out: Path) -> dict[str, str]:
     """Of a process with an engine in it, which lacks what HEADRACE_BENCH_WITHOUT names."""
-    without = filter(None, os.environ.get("HEADRACE_BENCH_WITHOUT", "").split(","))
-    (out / "without").mkdir(parents=True, exist_ok=True)
-    # Every process of an engine begins with it, its workers too.
-    (out / "without" / "sitecustomize.py").write_text(f"import sys\nsys.modules |= dict.fromkeys({[*without]})\n")
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(out / "without"), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": python_path(out),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
@@ -80,7 +115,23 @@ def engine_environment(out: Path) -> dict[str, str]:
     }
 
 
-def _measure(out: Path, case: str, profile: bool) -> None:
+def _measure(out: Path, case: str, from_files: bool, profile: bool) -> None:
+    shape, _, arguments = CASES[case]
+    engine, before, start_s = _start(out, case, from_files)
+    rows = []
+    sleeps = arguments.get("enable_sleep_mode", False)
+    for load in LOADS[shape]:
+        if sleeps:
+            engine.sleep(level=1)
+            engine.wake_up()
+        rows.append({**_run(engine, *load), "case": case, "shape": shape, "start_s": start_s})
+        _write(out, case, engine, rows, before)
+    if profile:
+        (out / f"vllm-{case}-profile.json").write_text(json.dumps(_profile(engine, *load)))
+
+
+def _start(out: Path, case: str, from_files: bool) -> tuple[Any, dict[str, int], float]:
+    """The engine of a case, the host memory before it, and the seconds it took to start."""
     import torch
     from vllm import LLM
 
@@ -93,39 +144,37 @@ def _measure(out: Path, case: str, profile: bool) -> None:
     if shape in DRIVEN_SHAPES:
         drive_routing()
     torch.cuda.init()
-    host_before, rss_before = _available_bytes(), _resident_bytes()
+    if arguments.get("worker_cls") == FLEXTENSOR:
+        fraction = same_memory(SHAPES[shape]) / torch.cuda.mem_get_info()[1]
+        os.environ |= {"FT_ENABLED": "1", "FT_MAX_GPU_MEM_FRACTION": f"{fraction:.6f}"}
+        os.environ.setdefault("FT_PINNED_MEMORY_MODE", "host_register")  # the default takes more host memory
+    before = _host_memory()
     begin = time.perf_counter()
-    engine = LLM(model=str(folder), **{**_arguments(shape), **arguments})
-    start_s = time.perf_counter() - begin
-    rows = []
-    sleeps = arguments.get("enable_sleep_mode", False)
-    for load in LOADS[shape]:
-        if sleeps:
-            engine.sleep(level=1)
-            engine.wake_up()
-        rows.append({**_run(engine, *load), "case": case, "shape": shape, "start_s": start_s})
-        _write(out, case, engine, rows, {"host_bytes": host_before, "rss_bytes": rss_before})
-    if profile:
-        (out / f"vllm-{case}-profile.json").write_text(json.dumps(_profile(engine, *load)))
+    loading = {"load_format": "auto" if from_files else "dummy"}
+    engine = LLM(model=str(folder), **{**_arguments(shape), **loading, **arguments})
+    return engine, before, time.perf_counter() - begin
+
+
+def _start_again(out: Path, case: str, from_files: bool) -> None:
+    engine, before, start_s = _start(out, case, from_files)
+    engine.generate(_prompts(1, 128), _sampling(2), use_tqdm=False)
+    grown = {f"warm_{name}": now - before[name] for name, now in _host_memory().items()}
+    (out / f"vllm-{case}-again.json").write_text(json.dumps({"warm_start_s": start_s, **grown}))
 
 
 def _model_folder(out: Path, shape: str) -> Path:
-    folder = out / f"model-{shape}"
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
-    return folder
+    return write_config(out / f"model-{shape}", SHAPES[shape])
 
 
 def _arguments(shape: str) -> dict[str, Any]:
     """Of every engine, unless its case says otherwise."""
-    is_full = SHAPES[shape] is QWEN3_8B
+    share = SHAPES[shape]["num_hidden_layers"] / QWEN3_8B["num_hidden_layers"]
     return {
-        "load_format": "dummy",
         "skip_tokenizer_init": True,
         "max_model_len": 2304,
         "max_num_seqs": 256,
         "max_num_batched_tokens": 8192,
-        "kv_cache_memory_bytes": (24 if is_full else 4) << 30,
+        "kv_cache_memory_bytes": int(24 * share if shape.startswith("qwen") and share > 0.3 else 4) << 30,
         "gpu_memory_utilization": 0.25 if shape.startswith("qwen-short") else 0.9,
         "enable_prefix_caching": False,
         "disable_log_stats": True,
@@ -141,8 +190,7 @@ def _write(out: Path, case: str, engine: Any, rows: list[dict[str, Any]], before
         "case": case,
         "shape": CASES[case][0],
         "start_s": rows[0]["start_s"],
-        "host_bytes": before["host_bytes"] - _available_bytes(),
-        "rss_bytes": _resident_bytes() - before["rss_bytes"],
+        **{name: now - before[name] for name, now in _host_memory().items()},
         "device_bytes": torch.cuda.memory_allocated(),
         "peak_device_bytes": torch.cuda.max_memory_allocated(),
         "offloader": _offloader_facts(engine, case),
@@ -187,7 +235,8 @@ def _profile(engine: Any, num_sequences: int, tokens_in: int, tokens_out: int, r
 def _run(engine: Any, num_sequences: int, tokens_in: int, tokens_out: int, repeats: int) -> dict[str, Any]:
     prompts, sampling = _prompts(num_sequences, tokens_in), _sampling(tokens_out)
     times, tokens = [], []
-    for _ in range(repeats + 1):  # the first run warms up
+    engine.generate(prompts, _sampling(min(2, tokens_out)), use_tqdm=False)  # warms up
+    for _ in range(repeats):
         begin = time.perf_counter()
         outputs = engine.generate(prompts, sampling, use_tqdm=False)
         times.append(time.perf_counter() - begin)
@@ -196,13 +245,13 @@ def _run(engine: Any, num_sequences: int, tokens_in: int, tokens_out: int, repea
     sampling.logprobs = 0  # of the chosen token alone
     scored = engine.generate(prompts, sampling, use_tqdm=False)
     logprobs = [[next(iter(step.values())).logprob for step in output.outputs[0].logprobs] for output in scored]
-    median = statistics.median(times[1:])
+    median = statistics.median(times)
     return {
         "rows": num_sequences,
         "tokens_in": tokens_in,
         "tokens_out": tokens_out,
         "ms": median / tokens_out * 1e3,
-        "spread_ms": (max(times[1:]) - min(times[1:])) / tokens_out * 1e3,
+        "spread_ms": (max(times) - min(times)) / tokens_out * 1e3,
         "tokens_per_s": num_sequences * (tokens_in if tokens_out == 1 else tokens_out) / median,
         "tokens": tokens[0],
         "logprobs": logprobs,
@@ -210,23 +259,27 @@ def _run(engine: Any, num_sequences: int, tokens_in: int, tokens_out: int, repea
 
 
 def _offloader_facts(engine: Any, case: str) -> dict[str, Any]:
-    if "worker_cls" in CASES[case][2]:
+    if CASES[case][2].get("worker_cls") == WORKER:
         ranks = engine.collective_rpc("headrace_stats")
         found: dict[str, Any] = ranks[0]
         return found if len(ranks) == 1 else {**found, "moved_by_rank": [rank["bytes_moved"] for rank in ranks]}
     from vllm.model_executor.offloader.base import get_offloader
 
     offloader = get_offloader()
+    if CASES[case][2].get("worker_cls") == FLEXTENSOR:
+        sizes = offloader.runtime_state.label_to_size_map  # bytes of each layer that are streamed
+        return {"offloader": type(offloader).__name__, "offloaded_bytes": sum(sizes.values())}
     moved = getattr(offloader, "total_offloaded_bytes", 0) or getattr(offloader, "cpu_offload_bytes", 0)
     return {"offloader": type(offloader).__name__, "offloaded_bytes": moved}
 
 
-def _available_bytes() -> int:
-    return _field("/proc/meminfo", "MemAvailable")
-
-
-def _resident_bytes() -> int:
-    return _field("/proc/self/status", "VmRSS")
+def _host_memory() -> dict[str, int]:
+    """What is taken of the machine, and what of that is of this process; its RSS also by what is behind the pages."""
+    taken = _field("/proc/meminfo", "MemTotal") - _field("/proc/meminfo", "MemAvailable")
+    parts = {
+        f"rss_{part.lower()}_bytes": _field("/proc/self/status", f"Rss{part}") for part in ("Anon", "File", "Shmem")
+    }
+    return {"host_bytes": taken, "rss_bytes": _field("/proc/self/status", "VmRSS"), **parts}
 
 
 def _field(path: str, name: str) -> int:
@@ -242,7 +295,8 @@ def _publish(out: Path, table: str) -> None:
         shape, runner, _ = CASES[name]
         reference = next(r for n, r in found.items() if CASES[n][0] == shape)
         prefill = {r["rows"]: r["ms"] for r in reference["rows"] if r["tokens_out"] == 1 and r["tokens_in"] == 128}
-        facts = result["facts"]
+        again = out / f"vllm-{name}-again.json"
+        facts = {**result["facts"], **(json.loads(again.read_text()) if again.exists() else {})}
         for number, (row, wanted) in enumerate(zip(result["rows"], reference["rows"], strict=False)):
             moved = _moved_bytes(facts["offloader"])
             steps = row["tokens_out"]
@@ -262,8 +316,7 @@ def _publish(out: Path, table: str) -> None:
                 "peak_device_bytes": facts["peak_device_bytes"],
                 "planned_device_bytes": facts["offloader"].get("device_bytes"),
                 "start_s": facts["start_s"],
-                "host_bytes": facts["host_bytes"],
-                "rss_bytes": facts["rss_bytes"],
+                **{key: facts[key] for key in facts if key.startswith(("host_", "rss_", "warm_"))},
                 "uva_bytes": facts["offloader"].get("uva_bytes", 0),
                 **{key: row[key] for key in ("rows", "tokens_in", "tokens_out", "ms", "spread_ms", "tokens_per_s")},
             }
@@ -272,7 +325,12 @@ def _publish(out: Path, table: str) -> None:
             if "logprobs" in row and "logprobs" in wanted:
                 published["compared"] = _compared(row, wanted)
             if shape in still and name.startswith("headrace"):
-                published["compared_with_still"] = _compared(row, still[shape]["rows"][number])
+                unmoved = still[shape]["rows"][number]
+                published["compared_with_still"] = _compared(row, unmoved)
+                if all(row[key] == unmoved[key] for key in ("tokens", "logprobs")):
+                    published["why_not_equal"] = "a compiler with other cuts rounds at other places; equal to still"
+            elif not published["bit_equal"]:
+                published["why_not_equal"] = "not compiled as resident is, and no twin that moves nothing was run"
             print(json.dumps(published))
 
 
