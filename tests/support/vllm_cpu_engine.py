@@ -57,7 +57,7 @@ QUANTISED: dict[str, dict[str, Any]] = {
     "resident": {},
     "prefetch": {"offload_group_size": 2},
     "uva": {"cpu_offload_gb": 1},
-    "budget": {"additional_config": {"headrace": {"device_memory": "11MiB", "batch": [1, 4]}}},
+    "budget": {"additional_config": {"headrace": {"device_memory": "8MiB", "batch": [1, 4]}}},
 }
 # Of models with a tower, given the name of that; the case is FAMILY and one of these, with a space between.
 WITH_TOWER: dict[str, Callable[[str], dict[str, Any]]] = {

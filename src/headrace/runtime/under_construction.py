@@ -177,6 +177,9 @@ class BuildTimePool:
             stayed = frozenset(name for name, full in names.items() if full not in leaving)
             if len(stayed) == len(names) or not hasattr(method, "process_weights_after_loading"):
                 continue
+            # vLLM's name for its kernels of gpt-oss, known before any weight is loaded.
+            if "TRITON" in getattr(getattr(method, "mxfp4_backend", None), "name", ""):
+                raise _no_tensor(part, ", ".join(sorted(set(names) - stayed)), "an object of triton_kernels")
             self._stayed[part] = stayed
             if "process_weights_after_loading" not in vars(method):  # one may serve several modules
                 method.process_weights_after_loading = partial(self._process, method.process_weights_after_loading)
@@ -191,11 +194,7 @@ class BuildTimePool:
         for name in before - stayed:
             made = getattr(module, name, None)
             if not isinstance(made, torch.Tensor | None):
-                raise OptionError(
-                    f"{type(module).__name__}.{name} is to be offloaded, and the engine has put a "
-                    f"{type(made).__module__}.{type(made).__name__} in its place, whose memory headrace cannot move: "
-                    f"choose another kernel (in vLLM --moe-backend marlin), or leave {name} out of what is offloaded"
-                )
+                raise _no_tensor(module, name, f"a {type(made).__module__}.{type(made).__name__}")
         keeps = stayed | _sharing_memory(module)
         for name, parameter in module.named_parameters(recurse=False):
             large = parameter.nbytes >= TINY_BYTES and name not in keeps
@@ -291,6 +290,14 @@ def mark_read_in_place(bound: Mapping[str, BoundStorage], in_place: Collection[s
 def unmark(tensor: torch.Tensor) -> None:
     """Take the engine's mark from a tensor that lies on its device."""
     vars(tensor).pop(_ENGINE_MARK, None)
+
+
+def _no_tensor(module: nn.Module, names: str, made: str) -> OptionError:
+    return OptionError(
+        f"{type(module).__name__}: {names} would be offloaded, and the engine's kernel has {made} in its place, whose "
+        f"memory headrace cannot move: choose another kernel (in vLLM --moe-backend marlin), or leave the names out of "
+        f"what is offloaded"
+    )
 
 
 def _sharing_memory(module: nn.Module) -> frozenset[str]:
