@@ -62,7 +62,7 @@ class Prefetcher:
         """
         self._plan = plan
         self._link = link
-        self._break_capture = break_capture or (lambda action: False)
+        self._break_capture = break_capture
         self._recorder = recorder
         self._loads = [store.load(unit) for unit in plan.units]
         link.prepare(plan, self._loads)
@@ -108,7 +108,7 @@ class Prefetcher:
 
         ``in_segments``: it is the replay that was announced, and leaves the slots to this object.
         """
-        if self._break_capture(lambda: self.begin_forward(in_segments=True)):
+        if self._break_capture is not None and self._break_capture(lambda: self.begin_forward(in_segments=True)):
             return
         self._require_own_process()
         with self._lock:
@@ -133,7 +133,7 @@ class Prefetcher:
         A graph has to wait for all copies that it starts. Once graphs exist an eager forward waits, too: a replay
         checks nothing, so what it finds in the slots has to be ordered before it.
         """
-        if self._is_forked or self._break_capture(self.finish_forward):
+        if self._is_forked or (self._break_capture is not None and self._break_capture(self.finish_forward)):
             return
         with self._lock:
             self._forwards.pop(threading.get_ident(), None)
@@ -193,7 +193,8 @@ class Prefetcher:
             SlotConflictError: a unit that runs further out in this thread has the slot, or another thread has held it
                 for ten minutes.
         """
-        if self._break_capture(lambda: self.wait(unit)):  # without the reader, which replays do not have
+        # Without the reader, which replays do not have.
+        if self._break_capture is not None and self._break_capture(lambda: self.wait(unit)):
             return
         self._require_own_process()
         with self._lock:
@@ -223,7 +224,7 @@ class Prefetcher:
 
         ``reader``: as given to :meth:`wait`; by default the latest of the calling thread.
         """
-        if self._is_forked or self._break_capture(lambda: self.release(unit)):
+        if self._is_forked or (self._break_capture is not None and self._break_capture(lambda: self.release(unit))):
             return
         with self._lock:
             slot = self._slots()[slot_of(unit, self._num_slots)]
