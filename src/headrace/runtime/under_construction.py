@@ -78,11 +78,7 @@ class BuildTimeFilter:
         if isinstance(policy, Prefetch):
             first_of_group = policy.group_size - policy.num_in_group
             return index % policy.group_size >= first_of_group and self._is_named(index, name, num_bytes)
-        if not self._is_named(index, name, num_bytes) or (self._left is not None and num_bytes > self._left):
-            return False
-        if self._left is not None:
-            self._left -= num_bytes
-        return True
+        return self._is_named(index, name, num_bytes) and self._counts(num_bytes)
 
     def takes_of_tower(self, tower: str, name: str, num_bytes: int) -> bool:
         """Whether the parameter ``name`` of the module ``tower``, which is outside of all layers, leaves."""
@@ -90,10 +86,15 @@ class BuildTimeFilter:
         everything = groups or (isinstance(self._policy, UVA) and not self._policy.params)
         if num_bytes < TINY_BYTES or not (everything or any(m(f"{tower}.{name}") for m in self._matches)):
             return False
-        if self._left is not None:
-            if num_bytes > self._left:
-                return False
-            self._left -= num_bytes
+        return self._counts(num_bytes)
+
+    def _counts(self, num_bytes: int) -> bool:
+        """Count ``num_bytes`` against the limit of a UVA policy; ``False``: they exceed what is left of it."""
+        if self._left is None:
+            return True
+        if num_bytes > self._left:
+            return False
+        self._left -= num_bytes
         return True
 
     def _is_named(self, index: int, name: str, num_bytes: int) -> bool:
