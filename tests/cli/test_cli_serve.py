@@ -205,6 +205,7 @@ def test_any_other_flag_is_passed_on_as_it_is(separator: list[str]) -> None:
         (["--host-memory", "1GiB"], "--host-memory has no effect inside vLLM; leave it out"),
         (["--offload-group-size", "4", "--enable-eplb"], "--enable-eplb rearranges experts in place"),
         (["--offload-group-size", "4", "--enable_dbo"], "--enable-dbo runs parts of a batch"),
+        (["--offload-group-size", "4", "--weight-transfer-config.backend", "nccl"], "--weight-transfer-config writes"),
         (["--offload-group-size", "4", "--offload-params", "re:("], "pattern 're:(' is not a regular expression"),
         (["--device-memory", "1GiB", "--offload-rule", "re:(=uva"], "pattern 're:(' is not a regular expression"),
         (["--additional-config", '{"device_memory": "1GiB"}'], "'device_memory' belongs under 'headrace'"),

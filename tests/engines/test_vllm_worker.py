@@ -6,6 +6,7 @@ installed, more than no bytes, towers reached.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 import vllm_stand_in as vllm
 from engines import Wrapped
 from headrace.adapters.vllm.interface import differences
+from headrace.adapters.vllm.options import REFUSED, Refusal
 from headrace.config import Prefetch
 from headrace.errors import OptionError, SelectionError, StateError
 from headrace.offloaders.layerwise import EngineOffloader
@@ -347,17 +349,16 @@ def test_a_cuda_checkpoint_is_refused_while_offloaded() -> None:
     assert idle.calls == ["checkpoint_prepare"]
 
 
-REFUSED = ["reload_weights", "start_weight_update", "update_weights", "reset_weights"]
+NEW_WEIGHTS = ["reload_weights", "reset_weights"]
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("what", NEW_WEIGHTS)
 def test_new_weights_are_refused_while_offloaded_and_passed_on_otherwise(what: str) -> None:
-    args = [{}] if what == "update_weights" else []
     with pytest.raises(StateError, match=f"{what} would write into slots.*start the engine again"):
-        getattr(loaded(GROUP), what)(*args)
+        getattr(loaded(GROUP), what)()
     vllm.set_offloader(vllm.NoopOffloader())
     idle = loaded()
-    getattr(idle, what)(*args)
+    getattr(idle, what)()
     idle.sleep(2)
     assert idle.calls == [what, "sleep 2"]
 
@@ -414,19 +415,50 @@ def test_a_name_that_matches_nothing_is_refused() -> None:
         loaded({**GROUP, "offload_params": {"experts"}})
 
 
-@pytest.mark.parametrize(
-    ("parallel", "message"),
-    [
-        ({"enable_eplb": True}, "--enable-eplb rearranges experts in place.*leave it out, or offload nothing"),
-        ({"enable_dbo": True}, "--enable-dbo runs parts of a batch .* at once"),
-        ({"ubatch_size": 2}, "--ubatch-size 2 runs parts of a batch .* at once"),
-    ],
-)
-def test_what_moves_weights_or_shares_slots_is_refused(parallel: dict[str, Any], message: str) -> None:
-    config = vllm.ParallelConfig(**parallel)
-    with pytest.raises(OptionError, match=message):
-        make(GROUP, parallel_config=config)
-    make(parallel_config=config)  # nothing is offloaded: vLLM's affair
+# A refused value of each field of vLLM's configuration, and one that is not.
+VALUES: dict[str, tuple[Any, Any]] = {
+    "parallel_config.enable_eplb": (True, False),
+    "parallel_config.enable_dbo": (True, False),
+    "parallel_config.ubatch_size": (2, 1),
+    "weight_transfer_config": ({"backend": "nccl"}, None),
+    "load_config.load_format": ("ipc_cache", "dummy"),
+    "model_config.multimodal_config.mm_encoder_only": (True, False),
+}
+
+
+def test_a_refused_value_of_every_field_is_known() -> None:
+    assert [refusal.field for refusal in REFUSED] == list(VALUES)
+
+
+def config_with(field: str, value: Any) -> dict[str, Any]:
+    """Arguments of a ``VllmConfig`` in which ``field`` is ``value``."""
+    config = vllm.VllmConfig(model_config=vllm.ModelConfig(multimodal_config=vllm.MultiModalConfig()))
+    *path, last = field.split(".")
+    setattr(functools.reduce(getattr, path, config), last, value)
+    name = field.partition(".")[0]
+    return {name: getattr(config, name)}
+
+
+@pytest.mark.parametrize("refusal", REFUSED, ids=lambda refusal: refusal.flag)
+def test_what_would_reach_weights_is_refused_before_the_model_loads(
+    monkeypatch: pytest.MonkeyPatch, refusal: Refusal
+) -> None:
+    refused, allowed = VALUES[refusal.field]
+    monkeypatch.setattr(vllm, "load", lambda config: pytest.fail("the model was loaded"))
+    with pytest.raises(OptionError, match=f"^{refusal.flag}.* {refusal.reason}; leave it out, or offload nothing"):
+        make(GROUP, **config_with(refusal.field, refused))
+    make(**config_with(refusal.field, refused))  # nothing is offloaded: vLLM's affair
+    make(GROUP, **config_with(refusal.field, allowed))
+
+
+@pytest.mark.parametrize(("flags", "own"), [(GROUP, None), ({}, SOME)])
+def test_a_model_whose_layers_are_never_called_is_refused_by_name(
+    flags: dict[str, Any], own: dict[str, Any] | None
+) -> None:
+    model = vllm.ModelConfig(["AliceAIForCausalLM"])
+    with pytest.raises(OptionError, match="AliceAIForCausalLM runs the parts of its layers without calling these"):
+        make(flags, own, model_config=model)
+    loaded({"cpu_offload_gb": 1.0}, model_config=model)  # read in place, no copies to wait for
 
 
 @pytest.mark.parametrize("version", ["0.20.1", "0.34.0"])

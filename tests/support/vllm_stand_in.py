@@ -118,12 +118,35 @@ class ParallelConfig:
 
 
 @dataclass
+class LoadConfig:
+    load_format: str = "auto"
+
+
+@dataclass
+class MultiModalConfig:
+    mm_encoder_only: bool = False
+
+
+@dataclass
+class ModelConfig:
+    architectures: list[str] = field(default_factory=lambda: ["LlamaForCausalLM"])
+    multimodal_config: MultiModalConfig | None = None
+
+    @property
+    def architecture(self) -> str:
+        return self.architectures[0]
+
+
+@dataclass
 class VllmConfig:
     """``use_v2_model_runner`` and below: what vLLM reads from elsewhere. ``profiles``: before it warms up."""
 
     offload_config: OffloadConfig = field(default_factory=OffloadConfig)
     compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
+    model_config: ModelConfig = field(default_factory=ModelConfig)
+    load_config: LoadConfig = field(default_factory=LoadConfig)
+    weight_transfer_config: dict[str, str] | None = None
     additional_config: Any = field(default_factory=dict)
     use_v2_model_runner: bool = False
     width: int = WIDTH
@@ -344,12 +367,6 @@ class Worker(WorkerBase):
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         self.calls.append("reload_weights")
 
-    def start_weight_update(self) -> None:
-        self.calls.append("start_weight_update")
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.calls.append("update_weights")
-
     def reset_weights(self) -> None:
         self.calls.append("reset_weights")
 
@@ -444,6 +461,9 @@ _MODULES: dict[str, list[Any]] = {
     "vllm.config.vllm": [VllmConfig],
     "vllm.config.compilation": [CompilationConfig],
     "vllm.config.parallel": [ParallelConfig],
+    "vllm.config.load": [LoadConfig],
+    "vllm.config.model": [ModelConfig],
+    "vllm.config.multimodal": [MultiModalConfig],
     "vllm.config.offload": [OffloadConfig, PrefetchOffloadConfig, UVAOffloadConfig],
     "vllm.compilation.cuda_graph": [CUDAGraphWrapper],
     "vllm.compilation.breakable_cudagraph": [BreakableCUDAGraphCapture],

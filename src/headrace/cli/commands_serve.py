@@ -99,6 +99,7 @@ def _require_rest(model: str, rest: Sequence[str]) -> None:
         )
     taken = {flag_of(name) for name in (*_VLLM_FLAGS, *_OWN_FLAGS, "additional_config", "engine", "dry_run")}
     elsewhere = {flag_of(name) for name in VERB_FLAGS} - taken - {"--device"}
+    refused = {refusal.flag: refusal.reason for refusal in REFUSED if refusal.values is None}
     for word in rest:
         name = word.partition("=")[0].partition(".")[0].replace("_", "-")
         if name == "--worker-cls":
@@ -107,8 +108,8 @@ def _require_rest(model: str, rest: Sequence[str]) -> None:
             raise OptionError(f"{word} is read by headrace: write it as {name} before `--`, its value behind it")
         if name in elsewhere:
             raise OptionError(f"{name} has no effect inside vLLM; leave it out")
-        if name in REFUSED and name != "--ubatch-size":
-            raise OptionError(f"{name} {REFUSED[name]}; leave it out, or offload nothing (`vllm serve`)")
+        if name in refused:
+            raise OptionError(f"{name} {refused[name]}; leave it out, or offload nothing (`vllm serve`)")
 
 
 def _parsed(text: str | None) -> dict[str, Any]:

@@ -78,7 +78,6 @@ NAMES = (
     Name(_WORKER, "Worker.sample_tokens", ("self",)),
     Name(_WORKER, "Worker.sleep", ("self", "level")),
     Name(_WORKER, "Worker.reload_weights"),
-    Name(_WORKER, "Worker.update_weights"),
     *(
         Name(runner, "GPUModelRunner.load_model", ("self", "load_dummy_weights"), mentions=("model_memory_usage",))
         for runner in _RUNNERS
@@ -114,12 +113,24 @@ NAMES = (
     Name(
         "vllm.config.vllm",
         "VllmConfig",
-        fields=("additional_config", "compilation_config", "offload_config", "parallel_config"),
+        fields=(
+            "additional_config",
+            "compilation_config",
+            "load_config",
+            "model_config",
+            "offload_config",
+            "parallel_config",
+            "weight_transfer_config",
+        ),
     ),
     # The additional configuration is part of the compile cache's key.
     Name("vllm.config.vllm", "VllmConfig.compute_hash", ("self",), mentions=("additional_config",)),
     Name("vllm.config.compilation", "CompilationConfig", fields=("splitting_ops", "use_inductor_graph_partition")),
     Name("vllm.config.parallel", "ParallelConfig", fields=_PARALLEL),
+    Name("vllm.config.load", "LoadConfig", fields=("load_format",)),
+    Name("vllm.config.model", "ModelConfig", fields=("multimodal_config",)),
+    Name("vllm.config.model", "ModelConfig.architecture"),
+    Name("vllm.config.multimodal", "MultiModalConfig", fields=("mm_encoder_only",)),
     Name("vllm.config.offload", "OffloadConfig", fields=("offload_backend", "prefetch", "uva")),
     Name("vllm.config.offload", "UVAOffloadConfig", fields=("cpu_offload_gb", "cpu_offload_params")),
     Name(

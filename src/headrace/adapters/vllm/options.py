@@ -17,11 +17,11 @@ key under "headrace"  meaning
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from headrace.config import Budget, Mode, Rules
+from headrace.config import UVA, Budget, Mode, Rules
 from headrace.errors import OptionError, OptionTypeError
 from headrace.figures import parse_size
 from headrace.flags import OffloadFlags, Surface, parse_rules
@@ -29,7 +29,17 @@ from headrace.flags import OffloadFlags, Surface, parse_rules
 if TYPE_CHECKING:
     from headrace.offloaders.layerwise import EnginePolicy
 
-__all__ = ["FLAG_OF_KEY", "FORM", "KEYS", "REFUSED", "EngineOptions", "engine_options", "read_options"]
+__all__ = [
+    "FLAG_OF_KEY",
+    "FORM",
+    "KEYS",
+    "REFUSED",
+    "EngineOptions",
+    "Refusal",
+    "engine_options",
+    "read_options",
+    "refuse_unsupported",
+]
 
 # Keys that have the meaning of a flag of headrace's command line.
 FLAG_OF_KEY = {
@@ -43,12 +53,59 @@ FLAG_OF_KEY = {
 }
 KEYS = (*FLAG_OF_KEY, "replicas")
 _HALVES = "runs parts of a batch through the layers at once, and they would share one slot"
-# Features of vLLM, by their flags, that move weights themselves or run a layer twice at once.
-REFUSED = {
-    "--enable-eplb": "rearranges experts in place, which headrace keeps elsewhere",
-    "--enable-dbo": _HALVES,
-    "--ubatch-size": _HALVES,
-}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A flag of vLLM that is refused, before the model loads, while weights are offloaded.
+
+    Attributes:
+        flag: as on the command line.
+        field: of vLLM's configuration, dotted.
+        reason: what it would do, to be read after the flag.
+        values: whether a value is refused; by default every one that sets the flag.
+    """
+
+    flag: str
+    field: str
+    reason: str
+    values: Callable[[Any], bool] | None = None
+
+    def found_in(self, config: Any) -> str | None:
+        """The flag as it was written, if it is refused. Older versions have no such field."""
+        for part in self.field.split("."):
+            config = getattr(config, part, None)
+        if self.values is None:
+            return self.flag if config else None
+        return f"{self.flag} {config}" if config is not None and self.values(config) else None
+
+
+# Features of vLLM that move or replace weights themselves, run a layer twice at once, or have no layers.
+REFUSED = (
+    Refusal(
+        "--enable-eplb", "parallel_config.enable_eplb", "rearranges experts in place, which headrace keeps elsewhere"
+    ),
+    Refusal("--enable-dbo", "parallel_config.enable_dbo", _HALVES),
+    Refusal("--ubatch-size", "parallel_config.ubatch_size", _HALVES, lambda size: bool(size > 1)),
+    Refusal(
+        "--weight-transfer-config",
+        "weight_transfer_config",
+        "writes new weights into slots, which the next copy overwrites, and not into the store",
+    ),
+    Refusal(
+        "--load-format",
+        "load_config.load_format",
+        "maps weights that another process keeps on this GPU, so that offloading them would free nothing",
+        lambda name: bool(name == "ipc_cache"),
+    ),
+    Refusal(
+        "--mm-encoder-only",
+        "model_config.multimodal_config.mm_encoder_only",
+        "builds no layers of a language model, which are what headrace offloads",
+    ),
+)
+# Models that run parts of a layer without calling it: nothing would wait for a copy of the layer.
+_NEVER_CALLED = ("AliceAIForCausalLM",)
 # On headrace's command line rules, and names for reads in place, need no other flag; in vLLM they do.
 _ASKING = ("device_memory", "offload_group_size", "cpu_offload_gb")
 _VLLM = Surface(
@@ -108,6 +165,33 @@ def read_options(offload_config: Any, additional_config: Any) -> EngineOptions:
     # `vllm serve` has flags for none of these but --offload-params.
     spelling = {flag: f"headrace.{key}" for key, flag in FLAG_OF_KEY.items() if key != "params"}
     return engine_options(additional_config, flags, spelling)
+
+
+def refuse_unsupported(config: Any, policy: EnginePolicy) -> None:
+    """Refuse what would read or write weights where ``policy`` does not keep them; to be asked before a model loads.
+
+    Args:
+        config: vLLM's ``VllmConfig``.
+        policy: what the worker is to do.
+
+    Raises:
+        OptionError: a flag of :data:`REFUSED`, a model whose layers are never called, another kind of additional
+            configuration.
+    """
+    for refusal in REFUSED:
+        if found := refusal.found_in(config):
+            raise OptionError(f"{found} {refusal.reason}; leave it out, or offload nothing")
+    model = config.model_config.architecture
+    if model in _NEVER_CALLED and not isinstance(policy, UVA):
+        raise OptionError(
+            f"{model} runs the parts of its layers without calling these, so nothing would wait for weights that are "
+            f"copied; read them in place (--cpu-offload-gb), or offload nothing"
+        )
+    if not isinstance(config.additional_config, dict):
+        raise OptionError(
+            f"additional_config: expected a dict (--additional-config JSON), found "
+            f"{type(config.additional_config).__name__}; the plan has to be part of vLLM's compile cache key"
+        )
 
 
 def engine_options(

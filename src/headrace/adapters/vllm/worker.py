@@ -26,7 +26,7 @@ from vllm.model_executor.offloader.base import get_offloader, set_offloader
 from vllm.v1.worker import gpu_worker
 
 from headrace.adapters.vllm.interface import require_supported
-from headrace.adapters.vllm.options import REFUSED, read_options
+from headrace.adapters.vllm.options import read_options, refuse_unsupported
 from headrace.config import Budget, peer_timeout_s
 from headrace.errors import OptionError, PeerError, StateError
 from headrace.figures import format_size
@@ -60,7 +60,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         self._announces = False
         self._all_ran = False  # whether every offloaded module has run at least once
         if self._options.policy is not None:
-            _refuse_unsupported_config(vllm_config)
+            refuse_unsupported(vllm_config, self._options.policy)
             self._announces = _keep_units_out_of_pieces(vllm_config.compilation_config)
         self._offloader: EngineOffloader | None = None
         super().__init__(vllm_config, *args, **kwargs)
@@ -260,16 +260,6 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         self._refuse_new_weights("reload_weights")
         super().reload_weights(*args, **kwargs)
 
-    def start_weight_update(self, *args: Any, **kwargs: Any) -> Any:
-        """Like vLLM's, where it has one; refused while weights are offloaded, before it prepares anything."""
-        self._refuse_new_weights("start_weight_update")
-        return super().start_weight_update(*args, **kwargs)
-
-    def update_weights(self, *args: Any, **kwargs: Any) -> Any:
-        """Like vLLM's; refused while weights are offloaded."""
-        self._refuse_new_weights("update_weights")
-        return super().update_weights(*args, **kwargs)
-
     def reset_weights(self) -> None:
         """Like vLLM's, where it has one; refused while weights are offloaded."""
         self._refuse_new_weights("reset_weights")
@@ -361,23 +351,6 @@ def _is_lookup(module: nn.Module) -> bool:
     """Whether a forward looks rows up in ``module``."""
     # ParallelLMHead derives from VocabParallelEmbedding, and reads its whole weight in a matrix product.
     return isinstance(module, nn.Embedding | VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
-
-
-def _refuse_unsupported_config(config: Any) -> None:
-    """Raise ``OptionError`` for :data:`~headrace.adapters.vllm.options.REFUSED`."""
-    parallel = config.parallel_config
-    for is_set, flag, value in (
-        (parallel.enable_eplb, "--enable-eplb", ""),
-        (parallel.enable_dbo, "--enable-dbo", ""),
-        (parallel.ubatch_size > 1, "--ubatch-size", f" {parallel.ubatch_size}"),
-    ):
-        if is_set:
-            raise OptionError(f"{flag}{value} {REFUSED[flag]}; leave it out, or offload nothing")
-    if not isinstance(config.additional_config, dict):
-        raise OptionError(
-            f"additional_config: expected a dict (--additional-config JSON), found "
-            f"{type(config.additional_config).__name__}; the plan has to be part of vLLM's compile cache key"
-        )
 
 
 def _refuse_other_offloader(offloader: Any) -> None:
