@@ -7,7 +7,10 @@ installed, more than no bytes, towers reached.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -304,12 +307,10 @@ def test_where_the_compiler_cuts_the_graph_replays_are_not_relied_on() -> None:
 # -- sleep, new weights ------------------------------------------------------------------------------------------------
 
 
-def test_sleep_level_1_is_passed_on_and_level_2_refused() -> None:
+def test_sleep_level_1_is_passed_on() -> None:
     worker = loaded(GROUP)
     worker.sleep()
     worker.sleep(1)
-    with pytest.raises(StateError, match=r"sleep level 2 discards the weights.*use level 1"):
-        worker.sleep(2)
     assert worker.calls == ["sleep 1", "sleep 1"]
 
 
@@ -332,35 +333,75 @@ def test_checksums_are_those_of_the_stored_weights() -> None:
     assert worker.headrace_stats()["bytes_moved"] > 0
 
 
-def test_a_discard_of_the_cache_is_passed_on_and_one_of_weights_refused() -> None:
+def test_the_sharded_state_is_that_of_the_stored_weights(tmp_path: Path) -> None:
+    worker, plain = loaded(GROUP), resident()
+    worker.execute_model(ids())
+    for index, each in enumerate((worker, plain)):
+        each.save_sharded_state(str(tmp_path / str(index)))
+    saved, expected = (torch.load(tmp_path / str(index)) for index in range(2))
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], expected[name]) for name in expected)
+    assert worker.headrace_stats()["bytes_moved"] > 0
+
+
+def test_a_discard_of_the_cache_is_passed_on() -> None:
     worker = loaded(GROUP)
     worker.discard(("kv_cache",))
-    with pytest.raises(StateError, match="discard of weights would write into slots"):
-        worker.discard(("weights", "kv_cache"))
     assert worker.calls == ["discard kv_cache"]
 
 
-def test_a_cuda_checkpoint_is_refused_while_offloaded() -> None:
-    with pytest.raises(StateError, match="checkpoint_prepare makes the process ready for a CUDA checkpoint"):
-        loaded(GROUP).checkpoint_prepare()
+# What each method that is refused while weights are offloaded is called with, and what it then says.
+REFUSED_CALLS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "sleep": ((2,), "sleep level 2 would give the memory of slots and residents away.*use sleep level 1"),
+    "discard": ((("weights",),), "a discard of weights would give the memory of slots and residents away"),
+    "reload_weights": ((), "reload_weights would write into slots.*start the engine again"),
+    "reset_weights": ((), "reset_weights would write into slots.*start the engine again"),
+    "save_tensorized_model": (({},), "would save what slots hold at this moment; save_sharded_state saves the weights"),
+    "checkpoint_prepare": ((), "checkpoint_prepare makes the process ready for a CUDA checkpoint"),
+}
+
+
+def refusing_methods() -> set[str]:
+    """Of headrace's worker: what raises a ``StateError`` itself or in a method ``_refuse_...``."""
+    own = importlib.import_module("headrace.adapters.vllm.worker").OffloadingWorker
+    codes = {name: thing.__code__ for name, thing in vars(own).items() if isinstance(thing, FunctionType)}
+    names = {name for name, code in codes.items() if any("_refuse_" in used for used in code.co_names)}
+    return {name for name in names | {n for n, c in codes.items() if "StateError" in c.co_names} if name[0] != "_"}
+
+
+def test_every_refusing_method_is_held() -> None:
+    # These two raise if the model does not run what is offloaded, and load_model beside another offloader.
+    others = {"load_model", "compile_or_warm_up_model", "execute_model"}
+    assert refusing_methods() - others == REFUSED_CALLS.keys()
+
+
+@RUNNERS
+@pytest.mark.parametrize("what", REFUSED_CALLS)
+def test_what_would_reach_slots_is_refused_while_offloaded_and_passed_on_otherwise(what: str, second: bool) -> None:
+    args, message = REFUSED_CALLS[what]
+    worker, plain = loaded(GROUP, second=second), resident()
+    with pytest.raises(StateError, match=message):
+        getattr(worker, what)(*args)
+    assert worker.calls == []
+    require_same_outputs(worker, plain)
     vllm.set_offloader(vllm.NoopOffloader())
-    idle = loaded()
-    idle.checkpoint_prepare()
-    assert idle.calls == ["checkpoint_prepare"]
+    idle = loaded(second=second)
+    getattr(idle, what)(*args)
+    assert [call.split()[0] for call in idle.calls] == [what]
 
 
-NEW_WEIGHTS = ["reload_weights", "reset_weights"]
-
-
-@pytest.mark.parametrize("what", NEW_WEIGHTS)
-def test_new_weights_are_refused_while_offloaded_and_passed_on_otherwise(what: str) -> None:
-    with pytest.raises(StateError, match=f"{what} would write into slots.*start the engine again"):
-        getattr(loaded(GROUP), what)()
+@RUNNERS
+def test_new_weights_from_a_worker_extension_are_refused(second: bool) -> None:
+    """Those of trainers call the model themselves: what they wrote would last until the next copy."""
+    new = [("model.layers.3.mlp.down_proj.weight", torch.zeros(())), ("lm_head.weight", torch.zeros(()))]
+    worker, plain = loaded(GROUP, second=second), resident()
+    with pytest.raises(StateError, match=r"load_weights would write into slots.*start the engine again"):
+        worker.model_runner.get_model().load_weights(new)
+    require_same_outputs(worker, plain)
     vllm.set_offloader(vllm.NoopOffloader())
-    idle = loaded()
-    getattr(idle, what)()
-    idle.sleep(2)
-    assert idle.calls == [what, "sleep 2"]
+    for idle in (loaded(second=second), loaded(GROUP, {"boundaries_only": True}, second=second)):
+        assert idle.model_runner.get_model().load_weights(new) == {name for name, _ in new}
+        vllm.set_offloader(vllm.NoopOffloader())
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------

@@ -215,6 +215,10 @@ class Model(nn.Module):
             x = layer(x)
         return functional.linear(x, self.lm_head.weight)
 
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        parameters = dict(self.named_parameters())
+        return {name for name, weight in weights if parameters[name].data.copy_(weight) is not None}
+
 
 @contextmanager
 def device_loading_context(module: nn.Module, target_device: torch.device) -> Iterator[nn.Module]:
@@ -369,6 +373,12 @@ class Worker(WorkerBase):
 
     def reset_weights(self) -> None:
         self.calls.append("reset_weights")
+
+    def save_tensorized_model(self, tensorizer_config: dict[str, Any]) -> None:
+        self.calls.append("save_tensorized_model")
+
+    def save_sharded_state(self, path: str) -> None:
+        torch.save(self.model_runner.get_model().state_dict(), path)
 
     def checkpoint_prepare(self) -> None:
         self.calls.append("checkpoint_prepare")

@@ -78,6 +78,7 @@ NAMES = (
     Name(_WORKER, "Worker.sample_tokens", ("self",)),
     Name(_WORKER, "Worker.sleep", ("self", "level")),
     Name(_WORKER, "Worker.reload_weights"),
+    Name(_WORKER, "Worker.save_tensorized_model"),
     *(
         Name(runner, "GPUModelRunner.load_model", ("self", "load_dummy_weights"), mentions=("model_memory_usage",))
         for runner in _RUNNERS

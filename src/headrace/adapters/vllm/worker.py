@@ -143,6 +143,8 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             # Here it runs inside the memory pool that vLLM loads in.
             offloader.post_init()
             runner.model_memory_usage += offloader.added_device_bytes
+            if not self._options.boundaries_only:
+                _refuse_loading(runner.get_model())
             # Compiled code waits for the units of the plan it was traced with. vLLM drops all guards, so with another
             # plan it would read slots that no copy has filled. The additional configuration is part of the key of
             # vLLM's compile cache, and so is the plan with it.
@@ -244,16 +246,23 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         """Like vLLM's; slots and residents are kept and come back on ``wake_up``.
 
         Raises:
-            StateError: level 2, which discards weights that would have to be loaded into the store again.
+            StateError: level 2, which discards them.
         """
-        if self._offloader is not None and level != 1:
-            raise StateError(
-                f"sleep level {level} discards the weights, and vLLM would load those that headrace offloads into "
-                f"slots instead of the store; use level 1"
-            )
+        if level != 1:
+            self._refuse_discard(f"sleep level {level}")
         if self._offloader is not None and torch.cuda.is_available():
             torch.cuda.synchronize()  # first copies of the next forward may still write to slots, which vLLM saves now
         super().sleep(level)
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """Like vLLM's, where it has one.
+
+        Raises:
+            StateError: weights are to be discarded.
+        """
+        if "weights" in tags:
+            self._refuse_discard("a discard of weights")
+        super().discard(tags)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         """Like vLLM's; refused while weights are offloaded."""
@@ -264,6 +273,15 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         """Like vLLM's, where it has one; refused while weights are offloaded."""
         self._refuse_new_weights("reset_weights")
         super().reset_weights()
+
+    def save_tensorized_model(self, *args: Any, **kwargs: Any) -> None:
+        """Like vLLM's; refused while weights are offloaded, because it reads parameters, and not ``state_dict()``."""
+        if self._offloader is not None:
+            raise StateError(
+                "save_tensorized_model would save what slots hold at this moment; save_sharded_state saves the weights "
+                "themselves, or run this engine without headrace to serialise it"
+            )
+        super().save_tensorized_model(*args, **kwargs)
 
     def compute_weight_checksums(self) -> dict[str, str]:
         """Like vLLM's, where it has one, of the bytes in the store: a slot may hold those of another layer."""
@@ -277,16 +295,6 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         finally:
             del runner.get_model  # the method of the class is in force again
 
-    def discard(self, tags: tuple[str, ...]) -> None:
-        """Like vLLM's, where it has one.
-
-        Raises:
-            StateError: weights are to be discarded; see :meth:`sleep`.
-        """
-        if "weights" in tags:
-            self._refuse_new_weights("discard of weights")
-        super().discard(tags)
-
     def checkpoint_prepare(self) -> None:
         """Like vLLM's, where it has one; refused while weights are offloaded."""
         if self._offloader is not None:
@@ -299,10 +307,32 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
 
     def _refuse_new_weights(self, what: str) -> None:
         if self._offloader is not None:
+            raise _no_new_weights(what)
+
+    def _refuse_discard(self, what: str) -> None:
+        if self._offloader is not None:
             raise StateError(
-                f"{what} would write into slots, which the next copy overwrites, and not into the store; start the "
-                f"engine again with the new weights"
+                f"{what} would give the memory of slots and residents away, and the weights that vLLM loads next would "
+                f"not reach the store; use sleep level 1, which keeps them"
             )
+
+
+def _no_new_weights(what: str) -> StateError:
+    return StateError(
+        f"{what} would write into slots, which the next copy overwrites, and not into the store; start the engine "
+        f"again with the new weights"
+    )
+
+
+def _refuse_loading(model: nn.Module) -> None:
+    """Have ``load_weights`` of ``model`` and its modules raise: worker extensions call it without asking the worker."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise _no_new_weights("load_weights")
+
+    for module in model.modules():
+        if hasattr(module, "load_weights"):
+            vars(module)["load_weights"] = refuse
 
 
 class _StoredWeights:
