@@ -15,7 +15,7 @@ import typer
 from headrace.cli.terminal import log_lines
 from headrace.config import Policy
 from headrace.errors import OptionError
-from headrace.flags import COMMAND_LINE, OffloadFlags, flag_of
+from headrace.flags import COMMAND_LINE, OffloadFlags, Surface, flag_of
 
 if TYPE_CHECKING:
     import torch
@@ -114,14 +114,16 @@ def require_dtype(name: str | None) -> None:
         raise OptionError(f"--dtype {name!r}: expected {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}")
 
 
-def requested(flags: OffloadFlags, device: torch.device | DeviceName) -> Policy | Plan | None:
+def requested(
+    flags: OffloadFlags, device: torch.device | DeviceName, surface: Surface = COMMAND_LINE
+) -> Policy | Plan | None:
     """The policy or plan that the flags of a verb ask for on ``device``; ``None`` if nothing is to be offloaded.
 
     Raises:
         OptionError: flags that contradict one another or have no effect; a file of ``--plan`` that holds no plan.
     """
     # The files of the checkpoint are a store already, so on a CPU a copy in memory is made only on request.
-    policy = flags.policy(COMMAND_LINE, default_mode="cpu" if device.type == "cuda" else "disk")
+    policy = flags.policy(surface, default_mode="cpu" if device.type == "cuda" else "disk")
     if flags.plan is None:
         return policy
     from headrace.plan.plan import Plan

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from headrace.api import Handle
     from headrace.plan.plan import Plan
 
-__all__ = ["generate"]
+__all__ = ["generate", "open_tokenizer"]
 
 # Of models that were not tuned to follow instructions: Qwen3-8B-Base, gemma-2-2b-pt.
 _BASE = re.compile(r"(^|[-_.])(base|pt|pretrain(ed)?)([-_.]|$)", re.IGNORECASE)
@@ -228,7 +228,7 @@ def _read_prompt(
 
     Where neither says anything, an instruct model gets its template, and ``notes`` says that it did.
     """
-    tokenizer = _open_tokenizer(opened.folder)
+    tokenizer = open_tokenizer(opened.folder)
     if chat is None and system is None and _is_instruct(tokenizer, opened):
         chat = True
         notes.print(
@@ -241,7 +241,12 @@ def _read_prompt(
     return tokenizer, _tokenize(tokenizer, opened.folder, text, messages)
 
 
-def _open_tokenizer(folder: Path) -> Any:
+def open_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model's folder.
+
+    Raises:
+        CheckpointError: there is none that transformers can read.
+    """
     from transformers import AutoTokenizer
 
     try:
