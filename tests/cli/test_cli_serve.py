@@ -22,10 +22,19 @@ from headrace.cli.commands_serve import WORKER
 START = ["vllm", "serve", "M", "--worker-cls", "headrace.adapters.vllm.Worker"]
 FLAGS = [
     "--engine",
+    "--host",
+    "--port",
+    "--api-key",
+    "--served-model-name",
+    "--max-queue",
+    "--generation-config",
+    "--dtype",
     "--additional-config",
     "--dry-run",
     "--device-memory",
     "--batch",
+    "--context",
+    "--host-memory",
     "--offload-backend",
     "--cpu-offload-gb",
     "--cpu-offload-params",
@@ -35,6 +44,10 @@ FLAGS = [
     "--offload-params",
     "--offload-rule",
     "--offload-mode",
+    "--device",
+    "--plan",
+    "--disk-direct",
+    "--disk-drop-cache",
     "--measure-stalls",
 ]
 
@@ -154,11 +167,11 @@ def test_any_other_flag_is_passed_on_as_it_is(separator: list[str]) -> None:
         "2",
         "-O3",
         "--max-model-len=4096",
-        "--served-model-name",
+        "--lora-modules",
         "a b",
         "c",
         "--enforce-eager",
-        "--port",
+        "--seed",
         "1",
     ]
     assert command_of("--offload-group-size", "4", *separator, *rest) == [*START, "--offload-group-size", "4", *rest]
@@ -217,11 +230,31 @@ def test_what_the_worker_would_refuse_is_refused_before_vllm_starts(words: list[
     assert message in refusal_of(*words)
 
 
-def test_the_engine_has_to_be_named() -> None:
-    message = error_of("M", "--offload-group-size", "4")
-    assert "headrace has no engine of its own yet: write `headrace serve --engine vllm MODEL ...`" in message
-    assert "pip install 'headrace[vllm]'" in message
-    assert "--engine 'sglang': expected vllm" in error_of("--engine", "sglang", "M")
+def test_flags_of_both_engines_reach_vllm() -> None:
+    words = (
+        "--host ::1 --port 0 --api-key k --served-model-name a b --generation-config vllm --dtype half --device cuda"
+    )
+    assert command_of("--offload-group-size", "4", *words.split(), "-tp", "2") == [
+        *START, "--offload-group-size", "4", *words.split(), "-tp", "2"
+    ]  # fmt: skip
+    assert "--max-queue has no effect inside vLLM" in refusal_of("--max-queue", "5")
+
+
+def test_the_key_of_the_environment_reaches_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not on its command line, which other users may read."""
+    found = []
+    monkeypatch.setattr(metadata, "version", lambda name: "0.26.0")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(os, "execvp", lambda program, command: found.append((command, os.environ["VLLM_API_KEY"])))
+    monkeypatch.setenv("HEADRACE_API_KEY", "k")
+    monkeypatch.setenv("VLLM_API_KEY", "")
+    (tmp_path / "vllm").touch()
+    assert run("--engine", "vllm", "M").exit_code == 0
+    assert found == [(START, "k")]
+
+
+def test_engines() -> None:
+    assert "--engine 'sglang': expected transformers or vllm" in error_of("--engine", "sglang", "M")
 
 
 def test_flags_of_vllm_in_front_of_the_model() -> None:

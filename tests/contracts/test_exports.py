@@ -44,7 +44,7 @@ ROOMS = [
     ("api",),
     ("adapters", "testing"),
     ("planning",),
-    ("bench", "demo"),
+    ("bench", "demo", "serving"),
     ("cli",),
     ("__main__",),
 ]
@@ -108,7 +108,16 @@ def facts() -> Any:
 
 class TestImport:
     def test_loads_no_extras(self, facts: Any) -> None:
-        extras = {"transformers", "matplotlib", "accelerate", "aiohttp", "prometheus_client", "tokenizers", "vllm"}
+        extras = {
+            "transformers",
+            "matplotlib",
+            "accelerate",
+            "fastapi",
+            "openai",
+            "prometheus_client",
+            "tokenizers",
+            "vllm",
+        }
         assert extras.isdisjoint(facts["modules"])
 
     def test_opens_no_cuda_context(self, facts: Any) -> None:
@@ -121,7 +130,7 @@ class TestImport:
         """As on a machine that has only the core dependencies."""
         run(
             "import sys\n"
-            "sys.modules.update(dict.fromkeys(['transformers', 'matplotlib', 'accelerate', 'aiohttp', 'tokenizers']))\n"
+            "sys.modules.update(dict.fromkeys(['transformers', 'matplotlib', 'accelerate', 'fastapi', 'tokenizers']))\n"
             "import torch, headrace\n"
             "model = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(3))).eval()\n"
             "handle = headrace.offload(model, headrace.Prefetch())\n"

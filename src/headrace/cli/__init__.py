@@ -69,7 +69,7 @@ def main() -> None:
     """
     # On a CPU, compute and readers share the cores. By default the compute threads spin for milliseconds after each
     # product, on cores that the readers need. OpenMP reads the variable once, when torch is imported, which is later.
-    # `serve` becomes the engine's process, which inherits the environment and has no readers.
+    # `serve` may become vLLM's process, which inherits the environment and has no readers; else it sets it itself.
     if sys.argv[1:2] != ["serve"]:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # torch and transformers make a million objects that stay. Collections went through them again and again while they

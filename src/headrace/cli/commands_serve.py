@@ -1,4 +1,4 @@
-"""``headrace serve --engine vllm``: fill in what makes headrace vLLM's weight offloader, and become ``vllm serve``."""
+"""``headrace serve``: a server of its own, or with ``--engine vllm`` vLLM with headrace as its weight offloader."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,13 +18,14 @@ import typer
 
 from headrace.adapters.vllm.interface import require_version
 from headrace.adapters.vllm.options import FLAG_OF_KEY, FORM, KEYS, REFUSED, engine_options
-from headrace.cli.arguments import VERB_FLAGS, with_offload_flags
+from headrace.cli.arguments import VERB_FLAGS, refuse_idle, require_dtype, with_offload_flags
 from headrace.errors import OptionError
 from headrace.flags import OffloadFlags, counts, flag_of
 
 __all__ = ["serve"]
 
 WORKER = "headrace.adapters.vllm.Worker"
+KEY_VARIABLE = "HEADRACE_API_KEY"
 
 # Flags of vLLM, passed on under the same names.
 _VLLM_FLAGS = (
@@ -37,57 +39,209 @@ _VLLM_FLAGS = (
 )
 # Flags of headrace, which travel in --additional-config.
 _OWN_FLAGS = ("device_memory", "batch", "offload_rule", "offload_mode", "measure_stalls")
+_SERVER = "Server"
 
 
 @with_offload_flags(
-    (*_VLLM_FLAGS, *_OWN_FLAGS),
-    {"offload_mode": "cpu (default): pinned host memory; shm_cpu: one copy per host for data-parallel ranks."},
+    (*VERB_FLAGS, "measure_stalls"),
+    {
+        "batch": "Sequences of --context tokens that run together (default 8); more shorter ones do, too. In vLLM: "
+        "rows of a step to plan for, e.g. 1,16,256.",
+        "context": "Tokens of the longest sequence, prompt and answer (default 2048, or the model's own if less). If "
+        "given, the cache counts in --device-memory.",
+        "offload_mode": "Where offloaded weights rest: cpu or disk. In vLLM: cpu (default), pinned host memory; "
+        "shm_cpu, one copy per host for data-parallel ranks.",
+        "measure_stalls": "Time every wait for a unit; in vLLM alone.",
+    },
 )
 def serve(
-    context: typer.Context,
+    call: typer.Context,
     model: Annotated[
-        str, typer.Argument(metavar="MODEL [VLLM FLAGS]", help="The model, as vLLM takes it; any flags of vLLM behind.")
+        str,
+        typer.Argument(
+            metavar="MODEL [VLLM FLAGS]",
+            help="Folder of a causal language model, or a name in the Hub's cache; with --engine vllm as vLLM takes "
+            "it, with any flags of vLLM behind.",
+        ),
     ],
     *,
     engine: Annotated[
-        str | None, typer.Option("--engine", metavar="NAME", help="vllm; headrace has no engine of its own yet.")
+        str | None,
+        typer.Option("--engine", metavar="NAME", help="transformers (default) or vllm, the faster one on a GPU."),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            "--host",
+            metavar="ADDRESS",
+            help="Where to listen (default 127.0.0.1: this machine).",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            "--port", metavar="N", min=0, max=65535, help="Default 8000; 0: a free one.", rich_help_panel=_SERVER
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key",
+            metavar="KEY",
+            help=f"What requests have to carry as a bearer token; {KEY_VARIABLE} says it unseen by other users.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--served-model-name",
+            metavar="NAME...",
+            help="What requests call the model (default MODEL).",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    max_queue: Annotated[
+        int | None,
+        typer.Option(
+            "--max-queue",
+            metavar="N",
+            min=1,
+            help="Requests that may wait (default 256); further ones are answered with 429.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    generation_config: Annotated[
+        str | None,
+        typer.Option(
+            "--generation-config",
+            metavar="auto|none",
+            help="Sampling of requests that do not say it: auto (default), as the model's generation_config.json; "
+            "none, greedy.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="NAME", help="bfloat16, float16 or float32 (default the checkpoint's own)."),
     ] = None,
     additional_config: Annotated[
         str | None,
         typer.Option("--additional-config", metavar="JSON", help="vLLM's; what the flags here say is added to it."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command, and start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan, or the command of vLLM, and start nothing.")
+    ] = False,
     flags: OffloadFlags,
 ) -> None:
-    """Serve a model that does not fit the GPU: inside vLLM, with headrace moving the weights.
+    """Serve a model that does not fit the device, with OpenAI's API.
 
-    Flags that are not listed here go to `vllm serve`. MODEL comes before them; `--` may stand between.
+    By default with transformers' server, in this process, on a GPU or on a CPU. With --engine vllm inside vLLM, whose
+    flags follow MODEL; `--` may stand between.
     """
-    if engine is None:
+    if engine not in (None, "transformers", "vllm"):
+        raise OptionError(f"--engine {engine!r}: expected transformers or vllm")
+    if engine == "vllm":
+        shared = {
+            "--host": host,
+            "--port": port,
+            "--api-key": api_key,
+            "--served-model-name": served_model_name,
+            "--generation-config": generation_config,
+            "--dtype": dtype,
+            "--device": flags.device,
+        }
+        refuse_idle({"--max-queue": max_queue}, "inside vLLM; leave it out")
+        _serve_in_vllm(model, call.args, shared, additional_config, dry_run, flags)
+        return
+    if call.args:
         raise OptionError(
-            "headrace has no engine of its own yet: write `headrace serve --engine vllm MODEL ...`, which needs vLLM "
-            "(pip install 'headrace[vllm]'); `headrace generate MODEL` makes text without a server"
+            f"{call.args[0]}: headrace serve has no such flag; flags of vLLM need --engine vllm, and "
+            f"`headrace serve --help` shows those here"
         )
-    if engine != "vllm":
-        raise OptionError(f"--engine {engine!r}: expected vllm, the only engine with a server")
-    _require_rest(model, context.args)
+    refuse_idle(
+        {"--additional-config": additional_config, "--measure-stalls": flags.measure_stalls}, "without --engine vllm"
+    )
+    require_dtype(dtype)
+    if generation_config not in (None, "auto", "none"):
+        raise OptionError(f"--generation-config {generation_config!r}: expected auto or none")
+    _require_packages()
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as main() does for the verbs that become no other program
+    from headrace.cli.own_server import ServerOptions, run_server
+
+    run_server(
+        model,
+        flags,
+        ServerOptions(
+            host=host or "127.0.0.1",
+            port=8000 if port is None else port,
+            api_key=api_key or os.environ.get(KEY_VARIABLE) or None,
+            names=served_model_name or [model],
+            max_queue=max_queue or 256,
+            plain=generation_config == "none",
+            dtype=dtype,
+            dry_run=dry_run,
+        ),
+    )
+
+
+def _require_packages() -> None:
+    missing = [
+        name
+        for name in ("transformers", "fastapi", "uvicorn", "openai", "prometheus_client", "jinja2")
+        if find_spec(name) is None
+    ]
+    if missing:
+        raise OptionError(
+            f"headrace serve needs packages that are not installed ({', '.join(missing)}): "
+            f"pip install 'headrace[serve]'"
+        )
+
+
+# -- inside vLLM -------------------------------------------------------------------------------------------------------
+
+
+def _serve_in_vllm(
+    model: str,
+    rest: Sequence[str],
+    shared: Mapping[str, object],
+    additional_config: str | None,
+    dry_run: bool,
+    flags: OffloadFlags,
+) -> None:
+    """Fill in what makes headrace vLLM's weight offloader, and become ``vllm serve``; ``shared``: flags of both."""
+    for name in VERB_FLAGS:
+        if name not in (*_VLLM_FLAGS, *_OWN_FLAGS, "device"):
+            refuse_idle({flag_of(name): getattr(flags, name)}, "inside vLLM; leave it out")
+    _require_rest(model, rest)
     given = _parsed(additional_config)
     engine_options(given, flags)  # finds here what the worker would refuse minutes later
     config = _with_flags(given, flags)
-    _count_replicas(config, context.args)
+    _count_replicas(config, rest)
     command = ["vllm", "serve", model, "--worker-cls", WORKER]
     for name in _VLLM_FLAGS:
         value = getattr(flags, name)
         if value is None or value == [] or (name == "offload_params" and flags.device_memory is not None):
             continue
-        command += [flag_of(name), *(value if isinstance(value, list) else [str(value)])]
+        command += _words(flag_of(name), value)
     if config:
         command += ["--additional-config", json.dumps(config)]
-    command += context.args
+    for flag, value in shared.items():
+        if value is not None and value != []:
+            command += _words(flag, value)
+    command += rest
     if dry_run:
         typer.echo(shlex.join(command))
         return
+    key = os.environ.get(KEY_VARIABLE)
+    if key and shared["--api-key"] is None:
+        os.environ["VLLM_API_KEY"] = key
     _become(command)
+
+
+def _words(flag: str, value: object) -> list[str]:
+    return [flag, *(value if isinstance(value, list) else [str(value)])]
 
 
 def _require_rest(model: str, rest: Sequence[str]) -> None:

@@ -30,7 +30,12 @@ EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
 
 # Flags that take a list, each with a value to show.
-LIST_FLAGS = {"--cpu-offload-params": "mlp", "--offload-params": "mlp", "--offload-rule": "experts=uva"}
+LIST_FLAGS = {
+    "--cpu-offload-params": "mlp",
+    "--offload-params": "mlp",
+    "--offload-rule": "experts=uva",
+    "--served-model-name": "my-model",
+}
 
 # Obey COLUMNS, and else the terminal.
 stdout = Console()

@@ -1,0 +1,166 @@
+"""The promise of ``headrace serve MODEL``: refused before anything is loaded, or ready once it answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import TINY, error_of, run
+from headrace.demo.synthetic_model import ensure_model
+from headrace.serving.app import bind
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("serve") / "tiny"
+    ensure_model(folder, TINY)
+    return folder
+
+
+@pytest.fixture
+def changed(model: Path, tmp_path: Path) -> Callable[..., Path]:
+    """The model with fields added to one of its files."""
+
+    def copy(file: str, **fields: Any) -> Path:
+        folder = Path(shutil.copytree(model, tmp_path / "changed"))
+        path = folder / file
+        path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **fields}))
+        return folder
+
+    return copy
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any) -> None:
+        raise AssertionError("weights are loaded")
+
+    monkeypatch.setattr("headrace.adapters.transformers.load_folder.load_matched", load)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size: headrace serve has no such flag; flags of"),
+        (["--measure-stalls"], "--measure-stalls has no effect without --engine vllm"),
+        (["--additional-config", "{}"], "--additional-config has no effect without --engine vllm"),
+        (["--dtype", "int8"], "--dtype 'int8': expected bfloat16, float16 or float32"),
+        (["--generation-config", "vllm"], "--generation-config 'vllm': expected auto or none"),
+        (["--offload-mode", "meta", "--device-memory", "2MiB"], "--offload-mode 'meta': expected one of cpu, disk of"),
+        (["--offload-mode", "shm_cpu", "--device-memory", "2MiB"], "'shm_cpu': expected one of cpu, disk of headrace"),
+        (["--batch", "0"], "--batch '0': expected numbers of rows"),
+        (["--context", "5000"], "--context 5000: expected at most 4096, the tokens that the model was made for"),
+        (["--device-memory", "1KiB"], "1.0 KiB"),
+        (["--batch", "100000000"], "the plan does not fit this machine"),
+        (["--host", "1.2.3.4"], "--host 1.2.3.4 --port 8000: expected a free address of this machine"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served(model: Path, flags: list[str], message: str) -> None:
+    assert message in error_of("serve", model, *flags)
+
+
+def test_a_port_that_is_taken(model: Path) -> None:
+    with bind("127.0.0.1", 0) as other:
+        other.listen()
+        port = other.getsockname()[1]
+        assert f"--port {port}: expected a free address" in error_of("serve", model, "--port", port)
+
+
+def test_sampling_that_batches_cannot_have(changed: Callable[..., Path]) -> None:
+    """A batch of several requests would leave the penalty out, and answer otherwise than ``generate``."""
+    folder = changed("generation_config.json", repetition_penalty=1.05)
+    message = error_of("serve", folder)
+    assert "RepetitionPenaltyLogitsProcessor: transformers does not apply this in a batch" in message
+    assert "leave its sampling out with --generation-config none, or use --engine vllm" in message
+    assert run("serve", folder, "--generation-config", "none", "--dry-run").exit_code == 0
+
+
+def test_models_without_text(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertModel"]}))
+    assert "No such file" in error_of("serve", tmp_path) or "safetensors" in error_of("serve", tmp_path)
+
+
+def test_without_the_extra(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "headrace.cli.commands_serve.find_spec", lambda name: None if name == "uvicorn" else find_spec(name)
+    )
+    message = error_of("serve", model)
+    assert "needs packages that are not installed (uvicorn): pip install 'headrace[serve]'" in message
+
+
+def test_a_dry_run_says_plan_and_cache(model: Path) -> None:
+    result = run("serve", model, "--device-memory", "2MiB", "--batch", "4", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "3.26 MiB of weights in 1.94 MiB of device memory" in result.stderr
+    assert "cache: 8192 tokens, i.e. 4 sequences of 2048 or more shorter ones; 16.00 MiB beside" in result.stderr
+    counted = run("serve", model, "--device-memory", "20MiB", "--batch", "4", "--context", "512", "--dry-run")
+    assert "4 sequences of 512 or more shorter ones; 4.00 MiB counted in --device-memory" in counted.stderr
+    assert max(map(len, result.stderr.splitlines())) <= 120
+
+
+@contextmanager
+def command(model: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The running command and its address, found in what it prints."""
+    words = ["serve", str(model), "--device-memory", "2MiB", "--port", "0", "--served-model-name", "m"]
+    package = Path(sys.modules["headrace"].__file__ or "").parent.parent
+    with subprocess.Popen(
+        [sys.executable, "-m", "headrace", *words],
+        env={**os.environ, "PYTHONPATH": str(package), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stderr is not None
+            printed = ""
+            while "Ctrl-C ends it" not in printed:
+                line = process.stderr.readline()
+                assert line, printed
+                printed += line
+            found = re.search(r"serving m at (http://127\.0\.0\.1:\d+)/v1, Ctrl-C ends it", printed)
+            assert found is not None, printed
+            yield process, found[1]
+        finally:
+            process.kill()
+
+
+def ask(url: str, tokens: int, key: str) -> Any:
+    body = json.dumps({"model": "m", "prompt": "Water", "max_tokens": tokens}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", body, headers), timeout=120) as answer:
+        return json.load(answer)
+
+
+def test_sigterm_lets_requests_finish(model: Path) -> None:
+    """Ready once it prints its address; the key comes from the environment; the end is no error."""
+    with command(model, HEADRACE_API_KEY="k") as (process, url):
+        short = ask(url, 16, "k")["choices"][0]["text"]
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            ask(url, 16, "")
+        answers: list[Any] = []
+        waiting = threading.Thread(target=lambda: answers.append(ask(url, 600, "k")))
+        waiting.start()
+        while b"headrace_running_requests 1.0" not in urllib.request.urlopen(f"{url}/metrics").read():
+            pass
+        process.send_signal(signal.SIGTERM)
+        waiting.join(120)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert out == ""
+    assert "Traceback" not in err
+    assert answers[0]["usage"]["completion_tokens"] == 600
+    assert answers[0]["choices"][0]["text"].startswith(short[:-3])

@@ -1,0 +1,194 @@
+"""The promise: a served model answers what ``generate`` says of the resident one, whoever asks and however."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from commands import TINY
+from headrace.config import Prefetch
+from headrace.demo.synthetic_model import ensure_model
+from servers import NAME, Served, serving
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+PROMPTS = ["Water", "The sea is", "Höhe", "a" * 150, "1, 2, 3, 4,", "x"]
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A causal language model of 4 MB with a chat template."""
+    plain = tmp_path_factory.mktemp("served") / "plain"
+    ensure_model(plain, TINY)
+    (plain / "chat_template.jinja").write_text(TEMPLATE)
+    return plain
+
+
+@pytest.fixture(scope="module", params=["budget", "all layers"])
+def served(folder: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
+    with serving(folder, "2MiB" if request.param == "budget" else Prefetch(1, 1, 1, mode="disk")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, list[int]]:
+    """Greedy tokens of the resident model for every prompt, and for every one as a chat."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokens = {}
+    for prompt in PROMPTS:
+        chat = tokenizer.apply_chat_template(message(prompt), add_generation_prompt=True, tokenize=False)
+        for key, text in ((prompt, prompt), (f"chat {prompt}", chat)):
+            ids = tokenizer(text, return_tensors="pt").input_ids
+            with torch.no_grad():
+                tokens[key] = model.generate(ids, max_new_tokens=TOKENS, do_sample=False)[0, ids.shape[1] :].tolist()
+    assert len({tuple(each) for each in tokens.values()}) > len(PROMPTS), "prompts with one answer test nothing"
+    return tokens
+
+
+def message(text: str) -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+def text_of(served: Served, tokens: list[int]) -> str:
+    return str(served.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def streamed_text(served: Served, tokens: list[int]) -> str:
+    """As :func:`text_of`, without the bytes of a character that the last token leaves open."""
+    from tokenizers.decoders import DecodeStream
+
+    stream = DecodeStream([], skip_special_tokens=True)
+    return "".join(stream.step(served.tokenizer._tokenizer, token) or "" for token in tokens)
+
+
+class TestEqualsGenerate:
+    def test_completions(self, served: Served, expected: dict[str, list[int]]) -> None:
+        before = served.handle.stats().bytes_moved
+        for prompt in PROMPTS:
+            answer = served.complete(prompt, max_tokens=TOKENS)
+            assert answer["choices"][0]["text"] == text_of(served, expected[prompt])
+            assert answer["choices"][0]["finish_reason"] == "length"
+            assert answer["usage"]["completion_tokens"] == TOKENS
+        assert served.handle.stats().bytes_moved - before >= len(PROMPTS) * TOKENS * served.handle.plan.moved_bytes > 0
+
+    def test_many_at_once(self, served: Served, expected: dict[str, list[int]]) -> None:
+        """More than fit the cache together, so that some wait for others."""
+        before, asked = served.handle.stats().bytes_moved, PROMPTS * 4
+        with ThreadPoolExecutor(len(asked)) as pool:
+            answers = list(pool.map(lambda prompt: served.complete(prompt, max_tokens=TOKENS), asked))
+        for prompt, answer in zip(asked, answers, strict=True):
+            assert answer["choices"][0]["text"] == text_of(served, expected[prompt])
+        assert served.handle.stats().bytes_moved > before
+
+    def test_openai_client(self, served: Served, expected: dict[str, list[int]]) -> None:
+        client = served.client()
+        for prompt in PROMPTS:
+            chat = client.chat.completions.create(model=NAME, messages=message(prompt), max_tokens=TOKENS)
+            assert chat.choices[0].message.content == text_of(served, expected[f"chat {prompt}"])
+            completion = client.completions.create(model="alias", prompt=prompt, max_tokens=TOKENS, temperature=0)
+            assert completion.choices[0].text == text_of(served, expected[prompt])
+            assert completion.model == NAME
+        assert [model.id for model in client.models.list()] == [NAME, "alias"]
+
+    def test_openai_client_streams(self, served: Served, expected: dict[str, list[int]]) -> None:
+        client = served.client()
+        for prompt in PROMPTS:
+            options: Any = {"max_tokens": TOKENS, "stream": True, "stream_options": {"include_usage": True}}
+            chunks = list(client.chat.completions.create(model=NAME, messages=message(prompt), **options))
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+            assert text == streamed_text(served, expected[f"chat {prompt}"])
+            assert [chunk.usage.completion_tokens for chunk in chunks if chunk.usage] == [TOKENS]
+            parts = list(client.completions.create(model=NAME, prompt=prompt, **options))
+            assert "".join(part.choices[0].text for part in parts if part.choices) == streamed_text(
+                served, expected[prompt]
+            )
+            assert parts[-1].choices == []
+
+    @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
+    def test_curl(self, served: Served, expected: dict[str, list[int]]) -> None:
+        """As the line that the command prints says it."""
+        body = json.dumps({"model": NAME, "prompt": "Water", "max_tokens": TOKENS})
+        command = ["curl", "-s", f"{served.url}/v1/completions", "-H", "Content-Type: application/json", "-d", body]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        assert json.loads(done.stdout)["choices"][0]["text"] == text_of(served, expected["Water"])
+
+    @pytest.mark.parametrize("chat", [False, True])
+    def test_vllm_bench_serve(self, served: Served, expected: dict[str, list[int]], chat: bool) -> None:
+        """The bodies that its client sends, and what that reads of the answers."""
+        fields: dict[str, Any] = {
+            "model": NAME,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "ignore_eos": True,
+            "temperature": 0.0,
+            "repetition_penalty": 1.0,
+        }
+        if chat:
+            content = [{"type": "text", "text": "Water"}]
+            fields |= {"messages": [{"role": "user", "content": content}], "max_completion_tokens": TOKENS}
+        else:
+            fields |= {"prompt": "Water", "max_tokens": TOKENS, "logprobs": None}
+        status, text = served.send(f"/v1/{'chat/' if chat else ''}completions", fields)
+        assert status == 200, text
+        events = [event.removeprefix("data: ") for event in text.split("\n\n") if event]
+        assert events[-1] == "[DONE]"
+        chunks = [json.loads(event) for event in events[:-1]]
+        assert [chunk["usage"]["completion_tokens"] for chunk in chunks if not chunk["choices"]] == [TOKENS]
+        choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+        texts = [choice["delta"].get("content") if chat else choice["text"] for choice in choices]
+        assert "".join(filter(None, texts)) == streamed_text(served, expected["chat Water" if chat else "Water"])
+
+
+class TestSampling:
+    def test_a_seed_gives_the_same_answer_whatever_else_runs(self, served: Served) -> None:
+        def ask(seed: int) -> str:
+            answer = served.complete("Water", max_tokens=TOKENS, temperature=1.5, seed=seed)
+            return str(answer["choices"][0]["text"])
+
+        first, other = ask(7), ask(8)
+        assert first != other
+        with ThreadPoolExecutor(6) as pool:
+            busy = [pool.submit(served.complete, "x", max_tokens=60, temperature=1.0) for _ in range(3)]
+            again = [pool.submit(ask, 7) for _ in range(2)]
+            assert [each.result() for each in again] == [first, first]
+            assert all(each.result() for each in busy)
+
+    def test_another_sampling_waits_for_the_batch_to_end(self, served: Served, expected: dict[str, list[int]]) -> None:
+        """Greedy answers are the same between requests that sample."""
+        asked = [(prompt, temperature) for prompt in PROMPTS[:3] for temperature in (0, 0.9, 0)]
+        with ThreadPoolExecutor(len(asked)) as pool:
+            answers = list(
+                pool.map(lambda each: served.complete(each[0], max_tokens=TOKENS, temperature=each[1]), asked)
+            )
+        for (prompt, temperature), answer in zip(asked, answers, strict=True):
+            assert answer["usage"]["completion_tokens"] == TOKENS
+            if temperature == 0:
+                assert answer["choices"][0]["text"] == text_of(served, expected[prompt])
+
+    def test_the_token_that_ends_texts(self, served: Served, expected: dict[str, list[int]]) -> None:
+        """An answer ends at it; ``ignore_eos`` goes on."""
+        tokens = expected["Water"]
+        stop = next(token for index, token in enumerate(tokens) if index > 2 and token not in tokens[:index])
+        settings = served.model.generation_config
+        settings.eos_token_id = stop
+        try:
+            cut = served.complete("Water", max_tokens=TOKENS)
+            whole = served.complete("Water", max_tokens=TOKENS, ignore_eos=True)
+        finally:
+            settings.eos_token_id = None
+        assert cut["choices"][0]["finish_reason"] == "stop"
+        assert cut["usage"]["completion_tokens"] == tokens.index(stop) + 1
+        assert whole["choices"][0]["text"] == text_of(served, tokens)

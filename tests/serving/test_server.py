@@ -1,0 +1,199 @@
+"""The promise: a server that says what is wrong, forgets who has left, and tells the truth about itself."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from commands import TINY
+from headrace.demo.synthetic_model import ensure_model
+from headrace.errors import OptionError
+from headrace.serving.app import bind
+from servers import NAME, Served, serving
+
+KEY = "s3cret"
+WITH_KEY = {"Authorization": f"Bearer {KEY}"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A causal language model of 4 MB without a chat template."""
+    plain = tmp_path_factory.mktemp("server") / "plain"
+    ensure_model(plain, TINY)
+    return plain
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[Served]:
+    with serving(folder, "2MiB", sequences=2, longest=256, max_waiting=2) as running:
+        yield running
+
+
+def figures(served: Served) -> dict[str, float]:
+    status, text = served.send("/metrics")
+    assert status == 200
+    lines = [line for line in text.splitlines() if not line.startswith("#") and "_created" not in line]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+def until(reached: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not reached():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def error_of(answer: tuple[int, str]) -> tuple[int, str]:
+    status, text = answer
+    error = json.loads(text)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return status, error["message"]
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("path", "body", "status", "message"),
+        [
+            ("/v1/completions", b"{", 400, "the body: expected a JSON object (JSON decode error)"),
+            ("/v1/completions", b"[1]", 400, "the body: expected a JSON object"),
+            ("/v1/completions", b"\xff\xfe", 400, "body"),
+            ("/v1/completions", b"[" * 100_000, 400, "body"),
+            ("/v1/completions", {"prompt": "hi", "n": 2}, 400, "n = 2 would have no effect here"),
+            ("/v1/completions", {"prompt": "hi", "model": "gpt"}, 404, f"model 'gpt' is not served here, {NAME!r} is"),
+            ("/v1/completions", {"prompt": "hi", "max_tokens": 255}, 400, "more than the 256 that a sequence may have"),
+            ("/v1/completions", {"prompt": "hi" * 200}, 400, "send a shorter prompt"),
+            ("/v1/completions", {"prompt": "hi", "top_p": 0.5}, 400, "top_p has no effect on greedy decoding"),
+            ("/v1/chat/completions", {"messages": []}, 404, "has no chat template; send texts to /v1/completions"),
+            ("/v1/responses", {"input": "hi"}, 404, "there are /v1/chat/completions, /v1/completions, /v1/models"),
+            ("/reset", {}, 404, "POST /reset: Not Found"),
+            ("/load_model", {"model": "other"}, 404, "POST /load_model: Not Found"),
+            ("/v1/models", {}, 405, "POST /v1/models: Method Not Allowed"),
+        ],
+    )  # fmt: skip
+    def test_in_the_form_of_openais(self, served: Served, path: str, body: Any, status: int, message: str) -> None:
+        before = served.handle.stats().bytes_moved
+        found, text = error_of(served.send(path, body))
+        assert found == status
+        assert message in text
+        assert served.handle.stats().bytes_moved == before
+        assert served.complete("hi", max_tokens=2)["usage"]["completion_tokens"] == 2
+
+    def test_a_body_too_long_to_fit(self, served: Served) -> None:
+        status, text = error_of(served.send("/v1/completions", {"prompt": "a" * 2_000_000}))
+        assert status == 413
+        assert "the body is longer than" in text
+
+    def test_a_full_queue(self, served: Served) -> None:
+        """Two run, two wait, and the others are told to come again; nobody's answer suffers."""
+        with ThreadPoolExecutor(8) as pool:
+            asked = {"prompt": "a" * 200, "max_tokens": 50}
+            answers = list(pool.map(lambda _: served.send("/v1/completions", asked), range(8)))
+        statuses = sorted(status for status, _ in answers)
+        assert set(statuses) == {200, 429}
+        assert statuses.count(200) >= 4
+        texts = {json.loads(text)["choices"][0]["text"] for status, text in answers if status == 200}
+        assert len(texts) == 1
+        assert "wait, as many as may (--max-queue)" in next(text for status, text in answers if status == 429)
+
+
+class TestLeaving:
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_the_request_of_a_client_that_leaves_ends(self, served: Served, stream: bool) -> None:
+        address = http.client.urlsplit(served.url)
+        connection = http.client.HTTPConnection(str(address.hostname), address.port)
+        body = json.dumps({"prompt": "hi", "max_tokens": 250, "stream": stream})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        until(lambda: figures(served)["headrace_running_requests"] == 1)
+        assert figures(served)["headrace_cache_reserved_tokens"] >= 250
+        connection.sock.shutdown(socket.SHUT_RDWR)
+        connection.close()
+        until(lambda: figures(served)["headrace_running_requests"] == 0)
+        assert figures(served)["headrace_cache_reserved_tokens"] == 0
+        assert served.batches._manager.output_router.result_handlers == {}
+        assert served.complete("hi", max_tokens=2)["usage"]["completion_tokens"] == 2
+
+    def test_names_of_clients_do_not_meet(self, served: Served) -> None:
+        """Two requests of one name at once: each gets its own answer."""
+        alone = [served.complete(prompt, max_tokens=40)["choices"][0]["text"] for prompt in ("Water", "x")]
+
+        def ask(prompt: str) -> Any:
+            return json.loads(
+                served.send("/v1/completions", {"prompt": prompt, "max_tokens": 40}, {"x-request-id": "same"})[1]
+            )
+
+        with ThreadPoolExecutor(2) as pool:
+            answers = list(pool.map(ask, ("Water", "x")))
+        assert [answer["choices"][0]["text"] for answer in answers] == alone
+        assert len({answer["id"] for answer in answers}) == 2
+
+
+class TestFigures:
+    def test_counts(self, served: Served) -> None:
+        before = figures(served)
+        served.complete("hi", max_tokens=5)
+        served.send("/v1/completions", b"{")
+        after = figures(served)
+        ok = 'headrace_requests_total{path="/v1/completions",status="200"}'
+        assert after[ok] == before.get(ok, 0) + 1
+        wrong = 'headrace_requests_total{path="/v1/completions",status="400"}'
+        assert after[wrong] == before.get(wrong, 0) + 1
+        assert after["headrace_prompt_tokens_total"] == before["headrace_prompt_tokens_total"] + 2
+        assert after["headrace_generated_tokens_total"] == before["headrace_generated_tokens_total"] + 5
+        assert after["headrace_moved_bytes_total"] == served.handle.stats().bytes_moved > 0
+        assert after["headrace_first_byte_seconds_count"] == before["headrace_first_byte_seconds_count"] + 1
+        assert after["headrace_cache_tokens"] == 512
+        assert after["headrace_alive"] == 1
+
+
+def test_a_key(folder: Path) -> None:
+    with serving(folder, "2MiB", key=KEY) as served:
+        asked, before = {"prompt": "hi", "max_tokens": 2}, served.handle.stats().bytes_moved
+        for headers in ({}, {"Authorization": "Bearer"}, {"Authorization": f"Bearer {KEY}x"}, {"X-Api-Key": KEY}):
+            for path, body in (("/v1/completions", asked), ("/v1/models", None), ("/v1/other", None)):
+                status, text = error_of(served.send(path, body, headers))
+                assert status == 401
+                assert "send the header Authorization: Bearer KEY" in text
+        assert served.handle.stats().bytes_moved == before
+        assert served.send("/v1/completions", asked, WITH_KEY)[0] == 200
+        assert next(model.id for model in served.client(KEY).models.list()) == NAME
+        assert served.send("/health")[0] == served.send("/metrics")[0] == 200
+
+
+def test_the_end_of_the_batching_loop_is_said(folder: Path) -> None:
+    """To those who wait, to those who come, and to whoever asks for the health."""
+    with serving(folder, "2MiB") as served:
+        assert served.send("/health") == (200, '{"status":"ok"}')
+        served.complete("hi", max_tokens=2)
+
+        def fail(*_: Any, **__: Any) -> torch.Tensor:
+            raise RuntimeError('out of "luck"')
+
+        served.model.forward = fail
+        status, text = error_of(served.send("/v1/completions", {"prompt": "hi"}))
+        assert status == 503
+        assert 'out of "luck"' in text
+        until(lambda: served.send("/health")[0] == 503)
+        status, text = error_of(served.send("/v1/completions", {"prompt": "hi", "stream": True}))
+        assert status == 503
+        assert re.search('the batching loop has ended: out of "luck"', text)
+        assert figures(served)["headrace_alive"] == 0
+
+
+def test_an_address_that_is_taken() -> None:
+    with bind("127.0.0.1", 0) as first:
+        first.listen()
+        port = first.getsockname()[1]
+        with pytest.raises(OptionError, match=f"--port {port}: expected a free address .* Address already in use"):
+            bind("127.0.0.1", port)
+    with pytest.raises(OptionError, match=r"--host 1\.2\.3\.4 --port 0: expected a free address of this machine"):
+        bind("1.2.3.4", 0)

@@ -1,0 +1,87 @@
+"""A server of headrace's in a thread of the test process."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from openai import OpenAI
+from transformers import AutoTokenizer
+
+from headrace.adapters.transformers import load
+from headrace.api import Handle
+from headrace.config import Policy
+from headrace.serving.admission import Pool
+from headrace.serving.app import bind, make_app
+from headrace.serving.batches import BLOCK_TOKENS, Batches
+
+NAME = "tiny"
+
+
+@dataclass
+class Served:
+    """A running server."""
+
+    url: str
+    handle: Handle
+    batches: Batches
+    tokenizer: Any
+    model: Any
+
+    def client(self, key: str = "none") -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+
+    def send(self, path: str, body: object = None, headers: dict[str, str] | None = None) -> tuple[int, str]:
+        """Status and text of one request; a body that is not bytes is sent as JSON."""
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        given = {"Content-Type": "application/json", **(headers or {})}
+        request = urllib.request.Request(f"{self.url}{path}", data, given)
+        try:
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def complete(self, prompt: str, **fields: Any) -> dict[str, Any]:
+        status, text = self.send("/v1/completions", {"prompt": prompt, **fields})
+        assert status == 200, text
+        return json.loads(text)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def serving(
+    folder: Path, policy: Policy | str, *, sequences: int = 4, longest: int = 256, max_waiting: int = 64,
+    key: str | None = None,
+) -> Iterator[Served]:  # fmt: skip
+    """A server of the model in ``folder``, offloaded as ``policy`` says, on a free port."""
+    model, handle = load(folder, policy, device="cpu")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    batches = Batches(model, Pool.of(sequences, longest, BLOCK_TOKENS), max_waiting)
+    app = make_app(model, handle, tokenizer, [NAME, "alias"], batches, key)
+    bound = bind("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="on"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    gc.collect()
+    gc.freeze()  # as run_app does
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        yield Served(f"http://127.0.0.1:{bound.getsockname()[1]}", handle, batches, tokenizer, model)
+    finally:
+        server.should_exit = True
+        thread.join(60)
+        gc.unfreeze()
+        bound.close()
+        handle.remove()
