@@ -58,6 +58,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         require_supported(vllm.__version__)
         self._options = read_options(vllm_config.offload_config, vllm_config.additional_config)
         self._announces = False
+        self._link_bytes_per_s: float | None = None  # of this rank beside others that copy, where it was asked for
         self._all_ran = False  # whether every offloaded module has run at least once
         if self._options.policy is not None:
             refuse_unsupported(vllm_config, self._options.policy)
@@ -123,9 +124,8 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
 
         # Kernels may have been measured on each host.
         rates: Rates = get_tp_group().broadcast_object(rates_among(self.device, exchange), src=0)
-        logger.info(
-            f"headrace: planned for {rates.machine}, {rates.copy_bytes_per_s(COPY_SIZES[-1]) / 1e9:.1f} GB/s each"
-        )
+        self._link_bytes_per_s = rates.copy_bytes_per_s(COPY_SIZES[-1])
+        logger.info(f"headrace: planned for {rates.machine}, {self._link_bytes_per_s / 1e9:.1f} GB/s each")
         return rates
 
     @contextmanager
@@ -240,6 +240,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             "misses": stats.misses,
             "last_stalls_s": [unit.last_stall_s for unit in stats.units],
             "added_device_bytes": self._offloader.added_device_bytes,
+            "planned_link_bytes_per_s": self._link_bytes_per_s,
         }
 
     def sleep(self, level: int = 1) -> None:
