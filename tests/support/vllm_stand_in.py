@@ -288,6 +288,10 @@ class FirstRunner:
     def execute(self, *args: Any) -> Any:
         return self.model(*args)
 
+    @torch.inference_mode()
+    def profile_run(self) -> None:
+        self.get_model()(PROFILED)
+
 
 class SecondRunner:
     """Does neither."""
@@ -304,6 +308,10 @@ class SecondRunner:
 
     def execute(self, *args: Any) -> Any:
         return self.graphs.run_fullgraph(*args)
+
+    @torch.inference_mode()
+    def profile_run(self) -> None:
+        self.model(PROFILED)
 
 
 def load(config: VllmConfig) -> tuple[nn.Module, nn.Module | None, int]:
@@ -345,12 +353,12 @@ class Worker(WorkerBase):
     def determine_available_memory(self) -> int:
         """Profiles the model, unless what the cache gets was said (as vLLM's worker for CPUs has it)."""
         if self.vllm_config.profiles:
-            self.execute_model(PROFILED)
+            self.model_runner.profile_run()
         return 10**9
 
     def compile_or_warm_up_model(self) -> float:
         if not self.vllm_config.profiles:
-            self.execute_model(PROFILED)
+            self.model_runner.profile_run()
         return 0.5  # seconds of compilation
 
     def shutdown(self) -> None:

@@ -279,8 +279,9 @@ class EngineOffloader(LayerwiseOffloader):
 
     @property
     def has_run(self) -> bool:
-        """Whether any module that is offloaded ran."""
-        return any(unit.runs for unit in self.stats().units)
+        """Whether the engine has run its model, or any module that is offloaded."""
+        session = self._require_session()
+        return session.has_run or any(unit.runs for unit in session.stats().units)
 
     def require_all_ran(self) -> None:
         """To be asked when the engine has run its model once, before its results count.

@@ -73,6 +73,7 @@ class Prefetcher:
         self._graphs = GraphRecord(self._schedule, replays_announced)
         self._forwards: dict[int, int] = {}  # idents of the threads inside a forward of the model -> its number
         self._forward_numbers = itertools.count()
+        self.has_run = False
         # Held directly, for a Ctrl-C inside the condition's own Python code could leave it locked forever.
         self._lock = threading.RLock()
         self._free = threading.Condition(self._lock)
@@ -115,6 +116,7 @@ class Prefetcher:
             if in_segments:
                 self._graphs.replay_is_due = False
             self._require_open(begins=True)
+            self.has_run = True
             self._forwards[threading.get_ident()] = next(self._forward_numbers)
             self._seen = []
             self._link.check()

@@ -160,6 +160,11 @@ class OffloadSession(NotCopyable):
         sizes_by_store = {name: size for name, size in stores.items() if size}
         return Stats(units, sizes, self._notes(), sizes_by_store, staging, self._reads)
 
+    @property
+    def has_run(self) -> bool:
+        """Whether a forward of the model has begun."""
+        return self._prefetcher is not None and self._prefetcher.has_run
+
     def counters(self) -> Stats:
         """The totals of :meth:`stats`, without its errors, and without waiting for a GPU."""
         units = self._prefetcher.stats if self._prefetcher else ()
