@@ -19,10 +19,12 @@ from torch import nn
 import vllm_stand_in as vllm
 from engines import Linear
 from headrace.errors import OptionError, PeerError, StateError
+from headrace.offloaders.layerwise import EngineOffloader
 from ranks import outcomes
 from vllm_workers import (
     GROUP,
     RUNNERS,
+    ids,
     loaded,
     make,
     offloaded_names,
@@ -118,23 +120,32 @@ def test_layers_that_go_on_to_torch_are_none_of_these(monkeypatch: pytest.Monkey
 @RUNNERS
 @pytest.mark.parametrize("wrong", [{"offload_params": {"no_such_name"}}, {"offload_num_in_group": 9}])
 def test_a_start_that_failed_leaves_vllm_as_it_was(wrong: dict[str, Any], second: bool) -> None:
-    before = vllm.get_offloader()
     with pytest.raises(OptionError):
         loaded({**GROUP, **wrong}, second=second)
-    if second:
-        assert vllm.get_offloader() is before
+    assert type(vllm.get_offloader()) in (vllm.NoopOffloader, vllm.PrefetchOffloader)  # before the runner's, after it
     require_same_outputs(resident(use_v2_model_runner=second), resident())
     require_same_outputs(loaded(GROUP, second=second), resident())
 
 
-def test_the_next_engine_of_a_process() -> None:
-    worker = loaded(GROUP, second=True)
+@RUNNERS
+def test_the_next_engine_of_a_process(second: bool) -> None:
+    plain = resident(use_v2_model_runner=second)
+    worker = loaded(GROUP, second=second)
     with pytest.raises(StateError, match="an engine of this process has headrace's offloader already"):
-        loaded(GROUP, second=True)
-    require_same_outputs(worker, resident())
+        make(GROUP, second=second)
+    require_same_outputs(worker, plain)
     worker.shutdown()
-    assert type(vllm.get_offloader()) is vllm.NoopOffloader
-    require_same_outputs(loaded(GROUP, second=True), resident())
+    assert not isinstance(vllm.get_offloader(), EngineOffloader)
+    require_same_outputs(loaded(GROUP, second=second), plain)
+
+
+@RUNNERS
+def test_an_engine_without_headrace_in_the_same_process_stops_the_first_one(second: bool) -> None:
+    """Its runner sets vLLM's offloader, so nothing would make the slots ready for the graphs of the other engine."""
+    worker = loaded(GROUP, second=second)
+    vllm.Worker(vllm.VllmConfig(use_v2_model_runner=second), 0, 0, "").init_device()
+    with pytest.raises(StateError, match="another engine of this process has replaced headrace's offloader"):
+        worker.execute_model(ids())
 
 
 def test_a_vllm_of_another_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

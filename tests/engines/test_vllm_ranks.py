@@ -19,6 +19,7 @@ from vllm_workers import (
     GROUP,
     RUNNERS,
     SOME,
+    another_process,
     loaded,
     make,
     offloaded_names,
@@ -56,7 +57,7 @@ def test_each_tensor_parallel_rank_offloads_its_shard() -> None:
     """A rank's parameters are plain tensors with shapes of their own; two ranks share nothing."""
     sizes = []
     for width in (160, 320):
-        vllm.set_offloader(vllm.NoopOffloader())
+        another_process()
         worker = loaded(GROUP, width=width)
         require_same_outputs(worker, resident(width=width))
         sizes.append(worker.headrace_stats()["prefetched_bytes"])

@@ -28,6 +28,7 @@ from vllm_workers import (
     GROUP,
     RUNNERS,
     SOME,
+    another_process,
     ids,
     loaded,
     make,
@@ -74,10 +75,13 @@ def test_outputs_are_the_same_and_bytes_move(flags: dict[str, Any], own: dict[st
     assert any(line.startswith("info: headrace: ") for line in vllm.state.logger.lines)
 
 
-@RUNNERS
+@pytest.mark.parametrize(
+    ("version", "second", "num_calls"), [("0.33.0", True, 3), ("0.33.0", False, 3), ("0.27.0", True, 2)]
+)
 def test_layers_are_wrapped_while_the_model_is_built_and_finished_once(
-    monkeypatch: pytest.MonkeyPatch, second: bool
+    monkeypatch: pytest.MonkeyPatch, version: str, second: bool, num_calls: int
 ) -> None:
+    vllm.install(monkeypatch, version)
     calls = []
     for name in ("wrap_modules", "post_init"):
         method = getattr(EngineOffloader, name)
@@ -88,8 +92,8 @@ def test_layers_are_wrapped_while_the_model_is_built_and_finished_once(
 
         monkeypatch.setattr(EngineOffloader, name, noted)
     worker = loaded(GROUP, second=second)
-    # The first runner ends loading with a call of its own; the second of the two calls has no effect.
-    assert calls == ["wrap_modules", "post_init", "post_init"][: 2 if second else 3]
+    # Both runners end loading with a call of their own (the second one since 0.28), and a second call has no effect.
+    assert calls == ["wrap_modules", "post_init", "post_init"][:num_calls]
     assert "load_model" not in vars(worker.model_runner)
     assert len(worker._offloader.plan.units) == 2
 
@@ -174,7 +178,7 @@ def test_graphs_of_a_draft_model_are_not_taken_for_the_models(second: bool) -> N
     """Each would make what the next forward needs first be copied again."""
     copies = []
     for draft_replays in (0, 3):
-        vllm.set_offloader(vllm.NoopOffloader())
+        another_process()
         worker = loaded(GROUP, second=second, draft_layers=4)
         for _ in range(5):
             worker.execute_model(ids())
@@ -238,7 +242,7 @@ def test_a_layer_whose_hook_never_runs_ends_the_start(profiles: bool, second: bo
 
 def test_a_worker_that_moves_nothing_has_no_units_to_run() -> None:
     for flags, own in (({}, None), (GROUP, {"boundaries_only": True})):
-        vllm.set_offloader(vllm.NoopOffloader())
+        another_process()
         assert serve(loaded(flags, own, change_model=go_around_hooks)) == 0.5
 
 
@@ -262,7 +266,7 @@ def test_the_plan_is_part_of_the_compile_cache_key(second: bool) -> None:
     flags = [GROUP, {"offload_group_size": 2}, {**GROUP, "offload_params": {"mlp"}}, GROUP]
     keys = []
     for given in flags:
-        vllm.set_offloader(vllm.NoopOffloader())
+        another_process()
         worker = make(given, second=second)
         before = worker.vllm_config.compute_hash()
         worker.load_model()
@@ -283,7 +287,7 @@ def test_the_compiled_model_is_cut_at_headraces_ops_once() -> None:
     worker = make(GROUP)
     expected = ["vllm::unified_attention", "headrace::wait", "headrace::release"]
     assert worker.vllm_config.compilation_config.splitting_ops == expected
-    vllm.set_offloader(vllm.NoopOffloader())
+    another_process()
     again = start(worker.vllm_config)
     assert again.vllm_config.compilation_config.splitting_ops == expected
 
@@ -384,7 +388,7 @@ def test_what_would_reach_slots_is_refused_while_offloaded_and_passed_on_otherwi
         getattr(worker, what)(*args)
     assert worker.calls == []
     require_same_outputs(worker, plain)
-    vllm.set_offloader(vllm.NoopOffloader())
+    another_process()
     idle = loaded(second=second)
     getattr(idle, what)(*args)
     assert [call.split()[0] for call in idle.calls] == [what]
@@ -398,10 +402,10 @@ def test_new_weights_from_a_worker_extension_are_refused(second: bool) -> None:
     with pytest.raises(StateError, match=r"load_weights would write into slots.*start the engine again"):
         worker.model_runner.get_model().load_weights(new)
     require_same_outputs(worker, plain)
-    vllm.set_offloader(vllm.NoopOffloader())
+    another_process()
     for idle in (loaded(second=second), loaded(GROUP, {"boundaries_only": True}, second=second)):
         assert idle.model_runner.get_model().load_weights(new) == {name for name, _ in new}
-        vllm.set_offloader(vllm.NoopOffloader())
+        another_process()
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------

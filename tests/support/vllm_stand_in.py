@@ -68,8 +68,8 @@ def get_offloader() -> BaseOffloader:
     return state.offloader
 
 
-def set_offloader(instance: BaseOffloader) -> None:
-    state.offloader = instance
+def set_offloader(instance: BaseOffloader | None) -> None:
+    state.offloader = NoopOffloader() if instance is None else instance
 
 
 def create_offloader(config: OffloadConfig) -> BaseOffloader:
@@ -148,7 +148,7 @@ class VllmConfig:
     load_config: LoadConfig = field(default_factory=LoadConfig)
     weight_transfer_config: dict[str, str] | None = None
     additional_config: Any = field(default_factory=dict)
-    use_v2_model_runner: bool = False
+    use_v2_model_runner: bool = True
     width: int = WIDTH
     change_model: Callable[[Model], Any] = lambda model: None
     draft_layers: int = 0
@@ -294,13 +294,17 @@ class FirstRunner:
 
 
 class SecondRunner:
-    """Does neither."""
+    """The default for nearly every model since vLLM 0.32: like the first one since 0.28, and neither before."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.vllm_config = vllm_config
+        if state.second_sets_offloader:
+            set_offloader(create_offloader(vllm_config.offload_config))
 
     def load_model(self, load_dummy_weights: bool = False, *args: Any, **kwargs: Any) -> None:
         self.model, self.drafter, self.model_memory_usage = load(self.vllm_config)
+        if state.second_sets_offloader:
+            get_offloader().post_init()
         self.graphs = CudaGraphManager(self.model)
 
     def get_model(self) -> nn.Module:
@@ -363,6 +367,8 @@ class Worker(WorkerBase):
 
     def shutdown(self) -> None:
         self.calls.append("shutdown")
+        if self.vllm_config.use_v2_model_runner:
+            set_offloader(None)  # since 0.31
 
     def execute_model(self, scheduler_output: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode():
@@ -502,8 +508,9 @@ _MODULES: dict[str, list[Any]] = {
 _RUNNERS = (FirstRunner, SecondRunner)
 
 
-def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.26.0") -> None:
+def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.33.0") -> None:
     """Put the stand-in where vLLM would be, in its first state, until the test ends."""
+    state.second_sets_offloader = int(version.split(".")[1]) >= 28
     state.offloader, state.pipeline, state.logger = NoopOffloader(), (0, 1), Logger()
     state.data_parallel = SimpleNamespace(world_size=1, cpu_group=None)
     state.tensor_parallel = state.world = GroupCoordinator()

@@ -13,7 +13,7 @@ import torch
 import vllm_stand_in as vllm
 from engines import VOCABULARY
 
-RUNNERS = pytest.mark.parametrize("second", [False, True], ids=["first runner", "second runner"])
+RUNNERS = pytest.mark.parametrize("second", [True, False], ids=["second runner", "first runner"])
 GROUP = {"offload_group_size": 4}
 SOME = {"device_memory": "7MiB"}  # of 9 MiB
 
@@ -30,7 +30,7 @@ def make(
     flags: dict[str, Any] | None = None,
     own: dict[str, Any] | None = None,
     *,
-    second: bool = False,
+    second: bool = True,
     rank: int = 0,
     **config: Any,
 ) -> Any:
@@ -58,11 +58,20 @@ def loaded(*args: Any, **kwargs: Any) -> Any:
     return worker
 
 
+def another_process() -> None:
+    """Nothing that was done so far has been done in the process of the next worker."""
+    vllm.set_offloader(None)
+    sys.modules.pop("headrace.adapters.vllm.worker", None)
+
+
 def resident(**config: Any) -> vllm.Worker:
-    """vLLM alone."""
+    """vLLM alone, as if in a process of its own."""
+    before = vllm.get_offloader()
+    vllm.set_offloader(None)
     worker = vllm.Worker(vllm.VllmConfig(**config), 0, 0, "")
     worker.init_device()
     worker.load_model()
+    vllm.set_offloader(before)
     return worker
 
 

@@ -47,7 +47,7 @@ class Name:
 
 _OFFLOADER = "vllm.model_executor.offloader.base"
 _WORKER = "vllm.v1.worker.gpu_worker"
-_RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
+_RUNNERS = ("vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu_model_runner")  # the default first
 _GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
 _BREAKABLE = "vllm.compilation.breakable_cudagraph"
 _GROUPS = "vllm.distributed.parallel_state"

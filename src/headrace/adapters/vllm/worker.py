@@ -1,13 +1,15 @@
 """A worker of vLLM whose offloader is headrace's.
 
-vLLM's runners set an offloader before they build the model (the second one since vLLM 0.28). The model code calls it in
-``make_layers``, and the graph code calls it to order copies. This worker sets headrace's offloader before the model is
-built, and runs its ``post_init`` once the weights are final, with either runner and any version.
+vLLM's runners set an offloader of vLLM's, build the model, whose code calls it in ``make_layers``, and call its
+``post_init``; the graph code calls it to order copies. This worker sets headrace's offloader before the model is built,
+and calls ``post_init`` as soon as the weights are final. It relies on neither call of the runners: before vLLM 0.28 the
+second one, the default by now, made none.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -42,6 +44,8 @@ __all__ = ["OffloadingWorker", "Worker"]
 logger = init_logger("vllm.headrace")  # vLLM prints messages of its own loggers and their children
 
 
+_in_force: weakref.ref[EngineOffloader] | None = None  # of the process, as vLLM's own
+
 # OffloadingWorker is mixed into a worker class of vLLM; type checkers see the one for GPUs.
 _Base: Any = gpu_worker.Worker if TYPE_CHECKING else object
 
@@ -61,6 +65,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         self._link_bytes_per_s: float | None = None  # of this rank beside others that copy, where it was asked for
         self._all_ran = False  # whether every offloaded module has run at least once
         if self._options.policy is not None:
+            _refuse_second_engine()  # before its runner replaces the offloader that the graphs of the first one ask
             refuse_unsupported(vllm_config, self._options.policy)
             self._announces = _keep_units_out_of_pieces(vllm_config.compilation_config)
         self._offloader: EngineOffloader | None = None
@@ -139,8 +144,8 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
 
         def load_and_offload(*args: Any, **kwargs: Any) -> None:
             load(*args, **kwargs)
-            # vLLM calls it after it has measured the memory of the weights, and its second runner only since 0.28.
-            # Here it runs inside the memory pool that vLLM loads in.
+            # If the runner has called it (the second one does since 0.28) this has no effect. It runs inside the memory
+            # pool that vLLM loads in.
             offloader.post_init()
             runner.model_memory_usage += offloader.added_device_bytes
             if not self._options.boundaries_only:
@@ -152,8 +157,10 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             _require_same_units([unit.module_fqn for unit in offloader.plan.units])
             self.vllm_config.additional_config["headrace_units"] = json_digest(units)
 
+        global _in_force
         self._former = get_offloader()
         set_offloader(offloader)
+        _in_force = weakref.ref(offloader)
         runner.load_model = load_and_offload
         try:
             yield
@@ -164,8 +171,11 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             del runner.load_model  # the method of the class is in force again
 
     def _give_up_offloader(self) -> None:
-        if self._offloader is not None and get_offloader() is self._offloader:
-            set_offloader(self._former)
+        global _in_force
+        if self._offloader is not None:
+            _in_force = None
+            if get_offloader() is self._offloader:
+                set_offloader(self._former)
         self._offloader = None
 
     def shutdown(self) -> None:
@@ -197,9 +207,14 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         """Like vLLM's; then the first copies of the next forward start, beside sampling and scheduling.
 
         Raises:
-            StateError: the first step of a worker that has run its model for nothing else (on a CPU) does not run a
-                module that is offloaded.
+            StateError: another engine of this process has replaced the offloader; the first step of a worker that has
+                run its model for nothing else (on a CPU) does not run a module that is offloaded.
         """
+        if self._offloader is not None and get_offloader() is not self._offloader:
+            raise StateError(
+                "another engine of this process has replaced headrace's offloader, which vLLM asks before it replays a "
+                "graph: run each engine in a process of its own"
+            )
         try:
             result = super().execute_model(scheduler_output, *args, **kwargs)
         finally:  # hooks do not see an interrupt, and the next replay needs the first units in their slots
@@ -384,13 +399,16 @@ def _is_lookup(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding | VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
 
 
-def _refuse_other_offloader(offloader: Any) -> None:
-    """Refuse an offloader that is in use; vLLM's own, which its runner has set for the same flags, is replaced."""
-    if isinstance(offloader, EngineOffloader):
+def _refuse_second_engine() -> None:
+    if _in_force is not None and _in_force() is not None:
         raise StateError(
             "an engine of this process has headrace's offloader already, and its weights are offloaded: shut it down "
             "first, or start this one in a process of its own"
         )
+
+
+def _refuse_other_offloader(offloader: Any) -> None:
+    """Refuse an offloader that is in use; vLLM's own, which its runner has set for the same flags, is replaced."""
     if not type(offloader).__module__.startswith("vllm."):
         raise StateError(
             f"{type(offloader).__module__}.{type(offloader).__name__} is set as vLLM's offloader, and headrace would "
