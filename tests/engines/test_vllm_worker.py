@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 import vllm_stand_in as vllm
-from engines import Wrapped
+from engines import WIDTH, Wrapped
 from headrace.adapters.vllm.interface import differences
 from headrace.adapters.vllm.options import REFUSED, Refusal
 from headrace.config import Prefetch
-from headrace.errors import OptionError, SelectionError, StateError
+from headrace.errors import OptionError, OutsideAccessError, SelectionError, StateError
 from headrace.offloaders.layerwise import EngineOffloader
 from vllm_workers import (
     GROUP,
@@ -233,11 +233,72 @@ def test_a_model_that_runs_all_its_units_serves(
 def test_a_layer_whose_hook_never_runs_ends_the_start(profiles: bool, second: bool) -> None:
     """What it reads is whatever its slot holds: other tokens, and no error."""
     worker = loaded(GROUP, second=second, profiles=profiles, change_model=go_around_hooks)
-    with pytest.raises(StateError, match=r"2 of 2 offloaded modules did not run .*\(model.layers.3, model.layers.7\)"):
+    # While vLLM profiles, weights rest outside of their module's forward; where it does not, runs are counted.
+    message = r"2 of 2 offloaded modules did not run .*\(model.layers.3, model.layers.7\)"
+    if profiles:
+        message = r"model.layers.3.self_attn.qkv_proj.weight was given to aten.linear.default outside of the forward"
+    with pytest.raises(OutsideAccessError if profiles else StateError, match=message):
         serve(worker)
     assert not isinstance(vllm.get_offloader(), EngineOffloader)
     left_out = {"device_memory": "7MiB", "rules": ["re:.*\\.[37]\\..*=resident"]}
     assert serve(loaded(own=left_out, second=second, change_model=go_around_hooks)) == 0.5
+
+
+@RUNNERS
+@pytest.mark.parametrize("profiles", [True, False])
+def test_parts_of_a_layer_that_are_units_may_run_without_it(profiles: bool, second: bool) -> None:
+    """Hooks are on the module of each unit: a model may go around the layer if it calls the parts that travel."""
+    config = {"width": 2 * WIDTH, "change_model": go_around_hooks, "profiles": profiles}
+    plain = resident(use_v2_model_runner=second, **config)
+    worker = loaded(GROUP, second=second, **config)
+    units = [unit.module_fqn.removeprefix("model.layers.") for unit in worker._offloader.plan.units]
+    assert units == ["3.self_attn", "3.mlp", "7.self_attn", "7.mlp"]
+    assert serve(worker) == 0.5
+    require_same_outputs(worker, plain)
+
+
+def go_around_compiled_hooks(model: vllm.Model) -> None:
+    """As vLLM compiles a model: all layers in one graph, below the module whose forward is the model's."""
+    go_around_hooks(model)
+    model.model.compile(backend="eager", fullgraph=True)
+
+
+@RUNNERS
+def test_a_layer_whose_op_never_runs_in_compiled_code_ends_the_start(second: bool) -> None:
+    config = {"change_model": go_around_compiled_hooks, "compilation_config": vllm.CompilationConfig(mode=3)}
+    with pytest.raises(StateError, match=r"2 of 2 offloaded modules did not run .*\(model.layers.3, model.layers.7\)"):
+        serve(loaded(GROUP, second=second, **config))
+    assert not isinstance(vllm.get_offloader(), EngineOffloader)
+    plain = resident(use_v2_model_runner=second, width=2 * WIDTH, change_model=go_around_hooks)
+    by_part = loaded(GROUP, second=second, width=2 * WIDTH, **config)
+    assert serve(by_part) == 0.5
+    require_same_outputs(by_part, plain)
+
+
+class Peeking(vllm.Decoder):
+    """Every layer is called, and the weights of one are read outside of its forward, too."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = super().forward(ids)
+        return x + self.layers[3].self_attn.qkv_proj.weight.sum()
+
+
+def peek(model: vllm.Model) -> None:
+    model.model.__class__ = Peeking
+
+
+@RUNNERS
+def test_weights_that_are_read_outside_of_their_layer_end_the_start(second: bool) -> None:
+    """Every unit runs, so counting them finds nothing; what is read is the layer that has the slot by then."""
+    plain = resident(use_v2_model_runner=second, change_model=peek)
+    worker = loaded(GROUP, second=second, change_model=peek)
+    with pytest.raises(OutsideAccessError, match=r"model.layers.3.self_attn.qkv_proj.weight was given to aten.sum"):
+        serve(worker)
+    assert not isinstance(vllm.get_offloader(), EngineOffloader)
+    left_out = {"device_memory": "7MiB", "rules": [r"re:.*\.3\..*=resident"]}
+    worker = loaded(own=left_out, second=second, change_model=peek)
+    assert serve(worker) == 0.5
+    require_same_outputs(worker, plain)
 
 
 def test_a_worker_that_moves_nothing_has_no_units_to_run() -> None:
@@ -406,6 +467,25 @@ def test_new_weights_from_a_worker_extension_are_refused(second: bool) -> None:
     for idle in (loaded(second=second), loaded(GROUP, {"boundaries_only": True}, second=second)):
         assert idle.model_runner.get_model().load_weights(new) == {name for name, _ in new}
         another_process()
+
+
+@RUNNERS
+def test_a_function_of_the_model_gets_true_weights_or_an_error(second: bool) -> None:
+    plain = resident(use_v2_model_runner=second)
+    worker = loaded(GROUP, second=second)
+    worker.execute_model(ids())
+    name = "model.layers.3.self_attn.qkv_proj.weight"
+    with pytest.raises(OutsideAccessError, match=f"{name} was given to aten.*sum"):
+        worker.apply_model(lambda model: model.get_parameter(name).sum())
+    with pytest.raises(OutsideAccessError, match=f"{name} was given to aten.zero_"):
+        worker.apply_model(lambda model: model.get_parameter(name).data.zero_())
+    assert (
+        worker.apply_model(lambda model: model.get_parameter(name).shape) == plain.get_model().get_parameter(name).shape
+    )
+    saved = worker.apply_model(lambda model: model.state_dict()[name])
+    assert torch.equal(saved, plain.get_model().get_parameter(name))
+    require_same_outputs(worker, plain)
+    assert worker.headrace_stats()["bytes_moved"] > 0
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------

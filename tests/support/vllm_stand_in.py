@@ -104,6 +104,7 @@ class OffloadConfig:
 
 @dataclass
 class CompilationConfig:
+    mode: int = 0  # nothing is compiled
     splitting_ops: list[str] | None = field(default_factory=lambda: ["vllm::unified_attention"])
     use_inductor_graph_partition: bool = False
 
@@ -332,6 +333,13 @@ class WorkerBase:
     def __init__(self, vllm_config: VllmConfig, rank: int) -> None:
         self.vllm_config = vllm_config
         self.rank = rank
+        self.model_runner: Any = None
+
+    def get_model(self) -> nn.Module:
+        raise NotImplementedError
+
+    def apply_model(self, fn: Callable[[nn.Module], Any]) -> Any:
+        return fn(self.get_model())
 
 
 class Worker(WorkerBase):
@@ -349,7 +357,11 @@ class Worker(WorkerBase):
     def init_device(self) -> None:
         self.device = torch.device("cpu")
         runner = SecondRunner if self.vllm_config.use_v2_model_runner else FirstRunner
-        self.model_runner: Any = runner(self.vllm_config)
+        self.model_runner = runner(self.vllm_config)
+
+    def get_model(self) -> nn.Module:
+        model: nn.Module = self.model_runner.get_model()
+        return model
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         self.model_runner.load_model(load_dummy_weights=load_dummy_weights)

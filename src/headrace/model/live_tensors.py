@@ -183,6 +183,16 @@ class BoundTensor:
         """Make the tensor rest again."""
         self.tensor.data = self._resting  # type: ignore[assignment]
 
+    def rest_for_now(self, wake: Wake) -> None:
+        """Have a tensor that stays in its slot rest like others, until :meth:`stay_in_slot`; ``wake``: as above."""
+        if self.in_slot is None or self._resting is not None or self._find_loss():
+            return
+        self.wake = wake
+        with torch.inference_mode(self.original.is_inference()):
+            self._resting = resting_like(self.in_slot, self)
+        self._resting_storage = storage_id(self._resting)
+        self.tensor.data = self._resting
+
     def stay_in_slot(self) -> None:
         """Keep the tensor in its slot from now on, because compiled code relies on addresses."""
         if self._resting is not None and self.in_slot is not None:

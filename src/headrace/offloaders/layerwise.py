@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -276,6 +276,16 @@ class EngineOffloader(LayerwiseOffloader):
     def sync_prev_onload(self) -> None:
         if not self._others_replay:
             super().sync_prev_onload()
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Within, whatever uses an offloaded weight outside of its module's forward raises; no compiled code may run.
+
+        Raises:
+            OutsideAccessError: from the operator that was given the weight.
+        """
+        with nullcontext() if self._session is None else self._session.at_rest():
+            yield
 
     @property
     def has_run(self) -> bool:

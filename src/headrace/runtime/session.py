@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -181,6 +182,23 @@ class OffloadSession(NotCopyable):
         """Order compute after every copy under way."""
         if self._prefetcher is not None:
             self._prefetcher.wait_all()
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Within, tensors rest outside of their modules' forwards also where they view their slots all the time.
+
+        What uses one there raises ``OutsideAccessError``. No compiled code may run within: it relies on addresses.
+        """
+        tensors = [
+            tensor for unit in self.plan.units for e in unit.entries for tensor in self._bound[e.storage].tensors
+        ]
+        try:
+            for tensor in tensors:
+                tensor.rest_for_now(self._promoter.wake)
+            yield
+        finally:
+            for tensor in tensors:
+                tensor.stay_in_slot()
 
     def remove(self, graphs_released: bool = False) -> None:
         """Give the model its tensors back, where they were, and everything else to the system. Idempotent.

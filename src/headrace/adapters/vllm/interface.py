@@ -73,7 +73,10 @@ NAMES = (
     Name("vllm.v1.worker.worker_base", "WorkerBase.__init__", mentions=("rank", "vllm_config")),
     Name(_WORKER, "Worker.load_model", ("self", "load_dummy_weights"), mentions=("model_runner", "load_model")),
     Name(_WORKER, "Worker.init_device", ("self",), mentions=("device",)),
+    # The model runs for the first time inside it.
+    Name(_WORKER, "Worker.determine_available_memory", ("self",), mentions=("profile_run",)),
     Name(_WORKER, "Worker.compile_or_warm_up_model", ("self",)),
+    Name("vllm.v1.worker.worker_base", "WorkerBase.apply_model", ("self", "fn"), mentions=("get_model",)),
     Name(_WORKER, "Worker.execute_model", ("self", "scheduler_output")),
     Name(_WORKER, "Worker.sample_tokens", ("self",)),
     Name(_WORKER, "Worker.sleep", ("self", "level")),
@@ -126,7 +129,9 @@ NAMES = (
     ),
     # The additional configuration is part of the compile cache's key.
     Name("vllm.config.vllm", "VllmConfig.compute_hash", ("self",), mentions=("additional_config",)),
-    Name("vllm.config.compilation", "CompilationConfig", fields=("splitting_ops", "use_inductor_graph_partition")),
+    Name(
+        "vllm.config.compilation", "CompilationConfig", fields=("mode", "splitting_ops", "use_inductor_graph_partition")
+    ),
     Name("vllm.config.parallel", "ParallelConfig", fields=_PARALLEL),
     Name("vllm.config.load", "LoadConfig", fields=("load_format",)),
     Name("vllm.config.model", "ModelConfig", fields=("multimodal_config",)),

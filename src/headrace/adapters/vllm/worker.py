@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from vllm.v1.worker import gpu_worker
 from headrace.adapters.vllm.interface import require_supported
 from headrace.adapters.vllm.options import read_options, refuse_unsupported
 from headrace.config import Budget, peer_timeout_s
-from headrace.errors import OptionError, PeerError, StateError
+from headrace.errors import OptionError, OutsideAccessError, PeerError, StateError
 from headrace.figures import format_size
 from headrace.offloaders.layerwise import EngineOffloader
 from headrace.offloaders.reference import NoCopyOffloader
@@ -184,6 +184,21 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         if shut_down := getattr(super(), "shutdown", None):
             shut_down()
 
+    def determine_available_memory(self, *args: Any, **kwargs: Any) -> Any:
+        """Like vLLM's, in which a worker on a GPU runs its model for the first time.
+
+        Raises:
+            OutsideAccessError: a model that is not compiled uses an offloaded weight outside of its module's forward.
+        """
+        # Hooks tell when a module runs, and not that another one reads its weights: these would be those of any layer.
+        is_compiled = self.vllm_config.compilation_config.mode != 0
+        try:
+            with nullcontext() if self._offloader is None or is_compiled else self._offloader.at_rest():
+                return super().determine_available_memory(*args, **kwargs)
+        except OutsideAccessError:
+            self._give_up_offloader()
+            raise
+
     def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
         """Like vLLM's, the last step before it serves; a worker on a GPU has run its model by then.
 
@@ -298,6 +313,15 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
                 "themselves, or run this engine without headrace to serialise it"
             )
         super().save_tensorized_model(*args, **kwargs)
+
+    def apply_model(self, fn: Callable[[nn.Module], Any]) -> Any:
+        """Like vLLM's: ``fn`` of the model. Of offloaded weights it may ask ``state_dict()`` alone.
+
+        Raises:
+            OutsideAccessError: it reads or writes an offloaded weight.
+        """
+        with nullcontext() if self._offloader is None else self._offloader.at_rest():
+            return super().apply_model(fn)
 
     def compute_weight_checksums(self) -> dict[str, str]:
         """Like vLLM's, where it has one, of the bytes in the store: a slot may hold those of another layer."""
