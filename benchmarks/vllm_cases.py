@@ -115,6 +115,16 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         {**GROUP, "worker_cls": WORKER, "additional_config": {"headrace": {"boundaries_only": True}}},
     ),
     "sleep-short": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER, "enable_sleep_mode": True}),
+    # The memory of graphs is saved, too.
+    "sleep-graphs-short": (
+        "qwen-short",
+        2,
+        {**GROUP, "worker_cls": WORKER, "enable_sleep_mode": True, "sleep_mode_offload_cudagraph": True},
+    ),
+    # vLLM raises where a step makes the host wait for the GPU.
+    "sync-check-short": ("qwen-short", 2, {}),
+    "headrace-sync-check-short": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER}),
+    "headrace-sync-check-eager": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER, "enforce_eager": True}),
     "lora-short": ("qwen-short", 2, {**GROUP, "worker_cls": WORKER, "enable_lora": True, "max_lora_rank": 16}),
     "draft-short": ("qwen-short", 1, DRAFT),
     "headrace-draft-short": ("qwen-short", 1, {**GROUP, **DRAFT, "worker_cls": WORKER}),

@@ -100,6 +100,7 @@ def _environment(case: str, out: Path) -> dict[str, str]:
         **engine_environment(out),
         "VLLM_USE_V2_MODEL_RUNNER": str(CASES[case][1] - 1),
         "VLLM_USE_BREAKABLE_CUDAGRAPH": str(int("breakable" in case)),
+        **({"VLLM_GPU_SYNC_CHECK": "error"} if "sync-check" in case else {}),
     }
 
 

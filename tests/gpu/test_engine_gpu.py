@@ -139,3 +139,34 @@ def test_what_is_replaced_takes_its_memory_with_it() -> None:
     with torch.inference_mode():
         assert torch.equal(model(ids(3)), resident(ids(3)))
     assert offloader.stats().store_bytes["host_pinned"] <= 1.01 * offloader.plan.offloaded_bytes + 2**20
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@torch.inference_mode()
+def test_no_step_makes_the_host_wait(policy: EnginePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What VLLM_GPU_SYNC_CHECK=error raises for: synchronising calls, and copies that stage through pageable memory."""
+    resident, _ = build(None)
+    model, offloader = build(policy)
+    assert offloader is not None
+    given = [ids(rows) for rows in (1, 300, 1)]
+    model(given[0])  # kernels are loaded
+    outputs, sources = [], []
+    copy = torch.Tensor.copy_
+
+    def checked(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        sources.append((non_blocking, source.is_cuda or (source.is_pinned() and source.is_contiguous())))
+        return copy(self, source, non_blocking)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", checked)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for each in given:
+            outputs.append(model(each))
+            offloader.prepare_next()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+        monkeypatch.undo()
+    assert all(torch.equal(output, resident(each)) for output, each in zip(outputs, given, strict=True))
+    assert sources or not offloader.plan.units
+    assert all(non_blocking and is_pinned for non_blocking, is_pinned in sources)
