@@ -1,0 +1,66 @@
+"""Continuous integration runs commands that exist, with actions that cannot change, on every change and weekly."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def read(path: Path) -> dict[Any, Any]:
+    workflow: dict[Any, Any] = yaml.safe_load(path.read_text())
+    return workflow
+
+
+def triggers(workflow: dict[Any, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = workflow[True]  # "on" is a boolean to YAML 1.1
+    return found
+
+
+def steps(workflow: dict[Any, Any]) -> list[dict[str, Any]]:
+    return [step for job in workflow["jobs"].values() for step in job["steps"]]
+
+
+def commands(workflow: dict[Any, Any]) -> set[str]:
+    """What steps run, with the values of a matrix in their places."""
+    found = set()
+    for job in workflow["jobs"].values():
+        matrix = job.get("strategy", {}).get("matrix", {})
+        for step in job["steps"]:
+            if name := re.fullmatch(r"\$\{\{ matrix\.(\w+) \}\}", step.get("run", "")):
+                found.update(matrix[name[1]])
+            elif "run" in step:
+                found.add(step["run"])
+    return found
+
+
+def test_every_change_runs_what_developers_run_and_every_week_the_newest_engines() -> None:
+    by_name = {path.name: read(path) for path in FILES}
+    assert triggers(by_name["ci.yml"]).keys() == {"push", "pull_request"}
+    assert commands(by_name["ci.yml"]) == {".ci/run"}
+    weekly = triggers(by_name["engines.yml"])
+    assert [re.fullmatch(r"\d+ \d+ \* \* \d", each["cron"]) is not None for each in weekly["schedule"]] == [True]
+    assert commands(by_name["engines.yml"]) >= {"scripts/test-vllm-source", "scripts/test-vllm-cpu"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_commands_exist_and_actions_are_pinned(path: Path) -> None:
+    workflow = read(path)
+    assert workflow["permissions"] == {"contents": "read"}
+    assert all("timeout-minutes" in job for job in workflow["jobs"].values())
+    for command in commands(workflow):
+        script = ROOT / command.split()[0]
+        assert script.is_file(), command
+        assert os.access(script, os.X_OK), command
+    used = [step["uses"] for step in steps(workflow) if "uses" in step]
+    assert used
+    for action in used:
+        assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action), action
+        assert f"{action} # v" in path.read_text(), "its version, for people"
