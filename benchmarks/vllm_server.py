@@ -18,6 +18,8 @@ import psutil
 
 # `vllm` itself is not on the path of every machine that can import vLLM.
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+# And that asks for the version of a distribution with the name vllm, which builds of third parties do not have.
+API_SERVER = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
 
 
 @contextmanager
@@ -32,6 +34,7 @@ def serving(
         environment: of the server; that of this process if None.
         start_s: how long to wait for it.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # and the server with it
     port = _free_port()
     begin = time.monotonic()
     with log_path.open("w") as log:
