@@ -191,6 +191,14 @@ def recipe_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+SAMPLE_HEADINGS = ("case", "task", "samples", "equal to resident", "different from one another", "score", "GB moved")
+
+
+def sample_cells(row: dict[str, Any]) -> list[str]:
+    counts = (str(row[key]) for key in ("samples", "equal", "distinct"))
+    return [row["case"], row["task"], *counts, f"{row['score']:.2f}", f"{row['bytes_moved'] / 1e9:.2f}"]
+
+
 COPIES_HEADINGS = ("large copy", "GB/s of it", "8 small copies beside it, ms", "at most, ms")
 
 
@@ -261,6 +269,8 @@ def layout_of(row: dict[str, Any]) -> tuple[tuple[str, ...], Callable[[dict[str,
         return COPIES_HEADINGS, copies_cells
     if "idle_ms" in row:
         return PROFILE_HEADINGS, profile_cells
+    if "samples" in row:
+        return SAMPLE_HEADINGS, sample_cells
     if "recipe" in row:
         return RECIPE_HEADINGS, recipe_cells
     if "warm_start_s" in row:

@@ -35,6 +35,7 @@ OTHER_FIELDS = {
     "overhead-rounds": _ROUND,
     "vllm": _BEFORE_AFTER,
     "vllm-rounds": _ROUND,
+    "lm-eval": {"case", "task", "samples", "equal", "distinct", "score", "bytes_moved", "bit_equal"},
     "recipe": {"case", "recipe", "requests", "failed", "tokens_per_s", "median_ttft_ms", "median_tpot_ms", "start_s"},
     "summary": {"way", "equal", "differs", "crashed", "refused", "timeout"},
     "families": {"family", "way", "what", "detail", "moved_bytes"},
