@@ -325,7 +325,7 @@ def _publish(out: Path, table: str) -> None:
                 published["moved_by_rank"] = facts["offloader"]["moved_by_rank"]
             if "logprobs" in row and "logprobs" in wanted:
                 published["compared"] = _compared(row, wanted)
-            if shape in still and name.startswith("headrace"):
+            if shape in still and "headrace" in name:
                 unmoved = still[shape]["rows"][number]
                 published["compared_with_still"] = _compared(row, unmoved)
                 if not published["bit_equal"] and all(row[key] == unmoved[key] for key in ("tokens", "logprobs")):
@@ -337,7 +337,7 @@ def _publish(out: Path, table: str) -> None:
 
 def _moved_bytes(offloader: dict[str, Any]) -> int:
     """Per forward."""
-    if offloader["offloader"] == "NoCopyOffloader":
+    if offloader["offloader"] in ("NoCopyOffloader", "UVAOffloader"):  # vLLM's own, which reads in place
         return 0
     return int(offloader.get("moved_bytes_per_forward", offloader.get("offloaded_bytes", 0)))
 

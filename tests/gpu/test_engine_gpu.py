@@ -82,6 +82,49 @@ def test_layers_leave_the_device_while_they_are_built() -> None:
     assert after <= offloader.plan.device_bytes + 2**20
 
 
+class Repack:
+    """Makes weights final on the device, as kernels of quantised weights do."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        weight = layer.get_parameter("weight")
+        if weight.shape[0] != weight.shape[1]:  # some stay as they are
+            weight.data = (weight.data * 2).t().contiguous().t()
+
+
+def repack(model: EngineModel) -> None:
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.quant_method.process_weights_after_loading(module)  # type: ignore[operator,union-attr]
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@torch.inference_mode()
+def test_repacked_weights_leave_the_device_again(policy: EnginePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer by layer, into memory of exact size; the memory of what they replace is not kept."""
+    monkeypatch.setattr(Linear, "quant_method", Repack(), raising=False)
+    resident, _ = build(None)
+    repack(resident)
+    gc.collect()
+    with torch.device("cuda"):
+        torch.manual_seed(7)
+        offloader = EngineOffloader(policy, lambda: model, is_lookup=is_lookup)
+        model = EngineModel(offloader, LAYERS, WIDTH)
+    built = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    repack(model)
+    largest = max(p.nbytes for p in model.model.layers[0].parameters())
+    assert torch.cuda.memory_allocated() <= built + 2**20
+    assert torch.cuda.max_memory_allocated() <= built + 3 * largest
+    offloader.post_init()
+    for rows in (1, 16, 300, 1):
+        assert torch.equal(model(ids(rows)), resident(ids(rows)))
+    plan, stats = offloader.plan, offloader.stats()
+    assert plan.offloaded_bytes > 0
+    assert all(unit.runs == 4 and unit.misses == 0 and unit.bytes_moved > 0 for unit in stats.units)
+    assert stats.store_bytes["host_pinned"] <= 1.01 * plan.offloaded_bytes + 2**20
+    assert offloader._pool.num_bytes <= stats.store_bytes["host_pinned"], "of nothing else"
+
+
 @pytest.mark.parametrize("policy", [Prefetch(4, 1, 1), Prefetch(1, 1, 2), Budget("100MiB")], ids=str)
 @pytest.mark.parametrize("announced", [True, False], ids=["announced", "joined"])
 @pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "late"])
