@@ -1,6 +1,8 @@
 """One engine of vLLM on a CPU, run as a program: writes greedy tokens, log-probabilities, and what moved, as JSON.
 
 python vllm_cpu_engine.py FOLDER CASE eager|compiled        cases: see CASES, WITH_TOWER, QUANTISED
+
+A case of CASES and ``:still`` traces the same boundaries and moves nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +44,6 @@ CASES: dict[str, dict[str, Any]] = {
     "draft-resident": DRAFT,
     "draft": {**GROUP, **DRAFT},
     "prefetch": GROUP,
-    "still": {**GROUP, "additional_config": {"headrace": {"boundaries_only": True}}},
     "named": {"offload_group_size": 2, "offload_params": {"mlp"}},
     "uva": {"cpu_offload_gb": 0.01},
     "budget": {"additional_config": {"headrace": {"device_memory": "12MiB", "batch": [1, 4]}}},
@@ -142,7 +143,11 @@ def arguments(folder: Path, case: str, mode: str) -> dict[str, Any]:
             **({} if what in RESIDENT else {"worker_cls": "vllm_cpu_engine.Worker"}),
         }
     _write_config(folder, CONFIG)
-    options = CASES[case]
+    name, _, still = case.partition(":")
+    options = CASES[name]
+    if still:
+        own = options.get("additional_config", {}).get("headrace", {})
+        options = {**options, "additional_config": {"headrace": {**own, "boundaries_only": True}}}
     if speculative := options.get("speculative_config"):
         drafter = _write_config(folder / "draft", {**CONFIG, "num_hidden_layers": 2})
         options = {**options, "speculative_config": {**speculative, "model": drafter}}
