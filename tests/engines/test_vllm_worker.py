@@ -337,6 +337,19 @@ def test_the_plan_is_part_of_the_compile_cache_key(second: bool) -> None:
     assert keys[0] == keys[3]
 
 
+def test_an_offload_runs_the_code_that_its_reference_compiled() -> None:
+    """A compiler that compiles again may choose a kernel that rounds differently."""
+    keys = set()
+    for own in (None, {"boundaries_only": True}, {"measure_stalls": True}):
+        vllm.set_offloader(vllm.NoopOffloader())
+        given = {"headrace": own, "theirs": 1} if own else {"theirs": 1}
+        worker = make(GROUP, additional_config=given)
+        worker.load_model()
+        keys.add(worker.vllm_config.compute_hash())
+        assert given == ({"headrace": own, "theirs": 1} if own else {"theirs": 1})
+    assert len(keys) == 1
+
+
 def test_an_additional_config_that_is_no_dict_is_refused_at_start() -> None:
     with pytest.raises(
         OptionError, match=r"additional_config: expected a dict .* found tuple; the plan has to be part"

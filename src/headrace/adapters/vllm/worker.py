@@ -68,6 +68,8 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             _refuse_second_engine()  # before its runner replaces the offloader that the graphs of the first one ask
             refuse_unsupported(vllm_config, self._options.policy)
             self._announces = _keep_units_out_of_pieces(vllm_config.compilation_config)
+            # Changed below, and the user may start another engine with the same dict.
+            vllm_config.additional_config = dict(vllm_config.additional_config)
         self._offloader: EngineOffloader | None = None
         super().__init__(vllm_config, *args, **kwargs)
 
@@ -152,9 +154,12 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
                 _refuse_loading(runner.get_model())
             # Compiled code waits for the units of the plan it was traced with. vLLM drops all guards, so with another
             # plan it would read slots that no copy has filled. The additional configuration is part of the key of
-            # vLLM's compile cache, and so is the plan with it.
+            # vLLM's compile cache, and so are the units with it. Nothing else of headrace's is: a compiler chooses
+            # kernels by the time they take, so an engine that compiled for itself what its reference
+            # (boundaries_only) has compiled could round differently.
             units = [(unit.module_fqn, [entry.storage for entry in unit.entries]) for unit in offloader.plan.units]
             _require_same_units([unit.module_fqn for unit in offloader.plan.units])
+            self.vllm_config.additional_config.pop("headrace", None)
             self.vllm_config.additional_config["headrace_units"] = json_digest(units)
 
         global _in_force
