@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from engines import EngineModel, Layer, Wrapped, build, ids, is_lookup
+import engines
+from engines import EngineModel, Layer, Linear, Wrapped, build, ids, is_lookup
 from headrace import UVA, Budget, Prefetch
 from headrace.errors import BudgetError, OptionError, SelectionError, StateError
 from headrace.offloaders.layerwise import EngineOffloader, EnginePolicy
@@ -119,6 +120,21 @@ def test_what_is_read_in_place_alone_has_the_engines_mark(policy: EnginePolicy, 
     assert bool(offloader.plan.uva) == (policy != POLICIES["prefetch"])
     offloader.remove()
     assert marked() == set()
+
+
+def test_names_are_those_of_named_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a runner of experts in vLLM holds the shared experts of its layer, which have a name without it."""
+
+    class WithRunner(Layer):
+        def __init__(self, width: int) -> None:
+            super().__init__(width)
+            self.runner = nn.Module()
+            self.runner.own, self.runner.shared = Linear(width, width), self.mlp
+
+    monkeypatch.setattr(engines, "Layer", WithRunner)
+    _, offloader = build(UVA(10_000_000, ["runner"]))
+    assert offloader is not None
+    assert set(offloader.plan.uva) == {f"model.layers.{index}.runner.own.weight" for index in range(8)}
 
 
 def test_a_budget_keeps_what_is_not_called_resident_and_looks_rows_up_in_place() -> None:

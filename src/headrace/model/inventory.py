@@ -30,7 +30,9 @@ def is_embedding(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding | nn.EmbeddingBag)
 
 
-def take_inventory(model: nn.Module, is_lookup: Callable[[nn.Module], bool] = is_embedding) -> Inventory:
+def take_inventory(
+    model: nn.Module, is_lookup: Callable[[nn.Module], bool] = is_embedding, *, aliases: bool = True
+) -> Inventory:
     """Describe every parameter, buffer and aliasing plain attribute of ``model``; reads no data.
 
     Works on any device, ``meta`` included. Tensor subclasses that implement ``__tensor_flatten__`` are described by
@@ -39,6 +41,7 @@ def take_inventory(model: nn.Module, is_lookup: Callable[[nn.Module], bool] = is
     Args:
         model: the root.
         is_lookup: whether a forward of a module reads only a few rows of what it holds; engines have other classes.
+        aliases: what lies in a module that several modules hold has a name by each of them.
 
     Raises:
         OptionError: a module is TorchScript, whose code reads weights without running hooks.
@@ -60,7 +63,7 @@ def take_inventory(model: nn.Module, is_lookup: Callable[[nn.Module], bool] = is
         if child is not None and names[id(child)] != dotted_name(parent, attr)
     )
     lookups = frozenset(name for name, module in modules.items() if is_lookup(module))
-    walk = _Walk(lookups, _aliases(model, names) if shared else {})
+    walk = _Walk(lookups, _aliases(model, names) if shared and aliases else {})
     walk.add(modules)
     # The forward that ``nn.Module`` itself has only raises.
     without_forward = (name for name, module in modules.items() if type(module).forward is nn.Module.forward)

@@ -326,7 +326,9 @@ class EngineOffloader(LayerwiseOffloader):
         device = self._device()
         tensors = chain(model.named_parameters(), model.named_buffers())
         elsewhere = {name for name, tensor in tensors if tensor.device != device}
-        inventory = take_inventory(model, self._is_lookup)
+        # Engines match the names that named_parameters() has. vLLM's runner of experts holds the router and the shared
+        # experts of its layer, too, which "experts" does not mean.
+        inventory = take_inventory(model, self._is_lookup, aliases=False)
         # The name of an inner tensor of a subclass goes on after a colon.
         here = [s for s in inventory.storages if elsewhere.isdisjoint(n.partition(":")[0] for n in s.names)]
         return replace(inventory, storages=tuple(s for s in here if s.num_bytes >= TINY_BYTES))
