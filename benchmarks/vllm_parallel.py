@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import json
 import os
 import random
@@ -39,7 +40,8 @@ from pathlib import Path
 from typing import Any
 
 from published_configs import QWEN3_8B, QWEN3_30B_A3B
-from vllm_cases import GROUP, WORKER
+from seeded_weights import use_seeded_weights
+from vllm_cases import GROUP
 from vllm_offload import engine_environment
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -96,7 +98,7 @@ def main() -> None:
 def _environment(given: argparse.Namespace) -> dict[str, str]:
     caches = str(given.work.resolve() / "caches")
     found = {"NCCL_NVLS_ENABLE": "0", **engine_environment(given.work), "XDG_CACHE_HOME": caches}
-    return found | {"HF_HUB_OFFLINE": "1"}
+    return found | {"PYTHONPATH": os.pathsep.join([found["PYTHONPATH"], str(Path(__file__).resolve().parent)])}
 
 
 # -- links -------------------------------------------------------------------------------------------------------------
@@ -266,6 +268,15 @@ def _serve(given: argparse.Namespace) -> None:
     engine.end()
 
 
+def __getattr__(name: str) -> Any:
+    """``vllm_parallel.Worker``: headrace's, in a process whose weights differ from layer to layer."""
+    if name not in ("Worker", "TinyWorker"):
+        raise AttributeError(name)
+    use_seeded_weights()
+    module = importlib.import_module("headrace.adapters.vllm" if name == "Worker" else "vllm_cpu_engine")
+    return module.Worker
+
+
 def _arguments(kind: str, case: str, given: argparse.Namespace) -> dict[str, Any]:
     shape = "moe" if kind == "ep" else "dense"
     folder = given.work.resolve() / shape
@@ -291,7 +302,7 @@ def _arguments(kind: str, case: str, given: argparse.Namespace) -> dict[str, Any
         "enable_prefix_caching": False,
         "disable_log_stats": True,
         "compilation_config": {"cudagraph_capture_sizes": [1, 16]},
-        "worker_cls": "vllm_cpu_engine.Worker" if given.tiny else WORKER,
+        "worker_cls": f"vllm_parallel.{'Tiny' * given.tiny}Worker",
         "additional_config": {"headrace": own} if own else {},
         **flags,
         **KINDS[kind],
