@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +39,7 @@ CONFIG = {
 GROUP = {"offload_group_size": 4}
 # The folder of its model is filled in.
 DRAFT = {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 2}}
-RESIDENT = ("resident", "draft-resident")
+RESIDENT = ("resident", "draft-resident", "one")
 CASES: dict[str, dict[str, Any]] = {
     "resident": {},
     "draft-resident": DRAFT,
@@ -54,6 +55,21 @@ CASES: dict[str, dict[str, Any]] = {
         "data_parallel_size": 2,
         "additional_config": {"headrace": {"mode": "shm_cpu", "replicas": 2}},
     },
+}
+# Of a model in files, over two ranks: weights that vLLM makes are not those of the same layers in one process.
+PAIRS = {"offload_group_size": 2}
+SMALL = {"device_memory": "8MiB", "batch": [1, 4]}  # of what a rank has
+TWO_SHARDS = {"tensor_parallel_size": 2}
+TWO_STAGES = {"pipeline_parallel_size": 2}
+ON_RAY = {**TWO_STAGES, "distributed_executor_backend": "ray"}
+WITH_RANKS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tp": {**PAIRS, **TWO_SHARDS},
+    "tp-budget": {**TWO_SHARDS, "additional_config": {"headrace": SMALL}},
+    "pp": {**PAIRS, **TWO_STAGES},
+    "pp-budget": {**TWO_STAGES, "additional_config": {"headrace": SMALL}},
+    "ray": {**PAIRS, **ON_RAY},
+    "ray-budget": {**ON_RAY, "additional_config": {"headrace": SMALL}},
 }
 # Of a quantised model; the case is its format (quantised_models.py), a slash, and one of these.
 QUANTISED: dict[str, dict[str, Any]] = {
@@ -93,6 +109,14 @@ def worker_class() -> type:
                 self.model_runner.profile_run()
             return int(super().determine_available_memory())
 
+        def actor(self) -> dict[str, Any]:
+            """Where this worker runs on Ray, and a variable that the driver set after Ray's nodes had started."""
+            import ray
+
+            found = ray.get_runtime_context()
+            timeout = os.environ.get("HEADRACE_PEER_TIMEOUT")
+            return {"node": found.get_node_id(), "actor": found.get_actor_id(), "peer_timeout": timeout}
+
     return CpuWorker
 
 
@@ -101,6 +125,26 @@ def __getattr__(name: str) -> Any:
     if name == "Worker":
         return worker_class()
     raise AttributeError(name)
+
+
+def two_nodes() -> None:
+    """Start two nodes of Ray here, as if each had a GPU."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    for _ in range(2):
+        cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=100 << 20, include_dashboard=False)
+    ray.init(address=cluster.address, runtime_env={"worker_process_setup_hook": "vllm_cpu_engine.name_ray_device"})
+    os.environ["HEADRACE_PEER_TIMEOUT"] = "77"
+    name_ray_device()
+
+
+def name_ray_device() -> None:
+    """In the driver and in each actor: vLLM asks Ray for the devices of its platform, and that for CPUs names none."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    CpuPlatform.ray_device_key = "GPU"
 
 
 def quantised_arguments(folder: Path, case: str, mode: str) -> dict[str, Any]:
@@ -144,7 +188,9 @@ def arguments(folder: Path, case: str, mode: str) -> dict[str, Any]:
         }
     _write_config(folder, CONFIG)
     name, _, still = case.partition(":")
-    options = CASES[name]
+    options = {**CASES, **WITH_RANKS}[name]
+    if name in WITH_RANKS:
+        options = {**options, "model": _write_model(folder / "files"), "load_format": "auto"}
     if still:
         own = options.get("additional_config", {}).get("headrace", {})
         options = {**options, "additional_config": {"headrace": {**own, "boundaries_only": True}}}
@@ -163,6 +209,16 @@ def arguments(folder: Path, case: str, mode: str) -> dict[str, Any]:
         **options,
         **({} if case in RESIDENT else {"worker_cls": "vllm_cpu_engine.Worker"}),
     }
+
+
+def _write_model(folder: Path) -> str:
+    if not folder.exists():
+        import torch
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(Qwen3Config(**CONFIG)).save_pretrained(folder)
+    return str(folder)
 
 
 def _write_config(folder: Path, config: dict[str, Any]) -> str:
@@ -192,6 +248,8 @@ def main(folder: Path, case: str, mode: str) -> None:
 
     ops._supports_onednn = False
     use_seeded_weights()
+    if case.startswith("ray"):
+        two_nodes()
     engine = LLM(disable_log_stats=True, **arguments(folder, case, mode))
     family, _, what = case.partition(" ")
     given, asked = SamplingParams(**sampling()), prompts()
@@ -202,8 +260,12 @@ def main(folder: Path, case: str, mode: str) -> None:
     engine.generate(asked, given, use_tqdm=False)
     outputs = [output.outputs[0] for output in engine.generate(asked, given, use_tqdm=False)]
     resident = (what or case.partition("/")[2] or case) in RESIDENT
-    stats = {} if resident else engine.collective_rpc("headrace_stats")[0]
-    (folder / f"{case.replace('/', ' ')}-{mode}.json").write_text(json.dumps({**found_in(outputs), "stats": stats}))
+    ranks = [{}] if resident else engine.collective_rpc("headrace_stats")
+    found = {**found_in(outputs), "stats": ranks[0], "ranks": ranks}
+    if case.startswith("ray"):
+        found["actors"] = engine.collective_rpc("actor")
+        found["executor"] = type(engine.llm_engine.engine_core.engine_core.model_executor).__name__
+    (folder / f"{case.replace('/', ' ')}-{mode}.json").write_text(json.dumps(found))
 
 
 async def main_of_two(folder: Path, mode: str) -> None:
