@@ -38,6 +38,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
                 "VLLM_USE_V2_MODEL_RUNNER": "0",
                 "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "VLLM_NO_USAGE_STATS": "1",
                 "VLLM_CACHE_ROOT": str(folder / "cache"),
                 "HF_HUB_OFFLINE": "1",
@@ -92,6 +93,32 @@ def test_beside_a_draft_model(engine: Engine, mode: str) -> None:
     assert stats["prefetched_bytes"] == alone["prefetched_bytes"] > 0
     assert stats["bytes_moved"] > 0
     assert stats["misses"] == 0
+
+
+@pytest.mark.parametrize("case", ["tp", "tp-budget"])
+def test_tensor_parallel_ranks(engine: Engine, case: str) -> None:
+    """Each moves its own shards; a budget is planned with both links at once."""
+    still, offloaded = engine(f"{case}:still", "compiled"), engine(case, "compiled")
+    assert offloaded["tokens"] == still["tokens"]
+    assert offloaded["logprobs"] == still["logprobs"]
+    first, second = offloaded["ranks"]
+    assert first["units"] == second["units"] == still["stats"]["units"]
+    assert first["bytes_moved"] == second["bytes_moved"] > 0
+    assert not any(rank["bytes_moved"] for rank in still["ranks"])
+    assert (first["planned_link_bytes_per_s"] is not None) == (case == "tp-budget")
+    assert first["planned_link_bytes_per_s"] == second["planned_link_bytes_per_s"]
+
+
+@pytest.mark.parametrize("case", ["pp", "pp-budget"])
+def test_stages_of_a_pipeline(engine: Engine, case: str) -> None:
+    """Each moves layers of its own; all bits are those of one process."""
+    one, offloaded = engine("one", "eager"), engine(case, "eager")
+    assert offloaded["tokens"] == one["tokens"]
+    assert offloaded["logprobs"] == one["logprobs"]
+    first, second = offloaded["ranks"]
+    assert set(first["units"]).isdisjoint(second["units"])
+    assert min(first["bytes_moved"], second["bytes_moved"]) > 0
+    assert first["misses"] == second["misses"] == 0
 
 
 def test_engines_of_a_dense_model_share_one_copy(engine: Engine) -> None:
