@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from headrace import UVA, Budget, Prefetch
+from headrace.adapters.engine_interface import Name
 from headrace.adapters.vllm import interface
-from headrace.adapters.vllm.interface import Name, require_supported
+from headrace.adapters.vllm.interface import require_supported
 from headrace.adapters.vllm.options import EngineOptions, read_options
 from headrace.config import Workload
 from headrace.errors import OptionError, OptionTypeError, SizeError

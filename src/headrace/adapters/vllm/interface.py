@@ -5,44 +5,16 @@ It is checked when a worker starts. A vLLM that differs is refused with the name
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
-import re
-from dataclasses import dataclass
-from types import CodeType
-from typing import Any
-
+from headrace.adapters import engine_interface
+from headrace.adapters.engine_interface import Name, version_number
 from headrace.errors import OptionError
 
-__all__ = ["NAMES", "NEWEST", "OLDEST", "Name", "differences", "require_supported", "require_version"]
+__all__ = ["NAMES", "NEWEST", "OLDEST", "differences", "require_supported", "require_version"]
 
 OLDEST = (0, 20, 2)
 NEWEST = (0, 33)  # with its later patch releases
 
 _FIX = "install one of these (pip install 'vllm==0.33.0'), or leave --worker-cls out to run vLLM without headrace"
-
-
-@dataclass(frozen=True)
-class Name:
-    """A function or class of vLLM, and what headrace relies on.
-
-    Attributes:
-        module: that defines it.
-        path: its name there, dotted.
-        parameters: the first ones, in order, that headrace passes or receives; ``None``: not checked.
-        fields: of a configuration, those that headrace reads.
-        mentions: attributes and functions that its code uses: calls that headrace waits for, attributes it changes.
-        since_later: older versions lack its module, and what headrace uses it for.
-        since: the first version that has it; older ones do without.
-    """
-
-    module: str
-    path: str
-    parameters: tuple[str, ...] | None = None
-    fields: tuple[str, ...] = ()
-    mentions: tuple[str, ...] = ()
-    since_later: bool = False
-    since: tuple[int, int] = (0, 0)
 
 
 _OFFLOADER = "vllm.model_executor.offloader.base"
@@ -169,17 +141,12 @@ def require_version(version: str) -> None:
     Raises:
         OptionError: names the supported versions.
     """
-    number = _number(version)
+    number = version_number(version)
     if number is None:
         raise OptionError(f"vLLM calls itself {version!r}, which is no version number: expected {_range()}; {_FIX}")
     if number < OLDEST or number[:2] > NEWEST:
         age = "too old" if number < OLDEST else "newer than what headrace knows"
         raise OptionError(f"vLLM {version} is {age}: expected {_range()}; {_FIX}")
-
-
-def _number(version: str) -> tuple[int, ...] | None:
-    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
-    return None if match is None else tuple(int(part or 0) for part in match.groups())
 
 
 def _range() -> str:
@@ -188,37 +155,4 @@ def _range() -> str:
 
 def differences(version: str) -> list[str]:
     """Names that are missing or differ from what is expected of ``version``; empty if none. Imports vLLM."""
-    number = _number(version) or NEWEST
-    return [problem for name in NAMES if number >= name.since and (problem := _difference(name))]
-
-
-def _difference(name: Name) -> str:
-    where = f"{name.module}.{name.path}"
-    if name.since_later and importlib.util.find_spec(name.module) is None:
-        return ""
-    try:
-        found: Any = importlib.import_module(name.module)
-        for part in name.path.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        return f"{where} is missing ({error})"
-    if name.fields:
-        # Annotations, since a field with a default factory is no attribute of its class.
-        known = {field for base in found.__mro__ for field in inspect.get_annotations(base)}
-        if missing := [field for field in name.fields if field not in known]:
-            return f"{where} has no field {', '.join(missing)}"
-    code = getattr(inspect.unwrap(found), "__code__", None)
-    if missing := [word for word in name.mentions if code is None or word not in _names_in(code)]:
-        return f"{where} no longer uses {', '.join(missing)}"
-    if name.parameters is not None:
-        taken = tuple(inspect.signature(found).parameters)
-        if taken[: len(name.parameters)] != name.parameters:
-            return f"{where} takes ({', '.join(taken)}), expected ({', '.join(name.parameters)}, ...)"
-    return ""
-
-
-def _names_in(code: CodeType) -> set[str]:
-    """Attributes, variables, global names and strings in the code of a function, and of functions inside it."""
-    inner = (_names_in(part) for part in code.co_consts if isinstance(part, CodeType))
-    strings = {part for part in code.co_consts if isinstance(part, str)}  # names given to getattr()
-    return strings.union(code.co_names, code.co_varnames, *inner)
+    return engine_interface.differences(NAMES, version_number(version) or NEWEST)
