@@ -16,15 +16,14 @@ key under "headrace"  meaning
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from headrace.config import UVA, Budget, Mode, Rules
+from headrace.adapters.engine_keys import EngineKeys
+from headrace.config import UVA, Budget, Mode
 from headrace.errors import OptionError, OptionTypeError
-from headrace.figures import parse_size
-from headrace.flags import OffloadFlags, Surface, parse_rules
+from headrace.flags import OffloadFlags, Surface
 
 if TYPE_CHECKING:
     from headrace.offloaders.layerwise import EnginePolicy
@@ -51,7 +50,6 @@ FLAG_OF_KEY = {
     "measure_stalls": "measure_stalls",
     "boundaries_only": "boundaries_only",
 }
-KEYS = (*FLAG_OF_KEY, "replicas")
 _HALVES = "runs parts of a batch through the layers at once, and they would share one slot"
 
 
@@ -120,6 +118,8 @@ _VLLM = Surface(
     },
 )
 FORM = """write it like --additional-config '{"headrace": {"device_memory": "20GiB"}}'"""
+_KEYS = EngineKeys("headrace", "--additional-config", FORM, FLAG_OF_KEY, _VLLM, ("replicas",))
+KEYS = _KEYS.names
 
 
 @dataclass(frozen=True)
@@ -203,78 +203,15 @@ def engine_options(
         OptionError, OptionTypeError: options that contradict one another or have no effect, an unknown key, an invalid
             value; the message says what to write.
     """
-    keys = _own(additional_config)
-    values: dict[str, Any] = {}
-    names = dict(spelling or {})
-    for key, flag in FLAG_OF_KEY.items():
-        if key not in keys:
-            continue
-        names[flag] = f"headrace.{key}"
-        values[flag] = _checked(key, keys[key])
-        if flags.given(flag) and getattr(flags, flag) != values[flag]:
-            raise OptionError(
-                f"headrace.{key} is given twice: {keys[key]!r} in --additional-config and {getattr(flags, flag)!r} as "
-                f"a flag; leave one of them out"
-            )
-    merged = replace(flags, **values)
+    given = additional_config.get("headrace", {}) if isinstance(additional_config, Mapping) else {}
+    keys = _KEYS.known(given)
+    merged = _KEYS.merged(keys, flags)
     mode = cast(Mode, merged.offload_mode or "cpu")
     replicas = _replicas(keys, mode)
-    policy = merged.policy(replace(_VLLM, spelling=names))
+    policy = _KEYS.policy(keys, merged, spelling or {})
     if isinstance(policy, Budget):
         policy = replace(policy, mode=mode)
-    assert not isinstance(policy, Rules)  # rules need a budget here
-    rules = policy.rules if isinstance(policy, Budget) else ()
-    # An invalid regular expression is refused before an engine starts; whether it matches depends on the model.
-    if patterns := [*(policy.params if policy is not None else ()), *(pattern for pattern, _ in rules)]:
-        from headrace.model.patterns import compile_pattern
-
-        for pattern in patterns:
-            compile_pattern(pattern)
     return EngineOptions(policy, mode, replicas, merged.measure_stalls, merged.boundaries_only)
-
-
-def _own(additional_config: Any) -> Mapping[str, Any]:
-    given = additional_config.get("headrace", {}) if isinstance(additional_config, Mapping) else {}
-    if not isinstance(given, Mapping):
-        raise OptionTypeError(f"headrace: expected an object, found {type(given).__name__} {given!r}; {FORM}")
-    for key in given:
-        if key not in KEYS:
-            nearest = difflib.get_close_matches(str(key), KEYS, n=1, cutoff=0.4)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise OptionError(f"headrace.{key} is unknown: expected one of {', '.join(KEYS)}{hint}")
-    return given
-
-
-def _checked(key: str, value: Any) -> Any:
-    """The value of ``key`` as the flag of the same meaning has it."""
-    if key in ("measure_stalls", "boundaries_only"):
-        if not isinstance(value, bool):
-            raise OptionTypeError(f"headrace.{key}: expected true or false, found {value!r}; {FORM}")
-        return value
-    if key == "mode":
-        if value not in _VLLM.modes:
-            raise OptionError(
-                f"headrace.mode {value!r}: expected one of {', '.join(_VLLM.modes)} inside vLLM; leave it out for cpu"
-            )
-        return value
-    if key == "batch":
-        sizes = value if isinstance(value, list) else [value]
-        if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
-            raise OptionError(
-                f"headrace.batch: expected numbers of sequences, each at least 1, such as [1, 16, 256], found {value!r}"
-            )
-        return ",".join(map(str, sizes))
-    strings = isinstance(value, list) and all(isinstance(name, str) for name in value)
-    if key != "device_memory" and not strings:
-        raise OptionTypeError(f'headrace.{key}: expected a list of strings such as ["mlp"], found {value!r}')
-    try:
-        if key == "device_memory":
-            parse_size(value)
-        elif key == "rules":
-            parse_rules(value)
-    except (OptionError, OptionTypeError) as error:  # names a flag of headrace's command line
-        raise type(error)(f"headrace.{key}: {str(error).removeprefix('--offload-rule ')}") from None
-    return value
 
 
 def _replicas(given: Mapping[str, Any], mode: Mode) -> int | None:
