@@ -14,11 +14,12 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
 
-from headrace.config import UVA, Budget, Mechanism, Mode, Prefetch, Rule
+from headrace.config import UVA, Budget, Mechanism, Mode, Prefetch, Rule, Rules
 from headrace.errors import BudgetError, OptionError, StateError
 from headrace.model.inventory import is_embedding, take_inventory
 from headrace.model.memory_profile import profile_of
@@ -201,6 +202,8 @@ class EngineOffloader(LayerwiseOffloader):
         measure_stalls: bool = False,
         announces_replays: bool = False,
         break_capture: BreakCapture | None = None,
+        calls_forward: bool = False,
+        copies_limited: bool = False,
     ) -> None:
         """``policy``: what to do; ``find_model``: asked in :meth:`post_init`.
 
@@ -209,7 +212,9 @@ class EngineOffloader(LayerwiseOffloader):
         ``measure_stalls``: time every wait, for :meth:`stats`. ``announces_replays``: the engine calls
         :meth:`sync_prev_onload` before every capture and every replay of a whole forward, and puts neither end of a
         unit into a graph of a part of one. ``break_capture``: for an engine that captures forwards in segments, see
-        ``[Note: breakable captures]`` in slot.py.
+        ``[Note: breakable captures]`` in slot.py. ``calls_forward``: the engine calls the ``forward`` of the module
+        that holds the layers past its hooks. ``copies_limited``: what a :class:`~headrace.UVA` policy selects is copied
+        ahead of its use, one unit per layer through two slots, and not read in place.
         """
         super().__init__(policy)
         self._ranks = ranks
@@ -219,6 +224,8 @@ class EngineOffloader(LayerwiseOffloader):
         self._is_lookup = is_lookup
         self._announces_replays = announces_replays
         self._break_capture = break_capture
+        self._calls_forward = calls_forward
+        self._copies_limited = copies_limited
         self._towers: list[nn.Module] = []
         self._others_replay = False
         self.added_device_bytes = 0
@@ -309,6 +316,27 @@ class EngineOffloader(LayerwiseOffloader):
                 f"device_memory: headrace.params, or headrace.rules such as '{idle[0]}=resident')"
             )
 
+    def figures(self) -> dict[str, Any]:
+        """The plan and the counters in plain numbers, for an engine to show; after ``post_init``."""
+        plan, stats = self.plan, self.stats()
+        return {
+            "num_units": len(plan.units),
+            "units": [unit.module_fqn for unit in plan.units],
+            "num_slots": plan.num_slots,
+            "device_bytes": plan.device_bytes,
+            "prefetched_bytes": plan.prefetched_bytes,
+            "moved_bytes_per_forward": plan.moved_bytes,
+            "uva_bytes": plan.uva_bytes,
+            "uva_names": sorted(plan.uva)[:1000],
+            "store_bytes": stats.store_bytes,
+            "bytes_moved": stats.bytes_moved,
+            "copies": stats.copies,
+            "captured_copies": sum(unit.captured_copies for unit in stats.units),
+            "misses": stats.misses,
+            "last_stalls_s": [unit.last_stall_s for unit in stats.units],
+            "added_device_bytes": self.added_device_bytes,
+        }
+
     # -- the plan -----------------------------------------------------------------------------------------------------
 
     def _model(self) -> nn.Module:
@@ -345,8 +373,7 @@ class EngineOffloader(LayerwiseOffloader):
             raise StateError(
                 "the model has none of the layers that were wrapped: set the offloader before the model is built"
             )
-        # Towers and draft models have stacks too; their layers run at other times than the largest stack's.
-        layers = max(stacks, key=lambda names: sum(s.num_bytes for name in names for s in inventory.under(name)))
+        layers = self._largest_stack(inventory)
         params = tuple(_through_wrappers(inventory, pattern) for pattern in policy.params)
         if isinstance(policy, Prefetch):
             everywhere = list(chain.from_iterable(stacks))
@@ -357,7 +384,10 @@ class EngineOffloader(LayerwiseOffloader):
                 modules = {id(module): name for name, module in self._model().named_modules()}
                 towers = [modules[id(tower)] for tower in self._towers if id(tower) in modules]
                 params = (_pattern_of(inventory, [*towers, *layers]),)
-            return build_plan(inventory, replace(policy, params=params))
+            plan = build_plan(inventory, replace(policy, params=params))
+            if not self._copies_limited or not plan.uva:
+                return plan
+            return build_plan(inventory, Rules([(_exactly(sorted(plan.uva)), "prefetch")], mode=policy.mode))
         if not params:  # layers, and tables that are only looked up; other modules may be read without a call
             tables = [_exactly([s.name]) for s in inventory.storages if s.is_lookup]
             params = (_pattern_of(inventory, layers), *tables)
@@ -373,6 +403,10 @@ class EngineOffloader(LayerwiseOffloader):
                 raise
             apart = _exactly(sorted(outside_names))
             return planner.plan(replace(policy, params=(*params, apart), rules=((apart, "uva"), *rules)))
+
+    def _largest_stack(self, inventory: Inventory) -> list[str]:
+        """Names of its layers. Towers and draft models have stacks too, whose layers run at other times."""
+        return max(self._layers(), key=lambda names: sum(s.num_bytes for name in names for s in inventory.under(name)))
 
     def _check_plan(self, plan: Plan, inventory: Inventory) -> None:
         model, layers = self._model(), list(chain.from_iterable(self._layers()))
@@ -395,8 +429,13 @@ class EngineOffloader(LayerwiseOffloader):
     def _options(self, prepared: Prepared) -> SessionOptions:
         model, units = prepared.model, prepared.plan.units
         runs_hooks = _runs_hooks(model)  # a model that is compiled as a whole runs none of its own
+        called = None
+        if self._calls_forward:
+            layers = self._largest_stack(prepared.inventory)
+            called = model.get_submodule(layers[0].rpartition(".")[0].rpartition(".")[0])  # model of model.layers.0
         return SessionOptions(
             entry=model.get_submodule(units[0].module_fqn) if units and not runs_hooks else None,
+            called=called,
             measure_stalls=self._measure_stalls,
             replays_announced=self._announces_replays and runs_hooks,  # the hooks mark where a forward ends
             break_capture=self._break_capture,

@@ -59,7 +59,7 @@ from headrace.runtime.outside_use import NotCopyable, Promoter
 from headrace.runtime.prefetcher import Prefetcher, release_left
 from headrace.runtime.slot import Reader
 
-__all__ = ["ForwardHook", "UnitHook", "new_token"]
+__all__ = ["CalledForwardHook", "ForwardHook", "UnitHook", "new_token"]
 
 # Compiled code reads its tags and the token from the modules: see the note on ordering edges.
 _TAG, _FORWARD_TAG, _TOKEN, _END = "_headrace_tag", "_headrace_forward_tag", "_headrace_token", "_headrace_end"
@@ -476,6 +476,22 @@ class ForwardHook(_ModuleHook):
         for hook in self._hooks:
             hook.end_interrupted(prefetcher)
         prefetcher.finish_forward(whole=False)
+
+
+class CalledForwardHook(ForwardHook):
+    """For an engine that calls ``module.forward`` itself, past the module's hooks: it wraps that function alone."""
+
+    def attach(self) -> None:
+        self._module.__dict__["forward"] = self._wrapper
+
+    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._before(self._module, args, kwargs)
+        output = None
+        try:
+            output = super()._forward(original, *args, **kwargs)
+        finally:
+            self._after(self._module, args, output)
+        return output
 
 
 def _wrapped_forward(module: nn.Module, around: Callable[..., Any]) -> Callable[..., Any]:

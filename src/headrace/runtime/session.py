@@ -34,7 +34,7 @@ from headrace.model.live_tensors import BoundStorage
 from headrace.model.patterns import compile_pattern
 from headrace.model.records import StorageInfo
 from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, slab_bytes
-from headrace.runtime.hooks import ForwardHook, UnitHook, new_token
+from headrace.runtime.hooks import CalledForwardHook, ForwardHook, UnitHook, new_token
 from headrace.runtime.outside_use import NotCopyable, Promoter, StateGuard
 from headrace.runtime.prefetcher import Prefetcher, release_left
 from headrace.runtime.prepare import Prepared
@@ -76,6 +76,7 @@ class SessionOptions:
         progress: called with (bytes loaded, bytes to load) while weights are read or moved.
         link: moves the units; by default the link that fits store and device (``_make_link``).
         entry: the module whose forward begins a forward of the model; default the model itself.
+        called: the module whose forward is one of the model, where an engine calls ``called.forward`` past its hooks.
         measure_stalls: on a GPU, time every wait (two event records each); a CPU always does.
         replays_announced: :meth:`OffloadSession.wait_all` is called before every capture and every replay of a whole
             forward, and :meth:`OffloadSession.reset` soon after it.
@@ -87,6 +88,7 @@ class SessionOptions:
     progress: Progress | None = None
     link: Link | None = None
     entry: nn.Module | None = None
+    called: nn.Module | None = None
     measure_stalls: bool = False
     replays_announced: bool = False
     break_capture: BreakCapture | None = None
@@ -337,8 +339,11 @@ class OffloadSession(NotCopyable):
             module = self._model.get_submodule(unit.module_fqn)
             self._units.append(UnitHook(module, unit.index, storages, self._prefetcher, token, promoter, self._units))
             self._hook(self._units[-1])
-        entry = self._options.entry or self._model
-        self._hook(ForwardHook(self._model, entry, self._units, self._prefetcher, token, promoter))
+        entry, called = self._options.entry or self._model, self._options.called
+        if called is not None:
+            self._hook(CalledForwardHook(called, called, self._units, self._prefetcher, token, promoter))
+        else:
+            self._hook(ForwardHook(self._model, entry, self._units, self._prefetcher, token, promoter))
 
     def _hook(self, hook: Hook) -> None:
         """Keep it first: an interrupt while it is attached must find it."""

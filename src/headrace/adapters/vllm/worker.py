@@ -257,24 +257,9 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         """The plan and the counters in plain numbers, for ``collective_rpc("headrace_stats")``."""
         if self._offloader is None:
             return {}
-        plan, stats = self._offloader.plan, self._offloader.stats()
         return {
             "offloader": type(get_offloader()).__name__,
-            "num_units": len(plan.units),
-            "units": [unit.module_fqn for unit in plan.units],
-            "num_slots": plan.num_slots,
-            "device_bytes": plan.device_bytes,
-            "prefetched_bytes": plan.prefetched_bytes,
-            "moved_bytes_per_forward": plan.moved_bytes,
-            "uva_bytes": plan.uva_bytes,
-            "uva_names": sorted(plan.uva)[:1000],
-            "store_bytes": stats.store_bytes,
-            "bytes_moved": stats.bytes_moved,
-            "copies": stats.copies,
-            "captured_copies": sum(unit.captured_copies for unit in stats.units),
-            "misses": stats.misses,
-            "last_stalls_s": [unit.last_stall_s for unit in stats.units],
-            "added_device_bytes": self._offloader.added_device_bytes,
+            **self._offloader.figures(),
             "planned_link_bytes_per_s": self._link_bytes_per_s,
         }
 
