@@ -348,6 +348,10 @@ VARIABLES = {
     "HEADRACE_DISABLE_CACHE": ("0", "1: what was read of a model's folder is neither kept for the next plan nor used"),
     "HEADRACE_PEER_TIMEOUT": ("600", "seconds that a rank waits for another one during an offload with `group=`"),
     "HEADRACE_API_KEY": ("none", "`headrace serve`: what requests have to carry as a bearer token, as `--api-key`"),
+    "HEADRACE_SGLANG": (
+        "0",
+        "1, or a JSON object of options: headrace is the weight offloader of SGLang in this environment",
+    ),
     "HEADRACE_BENCH_WITHOUT": (
         "none",
         "benchmarks inside vLLM: optional modules that this machine lacks, by commas",

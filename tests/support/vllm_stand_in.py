@@ -527,7 +527,7 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.33.0") -> None:
     state.data_parallel = SimpleNamespace(world_size=1, cpu_group=None)
     state.tensor_parallel = state.world = GroupCoordinator()
     for name, things in _MODULES.items():
-        _put(monkeypatch, name)
+        put_module(monkeypatch, name)
         for thing in things:
             monkeypatch.setattr(thing, "__module__", name)
             known_as = "GPUModelRunner" if thing in _RUNNERS else thing.__name__
@@ -535,11 +535,11 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "0.33.0") -> None:
     sys.modules["vllm"].__version__ = version  # type: ignore[attr-defined]
 
 
-def _put(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def put_module(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """An empty module ``name``, and the packages above it."""
     parent, _, last = name.rpartition(".")
     if parent and not hasattr(sys.modules.get(parent), "stands_in"):
-        _put(monkeypatch, parent)
+        put_module(monkeypatch, parent)
     module = ModuleType(name)
     module.__path__ = []
     module.__spec__ = ModuleSpec(name, None, is_package=True)

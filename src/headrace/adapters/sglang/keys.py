@@ -1,0 +1,197 @@
+"""SGLang's offload flags and ``HEADRACE_SGLANG='{"device_memory": "20GiB"}'`` -> one policy.
+
+====================  ================================================================================================
+key                   meaning
+====================  ================================================================================================
+``device_memory``     a budget for the weights on each GPU, ``"20GiB"``: headrace makes the plan, in place of the flags
+``batch``             sequences per step that a budget is planned for, ``[1, 16, 256]``; default 1
+``params``            name patterns that narrow what a group size or a budget may offload
+``rules``             ``["experts=uva", ...]``: mechanisms that the planner may not choose; with a budget
+``measure_stalls``    time every wait for a unit; costs two events each
+====================  ================================================================================================
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from headrace.adapters.engine_keys import EngineKeys
+from headrace.adapters.sglang import VARIABLE
+from headrace.config import UVA, Budget, Mode
+from headrace.errors import OptionError
+from headrace.flags import OffloadFlags, Surface, flag_of
+
+if TYPE_CHECKING:
+    from headrace.offloaders.layerwise import EnginePolicy
+
+__all__ = ["FIELDS", "EngineOptions", "parse_keys", "read_options"]
+
+FORM = f"""write {VARIABLE}=1, or {VARIABLE}='{{"device_memory": "20GiB"}}'"""
+_ASKING = ("device_memory", "offload_group_size", "cpu_offload_gb")
+_KEYS = EngineKeys(
+    prefix=VARIABLE,
+    place=VARIABLE,
+    form=FORM,
+    flag_of_key={
+        "device_memory": "device_memory",
+        "batch": "batch",
+        "params": "offload_params",
+        "rules": "offload_rule",
+        "measure_stalls": "measure_stalls",
+    },
+    surface=Surface(
+        modes=("cpu", "shm_cpu"),
+        inside=" inside SGLang",
+        needs={
+            "offload_rule": ("device_memory",),
+            "offload_num_in_group": ("offload_group_size",),
+            "offload_prefetch_step": ("offload_group_size",),
+            **dict.fromkeys(("offload_mode", "measure_stalls"), _ASKING),
+        },
+    ),
+)
+_MODES = {
+    "meta": "keeps no weights, so every token would be wrong; `headrace plan MODEL` shows sizes without loading",
+    "sharded_gpu": "keeps parts of the weights on other GPUs, which needs ranks of one world, and SGLang's data-"
+    "parallel ranks are worlds of their own; --offload-mode shm_cpu keeps one copy for all of them",
+}
+_HALVES = "runs parts of a batch through the layers at once, and they would share one slot"
+_MOVES = "moves experts between ranks or places in memory, which headrace keeps elsewhere"
+_FUSED = "reads the weights of many layers in one kernel, which waits for no layer's copy"
+_SHARED = "shares the memory of weights with other processes, and slots hold another layer every moment"
+# Fields of SGLang's configuration, what they are when unused, and why headrace does without them.
+_REFUSED: Mapping[str, tuple[Any, str]] = {
+    "enable_eplb": (False, _MOVES),
+    "elastic_ep_backend": (None, _MOVES),
+    "enable_elastic_expert_backup": (False, _MOVES),
+    "enable_paged_experts": (False, "keeps experts in slots of its own"),
+    "kt_weight_path": (None, "computes experts on the CPU by itself"),
+    "dwdp_size": (1, "copies experts between GPUs by itself"),
+    "ple_offload_embedding": (False, "keeps embeddings in host memory by itself"),
+    "enable_two_batch_overlap": (False, _HALVES),
+    "enable_single_batch_overlap": (False, _HALVES),
+    "enable_pdmux": (False, _HALVES),
+    "speculative_algorithm": (None, "runs a draft model that shares weights with the offloaded one"),
+    "enable_lora": (False, "replaces linear modules after their weights have left the device"),
+    "lora_paths": (None, "replaces linear modules after their weights have left the device"),
+    "enable_memory_saver": (False, "frees and restores weights that headrace keeps elsewhere"),
+    "enable_weights_cpu_backup": (False, "keeps a second copy of the weights in host memory"),
+    "startup_weight_load_mode": ("serial", "writes weights after they have left the device"),
+    "weight_cache_mode": ("off", _SHARED),
+    "remote_instance_weight_loader_start_seed_via_transfer_engine": (False, _SHARED),
+    "checkpoint_engine_wait_weights_before_ready": (False, "writes weights after they have left the device"),
+    "enable_torch_compile": (False, "compiles the model, and this has not been tried with SGLang's compiler"),
+    "enable_nvidia_megakernel": (False, _FUSED),
+    "enable_amd_monokernel": (False, _FUSED),
+}
+# All fields of SGLang's configuration that are read.
+FIELDS = (
+    "cpu_offload_gb",
+    "offload_group_size",
+    "offload_num_in_group",
+    "offload_prefetch_step",
+    "offload_mode",
+    "cuda_graph_config",
+    "tp_size",
+    "dp_size",
+    "nnodes",
+    *_REFUSED,
+)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What the plugin does.
+
+    Attributes:
+        policy: ``None``: nothing is offloaded.
+        mode: the store.
+        measure_stalls: time every wait.
+    """
+
+    policy: EnginePolicy | None
+    mode: Mode = "cpu"
+    measure_stalls: bool = False
+
+
+def parse_keys(value: str) -> Mapping[str, Any]:
+    """The keys in ``HEADRACE_SGLANG``; ``"1"`` gives none.
+
+    Raises:
+        OptionError, OptionTypeError: it is neither 1 nor a JSON object of known keys.
+    """
+    if value == "1":
+        return {}
+    try:
+        return _KEYS.known(json.loads(value))
+    except json.JSONDecodeError as error:
+        raise OptionError(f"{VARIABLE} {value!r}: expected 1 or a JSON object ({error}); {FORM}") from None
+
+
+def read_options(keys: Mapping[str, Any], field: Callable[[str], Any]) -> EngineOptions:
+    """The options of ``keys`` and of SGLang's flags together.
+
+    Args:
+        keys: of :func:`parse_keys`.
+        field: the value of a field of SGLang's configuration, resolved.
+
+    Raises:
+        OptionError, OptionTypeError: options that contradict one another or have no effect, an invalid value, or a
+            feature of SGLang that headrace cannot run with.
+    """
+    mode, group_size = field("offload_mode"), field("offload_group_size")
+    if mode in _MODES:
+        raise OptionError(f"--offload-mode {mode} {_MODES[mode]}; leave it out, or unset {VARIABLE}")
+    flags = OffloadFlags(
+        cpu_offload_gb=field("cpu_offload_gb") or None,
+        offload_group_size=group_size if group_size > 0 else None,
+        # 1 and cpu are SGLang's defaults, whether they were given or not.
+        offload_num_in_group=_unless(field("offload_num_in_group"), 1),
+        offload_prefetch_step=_unless(field("offload_prefetch_step"), 1),
+        offload_mode=_unless(mode, "cpu"),
+    )
+    merged = _KEYS.merged(keys, flags)
+    policy = _KEYS.policy(keys, merged, {})
+    if policy is None:
+        return EngineOptions(None)
+    if isinstance(policy, Budget | UVA):
+        policy = replace(policy, mode=mode)
+    _refuse_features(field)
+    if mode == "shm_cpu":
+        _require_replicas(field)
+    return EngineOptions(policy, cast(Mode, mode), merged.measure_stalls)
+
+
+def _unless(value: Any, default: Any) -> Any:
+    return None if value == default else value
+
+
+def _refuse_features(field: Callable[[str], Any]) -> None:
+    for name, (unused, reason) in _REFUSED.items():
+        value = field(name)
+        if value and value != unused:
+            raise OptionError(f"{flag_of(name)} {reason}; leave it out, or unset {VARIABLE}")
+    graphs = field("cuda_graph_config")
+    if graphs is not None and graphs.prefill.backend == "tc_piecewise":
+        raise OptionError(
+            f"--cuda-graph-backend-prefill tc_piecewise compiles the model, and this has not been tried with SGLang's "
+            f"compiler; use breakable, which is SGLang's default, or full or disabled, or unset {VARIABLE}"
+        )
+
+
+def _require_replicas(field: Callable[[str], Any]) -> None:
+    """As SGLang's own, one copy serves the data-parallel ranks of a host, each of which has the whole model."""
+    for name, allowed in (("tp_size", 1), ("nnodes", 1)):
+        if field(name) != allowed:
+            raise OptionError(
+                f"--offload-mode shm_cpu keeps one copy for the data-parallel ranks of one host, each with the whole "
+                f"model: expected {flag_of(name)} {allowed}, found {field(name)}; leave the mode out"
+            )
+    if field("dp_size") < 2:
+        raise OptionError(
+            "--offload-mode shm_cpu keeps one copy for data-parallel ranks, and this is the only one: add "
+            "--dp-size N, or leave the mode out"
+        )
