@@ -113,7 +113,9 @@ def main(folder: Path, case: str) -> None:
         found["checked"] = engine.loop.run_until_complete(checked)
         found["read"] = engine.get_weights_by_name("model.layers.3.mlp.down_proj.weight")
     if case in ("prefetch", "resident"):
-        engine.collective_rpc("save_sharded_model", path=str(folder / f"{case}-saved"), pattern=None, max_size=None)
+        saved = folder / f"{case}-saved"
+        saved.mkdir(exist_ok=True)
+        engine.collective_rpc("save_sharded_model", path=str(saved), pattern=None, max_size=None)
         found["again"] = generate(engine)
     (folder / f"{case}.json").write_text(json.dumps(found, default=str))
     engine.shutdown()
