@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch import nn
 import sglang_stand_in as sglang
 from engines import VOCABULARY, Layer
 from headrace.errors import OptionError, StateError
+from ranks import outcomes
 
 GROUP = {"offload_group_size": 4}
 BUDGET = '{"device_memory": "3MB"}'
@@ -37,9 +40,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         if asked is not None:
             monkeypatch.setenv("HEADRACE_SGLANG", asked)
         sglang.load_plugins()
-        made = module("sglang.srt.model_executor.model_runner").ModelRunner(**(runner or {}))
-        made.init_cuda_graphs()
-        return made
+        return started(**(runner or {}))
 
     return make
 
@@ -131,6 +132,39 @@ def test_buffers_stay(start: Callable[..., Any]) -> None:
     runner = start('{"params": ["mlp"]}', runner={"layer_fn": layer}, offload_group_size=1)
     mlp = sum(p.nbytes for p in Layer(sglang.WIDTH).mlp.parameters())
     assert figures(runner)["prefetched_bytes"] == sglang.NUM_LAYERS * mlp
+
+
+def replica(rank: int, asked: str, fields: dict[str, Any], run_id: str) -> dict[str, Any]:
+    """One of two data-parallel ranks, each a world of its own to torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        sglang.install(patch, [])
+        plain = outputs(started())
+    with pytest.MonkeyPatch.context() as patch:
+        sglang.install(patch, [register], offload_mode="shm_cpu", dp_size=2, **fields)
+        sglang.state.parallel = sglang.SimpleNamespace(dp_rank=rank, num_dp_ranks=2)
+        patch.setenv("HEADRACE_SGLANG", asked)
+        patch.setenv("SGLANG_RUN_ID", run_id)
+        sglang.load_plugins()
+        runner = started()
+        assert all(torch.equal(found, expected) for found, expected in zip(outputs(runner), plain, strict=True))
+        return figures(runner)
+
+
+def started(**options: Any) -> Any:
+    runner = module("sglang.srt.model_executor.model_runner").ModelRunner(**options)
+    runner.init_cuda_graphs()
+    return runner
+
+
+@pytest.mark.parametrize(
+    ("asked", "fields"), [("1", GROUP), ("1", {"cpu_offload_gb": 1}), (BUDGET, {})], ids=["group", "limited", "budget"]
+)
+def test_data_parallel_ranks_share_one_copy(asked: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    first, second = outcomes(2, replica, asked, fields, f"run-{tmp_path.name}-{os.getpid()}")
+    assert first["store_bytes"]["host_shared"] >= first["prefetched_bytes"] > 500_000
+    assert first["bytes_moved"] > 0
+    assert first["store_bytes"] == second["store_bytes"]
+    assert "host" not in first["store_bytes"]
 
 
 # -- asked for or not --------------------------------------------------------------------------------------------------
