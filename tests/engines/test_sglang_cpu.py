@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import sglang_cpu_engine
+from headrace.adapters.sglang.keys import FIELDS
 from headrace.adapters.sglang.names import differences
 
 sglang = pytest.importorskip("sglang", reason="SGLang is not installed: scripts/test-sglang-cpu runs this")
@@ -53,6 +54,13 @@ def engine(folder: Path) -> Engine:
 
 def test_the_interface_is_as_expected() -> None:
     assert differences() == []
+
+
+def test_every_field_that_is_read_is_one_of_sglangs() -> None:
+    from sglang.srt.arg_groups.arg_utils import namespace_of
+    from sglang.srt.server_args import ServerArgs
+
+    assert set(FIELDS) <= set(namespace_of(ServerArgs))
 
 
 @pytest.mark.parametrize("case", ["prefetch", "several", "named", "limited", "budget", "moe-prefetch"])

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["VARIABLE", "register"]
-
-VARIABLE = "HEADRACE_SGLANG"
+__all__ = ["register"]
 
 
 def register() -> None:
@@ -20,7 +18,7 @@ def register() -> None:
     Raises:
         SystemExit: it cannot be in force. SGLang would log any ``Exception`` of a plugin, and serve without headrace.
     """
-    value = os.environ.get(VARIABLE, "").strip()
+    value = os.environ.get("HEADRACE_SGLANG", "").strip()
     if value in ("", "0"):
         return
     try:
@@ -28,4 +26,4 @@ def register() -> None:
 
         register_hooks(value)
     except Exception as error:
-        raise SystemExit(f"{VARIABLE} is set, and headrace cannot be in force: {error}") from error
+        raise SystemExit(f"HEADRACE_SGLANG is set, and headrace cannot be in force: {error}") from error

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from headrace.adapters.engine_keys import EngineKeys
-from headrace.adapters.sglang import VARIABLE
 from headrace.config import UVA, Budget, Mode
 from headrace.errors import OptionError
 from headrace.flags import OffloadFlags, Surface, flag_of
@@ -27,8 +26,9 @@ from headrace.flags import OffloadFlags, Surface, flag_of
 if TYPE_CHECKING:
     from headrace.offloaders.layerwise import EnginePolicy
 
-__all__ = ["FIELDS", "EngineOptions", "parse_keys", "read_options"]
+__all__ = ["FIELDS", "VARIABLE", "EngineOptions", "parse_keys", "read_options"]
 
+VARIABLE = "HEADRACE_SGLANG"
 FORM = f"""write {VARIABLE}=1, or {VARIABLE}='{{"device_memory": "20GiB"}}'"""
 _ASKING = ("device_memory", "offload_group_size", "cpu_offload_gb")
 _KEYS = EngineKeys(

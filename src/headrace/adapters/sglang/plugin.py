@@ -26,8 +26,7 @@ from sglang.srt.utils.offloader import NoopOffloader, get_offloader
 from torch import nn
 from torch.distributed import FileStore, PrefixStore, ProcessGroup  # type: ignore[attr-defined,unused-ignore]
 
-from headrace.adapters.sglang import VARIABLE
-from headrace.adapters.sglang.keys import EngineOptions, parse_keys, read_options
+from headrace.adapters.sglang.keys import VARIABLE, EngineOptions, parse_keys, read_options
 from headrace.adapters.sglang.names import require_supported
 from headrace.config import Budget
 from headrace.errors import StateError
