@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -177,6 +179,27 @@ class TestSampling:
             assert answer["usage"]["completion_tokens"] == TOKENS
             if temperature == 0:
                 assert answer["choices"][0]["text"] == text_of(served, expected[prompt])
+
+    def test_requests_that_come_between_two_batches(
+        self, served: Served, monkeypatch: pytest.MonkeyPatch, expected: dict[str, list[int]]
+    ) -> None:
+        """The loop of the old batch has ended then, and that of the new one has not begun."""
+        served.complete("Water", max_tokens=2)
+        stop, has_ended = served.batches._manager.stop, threading.Event()
+
+        def slow_stop(**options: Any) -> None:
+            stop(**options)
+            has_ended.set()
+            time.sleep(1)
+
+        monkeypatch.setattr(served.batches._manager, "stop", slow_stop)
+        with ThreadPoolExecutor(1) as pool:
+            sampled = pool.submit(served.complete, "x", max_tokens=4, temperature=1.0)
+            assert has_ended.wait(60)
+            assert served.send("/health")[0] == 200
+            answer = served.complete("Water", max_tokens=TOKENS)
+            assert sampled.result()["usage"]["completion_tokens"] == 4
+        assert answer["choices"][0]["text"] == text_of(served, expected["Water"])
 
     def test_the_token_that_ends_texts(self, served: Served, expected: dict[str, list[int]]) -> None:
         """An answer ends at it; ``ignore_eos`` goes on."""

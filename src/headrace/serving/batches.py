@@ -322,9 +322,11 @@ class Batches(BaseGenerateManager):
         )
 
     def _new_manager(self, job: _Job) -> None:
-        if self._manager is not None:
-            self._manager.stop(block=True)
-            self._manager = None
+        # Taken away first: requests that come meanwhile would find a manager whose loop has ended.
+        ended, self._manager = self._manager, None
+        if ended is not None:
+            ended.stop(block=True)
+        del ended  # with its cache, before the next one is allocated
         seed = {} if job.sampling.seed is None else {"seed": job.sampling.seed}
         # Up to transformers 5.20 the configuration has no seed.
         torch.manual_seed(job.sampling.seed) if seed else torch.seed()
