@@ -56,6 +56,8 @@ def test_a_neutral_value_is_as_good_as_none(fields: dict[str, Any]) -> None:
         ({"temperature": 2.5}, "temperature: expected a number, from 0 to 2, found 2.5"),
         ({"temperature": float("nan")}, "temperature: expected a number, from 0 to 2, found NaN"),
         ({"temperature": 1e-9}, "temperature = 1e-09: expected 0 (greedy), or from 0.01 to 2"),
+        ({"temperature": 10**400}, "temperature: expected a number, from 0 to 2, found 1000"),
+        ({"prompt": "a\ud800"}, 'prompt: expected a text, found "a\\ud800"'),
         ({"top_p": 0}, "top_p = 0: expected a probability above 0"),
         ({"top_k": -2}, "top_k: expected an integer, at least -1, found -2"),
         ({"seed": 2**70}, "seed: expected an integer"),

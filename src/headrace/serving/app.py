@@ -12,6 +12,7 @@ import copy
 import gc
 import inspect
 import json
+import os
 import secrets
 import signal
 import socket
@@ -220,7 +221,15 @@ class _Endpoint:
 
 
 def _error(message: str, kind: str = "invalid_request_error", field: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": field, "code": None}}
+    message = message.encode(errors="backslashreplace").decode()  # names of fields may hold halves of surrogates
+    return {
+        "error": {
+            "message": message,
+            "type": kind,
+            "param": field and field.encode(errors="backslashreplace").decode(),
+            "code": None,
+        }
+    }
 
 
 def _answer_errors(app: FastAPI) -> None:
@@ -434,7 +443,7 @@ class _Server(uvicorn.Server):
 
 
 def run_app(app: App, bound: socket.socket, ready: Callable[[], None]) -> None:
-    """Serve until SIGINT or SIGTERM, then finish what has been asked; a second signal ends at once.
+    """Serve until SIGINT or SIGTERM, then finish what has been asked; a second SIGINT ends at once.
 
     ``ready``: called once requests are answered.
     """
@@ -448,6 +457,8 @@ def run_app(app: App, bound: socket.socket, ready: Callable[[], None]) -> None:
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         server.run(sockets=[bound])
+        if server.force_exit:
+            os._exit(130)  # the batching loop, a thread, would finish its requests first
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -8,7 +8,6 @@ answer as it is without the field.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -114,7 +113,7 @@ def read_completion(body: Mapping[str, Any]) -> Wanted:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1:
         (prompt,) = prompt
-    if not isinstance(prompt, str) or not prompt:
+    if not _is_text(prompt) or not prompt:
         raise RequestError(f"prompt: expected a text, found {_shown(prompt)}; send one prompt per request", "prompt")
     return _wanted(body, {"prompt": prompt}, _number(body, "max_tokens", int, 1))
 
@@ -224,7 +223,7 @@ def _message(index: int, message: Any) -> dict[str, Any]:
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     for part in parts:
         is_text = isinstance(part, dict) and set(part) == {"type", "text"} and part["type"] == "text"
-        if not is_text or not isinstance(part["text"], str):
+        if not is_text or not _is_text(part["text"]):
             raise RequestError(
                 f'{where}.content: expected a text, or a list of {{"type": "text", "text": ...}}, found '
                 f"{_shown(content)}",
@@ -246,13 +245,18 @@ def _number(body: Mapping[str, Any], name: str, kind: type, least: float, most: 
     if value is None:
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not least <= value <= most or kind(value) != value:
+    if not is_number or not least <= value <= most or kind(value) != value:
         noun = "an integer" if kind is int else "a number"
         bounds = f"at least {least:g}" if most >= 2**31 - 1 else f"from {least:g} to {most:g}"
         raise RequestError(f"{name}: expected {noun}, {bounds}, found {_shown(value)}", name)
     return kind(value)
 
 
+def _is_text(value: object) -> bool:
+    """Whether a value is a string that UTF-8 can write, which half of a pair of surrogates is not."""
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
 def _shown(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
