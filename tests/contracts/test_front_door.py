@@ -16,7 +16,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import headrace
+from commands import TINY, run
 from headrace.adapters.transformers import load
+from headrace.demo.synthetic_model import ensure_model
 from headrace.model.inventory import take_inventory
 from headrace.model.live_tensors import bind
 from headrace.plan.build import Planner
@@ -129,6 +131,19 @@ def test_load(folder: Path) -> None:
     handle.remove()
     assert trace.counts() == ONCE
     show("load(folder, budget)", trace, MAX_FILES["load"])
+
+
+def test_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``headrace serve MODEL``, up to its first request."""
+    folder = tmp_path / "model"
+    ensure_model(folder, TINY)
+    monkeypatch.setattr("headrace.serving.app.run_app", lambda *_: None)
+    command = ("serve", folder, "--device-memory", "2MiB", "--port", "0")
+    assert run(*command).exit_code == 0
+    with traced() as trace:
+        assert run(*command).exit_code == 0
+    found = trace.counts()
+    assert found["front door"] == found["binding"] == 1
 
 
 @pytest.mark.parametrize("kind", ["prefetch", "uva"])
