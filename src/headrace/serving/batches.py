@@ -11,6 +11,7 @@ import asyncio
 import copy
 import json
 import math
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -150,6 +151,7 @@ class Batches(BaseGenerateManager):
         self._jobs: dict[str, _Job] = {}
         self._manager: Any = None
         self._sampling = _Sampling()  # what the manager was made for
+        self._admitted: deque[str] = deque()  # hold their part of the cache, and are to be started
         self._wake = asyncio.Event()
         self._starter: asyncio.Task[None] | None = None
         self._error: str | None = None
@@ -220,7 +222,7 @@ class Batches(BaseGenerateManager):
         if job.has_started and self._manager is not None:
             self._manager.cancel_request(request_id)
             self._manager.output_router.result_handlers.pop(request_id, None)
-        self._wake.set()
+        self._admit()
 
     def stop(self) -> None:
         """End the batch; requests that still run fail."""
@@ -272,14 +274,19 @@ class Batches(BaseGenerateManager):
         self._jobs[name] = _Job(prompt, settings, sampling, streaming, deliver, fail)
         if self._starter is None:
             self._starter = asyncio.get_running_loop().create_task(self._start_requests())
+        self._admit()
+
+    def _admit(self) -> None:
+        """Give their parts of the cache to requests that wait; at once, so that the queue holds none that could run."""
+        self._admitted.extend(self.admission.start())
         self._wake.set()
 
     async def _start_requests(self) -> None:
         """Start requests as they come and as others end."""
         try:
             while self.dead_reason() is None:
-                for name in self.admission.start():
-                    await self._start(name)
+                while self._admitted:
+                    await self._start(self._admitted.popleft())
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), _LOOK_S)
                 self._wake.clear()
@@ -308,7 +315,7 @@ class Batches(BaseGenerateManager):
                 self.admission.leave(name)
                 self.prompt_tokens += len(job.prompt)
                 self.generated_tokens += len(output.generated_tokens)
-                self._wake.set()
+                self._admit()
             job.deliver(output)
 
         self._manager.register_result_handler(name, on_output)
