@@ -113,6 +113,8 @@ def engine_environment(out: Path) -> dict[str, str]:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        # Else each start tries several shapes of a reduction, which round differently, and keeps the fastest.
+        "TORCHINDUCTOR_DETERMINISTIC": "1",
     }
 
 
