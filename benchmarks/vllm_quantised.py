@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import os
 import re
@@ -214,9 +215,8 @@ def __getattr__(name: str) -> Any:
     import torch
     from vllm.v1.worker.gpu_worker import Worker as Plain
 
-    from headrace.adapters.vllm import Worker
-
-    base: Any = Plain if name == "Resident" else Worker
+    # Importing the package needs vLLM, which is looked up only here.
+    base: Any = Plain if name == "Resident" else importlib.import_module("headrace.adapters.vllm").Worker
 
     class Measured(base):  # type: ignore[misc]
         def load_model(self, **kwargs: Any) -> None:

@@ -61,6 +61,9 @@ def test_same_bits_eager_and_in_graphs(monkeypatch: pytest.MonkeyPatch, asked: s
         for index, (found, expected) in enumerate(zip(outputs(made, stream), plain, strict=True)):
             assert torch.equal(found, expected), KINDS[index]
     stats = made.headrace_offloader.figures()
+    if "device_memory" in asked:  # which reads layers as small as these in place
+        assert stats["uva_bytes"] > 10_000_000
+        return
     assert stats["prefetched_bytes"] > 10_000_000
     # Replays of full graphs move bytes in captured copies, which the host does not count.
     assert stats["bytes_moved"] - before["bytes_moved"] > 9 * stats["prefetched_bytes"]
