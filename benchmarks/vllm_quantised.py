@@ -230,7 +230,7 @@ def __getattr__(name: str) -> Any:
         def facts(self) -> dict[str, Any]:
             model = self.model_runner.get_model()
             found = {
-                "kernels": sorted(_kernels(model)),
+                "kernels": sorted({*_kernels(model)}),
                 "weight_bytes": sum(p.nbytes for p in model.parameters()),
                 "load_peak_bytes": self.peak,
                 "allocated_bytes": self.after[0],

@@ -37,6 +37,8 @@ OTHER_FIELDS = {
     "vllm-rounds": _ROUND,
     "lm-eval": {"case", "task", "samples", "equal", "distinct", "score", "bytes_moved", "bit_equal"},
     "recipe": {"case", "recipe", "requests", "failed", "tokens_per_s", "median_ttft_ms", "median_tpot_ms", "start_s"},
+    "quantised": {"case", "kernels", "policy", "bytes_moved", "uva_bytes", "host_ratio", "repeats", "bit_equal"},
+    "two-links": {"case", "alone", "together", "bit_equal"},  # bytes per second by bytes of a copy
     "summary": {"way", "equal", "differs", "crashed", "refused", "timeout"},
     "families": {"family", "way", "what", "detail", "moved_bytes"},
 }
