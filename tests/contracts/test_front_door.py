@@ -137,6 +137,8 @@ def test_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``headrace serve MODEL``, up to its first request."""
     folder = tmp_path / "model"
     ensure_model(folder, TINY)
+    handles: list[headrace.Handle] = []  # the command keeps its own until the process ends
+    monkeypatch.setattr("headrace.serving.app.make_app", lambda module, handle, *_: handles.append(handle))
     monkeypatch.setattr("headrace.serving.app.run_app", lambda *_: None)
     command = ("serve", folder, "--device-memory", "2MiB", "--port", "0")
     assert run(*command).exit_code == 0
@@ -144,6 +146,9 @@ def test_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert run(*command).exit_code == 0
     found = trace.counts()
     assert found["front door"] == found["binding"] == 1
+    assert len(handles) == 2
+    for handle in handles:
+        handle.remove()
 
 
 @pytest.mark.parametrize("kind", ["prefetch", "uva"])

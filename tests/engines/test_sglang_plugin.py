@@ -193,6 +193,7 @@ def test_a_fresh_process_imports_three_empty_packages() -> None:
 
 
 def test_nothing_to_do_is_said(start: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING")  # other tests of the process switch warnings off
     runner = start("1")
     assert "headrace has nothing to do" in caplog.text
     assert figures(runner) == {}

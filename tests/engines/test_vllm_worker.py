@@ -346,6 +346,7 @@ def test_an_offload_runs_the_code_that_its_reference_compiled() -> None:
         worker = make(GROUP, additional_config=given)
         worker.load_model()
         keys.add(worker.vllm_config.compute_hash())
+        worker.shutdown()
         assert given == ({"headrace": own, "theirs": 1} if own else {"theirs": 1})
     assert len(keys) == 1
 

@@ -264,6 +264,6 @@ class TestProbe:
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one, other) not in apart)
 
 
-def once(run: Callable[[], object]) -> float:
+def once(run: Callable[[], object], repeats: int = 5) -> float:
     run()
     return 1.0
