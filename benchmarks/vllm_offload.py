@@ -8,8 +8,10 @@ to layer (seeded_weights.py), and every case has the same ones; but other offloa
 host there, slowly and with other values, so ``--files`` loads seeded weights from files, which are written once. The
 greedy tokens of a case, and the log-probabilities of them, are compared with those of the first case of its shape to
 the last bit. ``ms`` is the time of all tokens over the number of steps, prefill included. ``--again`` starts every case
-once more at the end, when the caches are equally warm, and measures its start and its host memory. ``--profile`` adds
-what each kernel of one prefill takes. What a machine lacks of vLLM's optional kernels is named in
+twice more at the end: vLLM compiles a model anew at the second start, into the cache from which the third one begins.
+Of the third, start and host memory are measured, and its tokens and log-probabilities are compared with those of the
+twin that moves nothing: both run the same compiled code, while code that was compiled twice can round differently.
+``--profile`` adds what each kernel of one prefill takes. What a machine lacks of vLLM's optional kernels is named in
 ``HEADRACE_BENCH_WITHOUT`` (modules, comma-separated). Shapes in ``DRIVEN_SHAPES`` route tokens by a stated distribution
 (driven_routing.py).
 """
@@ -45,7 +47,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="start each case once more, from warm caches")
     parser.add_argument("--limit-s", type=float, help="end an engine that takes longer, and go on with the next")
     parser.add_argument("--profile", action="store_true", help="of the last load of each case, kernel by kernel")
-    parser.add_argument("--child", choices=["write", "measure", "again"], help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=["write", "measure", "warm", "again"], help=argparse.SUPPRESS)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     if given.publish:
@@ -56,6 +58,8 @@ def main() -> None:
             write_weights(_model_folder(given.out, name), "cuda")
     elif given.child == "measure":
         _measure(given.out, given.cases[0], given.files, given.profile)
+    elif given.child == "warm":
+        _start(given.out, given.cases[0], given.files)
     elif given.child == "again":
         _start_again(given.out, given.cases[0], given.files)
     else:
@@ -71,14 +75,12 @@ def _run_cases(given: argparse.Namespace) -> None:
             _run_child("measure", case, given)
         if kept.exists():
             print("\n".join(_summary(given.out, case)), flush=True)
-    for case in given.cases if given.again else ():
-        kept = given.out / f"vllm-{case}-again.json"
-        if not kept.exists():
-            _run_child("again", case, given)
-        if kept.exists():
-            found = json.loads(kept.read_text())
-            anon, every = (found[f"warm_{name}_bytes"] / 2**30 for name in ("rss_anon", "rss"))
-            print(f"{case}: warm start {found['warm_start_s']:.1f} s, RSS {every:.3f} GiB, anonymous {anon:.3f}")
+    for what in ("warm", "again") if given.again else ():  # one after another, so that all caches are equally warm
+        for case in given.cases:
+            if not _again(given.out, case).exists():
+                _run_child(what, case, given)
+            if what == "again" and _again(given.out, case).exists():
+                print("\n".join(_again_summary(given.out, case)), flush=True)
 
 
 def _run_child(what: str, case: str, given: argparse.Namespace) -> None:
@@ -162,7 +164,12 @@ def _start_again(out: Path, case: str, from_files: bool) -> None:
     engine, before, start_s = _start(out, case, from_files)
     engine.generate(_prompts(1, 128), _sampling(2), use_tqdm=False)
     grown = {f"warm_{name}": now - before[name] for name, now in _host_memory().items()}
-    (out / f"vllm-{case}-again.json").write_text(json.dumps({"warm_start_s": start_s, **grown}))
+    rows = [_scored(engine, *load[:3]) for load in LOADS[CASES[case][0]]]
+    _again(out, case).write_text(json.dumps({"warm_start_s": start_s, **grown, "rows": rows}))
+
+
+def _again(out: Path, case: str) -> Path:
+    return out / f"vllm-{case}-again.json"
 
 
 def _model_folder(out: Path, shape: str) -> Path:
@@ -245,9 +252,6 @@ def _run(engine: Any, num_sequences: int, tokens_in: int, tokens_out: int, repea
         times.append(time.perf_counter() - begin)
         tokens.append([list(output.outputs[0].token_ids) for output in outputs])
     assert all(found == tokens[0] for found in tokens), "the same prompts gave other tokens"
-    sampling.logprobs = 0  # of the chosen token alone
-    scored = engine.generate(prompts, sampling, use_tqdm=False)
-    logprobs = [[next(iter(step.values())).logprob for step in output.outputs[0].logprobs] for output in scored]
     median = statistics.median(times)
     return {
         "rows": num_sequences,
@@ -256,8 +260,18 @@ def _run(engine: Any, num_sequences: int, tokens_in: int, tokens_out: int, repea
         "ms": median / tokens_out * 1e3,
         "spread_ms": (max(times) - min(times)) / tokens_out * 1e3,
         "tokens_per_s": num_sequences * (tokens_in if tokens_out == 1 else tokens_out) / median,
-        "tokens": tokens[0],
-        "logprobs": logprobs,
+        **_scored(engine, num_sequences, tokens_in, tokens_out),
+    }
+
+
+def _scored(engine: Any, num_sequences: int, tokens_in: int, tokens_out: int) -> dict[str, Any]:
+    """The tokens, and the log-probability of each of them."""
+    sampling = _sampling(tokens_out)
+    sampling.logprobs = 0  # of the chosen token alone
+    outputs = [o.outputs[0] for o in engine.generate(_prompts(num_sequences, tokens_in), sampling, use_tqdm=False)]
+    return {
+        "tokens": [list(output.token_ids) for output in outputs],
+        "logprobs": [[next(iter(step.values())).logprob for step in output.logprobs] for output in outputs],
     }
 
 
@@ -293,13 +307,13 @@ def _field(path: str, name: str) -> int:
 def _publish(out: Path, table: str) -> None:
     """Each row with the floor of its steps: decode is bound by the link, prefill by compute."""
     found = {name: json.loads(path.read_text()) for name in CASES if (path := out / f"vllm-{name}.json").exists()}
-    still = {CASES[name][0]: result for name, result in found.items() if name.startswith("still")}
     for name, result in found.items():
         shape, runner, _ = CASES[name]
         reference = next(r for n, r in found.items() if CASES[n][0] == shape)
         prefill = {r["rows"]: r["ms"] for r in reference["rows"] if r["tokens_out"] == 1 and r["tokens_in"] == 128}
-        again = out / f"vllm-{name}-again.json"
-        facts = {**result["facts"], **(json.loads(again.read_text()) if again.exists() else {})}
+        again = json.loads(_again(out, name).read_text()) if _again(out, name).exists() else {}
+        facts = {**result["facts"], **again}
+        twins = _twin_rows(out, name)
         for number, (row, wanted) in enumerate(zip(result["rows"], reference["rows"], strict=False)):
             moved = _moved_bytes(facts["offloader"])
             steps = row["tokens_out"]
@@ -327,14 +341,33 @@ def _publish(out: Path, table: str) -> None:
                 published["moved_by_rank"] = facts["offloader"]["moved_by_rank"]
             if "logprobs" in row and "logprobs" in wanted:
                 published["compared"] = _compared(row, wanted)
-            if shape in still and "headrace" in name:
-                unmoved = still[shape]["rows"][number]
-                published["compared_with_still"] = _compared(row, unmoved)
-                if not published["bit_equal"] and all(row[key] == unmoved[key] for key in ("tokens", "logprobs")):
+            if twins:
+                published["compared_with_still"] = _compared(*twins[number])
+                if not published["bit_equal"] and _same(*twins[number]):
                     published["why_not_equal"] = "a compiler with other cuts rounds at other places; equal to still"
             elif not published["bit_equal"]:
                 published["why_not_equal"] = "not compiled as resident is, and no twin that moves nothing was run"
             print(json.dumps(published))
+
+
+def _twin_rows(out: Path, case: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Rows of a case and of the twin that moves nothing: of their third starts, if both were started as often."""
+    if "headrace" not in case:
+        return []
+    shape = CASES[case][0]
+    if any(word in case for word in ("breakable", "eager")):  # not compiled, so resident is such a twin
+        twin = case.removeprefix("headrace-")
+    else:
+        twin = next((name for name in CASES if name.startswith("still") and CASES[name][0] == shape), case)
+    for paths in ([_again(out, name) for name in (case, twin)], [out / f"vllm-{name}.json" for name in (case, twin)]):
+        if twin != case and all(path.exists() for path in paths):
+            mine, theirs = (json.loads(path.read_text())["rows"] for path in paths)
+            return [*zip(mine, theirs, strict=False)]
+    return []
+
+
+def _same(row: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    return all(row[key] == wanted[key] for key in ("tokens", "logprobs"))
 
 
 def _moved_bytes(offloader: dict[str, Any]) -> int:
@@ -362,6 +395,14 @@ def _summary(out: Path, case: str) -> list[str]:
             f"  {row['rows']:4d} x ({row['tokens_in']} in, {row['tokens_out']} out): {row['ms']:8.2f} ms/step "
             f"+- {row['spread_ms']:.2f}, {row['tokens_per_s']:9.1f} tok/s, {same}"
         )
+    return lines
+
+
+def _again_summary(out: Path, case: str) -> list[str]:
+    found = json.loads(_again(out, case).read_text())
+    anon, every = (found[f"warm_{name}_bytes"] / 2**30 for name in ("rss_anon", "rss"))
+    lines = [f"{case}: warm start {found['warm_start_s']:.1f} s, RSS {every:.3f} GiB, anonymous {anon:.3f}"]
+    lines += [f"  the twin that moves nothing: {_compared(*rows)}" for rows in _twin_rows(out, case)]
     return lines
 
 
