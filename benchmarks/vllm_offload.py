@@ -33,7 +33,7 @@ from driven_routing import drive_routing
 from published_configs import QWEN3_8B
 from seeded_models import write_config, write_weights
 from seeded_weights import use_seeded_weights
-from vllm_cases import CASES, DRIVEN_SHAPES, FLEXTENSOR, LOADS, SHAPES, WORKER, python_path, same_memory
+from vllm_cases import CASES, DRIVEN_SHAPES, FLEXTENSOR, LOADS, ONE_ROUNDING, SHAPES, WORKER, python_path, same_memory
 
 LINK_BYTES_PER_S = 55.5e9  # H2D of the reference machine
 
@@ -115,7 +115,7 @@ def engine_environment(out: Path) -> dict[str, str]:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        # Else each start tries several shapes of a reduction, which round differently, and keeps the fastest.
+        # With ONE_ROUNDING: else each start tries several shapes of a reduction and keeps the fastest.
         "TORCHINDUCTOR_DETERMINISTIC": "1",
     }
 
@@ -156,7 +156,9 @@ def _start(out: Path, case: str, from_files: bool) -> tuple[Any, dict[str, int],
     before = _host_memory()
     begin = time.perf_counter()
     loading = {"load_format": "auto" if from_files else "dummy"}
-    engine = LLM(model=str(folder), **{**_arguments(shape), **loading, **arguments})
+    compilation = {"cudagraph_capture_sizes": [1, 16, 256], **ONE_ROUNDING, **arguments.get("compilation_config", {})}
+    given = {**_arguments(shape), **loading, **arguments, "compilation_config": compilation}
+    engine = LLM(model=str(folder), **given)
     return engine, before, time.perf_counter() - begin
 
 
@@ -188,7 +190,6 @@ def _arguments(shape: str) -> dict[str, Any]:
         "gpu_memory_utilization": 0.25 if shape.startswith("qwen-short") else 0.9,
         "enable_prefix_caching": False,
         "disable_log_stats": True,
-        "compilation_config": {"cudagraph_capture_sizes": [1, 16, 256]},
     }
 
 

@@ -41,7 +41,7 @@ from typing import Any
 
 from published_configs import QWEN3_8B, QWEN3_30B_A3B
 from seeded_weights import use_seeded_weights
-from vllm_cases import GROUP
+from vllm_cases import GROUP, ONE_ROUNDING
 from vllm_offload import engine_environment
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -301,7 +301,7 @@ def _arguments(kind: str, case: str, given: argparse.Namespace) -> dict[str, Any
         "gpu_memory_utilization": 0.15,
         "enable_prefix_caching": False,
         "disable_log_stats": True,
-        "compilation_config": {"cudagraph_capture_sizes": [1, 16]},
+        "compilation_config": {"cudagraph_capture_sizes": [1, 16], **ONE_ROUNDING},
         "worker_cls": f"vllm_parallel.{'Tiny' * given.tiny}Worker",
         "additional_config": {"headrace": own} if own else {},
         **flags,

@@ -26,6 +26,7 @@ from typing import Any
 
 from quantised_models import MODELS
 from seeded_weights import use_seeded_weights
+from vllm_cases import ONE_ROUNDING
 from vllm_offload import engine_environment
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -179,7 +180,7 @@ def common_arguments() -> dict[str, Any]:
         "gpu_memory_utilization": 0.2,
         "enable_prefix_caching": False,
         "disable_log_stats": True,
-        "compilation_config": {"cudagraph_capture_sizes": [1, 16]},
+        "compilation_config": {"cudagraph_capture_sizes": [1, 16], **ONE_ROUNDING},
     }
 
 
