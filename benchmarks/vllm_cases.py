@@ -29,8 +29,8 @@ DRAFT = {"speculative_config": {"method": "draft_model", "model": "qwen-draft", 
 SEGMENTS = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
 EXPERTS = {"cpu_offload_gb": 40, "cpu_offload_params": {"experts"}}
 DRIVEN = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 16, 64]}}
-# Two compiles of one model round alike only so, and with TORCHINDUCTOR_DETERMINISTIC=1: Inductor tunes a combined kernel
-# by time, and with it the reductions of norms that it holds.
+# With TORCHINDUCTOR_DETERMINISTIC=1, two compiles round alike: Inductor tunes a combined kernel by time, and with
+# it the reductions of norms that it holds.
 ONE_ROUNDING = {"inductor_compile_config": {"combo_kernels": False, "benchmark_combo_kernel": False}}
 # Shapes whose router follows a stated distribution (driven_routing.py).
 DRIVEN_SHAPES = {"experts"}
