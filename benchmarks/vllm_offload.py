@@ -3,17 +3,16 @@
     python benchmarks/vllm_offload.py OUT_FOLDER CASE... [--files] [--again] [--limit-s S] [--profile]
     python benchmarks/vllm_offload.py OUT_FOLDER --publish TABLE        raw results for docs/benchmarks, on stdout
 
-Cases: see vllm_cases.py; one whose results lie in OUT_FOLDER is not run again. Weights are seeded and differ from layer
-to layer (seeded_weights.py), and every case has the same ones; but other offloaders fill those that they keep on the
-host there, slowly and with other values, so ``--files`` loads seeded weights from files, which are written once. The
-greedy tokens of a case, and the log-probabilities of them, are compared with those of the first case of its shape to
-the last bit. ``ms`` is the time of all tokens over the number of steps, prefill included. ``--again`` starts every case
-twice more at the end: vLLM compiles a model anew at the second start, into the cache from which the third one begins.
-Of the third, start and host memory are measured, and its tokens and log-probabilities are compared with those of the
-twin that moves nothing: both run the same compiled code, while code that was compiled twice can round differently.
-``--profile`` adds what each kernel of one prefill takes. What a machine lacks of vLLM's optional kernels is named in
-``HEADRACE_BENCH_WITHOUT`` (modules, comma-separated). Shapes in ``DRIVEN_SHAPES`` route tokens by a stated distribution
-(driven_routing.py).
+Cases: see vllm_cases.py; one whose results lie in OUT_FOLDER is not run again. Weights are seeded and differ from
+layer to layer (seeded_weights.py), and every case has the same ones; but other offloaders fill those that they keep
+on the host there, slowly and with other values, so ``--files`` loads seeded weights from files, which are written
+once. The greedy tokens of a case, and the log-probabilities of them, are compared with those of the first case of its
+shape to the last bit. ``ms`` is the time of all tokens over the number of steps, prefill included. Each case has a
+compile cache of its own: at a second start vLLM compiles the model that it kept at the first, which can round
+differently. ``--again`` starts every case twice more at the end and measures start and host memory of the third, when
+all caches are equally warm. ``--profile`` adds what each kernel of one prefill takes. What a machine lacks of vLLM's
+optional kernels is named in ``HEADRACE_BENCH_WITHOUT`` (modules, comma-separated). Shapes in ``DRIVEN_SHAPES`` route
+tokens by a stated distribution (driven_routing.py).
 """
 
 from __future__ import annotations
@@ -77,10 +76,12 @@ def _run_cases(given: argparse.Namespace) -> None:
             print("\n".join(_summary(given.out, case)), flush=True)
     for what in ("warm", "again") if given.again else ():  # one after another, so that all caches are equally warm
         for case in given.cases:
-            if not _again(given.out, case).exists():
+            if not (kept := _again(given.out, case)).exists():
                 _run_child(what, case, given)
-            if what == "again" and _again(given.out, case).exists():
-                print("\n".join(_again_summary(given.out, case)), flush=True)
+            if what == "again" and kept.exists():
+                found = json.loads(kept.read_text())
+                anon, every = (found[f"warm_{name}_bytes"] / 2**30 for name in ("rss_anon", "rss"))
+                print(f"{case}: warm start {found['warm_start_s']:.1f} s, RSS {every:.3f} GiB, anonymous {anon:.3f}")
 
 
 def _run_child(what: str, case: str, given: argparse.Namespace) -> None:
@@ -100,6 +101,7 @@ def _run_child(what: str, case: str, given: argparse.Namespace) -> None:
 def _environment(case: str, out: Path) -> dict[str, str]:
     return {
         **engine_environment(out),
+        "VLLM_CACHE_ROOT": str(out / f"cache-{case}"),
         "VLLM_USE_V2_MODEL_RUNNER": str(CASES[case][1] - 1),
         "VLLM_USE_BREAKABLE_CUDAGRAPH": str(int("breakable" in case)),
         **({"VLLM_GPU_SYNC_CHECK": "error"} if "sync-check" in case else {}),
@@ -166,8 +168,7 @@ def _start_again(out: Path, case: str, from_files: bool) -> None:
     engine, before, start_s = _start(out, case, from_files)
     engine.generate(_prompts(1, 128), _sampling(2), use_tqdm=False)
     grown = {f"warm_{name}": now - before[name] for name, now in _host_memory().items()}
-    rows = [_scored(engine, *load[:3]) for load in LOADS[CASES[case][0]]]
-    _again(out, case).write_text(json.dumps({"warm_start_s": start_s, **grown, "rows": rows}))
+    _again(out, case).write_text(json.dumps({"warm_start_s": start_s, **grown}))
 
 
 def _again(out: Path, case: str) -> Path:
@@ -253,6 +254,8 @@ def _run(engine: Any, num_sequences: int, tokens_in: int, tokens_out: int, repea
         times.append(time.perf_counter() - begin)
         tokens.append([list(output.outputs[0].token_ids) for output in outputs])
     assert all(found == tokens[0] for found in tokens), "the same prompts gave other tokens"
+    sampling.logprobs = 0  # of the chosen token alone
+    scored = engine.generate(prompts, sampling, use_tqdm=False)
     median = statistics.median(times)
     return {
         "rows": num_sequences,
@@ -261,18 +264,8 @@ def _run(engine: Any, num_sequences: int, tokens_in: int, tokens_out: int, repea
         "ms": median / tokens_out * 1e3,
         "spread_ms": (max(times) - min(times)) / tokens_out * 1e3,
         "tokens_per_s": num_sequences * (tokens_in if tokens_out == 1 else tokens_out) / median,
-        **_scored(engine, num_sequences, tokens_in, tokens_out),
-    }
-
-
-def _scored(engine: Any, num_sequences: int, tokens_in: int, tokens_out: int) -> dict[str, Any]:
-    """The tokens, and the log-probability of each of them."""
-    sampling = _sampling(tokens_out)
-    sampling.logprobs = 0  # of the chosen token alone
-    outputs = [o.outputs[0] for o in engine.generate(_prompts(num_sequences, tokens_in), sampling, use_tqdm=False)]
-    return {
-        "tokens": [list(output.token_ids) for output in outputs],
-        "logprobs": [[next(iter(step.values())).logprob for step in output.logprobs] for output in outputs],
+        "tokens": tokens[0],
+        "logprobs": [[next(iter(step.values())).logprob for step in output.outputs[0].logprobs] for output in scored],
     }
 
 
@@ -310,11 +303,13 @@ def _publish(out: Path, table: str) -> None:
     found = {name: json.loads(path.read_text()) for name in CASES if (path := out / f"vllm-{name}.json").exists()}
     for name, result in found.items():
         shape, runner, _ = CASES[name]
-        reference = next(r for n, r in found.items() if CASES[n][0] == shape)
+        still = ("NoopOffloader", "NoCopyOffloader")
+        beside = [r for n, r in found.items() if CASES[n][0] == shape]
+        reference = next((r for r in beside if r["facts"]["offloader"]["offloader"] in still), beside[0])
         prefill = {r["rows"]: r["ms"] for r in reference["rows"] if r["tokens_out"] == 1 and r["tokens_in"] == 128}
         again = json.loads(_again(out, name).read_text()) if _again(out, name).exists() else {}
         facts = {**result["facts"], **again}
-        twins = _twin_rows(out, name)
+        twin = found.get(_twin(name)) if "headrace" in name else None
         for number, (row, wanted) in enumerate(zip(result["rows"], reference["rows"], strict=False)):
             moved = _moved_bytes(facts["offloader"])
             steps = row["tokens_out"]
@@ -342,33 +337,21 @@ def _publish(out: Path, table: str) -> None:
                 published["moved_by_rank"] = facts["offloader"]["moved_by_rank"]
             if "logprobs" in row and "logprobs" in wanted:
                 published["compared"] = _compared(row, wanted)
-            if twins:
-                published["compared_with_still"] = _compared(*twins[number])
-                if not published["bit_equal"] and _same(*twins[number]):
+            if twin is not None:
+                unmoved = twin["rows"][number]
+                published["compared_with_still"] = _compared(row, unmoved)
+                if not published["bit_equal"] and all(row[key] == unmoved[key] for key in ("tokens", "logprobs")):
                     published["why_not_equal"] = "a compiler with other cuts rounds at other places; equal to still"
             elif not published["bit_equal"]:
                 published["why_not_equal"] = "not compiled as resident is, and no twin that moves nothing was run"
             print(json.dumps(published))
 
 
-def _twin_rows(out: Path, case: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Rows of a case and of the twin that moves nothing: of their third starts, if both were started as often."""
-    if "headrace" not in case:
-        return []
-    shape = CASES[case][0]
-    if any(word in case for word in ("breakable", "eager")):  # not compiled, so resident is such a twin
-        twin = case.removeprefix("headrace-")
-    else:
-        twin = next((name for name in CASES if name.startswith("still") and CASES[name][0] == shape), case)
-    for paths in ([_again(out, name) for name in (case, twin)], [out / f"vllm-{name}.json" for name in (case, twin)]):
-        if twin != case and all(path.exists() for path in paths):
-            mine, theirs = (json.loads(path.read_text())["rows"] for path in paths)
-            return [*zip(mine, theirs, strict=False)]
-    return []
-
-
-def _same(row: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    return all(row[key] == wanted[key] for key in ("tokens", "logprobs"))
+def _twin(case: str) -> str:
+    """The case that computes the same and moves nothing."""
+    if any(word in case for word in ("breakable", "eager")):  # not compiled, so resident is such a case
+        return case.removeprefix("headrace-")
+    return next((name for name in CASES if name.startswith("still") and CASES[name][0] == CASES[case][0]), case)
 
 
 def _moved_bytes(offloader: dict[str, Any]) -> int:
@@ -381,7 +364,7 @@ def _moved_bytes(offloader: dict[str, Any]) -> int:
 def _summary(out: Path, case: str) -> list[str]:
     found = json.loads((out / f"vllm-{case}.json").read_text())
     facts = found["facts"]
-    known = [name for name, (shape, _, _) in CASES.items() if shape == facts["shape"]]
+    known = [_twin(case), *(name for name, (shape, _, _) in CASES.items() if shape == facts["shape"])]
     path = next(path for name in known if (path := out / f"vllm-{name}.json").exists())
     wanted = json.loads(path.read_text())["rows"]
     lines = [
@@ -396,14 +379,6 @@ def _summary(out: Path, case: str) -> list[str]:
             f"  {row['rows']:4d} x ({row['tokens_in']} in, {row['tokens_out']} out): {row['ms']:8.2f} ms/step "
             f"+- {row['spread_ms']:.2f}, {row['tokens_per_s']:9.1f} tok/s, {same}"
         )
-    return lines
-
-
-def _again_summary(out: Path, case: str) -> list[str]:
-    found = json.loads(_again(out, case).read_text())
-    anon, every = (found[f"warm_{name}_bytes"] / 2**30 for name in ("rss_anon", "rss"))
-    lines = [f"{case}: warm start {found['warm_start_s']:.1f} s, RSS {every:.3f} GiB, anonymous {anon:.3f}"]
-    lines += [f"  the twin that moves nothing: {_compared(*rows)}" for rows in _twin_rows(out, case)]
     return lines
 
 
