@@ -10,6 +10,8 @@ import pytest
 import torch
 
 torch.set_num_threads(2)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 _caches = tempfile.TemporaryDirectory(prefix="headrace-tests-")
 os.environ["XDG_CACHE_HOME"] = _caches.name
 

@@ -38,7 +38,7 @@ ROOMS = [
     ("checkpoint",),
     ("stores",),
     ("loading",),
-    ("transfer",),
+    ("transfer", "experts"),
     ("runtime",),
     ("offloaders",),
     ("api",),

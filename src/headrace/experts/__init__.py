@@ -1,0 +1,1 @@
+"""A cache of experts in device memory: the mechanism ``cache``."""

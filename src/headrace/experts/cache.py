@@ -1,0 +1,121 @@
+"""The experts of a layer of which some lie in slots on the device: what each step needs is fetched, on the device.
+
+See ``[Note: the map is the page table]`` below for how kernels find an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["CacheCounts", "ExpertCache"]
+
+# [Note: the map is the page table] Kernels of mixtures of experts take a map from an expert's number to a row of the
+# weights, because with expert parallelism a rank holds only some of them: ``expert_map``, int32 [E], -1: not here. A
+# cache changes that map and nothing else: choices of the router stay as they are, and so do the shapes from which
+# kernels pick their block sizes, so the same kernel adds the same numbers in the same order.
+
+# Programs that copy, and words of 8 bytes that one copies at a time: on an H200 32 programs of 8 warps fill the link.
+_PROGRAMS, _BLOCK = 32, 4096
+_IDS, _OTHERS = 128, 32
+
+
+@dataclass(frozen=True)
+class CacheCounts:
+    """Since the cache was made.
+
+    Attributes:
+        steps: calls of :meth:`ExpertCache.admit`.
+        hits: experts that a step found in slots; each counts once a step.
+        fetched: experts that were copied into slots.
+        in_place: experts for which no slot was free, and which kernels read in host memory.
+    """
+
+    steps: int
+    hits: int
+    fetched: int
+    in_place: int
+
+
+class ExpertCache:
+    """The slots of one layer. Its tensors change on the device alone; no call waits for the host or allocates.
+
+    Attributes:
+        location: int32 [E]: the row of every expert now, for kernels that take an expert map; -1: of another rank.
+        num_slots: rows of slots; at most as many as there are experts here.
+    """
+
+    def __init__(self, rows: Sequence[torch.Tensor], home: torch.Tensor, num_slots: int) -> None:
+        """
+        Args:
+            rows: the tensors of the layer, each [rows, bytes of a row], uint8, contiguous: first ``num_slots`` slots,
+                and from some row on all experts. Rows are multiples of 16 bytes and begin at such; their memory has to
+                stay where it is.
+            home: int32 [E] on the device: the row of each expert that is not in a slot; -1: another rank has it.
+            num_slots: at least 1.
+        """
+        for tensor in rows:
+            if tensor.data_ptr() % 16 or tensor.shape[1] % 16:
+                raise ValueError(
+                    f"rows of {tensor.shape[1]} bytes at address {tensor.data_ptr():#x}: expected multiples of 16 bytes"
+                )
+        device = home.device
+        self.num_slots = num_slots
+        self._num_experts = home.numel()
+        self._rows = tuple(rows)
+        self._home = home
+        self.location = home.clone()
+        self._expert_in = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
+        self._last_used = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._fetched = torch.zeros(1 + num_slots, dtype=torch.int32, device=device)
+        self._counters = torch.zeros(4, dtype=torch.int64, device=device)
+        self._scratch = torch.zeros(2, home.numel(), dtype=torch.int32, device=device)
+        tensors = [(tensor.data_ptr(), tensor.shape[1] // 8) for tensor in rows]
+        self._tensors = torch.tensor(tensors, dtype=torch.int64, device=device)
+
+    def admit(self, ids: torch.Tensor) -> None:
+        """Bring the experts ``ids`` into slots, as far as there are any, and change :attr:`location` accordingly.
+
+        Args:
+            ids: int32 or int64 on the device, any shape, contiguous; what is no expert of this rank is left out.
+        """
+        from headrace.experts.kernels import admit_kernel, fetch_kernel  # Triton: not where no cache is made
+
+        chosen, missing = self._scratch
+        admit_kernel[(1,)](
+            ids,
+            ids.numel(),
+            self._home,
+            self.location,
+            self._expert_in,
+            self._last_used,
+            self._fetched,
+            self._counters,
+            chosen,
+            missing,
+            NUM_EXPERTS=self._num_experts,
+            NUM_SLOTS=self.num_slots,
+            BLOCK_EXPERTS=_power_of_two(self._num_experts),
+            BLOCK_SLOTS=_power_of_two(self.num_slots),
+            BLOCK_IDS=_IDS,
+            BLOCK_OTHERS=_OTHERS,
+        )
+        fetch_kernel[(_PROGRAMS,)](
+            self._fetched,
+            self._expert_in,
+            self._home,
+            self._tensors,
+            NUM_TENSORS=len(self._rows),
+            BLOCK=_BLOCK,
+            num_warps=8,
+        )
+
+    def counts(self) -> CacheCounts:
+        """What has happened so far; waits for the device."""
+        return CacheCounts(*self._counters.tolist())
+
+
+def _power_of_two(number: int) -> int:
+    return max(2, 1 << (number - 1).bit_length())

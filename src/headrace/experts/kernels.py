@@ -1,0 +1,113 @@
+"""Triton kernels of the expert cache: who stays, who leaves, and the copies of those that are missing.
+
+Both run on the stream of the forward without the host, so a CUDA graph can hold them. A layer has E experts and S
+slots. Its tensors are each one range of rows: rows 0 to S - 1 are slots in device memory, and from row H on lie the
+experts in host memory. ``location[e]`` is the row at which expert e is read: its slot, or its own row.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["admit_kernel", "fetch_kernel"]
+
+
+@triton.jit
+def admit_kernel(
+    ids,  # experts that tokens chose, any order, repeated; what is not in [0, E) is padding
+    num_ids,
+    home,  # int32 [E]: the row of each expert in host memory; -1: another rank has it
+    location,  # int32 [E]
+    expert_in,  # int32 [S]: who is in each slot; -1: nobody
+    last_used,  # int64 [S]: the step in which each slot was last used
+    fetched,  # int32 [1 + S]: how many experts this step fetches, then their slots
+    counters,  # int64 [4]: steps, hits, fetched experts, experts read in host memory
+    chosen,  # int32 [E]: scratch
+    missing,  # int32 [E]: scratch
+    NUM_EXPERTS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+    BLOCK_IDS: tl.constexpr,
+    BLOCK_OTHERS: tl.constexpr,
+):
+    """Give every chosen expert a slot as far as there are any, least recently used first; one program.
+
+    No slot that this step uses is given away. Experts beyond the slots keep their own rows.
+    """
+    expert = tl.arange(0, BLOCK_EXPERTS)
+    is_expert = expert < NUM_EXPERTS
+    tl.store(chosen + expert, tl.zeros([BLOCK_EXPERTS], tl.int32), mask=is_expert)
+    tl.debug_barrier()
+    for start in range(0, num_ids, BLOCK_IDS):
+        at = start + tl.arange(0, BLOCK_IDS)
+        one = tl.load(ids + at, mask=at < num_ids, other=-1)
+        tl.store(chosen + one, tl.full([BLOCK_IDS], 1, tl.int32), mask=(one >= 0) & (one < NUM_EXPERTS))
+    tl.debug_barrier()
+
+    step = tl.load(counters) + 1
+    home_row = tl.load(home + expert, mask=is_expert, other=-1)
+    row = tl.load(location + expert, mask=is_expert, other=-1)
+    is_chosen = (tl.load(chosen + expert, mask=is_expert, other=0) == 1) & (home_row >= 0)
+    is_hit = is_chosen & (row < NUM_SLOTS)
+    is_missing = is_chosen & (row >= NUM_SLOTS)
+    tl.store(last_used + row, tl.zeros([BLOCK_EXPERTS], tl.int64) + step, mask=is_hit)
+    num_missing = tl.sum(is_missing.to(tl.int32), axis=0)
+    tl.store(missing + tl.cumsum(is_missing.to(tl.int32), axis=0) - 1, expert, mask=is_missing)
+    tl.debug_barrier()
+
+    slot = tl.arange(0, BLOCK_SLOTS)
+    is_slot = slot < NUM_SLOTS
+    used = tl.load(last_used + slot, mask=is_slot, other=0)
+    rank = tl.zeros([BLOCK_SLOTS], tl.int32)  # of the slot, the least recently used first
+    for start in range(0, NUM_SLOTS, BLOCK_OTHERS):
+        other = start + tl.arange(0, BLOCK_OTHERS)
+        other_used = tl.load(last_used + other, mask=other < NUM_SLOTS, other=0)
+        is_before = (other_used[None, :] < used[:, None]) | (
+            (other_used[None, :] == used[:, None]) & (other[None, :] < slot[:, None])
+        )
+        rank += tl.sum((is_before & (other < NUM_SLOTS)[None, :]).to(tl.int32), axis=1)
+    takes = is_slot & (used < step) & (rank < num_missing)
+    newcomer = tl.load(missing + rank, mask=takes, other=0)
+    leaver = tl.load(expert_in + slot, mask=takes, other=-1)
+    leaves = takes & (leaver >= 0)
+    tl.store(location + leaver, tl.load(home + leaver, mask=leaves, other=-1), mask=leaves)
+    tl.store(location + newcomer, slot, mask=takes)
+    tl.store(expert_in + slot, newcomer, mask=takes)
+    tl.store(last_used + slot, tl.zeros([BLOCK_SLOTS], tl.int64) + step, mask=takes)
+    num_fetched = tl.sum(takes.to(tl.int32), axis=0)
+    tl.store(fetched + 1 + rank, slot, mask=takes)
+    tl.store(fetched, num_fetched)
+
+    tl.store(counters, step)
+    tl.store(counters + 1, tl.load(counters + 1) + tl.sum(is_hit.to(tl.int64), axis=0))
+    tl.store(counters + 2, tl.load(counters + 2) + num_fetched)
+    tl.store(counters + 3, tl.load(counters + 3) + num_missing - num_fetched)
+
+
+@triton.jit
+def fetch_kernel(
+    fetched,  # int32 [1 + S], see admit_kernel
+    expert_in,  # int32 [S]
+    home,  # int32 [E]
+    tensors,  # int64 [T, 2]: address of row 0, and words of 8 bytes in a row
+    NUM_TENSORS: tl.constexpr,
+    BLOCK: tl.constexpr,  # words that a program copies at a time
+):
+    """Copy the experts that :func:`admit_kernel` admitted from their own rows into their slots; any grid."""
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    num_fetched = tl.load(fetched)
+    for tensor in tl.static_range(NUM_TENSORS):
+        base = tl.load(tensors + 2 * tensor).to(tl.pointer_type(tl.int64))
+        words = tl.load(tensors + 2 * tensor + 1)
+        blocks = tl.cdiv(words, BLOCK)
+        for item in range(program, num_fetched * blocks, num_programs):
+            slot = tl.load(fetched + 1 + item // blocks)
+            source = tl.load(home + tl.load(expert_in + slot))
+            word = (item % blocks) * BLOCK + tl.arange(0, BLOCK)
+            inside = word < words
+            # Rows begin at multiples of 16 bytes, so each thread moves 16 bytes at a time.
+            read = tl.multiple_of(base + source.to(tl.int64) * words, 2)
+            written = tl.multiple_of(base + slot.to(tl.int64) * words, 2)
+            tl.store(written + word, tl.load(read + word, mask=inside), mask=inside)

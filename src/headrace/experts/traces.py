@@ -1,0 +1,84 @@
+"""Traces of routing: which experts each token of a layer chooses; made from a seed, and what a cache hits in them.
+
+Measured models use an expert again soon: Qwen3-30B-A3B half of its choices within 2 tokens and 80 % within 8, and which
+others it uses is skewed. Uniform choices, as of random weights, have none of that and would show a cache at its worst.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+
+__all__ = ["Trace", "lru_hits", "reuse_distances", "seeded_trace"]
+
+Trace = np.ndarray[tuple[int, int], np.dtype[np.int32]]  # [tokens, top_k]
+
+# Share of draws among the experts last used 1, 2, ... tokens before. The other draws follow popularity and fall on such
+# experts, too: of 128 experts, top 8, together 55 % within 2 and 84 % within 8 tokens.
+_RECENT = (0.26, 0.15, 0.08, 0.06, 0.04, 0.03, 0.03, 0.02)
+_ZIPF_EXPONENT = 1.0
+
+
+def seeded_trace(seed: int, num_tokens: int, num_experts: int, top_k: int) -> Trace:
+    """Choices of one layer, int32 [num_tokens, top_k]; a row holds no expert twice.
+
+    Args:
+        seed: another one stands for another layer, or another text.
+        num_tokens, num_experts, top_k: at least 1; ``top_k`` at most ``num_experts``.
+    """
+    chooser = random.Random(seed)
+    ranked = list(range(num_experts))
+    chooser.shuffle(ranked)  # the popular experts of a layer are not its first ones
+    weights = [0.0] * num_experts
+    for rank, expert in enumerate(ranked):
+        weights[expert] = 1 / (rank + 1) ** _ZIPF_EXPONENT
+    totals = list(accumulate(weights))
+    recent: list[list[int]] = []  # the newest first; each expert where it was used last
+    trace = np.empty((num_tokens, top_k), np.int32)
+    for token in range(num_tokens):
+        chosen: list[int] = []
+        while len(chosen) < top_k:
+            (distance,) = chooser.choices(range(len(_RECENT) + 1), (*_RECENT, 1 - sum(_RECENT)))
+            found = recent[distance] if distance < len(recent) else []
+            others = [expert for expert in found if expert not in chosen]
+            expert = chooser.choice(others) if others else chooser.choices(range(num_experts), cum_weights=totals)[0]
+            if expert not in chosen:
+                chosen.append(expert)
+        recent = [chosen, *([e for e in row if e not in chosen] for row in recent[: len(_RECENT) - 1])]
+        trace[token] = chosen
+    return trace
+
+
+def reuse_distances(trace: Trace) -> list[int]:
+    """Of every choice but the first of each expert: tokens since the expert was last chosen."""
+    last: dict[int, int] = {}
+    found = []
+    for token, row in enumerate(trace.tolist()):
+        found += [token - last[expert] for expert in row if expert in last]
+        last.update(dict.fromkeys(row, token))
+    return found
+
+
+def lru_hits(trace: Trace, num_slots: int, known: Sequence[int] = ()) -> float:
+    """Share of choices that a cache of ``num_slots`` experts holds, one token a step.
+
+    No expert leaves in the step that uses it; what finds no slot is not kept. ``known``: held at the start, the first
+    one leaves first.
+    """
+    held: OrderedDict[int, None] = OrderedDict.fromkeys(list(known)[:num_slots])
+    hits = 0
+    for row in trace.tolist():
+        missing = [expert for expert in row if expert not in held]
+        hits += len(row) - len(missing)
+        for expert in row:
+            if expert in held:
+                held.move_to_end(expert)
+        for expert in missing[: num_slots - (len(row) - len(missing))]:
+            if len(held) == num_slots:
+                held.popitem(last=False)
+            held[expert] = None
+    return hits / trace.size
