@@ -84,7 +84,7 @@ def workloads(draw: st.DrawFn) -> tuple[int, int, frozenset[int], list[torch.Ten
 @settings(max_examples=40, deadline=None)
 @given(workloads())
 def test_equals_its_model(workload: tuple[int, int, frozenset[int], list[torch.Tensor]]) -> None:
-    """Every chosen expert is read where its bytes are, nobody is held twice, and no slot in use is given away."""
+    """Every chosen expert is read where its bytes are, none is held twice, and no slot in use is given away."""
     num_experts, num_slots, away, steps = workload
     rig = Rig(num_experts, num_slots, away)
     for ids in steps:

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import triton
+
+from headrace.experts.kernels import admit_kernel, fetch_kernel
 
 __all__ = ["CacheCounts", "ExpertCache"]
 
@@ -81,8 +84,6 @@ class ExpertCache:
         Args:
             ids: int32 or int64 on the device, any shape, contiguous; what is no expert of this rank is left out.
         """
-        from headrace.experts.kernels import admit_kernel, fetch_kernel  # Triton: not where no cache is made
-
         chosen, missing = self._scratch
         admit_kernel[(1,)](
             ids,
@@ -97,8 +98,8 @@ class ExpertCache:
             missing,
             NUM_EXPERTS=self._num_experts,
             NUM_SLOTS=self.num_slots,
-            BLOCK_EXPERTS=_power_of_two(self._num_experts),
-            BLOCK_SLOTS=_power_of_two(self.num_slots),
+            BLOCK_EXPERTS=triton.next_power_of_2(self._num_experts),
+            BLOCK_SLOTS=triton.next_power_of_2(self.num_slots),
             BLOCK_IDS=_IDS,
             BLOCK_OTHERS=_OTHERS,
         )
@@ -115,7 +116,3 @@ class ExpertCache:
     def counts(self) -> CacheCounts:
         """What has happened so far; waits for the device."""
         return CacheCounts(*self._counters.tolist())
-
-
-def _power_of_two(number: int) -> int:
-    return max(2, 1 << (number - 1).bit_length())

@@ -1,4 +1,4 @@
-"""Triton kernels of the expert cache: who stays, who leaves, and the copies of those that are missing.
+"""Triton kernels of the expert cache: which experts stay, which leave, and the copies of those that are missing.
 
 Both run on the stream of the forward without the host, so a CUDA graph can hold them. A layer has E experts and S
 slots. Its tensors are each one range of rows: rows 0 to S - 1 are slots in device memory, and from row H on lie the
@@ -19,7 +19,7 @@ def admit_kernel(
     num_ids,
     home,  # int32 [E]: the row of each expert in host memory; -1: another rank has it
     location,  # int32 [E]
-    expert_in,  # int32 [S]: who is in each slot; -1: nobody
+    expert_in,  # int32 [S]: the expert in each slot; -1: empty
     last_used,  # int64 [S]: the step in which each slot was last used
     fetched,  # int32 [1 + S]: how many experts this step fetches, then their slots
     counters,  # int64 [4]: steps, hits, fetched experts, experts read in host memory
