@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
+
+import numpy as np
 
 from headrace.experts.traces import Trace, lru_hits, reuse_distances, seeded_trace
 
@@ -45,19 +47,10 @@ def lfu(traces: list[Trace], num_slots: int) -> float:
 
 
 def pooled(traces: list[Trace], num_slots: int) -> float:
-    held: OrderedDict[tuple[int, int], None] = OrderedDict()
-    hits = 0
-    for rows in zip(*(trace.tolist() for trace in traces), strict=True):
-        for layer, row in enumerate(rows):
-            for expert in row:
-                if (layer, expert) in held:
-                    hits += 1
-                    held.move_to_end((layer, expert))
-                else:
-                    if len(held) == num_slots * len(traces):
-                        held.popitem(last=False)
-                    held[layer, expert] = None
-    return hits / sum(trace.size for trace in traces)
+    # A step of the pool is one layer of one token; an expert of another layer is another expert.
+    num_experts = 1 + max(int(trace.max()) for trace in traces)
+    apart = [trace + layer * num_experts for layer, trace in enumerate(traces)]
+    return lru_hits(np.stack(apart, axis=1).reshape(-1, traces[0].shape[1]), num_slots * len(traces))
 
 
 def static(traces: list[Trace], num_slots: int) -> float:
@@ -103,17 +96,18 @@ def main() -> None:
     for shape, (num_experts, top_k) in SHAPES.items():
         traces = [seeded_trace(seed, given.tokens, num_experts, top_k) for seed in range(given.layers)]
         distances = [distance for trace in traces for distance in reuse_distances(trace)]
-        within = {n: sum(d <= n for d in distances) / len(distances) for n in (2, 8)}
-        if not given.json:
-            again = f"used again within 2 tokens {within[2]:.0%}, 8 {within[8]:.0%}"
-            print(f"{shape}: {num_experts} experts, top {top_k}; {again}")
         for share in SHARES:
             num_slots = max(top_k, round(num_experts * share))
             hits = {name: policy(traces, num_slots) for name, policy in POLICIES.items()}
             if given.json:
-                print(json.dumps({"table": "policies", "shape": shape, "slots": num_slots, **hits}))
+                facts = {"table": "policies", "case": shape, "experts": num_experts, "top_k": top_k, "slots": num_slots}
+                within = {f"within_{n}": sum(d <= n for d in distances) / len(distances) for n in (2, 8)}
+                print(json.dumps({**facts, **within, **hits}))
             else:
-                print(f"  {num_slots:4d} slots  " + "  ".join(f"{name} {hit:6.1%}" for name, hit in hits.items()))
+                print(
+                    f"{shape:17s} {num_slots:4d} slots  "
+                    + "  ".join(f"{name} {hit:6.1%}" for name, hit in hits.items())
+                )
 
 
 if __name__ == "__main__":

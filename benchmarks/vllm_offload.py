@@ -6,13 +6,14 @@
 Cases: see vllm_cases.py; one whose results lie in OUT_FOLDER is not run again. Weights are seeded and differ from
 layer to layer (seeded_weights.py), and every case has the same ones; but other offloaders fill those that they keep
 on the host there, slowly and with other values, so ``--files`` loads seeded weights from files, which are written
-once. The greedy tokens of a case, and the log-probabilities of them, are compared with those of the first case of its
-shape to the last bit. ``ms`` is the time of all tokens over the number of steps, prefill included. Each case has a
-compile cache of its own: at a second start vLLM compiles the model that it kept at the first, which can round
-differently. ``--again`` starts every case twice more at the end and measures start and host memory of the third, when
-all caches are equally warm. ``--profile`` adds what each kernel of one prefill takes. What a machine lacks of vLLM's
-optional kernels is named in ``HEADRACE_BENCH_WITHOUT`` (modules, comma-separated). Shapes in ``DRIVEN_SHAPES`` route
-tokens by a stated distribution (driven_routing.py).
+once. The greedy tokens of a case, and the log-probabilities of them, are compared to the last bit with those of the
+case that computes the same and moves nothing (``still...``), or without it with the first of its shape. ``ms`` is the
+time of all tokens over the number of steps, prefill included. Each case has a compile cache of its own: at a second
+start vLLM compiles the model that it kept at the first, which can round differently. ``--again`` starts every case
+twice more at the end and measures start and host memory of the third, when all caches are equally warm. ``--profile``
+adds what each kernel of one prefill takes. What a machine lacks of vLLM's optional kernels is named in
+``HEADRACE_BENCH_WITHOUT`` (modules, comma-separated). Shapes in ``DRIVEN_SHAPES`` route tokens by a stated
+distribution (driven_routing.py).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", choices=[*CASES, []], metavar="CASE")
     parser.add_argument("--publish", metavar="TABLE", help="print the rows of all cases in OUT_FOLDER as JSON lines")
     parser.add_argument("--files", action="store_true", help="load weights from files instead of dummies")
-    parser.add_argument("--again", action="store_true", help="start each case once more, from warm caches")
+    parser.add_argument("--again", action="store_true", help="start each case twice more, from warm caches")
     parser.add_argument("--limit-s", type=float, help="end an engine that takes longer, and go on with the next")
     parser.add_argument("--profile", action="store_true", help="of the last load of each case, kernel by kernel")
     parser.add_argument("--child", choices=["write", "measure", "warm", "again"], help=argparse.SUPPRESS)
