@@ -258,9 +258,29 @@ def quantised_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+POLICIES = ("lru", "lfu", "pooled", "static", "optimum")
+POLICY_HEADINGS = ("experts", "top k", "slots", "within 2", "within 8", *POLICIES)
+
+
+def policy_cells(row: dict[str, Any]) -> list[str]:
+    shares = (f"{row[key]:.1%}" for key in ("within_2", "within_8", *POLICIES))
+    return [*(str(row[key]) for key in ("experts", "top_k", "slots")), *shares]
+
+
+HOST_MEMORY_HEADINGS = ("memory", "threads", "GB", "GB/s")
+
+
+def host_memory_cells(row: dict[str, Any]) -> list[str]:
+    return [row["case"], str(row["threads"]), f"{row['num_bytes'] / 1e9:.1f}", f"{row['gb_per_s']:.1f}"]
+
+
 def layout_of(row: dict[str, Any]) -> tuple[tuple[str, ...], Callable[[dict[str, Any]], list[str]]]:
     if "policy" in row:
         return QUANTISED_HEADINGS, quantised_cells
+    if "optimum" in row:
+        return POLICY_HEADINGS, policy_cells
+    if "set_access_s" in row:
+        return HOST_MEMORY_HEADINGS, host_memory_cells
     if "before_ms" in row:
         return OVERHEAD_HEADINGS, overhead_cells
     if "way" in row and "equal" in row:
