@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
+import triton.language as tl
 
 from headrace.experts.kernels import admit_kernel, fetch_kernel
 
@@ -22,7 +23,8 @@ __all__ = ["CacheCounts", "ExpertCache"]
 
 # Programs that copy, and words of 8 bytes that one copies at a time: on an H200 32 programs of 8 warps fill the link.
 _PROGRAMS, _BLOCK = 32, 4096
-_IDS, _OTHERS = 128, 32
+_WORDS = {8: tl.int64, 1: tl.uint8}
+_IDS, _OTHERS = 1024, 32  # of a prompt there are thousands of ids
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,14 @@ class CacheCounts:
         hits: experts that a step found in slots; each counts once a step.
         fetched: experts that were copied into slots.
         in_place: experts for which no slot was free, and which kernels read in host memory.
+        evicted: experts that gave up their slot for another one.
     """
 
     steps: int
     hits: int
     fetched: int
     in_place: int
+    evicted: int
 
 
 class ExpertCache:
@@ -54,16 +58,10 @@ class ExpertCache:
         """
         Args:
             rows: the tensors of the layer, each [rows, bytes of a row], uint8, contiguous: first ``num_slots`` slots,
-                and from some row on all experts. Rows are multiples of 16 bytes and begin at such; their memory has to
-                stay where it is.
+                and from some row on all experts. Their memory has to stay where it is.
             home: int32 [E] on the device: the row of each expert that is not in a slot; -1: another rank has it.
             num_slots: at least 1.
         """
-        for tensor in rows:
-            if tensor.data_ptr() % 16 or tensor.shape[1] % 16:
-                raise ValueError(
-                    f"rows of {tensor.shape[1]} bytes at address {tensor.data_ptr():#x}: expected multiples of 16 bytes"
-                )
         device = home.device
         self.num_slots = num_slots
         self._num_experts = home.numel()
@@ -73,10 +71,19 @@ class ExpertCache:
         self._expert_in = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
         self._last_used = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._fetched = torch.zeros(1 + num_slots, dtype=torch.int32, device=device)
-        self._counters = torch.zeros(4, dtype=torch.int64, device=device)
+        self._uses = torch.zeros(home.numel(), dtype=torch.int64, device=device)
+        self._counters = torch.zeros(5, dtype=torch.int64, device=device)
         self._scratch = torch.zeros(2, home.numel(), dtype=torch.int32, device=device)
-        tensors = [(tensor.data_ptr(), tensor.shape[1] // 8) for tensor in rows]
-        self._tensors = torch.tensor(tensors, dtype=torch.int64, device=device)
+        # By the bytes of a word: rows that do not begin at multiples of 16 bytes are small, and copied byte by byte.
+        tables: dict[int, list[tuple[int, int]]] = {8: [], 1: []}
+        for tensor in rows:
+            word = 1 if tensor.data_ptr() % 16 or tensor.shape[1] % 16 else 8
+            tables[word].append((tensor.data_ptr(), tensor.shape[1] // word))
+        self._tables = [
+            (_WORDS[word], torch.tensor(table, dtype=torch.int64, device=device))
+            for word, table in tables.items()
+            if table
+        ]
 
     def admit(self, ids: torch.Tensor) -> None:
         """Bring the experts ``ids`` into slots, as far as there are any, and change :attr:`location` accordingly.
@@ -94,6 +101,7 @@ class ExpertCache:
             self._last_used,
             self._fetched,
             self._counters,
+            self._uses,
             chosen,
             missing,
             NUM_EXPERTS=self._num_experts,
@@ -103,16 +111,23 @@ class ExpertCache:
             BLOCK_IDS=_IDS,
             BLOCK_OTHERS=_OTHERS,
         )
-        fetch_kernel[(_PROGRAMS,)](
-            self._fetched,
-            self._expert_in,
-            self._home,
-            self._tensors,
-            NUM_TENSORS=len(self._rows),
-            BLOCK=_BLOCK,
-            num_warps=8,
-        )
+        for word, table in self._tables:
+            fetch_kernel[(_PROGRAMS,)](
+                self._fetched,
+                self._expert_in,
+                self._home,
+                table,
+                NUM_TENSORS=len(table),
+                WORD=word,
+                BLOCK=_BLOCK,
+                num_warps=8,
+            )
 
     def counts(self) -> CacheCounts:
         """What has happened so far; waits for the device."""
         return CacheCounts(*self._counters.tolist())
+
+    def uses(self) -> list[int]:
+        """How many steps chose each expert; waits for the device."""
+        found: list[int] = self._uses.tolist()
+        return found

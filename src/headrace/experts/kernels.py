@@ -22,7 +22,8 @@ def admit_kernel(
     expert_in,  # int32 [S]: the expert in each slot; -1: empty
     last_used,  # int64 [S]: the step in which each slot was last used
     fetched,  # int32 [1 + S]: how many experts this step fetches, then their slots
-    counters,  # int64 [4]: steps, hits, fetched experts, experts read in host memory
+    counters,  # int64 [5]: steps, hits, fetched experts, experts read in host memory, experts that lost their slot
+    uses,  # int64 [E]: steps that chose each expert
     chosen,  # int32 [E]: scratch
     missing,  # int32 [E]: scratch
     NUM_EXPERTS: tl.constexpr,
@@ -50,6 +51,7 @@ def admit_kernel(
     home_row = tl.load(home + expert, mask=is_expert, other=-1)
     row = tl.load(location + expert, mask=is_expert, other=-1)
     is_chosen = (tl.load(chosen + expert, mask=is_expert, other=0) == 1) & (home_row >= 0)
+    tl.store(uses + expert, tl.load(uses + expert, mask=is_expert, other=0) + is_chosen, mask=is_chosen)
     is_hit = is_chosen & (row < NUM_SLOTS)
     is_missing = is_chosen & (row >= NUM_SLOTS)
     tl.store(last_used + row, tl.zeros([BLOCK_EXPERTS], tl.int64) + step, mask=is_hit)
@@ -84,6 +86,7 @@ def admit_kernel(
     tl.store(counters + 1, tl.load(counters + 1) + tl.sum(is_hit.to(tl.int64), axis=0))
     tl.store(counters + 2, tl.load(counters + 2) + num_fetched)
     tl.store(counters + 3, tl.load(counters + 3) + num_missing - num_fetched)
+    tl.store(counters + 4, tl.load(counters + 4) + tl.sum(leaves.to(tl.int64), axis=0))
 
 
 @triton.jit
@@ -91,15 +94,16 @@ def fetch_kernel(
     fetched,  # int32 [1 + S], see admit_kernel
     expert_in,  # int32 [S]
     home,  # int32 [E]
-    tensors,  # int64 [T, 2]: address of row 0, and words of 8 bytes in a row
+    tensors,  # int64 [T, 2]: address of row 0, and words in a row
     NUM_TENSORS: tl.constexpr,
+    WORD: tl.constexpr,  # int64, for rows that begin at multiples of 16 bytes, or uint8
     BLOCK: tl.constexpr,  # words that a program copies at a time
 ):
     """Copy the experts that :func:`admit_kernel` admitted from their own rows into their slots; any grid."""
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     num_fetched = tl.load(fetched)
     for tensor in tl.static_range(NUM_TENSORS):
-        base = tl.load(tensors + 2 * tensor).to(tl.pointer_type(tl.int64))
+        base = tl.load(tensors + 2 * tensor).to(tl.pointer_type(WORD))
         words = tl.load(tensors + 2 * tensor + 1)
         blocks = tl.cdiv(words, BLOCK)
         for item in range(program, num_fetched * blocks, num_programs):
@@ -107,7 +111,9 @@ def fetch_kernel(
             source = tl.load(home + tl.load(expert_in + slot))
             word = (item % blocks) * BLOCK + tl.arange(0, BLOCK)
             inside = word < words
-            # Rows begin at multiples of 16 bytes, so each thread moves 16 bytes at a time.
-            read = tl.multiple_of(base + source.to(tl.int64) * words, 2)
-            written = tl.multiple_of(base + slot.to(tl.int64) * words, 2)
-            tl.store(written + word, tl.load(read + word, mask=inside), mask=inside)
+            read = base + source.to(tl.int64) * words + word
+            written = base + slot.to(tl.int64) * words + word
+            if tl.int64 == WORD:  # so that each thread moves 16 bytes at a time
+                read, written = tl.multiple_of(read, 16), tl.multiple_of(written, 16)
+                inside = tl.max_constancy(inside, 2)
+            tl.store(written, tl.load(read, mask=inside), mask=inside)
