@@ -4,7 +4,7 @@
 
 ``lru`` and ``lfu`` keep slots per layer; ``pooled`` is one LRU over all layers with as many slots together; ``static``
 keeps the experts that the whole trace uses most; ``optimum`` evicts what is used latest (Belady), which no policy can
-know. Every trace is headrace's own (experts/traces.py): its locality follows published figures, it was not recorded.
+know. Every trace is headrace's own (plan/traces.py): its locality follows published figures, it was not recorded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from headrace.experts.traces import Trace, lru_hits, reuse_distances, seeded_trace
+from headrace.plan.traces import Trace, lru_hits, reuse_distances, seeded_trace
 
 SHAPES = {"Qwen3-30B-A3B": (128, 8), "DeepSeek-V2-Lite": (64, 6), "gpt-oss-20b": (32, 4)}
 SHARES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.8)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from headrace.api import Handle, offload
     from headrace.config import UVA, Budget, OffloadConfig, Prefetch, Rules, Workload
     from headrace.errors import HeadraceError, HeadraceWarning
+    from headrace.experts.rows import expert_rows
     from headrace.offloaders import (
         BaseOffloader,
         NoopOffloader,
@@ -57,6 +58,7 @@ __all__ = [
     "UVAOffloader",
     "Workload",
     "create_offloader",
+    "expert_rows",
     "get_offloader",
     "make_plan",
     "offload",
@@ -69,6 +71,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "headrace.config": ("UVA", "Budget", "OffloadConfig", "Prefetch", "Rules", "Workload"),
     "headrace.errors": ("HeadraceError", "HeadraceWarning"),
+    "headrace.experts.rows": ("expert_rows",),
     "headrace.api": ("Handle", "offload"),
     "headrace.plan.plan": ("Plan",),
     "headrace.planning": ("make_plan",),

@@ -53,7 +53,7 @@ SHARDED_MODES: tuple[Mode, ...] = ("sharded_cpu", "sharded_gpu")
 # Stores whose bytes are host memory; those of shm_cpu exist once for all ranks of a host.
 HOST_MODES: tuple[Mode, ...] = ("cpu", "shm_cpu", "sharded_cpu")
 RANK_MODES: tuple[Mode, ...] = ("shm_cpu", *SHARDED_MODES)
-Mechanism = Literal["resident", "prefetch", "uva"]
+Mechanism = Literal["resident", "prefetch", "uva", "cache"]
 Backend = Literal["auto", "prefetch", "uva", "none"]
 
 _MOST_READERS = 1024
@@ -217,6 +217,8 @@ class Budget:
         workload: what the plan is made for.
         host_memory: offloaded bytes in host memory, and the staging ring of what comes from files, stay within this;
             ``None`` means what is free (``--host-memory``).
+        expert_slots: experts of each layer that the device holds of what a rule says to cache; ``None``: as many as
+            there is room for (``--expert-slots``).
     """
 
     device_memory: str | int
@@ -225,6 +227,7 @@ class Budget:
     rules: Sequence[Rule] = ()
     workload: Workload = Workload()
     host_memory: str | int | None = None
+    expert_slots: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device_memory", _size_of("device_memory", self.device_memory, "--device-memory"))
@@ -237,6 +240,8 @@ class Budget:
         if not isinstance(self.workload, Workload):
             found = type(self.workload).__name__
             raise OptionTypeError(f"workload: expected a headrace.config.Workload, found {found}")
+        if self.expert_slots is not None:
+            _check_int("expert_slots", self.expert_slots, "--expert-slots")
 
     @property
     def num_bytes(self) -> int:
@@ -259,11 +264,13 @@ class Rules:
             per module outside the layers.
         prefetch_step: how many units ahead the copies run = number of slots (``--offload-prefetch-step``).
         mode: the store (``--offload-mode``).
+        expert_slots: experts of each layer that the device holds of what a rule says to cache (``--expert-slots``).
     """
 
     rules: Sequence[Rule]
     prefetch_step: int = 2
     mode: Mode = "cpu"
+    expert_slots: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", _as_rules(self.rules))
@@ -271,6 +278,14 @@ class Rules:
             raise OptionError('rules: expected at least one, e.g. [("experts", "uva")] (--offload-rule experts=uva)')
         _check_int("prefetch_step", self.prefetch_step, "--offload-prefetch-step")
         _check_mode(self.mode)
+        if self.expert_slots is not None:
+            _check_int("expert_slots", self.expert_slots, "--expert-slots")
+        if (self.expert_slots is not None) != any(mechanism == "cache" for _, mechanism in self.rules):
+            raise OptionError(
+                f"expert_slots = {self.expert_slots}: without a budget, a rule that says cache needs a number of "
+                f"slots, and no other rule takes one; give both, e.g. --offload-rule experts=cache --expert-slots 16, "
+                f"or a budget (--device-memory SIZE)"
+            )
 
 
 Policy = Prefetch | UVA | Budget | Rules

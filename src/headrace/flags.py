@@ -23,7 +23,10 @@ _PREFETCH = ("offload_group_size", "offload_num_in_group", "offload_prefetch_ste
 _UVA = ("cpu_offload_gb", "cpu_offload_params")
 # Flags that select what is offloaded; the others shape what one of these selects.
 _ASKING = ("device_memory", "offload_group_size", *_UVA, "offload_rule")
-_SHAPING = ("batch", "context", "host_memory", "offload_backend", *_PREFETCH[1:], "offload_params", "offload_mode")
+_SHAPING = (
+    "batch", "context", "host_memory", "offload_backend", *_PREFETCH[1:], "offload_params", "expert_slots",
+    "offload_mode",
+)  # fmt: skip
 
 
 def _flag(
@@ -106,9 +109,15 @@ class OffloadFlags:
     )
     offload_rule: list[str] | None = _flag(
         "RULE...",
-        "PATTERN=MECHANISM: how what a pattern matches is reached: resident, prefetch or uva; the first match counts.",
+        "PATTERN=MECHANISM: how what a pattern matches is reached: resident, prefetch, uva or cache; the first match "
+        "counts.",
         excludes=(*_PREFETCH[:2], *_UVA, "offload_backend"),
         why="rules say how each tensor is reached",
+    )
+    expert_slots: int | None = _flag(
+        "N",
+        "Experts of each layer that the device holds of what is cached (default: as many as --device-memory allows).",
+        needs=("device_memory", "offload_rule"),
     )
     offload_mode: str | None = _flag(
         "NAME",
@@ -156,6 +165,7 @@ class OffloadFlags:
                 parse_rules(self.offload_rule or ()),
                 Workload(rows, self.context or 0),
                 self.host_memory,
+                self.expert_slots,
             )
         if self.offload_rule:
             rules = parse_rules(self.offload_rule)
@@ -165,7 +175,7 @@ class OffloadFlags:
                 raise OptionError(
                     f"{name} has no effect without a rule that says prefetch: add one, or leave {name} out"
                 )
-            return Rules(rules, 2 if step is None else step, mode)
+            return Rules(rules, 2 if step is None else step, mode, self.expert_slots)
         if self.given("offload_group_size"):
             numbers = (self.offload_num_in_group, self.offload_prefetch_step)
             num_in_group, step = (1 if number is None else number for number in numbers)

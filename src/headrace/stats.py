@@ -126,6 +126,37 @@ class UnitStats:
 
 
 @dataclass(frozen=True)
+class ExpertStats:
+    """Counters of one layer of cached experts, replays included; an expert counts once in each step that uses it.
+
+    Attributes:
+        module_fqn: the module that holds the experts.
+        num_experts, num_slots: of the layer, and how many of them the device holds at a time.
+        expert_bytes: of one expert, all tensors together.
+        steps: runs of the module.
+        hits: experts that were on the device.
+        fetched: experts that were copied to the device.
+        in_place: experts for which no slot was free, and which were read in host memory.
+        evicted: experts that gave up their slot for another one.
+    """
+
+    module_fqn: str
+    num_experts: int
+    num_slots: int
+    expert_bytes: int
+    steps: int = 0
+    hits: int = 0
+    fetched: int = 0
+    in_place: int = 0
+    evicted: int = 0
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that crossed the link; what was read in place counts once."""
+        return (self.fetched + self.in_place) * self.expert_bytes
+
+
+@dataclass(frozen=True)
 class StagingStats:
     """Counters of the ring between files and a GPU, replays included.
 
@@ -170,6 +201,7 @@ class Stats:
             ``host_shared`` (one for all ranks of the host), ``adopted`` (host memory the model came with), ``file``.
         staging: where units in files come to a GPU; ``None`` elsewhere.
         loading: how the files were read when the offload began, for residents and for stores in memory.
+        experts: of each layer of cached experts; empty in what does not wait for the device.
     """
 
     units: tuple[UnitStats, ...] = field(repr=False)
@@ -178,11 +210,18 @@ class Stats:
     store_bytes: dict[str, int] = field(default_factory=dict)
     staging: StagingStats | None = None
     loading: ReadStats = field(default_factory=ReadStats)
+    experts: tuple[ExpertStats, ...] = field(default=(), repr=False)
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes of all transfers started."""
-        return sum(unit.bytes_moved for unit in self.units)
+        """Bytes of all transfers started, and of cached experts that were fetched."""
+        return sum(unit.bytes_moved for unit in self.units) + sum(layer.bytes_moved for layer in self.experts)
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the cached experts in use that were on the device; ``None``: none have been used."""
+        used = sum(layer.hits + layer.fetched + layer.in_place for layer in self.experts)
+        return sum(layer.hits for layer in self.experts) / used if used else None
 
     @property
     def moved_by_store(self) -> dict[str, int]:
@@ -216,6 +255,8 @@ class Stats:
         parts = [f"{format_size(self.bytes_moved)} moved in {counted(self.copies, 'copy', 'copies')}", self._waits()]
         if self.staging is not None:
             parts.append(f"{format_size(self.staging.bytes_read)} through the ring")
+        if self.hit_rate is not None:
+            parts.append(f"{self.hit_rate:.1%} of experts hit")
         if self.misses:
             parts.append(counted(self.misses, "miss", "misses"))
         if self.notes:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.experts.cache import CacheCounts, ExpertCache
-from headrace.experts.traces import lru_hits, reuse_distances, seeded_trace
+from headrace.plan.traces import lru_hits, reuse_distances, seeded_trace
 
 
 @dataclass

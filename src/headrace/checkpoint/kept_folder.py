@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["ElementType", "FolderFacts", "folder_facts"]
 
 # Raise it with any change of what is written.
-_SCHEMA = 2
+_SCHEMA = 3
 _MOST_FILES = 64  # those used last; a model of 46,000 tensors takes 4 MB
 _OURS = Path(__file__).parents[1]
 
@@ -224,9 +224,10 @@ def _decode(kept: dict[str, Any], root: Path, stamps: Sequence[FileFingerprint])
         frozenset(kept["containers"]),
         tuple(Place(*place) for place in kept["shared"]),
     )
+    profile = ModelProfile(**{**kept["profile"], "row_readers": tuple(kept["profile"]["row_readers"])})
     checkpoint = Checkpoint(root, _UnreadTensors(root), tuple(stamps))
     weights = WeightMap(checkpoint, _KeptSources(kept, dtypes, checkpoint.files))
-    return FolderFacts(inventory, ModelProfile(**kept["profile"]), weights, tuple(kept["differences"]))
+    return FolderFacts(inventory, profile, weights, tuple(kept["differences"]))
 
 
 class _KeptSources(Mapping[str, TensorSource]):

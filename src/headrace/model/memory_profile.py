@@ -20,7 +20,11 @@ from torch import nn
 
 from headrace.model.records import ModelProfile
 
-__all__ = ["ModelProfile", "profile_of"]
+__all__ = ["ROW_IMPLEMENTATIONS", "ModelProfile", "chosen_implementation", "profile_of"]
+
+# Implementations of experts in transformers that compute the same bits whatever the order of the rows. `eager` adds up
+# the experts of a token in the order of their numbers.
+ROW_IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
 
 _SEPARATE = (("k_proj", "v_proj"), ("key", "value"), ("k", "v"), ("k_lin", "v_lin"), ("key_proj", "value_proj"))
 _FUSED = ("qkv_proj", "c_attn", "query_key_value", "Wqkv", "qkv", "in_proj_qkv", "att_proj")
@@ -79,7 +83,16 @@ def profile_of(model: nn.Module) -> ModelProfile:
         activation_bytes_per_row=_activation_bytes(model, config, [module for _, module in attentions], itemsize),
         attention_bytes_per_token=_attention_bytes(config, attentions, itemsize),
         max_context=_max_context(config),
+        row_readers=tuple(n for n, m in model.named_modules() if chosen_implementation(m) in ROW_IMPLEMENTATIONS),
     )
+
+
+def chosen_implementation(module: nn.Module) -> str | None:
+    """The implementation that runs the experts which ``module`` holds; ``None`` unless they are of transformers."""
+    if not hasattr(module, "num_experts") or not _fused_experts(module):
+        return None
+    chosen: str | None = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return chosen
 
 
 def _max_context(config: Any) -> int | None:

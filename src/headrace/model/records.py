@@ -300,6 +300,7 @@ class ModelProfile:
         attention_bytes_per_token: peak of what the attention of one layer allocates in a step per token of the context
             of every sequence (a cache that grows by copying, latents that are expanded).
         max_context: the longest context the model was made for, in tokens; ``None`` if it states none.
+        row_readers: modules whose experts may lie in any order of rows, by dotted name.
     """
 
     experts_per_token: int | None = None
@@ -310,6 +311,7 @@ class ModelProfile:
     activation_bytes_per_row: int = 0
     attention_bytes_per_token: int = 0
     max_context: int | None = None
+    row_readers: tuple[str, ...] = ()
 
     def check_context(self, context: int) -> None:
         """Raise OptionError if ``context`` is longer than what the model was made for."""

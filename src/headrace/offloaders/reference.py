@@ -9,6 +9,7 @@ from torch import nn
 
 from headrace.config import Policy
 from headrace.errors import StateError
+from headrace.experts.rows import CachedExperts, NoCache
 from headrace.offloaders.layerwise import EngineOffloader
 from headrace.plan.plan import Plan
 from headrace.runtime.hooks import ForwardHook, UnitHook, new_token
@@ -43,7 +44,7 @@ def boundaries(model: nn.Module, policy: Policy | Plan | str | int) -> Iterator[
 def _boundaries_of(prepared: Prepared, entry: nn.Module) -> Iterator[None]:
     """``entry``: the module whose forward begins one."""
     model, token = prepared.model, new_token(prepared.device)
-    hooks: list[UnitHook | ForwardHook] = []
+    hooks: list[UnitHook | ForwardHook | CachedExperts] = []
     try:
         units = []
         for unit in prepared.plan.units:
@@ -51,6 +52,11 @@ def _boundaries_of(prepared: Prepared, entry: nn.Module) -> Iterator[None]:
             units.append(UnitHook(model.get_submodule(unit.module_fqn), unit.index, storages, None, token))
             hooks.append(units[-1])
         hooks.append(ForwardHook(model, entry, units, None, token))
+        for layer in prepared.plan.cached:
+            module = model.get_submodule(layer.module_fqn)
+            bound = [tensor for name in layer.storages for tensor in prepared.bound[name].tensors]
+            tensors = {tensor.places[0][1].attr: tensor.tensor.detach() for tensor in bound}
+            hooks.append(CachedExperts(module, tensors, NoCache(layer.num_experts, prepared.device)))
         for hook in hooks:
             hook.attach()
         yield

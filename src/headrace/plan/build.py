@@ -30,6 +30,7 @@ from headrace.config import HOST_MODES, SHARDED_MODES, UVA, Budget, Mode, Policy
 from headrace.errors import BudgetError, RuleError, SelectionError, warn_user
 from headrace.figures import format_size
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
+from headrace.plan.cached_experts import cached_layers
 from headrace.plan.candidates import CandidateTable, Family, MappedFiles, Spill
 from headrace.plan.cost_model import (
     NOMINAL_CPU,
@@ -43,6 +44,7 @@ from headrace.plan.cost_model import (
     split_rates,
 )
 from headrace.plan.plan import Plan, assemble
+from headrace.plan.traces import ExpertHits, FixedHits
 from headrace.plan.units import (
     draft_units,
     find_layers,
@@ -56,7 +58,7 @@ from headrace.plan.units import (
     warn_of_stranded,
 )
 
-__all__ = ["Alternative", "Outlook", "Planner", "Point", "WorkloadBytes", "build_plan", "curve"]
+__all__ = ["Alternative", "CachePoint", "Outlook", "Planner", "Point", "WorkloadBytes", "build_plan", "curve"]
 
 GIB = 2**30
 # To join a piece to the one before it: two system calls, and a page that is read and copied (2 GHz Xeon, cached file).
@@ -68,6 +70,8 @@ _AT_FULL_SPEED = 1.02
 # A larger batch is as good as free if a step takes no more than this much longer.
 _NEARLY_FREE = 1.1
 _LARGEST_BATCH = 1024
+# Shares of the experts that the device holds, and of those in use that are found there, in the outlook of a cache.
+_SHOWN_SHARES, _SHOWN_HITS = (0.25, 0.4, 0.5, 0.75), (0.5, 0.8, 0.9, 1.0)
 # Ranges of device memory of which the curve has a point each at most.
 _CURVE_BINS = 256
 
@@ -88,6 +92,8 @@ class Planner:
         num_ranks: over how many ranks a budget's units are split in a sharded mode, where no rank has whole tensors
             to read in place.
         mapped: the files that a CPU reads in place in mode ``disk``; ``None``: there are none, or a GPU computes.
+        cacheable: experts that a budget may cache, by name.
+        hits: what a cache of experts is expected to hit.
         spill: the files in which a budget that names no store leaves what host memory has no room for; ``None``: there
             are none.
     """
@@ -102,6 +108,8 @@ class Planner:
     num_ranks: int = 1
     spill: Spill | None = None
     mapped: MappedFiles | None = None
+    cacheable: Collection[str] = ()
+    hits: ExpertHits | FixedHits = field(default_factory=ExpertHits)
     # Candidates do not depend on the size of the budget, and are asked for again with other sizes.
     _tables: dict[object, CandidateTable] = field(default_factory=dict, compare=False, repr=False)
 
@@ -121,14 +129,16 @@ class Planner:
             # One unit per layer, and per module outside the layers, of what the rules prefetch.
             forced = settle_rules(self.inventory, policy.rules, self._fixed(policy.mode), self._refused(policy.mode))
             moving, uva = ([s for s in storages if forced.get(s.name) == how] for how in ("prefetch", "uva"))
+            names = {name for name, how in forced.items() if how == "cache"}
+            cached = cached_layers(self.inventory, names, policy.expert_slots or 0)
             drafts = draft_units(self.inventory, moving)
-            if not drafts and not uva:
+            if not drafts and not uva and not cached:
                 raise RuleError(
                     f"the {len(policy.rules)} rule(s) keep everything resident: without a budget at least one has to "
-                    f"say prefetch or uva, e.g. --offload-rule experts=uva (or give --device-memory)"
+                    f"say prefetch, uva or cache, e.g. --offload-rule experts=uva (or give --device-memory)"
                 )
             num_slots = usable_slots(policy.prefetch_step, len(drafts))
-            made = assemble(self.inventory, drafts, num_slots, policy.mode, uva=uva)
+            made = assemble(self.inventory, drafts, num_slots, policy.mode, uva=uva, cached=cached)
         elif isinstance(policy, Prefetch):
             stacks = find_stacks(self.inventory)
             made = plan_group_rule(self.inventory, policy, list(stacks.values()), candidates=self._movable(policy))
@@ -171,7 +181,7 @@ class Planner:
     def candidates(self, budget: Budget) -> CandidateTable:
         """All plans that are considered for ``budget``, whatever its size."""
         # Without the sizes of device and host memory, which candidates do not depend on.
-        key = (budget.params, budget.mode, budget.rules, budget.workload)
+        key = (budget.params, budget.mode, budget.rules, budget.workload, budget.expert_slots)
         if key not in self._tables:
             self._tables[key] = self._make_table(budget)
         return self._tables[key]
@@ -199,6 +209,9 @@ class Planner:
             mode=mode,
             # A budget that names a store gets that one alone.
             spill=self.spill if budget.mode is None and mode == "cpu" else None,
+            cacheable=self.cacheable if mode == "cpu" else (),
+            expert_slots=budget.expert_slots,
+            hits=self.hits,
         )
 
     # -- predictions ---------------------------------------------------------------------------------------------------
@@ -207,7 +220,7 @@ class Planner:
         """What a step of ``rows`` rows will take under ``plan``, with ``context`` tokens per sequence in the cache."""
         rates = split_rates(self.rates, plan.mode, plan.num_ranks)
         stored_bytes = self.stored_bytes if plan.mode == "disk" else {}
-        return Forecaster(self.inventory, rates, self.profile, rows, context, stored_bytes)(plan)
+        return Forecaster(self.inventory, rates, self.profile, rows, context, stored_bytes, self.hits)(plan)
 
     def alternatives(self, budget: Budget, plan: Plan, points: Sequence[Point] | None = None) -> list[Alternative]:
         """What more memory or rows would bring; ``plan`` is the one for ``budget``, ``points`` its curve if known."""
@@ -255,6 +268,7 @@ class Planner:
             tuple(self.alternatives(budget, plan, points)) if budget is not None and plan.offloaded_bytes else (),
             self.least_budget_bytes(workload) if policy is None else None,
             notes=tuple(self._notes(plan)),
+            caches=tuple(self._caches(plan, workload.batch_sizes[0], context)),
         )
 
     def least_budget_bytes(self, workload: Workload) -> int:
@@ -264,8 +278,29 @@ class Planner:
         except BudgetError as error:
             return error.minimum_bytes
 
+    def _caches(self, plan: Plan, rows: int, context: int) -> Iterator[CachePoint]:
+        """What the experts that ``plan`` caches would bring with other numbers of slots, and at given hits."""
+        if not plan.cached:
+            return
+        shares = (layer.num_slots / layer.num_experts for layer in plan.cached)
+        for share in sorted({*_SHOWN_SHARES, sum(shares) / len(plan.cached)}):
+            resized = (replace(layer, num_slots=max(1, round(share * layer.num_experts))) for layer in plan.cached)
+            other = replace(plan, cached=tuple(resized))
+            layer, top_k = other.cached[0], self.profile.experts_per_token or 1
+            planners = [(hits, replace(self, hits=FixedHits(hits))) for hits in _SHOWN_HITS]
+            yield CachePoint(
+                layer.num_slots,
+                other.device_bytes,
+                self.hits(layer.num_slots, layer.num_experts, top_k, top_k),
+                self.forecast(other, rows, context).rows_per_s,
+                tuple((hits, planner.forecast(other, rows, context).rows_per_s) for hits, planner in planners),
+            )
+
     def _notes(self, plan: Plan) -> Iterator[str]:
-        """What reading experts in place in mapped files takes, and why some of them cannot be."""
+        """What cached experts are expected to hit; what reading experts in place in mapped files takes, and why some of
+        them cannot be."""
+        if plan.cached:
+            yield f"hits of cached experts are those of {self.hits.source}; misses cross the link before they are used"
         if self.mapped is None or plan.mode != "disk":
             return
         if joined := {name: self.mapped.joined_bytes[name] for name in plan.uva if name in self.mapped.joined_bytes}:
@@ -312,6 +347,25 @@ class WorkloadBytes:
 
 
 @dataclass(frozen=True)
+class CachePoint:
+    """A plan with a number of slots for the experts of each layer.
+
+    Attributes:
+        num_slots: of the first layer.
+        device_bytes: for weights.
+        hits: expected share of the experts in use that one row finds on the device.
+        rows_per_s: tokens per second of the first batch size.
+        at_hits: the same if so large a share were found: (share, tokens per second).
+    """
+
+    num_slots: int
+    device_bytes: int
+    hits: float
+    rows_per_s: float
+    at_hits: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
 class Outlook:
     """Predictions for a plan.
 
@@ -324,6 +378,7 @@ class Outlook:
         device_bytes: of weights: residents and slots.
         alternatives: other choices; empty unless the plan was made for a budget.
         least_budget_bytes: the smallest budget, where the plan keeps everything because no policy was given.
+        caches: the same plan with other numbers of slots for experts; empty unless it caches some.
         misfit: what the machine has too little of, as the rest of a sentence; ``None``: it has room, or none was asked.
         notes: what reading experts in place in the files takes, and why some of them cannot be.
     """
@@ -338,6 +393,7 @@ class Outlook:
     least_budget_bytes: int | None = None
     misfit: str | None = None
     notes: tuple[str, ...] = ()
+    caches: tuple[CachePoint, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers and strings; bytes and seconds."""
@@ -351,6 +407,7 @@ class Outlook:
             "least_budget_bytes": self.least_budget_bytes,
             "misfit": self.misfit,
             "notes": list(self.notes),
+            "caches": [asdict(cache) for cache in self.caches],
         }
 
 
@@ -418,7 +475,10 @@ def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None) -> P
         rows, memory = family.fitting(device_bytes, host_bytes), family.memory
         if best is not None:  # no step is shorter than its copies, or than its compute
             moved_s, in_place = memory.moved_bytes[rows] / copy_bytes_per_s, [s.name for s in family.uva]
-            compute_s = [sum(step.resident_s) + sum(s for s, _ in step.read_in_place(in_place)) for step in table.steps]
+            extra = [step.read_in_place(in_place, family.cached) for step in table.steps]
+            compute_s = [
+                sum(s.resident_s) + sum(more for more, _ in x) for s, x in zip(table.steps, extra, strict=True)
+            ]
             rows = rows[_score(np.array([np.maximum(moved_s, least_s) for least_s in compute_s])) <= best[0][0] + 1e-8]
         if len(rows):
             slots = np.maximum(memory.num_slots[rows], 1)
@@ -429,7 +489,24 @@ def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None) -> P
             first = np.lexsort(keys[::-1])[0]  # the last key counts first
             found = (tuple(float(key[first]) for key in keys), family, int(rows[first]))
             best = found if best is None or found[0] < best[0] else best
-    return None if best is None else best[1].plan(best[2], host_bytes)
+    if best is None:
+        return None
+    plan = best[1].plan(best[2], host_bytes)
+    return plan if table.expert_slots is not None else _with_more_experts(plan, device_bytes)
+
+
+def _with_more_experts(plan: Plan, device_bytes: int) -> Plan:
+    """``plan`` with as many slots for experts as ``device_bytes`` have room for, spread evenly over the layers."""
+    layers, left = list(plan.cached), device_bytes - plan.device_bytes
+    growing = True
+    while growing:
+        growing = False
+        for index, layer in enumerate(layers):
+            larger = replace(layer, num_slots=min(layer.num_slots + 1, layer.num_experts))
+            more = larger.device_bytes - layer.device_bytes
+            if larger != layer and more <= left:
+                layers[index], left, growing = larger, left - more, True
+    return replace(plan, cached=tuple(layers))
 
 
 def _score(step_s: Floats) -> Floats:
@@ -589,7 +666,8 @@ class Alternatives:
 
     def _forecaster(self, rows: int) -> Forecaster:
         table = self._table
-        return Forecaster(table.inventory, table.rates, table.profile, rows, table.context, table.stored_bytes)
+        stored = table.stored_bytes
+        return Forecaster(table.inventory, table.rates, table.profile, rows, table.context, stored, table.hits)
 
     def _times(self, plan: Plan) -> list[float]:
         return [forecaster(plan).step_s for forecaster in self._forecasters]

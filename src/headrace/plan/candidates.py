@@ -8,7 +8,8 @@ A *role* is a tensor's name inside its layer (``mlp.down_proj.weight``), the sam
   units may rest in files also experts prefetched in ``k`` layers, which then are those in files, resident in some
   others and in place in the rest;
 * what happens to the modules outside the layers: resident, prefetched or in place;
-* the number of slots.
+* the number of slots;
+* whether experts are cached, and how many of each layer: a few numbers; memory that is left over is added to them.
 
 None of this depends on the budget. So more memory only ever adds candidates, and the best one gets no slower.
 
@@ -32,9 +33,11 @@ import numpy.typing as npt
 
 from headrace.config import Mechanism, Mode
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
+from headrace.plan.cached_experts import CachedLayer, cached_layers
 from headrace.plan.cost_model import Bools, Floats, Ints, Rates, StepModel, experts_in, find_stages
 from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, UnitDraft, assemble, slab_bytes
 from headrace.plan.schedule import RING_BYTES
+from headrace.plan.traces import ExpertHits, FixedHits
 from headrace.plan.units import find_layers, outside_units, stranded
 
 __all__ = ["CandidateTable", "Family", "MappedFiles", "Spill", "spill_order"]
@@ -42,6 +45,8 @@ __all__ = ["CandidateTable", "Family", "MappedFiles", "Spill", "spill_order"]
 MAX_SLOTS = 3
 # 2 ** 6 sets of roles: the five heaviest roles of a layer one by one, and all the others together.
 _MAX_ATOMS = 6
+# Shares of its experts that a layer may have slots for.
+_CACHED_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
 # What a layer is: one of the evenly spaced, one of the others, one of them that keeps what these read in place.
 LOW, HIGH, KEPT = range(3)
 _REFUSED = " (not in place)"
@@ -105,6 +110,9 @@ class CandidateTable:
         ranks_on_device: over the devices of how many ranks offloaded units are split; ``None``: they rest elsewhere.
         mode: the store.
         spill: files for the units that host memory has no room for; ``None``: all rest in the one store.
+        cacheable: experts that may be cached, by name.
+        expert_slots: of each layer of experts; ``None``: any number.
+        hits: what a cache of experts is expected to hit.
         stages: of the model, in order.
         spill_order: module names (FQNs) of all stages, in the order in which their units go to the files.
         layers: names of those that are layers.
@@ -132,6 +140,9 @@ class CandidateTable:
     ranks_on_device: int | None
     mode: Mode
     spill: Spill | None
+    cacheable: Collection[str] = ()
+    expert_slots: int | None = None
+    hits: ExpertHits | FixedHits = field(default_factory=ExpertHits)
 
     def __post_init__(self) -> None:
         inventory = self.inventory
@@ -182,7 +193,9 @@ class CandidateTable:
     @cached_property
     def steps(self) -> list[StepModel]:
         """Per batch size."""
-        return [StepModel(self.stages, self.rates, self.profile, rows, self.context) for rows in self.batch_sizes]
+        return [
+            StepModel(self.stages, self.rates, self.profile, rows, self.context, self.hits) for rows in self.batch_sizes
+        ]
 
     @cached_property
     def families(self) -> list[Family]:
@@ -190,6 +203,35 @@ class CandidateTable:
         return list(self._families())
 
     def _families(self) -> Iterator[Family]:
+        forced = {name for name, how in self.forced.items() if how == "cache"}
+        for cached in self._caches(forced) if forced else [()]:
+            yield from (replace(family, cached=cached) for family in self._uncached_families())
+        experts = {
+            role
+            for mine in self.roles.values()
+            for role, storage in mine.items()
+            if experts_in(self.inventory, storage) > 1
+        }
+        names = {s.name for mine in self.roles.values() for role, s in mine.items() if role in experts}
+        if forced or not names or not names.issubset(self.cacheable):
+            return
+        dense_sets = RoleSets(
+            self, [r for r in dict.fromkeys(r for m in self.roles.values() for r in m) if r not in experts]
+        )
+        for cached in self._caches(names):
+            for how in ("resident", "prefetch") if self.outside else ("resident",):
+                for slots in range(1, MAX_SLOTS + 1):
+                    family = self._evenly_spaced(dense_sets, how, self.always_in_place, slots)
+                    yield replace(family, cached=cached)
+
+    def _caches(self, names: Collection[str]) -> list[tuple[CachedLayer, ...]]:
+        """The experts ``names`` with several numbers of slots."""
+        most = max(layer.num_experts for layer in cached_layers(self.inventory, names, 1))
+        counts = {max(1, round(share * most)) for share in _CACHED_SHARES}
+        counts = {self.expert_slots} if self.expert_slots is not None else counts
+        return [tuple(cached_layers(self.inventory, names, count)) for count in sorted(counts)]
+
+    def _uncached_families(self) -> Iterator[Family]:
         experts = {
             role: None
             for mine in self.roles.values()
@@ -344,6 +386,7 @@ class Family:
         patterns: [patterns, layers]: what each layer is.
         outside: what happens outside the layers.
         uva: storages that all of them read in place.
+        cached: experts of which all of them have some on the device at a time.
     """
 
     table: CandidateTable
@@ -357,6 +400,7 @@ class Family:
     patterns: Kinds
     outside: Mechanism
     uva: tuple[StorageInfo, ...]
+    cached: tuple[CachedLayer, ...] = ()
 
     def _take(self, rows: Ints) -> Family:
         """The same family with only the candidates of these indices."""
@@ -417,8 +461,9 @@ class Family:
             moved += size
         # A unit that has its slot alone is copied once and stays.
         alone = np.arange(wanted)[:, None] + wanted >= num_units
-        offloaded = moved + self._in_place_bytes(self.table.sizes)
-        device_bytes = self.table.inventory.num_bytes - offloaded + slot_bytes.sum(0) + parts_bytes
+        offloaded = moved + self._in_place_bytes(self.table.sizes) + sum(layer.num_bytes for layer in self.cached)
+        cache_bytes = sum(layer.device_bytes for layer in self.cached)
+        device_bytes = self.table.inventory.num_bytes - offloaded + slot_bytes.sum(0) + parts_bytes + cache_bytes
         return Memory(num_units, np.minimum(wanted, num_units), moved - (first * alone).sum(0), offloaded, device_bytes)
 
     def _in_place_bytes(self, sizes: Mapping[str, float]) -> Floats:
@@ -433,6 +478,7 @@ class Family:
     def _host_bytes(self) -> tuple[Floats, Floats]:
         """Per candidate: slab bytes with all units in host memory, and how much of that could be in files."""
         host_bytes = sum((slab for _, slab in self._units(self.table.slabs)), self._in_place_bytes(self.table.slabs))
+        host_bytes = host_bytes + sum(layer.host_bytes for layer in self.cached)
         spillable = (np.maximum(slab, 0.0) for _, slab in self._units(self.table.spillable))
         return host_bytes, sum(spillable, np.zeros(len(self.high)))
 
@@ -492,7 +538,8 @@ class Family:
         """Per stage, by candidate: what reading in place adds to compute, and how long it takes the link."""
         extra = self.sets.totals({name: cost.in_place_s - cost.resident_s for name, cost in step.costs.items()})
         link = self.sets.totals({name: cost.in_place_s for name, cost in step.costs.items()})
-        for stage, always in zip(self.table.stages, step.read_in_place(s.name for s in self.uva), strict=True):
+        reads = step.read_in_place((s.name for s in self.uva), self.cached)
+        for stage, always in zip(self.table.stages, reads, strict=True):
             extra_s, link_s = (np.full(len(self.high), seconds) for seconds in always)
             layer = self.table.layer_index.get(stage.module_fqn)
             if layer is not None and self._in_place is not None:
@@ -521,4 +568,5 @@ class Family:
             if storages:
                 store: Mode | None = "disk" if fqn in staged and staged[fqn][0] else None
                 drafts.append(UnitDraft(fqn, tuple(sorted(storages, key=lambda s: order[s.name])), store))
-        return assemble(self.table.inventory, drafts, int(self.memory.num_slots[candidate]), self.table.mode, uva=uva)
+        num_slots = int(self.memory.num_slots[candidate])
+        return assemble(self.table.inventory, drafts, num_slots, self.table.mode, uva=uva, cached=self.cached)

@@ -15,9 +15,10 @@ touches on average
 
     E x (1 - (1 - k / E) ^ r)
 
-which then have ``r x k / touched`` rows each; a lookup touches one row per row. Copies take bytes / copy rate(bytes),
-in the order of the schedule, and units in files bytes / file rate before that, a staging ring ahead of the link. Units
-that are split over ranks have a copy rate of their own: :func:`split_rates`.
+which then have ``r x k / touched`` rows each; a lookup touches one row per row. Of cached experts a step fetches those
+that the cache misses (:class:`~headrace.plan.traces.ExpertHits`), before its product. Copies take
+bytes / copy rate(bytes), in the order of the schedule, and units in files bytes / file rate before that, a staging ring
+ahead of the link. Units that are split over ranks have a copy rate of their own: :func:`split_rates`.
 
 Where the form comes from: decode is bound by reading weights, prefill by arithmetic (roofline, Williams et al. 2009),
 and one curve measured over rows covers both ends and the range between. The three numbers of kernels and passes below
@@ -43,7 +44,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -51,8 +52,10 @@ import numpy.typing as npt
 
 from headrace.config import SHARDED_MODES, Mode
 from headrace.model.records import Inventory, ModelProfile, StorageInfo, dotted_prefixes
+from headrace.plan.cached_experts import CachedLayer
 from headrace.plan.plan import CHUNK_BYTES, Plan, Unit, UnitDraft
 from headrace.plan.schedule import RING_BYTES
+from headrace.plan.traces import ExpertHits, FixedHits
 from headrace.plan.units import find_layers, reader_of
 
 __all__ = [
@@ -70,6 +73,7 @@ __all__ = [
     "StageTimes",
     "StepModel",
     "StorageCost",
+    "cached_cost",
     "experts_in",
     "find_stages",
     "nominal_rates",
@@ -87,6 +91,8 @@ Bools = npt.NDArray[np.bool_]
 KERNELS_PER_TENSOR = 3
 # Sorting rows by expert in several passes, gathering, grouping, weighing and summing them up again.
 KERNELS_PER_EXPERT_LAYER = 45
+# Admission, fetching, and the rows of what was chosen: 3.5 us a layer (H200).
+KERNELS_PER_CACHED_LAYER = 2
 # How often an activation is written or read by the kernels around the product it belongs to.
 ACTIVATION_PASSES = 3.5
 
@@ -358,10 +364,7 @@ def storage_cost(storage: StorageInfo, experts: int, rows: int, rates: Rates, pr
         resident_s = touched / rates.device_bytes_per_s
         in_place = rates.in_place_s_per_byte
         return StorageCost(resident_s, resident_s if in_place is None else touched * in_place(1))
-    share, rows_each = 1.0, float(rows)  # of the storage that a step reads; rows per expert that it reads
-    if experts > 1 and profile.experts_per_token is not None and profile.experts_per_token < experts:
-        share = 1.0 - (1.0 - profile.experts_per_token / experts) ** rows
-        rows_each = max(1.0, rows * profile.experts_per_token / (experts * share))
+    share, rows_each = _share_in_use(experts, rows, profile)
     touched = storage.num_bytes * share
     resident, in_place = rates.product_s_per_byte, rates.in_place_s_per_byte
     if experts > 1:
@@ -371,6 +374,33 @@ def storage_cost(storage: StorageInfo, experts: int, rows: int, rates: Rates, pr
     # Without a rate of its own it is chosen only where a rule says so, and then comes as a copy would, but on demand.
     alone_s = resident_s + rates.copy_s(touched) if in_place is None else touched * in_place(rows_each)
     return StorageCost(resident_s, max(resident_s, alone_s))
+
+
+def _share_in_use(experts: int, rows: int, profile: ModelProfile) -> tuple[float, float]:
+    """The share of a layer's experts that a step reads, and rows per expert that it reads."""
+    if experts == 1 or profile.experts_per_token is None or profile.experts_per_token >= experts:
+        return 1.0, float(rows)
+    share = 1.0 - (1.0 - profile.experts_per_token / experts) ** rows
+    return share, max(1.0, rows * profile.experts_per_token / (experts * share))
+
+
+def cached_cost(
+    layer: CachedLayer, rows: int, rates: Rates, profile: ModelProfile, hits: ExpertHits | FixedHits
+) -> tuple[float, float]:
+    """What caching the experts of ``layer`` adds to its compute, and how long it takes the link, in seconds."""
+    share, rows_each = _share_in_use(layer.num_experts, rows, profile)
+    in_use, top_k = share * layer.num_experts, profile.experts_per_token or layer.num_experts
+    held = min(in_use * hits(layer.num_slots, layer.num_experts, top_k, in_use), layer.num_slots)
+    fetched = min(in_use - held, layer.num_slots - held)
+    expert_bytes = layer.num_bytes / layer.num_experts
+    beyond_bytes = (in_use - held - fetched) * expert_bytes  # no slot is free: read in place
+    in_place = rates.in_place_grouped_s_per_byte
+    beyond_s = rates.copy_s(beyond_bytes) if in_place is None else beyond_bytes * in_place(rows_each)
+    resident_s = beyond_bytes * rates.grouped_s_per_byte(rows_each)
+    # Of experts, many are copied at once: at the rate of large copies.
+    fetch_s = fetched * expert_bytes / rates.copy_bytes_per_s.points[-1][1]
+    kernels_s = KERNELS_PER_CACHED_LAYER * rates.kernel_s
+    return fetch_s + max(0.0, beyond_s - resident_s) + kernels_s, fetch_s + beyond_s
 
 
 def stages_compute_s(
@@ -410,22 +440,36 @@ class StepModel:
     """
 
     def __init__(
-        self, stages: Sequence[Stage], rates: Rates, profile: ModelProfile, rows: int, context: int = 0
+        self,
+        stages: Sequence[Stage],
+        rates: Rates,
+        profile: ModelProfile,
+        rows: int,
+        context: int = 0,
+        hits: ExpertHits | FixedHits | None = None,
     ) -> None:
         self._rates, self._stages = rates, stages
+        self._cached_cost = partial(cached_cost, rows=rows, rates=rates, profile=profile, hits=hits or ExpertHits())
         self._stage_of = {s.name: index for index, stage in enumerate(stages) for s, _ in stage.storages}
         self.costs = {s.name: storage_cost(s, n, rows, rates, profile) for stage in stages for s, n in stage.storages}
         self.resident_s = stages_compute_s(stages, rows, rates, profile, context)
         for name, cost in self.costs.items():
             self.resident_s[self._stage_of[name]] += cost.resident_s
 
-    def read_in_place(self, names: Iterable[str]) -> list[tuple[float, float]]:
-        """Per stage: what reading these storages in place adds to compute, and how long it takes the link."""
+    def read_in_place(self, names: Iterable[str], cached: Sequence[CachedLayer] = ()) -> list[tuple[float, float]]:
+        """Per stage: what reading these storages in place, and experts through these caches, adds to compute, and how
+        long it takes the link."""
         added = [(0.0, 0.0)] * len(self.resident_s)
+
+        def add(name: str, more_s: float, busy_s: float) -> None:
+            extra_s, link_s = added[self._stage_of[name]]
+            added[self._stage_of[name]] = extra_s + more_s, link_s + busy_s
+
         for name in names:
-            cost, stage = self.costs[name], self._stage_of[name]
-            extra_s, link_s = added[stage]
-            added[stage] = extra_s + cost.in_place_s - cost.resident_s, link_s + cost.in_place_s
+            cost = self.costs[name]
+            add(name, cost.in_place_s - cost.resident_s, cost.in_place_s)
+        for layer in cached:
+            add(next(iter(layer.storages)), *self._cached_cost(layer))
         return added
 
     def step_s(
@@ -585,7 +629,7 @@ class _State:
 # -- a plan's step -----------------------------------------------------------------------------------------------------
 
 
-Bound = Literal["compute", "link", "in place", "disk"]
+Bound = Literal["compute", "link", "in place", "experts", "disk"]
 
 
 @dataclass(frozen=True)
@@ -598,7 +642,7 @@ class Forecast:
         resident_s: the same with all weights on the device.
         link_s: all copies, one after another.
         disk_s: all reading of files that comes before the copies.
-        in_place_s: all reading in place.
+        in_place_s: all reading in place, and fetching of cached experts.
         floor_s: what no schedule can beat: the longest of compute, the link's work and the disk's.
         bound: what the floor is made of.
     """
@@ -637,19 +681,20 @@ class Forecaster:
         rows: int,
         context: int = 0,
         stored_bytes: Mapping[str, int] = {},
+        hits: ExpertHits | FixedHits | None = None,
     ) -> None:
         self._rates, self._rows, self._stored_bytes = rates, rows, stored_bytes
         stages = find_stages(inventory)
         # A unit of tied tensors may be hooked around the module that is the stage of the first of them.
         self._fqns = {s.name: stage.module_fqn for stage in stages for s, _ in stage.storages}
-        self._step = StepModel(stages, rates, profile, rows, context)
+        self._step = StepModel(stages, rates, profile, rows, context, hits)
 
     def __call__(self, plan: Plan) -> Forecast:
         """The forecast for ``plan``, which is timed as a table of candidates with one row."""
         rates = self._rates
         sizes = {self._fqns[unit.entries[0].storage]: np.array([self._bytes_of(unit)]) for unit in plan.units}
         in_files = {self._fqns[unit.entries[0].storage]: np.array([True]) for unit in plan.staged_units}
-        in_place = self._step.read_in_place(plan.uva)
+        in_place = self._step.read_in_place(plan.uva, plan.cached)
         step_s = self._step.step_s(
             sizes,
             in_files,
@@ -662,7 +707,7 @@ class Forecaster:
         disk_s = rates.file_s_per_byte * plan.read_bytes
         resident_s = sum(self._step.resident_s)
         floor_s = max(resident_s, link_s + in_place_s, disk_s)
-        link: Bound = "link" if link_s >= in_place_s else "in place"
+        link: Bound = "link" if link_s >= in_place_s else "experts" if plan.cached else "in place"
         bound: Bound = "compute" if floor_s == resident_s else "disk" if floor_s == disk_s else link
         return Forecast(self._rows, float(step_s[0]), resident_s, link_s, disk_s, in_place_s, floor_s, bound)
 

@@ -16,6 +16,7 @@ from headrace.config import Mechanism, Mode
 from headrace.errors import OptionError
 from headrace.figures import counted, format_size
 from headrace.model.records import Inventory, StorageInfo
+from headrace.plan.cached_experts import CachedLayer, cached_layers, why_not_cached
 from headrace.plan.schedule import ENTRY_BYTES, MAX_ENTRIES, RingLayout, chain, lay_out_ring, slot_of
 from headrace.plan.serialize import load_json, require, require_same, save_json
 
@@ -45,7 +46,7 @@ SLAB_ALIGNMENT_BYTES = 256
 CHUNK_BYTES = 8 << 20
 
 # Of :meth:`Plan.to_json`, and so of plan files. Raise it with any change of a key or of its meaning.
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 _REPLAN = "make it again for this one: `headrace plan MODEL ... --save FILE`, or pass a policy instead of a plan"
 _NAMES_SHOWN = 3
@@ -125,6 +126,7 @@ class Plan:
         mode: the store of everything that leaves the device, except for units whose own store is ``disk``.
         resident: names of storages that stay on the device, with their bytes.
         uva: names of storages read in place, with their bytes.
+        cached: layers of experts of which some are on the device at a time, in the order of the model.
         model_name: optional display name of the model; not used in comparisons.
         made_for: the machine whose figures the plan was made from; ``None`` binds it to none.
         num_ranks: over how many ranks every unit is split; 1: each process keeps them whole.
@@ -143,6 +145,7 @@ class Plan:
     made_for: Machine | None = None
     num_ranks: int = 1
     context: int = 0
+    cached: tuple[CachedLayer, ...] = field(default=(), repr=False)
     outlook: object = field(default=None, init=False, repr=False, compare=False)
 
     def __str__(self) -> str:
@@ -205,9 +208,19 @@ class Plan:
         return sum(self.uva.values())
 
     @property
+    def cached_bytes(self) -> int:
+        """Bytes of all experts of which some are on the device at a time."""
+        return sum(layer.num_bytes for layer in self.cached)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Device memory for experts that come and go."""
+        return sum(layer.device_bytes for layer in self.cached)
+
+    @property
     def offloaded_bytes(self) -> int:
         """Bytes that rest in a store."""
-        return self.prefetched_bytes + self.uva_bytes
+        return self.prefetched_bytes + self.uva_bytes + self.cached_bytes
 
     @property
     def weight_bytes(self) -> int:
@@ -216,9 +229,10 @@ class Plan:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory for weights: residents and slots, and for ``sharded_gpu`` this rank's part of the units."""
+        """Device memory for weights: residents, slots and cached experts, and for ``sharded_gpu`` this rank's part of
+        the units."""
         parts = self.part_bytes if self.mode == "sharded_gpu" else 0
-        return self.resident_bytes + sum(self.slot_bytes) + parts
+        return self.resident_bytes + sum(self.slot_bytes) + self.cache_bytes + parts
 
     @property
     def part_bytes(self) -> int:
@@ -232,20 +246,22 @@ class Plan:
 
     @property
     def store_bytes(self) -> dict[str, int]:
-        """Bytes by where they rest: ``resident`` and ``slots`` on the device, the rest under the names of the stores.
+        """Bytes by where they rest: ``resident``, ``slots``, ``cache`` on the device, the rest by the names of stores.
 
         Those of ``shm_cpu`` exist once for all ranks of a host.
         """
         spilled = self.spilled_bytes
         on_device = {"resident": self.resident_bytes, "slots": sum(self.slot_bytes)}
+        on_device |= {"cache": self.cache_bytes} if self.cached else {}
         return {**on_device, self.mode: self.offloaded_bytes - spilled, **({"disk": spilled} if spilled else {})}
 
     # -- storages ------------------------------------------------------------------------------------------------------
 
     @property
     def offloaded_names(self) -> list[str]:
-        """Storages that leave the device: those of the units in order, then what is read in place."""
-        return [entry.storage for unit in self.units for entry in unit.entries] + list(self.uva)
+        """Storages that leave the device: those of the units in order, then what is read in place, then cached ones."""
+        moved = [entry.storage for unit in self.units for entry in unit.entries]
+        return [*moved, *self.uva, *(name for layer in self.cached for name in layer.storages)]
 
     @cached_property
     def staged_units(self) -> tuple[Unit, ...]:
@@ -274,6 +290,8 @@ class Plan:
         found |= {name: Placement("uva", self.mode, size) for name, size in self.uva.items()}
         for unit in self.units:
             found |= {e.storage: Placement("prefetch", unit.store, e.num_bytes) for e in unit.entries}
+        for layer in self.cached:
+            found |= {name: Placement("cache", self.mode, size) for name, size in layer.storages.items()}
         return found
 
     @property
@@ -306,8 +324,18 @@ class Plan:
             raise OptionError(_foreign_model(planned, found, missing, self.model_name))
         for problem in self._misplaced_units(inventory):
             raise OptionError(f"{problem}; {_REPLAN}")
+        for layer in self.cached:
+            if self.mode != "cpu":
+                raise OptionError(
+                    f"experts of {layer.module_fqn} are cached and rest in {self.mode!r}; expected 'cpu', the only "
+                    f"store that a cache of experts is filled from (--offload-mode cpu)"
+                )
+            for name, why in why_not_cached(inventory, layer.storages).items():
+                raise OptionError(f"the plan caches {name}, which cannot be: {why}; {_REPLAN}")
+            if layer not in cached_layers(inventory, layer.storages, layer.num_slots):
+                raise OptionError(f"the plan caches experts at {layer.module_fqn!r} that are not there; {_REPLAN}")
         for unit in self.units:
-            # Two stores in one plan are host memory and files beside it (SpillStore), and no others.
+            # Two stores in one plan are host memory and files beside it (TwoStores), and no others.
             if unit.store != self.mode and (unit.store, self.mode) != ("disk", "cpu"):
                 raise OptionError(
                     f"unit {unit.index} ({unit.module_fqn}) rests in {unit.store!r} and the plan in {self.mode!r}; a "
@@ -391,6 +419,7 @@ class Plan:
                         ``num_bytes``
         ``resident``    storage name -> bytes
         ``uva``         the same, of what is read in place
+        ``cached``      layers of experts: ``module_fqn``, ``num_experts``, ``num_slots``, ``storages`` (name -> bytes)
         the others      sums over the above; ``store_bytes`` by where they rest
         ``outlook``     only in what ``headrace plan --json`` prints: predictions; not read back
         ==============  ==============================================================================================
@@ -418,6 +447,7 @@ class Plan:
             "units": [{**asdict(unit), "entries": [asdict(entry) for entry in unit.entries]} for unit in self.units],
             "resident": dict(self.resident),
             "uva": dict(self.uva),
+            "cached": [{**asdict(layer), "storages": dict(layer.storages)} for layer in self.cached],
         }
 
 
@@ -444,6 +474,7 @@ def assemble(
     num_slots: int,
     mode: Mode,
     uva: Iterable[StorageInfo] = (),
+    cached: Sequence[CachedLayer] = (),
 ) -> Plan:
     """Lay out slabs, assign slots, and call everything else resident. Drafts are in order of execution."""
     slots = min(num_slots, len(drafts))  # a slot without a unit would have no size
@@ -453,8 +484,9 @@ def assemble(
     )
     in_place = {storage.name: storage.num_bytes for storage in uva}
     offloaded = {entry.storage for unit in units for entry in unit.entries} | in_place.keys()
+    offloaded = offloaded.union(*(layer.storages for layer in cached))
     resident = {s.name: s.num_bytes for s in inventory.storages if s.name not in offloaded}
-    return Plan(units, slots, mode, resident, in_place)
+    return Plan(units, slots, mode, resident, in_place, cached=tuple(cached))
 
 
 def _lay_out(index: int, fqn: str, sizes: Mapping[str, int], num_slots: int, store: Mode) -> Unit:
@@ -559,7 +591,7 @@ def _plan_from(data: Any) -> Plan:
     require(type(version) is int and version == SCHEMA_VERSION, "schema", known, version)
     # What `headrace plan --json` printed is a plan file as well: its predictions follow from no plan alone.
     given = {key: value for key, value in data.items() if key != "outlook"}
-    for key, kind in (("model", dict), ("units", list), ("resident", dict), ("uva", dict)):
+    for key, kind in (("model", dict), ("units", list), ("resident", dict), ("uva", dict), ("cached", list)):
         require(isinstance(given[key], kind), key, "an object" if kind is dict else "a list", given[key])
     mode, num_slots, num_ranks, context = (given[key] for key in ("mode", "num_slots", "num_ranks", "context"))
     require(mode in get_args(Mode), "mode", f"one of {', '.join(get_args(Mode))}", mode)
@@ -587,6 +619,7 @@ def _plan_from(data: Any) -> Plan:
         made_for=None if machine is None else Machine(machine["device"], machine["device_bytes"]),
         num_ranks=num_ranks,
         context=context,
+        cached=tuple(_cached_from(layer, f"cached[{index}]") for index, layer in enumerate(given["cached"])),
     )
     stores = {mode, "disk"} if mode == "cpu" else {mode}
     for unit in plan.units:
@@ -594,7 +627,9 @@ def _plan_from(data: Any) -> Plan:
     names = [*plan.resident, *plan.offloaded_names]
     # count() is quadratic, so only where there is something to find.
     twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
-    require(twice is None, "units, resident and uva", "each storage in one place, and this one is in two", twice)
+    require(
+        twice is None, "units, resident, uva and cached", "each storage in one place, and this one is in two", twice
+    )
     require_same(plan.to_json(), given)
     return plan
 
@@ -605,6 +640,16 @@ def _unit_from(unit: Any, index: int, num_slots: int) -> Unit:
     require(bool(unit["entries"]), f"{place}.entries", "at least one entry", unit["entries"])
     sizes = _sizes_from(((entry["storage"], entry["num_bytes"]) for entry in unit["entries"]), f"{place}.entries")
     return _lay_out(index, unit["module_fqn"], sizes, num_slots, unit["store"])
+
+
+def _cached_from(layer: Any, place: str) -> CachedLayer:
+    require(isinstance(layer["module_fqn"], str), f"{place}.module_fqn", "a string", layer["module_fqn"])
+    require(isinstance(layer["storages"], dict), f"{place}.storages", "an object", layer["storages"])
+    slots, experts = layer["num_slots"], layer["num_experts"]
+    require(type(experts) is int and experts > 0, f"{place}.num_experts", "a whole number of at least 1", experts)
+    fits = type(slots) is int and 0 < slots <= experts
+    require(fits, f"{place}.num_slots", f"1 to {experts}, the number of experts", slots)
+    return CachedLayer(layer["module_fqn"], experts, slots, _sizes_from(layer["storages"].items(), f"{place}.storages"))
 
 
 def _sizes_from(items: Iterable[tuple[Any, Any]], place: str) -> dict[str, int]:

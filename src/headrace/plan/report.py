@@ -22,7 +22,7 @@ from rich.text import Text
 from headrace.config import RANK_MODES, Mode
 from headrace.errors import OptionError
 from headrace.figures import bytes_of, counted, format_rate, format_size, format_time, in_unit, size_unit
-from headrace.plan.build import Outlook, Planner, Point
+from headrace.plan.build import CachePoint, Outlook, Planner, Point
 from headrace.plan.cost_model import find_stages
 from headrace.plan.plan import Plan, Unit
 
@@ -41,7 +41,13 @@ __all__ = [
 ]
 
 # How compute reaches a tensor, of a plan with two stores also from which of them it is prefetched; with its colour.
-_COLOURS = {"resident": "#3aa655", "prefetched": "#4c8ed9", "from files": "#8a63c9", "in place": "#e8a33d"}
+_COLOURS = {
+    "resident": "#3aa655",
+    "prefetched": "#4c8ed9",
+    "from files": "#8a63c9",
+    "in place": "#e8a33d",
+    "cached": "#d0576b",
+}
 
 # Norms and biases have dozens of roles of a few KiB each; they share a row.
 _MAX_ROLE_ROWS = 12
@@ -193,6 +199,11 @@ def _places(plan: Plan) -> Table:
     if plan.uva:
         place = "host" if staged and plan.mode == "disk" else _STORE_NAMES[plan.mode]
         add("read in place", counted(len(plan.uva), "tensor"), place, plan.uva_bytes)
+    if plan.cached:
+        counts = sorted({layer.num_slots for layer in plan.cached})
+        slots = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
+        add("slots for experts", f"{slots} of {plan.cached[0].num_experts}", "device", plan.cache_bytes)
+        add("cached experts", counted(len(plan.cached), "layer"), _STORE_NAMES[plan.mode], plan.cached_bytes)
     table.add_section()
     sums = (in_unit(num_bytes, unit) if num_bytes else "" for num_bytes in totals.values())
     table.add_row("total", "", *sums, style="bold")
@@ -248,7 +259,7 @@ def _reached(plan: Plan, name: str) -> str:
     placement = plan.placements[name]
     if placement.mechanism == "prefetch":
         return "prefetched" if placement.store == plan.mode else "from files"
-    return "in place" if placement.mechanism == "uva" else "resident"
+    return {"uva": "in place", "cache": "cached"}.get(placement.mechanism, "resident")
 
 
 # -- predictions -------------------------------------------------------------------------------------------------------
@@ -279,7 +290,19 @@ def render_outlook(outlook: Outlook) -> RenderableType:
             f"{format_size(largest.activation_bytes)} of activations; device memory above includes both."
         )
     lines += [f"• {text}" for text in (*(alternative.text for alternative in outlook.alternatives), *outlook.notes)]
-    return Group(table, Text("\n".join(lines)))
+    return Group(table, *([_caches(outlook.caches)] if outlook.caches else []), Text("\n".join(lines)))
+
+
+def _caches(caches: Sequence[CachePoint]) -> Table:
+    """Tokens per second by slots for experts, with the hits expected and with others."""
+    unit = size_unit(max(cache.device_bytes for cache in caches))
+    given = [f"{share:.0%}" for share, _ in caches[0].at_hits]
+    table = titled_table("Cached experts, tokens/s", "slots", f"device {unit}", "hits", "tokens/s", *given)
+    for cache in caches:
+        rates = (format_rate(rows_per_s) for _, rows_per_s in cache.at_hits)
+        size, expected = in_unit(cache.device_bytes, unit), format_rate(cache.rows_per_s)
+        table.add_row(str(cache.num_slots), size, f"{cache.hits:.0%}", expected, *rates)
+    return table
 
 
 # -- a picture ---------------------------------------------------------------------------------------------------------

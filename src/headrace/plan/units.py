@@ -19,6 +19,7 @@ from headrace.errors import RuleError, SelectionError, warn_user
 from headrace.model.patterns import matching, select
 from headrace.model.records import Inventory, StorageInfo, common_prefix
 from headrace.model.semantic_groups import semantic_groups
+from headrace.plan.cached_experts import why_not_cached
 from headrace.plan.plan import Plan, UnitDraft, assemble, slab_bytes
 
 __all__ = [
@@ -326,7 +327,10 @@ def _reasons_to_stay(
     why = {s.name: shared for s in moving if s.name not in placed}
     why |= {s.name: why_stranded(inventory, s) for s in stranded(inventory, moving, placed)}
     reasons = {name: f"no unit can hold it, because {reason} (uva would do)" for name, reason in why.items()}
+    not_cached = why_not_cached(inventory, {name for name, mechanism in wanted.items() if mechanism == "cache"})
     for name, mechanism in wanted.items():
+        if mechanism == "cache" and name in not_cached:
+            reasons[name] = f"a cache of experts cannot hold it: {not_cached[name]} (uva would do)"
         if mechanism == "uva" and name in refused:
             reasons[name] = f"a tensor that {refused[name]} cannot be read in place (prefetch would do)"
         if mechanism != "resident" and name in unstreamable:

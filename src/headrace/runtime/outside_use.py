@@ -96,10 +96,9 @@ class Promoter(NotCopyable):
             return None
         if is_written:
             raise OutsideAccessError(
-                f"{how} {_OUTSIDE}, which writes it in place, and the budget of {self.budget_bytes} bytes has no room "
-                f"to keep it: {_fix(tensor)}, or raise the budget"
+                f"{how} {_OUTSIDE}, which writes it in place, and {self._why_lent(storage)}: {_fix(tensor)}"
             )
-        self._warn_no_room(tensor, how)
+        self._warn_of_loan(storage, tensor, how)
         self.tensor_lock.acquire()  # until the operator has run: the tensor views one place at a time
         try:
             tensor.lend(self._on_device(storage))
@@ -141,7 +140,7 @@ class Promoter(NotCopyable):
         if self._promote(storage, tensor, how):
             bases = {id(bound): bound.tensor for bound in storage.tensors}
         else:
-            self._warn_no_room(tensor, how)
+            self._warn_of_loan(storage, tensor, how)
             buffer = self._on_device(storage)
             bases = {id(bound): bound.copy_of(buffer) for bound in storage.tensors}
 
@@ -182,7 +181,7 @@ class Promoter(NotCopyable):
     check_trace._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.stay_in_slots
 
     def _promote(self, storage: BoundStorage, tensor: BoundTensor, how: str) -> bool:
-        """Make ``storage`` resident; ``False``: the budget has no room for it.
+        """Make ``storage`` resident; ``False``: it cannot be, see :meth:`_why_lent`.
 
         Raises:
             OutsideAccessError: nothing may be promoted here and now.
@@ -197,7 +196,8 @@ class Promoter(NotCopyable):
             if reason is not None:
                 raise OutsideAccessError(f"{how} {_OUTSIDE}, and {reason}: {_fix(tensor)}")
             needed = self.plan.device_bytes + storage.info.num_bytes
-            if self.budget_bytes is not None and needed > self.budget_bytes:
+            is_over = self.budget_bytes is not None and needed > self.budget_bytes
+            if is_over or self.plan.mechanism_of(name) == "cache":
                 return False
             # In the memory that the model came with, if that still exists: views kept elsewhere share it.
             if storage.home != self._device or not storage.return_to_original():
@@ -218,12 +218,17 @@ class Promoter(NotCopyable):
             )
         return True
 
-    def _warn_no_room(self, tensor: BoundTensor, how: str) -> None:
+    def _why_lent(self, storage: BoundStorage) -> str:
+        """Why it is not made resident; the rest of a sentence."""
+        if self.plan.mechanism_of(storage.info.name) == "cache":
+            return "its module reads its experts through a cache (headrace.expert_rows)"
+        return f"the budget of {self.budget_bytes} bytes, which can be raised, has no room for it beside the plan"
+
+    def _warn_of_loan(self, storage: BoundStorage, tensor: BoundTensor, how: str) -> None:
         if not self.lent:
             warn_user(
-                f"{how} {_OUTSIDE}, and the budget of {self.budget_bytes} bytes has no room for it beside the plan: "
-                f"its bytes are copied for every such use, which is slow and takes memory of its size; "
-                f"stats().notes lists all such tensors. Give it room: {_fix(tensor)}, or raise the budget"
+                f"{how} {_OUTSIDE}, and {self._why_lent(storage)}: its bytes are copied for every such use, which is "
+                f"slow and takes memory of its size; stats().notes lists all such tensors. To avoid it: {_fix(tensor)}"
             )
         if tensor.info.name not in self.lent:
             self.lent.append(tensor.info.name)

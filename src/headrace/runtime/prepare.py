@@ -7,6 +7,7 @@ and the model is not touched.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from headrace.config import (
     warn_about_variables,
 )
 from headrace.errors import OptionError, OptionTypeError, warn_user
+from headrace.experts.rows import require_rows
 from headrace.model.inventory import Inventory, take_inventory
 from headrace.model.live_tensors import BoundStorage, bind
 from headrace.model.memory_profile import profile_of
@@ -137,6 +139,7 @@ def prepare(
         plan = replace(planner.plan(given), made_for=machine)
         may_need_files = planner.spill is not None and given.mode is None
     plan = settle(plan, inventory, target, machine, weights, num_ranks)
+    _require_cacheable(model, plan, target)
     bound = bind(model, inventory.storages)
     budget_bytes = given.num_bytes if isinstance(given, Budget) else None
     pooled = {} if pool is None else pool.find_storages(bound)
@@ -198,6 +201,17 @@ def compute_device(model: nn.Module, device: torch.device | str | None = None) -
     if target.type == "cuda" and target.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return target
+
+
+def _require_cacheable(model: nn.Module, plan: Plan, device: torch.device) -> None:
+    """Raise ``OptionError`` unless the experts that ``plan`` caches can be read by rows on ``device``."""
+    if plan.cached and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise OptionError(
+            f"experts of {plan.cached[0].module_fqn} are cached, and the device is a CPU; expected a CUDA device, "
+            f"which has memory of its own (on a CPU say experts=uva)"
+        )
+    for layer in plan.cached:
+        require_rows(model.get_submodule(layer.module_fqn))
 
 
 def _warn_about_idle_options(prepared: Prepared) -> None:

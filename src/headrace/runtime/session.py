@@ -10,8 +10,8 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.config import RANK_MODES, debug_enabled
 from headrace.errors import BudgetError, CheckpointError, OptionError, StateError, TransferError
+from headrace.experts.rows import CachedExperts
 from headrace.figures import format_size, format_time
 from headrace.loading.loader import WeightLoader, require_weights
 from headrace.loading.read_pool import Progress
@@ -33,6 +34,7 @@ from headrace.memory.pinned import (
 from headrace.model.live_tensors import BoundStorage
 from headrace.model.patterns import compile_pattern
 from headrace.model.records import StorageInfo
+from headrace.plan.cached_experts import CachedLayer
 from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, slab_bytes
 from headrace.runtime.hooks import CalledForwardHook, ForwardHook, UnitHook, new_token
 from headrace.runtime.outside_use import NotCopyable, Promoter, StateGuard
@@ -40,17 +42,21 @@ from headrace.runtime.prefetcher import Prefetcher, release_left
 from headrace.runtime.prepare import Prepared
 from headrace.runtime.rank_stores import compare_ranks, open_sharded, open_shared
 from headrace.runtime.slot import BreakCapture
-from headrace.stats import Recorder, Stats
+from headrace.stats import ExpertStats, Recorder, Stats
+from headrace.stores.expert_ranges import ExpertRanges
 from headrace.stores.pinned_host import Held, PinnedStore
 from headrace.stores.sharded import ShardedStore
 from headrace.stores.sources import DiskOptions
-from headrace.stores.store import CpuStore, DiskStore, MetaStore, SpillStore, Store, new_buffer
+from headrace.stores.store import CpuStore, DiskStore, MetaStore, Store, TwoStores, new_buffer
 from headrace.transfer.cuda_stream import StreamLink
 from headrace.transfer.link import Link, ThreadLink
 from headrace.transfer.machine_probe import ALIGNMENT_BYTES
 from headrace.transfer.measuring import same_bits_at
 from headrace.transfer.ring_streams import RingLink
 from headrace.transfer.sharded_copy import sharded_link
+
+if TYPE_CHECKING:  # it needs Triton, which machines without a GPU may lack
+    from headrace.experts.cache import ExpertCache
 
 __all__ = ["OffloadSession", "Progress", "SessionOptions", "open_pinned", "open_store"]
 
@@ -65,7 +71,7 @@ _EXPERTS = {
 
 _log = logging.getLogger(__name__)
 
-Hook = UnitHook | ForwardHook | StateGuard
+Hook = UnitHook | ForwardHook | StateGuard | CachedExperts
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,8 @@ class OffloadSession(NotCopyable):
         self._promoter = Promoter(prepared.plan, self._bound, self._device, budget_bytes, refusal)
         self._hooks: list[Hook | RemovableHandle] = []  # empty once they are taken off
         self._units: list[UnitHook] = []
+        self._caches: list[tuple[CachedLayer, ExpertCache]] = []
+        self._ranges: ExpertRanges | None = None
         self._prefetcher: Prefetcher | None = None
         self._link = options.link
         self._in_force = False
@@ -122,6 +130,8 @@ class OffloadSession(NotCopyable):
         assert self._prepared is not None, "attached once already"
         prepared, ranks = self._prepared, self._prepared.ranks
         self._store, destinations = open_store(prepared)
+        if self.plan.cached:
+            destinations |= self._open_ranges()
         self._in_force = True
         try:
             self._start_link()
@@ -157,11 +167,14 @@ class OffloadSession(NotCopyable):
         """
         plan = self.plan
         sizes = {"resident": plan.resident_bytes, "prefetch": plan.prefetched_bytes, "uva": plan.uva_bytes}
+        sizes |= {"cache": plan.cached_bytes} if plan.cached else {}
+        experts = tuple(_stats_of(layer, cache) for layer, cache in self._caches)
         units = self._prefetcher.snapshot() if self._prefetcher else ()
         staging = self._link.staging_stats() if self._link else None
-        stores = {"resident": plan.resident_bytes, "slots": sum(plan.slot_bytes), **self._account}
+        stores = {"resident": plan.resident_bytes, "slots": sum(plan.slot_bytes), "cache": plan.cache_bytes}
+        stores |= self._account
         sizes_by_store = {name: size for name, size in stores.items() if size}
-        return Stats(units, sizes, self._notes(), sizes_by_store, staging, self._reads)
+        return Stats(units, sizes, self._notes(), sizes_by_store, staging, self._reads, experts)
 
     @property
     def has_run(self) -> bool:
@@ -191,9 +204,9 @@ class OffloadSession(NotCopyable):
 
         What uses one there raises ``OutsideAccessError``. No compiled code may run within: it relies on addresses.
         """
-        tensors = [
-            tensor for unit in self.plan.units for e in unit.entries for tensor in self._bound[e.storage].tensors
-        ]
+        names = [entry.storage for unit in self.plan.units for entry in unit.entries]
+        names += [name for layer in self.plan.cached for name in layer.storages]
+        tensors = [tensor for name in names for tensor in self._bound[name].tensors]
         try:
             for tensor in tensors:
                 tensor.rest_for_now(self._promoter.wake)
@@ -248,10 +261,21 @@ class OffloadSession(NotCopyable):
         self._store.close()
         self._in_force = False
         self._promoter.close()
-        self._bound, self._units = {}, []
+        self._bound, self._units, self._caches, self._ranges = {}, [], [], None
         _log.info("%s has its weights again; %s", type(self._model).__name__, self.counters())
 
     # -- building ---------------------------------------------------------------------------------------------------
+
+    def _open_ranges(self) -> dict[str, torch.Tensor]:
+        """Take the memory of cached experts; return by storage where its bytes go."""
+        try:
+            self._ranges = ExpertRanges(self.plan.cached, self._device)
+        except BaseException:
+            self._store.close()
+            raise
+        names = [name for layer in self.plan.cached for name in layer.storages]
+        self._store = TwoStores(self._store, self._ranges, names)
+        return {name: self._ranges.destination(name) for name in names}
 
     def _start_link(self) -> None:
         """Called before weights are loaded: the readers of a ring start in the meantime."""
@@ -308,6 +332,8 @@ class OffloadSession(NotCopyable):
         for name in plan.uva:
             buffer = self._store.in_place(name)
             self._bound[name].point_at(device_view(buffer, self._device) if self._device.type == "cuda" else buffer)
+        for layer in plan.cached:
+            self._attach_cached(layer)
         if plan.uva and plan.mode == "disk" and self._device.type == "cpu":
             # A page that a shorter file has no longer ends the program (SIGBUS, mmap(2)), so files are compared before.
             self._hooks.append(self._model.register_forward_pre_hook(self._compare_mapped_files, prepend=True))
@@ -344,6 +370,23 @@ class OffloadSession(NotCopyable):
             self._hook(CalledForwardHook(called, called, self._units, self._prefetcher, token, promoter))
         else:
             self._hook(ForwardHook(self._model, entry, self._units, self._prefetcher, token, promoter))
+
+    def _attach_cached(self, layer: CachedLayer) -> None:
+        """Have the module of ``layer`` read its experts by rows; its own tensors rest."""
+        from headrace.experts.cache import ExpertCache
+
+        assert self._ranges is not None  # there are cached layers
+        home = layer.first_row + torch.arange(layer.num_experts, dtype=torch.int32, device=self._device)
+        rows = {name: self._ranges.rows(name) for name in layer.storages}
+        cache = ExpertCache(list(rows.values()), home, layer.num_slots)
+        module, tensors = self._model.get_submodule(layer.module_fqn), {}
+        for name, memory in rows.items():
+            (tensor,) = self._bound[name].tensors
+            wake = None if self._options.keeps_addresses else self._promoter.wake
+            self._bound[name].point_at_slot(memory.view(-1)[: layer.storages[name]], wake)
+            tensors[tensor.info.locations[0].attr] = memory.view(tensor.info.dtype).view(-1, *tensor.info.shape[1:])
+        self._caches.append((layer, cache))
+        self._hook(CachedExperts(module, tensors, cache))
 
     def _hook(self, hook: Hook) -> None:
         """Keep it first: an interrupt while it is attached must find it."""
@@ -457,6 +500,11 @@ class OffloadSession(NotCopyable):
             self._store.close()
 
 
+def _stats_of(layer: CachedLayer, cache: ExpertCache) -> ExpertStats:
+    counts, expert_bytes = cache.counts(), layer.num_bytes // layer.num_experts
+    return ExpertStats(layer.module_fqn, layer.num_experts, layer.num_slots, expert_bytes, **asdict(counts))
+
+
 # -- the store of a plan ----------------------------------------------------------------------------------------------
 
 
@@ -476,7 +524,7 @@ def open_store(prepared: Prepared) -> tuple[Store, dict[str, torch.Tensor]]:
         refuse_capture(CudaRegistrar(device))
     for stamp in weights.checkpoint.stamps if weights is not None else ():
         stamp.check()  # offsets come from headers read earlier
-    offloaded = prepared.offloaded
+    offloaded = {name: bound for name, bound in prepared.offloaded.items() if plan.mechanism_of(name) != "cache"}
     hosts = [] if ranks is None else compare_ranks(prepared, ranks)
     if plan.mode == "meta":
         return _meta_store(offloaded), {}
@@ -502,7 +550,7 @@ def open_store(prepared: Prepared) -> tuple[Store, dict[str, torch.Tensor]]:
         if files is not None:
             files.close()
         raise
-    return host if files is None else SpillStore(host, files, in_files), destinations
+    return host if files is None else TwoStores(host, files, in_files), destinations
 
 
 def _registrar(device: torch.device) -> CudaRegistrar | None:

@@ -21,6 +21,7 @@ from headrace.figures import format_size
 from headrace.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.build import Planner
+from headrace.plan.cached_experts import why_not_cached
 from headrace.plan.candidates import MappedFiles, Spill
 from headrace.plan.cost_model import Rates
 from headrace.plan.plan import Machine, Plan, slab_bytes
@@ -132,17 +133,21 @@ def make_planner(
         not_readable = {s.name for s in inventory.storages if s.name in stored_bytes or not _streams(s, weights)}
         free_bytes = None if rates is not None else _free_host_bytes(device, inventory)
         spill = Spill(frozenset(not_readable.union(unstreamable)), free_bytes)
+    in_place = on_gpu and can_read_in_place(device)
+    readers = set(profile.row_readers) if in_place else set()
+    experts = {s.name for s in inventory.storages if not readers.isdisjoint(s.modules)}
     return Planner(
         inventory,
         rates or planning_rates(device, disk is not None and bool(disk.direct)),
         profile,
-        zero_copy=on_gpu and can_read_in_place(device),
+        zero_copy=in_place,
         default_mode="cpu" if weights is None or on_gpu else "disk",
         unstreamable=unstreamable,
         stored_bytes=stored_bytes,
         spill=spill,
         mapped=None if weights is None or on_gpu else _mapped_files(inventory, weights),
         num_ranks=num_ranks,
+        cacheable=frozenset() if why_not_cached(inventory, experts) else frozenset(experts),
     )
 
 
@@ -243,6 +248,11 @@ def settle(
     plan.check_machine(machine)
     if device.type == "cuda" and weights is not None and plan.staged_units:
         _refuse_converting(plan, _converted(inventory, weights))
+    if plan.cached and not can_read_in_place(device):
+        raise OptionError(
+            f"experts of {plan.cached[0].module_fqn} are cached, for which {device} has to address host memory; "
+            f"expected HEADRACE_DISABLE_UVA and HEADRACE_DISABLE_PIN_MEMORY not to be set"
+        )
     split = plan.mode in SHARDED_MODES  # and then no rank has a whole tensor to read in place
     num_ranks = num_ranks if split else 1
     if plan.uva and (split or not can_read_in_place(device)):
@@ -338,6 +348,7 @@ def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_me
         )
         if plan.mode in SHARDED_MODES:
             stored = plan.part_bytes  # copied, wherever the tensors lie
+        stored += plan.cache_bytes + sum(layer.host_bytes for layer in plan.cached)
         return Needs(host_bytes=slots + sum(arriving) + stored)
     in_place = sum(slab_bytes([size]) for size in plan.uva.values())  # a GPU cannot address a mapped file
     units = sum(unit.num_bytes for unit in plan.units if unit.store in HOST_MODES) + plan.ring_bytes
@@ -345,9 +356,10 @@ def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_me
     if plan.mode in SHARDED_MODES:
         pinned = plan.part_bytes if plan.mode == "sharded_cpu" else 0
     parts = plan.part_bytes if plan.mode == "sharded_gpu" else 0
+    pinned += sum(layer.host_bytes for layer in plan.cached)
     staging = max(arriving, default=0)  # residents pass through host memory one at a time
     return Needs(
-        device_bytes=slots + slab_bytes(arriving) + parts,
+        device_bytes=slots + slab_bytes(arriving) + parts + plan.cache_bytes,
         host_bytes=pinned + staging,
         pinned_bytes=0 if pin_memory_disabled() else pinned,
     )

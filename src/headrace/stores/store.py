@@ -32,7 +32,7 @@ from headrace.stores.sources import (
     writable_view,
 )
 
-__all__ = ["CpuStore", "DiskStore", "Load", "MetaStore", "SpillStore", "Store", "new_buffer"]
+__all__ = ["CpuStore", "DiskStore", "Load", "MetaStore", "Store", "TwoStores", "new_buffer"]
 
 PINNED_PIECE_BYTES = 8 << 20
 
@@ -304,24 +304,19 @@ class DiskStore(Store):
         return buffer
 
 
-class SpillStore(Store):
-    """Two stores for one plan: units in host memory, and in files those that do not fit there.
+class TwoStores(Store):
+    """Two stores for one plan: most of it in host memory, and beside it units in files, or cached experts."""
 
-    Attributes:
-        host: the store of everything that is not in files.
-        files: the store of the rest.
-    """
-
-    def __init__(self, host: Store, files: Store, in_files: Collection[str]) -> None:
-        """``in_files``: names of the storages that ``files`` holds."""
-        self.host = host
-        self.files = files
-        self._in_files = frozenset(in_files)
+    def __init__(self, most: Store, beside: Store, names: Collection[str]) -> None:
+        """``names``: the storages that ``beside`` holds."""
+        self._most = most
+        self._beside = beside
+        self._names = frozenset(names)
 
     # What goes to the files has no memory that a tensor could be pointed at.
     @property
     def takes_over(self) -> bool:  # type: ignore[override]
-        return self.host.takes_over
+        return self._most.takes_over
 
     def adopts(self, storage: str) -> bool:
         return self._of(storage).adopts(storage)
@@ -330,32 +325,35 @@ class SpillStore(Store):
         self._of(storage).on_loaded(storage)
 
     def finish(self) -> None:
-        self.host.finish()
+        self._most.finish()
+        self._beside.finish()
 
     def copies(self, storage: str) -> list[Copy]:
         return self._of(storage).copies(storage)
 
     def load(self, unit: Unit) -> Load:
         # A unit in host memory comes with its slab and one in files without: links distinguish them by that.
-        return (self.files if unit.store == "disk" else self.host).load(unit)
+        return self._of(unit.entries[0].storage).load(unit)
 
     def in_place(self, storage: str) -> torch.Tensor:
         return self._of(storage).in_place(storage)
 
     @property
     def host_bytes(self) -> int:
-        return self.host.host_bytes + self.files.host_bytes
+        return self._most.host_bytes + self._beside.host_bytes
 
     @property
     def account(self) -> dict[str, int]:
-        return {**self.host.account, **self.files.account}
+        most, beside = self._most.account, self._beside.account
+        return {name: most.get(name, 0) + beside.get(name, 0) for name in {**most, **beside}}
 
     def unpin(self) -> None:
-        self.host.unpin()
+        self._most.unpin()
+        self._beside.unpin()
 
     def close(self) -> None:
-        self.files.close()
-        self.host.close()
+        self._beside.close()
+        self._most.close()
 
     def _of(self, storage: str) -> Store:
-        return self.files if storage in self._in_files else self.host
+        return self._beside if storage in self._names else self._most

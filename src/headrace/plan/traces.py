@@ -6,14 +6,16 @@ others it uses is skewed. Uniform choices, as of random weights, have none of th
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 
-__all__ = ["Trace", "lru_hits", "reuse_distances", "seeded_trace"]
+__all__ = ["ExpertHits", "FixedHits", "Trace", "lru_hits", "reuse_distances", "seeded_trace"]
 
 Trace = np.ndarray[tuple[int, int], np.dtype[np.int32]]  # [tokens, top_k]
 
@@ -21,6 +23,9 @@ Trace = np.ndarray[tuple[int, int], np.dtype[np.int32]]  # [tokens, top_k]
 # experts, too: of 128 experts, top 8, together 55 % within 2 and 84 % within 8 tokens.
 _RECENT = (0.26, 0.15, 0.08, 0.06, 0.04, 0.03, 0.03, 0.02)
 _ZIPF_EXPONENT = 1.0
+
+# What a prediction is made from: tokens of a trace, and how many of them fill the cache before hits count.
+_TOKENS, _WARM_UP = 640, 128
 
 
 def seeded_trace(seed: int, num_tokens: int, num_experts: int, top_k: int) -> Trace:
@@ -63,17 +68,20 @@ def reuse_distances(trace: Trace) -> list[int]:
     return found
 
 
-def lru_hits(trace: Trace, num_slots: int, known: Sequence[int] = ()) -> float:
+def lru_hits(trace: Trace, num_slots: int, known: Sequence[int] = (), warm_up: int = 0) -> float:
     """Share of choices that a cache of ``num_slots`` experts holds, one token a step.
 
-    No expert leaves in the step that uses it; what finds no slot is not kept. ``known``: held at the start, the first
-    one leaves first.
+    No expert leaves in the step that uses it; what finds no slot is not kept.
+
+    Args:
+        known: held at the start, the first one leaves first.
+        warm_up: tokens at the beginning that do not count.
     """
     held: OrderedDict[int, None] = OrderedDict.fromkeys(list(known)[:num_slots])
     hits = 0
-    for row in trace.tolist():
+    for token, row in enumerate(trace.tolist()):
         missing = [expert for expert in row if expert not in held]
-        hits += len(row) - len(missing)
+        hits += len(row) - len(missing) if token >= warm_up else 0
         for expert in row:
             if expert in held:
                 held.move_to_end(expert)
@@ -81,4 +89,52 @@ def lru_hits(trace: Trace, num_slots: int, known: Sequence[int] = ()) -> float:
             if len(held) == num_slots:
                 held.popitem(last=False)
             held[expert] = None
-    return hits / trace.size
+    return hits / trace[warm_up:].size
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertHits:
+    """Predicts the share of the experts of a step that a cache holds, by replaying a trace.
+
+    Attributes:
+        recorded: choices of a layer of the model; ``None``: a seeded trace with the locality of published models.
+    """
+
+    recorded: Trace | None = None
+
+    @property
+    def source(self) -> str:
+        """What the prediction assumes, for people."""
+        return "a seeded trace with the locality of Qwen3-30B-A3B" if self.recorded is None else "the recorded trace"
+
+    def __call__(self, num_slots: int, num_experts: int, top_k: int, touched: float) -> float:
+        """The share in a step that uses ``touched`` different experts of ``num_experts``, ``top_k`` for each row."""
+        if num_slots >= num_experts:
+            return 1.0
+        alone = self._of_one_row(num_slots, num_experts, top_k)
+        # Rows of one step share no history: with all experts in use, a cache hits what it holds.
+        crowd = (touched - top_k) / max(1, num_experts - top_k)
+        return (1 - crowd) * alone + crowd * num_slots / num_experts
+
+    @functools.cache  # noqa: B019 - a planner asks for the same few sizes again and again
+    def _of_one_row(self, num_slots: int, num_experts: int, top_k: int) -> float:
+        if self.recorded is not None:
+            return lru_hits(self.recorded, num_slots, warm_up=len(self.recorded) // 5)
+        return lru_hits(_default_trace(num_experts, top_k), num_slots, warm_up=_WARM_UP)
+
+
+@dataclass(frozen=True)
+class FixedHits:
+    """The same share whatever a cache holds; see :class:`ExpertHits`."""
+
+    share: float
+    source: str = "an assumption"
+
+    def __call__(self, num_slots: int, num_experts: int, top_k: int, touched: float) -> float:
+        """The share."""
+        return self.share
+
+
+@functools.cache
+def _default_trace(num_experts: int, top_k: int) -> Trace:
+    return seeded_trace(0, _TOKENS, num_experts, top_k)

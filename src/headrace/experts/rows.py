@@ -1,0 +1,176 @@
+"""Where the forward of a module finds its experts: in its own tensors, or in the rows of a cache.
+
+A *twin* stands for a module whose experts are cached: a module of the same class with the same attributes and children,
+whose tensors are the ranges of the cache with all their rows, and whose ``num_experts`` is the number of those rows. So
+code that indexes tensors [experts, ...] by an expert's number runs unchanged with rows for numbers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from headrace.errors import OptionError, StateError
+from headrace.model.memory_profile import ROW_IMPLEMENTATIONS, chosen_implementation
+
+__all__ = ["CachedExperts", "NoCache", "RowMap", "expert_rows", "require_rows"]
+
+_CACHED = "_headrace_cached_experts"
+
+
+def expert_rows(module: nn.Module, ids: torch.Tensor) -> tuple[nn.Module, torch.Tensor]:
+    """The module to read experts from, and the row of each expert of ``ids`` in its tensors.
+
+    Call it in the forward of a module of your own that holds experts in tensors [experts, ...], so that a rule
+    ``"experts=cache"`` can keep some of them on the device::
+
+        experts, rows = headrace.expert_rows(self, ids)
+        hidden = torch.bmm(experts.up[rows], hidden)
+
+    Args:
+        module: the module itself, whatever holds its experts.
+        ids: int32 or int64, any shape: experts that this step reads, all of them.
+
+    Returns:
+        ``module`` and ``ids`` themselves unless its experts are cached.
+    """
+    cached = getattr(module, _CACHED, None)
+    if cached is None:
+        return module, ids
+    rows: torch.Tensor = torch.ops.headrace.expert_rows(cached.cache.location, ids)
+    return cached.twin, rows
+
+
+class RowMap(Protocol):
+    """Says in which row each expert is.
+
+    Attributes:
+        location: int32 [experts] on the device.
+    """
+
+    location: torch.Tensor
+
+    def admit(self, ids: torch.Tensor) -> None:
+        """Bring the experts ``ids`` to the device and change ``location`` accordingly."""
+
+
+class NoCache:
+    """Every expert stays in its own row: the reference of a cache under a compiler (contract 1)."""
+
+    def __init__(self, num_experts: int, device: torch.device) -> None:
+        self.location = torch.arange(num_experts, dtype=torch.int32, device=device)
+
+    def admit(self, ids: torch.Tensor) -> None:
+        """Nothing moves."""
+
+
+class CachedExperts:
+    """Makes :func:`expert_rows` find the cache of ``module``, from :meth:`attach` to :meth:`remove`."""
+
+    def __init__(self, module: nn.Module, tensors: Mapping[str, torch.Tensor], cache: RowMap) -> None:
+        """``tensors``: by attribute of ``module``, all rows [rows, ...] as its own dtype and shape."""
+        self._module = module
+        self.cache = cache
+        self.twin = _twin(module, tensors)
+        self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+        self._own_forward = vars(module).get("forward")  # of the instance, perhaps another library's
+        self._original = module.forward
+
+    def attach(self) -> None:
+        """Point the module here."""
+        _by_location[self.cache.location.data_ptr()] = self.cache
+        vars(self._module).update({_CACHED: self, "forward": self._forward})
+
+    def remove(self) -> None:
+        """Undo :meth:`attach`."""
+        if vars(self._module).get(_CACHED) is not self:
+            return
+        del vars(self._module)[_CACHED]
+        del vars(self._module)["forward"]
+        if self._own_forward is not None:
+            vars(self._module)["forward"] = self._own_forward
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._run(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            raise StateError(
+                f"compiled code of a model with cached experts has to run without gradients, found "
+                f"{type(self._module).__name__} with them: call it under torch.inference_mode() or torch.no_grad()"
+            )
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if chosen_implementation(self._module) is None:
+            return self._original(*args, **kwargs)
+        require_rows(self._module)  # again: the implementation can be changed at any time
+        return _forward_by_rows(self._module, *args, **kwargs)
+
+    def _pack(self, saved: torch.Tensor) -> torch.Tensor | None:
+        """Keep autograd from holding views of slots, whose bytes change."""
+        return None if saved.untyped_storage().data_ptr() in self._storages else saved
+
+    def _unpack(self, saved: torch.Tensor | None) -> torch.Tensor:
+        if saved is None:
+            raise StateError(
+                f"a backward pass needs experts of {type(self._module).__name__} that may have left the device: "
+                f"expected forwards alone, since headrace is for inference; call remove() before training"
+            )
+        return saved
+
+
+def require_rows(module: nn.Module) -> None:
+    """Raise ``OptionError`` for a module of transformers that would compute other bits from rows in another order."""
+    chosen = chosen_implementation(module)
+    if chosen is not None and (chosen not in ROW_IMPLEMENTATIONS or getattr(module, "_is_expert_parallel", False)):
+        how = f"{chosen!r}" + (" on several ranks" if chosen in ROW_IMPLEMENTATIONS else "")
+        raise OptionError(
+            f"experts of {type(module).__name__} run by {how}, and cached experts need one of "
+            f"{', '.join(ROW_IMPLEMENTATIONS)} on one: call model.set_experts_implementation('grouped_mm') first, or "
+            f"read them in place (--offload-rule experts=uva)"
+        )
+
+
+def _forward_by_rows(module: nn.Module, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+    experts, rows = expert_rows(module, top_k_index)
+    return type(experts).forward(experts, hidden_states, rows, top_k_weights)
+
+
+def _twin(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+    twin: nn.Module = module.__new__(type(module))
+    parameters = {name: nn.Parameter(rows, requires_grad=False) for name, rows in tensors.items()}
+    vars(twin).update(vars(module))
+    vars(twin).pop("forward", None)
+    vars(twin)["_parameters"] = {name: parameters.get(name, own) for name, own in module._parameters.items()}
+    vars(twin)["_buffers"] = {name: tensors.get(name, own) for name, own in module._buffers.items()}
+    if hasattr(module, "num_experts"):
+        vars(twin)["num_experts"] = next(iter(tensors.values())).shape[0]
+    return twin
+
+
+# -- an op, so that compiled code calls it -----------------------------------------------------------------------------
+
+_by_location: weakref.WeakValueDictionary[int, RowMap] = weakref.WeakValueDictionary()
+
+_library = torch.library.Library("headrace", "FRAGMENT")
+# Nothing is declared as mutated: what reads an expert depends on its row, so it comes after this in any order.
+_library.define("expert_rows(Tensor location, Tensor ids) -> Tensor")
+
+
+def _expert_rows(location: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    cache = _by_location.get(location.data_ptr())
+    if cache is None:
+        raise StateError(
+            "compiled code refers to a cache of experts that is gone; compile the model again (torch._dynamo.reset())"
+        )
+    cache.admit(ids.contiguous())
+    return location.index_select(0, ids.flatten()).view(ids.shape).to(ids.dtype)
+
+
+_library.impl("expert_rows", _expert_rows, "CompositeExplicitAutograd")
+torch.library.register_fake("headrace::expert_rows", lambda location, ids: torch.empty_like(ids), lib=_library)

@@ -1,0 +1,122 @@
+"""One range of addresses over two memories: the first bytes are a device's, the last ones the host's.
+
+A kernel takes one base pointer per tensor. With CUDA's virtual memory management (CUDA driver API, "Virtual Memory
+Management") device memory and host memory are mapped side by side, so rows of both are reached from the same pointer,
+in any mixture. The host memory comes from ``cuMemCreate`` on a NUMA node; memory that was registered cannot be mapped
+there, because the driver places registered memory itself.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.errors import BudgetError, OptionError
+from headrace.memory.pages import RawMemory
+
+__all__ = ["SplitRange"]
+
+
+class SplitRange:
+    """Uninitialised memory of both kinds; given back when the last tensor that views it is gone.
+
+    Attributes:
+        whole: every address (uint8, 1-D, on the device). Between the two memories nothing is mapped, and a kernel that
+            reads there fails with an illegal access.
+        host: the bytes from ``host_start`` on, as the host sees them (uint8, 1-D).
+    """
+
+    def __init__(self, device_bytes: int, host_start: int, num_bytes: int, device: torch.device) -> None:
+        """
+        Args:
+            device_bytes: device memory at the beginning.
+            host_start: where host memory begins; at least ``device_bytes``.
+            num_bytes: of the range. All three are multiples of 2 MiB.
+            device: a CPU has one memory: there all bytes are ordinary memory.
+
+        Raises:
+            BudgetError: one of the memories has no room.
+            OptionError: the driver cannot map host memory so.
+        """
+        if device.type == "cpu":
+            self.whole = torch.empty(num_bytes, dtype=torch.uint8)
+            self.host = self.whole[host_start:]
+            return
+        mapped = _Mapped(device_bytes, host_start, num_bytes, device)
+        self.whole = torch.as_tensor(RawMemory(mapped.address, num_bytes, keeps=mapped), device=device)
+        host = RawMemory(mapped.address + host_start, num_bytes - host_start, keeps=mapped)
+        self.host = torch.from_numpy(np.asarray(host))
+
+
+class _Mapped:
+    """The addresses and what is mapped there; gives both back."""
+
+    def __init__(self, device_bytes: int, host_start: int, num_bytes: int, device: torch.device) -> None:
+        # One of torch's own requirements where it is built for CUDA; by name, since it is nowhere else.
+        self._driver: Any = import_module("cuda.bindings.driver")
+        self._device = device
+        self._num_bytes = num_bytes
+        self._parts: list[tuple[int, int]] = []
+        kinds = self._driver.CUmemLocationType
+        node = self._driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID
+        on_device = self._location(kinds.CU_MEM_LOCATION_TYPE_DEVICE, device.index)
+        with torch.cuda.device(device):
+            near = self._call("cuDeviceGetAttribute", node, device.index)
+            on_host = self._location(kinds.CU_MEM_LOCATION_TYPE_HOST_NUMA, max(0, near))
+            self.address = int(self._call("cuMemAddressReserve", num_bytes, 0, 0, 0))
+            self._map(0, device_bytes, on_device, [on_device])
+            self._map(host_start, num_bytes - host_start, on_host, [on_device, on_host])
+
+    def _location(self, kind: Any, number: int) -> Any:
+        location = self._driver.CUmemLocation()
+        location.type, location.id = kind, number
+        return location
+
+    def _map(self, start: int, num_bytes: int, place: Any, readers: list[Any]) -> None:
+        """Make memory in ``place`` and map it ``start`` bytes into the range, for ``readers`` to read and write."""
+        if num_bytes == 0:
+            return
+        properties = self._driver.CUmemAllocationProp()
+        properties.type = self._driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location = place
+        handle = self._call("cuMemCreate", num_bytes, properties, 0)
+        try:
+            self._call("cuMemMap", self.address + start, num_bytes, 0, handle, 0)
+        finally:
+            self._call("cuMemRelease", handle)  # the mapping keeps the memory
+        self._parts.append((self.address + start, num_bytes))
+        accesses = []
+        for reader in readers:
+            access = self._driver.CUmemAccessDesc()
+            access.location = reader
+            access.flags = self._driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            accesses.append(access)
+        self._call("cuMemSetAccess", self.address + start, num_bytes, accesses, len(accesses))
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """The result of a function of the driver API, if it has one."""
+        code, *results = getattr(self._driver, name)(*arguments)
+        if code == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise BudgetError(
+                f"{self._device}: no room for {self._num_bytes} bytes of experts ({name})", self._num_bytes
+            )
+        if code != self._driver.CUresult.CUDA_SUCCESS:
+            raise OptionError(
+                f"{self._device}: {name} failed ({code.name}), and a cache of experts needs device and host memory in "
+                f"one range of addresses; read experts in place instead (--offload-rule experts=uva)"
+            )
+        return results[0] if results else None
+
+    def __del__(self) -> None:
+        if not hasattr(self, "address"):
+            return
+        # At the end of the process the driver may be gone already.
+        with suppress(Exception), torch.cuda.device(self._device):
+            torch.cuda.synchronize()  # a kernel may still read there
+            for address, num_bytes in self._parts:
+                self._call("cuMemUnmap", address, num_bytes)
+            self._call("cuMemAddressFree", self.address, self._num_bytes)

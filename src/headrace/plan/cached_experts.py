@@ -1,0 +1,132 @@
+"""Layers of experts of which a part lies on the device at a time: their tensors, and where rows of these lie.
+
+Each tensor of such a layer is one range of rows: rows 0 to S - 1 are slots on the device, and from row H on lie all
+experts in host memory. CUDA maps memory in pieces of 2 MiB, so H is the first row at which the pieces of both memories
+are apart; what is between them is not mapped. Tensors with small rows (scales, zero points, biases) have the same rows,
+all of them on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from headrace.model.records import Inventory, StorageInfo
+
+__all__ = ["PIECE_BYTES", "CachedLayer", "cached_layers", "why_not_cached"]
+
+# cuMemGetAllocationGranularity of device and host memory alike, on every GPU so far.
+PIECE_BYTES = 2 << 20
+
+# A row of fewer bytes is not worth a transfer.
+_MIN_ROW_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class CachedLayer:
+    """The experts of one module, of which some are on the device at a time.
+
+    Attributes:
+        module_fqn: dotted name of the module that holds their tensors.
+        num_experts: of the module; the first dimension of each of its tensors.
+        num_slots: experts that the device holds, at most ``num_experts``.
+        storages: names of the tensors, each with the bytes of all experts.
+    """
+
+    module_fqn: str
+    num_experts: int
+    num_slots: int
+    storages: Mapping[str, int]
+
+    def row_bytes(self, storage: str) -> int:
+        """Bytes of one expert in ``storage``."""
+        return self.storages[storage] // self.num_experts
+
+    def is_split(self, storage: str) -> bool:
+        """Whether ``storage`` lies in two memories; else all of it is on the device."""
+        return self.row_bytes(storage) >= _MIN_ROW_BYTES
+
+    @cached_property
+    def first_row(self) -> int:
+        """The row of expert 0 in host memory, of all tensors alike."""
+        split = [self.row_bytes(name) for name in self.storages if self.is_split(name)]
+        return max((-(-_whole(self.num_slots * row) // row) for row in split), default=self.num_slots)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of each tensor's range, those between slots and host memory included."""
+        return self.first_row + self.num_experts
+
+    def slots_bytes(self, storage: str) -> int:
+        """Device memory of ``storage``."""
+        row = self.row_bytes(storage)
+        return _whole(self.num_slots * row) if self.is_split(storage) else self.num_rows * row
+
+    def host_start(self, storage: str) -> int:
+        """Bytes from the beginning of the range of ``storage`` to that of its host memory."""
+        return self.first_row * self.row_bytes(storage) // PIECE_BYTES * PIECE_BYTES
+
+    def range_bytes(self, storage: str) -> int:
+        """Addresses of ``storage``."""
+        num_bytes = self.num_rows * self.row_bytes(storage)
+        return _whole(num_bytes) if self.is_split(storage) else num_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory of all tensors."""
+        return sum(map(self.slots_bytes, self.storages))
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of all tensors. Those that are wholly on the device have a copy there, for ``state_dict()``."""
+        return sum(
+            self.range_bytes(name) - self.host_start(name) if self.is_split(name) else size
+            for name, size in self.storages.items()
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all experts."""
+        return sum(self.storages.values())
+
+
+def _whole(num_bytes: int) -> int:
+    return -(-num_bytes // PIECE_BYTES) * PIECE_BYTES
+
+
+def cached_layers(inventory: Inventory, names: Collection[str], num_slots: int) -> list[CachedLayer]:
+    """The layers of the storages ``names``, for which :func:`why_not_cached` gives no reason, in model order."""
+    found: dict[str, dict[str, int]] = {}
+    num_experts = {}
+    for storage in inventory.storages:
+        if storage.name in names:
+            tensor = storage.tensors[0]
+            found.setdefault(tensor.locations[0].module, {})[storage.name] = storage.num_bytes
+            num_experts[tensor.locations[0].module] = tensor.shape[0]
+    return [CachedLayer(fqn, num_experts[fqn], min(num_slots, num_experts[fqn]), sizes) for fqn, sizes in found.items()]
+
+
+def why_not_cached(inventory: Inventory, names: Collection[str]) -> dict[str, str]:
+    """Of the storages ``names``, those that a cache of experts cannot hold, each with the reason."""
+    reasons: dict[str, str] = {}
+    wanted: dict[str, list[StorageInfo]] = {}
+    for storage in inventory.storages:
+        if storage.name in names:
+            tensor = storage.tensors[0]
+            if len(storage.names) > 1:
+                reasons[storage.name] = "it has several names"
+            elif len(tensor.shape) < 2 or not tensor.is_contiguous or storage.num_bytes != tensor.extent_bytes:
+                reasons[storage.name] = f"expected a contiguous tensor [experts, ...], found {list(tensor.shape)}"
+            wanted.setdefault(tensor.locations[0].module, []).append(storage)
+    for fqn, storages in wanted.items():
+        sizes = {storage.tensors[0].shape[:1] for storage in storages}
+        rows = {s.name for s in inventory.storages if fqn in s.modules and s.tensors[0].shape[:1] in sizes}
+        why = next((f"{s.name} cannot be: {reasons[s.name]}" for s in storages if s.name in reasons), None)
+        if len(sizes) > 1 or max(len(s.tensors[0].shape) for s in storages) < 3:
+            why = "expected tensors [experts, ., .] of one module, all with as many experts"
+        elif left := sorted(rows.difference(names)):
+            why = f"{left[0]} of the same experts has to be cached, too"
+        if why is not None:
+            reasons |= {storage.name: reasons.get(storage.name, why) for storage in storages}
+    return reasons

@@ -1,0 +1,238 @@
+"""The promise: models whose experts are cached return the bits of the resident model, and experts move.
+
+Kernels run in Triton's interpreter, on a CPU, where a range has one memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import headrace
+from headrace import Rules
+from headrace.adapters.transformers import load
+from headrace.errors import HeadraceWarning, OptionError, RuleError, StateError
+from headrace.model.inventory import take_inventory
+from headrace.plan.build import build_plan
+from headrace.plan.cached_experts import PIECE_BYTES, CachedLayer
+from headrace.plan.plan import Plan
+from headrace.testing import assert_same_bits, boundaries
+
+IDS = torch.arange(7).reshape(1, 7) * 13 % 97
+
+
+def qwen(implementation: str = "grouped_mm", **changes: Any) -> Qwen3MoeForCausalLM:
+    sizes: dict[str, Any] = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 2, "num_experts": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "num_experts_per_tok": 2}
+    torch.manual_seed(3)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**sizes, **heads, "vocab_size": 100, **changes})).eval()
+    model.set_experts_implementation(implementation)
+    return model
+
+
+def gpt_oss() -> GptOssForCausalLM:
+    """Experts with biases, whose rows are small, and transposed weights."""
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_local_experts": 6,
+        "head_dim": 32,
+    }
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+    torch.manual_seed(3)
+    model = GptOssForCausalLM(GptOssConfig(**sizes, **heads, vocab_size=100)).eval()
+    model.set_experts_implementation("grouped_mm")
+    return model
+
+
+def outputs(model: nn.Module) -> list[torch.Tensor]:
+    """Of a prompt, and of several steps of one token."""
+    with torch.inference_mode():
+        return [model(IDS).logits, *(model(IDS[:, at : at + 1]).logits for at in (0, 4, 0))]
+
+
+def cached(num_slots: int) -> Rules:
+    return Rules([("experts", "cache")], expert_slots=num_slots)
+
+
+class Experts(nn.Module):
+    """A module of one's own that reads its experts by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(6, 32, 24))
+        self.gate = nn.Linear(24, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        experts, rows = headrace.expert_rows(self, self.gate(x).topk(2).indices)
+        return torch.einsum("bkoi,bi->bo", experts.up[rows], x)
+
+
+class TestBits:
+    @pytest.mark.parametrize(
+        ("implementation", "num_slots"), [("grouped_mm", 1), ("grouped_mm", 3), ("batched_mm", 3), ("batched_mm", 99)]
+    )
+    def test_transformers(self, implementation: str, num_slots: int) -> None:
+        model = qwen(implementation)
+        expected, state = outputs(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with headrace.offload(model, cached(num_slots)) as handle:
+            assert_same_bits(outputs(model), expected)
+            assert_same_bits(dict(model.state_dict()), state)
+            stats = handle.stats()
+            assert stats.bytes_moved > 0
+            for layer in stats.experts:
+                assert (layer.steps, layer.num_slots) == (4, min(num_slots, 8))
+                assert layer.fetched > 0
+                assert layer.hits > 0 or num_slots == 1
+                assert layer.fetched - layer.evicted <= layer.num_slots
+                assert (layer.in_place > 0) == (num_slots < 8)
+        assert_same_bits(outputs(model), expected)
+
+    def test_biases_and_other_mechanisms(self) -> None:
+        model = gpt_oss()
+        expected = outputs(model)
+        policy = Rules([("experts", "cache"), ("@attention", "prefetch")], expert_slots=3)
+        with headrace.offload(model, policy) as handle:
+            assert_same_bits(outputs(model), expected)
+            moved = handle.stats()
+            assert moved.copies > 0
+            assert all(layer.fetched > 0 for layer in moved.experts)
+            assert {len(layer.storages) for layer in handle.plan.cached} == {4}
+
+    @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+    def test_compiled(self, implementation: str) -> None:
+        model = qwen(implementation).to(torch.bfloat16)
+        with torch.inference_mode():
+            with boundaries(model, cached(3)):
+                compiled = torch.compile(model, fullgraph=True)
+                expected = [compiled(IDS).logits for _ in range(2)]
+            torch._dynamo.reset()
+            with headrace.offload(model, cached(3)) as handle:
+                compiled = torch.compile(model, fullgraph=True)
+                assert_same_bits([compiled(IDS).logits for _ in range(2)], expected)
+                assert handle.stats().bytes_moved > 0
+        torch._dynamo.reset()
+
+    def test_loaded_from_a_folder(self, tmp_path: Path) -> None:
+        model = qwen()
+        expected = outputs(model)
+        model.save_pretrained(tmp_path)  # each expert in tensors of its own
+        loaded, handle = load(tmp_path, cached(3), device="cpu", dtype=torch.float32)
+        with handle:
+            assert_same_bits(outputs(loaded), expected)
+            assert handle.stats().bytes_moved > 0
+
+    def test_a_module_of_ones_own(self) -> None:
+        model = nn.Sequential(Experts(), nn.Linear(32, 24), Experts()).eval()
+        x = torch.randn(5, 24)
+        expected = model(x)
+        with headrace.offload(model, Rules([("*.up", "cache")], expert_slots=3)) as handle:
+            assert_same_bits(model(x), expected)
+            assert handle.stats().bytes_moved > 0
+
+    def test_a_module_that_does_not_ask_for_rows(self) -> None:
+        """Its tensors are lent to it: slow, and right."""
+        model = Experts().eval()
+        model.forward = lambda x: model.up.sum() * x  # type: ignore[method-assign]
+        expected = model(torch.ones(2))
+        with headrace.offload(model, Rules([("up", "cache")], expert_slots=3)) as handle:
+            with pytest.warns(HeadraceWarning, match=r"reads its experts through a cache .*bytes are copied"):
+                assert_same_bits(model(torch.ones(2)), expected)
+            assert any("copied for every use" in note for note in handle.stats().notes)
+            with pytest.raises(headrace.HeadraceError, match="writes it in place"):
+                model.up.data.zero_()
+
+
+class TestRefusals:
+    def test_sums_in_the_order_of_the_experts(self) -> None:
+        with pytest.raises(OptionError, match=r"run by 'eager', and cached experts need one of grouped_mm, batched_mm"):
+            headrace.offload(qwen("eager"), cached(3))
+
+    def test_an_implementation_chosen_later(self) -> None:
+        model = qwen()
+        with headrace.offload(model, cached(3)):
+            model.set_experts_implementation("eager")
+            with pytest.raises(OptionError, match="run by 'eager'"):
+                outputs(model)
+
+    def test_a_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("TRITON_INTERPRET")
+        with pytest.raises(OptionError, match="are cached, and the device is a CPU; expected a CUDA device"):
+            headrace.offload(qwen(), cached(3))
+
+    def test_a_backward_pass(self) -> None:
+        model = qwen()
+        with headrace.offload(model, cached(3)), pytest.raises(StateError, match="a backward pass needs experts"):
+            model(IDS).logits.sum().backward()
+
+    def test_compiled_with_gradients(self) -> None:
+        model = Experts().eval()
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        policy, refused = Rules([("up", "cache")], expert_slots=3), pytest.raises(Exception, match="without gradients")
+        with headrace.offload(model, policy), refused:
+            compiled(torch.randn(5, 24))
+
+    @pytest.mark.parametrize(
+        ("pattern", "why"),
+        [
+            pytest.param("*.gate_up_proj", "down_proj of the same experts has to be cached, too", id="one of two"),
+            pytest.param("q_proj", "expected tensors [experts, ., .] of one module", id="no experts"),
+            pytest.param("q_norm", "expected a contiguous tensor [experts, ...]", id="a vector"),
+        ],
+    )
+    def test_other_tensors(self, pattern: str, why: str) -> None:
+        with pytest.raises(RuleError) as caught:
+            build_plan(take_inventory(qwen()), Rules([(pattern, "cache")], expert_slots=3))
+        assert why in str(caught.value)
+
+    def test_slots_and_rules_go_together(self) -> None:
+        for rules, slots in ((["experts", "cache"], None), (["experts", "uva"], 3)):
+            with pytest.raises(OptionError, match="needs a number of slots"):
+                Rules([tuple(rules)], expert_slots=slots)
+
+    def test_another_store(self) -> None:
+        policy = Rules([("experts", "cache")], expert_slots=3, mode="meta")
+        with pytest.raises(OptionError, match="rest in 'meta'; expected 'cpu'"):
+            headrace.offload(qwen(), policy)
+
+
+class TestLayout:
+    def test_the_memories_do_not_overlap(self) -> None:
+        """Slots end and host memory begins in different pieces of 2 MiB, of every tensor, with the least rows."""
+        for num_slots in range(1, 9):
+            for rows in (
+                [11_534_336, 5_767_168],
+                [8_294_400, 4_147_200, 518_400, 11_520],
+                [65_536],
+                [70_001, 40_000_003],
+            ):
+                sizes = {f"w{index}": 8 * row for index, row in enumerate(rows)}
+                layer = CachedLayer("experts", 8, num_slots, sizes)
+                split = [name for name in sizes if layer.is_split(name)]
+                for name in split:
+                    assert layer.slots_bytes(name) <= layer.host_start(name) <= layer.first_row * layer.row_bytes(name)
+                    assert layer.host_start(name) % PIECE_BYTES == layer.range_bytes(name) % PIECE_BYTES == 0
+                fewer = layer.first_row - 1
+                ends = (fewer * layer.row_bytes(n) // PIECE_BYTES * PIECE_BYTES < layer.slots_bytes(n) for n in split)
+                assert layer.first_row == num_slots or any(ends)
+                assert layer.host_bytes <= layer.num_bytes + 2 * len(split) * PIECE_BYTES
+
+    def test_a_plan_file(self, tmp_path: Path) -> None:
+        plan = build_plan(take_inventory(qwen()), cached(3))
+        plan.save(tmp_path / "plan.json")
+        assert Plan.load(tmp_path / "plan.json") == plan
+        assert plan.device_bytes == plan.resident_bytes + plan.cache_bytes
+        assert plan.store_bytes["cpu"] == plan.cached_bytes == plan.weight_bytes - plan.resident_bytes
+
+
+@pytest.fixture(autouse=True)
+def _no_compiled_code() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
