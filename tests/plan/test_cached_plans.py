@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-import headrace
 from headrace.config import Budget, Rules, Workload
 from headrace.flags import OffloadFlags
 from headrace.model.inventory import take_inventory
@@ -19,6 +18,8 @@ from headrace.model.memory_profile import profile_of
 from headrace.plan.build import Planner
 from headrace.plan.cost_model import NOMINAL_GPU
 from headrace.plan.traces import ExpertHits, FixedHits, seeded_trace
+from headrace.runtime.this_machine import make_planner
+from headrace.transfer.machine_probe import DeviceName
 
 MIB = 2**20
 
@@ -32,7 +33,8 @@ def planner(implementation: str = "grouped_mm") -> Planner:
     model.set_experts_implementation(implementation)
     inventory, profile = take_inventory(model), profile_of(model)
     names = {s.name for s in inventory.storages if not s.modules.isdisjoint(profile.row_readers)}
-    return Planner(inventory, NOMINAL_GPU, profile, zero_copy=True, cacheable=frozenset(names))
+    rates = replace(NOMINAL_GPU, fetch_bytes_per_s=20e9)
+    return Planner(inventory, rates, profile, zero_copy=True, cacheable=frozenset(names))
 
 
 WEIGHTS = planner().inventory.num_bytes
@@ -115,7 +117,10 @@ def test_the_outlook_says_what_it_assumes() -> None:
     assert outlook.to_json()["caches"][0]["num_slots"] == 16
 
 
-def test_a_cpu_is_not_planned_a_cache() -> None:
-    with torch.device("meta"):
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(num_hidden_layers=2, num_experts=8, vocab_size=1000))
-    assert not headrace.make_plan(model, "200MiB", device="cpu").cached
+@pytest.mark.parametrize(
+    ("device", "fetch", "is_cached"), [("cuda", 50e9, True), ("cuda", None, False), ("cpu", 50e9, False)]
+)
+def test_cached_only_where_the_rate_is_known(device: str, fetch: float | None, is_cached: bool) -> None:
+    rates = replace(NOMINAL_GPU, fetch_bytes_per_s=fetch)
+    made = make_planner(planner().inventory, planner().profile, DeviceName(device), rates=rates)
+    assert bool(made.plan(Budget(WEIGHTS // 3)).cached) == is_cached

@@ -156,6 +156,8 @@ class Rates:
         peer_bytes_per_s: from the memory of one other device, by bytes of one copy; ``None`` where it is not known.
         gather_bytes_per_s: into each of so many devices that copy from all the others at once, large copies, by their
             number; ``None``: as fast as from one other device.
+        fetch_bytes_per_s: of experts, by kernels that copy many at once into slots; ``None``: not known, and a budget
+            caches no experts unless a rule says so.
         copies_take_cores: a copy keeps the cores busy that compute needs (reading out of a CPU's page cache).
         is_measured: false for the nominal figures that stand in where no probe was run.
     """
@@ -173,6 +175,7 @@ class Rates:
     file_bytes_per_s: float | None = None
     peer_bytes_per_s: Curve | None = None
     gather_bytes_per_s: Curve | None = None
+    fetch_bytes_per_s: float | None = None
 
     @property
     def file_s_per_byte(self) -> float:
@@ -397,8 +400,7 @@ def cached_cost(
     in_place = rates.in_place_grouped_s_per_byte
     beyond_s = rates.copy_s(beyond_bytes) if in_place is None else beyond_bytes * in_place(rows_each)
     resident_s = beyond_bytes * rates.grouped_s_per_byte(rows_each)
-    # Of experts, many are copied at once: at the rate of large copies.
-    fetch_s = fetched * expert_bytes / rates.copy_bytes_per_s.points[-1][1]
+    fetch_s = fetched * expert_bytes / (rates.fetch_bytes_per_s or rates.copy_bytes_per_s.points[-1][1])
     kernels_s = KERNELS_PER_CACHED_LAYER * rates.kernel_s
     return fetch_s + max(0.0, beyond_s - resident_s) + kernels_s, fetch_s + beyond_s
 

@@ -134,11 +134,12 @@ def make_planner(
         free_bytes = None if rates is not None else _free_host_bytes(device, inventory)
         spill = Spill(frozenset(not_readable.union(unstreamable)), free_bytes)
     in_place = on_gpu and can_read_in_place(device)
-    readers = set(profile.row_readers) if in_place else set()
+    rates = rates or planning_rates(device, disk is not None and bool(disk.direct))
+    readers = set(profile.row_readers) if in_place and rates.fetch_bytes_per_s is not None else set()
     experts = {s.name for s in inventory.storages if not readers.isdisjoint(s.modules)}
     return Planner(
         inventory,
-        rates or planning_rates(device, disk is not None and bool(disk.direct)),
+        rates,
         profile,
         zero_copy=in_place,
         default_mode="cpu" if weights is None or on_gpu else "disk",
