@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from headrace.plan.build import Outlook, Planner, Point
     from headrace.plan.cost_model import Rates
     from headrace.plan.plan import Machine, Plan
+    from headrace.plan.traces import ExpertHits
     from headrace.stores.sources import DiskOptions
     from headrace.transfer.machine_probe import DeviceName
 
@@ -48,6 +49,7 @@ def make_plan(
     device: torch.device | str | None = None,
     disk: DiskOptions | None = None,
     num_ranks: int = 1,
+    expert_trace: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """The plan that :func:`headrace.offload` or ``load`` would carry out, and its predicted cost; allocates nothing.
 
@@ -70,6 +72,7 @@ def make_plan(
         device: where compute runs; default as for ``offload`` and ``load``. Not with ``machine``, which says it.
         disk: how files are read.
         num_ranks: over how many ranks the modes ``sharded_cpu`` and ``sharded_gpu`` split units (``group=``).
+        expert_trace: a file of ``headrace generate --expert-trace``, from which hits of cached experts are predicted.
 
     Returns:
         the plan. What ``machine``, or this one, has no room for is a warning, and printed with the plan.
@@ -89,6 +92,7 @@ def make_plan(
         device=device,
         disk=disk,
         num_ranks=num_ranks,
+        expert_trace=expert_trace,
     )
     if planned.misfit:
         warn_user(f"the plan {planned.misfit}")
@@ -145,6 +149,7 @@ def plan_model(
     device: torch.device | str | None = None,
     disk: DiskOptions | None = None,
     num_ranks: int = 1,
+    expert_trace: str | os.PathLike[str] | None = None,
 ) -> Planned:
     """:func:`make_plan` with the planner, for a folder that is open already, too; warns about nothing that is missing.
 
@@ -172,6 +177,8 @@ def plan_model(
         planner = make_planner(
             inventory, facts.profile, target.device, facts.weights, target.rates, facts.unstreamable, disk, num_ranks
         )
+        if expert_trace is not None:
+            planner = replace(planner, hits=_hits_of(expert_trace, facts))
         if isinstance(given, Plan):
             plan = replace(given, model_name=given.model_name or facts.name)
         else:
@@ -251,6 +258,20 @@ def _read(folder: Path, dtype: Any) -> tuple[FolderFacts, Collection[str]]:
     from headrace.adapters.transformers.opened_model import open_model
 
     return open_model(folder, dtype).facts
+
+
+def _hits_of(expert_trace: str | os.PathLike[str], facts: _Facts) -> ExpertHits:
+    from headrace.plan.cost_model import experts_in
+    from headrace.plan.traces import ExpertHits, load_trace
+
+    recorded = load_trace(expert_trace)
+    found = {experts_in(facts.inventory, storage) for storage in facts.inventory.storages}
+    if recorded.num_experts not in found:
+        raise OptionError(
+            f"{os.fspath(expert_trace)}: a trace of {recorded.num_experts} experts; expected one of this model, whose "
+            f"layers have {max(found)} (--expert-trace)"
+        )
+    return ExpertHits(recorded)
 
 
 def _check_files(plan: Plan, facts: _Facts) -> None:

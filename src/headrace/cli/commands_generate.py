@@ -96,6 +96,10 @@ def generate(
             "--trace", metavar="FILE", help="Write copies, compute and stalls for Perfetto; of a GPU, launches alone."
         ),
     ] = None,
+    expert_trace: Annotated[
+        Path | None,
+        typer.Option("--expert-trace", metavar="FILE", help="Record which experts tokens choose, for `headrace plan`."),
+    ] = None,
     flags: OffloadFlags,
 ) -> None:
     """Generate text from a checkpoint that does not fit the device. The text goes to stdout, all else to stderr."""
@@ -111,14 +115,17 @@ def generate(
             "mode meta (of --offload-mode, or of the plan in --plan) keeps none of the bytes that are offloaded: it is "
             "for sizing with `headrace plan`, and its text would be meaningless; use --offload-mode disk or cpu"
         )
-    if trace is not None:  # before the text is generated, at whose end it is written
-        require_writable("--trace", trace)
+    for flag, file in {"--trace": trace, "--expert-trace": expert_trace}.items():
+        if file is not None:  # before the text is generated, at whose end it is written
+            require_writable(flag, file)
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
         raise OptionError("--prompt is empty; a causal language model needs at least one token to continue")
     from headrace.adapters.transformers.load_folder import load_matched
     from headrace.adapters.transformers.opened_model import open_model
+    from headrace.experts.recorder import RoutingRecorder
     from headrace.plan.report import render
+    from headrace.plan.traces import save_trace
     from headrace.planning import plan_model
     from headrace.runtime.prepare import open_ranks
 
@@ -142,8 +149,14 @@ def generate(
         handle = load_matched(folder, module, opened.match, plan, device, disk_options(flags), progress, ranks)
     # The handle is not removed at the end: that would bring all weights back, which may not fit.
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
+    recorder = None if expert_trace is None else RoutingRecorder(module, device)
     tokens, seconds = _stream(module, tokenizer, inputs, max_new_tokens, sampling, seed or 0)
     _print_figures(notes, handle, tokens, seconds, meter.growth_bytes())
+    if recorder is not None and expert_trace is not None:
+        recorded = recorder.close()
+        save_trace(recorded, expert_trace)
+        counted = f"{len(recorded.layers)} layers, {len(recorded.layers[0])} tokens"
+        notes.print(f"choices of experts: {expert_trace} ({counted})", highlight=False)
     if trace is not None:
         handle.trace(trace)
         notes.print(f"trace: {trace} (open it at https://ui.perfetto.dev)", highlight=False)

@@ -58,6 +58,10 @@ def plan(
         ),
     ] = None,
     dtype: DtypeOption = None,
+    expert_trace: Annotated[
+        Path | None,
+        typer.Option("--expert-trace", metavar="FILE", help="Predict hits of cached experts from recorded choices."),
+    ] = None,
     flags: OffloadFlags,
 ) -> None:
     """Show what would be offloaded and what it would cost; loads no weights.
@@ -72,7 +76,8 @@ def plan(
     places = {"--save": save, "--plot": plot}
     if policy is None:
         reads = {"--disk-direct": flags.disk_direct, "--disk-drop-cache": flags.disk_drop_cache}
-        refuse_idle({**places, **reads}, "without a plan: nothing would be offloaded; add --device-memory, say")
+        idle = {**places, **reads, "--expert-trace": expert_trace}
+        refuse_idle(idle, "without a plan: nothing would be offloaded; add --device-memory, say")
     for flag, file in places.items():
         if file is not None:
             require_writable(flag, file)
@@ -83,7 +88,10 @@ def plan(
         require_picture(plot)
     name = device.type if device.index is None else f"{device.type}:{device.index}"
     here = name if machine is None else None
-    planned = plan_model(folder, policy, machine=machine, dtype=dtype, device=here, disk=disk_options(flags))
+    disk = disk_options(flags)
+    planned = plan_model(
+        folder, policy, machine=machine, dtype=dtype, device=here, disk=disk, expert_trace=expert_trace
+    )
     made = planned.with_outlook()
     if save is not None:
         made.save(save)

@@ -7,7 +7,9 @@ others it uses is skewed. Uniform choices, as of random weights, have none of th
 from __future__ import annotations
 
 import functools
+import os
 import random
+import zipfile
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +17,12 @@ from itertools import accumulate
 
 import numpy as np
 
-__all__ = ["ExpertHits", "FixedHits", "Trace", "lru_hits", "reuse_distances", "seeded_trace"]
+from headrace.errors import OptionError
+
+__all__ = [
+    "ExpertHits", "FixedHits", "Recorded", "Trace", "load_trace", "lru_hits", "reuse_distances", "save_trace",
+    "seeded_trace",
+]  # fmt: skip
 
 Trace = np.ndarray[tuple[int, int], np.dtype[np.int32]]  # [tokens, top_k]
 
@@ -24,8 +31,9 @@ Trace = np.ndarray[tuple[int, int], np.dtype[np.int32]]  # [tokens, top_k]
 _RECENT = (0.26, 0.15, 0.08, 0.06, 0.04, 0.03, 0.03, 0.02)
 _ZIPF_EXPONENT = 1.0
 
-# What a prediction is made from: tokens of a trace, and how many of them fill the cache before hits count.
+# What a prediction is made from: tokens of a trace, how many of them fill the cache before hits count, and layers.
 _TOKENS, _WARM_UP = 640, 128
+_LAYERS = 8
 
 
 def seeded_trace(seed: int, num_tokens: int, num_experts: int, top_k: int) -> Trace:
@@ -97,10 +105,10 @@ class ExpertHits:
     """Predicts the share of the experts of a step that a cache holds, by replaying a trace.
 
     Attributes:
-        recorded: choices of a layer of the model; ``None``: a seeded trace with the locality of published models.
+        recorded: choices in this model; ``None``: a seeded trace with the locality of published models.
     """
 
-    recorded: Trace | None = None
+    recorded: Recorded | None = None
 
     @property
     def source(self) -> str:
@@ -118,9 +126,58 @@ class ExpertHits:
 
     @functools.cache  # noqa: B019 - a planner asks for the same few sizes again and again
     def _of_one_row(self, num_slots: int, num_experts: int, top_k: int) -> float:
-        if self.recorded is not None:
-            return lru_hits(self.recorded, num_slots, warm_up=len(self.recorded) // 5)
-        return lru_hits(_default_trace(num_experts, top_k), num_slots, warm_up=_WARM_UP)
+        if self.recorded is None:
+            return lru_hits(_default_trace(num_experts, top_k), num_slots, warm_up=_WARM_UP)
+        layers = self.recorded.layers
+        some = layers[:: -(-len(layers) // _LAYERS)]
+        return sum(lru_hits(trace, num_slots, warm_up=len(trace) // 5) for trace in some) / len(some)
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """Choices that were recorded while a model ran.
+
+    Attributes:
+        layers: of each layer of experts, in the order of the model.
+        num_experts: of a layer.
+    """
+
+    layers: tuple[Trace, ...]
+    num_experts: int
+
+
+def save_trace(recorded: Recorded, path: str | os.PathLike[str]) -> None:
+    """Write a file that :func:`load_trace` reads: numpy's ``.npz``, ids as int16 [layers, tokens, top_k].
+
+    Raises:
+        OptionError: no file can be written there.
+    """
+    try:
+        with open(path, "wb") as file:
+            ids = np.stack(recorded.layers).astype(np.int16)
+            np.savez_compressed(file, ids=ids, num_experts=recorded.num_experts)
+    except OSError as error:
+        raise OptionError(f"{os.fspath(path)}: no trace of experts can be written there: {error}") from error
+
+
+def load_trace(path: str | os.PathLike[str]) -> Recorded:
+    """The trace in a file that ``--expert-trace`` wrote.
+
+    Raises:
+        OptionError: no such file, or no such trace in it.
+    """
+    name = os.fspath(path)
+    try:
+        with np.load(name, allow_pickle=False) as arrays:
+            ids, num_experts = arrays["ids"], int(arrays["num_experts"])
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise OptionError(f"{name}: expected a trace that `headrace generate --expert-trace` wrote: {error}") from error
+    if ids.ndim != 3 or not ids.size or ids.dtype.kind != "i" or ids.min() < 0 or ids.max() >= num_experts:
+        raise OptionError(
+            f"{name}: expected ids [layers, tokens, top_k] from 0 to {num_experts - 1}, found {ids.dtype} "
+            f"{list(ids.shape)}"
+        )
+    return Recorded(tuple(ids.astype(np.int32)), num_experts)
 
 
 @dataclass(frozen=True)
