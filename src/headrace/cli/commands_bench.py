@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli.arguments import refuse_idle, require_writable, target_device, with_verbose
+from headrace.errors import OptionError
 from headrace.flags import counts
 
 __all__ = ["bench"]
@@ -74,4 +75,77 @@ def step(
     broken = [f"{row['case']} rows {row['rows']}" for row in results if not row["bit_equal"]]
     typer.echo(json.dumps({"bench": "step", "device": device, "cases": len(results), "not_bit_equal": broken}))
     if broken:
+        raise typer.Exit(1)
+
+
+@bench.command()
+@with_verbose
+def experts(
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help="cuda; cpu: hits of the trace alone, nothing is timed")
+    ] = "cpu",
+    shape: Annotated[
+        str, typer.Option(metavar="NAME", help="deepseek-v2-lite, qwen3-30b-a3b or gpt-oss-20b")
+    ] = "deepseek-v2-lite",
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="replay what --expert-trace recorded (default: a seeded trace)")
+    ] = None,
+    hits: Annotated[
+        float | None, typer.Option(metavar="SHARE", help="a trace that hits this share, 0 to 1, in place of it")
+    ] = None,
+    slots: Annotated[
+        str | None, typer.Option(metavar="N,N,...", help="experts of each layer on the device (default: half of them)")
+    ] = None,
+    rows: Annotated[int, typer.Option(metavar="N", help="sequences of a step", min=1)] = 1,
+    layers: Annotated[
+        int | None, typer.Option(metavar="N", help="layers (default the shape's, or the trace's)", min=1)
+    ] = None,
+    resident: Annotated[bool, typer.Option(help="also with all experts on the device")] = True,
+    rounds: Annotated[int, typer.Option(metavar="N", help="rounds in which all cases take turns", min=1)] = 5,
+    repeats: Annotated[int, typer.Option(metavar="N", help="steps per case and round", min=1)] = 40,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="append results here, one JSON object per line")
+    ] = None,
+) -> None:
+    """Layers of experts that replay a trace: cached, in place and resident, against the floor; bits are checked."""
+    if out is not None:
+        require_writable("--out", out)
+    if trace is not None and hits is not None:
+        raise OptionError("--trace and --hits contradict each other: each is a trace; leave one out")
+    if hits is not None and not 0 <= hits <= 1:
+        raise OptionError(f"--hits {hits:g}: expected a share from 0 to 1, such as 0.9")
+    target = target_device(device)
+    from headrace.bench.experts_step import SHAPES, driven, run, seeded
+    from headrace.plan.traces import load_trace, lru_hits
+
+    if shape not in SHAPES:
+        raise OptionError(f"--shape {shape!r}: expected one of {', '.join(SHAPES)}")
+    sizes = replace(SHAPES[shape], num_layers=layers or SHAPES[shape].num_layers)
+    num_tokens = rows * (rounds * repeats + 64)
+    if trace is not None:
+        recorded = load_trace(trace)
+        num_layers = min(sizes.num_layers if layers else len(recorded.layers), len(recorded.layers))
+        top_k = recorded.layers[0].shape[1]
+        sizes = replace(sizes, num_layers=num_layers, num_experts=recorded.num_experts, top_k=top_k)
+        recorded = replace(recorded, layers=recorded.layers[:num_layers])
+    else:
+        recorded = seeded(sizes, num_tokens) if hits is None else driven(sizes, num_tokens, hits)
+    numbers = counts("--slots", slots) if slots is not None else [sizes.num_experts // 2]
+    if target.type == "cpu":
+        for number in numbers:
+            found = sum(lru_hits(one, number, warm_up=len(one) // 5) for one in recorded.layers) / len(recorded.layers)
+            typer.echo(f"{number:>4} of {sizes.num_experts} experts on the device: {found:6.1%} of choices hit")
+        return
+    results = []
+    for row in run(sizes, recorded, numbers, rows, rounds, repeats, target, resident):
+        results.append(row)
+        share = "" if row["hits"] is None else f"  {row['hits']:6.1%} hit"
+        typer.echo(
+            f"{row['case']:<12} {rows:>4} rows  {row['ms']:8.2f} ms  {row['tokens_per_s']:7.1f} tokens/s  "
+            f"{row['over_floor']:6.3f} x floor{share}  {'same bits' if row['bit_equal'] else 'OTHER BITS'}"
+        )
+        if out is not None:
+            with out.open("a") as file:
+                file.write(json.dumps({"shape": shape, **row}) + "\n")
+    if not all(row["bit_equal"] for row in results):
         raise typer.Exit(1)

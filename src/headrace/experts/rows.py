@@ -22,7 +22,7 @@ __all__ = ["CachedExperts", "NoCache", "RowMap", "expert_rows", "require_rows"]
 _CACHED = "_headrace_cached_experts"
 
 
-def expert_rows(module: nn.Module, ids: torch.Tensor) -> tuple[nn.Module, torch.Tensor]:
+def expert_rows(module: nn.Module, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
     """The module to read experts from, and the row of each expert of ``ids`` in its tensors.
 
     Call it in the forward of a module of your own that holds experts in tensors [experts, ...], so that a rule

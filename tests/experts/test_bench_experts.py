@@ -1,0 +1,46 @@
+"""The promise: `headrace bench experts` replays the trace that it says, and compares bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from commands import error_of
+from commands import run as run_command
+from headrace.bench.experts_step import ExpertsShape, driven, run, seeded
+from headrace.plan.traces import lru_hits, save_trace
+
+TINY = ExpertsShape(num_layers=2, num_experts=8, top_k=2, hidden=64, intermediate=64)
+
+
+@pytest.mark.parametrize("hits", [0.0, 0.5, 0.67, 0.9, 1.0])
+def test_driven_traces_hit_what_they_say(hits: float) -> None:
+    shape = ExpertsShape(3, 64, 6, 8, 8)
+    for layer in driven(shape, 600, hits).layers:
+        assert all(len(set(row)) == 6 for row in layer.tolist())
+        assert lru_hits(layer, 32, warm_up=100) == pytest.approx(hits, abs=0.02)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_cases_have_equal_bits_and_the_hits_of_the_trace(rows: int) -> None:
+    found = {row["case"]: row for row in run(TINY, driven(TINY, 90 * rows, 0.5), [4], rows, 1, 6, torch.device("cpu"))}
+    assert list(found) == ["resident", "in place", "slots 4"]
+    assert all(row["bit_equal"] for row in found.values())
+    if rows == 1:
+        assert found["slots 4"]["hits"] == pytest.approx(0.5, abs=0.1)
+        assert found["slots 4"]["missed_bytes"] == pytest.approx(2 * TINY.expert_bytes, rel=0.3)
+        assert found["in place"]["missed_bytes"] == pytest.approx(4 * TINY.expert_bytes)
+
+
+def test_the_command_on_a_cpu(tmp_path: Path) -> None:
+    save_trace(seeded(TINY, 80), tmp_path / "trace")
+    result = run_command("bench", "experts", "--trace", tmp_path / "trace", "--slots", "2,8")
+    assert result.exit_code == 0, result.output
+    assert "8 of 8 experts on the device" in result.stdout
+    half = run_command("bench", "experts", "--hits", 0.5)
+    assert "32 of 64 experts on the device:  50" in half.stdout
+    assert "contradict" in error_of("bench", "experts", "--hits", 0.5, "--trace", tmp_path / "trace")
+    assert "expected a share from 0 to 1" in error_of("bench", "experts", "--hits", 2)
+    assert "expected one of deepseek-v2-lite" in error_of("bench", "experts", "--shape", "x")
