@@ -25,7 +25,10 @@ def test_driven_traces_hit_what_they_say(hits: float) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_cases_have_equal_bits_and_the_hits_of_the_trace(rows: int) -> None:
-    found = {row["case"]: row for row in run(TINY, driven(TINY, 90 * rows, 0.5), [4], rows, 1, 6, torch.device("cpu"))}
+    found = {
+        row["case"]: row
+        for row in run(TINY, {"half": driven(TINY, 90 * rows, 0.5)}, [4], rows, 1, 6, torch.device("cpu"))
+    }
     assert list(found) == ["resident", "in place", "slots 4"]
     assert all(row["bit_equal"] for row in found.values())
     if rows == 1:
@@ -38,9 +41,9 @@ def test_the_command_on_a_cpu(tmp_path: Path) -> None:
     save_trace(seeded(TINY, 80), tmp_path / "trace")
     result = run_command("bench", "experts", "--trace", tmp_path / "trace", "--slots", "2,8")
     assert result.exit_code == 0, result.output
-    assert "8 of 8 experts on the device" in result.stdout
+    assert "trace: 8 of 8 experts on the device" in result.stdout
     half = run_command("bench", "experts", "--hits", 0.5)
-    assert "32 of 64 experts on the device:  50" in half.stdout
+    assert "50% hits: 32 of 64 experts on the device, 50" in half.stdout
     assert "contradict" in error_of("bench", "experts", "--hits", 0.5, "--trace", tmp_path / "trace")
-    assert "expected a share from 0 to 1" in error_of("bench", "experts", "--hits", 2)
+    assert "expected shares from 0 to 1" in error_of("bench", "experts", "--hits", 2)
     assert "expected one of deepseek-v2-lite" in error_of("bench", "experts", "--shape", "x")

@@ -8,7 +8,7 @@ All terms are measured in the run. Attention and dense layers are left out: they
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import headrace
-from headrace.bench.reference_step import LinkProbe, capture, fill, interleave, time_cuda
+from headrace.bench.reference_step import LinkProbe, capture, fill, interleave, time_cuda, time_host
 from headrace.config import Rules
 from headrace.plan.traces import Recorded, Trace, seeded_trace
 
@@ -136,9 +136,9 @@ class _Case:
         else:
             self._step()
 
-    def replay(self) -> list[torch.Tensor]:
-        """The outputs of the first steps of the trace."""
-        self._at, outputs = 0, []
+    def replay(self, ids: torch.Tensor) -> list[torch.Tensor]:
+        """Begin with ``ids``, and return the outputs of the first steps."""
+        self._ids, self._at, outputs = ids, 0, []
         for _ in range(8):
             self.step()
             outputs.append(self.output.clone())
@@ -147,7 +147,7 @@ class _Case:
 
 def run(
     shape: ExpertsShape,
-    trace: Recorded,
+    traces: Mapping[str, Recorded],
     num_slots: Sequence[int],
     rows: int,
     rounds: int,
@@ -155,50 +155,58 @@ def run(
     device: torch.device,
     with_resident: bool = True,
 ) -> Iterator[dict[str, Any]]:
-    """Yield one result per case: ``in place``, ``slots N`` for each of ``num_slots``, and ``resident``.
+    """Yield one result per trace and case: ``resident``, ``in place``, ``slots N`` for each of ``num_slots``.
 
     Args:
-        shape: its layers are those of ``trace``.
-        trace: replayed token by token; ``rows`` sequences take their tokens from equal parts of it.
+        shape: its layers are those of the traces.
+        traces: by name, replayed token by token; ``rows`` sequences take their tokens from equal parts of one.
         rows: sequences of a step.
         rounds, repeats: all cases take turns in each round, so many steps each.
         with_resident: the experts fit the device; without, floors lack the resident step.
     """
     generator = torch.Generator(device=device).manual_seed(rows)
     x = torch.randn(rows, shape.hidden, device=device, generator=generator).to(torch.bfloat16)
-    ids = _steps(trace.layers, rows).to(device)
+    steps = {name: _steps(trace.layers, rows).to(device) for name, trace in traces.items()}
     policies = {f"slots {count}": Rules([("layers", "cache")], expert_slots=count) for count in num_slots}
     policies = {"in place": Rules([("layers", "uva")]), **policies}
+    first = next(iter(steps.values()))
     with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        cases = [_Case("resident", shape, None, ids, x)] if with_resident else []
-        cases += [_Case(name, shape, policy, ids, x) for name, policy in policies.items()]
-        outputs = {case.name: case.replay() for case in cases}
-        before = {case.name: _moved(case) for case in cases}
+        cases = [_Case("resident", shape, None, first, x)] if with_resident else []
+        cases += [_Case(name, shape, policy, first, x) for name, policy in policies.items()]
         probe = LinkProbe(device) if device.type == "cuda" else None
-        steps = {case.name: case.step for case in cases} | ({"link": probe.copy} if probe else {})
-        timings = interleave(steps, rounds, repeats, time_cuda if probe else _time_cpu)
-        link = probe.num_bytes / (timings["link"].ms / 1e3) if probe else None
-        resident_ms = timings["resident"].ms if with_resident else 0.0
-        for case in cases:
-            hits, missed, num_steps = (a - b for a, b in zip(_moved(case), before[case.name], strict=True))
-            missed_bytes = missed * shape.expert_bytes / num_steps if num_steps else 0.0
-            if case.name == "in place":
-                missed_bytes = float(np.mean([_used(step) for step in ids.cpu().numpy()])) * shape.expert_bytes
-            floor_ms = missed_bytes / link * 1e3 + resident_ms if link else None
-            mean_ms = statistics.mean(timings[case.name].samples_ms)
-            yield {
-                "case": case.name,
-                "rows": rows,
-                "ms": mean_ms,  # and not the median: hits differ from step to step
-                "floor_ms": floor_ms,
-                "over_floor": mean_ms / floor_ms if floor_ms else None,
-                "tokens_per_s": rows / mean_ms * 1e3,
-                "hits": hits / (hits + missed) if hits + missed else None,
-                "missed_bytes": missed_bytes,
-                "device_bytes": case.handle.plan.device_bytes if case.handle else None,
-                "link_gb_per_s": link / 1e9 if link else None,
-                "bit_equal": all(map(torch.equal, outputs[case.name], outputs[cases[0].name])),
-            }
+        for name, ids in steps.items():
+            for row in _measure(shape, cases, ids, probe, rounds, repeats):
+                yield {"trace": name, "rows": rows, **row}
+
+
+def _measure(
+    shape: ExpertsShape, cases: Sequence[_Case], ids: torch.Tensor, probe: LinkProbe | None, rounds: int, repeats: int
+) -> Iterator[dict[str, Any]]:
+    outputs = {case.name: case.replay(ids) for case in cases}
+    before = {case.name: _moved(case) for case in cases}
+    steps = {case.name: case.step for case in cases} | ({"link": probe.copy} if probe else {})
+    timings = interleave(steps, rounds, repeats, time_cuda if probe else time_host)
+    link = probe.num_bytes / (timings["link"].ms / 1e3) if probe else None
+    resident_ms = timings["resident"].ms if "resident" in timings else 0.0
+    for case in cases:
+        hits, missed, num_steps = (a - b for a, b in zip(_moved(case), before[case.name], strict=True))
+        missed_bytes = missed * shape.expert_bytes / num_steps if num_steps else 0.0
+        if case.name == "in place":
+            missed_bytes = float(np.mean([_used(step) for step in ids.cpu().numpy()])) * shape.expert_bytes
+        floor_ms = missed_bytes / link * 1e3 + resident_ms if link else None
+        mean_ms = statistics.mean(timings[case.name].samples_ms)
+        yield {
+            "case": case.name,
+            "ms": mean_ms,  # and not the median: hits differ from step to step
+            "floor_ms": floor_ms,
+            "over_floor": mean_ms / floor_ms if floor_ms else None,
+            "tokens_per_s": ids.shape[2] / mean_ms * 1e3,
+            "hits": hits / (hits + missed) if hits + missed else None,
+            "missed_bytes": missed_bytes,
+            "device_bytes": case.handle.plan.device_bytes if case.handle else None,
+            "link_gb_per_s": link / 1e9 if link else None,
+            "bit_equal": all(map(torch.equal, outputs[case.name], outputs[cases[0].name])),
+        }
 
 
 def _steps(layers: Sequence[Trace], rows: int) -> torch.Tensor:
@@ -218,9 +226,3 @@ def _moved(case: _Case) -> tuple[int, int, int]:
     layers = () if case.handle is None else case.handle.stats().experts
     missed = sum(layer.fetched + layer.in_place for layer in layers)
     return sum(layer.hits for layer in layers), missed, layers[0].steps if layers else 0
-
-
-def _time_cpu(step: Any, repeats: int) -> list[float]:
-    from headrace.bench.reference_step import time_host
-
-    return time_host(step, repeats)

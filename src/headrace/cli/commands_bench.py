@@ -91,7 +91,7 @@ def experts(
         Path | None, typer.Option(metavar="FILE", help="replay what --expert-trace recorded (default: a seeded trace)")
     ] = None,
     hits: Annotated[
-        float | None, typer.Option(metavar="SHARE", help="a trace that hits this share, 0 to 1, in place of it")
+        str | None, typer.Option(metavar="SHARE,...", help="traces that hit these shares, 0 to 1, in place of it")
     ] = None,
     slots: Annotated[
         str | None, typer.Option(metavar="N,N,...", help="experts of each layer on the device (default: half of them)")
@@ -112,8 +112,7 @@ def experts(
         require_writable("--out", out)
     if trace is not None and hits is not None:
         raise OptionError("--trace and --hits contradict each other: each is a trace; leave one out")
-    if hits is not None and not 0 <= hits <= 1:
-        raise OptionError(f"--hits {hits:g}: expected a share from 0 to 1, such as 0.9")
+    shares = [] if hits is None else _shares(hits)
     target = target_device(device)
     from headrace.bench.experts_step import SHAPES, driven, run, seeded
     from headrace.plan.traces import load_trace, lru_hits
@@ -127,25 +126,37 @@ def experts(
         num_layers = min(sizes.num_layers if layers else len(recorded.layers), len(recorded.layers))
         top_k = recorded.layers[0].shape[1]
         sizes = replace(sizes, num_layers=num_layers, num_experts=recorded.num_experts, top_k=top_k)
-        recorded = replace(recorded, layers=recorded.layers[:num_layers])
+        traces = {str(trace): replace(recorded, layers=recorded.layers[:num_layers])}
     else:
-        recorded = seeded(sizes, num_tokens) if hits is None else driven(sizes, num_tokens, hits)
+        traces = {f"{share:.0%} hits": driven(sizes, num_tokens, share) for share in shares}
+        traces = traces or {"seeded": seeded(sizes, num_tokens)}
     numbers = counts("--slots", slots) if slots is not None else [sizes.num_experts // 2]
     if target.type == "cpu":
-        for number in numbers:
-            found = sum(lru_hits(one, number, warm_up=len(one) // 5) for one in recorded.layers) / len(recorded.layers)
-            typer.echo(f"{number:>4} of {sizes.num_experts} experts on the device: {found:6.1%} of choices hit")
+        for name, each in traces.items():
+            for number in numbers:
+                found = sum(lru_hits(one, number, warm_up=len(one) // 5) for one in each.layers) / len(each.layers)
+                typer.echo(f"{name}: {number} of {sizes.num_experts} experts on the device, {found:.1%} of choices hit")
         return
     results = []
-    for row in run(sizes, recorded, numbers, rows, rounds, repeats, target, resident):
+    for row in run(sizes, traces, numbers, rows, rounds, repeats, target, resident):
         results.append(row)
         share = "" if row["hits"] is None else f"  {row['hits']:6.1%} hit"
         typer.echo(
-            f"{row['case']:<12} {rows:>4} rows  {row['ms']:8.2f} ms  {row['tokens_per_s']:7.1f} tokens/s  "
-            f"{row['over_floor']:6.3f} x floor{share}  {'same bits' if row['bit_equal'] else 'OTHER BITS'}"
+            f"{row['trace']:<10} {row['case']:<10} {rows:>4} rows  {row['ms']:8.2f} ms  {row['tokens_per_s']:7.1f} "
+            f"tokens/s  {row['over_floor']:6.3f} x floor{share}  {'same bits' if row['bit_equal'] else 'OTHER BITS'}"
         )
         if out is not None:
             with out.open("a") as file:
                 file.write(json.dumps({"shape": shape, **row}) + "\n")
     if not all(row["bit_equal"] for row in results):
         raise typer.Exit(1)
+
+
+def _shares(text: str) -> list[float]:
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError:
+        shares = [-1.0]
+    if not all(0 <= share <= 1 for share in shares):
+        raise OptionError(f"--hits {text!r}: expected shares from 0 to 1, such as 0.5,0.9")
+    return shares
