@@ -49,9 +49,11 @@ class Model:
 class Rig:
     """A cache of small tensors on the CPU, and what kernels would read through its map."""
 
-    def __init__(self, num_experts: int, num_slots: int, away: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, num_experts: int, num_slots: int, away: frozenset[int] = frozenset(), dtype: torch.dtype = torch.int32
+    ) -> None:
         first = num_slots + 1  # a range may have a row between slots and experts
-        home = torch.arange(num_experts, dtype=torch.int32) + first
+        home = torch.arange(num_experts, dtype=dtype) + first
         home[sorted(away)] = -1
         shapes = (16, 48, 40016, 6)  # bytes of a row; one takes two blocks, one is not aligned
         self.rows = [torch.zeros(first + num_experts, size, dtype=torch.uint8) for size in shapes]
@@ -93,7 +95,7 @@ def workloads(draw: st.DrawFn) -> tuple[int, int, frozenset[int], list[torch.Ten
 def test_equals_its_model(workload: tuple[int, int, frozenset[int], list[torch.Tensor]]) -> None:
     """Every chosen expert is read where its bytes are, none is held twice, and no slot in use is given away."""
     num_experts, num_slots, away, steps = workload
-    rig = Rig(num_experts, num_slots, away)
+    rig = Rig(num_experts, num_slots, away, steps[0].dtype)
     for ids in steps:
         rig.step(ids)
 

@@ -88,7 +88,8 @@ def test_bits_in_replays_and_between(num_slots: int) -> None:
         assert end.steps - begin.steps == len(steps)
         used = sum(len(ids.unique()) for ids in steps)
         assert sum(getattr(end, n) - getattr(begin, n) for n in ("hits", "fetched", "in_place")) == used
-        assert (end.fetched > begin.fetched) == (num_slots < 16)
+        assert end.fetched > begin.fetched
+        assert (end.evicted > 0) == (num_slots < 16)
         del graph
     assert_same_bits([model(x, steps[0].to(CUDA))], expected[:1])
 

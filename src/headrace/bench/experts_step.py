@@ -93,7 +93,8 @@ class _Layer(nn.Module):
         sorted_rows, order = rows.flatten().sort(stable=True)
         bounds = torch.arange(1, experts.up.shape[0] + 1, device=x.device, dtype=rows.dtype)
         ends = torch.searchsorted(sorted_rows, bounds).int()
-        gate, up = F.grouped_mm(x[order // ids.shape[1]], experts.up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+        hidden = F.rms_norm(x, x.shape[-1:])  # or values would grow with every layer
+        gate, up = F.grouped_mm(hidden[order // ids.shape[1]], experts.up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
         down = F.grouped_mm(F.silu(gate) * up, experts.down.transpose(1, 2), offs=ends)
         return x + torch.empty_like(down).index_copy_(0, order, down).view(*ids.shape, -1).sum(1)
 

@@ -50,7 +50,7 @@ class ExpertCache:
     """The slots of one layer. Its tensors change on the device alone; no call waits for the host or allocates.
 
     Attributes:
-        location: int32 [E]: the row of every expert now, for kernels that take an expert map; -1: of another rank.
+        location: [E]: the row of every expert now, for kernels that take an expert map; -1: of another rank.
         num_slots: rows of slots; at most as many as there are experts here.
     """
 
@@ -59,7 +59,8 @@ class ExpertCache:
         Args:
             rows: the tensors of the layer, each [rows, bytes of a row], uint8, contiguous: first ``num_slots`` slots,
                 and from some row on all experts. Their memory has to stay where it is.
-            home: int32 [E] on the device: the row of each expert that is not in a slot; -1: another rank has it.
+            home: int32 or int64 [E] on the device: the row of each expert that is not in a slot; -1: another rank has
+                it. ``location`` has the same dtype.
             num_slots: at least 1.
         """
         device = home.device

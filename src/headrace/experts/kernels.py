@@ -17,8 +17,8 @@ __all__ = ["admit_kernel", "fetch_kernel"]
 def admit_kernel(
     ids,  # experts that tokens chose, any order, repeated; what is not in [0, E) is padding
     num_ids,
-    home,  # int32 [E]: the row of each expert in host memory; -1: another rank has it
-    location,  # int32 [E]
+    home,  # [E]: the row of each expert in host memory; -1: another rank has it
+    location,  # [E], of the same dtype
     expert_in,  # int32 [S]: the expert in each slot; -1: empty
     last_used,  # int64 [S]: the step in which each slot was last used
     fetched,  # int32 [1 + S]: how many experts this step fetches, then their slots
@@ -93,7 +93,7 @@ def admit_kernel(
 def fetch_kernel(
     fetched,  # int32 [1 + S], see admit_kernel
     expert_in,  # int32 [S]
-    home,  # int32 [E]
+    home,  # [E]
     tensors,  # int64 [T, 2]: address of row 0, and words in a row
     NUM_TENSORS: tl.constexpr,
     WORD: tl.constexpr,  # int64, for rows that begin at multiples of 16 bytes, or uint8

@@ -49,7 +49,7 @@ class RowMap(Protocol):
     """Says in which row each expert is.
 
     Attributes:
-        location: int32 [experts] on the device.
+        location: int64 [experts] on the device.
     """
 
     location: torch.Tensor
@@ -62,7 +62,7 @@ class NoCache:
     """Every expert stays in its own row: the reference of a cache under a compiler (contract 1)."""
 
     def __init__(self, num_experts: int, device: torch.device) -> None:
-        self.location = torch.arange(num_experts, dtype=torch.int32, device=device)
+        self.location = torch.arange(num_experts, device=device)
 
     def admit(self, ids: torch.Tensor) -> None:
         """Nothing moves."""

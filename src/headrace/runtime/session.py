@@ -376,7 +376,7 @@ class OffloadSession(NotCopyable):
         from headrace.experts.cache import ExpertCache
 
         assert self._ranges is not None  # there are cached layers
-        home = layer.first_row + torch.arange(layer.num_experts, dtype=torch.int32, device=self._device)
+        home = layer.first_row + torch.arange(layer.num_experts, device=self._device)
         rows = {name: self._ranges.rows(name) for name in layer.storages}
         cache = ExpertCache(list(rows.values()), home, layer.num_slots)
         module, tensors = self._model.get_submodule(layer.module_fqn), {}
