@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_cached_models import IDS, cached, qwen
 from torch import nn
 from transformers import AutoConfig
 
@@ -18,6 +17,7 @@ from headrace.demo.synthetic_model import ensure_model
 from headrace.errors import OptionError
 from headrace.experts.recorder import RoutingRecorder
 from headrace.plan.traces import ExpertHits, Recorded, load_trace, lru_hits, save_trace, seeded_trace
+from moe_models import IDS, cached, qwen
 
 
 def test_what_is_recorded_is_what_was_chosen() -> None:

@@ -17,7 +17,7 @@ from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import profile_of
 from headrace.plan.build import Planner
 from headrace.plan.cost_model import NOMINAL_GPU
-from headrace.plan.traces import ExpertHits, FixedHits, seeded_trace
+from headrace.plan.traces import ExpertHits, FixedHits, Recorded, seeded_trace
 from headrace.runtime.this_machine import make_planner
 from headrace.transfer.machine_probe import DeviceName
 
@@ -99,7 +99,7 @@ def test_hits_follow_the_trace() -> None:
     assert alone[2] == pytest.approx(0.9, abs=0.03)  # published: 40 % of Qwen3-30B-A3B's experts hit 90 to 95 %
     assert alone[-1] == 1
     assert hits(51, 128, 8, 128) == pytest.approx(51 / 128)
-    assert ExpertHits(seeded_trace(5, 300, 128, 8))(51, 128, 8, 8) == pytest.approx(0.9, abs=0.04)
+    assert ExpertHits(Recorded((seeded_trace(5, 300, 128, 8),), 128))(51, 128, 8, 8) == pytest.approx(0.9, abs=0.04)
 
 
 def test_the_outlook_says_what_it_assumes() -> None:

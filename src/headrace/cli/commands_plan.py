@@ -163,6 +163,7 @@ def probe(
 _NAMES = {
     "h2d_bytes_per_s": "host to device, copies of {} KiB",
     "device_copy_bytes_per_s": "device copy (read + written)",
+    "fetch_bytes_per_s": "experts into slots",
     "peer_bytes_per_s": "device to device, copies of {} KiB",
     "cached_read_bytes_per_s": "file read, page cache",
     "disk_read_bytes_per_s": "file read, direct",

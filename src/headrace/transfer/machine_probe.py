@@ -66,6 +66,8 @@ class Probe:
         grouped_s_per_byte: ``F.grouped_mm`` over 64 experts of 2048 -> 2816, by rows per expert.
         in_place_s_per_byte, in_place_grouped_s_per_byte: both with the weight in pinned host memory.
         kernel_s: an elementwise kernel over 8 KiB, one of many in a graph.
+        fetch_bytes_per_s: of experts that a cache fetches; ``None`` without a GPU, where device and host memory cannot
+            be mapped into one range, and in probes from before it was measured.
         disk_read_bytes_per_s: reading a file past the page cache, with as many threads as cores.
         cached_read_bytes_per_s: the same out of the page cache.
         peer_bytes_per_s: from one other GPU's memory, by bytes of one copy. Empty, as the next one, where no two GPUs
@@ -81,6 +83,7 @@ class Probe:
     in_place_s_per_byte: dict[int, float] = field(default_factory=dict)
     in_place_grouped_s_per_byte: dict[int, float] = field(default_factory=dict)
     kernel_s: float | None = None
+    fetch_bytes_per_s: float | None = None
     disk_read_bytes_per_s: float | None = None
     cached_read_bytes_per_s: float = 0.0
     peer_bytes_per_s: dict[int, float] = field(default_factory=dict)
@@ -145,6 +148,7 @@ class Probe:
             file_bytes_per_s=self.disk_read_bytes_per_s or self.cached_read_bytes_per_s or None,
             peer_bytes_per_s=Curve.of(self.peer_bytes_per_s) if self.peer_bytes_per_s else None,
             gather_bytes_per_s=Curve.of(self.gather_bytes_per_s) if self.gather_bytes_per_s else None,
+            fetch_bytes_per_s=self.fetch_bytes_per_s,
         )
 
     def cpu_rates(self, direct: bool = False) -> Rates:

@@ -24,8 +24,10 @@ import torch.nn.functional as F
 from headrace.errors import OptionError, warn_user
 from headrace.memory.pinned import device_view, pinned_region
 from headrace.memory.system import num_cores
+from headrace.plan.cached_experts import CachedLayer
 from headrace.plan.cost_model import Curve, Rates
 from headrace.ranks.group import this_host
+from headrace.stores.expert_ranges import ExpertRanges
 from headrace.stores.sources import DiskOptions, File
 from headrace.transfer.machine_probe import (
     ALIGNMENT_BYTES,
@@ -74,6 +76,7 @@ def measure(folder: Path | None = None, num_bytes: int = 1024 * MIB) -> Probe:
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
         rates |= _cuda(device, num_bytes)
+        rates["fetch_bytes_per_s"] = _fetch_rate(device)
         rates |= peer_rates(device)  # last, when the other measurements have freed their memory
     else:
         weight = torch.randn(8192, 4096)
@@ -136,6 +139,24 @@ def _cuda(device: torch.device, num_bytes: int) -> dict[str, Any]:
         **_products(device, device_view(host, device)),
         "kernel_s": _timed(_graph(lambda: [small.add_(1.0) for _ in range(500)])) / 500,
     }
+
+
+def _fetch_rate(device: torch.device) -> float | None:
+    layer = CachedLayer("", num_experts=8, num_slots=4, storages={"": 8 * 32 * MIB})
+    try:
+        from headrace.experts.cache import ExpertCache
+
+        ranges = ExpertRanges([layer], device)
+    except (ImportError, OptionError):  # no Triton, or no range of both memories
+        return None
+    cache = ExpertCache([ranges.rows("")], layer.first_row + torch.arange(8, device=device), layer.num_slots)
+    halves = torch.arange(8, device=device).split(4)  # each evicts the other
+
+    def fetch() -> None:
+        for half in halves:
+            cache.admit(half)
+
+    return layer.num_bytes / _timed(_graph(fetch))
 
 
 def _timed(run: Callable[[], object]) -> float:
