@@ -3,25 +3,40 @@ the limit, by how much it is exceeded, and a budget that should fit (contract 3)
 
 from __future__ import annotations
 
+import os
 import re
 import resource
+import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import headrace
-from headrace import Budget, Plan, PrefetchOffloader
-from headrace.errors import LimitError, OptionError
+from headrace import Budget, Plan, Prefetch, PrefetchOffloader
+from headrace.errors import HeadraceWarning, LimitError, OptionError
 from headrace.figures import parse_size
+from headrace.memory.pinned import pinning_fix
 from headrace.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
+from headrace.plan.plan import Machine
 from headrace.runtime import prepare as prepare_module
-from headrace.runtime.this_machine import Limits, Needs, check_limits, needs_of, read_limits, require_disk
+from headrace.runtime.this_machine import (
+    Limits,
+    Needs,
+    check_limits,
+    memory_of,
+    needs_of,
+    read_limits,
+    require_disk,
+    settle,
+)
 from models import Stack, all_layers, rows, save, state_of
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -340,3 +355,51 @@ def test_a_full_disk(tmp_path: Path) -> None:
     require_disk(tmp_path, 1, "")
     with pytest.raises(LimitError, match=r"are free on its disk: .* GiB too little; take another"):
         require_disk(tmp_path, 2**60, "take another")
+
+
+class TestWhereMemoryIsTheHosts:
+    """No such machine is at hand: what torch and the driver would say is put in their place."""
+
+    @pytest.fixture
+    def gpu(self, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+        facts = SimpleNamespace(is_integrated=0, coherent=0, code=0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
+        name = "CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES"
+        driver = SimpleNamespace(CUdevice_attribute=SimpleNamespace(**{name: 100}))
+        driver.cuDeviceGetAttribute = lambda attribute, index: (
+            facts.code,
+            facts.coherent if attribute == 100 else None,
+        )
+        monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)
+        return facts
+
+    def test_found_out(self, gpu: SimpleNamespace) -> None:
+        device = torch.device("cuda", 0)
+        assert memory_of(device) == "own"
+        gpu.coherent = 1
+        assert memory_of(device) == "coherent"
+        gpu.code = 1
+        assert memory_of(device) == "own"
+        gpu.is_integrated = 1
+        assert memory_of(device) == "shared"
+        assert memory_of(torch.device("cpu")) == "shared"
+
+    def test_said(self, gpu: SimpleNamespace) -> None:
+        """Only where it would free nothing: in host memory, and not in files."""
+        inventory, device = take_inventory(Stack(4)), torch.device("cuda", 0)
+        gpu.is_integrated = 1
+        plan, machine = build_plan(inventory, Prefetch(1, 1, 2, params=["layers"])), Machine("cpu")
+        in_files = build_plan(inventory, Prefetch(1, 1, 2, params=["layers"], mode="disk"))
+        with pytest.warns(HeadraceWarning, match=r"computes in the host's memory, .* frees nothing: .*mode disk"):
+            settle(plan, inventory, device, machine)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            settle(in_files, inventory, device, machine)
+            gpu.is_integrated = 0
+            settle(plan, inventory, device, machine)
+
+    def test_wsl(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert "ulimit -l" in pinning_fix()
+        release = SimpleNamespace(release="6.6.87.2-microsoft-standard-WSL2")
+        monkeypatch.setattr(os, "uname", lambda: release)
+        assert "raise memory= in .wslconfig" in pinning_fix()

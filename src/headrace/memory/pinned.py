@@ -20,7 +20,7 @@ from headrace.config import pin_memory_disabled, reader_threads
 from headrace.errors import OptionError, StateError, warn_user
 from headrace.figures import format_size
 from headrace.memory.pages import RawMemory, map_pages, populate_parallel
-from headrace.memory.system import cpus_near
+from headrace.memory.system import cpus_near, is_wsl
 
 __all__ = [
     "MIN_ADOPTED_BYTES",
@@ -34,6 +34,7 @@ __all__ = [
     "pin_threads",
     "pinned_region",
     "pinning_disabled",
+    "pinning_fix",
     "refuse_capture",
     "warn_refused",
 ]
@@ -217,7 +218,7 @@ def pin_shared(memory: PinnedBuffer, registrar: CudaRegistrar, fix: str) -> None
     if code != 0:
         raise OptionError(
             f"the driver refused to register {memory.num_bytes} bytes of shared memory (cudaHostRegister: error "
-            f"{code}); check `ulimit -l`, or {fix}"
+            f"{code}); {pinning_fix()}, or {fix}"
         )
 
 
@@ -225,8 +226,13 @@ def warn_refused(num_bytes: int, code: int) -> None:
     """Warn that the driver refused to register memory, and that torch's allocator is used instead."""
     warn_user(
         f"the driver refused to register {format_size(num_bytes)} of host memory (cudaHostRegister: error {code}); "
-        f"torch's pinned allocator is used instead, which is slower and rounds sizes up. Check `ulimit -l`"
+        f"torch's pinned allocator is used instead, which is slower and rounds sizes up; {pinning_fix()}"
     )
+
+
+def pinning_fix() -> str:
+    """What to do where the driver refuses to pin memory."""
+    return "Windows limits what WSL may pin: raise memory= in .wslconfig" if is_wsl() else "check `ulimit -l`"
 
 
 def device_view(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:

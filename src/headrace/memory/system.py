@@ -22,6 +22,7 @@ __all__ = [
     "cgroup_available_bytes",
     "cpus_near",
     "host_available_bytes",
+    "is_wsl",
     "local_cpus",
     "memlock_bytes",
     "no_collections",
@@ -45,6 +46,11 @@ def rss_bytes() -> int:
 def peak_rss_bytes() -> int:
     """The most resident memory so far, in bytes (``VmHWM``)."""
     return _kib_line("VmHWM", _read("/proc/self/status")) or 0
+
+
+def is_wsl() -> bool:
+    """Whether Linux runs inside Windows (Windows Subsystem for Linux, whose kernel says so in its release)."""
+    return "microsoft" in os.uname().release.lower()
 
 
 def num_cores() -> int:

@@ -12,11 +12,12 @@ import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.checkpoint.weight_map import TensorSource, WeightMap
 from headrace.config import HOST_MODES, SHARDED_MODES, pin_memory_disabled, uva_disabled
-from headrace.errors import CheckpointError, LimitError, OptionError, OptionTypeError
+from headrace.errors import CheckpointError, LimitError, OptionError, OptionTypeError, warn_user
 from headrace.figures import format_size
 from headrace.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
@@ -40,6 +41,7 @@ __all__ = [
     "check_limits",
     "describe_device",
     "make_planner",
+    "memory_of",
     "needs_of",
     "not_in_files",
     "read_limits",
@@ -96,6 +98,37 @@ def describe_device(device: torch.device | DeviceName) -> Machine:
 
     facts = torch.cuda.get_device_properties(device.index)
     return Machine(facts.name, facts.total_memory)
+
+
+def memory_of(device: torch.device | DeviceName) -> Literal["own", "shared", "coherent"]:
+    """Whose memory a GPU computes in: its own; the host's (integrated GPUs, GB10); its own, with the host's linked
+    coherently (GH200, GB200). A CPU's is the host's."""
+    if device.type != "cuda":
+        return "shared"
+    import torch
+
+    if torch.cuda.get_device_properties(device.index).is_integrated:
+        return "shared"
+    try:
+        driver: Any = import_module("cuda.bindings.driver")
+    except ImportError:  # a torch that does not bring it: nothing but the log depends on it
+        return "own"
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES
+    code, is_coherent = driver.cuDeviceGetAttribute(attribute, device.index or 0)
+    return "coherent" if int(code) == 0 and is_coherent else "own"
+
+
+def _warn_of_memory(plan: Plan, device: torch.device) -> None:
+    """Say what offloading to host memory does where the two memories are not apart."""
+    kind = memory_of(device)
+    if kind == "shared" and plan.mode in HOST_MODES and plan.offloaded_bytes > plan.spilled_bytes:
+        warn_user(
+            f"{device} computes in the host's memory, so weights that rest in host memory are in the same one, and "
+            f"offloading them frees nothing: let them rest in files (mode 'disk', --offload-mode disk), or leave the "
+            f"model resident"
+        )
+    elif kind == "coherent":
+        _log.info("%s reads host memory coherently; `headrace probe` measures how fast", device)
 
 
 def can_read_in_place(device: torch.device | DeviceName) -> bool:
@@ -254,6 +287,8 @@ def settle(
             f"experts of {plan.cached[0].module_fqn} are cached, for which {device} has to address host memory; "
             f"expected HEADRACE_DISABLE_UVA and HEADRACE_DISABLE_PIN_MEMORY not to be set"
         )
+    if device.type == "cuda" and not isinstance(device, DeviceName):
+        _warn_of_memory(plan, device)
     split = plan.mode in SHARDED_MODES  # and then no rank has a whole tensor to read in place
     num_ranks = num_ranks if split else 1
     if plan.uva and (split or not can_read_in_place(device)):

@@ -24,7 +24,7 @@ from torch import nn
 from headrace.config import UVA, Budget, Prefetch, pin_memory_disabled, uva_disabled
 from headrace.errors import BudgetError, OptionError, warn_user
 from headrace.memory.pages import RawMemory
-from headrace.memory.pinned import CudaRegistrar, PinnedBuffer, device_view, new_pinned
+from headrace.memory.pinned import CudaRegistrar, PinnedBuffer, device_view, new_pinned, pinning_fix
 from headrace.model.inventory import take_inventory
 from headrace.model.live_tensors import BoundStorage
 from headrace.model.patterns import compile_pattern, is_segments
@@ -240,7 +240,7 @@ class BuildTimePool:
         if code != 0:
             raise BudgetError(
                 f"the driver refused to pin {num_bytes} bytes of host memory for weights that leave {device} "
-                f"(cudaHostRegister: error {code}); raise `ulimit -l`, free host memory, or offload less",
+                f"(cudaHostRegister: error {code}); {pinning_fix()}, free host memory, or offload less",
                 num_bytes,
             )
         self._memory.append((memory.buffer.data_ptr(), weakref.ref(memory)))
