@@ -8,6 +8,7 @@ All terms are measured in the run. Attention and dense layers are left out: they
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -121,7 +122,9 @@ class _Case:
         with torch.device("meta"):
             stack = _Stack(shape)
         self.stack = fill(stack, x.device if policy is None else torch.device("cpu"), x.device).eval()
+        begin = time.perf_counter()
         self.handle = None if policy is None else headrace.offload(self.stack, policy, device=x.device)
+        self.start_s = time.perf_counter() - begin
         self._chosen = ids[0].clone()
         self.output = self.stack(x, self._chosen)
         self._step: Any = None
@@ -204,6 +207,7 @@ def _measure(
             "tokens_per_s": ids.shape[2] / mean_ms * 1e3,
             "hits": hits / (hits + missed) if hits + missed else None,
             "missed_bytes": missed_bytes,
+            "start_s": case.start_s,
             "device_bytes": case.handle.plan.device_bytes if case.handle else None,
             "link_gb_per_s": link / 1e9 if link else None,
             "bit_equal": all(map(torch.equal, outputs[case.name], outputs[cases[0].name])),
