@@ -5,10 +5,12 @@ Tensors that the files hold in another form are converted on the way, one recipe
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 
@@ -64,7 +66,8 @@ class WeightLoader:
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
-        self._places = {**self.destinations, **self.residents}
+        # Not copied into one dict: to look a destination up may be to wait until its memory is made.
+        self._places = ChainMap(dict(self.residents), cast("dict[str, torch.Tensor]", self.destinations))
         self._sources: dict[str, TensorSource] = {}
         self._recipes: dict[str, tuple[str, Conversion]] = {}
         for name in self._places:
@@ -123,7 +126,7 @@ class WeightLoader:
         in_small_pieces: bool = False,
     ) -> None:
         num_threads = num_threads or pin_threads()
-        uploads = not all(self._places[name].is_cpu for name in names)
+        uploads = not all(self.residents[name].is_cpu for name in names if name in self.residents)
         registrar = None if pin_memory_disabled() else CudaRegistrar(self.device)
         deliver(
             (Delivery(name, partial(copies, name), self._places[name]) for name in names),

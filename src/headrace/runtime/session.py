@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -129,9 +130,10 @@ class OffloadSession(NotCopyable):
         """
         assert self._prepared is not None, "attached once already"
         prepared, ranks = self._prepared, self._prepared.ranks
-        self._store, destinations = open_store(prepared)
+        self._store, made = open_store(prepared)
+        destinations: Mapping[str, torch.Tensor] = made
         if self.plan.cached:
-            destinations |= self._open_ranges()
+            destinations = ChainMap(made, cast("dict[str, torch.Tensor]", self._open_ranges().destinations))
         self._in_force = True
         try:
             self._start_link()
@@ -266,8 +268,8 @@ class OffloadSession(NotCopyable):
 
     # -- building ---------------------------------------------------------------------------------------------------
 
-    def _open_ranges(self) -> dict[str, torch.Tensor]:
-        """Take the memory of cached experts; return by storage where its bytes go."""
+    def _open_ranges(self) -> ExpertRanges:
+        """Begin to take the memory of cached experts."""
         try:
             self._ranges = ExpertRanges(self.plan.cached, self._device)
         except BaseException:
@@ -275,7 +277,7 @@ class OffloadSession(NotCopyable):
             raise
         names = [name for layer in self.plan.cached for name in layer.storages]
         self._store = TwoStores(self._store, self._ranges, names)
-        return {name: self._ranges.destination(name) for name in names}
+        return self._ranges
 
     def _start_link(self) -> None:
         """Called before weights are loaded: the readers of a ring start in the meantime."""
@@ -297,13 +299,13 @@ class OffloadSession(NotCopyable):
             return RingLink(device, measure_stalls=measure_stalls)
         return StreamLink(device, measure_stalls=measure_stalls)
 
-    def _load(self, prepared: Prepared, destinations: dict[str, torch.Tensor]) -> None:
+    def _load(self, prepared: Prepared, destinations: Mapping[str, torch.Tensor]) -> None:
         moving = [self._bound[name] for name in self.plan.resident if prepared.must_move(name)]
         places = self._resident_places(moving)
         without_bytes = {b.info.name for b in moving if self.plan.mode == "meta" and b.on_meta}
         for name in without_bytes:
             places[name].zero_()  # the memory is used, like that of the slots
-        num_bytes = sum(buffer.numel() for buffer in (*destinations.values(), *places.values()))
+        num_bytes = sum(self._bound[name].info.num_bytes for name in (*destinations, *places))
         if num_bytes:  # on a CPU, nothing is loaded that host memory or files hold already
             _log.info("loading begins: %s", format_size(num_bytes))
         begin = time.perf_counter()

@@ -1,9 +1,13 @@
-"""The store of cached experts: every tensor in a range of rows that begins with its slots on the device."""
+"""The store of cached experts: every tensor in a range of rows that begins with its slots on the device.
+
+The driver makes memory as slowly as files are read, so threads make one range after another while those before are
+filled.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -19,22 +23,26 @@ _THREADS = 4
 
 
 class ExpertRanges(Store):
-    """Made empty; write each storage to its :meth:`destination`, then :meth:`finish`."""
+    """Made empty; write each storage to its place in :attr:`destinations`, then :meth:`finish`.
+
+    Attributes:
+        destinations: by storage, where its bytes go (uint8, 1-D, host); asking for one waits until its range is made.
+    """
 
     def __init__(self, layers: Sequence[CachedLayer], device: torch.device) -> None:
-        """Take the memory of all ``layers``.
+        """Begin to take the memory of all ``layers``.
 
-        Raises:
-            BudgetError: the device or the host has no room.
-            OptionError: the driver cannot map both memories into one range.
+        What asks for a range raises, where one of its memories has no room, BudgetError, and where the driver cannot
+        map both into one range, OptionError.
         """
         self._layer_of = {name: layer for layer in layers for name in layer.storages}
         self._device = device
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the driver cannot use what torch's allocator holds without need
         split = [name for name, layer in self._layer_of.items() if layer.is_split(name)]
-        with ThreadPoolExecutor(_THREADS) as pool:
-            self._ranges = dict(zip(split, pool.map(self._make, split), strict=True))
+        self._pool = ThreadPoolExecutor(_THREADS, "headrace-ranges")
+        self._ranges: dict[str, Future[SplitRange]] = {name: self._pool.submit(self._make, name) for name in split}
+        self.destinations: Mapping[str, torch.Tensor] = _Destinations(self)
         small = self._layer_of.keys() - self._ranges.keys()
         self._small = {name: new_buffer(self._layer_of[name].storages[name]) for name in small}
         self._small_rows = {
@@ -47,30 +55,32 @@ class ExpertRanges(Store):
         start, end = layer.host_start(storage), layer.range_bytes(storage)
         return SplitRange(layer.slots_bytes(storage), start, end, self._device)
 
-    def destination(self, storage: str) -> torch.Tensor:
-        """Where the bytes of ``storage`` go: uint8, 1-D, host."""
+    def _host(self, storage: str) -> torch.Tensor:
         if storage in self._small:
             return self._small[storage]
         layer = self._layer_of[storage]
         start = layer.first_row * layer.row_bytes(storage) - layer.host_start(storage)
-        return self._ranges[storage].host[start : start + layer.storages[storage]]
+        return self._ranges[storage].result().host[start : start + layer.storages[storage]]
 
     def finish(self) -> None:
+        for made in self._ranges.values():
+            made.result()
+        self._pool.shutdown()
         for name, rows in self._small_rows.items():
             rows[-self._small[name].numel() :].copy_(self._small[name])
 
     def rows(self, storage: str) -> torch.Tensor:
         """All rows of ``storage``: uint8 [rows, bytes of a row], on the device."""
         layer = self._layer_of[storage]
-        memory = self._small_rows[storage] if storage in self._small else self._ranges[storage].whole
+        memory = self._small_rows[storage] if storage in self._small else self._ranges[storage].result().whole
         row = layer.row_bytes(storage)
         return memory[: layer.num_rows * row].view(layer.num_rows, row)
 
     def copies(self, storage: str) -> list[Copy]:
-        return [Copy(ByteRange.of(self.destination(storage)), 0)]
+        return [Copy(ByteRange.of(self._host(storage)), 0)]
 
     def in_place(self, storage: str) -> torch.Tensor:
-        return self.destination(storage)
+        return self._host(storage)
 
     @property
     def host_bytes(self) -> int:
@@ -82,6 +92,24 @@ class ExpertRanges(Store):
 
     def close(self) -> None:
         """Let go of the memory; the last tensor that views a range gives it back."""
+        self._pool.shutdown(cancel_futures=True)
         self._ranges.clear()
         self._small.clear()
         self._small_rows.clear()
+
+
+class _Destinations(Mapping[str, torch.Tensor]):
+    def __init__(self, store: ExpertRanges) -> None:
+        self._store = store
+
+    def __getitem__(self, storage: str) -> torch.Tensor:
+        return self._store._host(storage)
+
+    def __contains__(self, storage: object) -> bool:
+        return storage in self._store._layer_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._store._layer_of)
+
+    def __len__(self) -> int:
+        return len(self._store._layer_of)
