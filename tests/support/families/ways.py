@@ -20,8 +20,10 @@ from torch import nn
 
 import headrace
 from headrace.checkpoint.safetensors_header import Checkpoint
+from headrace.config import Rule
 from headrace.errors import BudgetError, CheckpointError, HeadraceError
 from headrace.model.inventory import take_inventory
+from headrace.model.memory_profile import profile_of
 
 from . import WAYS
 from .builders import Case, hush, quiet
@@ -204,6 +206,10 @@ def offloaded(reference: Reference, outcome: Outcome, share: float = SHARE) -> t
             dtype = None if outcome.way == "load" else reference.model.dtype
             return load(folder, budget, model_class=type(reference.model), dtype=dtype)
         model = copy.deepcopy(reference.model)
+        if outcome.way == "cached":
+            outcome.share = 0.0
+            rules: list[Rule] = [(name, "cache") for name in cacheable(model)]
+            return model, headrace.offload(model, headrace.Rules(rules, expert_slots=2))
         if outcome.way == "prefetch":
             outcome.share = 0.0
             policy = headrace.Prefetch(1, 1, 1, params=[headrace.config.ALL_MODEL_PARAMS])
@@ -217,6 +223,12 @@ def offloaded(reference: Reference, outcome: Outcome, share: float = SHARE) -> t
         if not budget < error.minimum_bytes < reference.num_bytes:
             raise
         return offloaded(reference, outcome, (error.minimum_bytes + 1) / reference.num_bytes)
+
+
+def cacheable(model: nn.Module) -> list[str]:
+    """The experts of ``model`` that a cache can hold, by name."""
+    readers = set(profile_of(model).row_readers)
+    return [storage.name for storage in take_inventory(model).storages if not readers.isdisjoint(storage.modules)]
 
 
 def compare(reference: Reference, way: str) -> Outcome:
@@ -278,7 +290,7 @@ def outcomes(case: Case, ways: tuple[str, ...] = WAYS) -> list[Outcome]:
         found = []
         for way in ways:
             loads = way in ("load", "convert")
-            if loads and not case.loads:
+            if (loads and not case.loads) or (way == "cached" and not cacheable(reference.model)):
                 continue
             if loads and reference.cannot_load:
                 found.append(Outcome(case.family, way, "cannot build", f"save or read back: {reference.cannot_load}"))
