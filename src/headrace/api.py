@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from headrace.checkpoint.safetensors_header import Checkpoint
 
-__all__ = ["Handle", "offload", "start"]
+__all__ = ["Handle", "offload", "refuse_second_offload", "start"]
 
 _log = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ def offload(
         with open_ranks(group) as ranks:
             if not isinstance(model, nn.Module):
                 raise OptionTypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
-            _refuse_second_offload(model)
+            refuse_second_offload(model)
             require_kinds(device, disk)
             weights = None if checkpoint is None else WeightMap.open(checkpoint)
             prepared = prepare(model, policy, device=device, weights=weights, disk=disk, ranks=ranks)
@@ -192,8 +192,12 @@ def start(
     progress: Progress | None = None,
     measure_stalls: bool = False,
     link: Link | None = None,
+    repeats: bool = False,
 ) -> Handle:
-    """Carry out a prepared plan. Raises the errors of :func:`offload`, and then leaves the model unchanged."""
+    """Carry out a prepared plan. Raises the errors of :func:`offload`, and then leaves the model unchanged.
+
+    ``repeats``: see :class:`~headrace.runtime.session.SessionOptions`.
+    """
     _warn_about_training(prepared)
     if prepared.ranks is not None and prepared.plan.mode not in RANK_MODES:
         warn_user(
@@ -205,6 +209,7 @@ def start(
         link=link,
         measure_stalls=measure_stalls,
         never_promotes=None if prepared.ranks is None else "the ranks of a group keep to one plan",
+        repeats=repeats,
     )
     session = OffloadSession(prepared, options)
     handle = Handle(prepared.model, session)
@@ -222,7 +227,8 @@ def _handle_of(module: nn.Module) -> Handle | None:
     return vars(module).get(_MARK)
 
 
-def _refuse_second_offload(model: nn.Module) -> None:
+def refuse_second_offload(model: nn.Module) -> None:
+    """Raise ``StateError`` if ``model``, a part of it or one of its tensors is offloaded, or sharded by FSDP."""
     for name, module in model.named_modules():
         has_handle, place = _handle_of(module) is not None, place_of(module)
         if has_handle or place:

@@ -182,10 +182,13 @@ class Workload:
             one with the least geometric mean of step times over all of them (``--batch``).
         context: tokens per sequence in the KV cache; 0 plans without a cache and without activations, so that the
             budget is for the weights alone (``--context``).
+        repeated: name patterns of what every step runs. What else may be offloaded runs once per call and is: no byte
+            of it stays for the steps. Empty means that every step runs everything.
     """
 
     batch_sizes: Sequence[int] = (1,)
     context: int = 0
+    repeated: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.batch_sizes, int | str) or not self.batch_sizes:
@@ -196,6 +199,7 @@ class Workload:
             _check_int("batch size", size, "--batch 1,16,256")
         object.__setattr__(self, "batch_sizes", tuple(dict.fromkeys(self.batch_sizes)))
         _check_int("context", self.context, "--context 4096", at_least=0)
+        object.__setattr__(self, "repeated", _as_names(self.repeated))
 
 
 # (name pattern, mechanism): what matches the pattern and no earlier one is reached this way.

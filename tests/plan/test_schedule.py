@@ -124,7 +124,7 @@ class _Done:
     done: bool = True
 
 
-def make_pipeline(num_units: int, num_slots: int, link: Link) -> tuple[Prefetcher, Plan]:
+def make_pipeline(num_units: int, num_slots: int, link: Link, repeats: bool = False) -> tuple[Prefetcher, Plan]:
     """Unit ``u`` consists of ``8 + u`` bytes of value ``u``."""
     storages = [
         StorageInfo((TensorInfo((Location(f"l{u}", "w", "parameter"),), 0, (8 + u,), (1,), torch.uint8),), 8 + u)
@@ -133,7 +133,7 @@ def make_pipeline(num_units: int, num_slots: int, link: Link) -> tuple[Prefetche
     inventory = Inventory(tuple(storages), (), {f"l{u}": "Linear" for u in range(num_units)})
     plan = assemble(inventory, [UnitDraft(f"l{u}", (s,)) for u, s in enumerate(storages)], num_slots, "cpu")
     store = CpuStore({s.name: torch.full((s.num_bytes,), u, dtype=torch.uint8) for u, s in enumerate(storages)})
-    return Prefetcher(plan, store, link, Recorder()), plan
+    return Prefetcher(plan, store, link, Recorder(), repeats=repeats), plan
 
 
 def run_unit(pipeline: Prefetcher, unit: int) -> None:
@@ -171,13 +171,14 @@ def test_pipeline_over_all_small_cases(lazy: bool) -> None:
 def test_any_order_of_units_reads_the_right_bytes(data: st.DataObject) -> None:
     """Skipped, repeated, backwards (trap 10): slower, and counted, never wrong."""
     num_units, num_slots = data.draw(st.sampled_from(CASES))
-    pipeline, _ = make_pipeline(num_units, num_slots, WorstLink(lazy=data.draw(st.booleans())))
+    repeats = data.draw(st.booleans())
+    pipeline, _ = make_pipeline(num_units, num_slots, WorstLink(lazy=data.draw(st.booleans())), repeats)
     pipeline.prefetch_first()
     for _ in range(ROUNDS):
         pipeline.begin_forward()
         for unit in data.draw(st.lists(st.integers(0, num_units - 1), max_size=20)):
             run_unit(pipeline, unit)
-        pipeline.finish_forward(whole=False)
+        pipeline.finish_forward(whole=repeats)
     if num_units == num_slots:
         assert sum(stats.misses for stats in pipeline.stats) == 0
 
@@ -216,12 +217,58 @@ def test_a_forward_that_skips_or_repeats_shows_no_order(ran: list[int]) -> None:
     assert (misses[0] > 0) == (ran != [])
 
 
+@given(st.data())
+@settings(deadline=None, max_examples=150)
+def test_of_a_pipeline_the_latest_call_is_expected_again(data: st.DataObject) -> None:
+    """With units that run several times and others that do not run at all: no miss, and no byte more than needed."""
+    num_units, num_slots = data.draw(st.sampled_from(CASES))
+    link = WorstLink(lazy=data.draw(st.booleans()))
+    pipeline, _ = make_pipeline(num_units, num_slots, link, repeats=True)
+    call = data.draw(st.lists(st.integers(0, num_units - 1), min_size=1, max_size=20))
+    copies, misses = [], []
+    for _ in range(3):
+        link.log.clear()
+        pipeline.begin_forward()
+        for unit in call:
+            run_unit(pipeline, unit)
+        pipeline.finish_forward()
+        copies.append([unit for what, unit in link.log if what == "copy"])
+        misses.append(sum(stats.misses for stats in pipeline.stats))
+    assert misses[2] == misses[1] == misses[0]
+    # A slot is refilled where its next unit is another one, the first of the next call at the end included.
+    expected = 0
+    for slot in range(num_slots):
+        uses = [unit for unit in call if slot_of(unit, num_slots) == slot]
+        expected += sum(now != then for now, then in zip(uses, [*uses[1:], *uses[:1]], strict=True))
+    assert len(copies[1]) == len(copies[2]) == expected
+
+
+@pytest.mark.parametrize(("steps", "then"), [(10, 10), (10, 4), (10, 25), (2000, 2000)], ids=str)
+def test_a_loop_is_expected_to_go_on_from_its_second_round(steps: int, then: int) -> None:
+    """Also in the first call, which knows the order of the plan alone, and in one with more or fewer steps."""
+    pipeline, _ = make_pipeline(9, 2, WorstLink(lazy=False), repeats=True)
+    pipeline.prefetch_first()
+    misses = []
+    for count in (steps, then):
+        pipeline.begin_forward()
+        for unit in (0, 1, *(2, 3, 4, 5, 6) * count, 7, 8):
+            run_unit(pipeline, unit)
+        pipeline.finish_forward()
+        misses.append(sum(stats.misses for stats in pipeline.stats))
+    # Two units where the loop begins again, two where it ends; and where it goes on beyond what was expected of it.
+    most = 4 * (1 + 5 * steps // 4096)
+    assert 0 < misses[0] <= most
+    assert misses[1] - misses[0] <= (0 if then == steps else most)
+
+
 def test_the_order_of_the_plan_is_a_schedule_too() -> None:
     for num_units, num_slots in CASES:
         made = Schedule(tuple(range(num_units)), num_slots)
         assert made.chains == [list(chain(slot, num_units, num_slots)) for slot in range(num_slots)]
         assert list(made.first.items()) == [(slot, slot) for slot in range(num_slots)]
-        assert all(made.following[unit] == next_in_chain(unit, num_units, num_slots) for unit in range(num_units))
+        for unit in range(num_units):
+            assert made.find(unit, num_units) == unit
+            assert made.following(slot_of(unit, num_slots), unit) == next_in_chain(unit, num_units, num_slots)
 
 
 def test_an_interrupted_wait_leaves_the_copy_on_record() -> None:

@@ -29,6 +29,7 @@ import numpy as np
 from headrace.config import HOST_MODES, SHARDED_MODES, UVA, Budget, Mode, Policy, Prefetch, Rules, Workload
 from headrace.errors import BudgetError, RuleError, SelectionError, warn_user
 from headrace.figures import format_size
+from headrace.model.patterns import matching
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.cached_experts import cached_layers
 from headrace.plan.candidates import CandidateTable, Family, MappedFiles, Spill
@@ -191,6 +192,8 @@ class Planner:
         self.profile.check_context(workload.context)
         movable = self._movable(budget)
         forced = settle_rules(self.inventory, budget.rules, self._fixed(mode), self._refused(mode))
+        if workload.repeated:
+            forced = {s.name: "prefetch" for s in self._run_once(movable, workload)} | forced
         has_bytes = mode != "meta" and mode not in SHARDED_MODES
         return CandidateTable(
             self.inventory,
@@ -213,6 +216,12 @@ class Planner:
             expert_slots=budget.expert_slots,
             hits=self.hits,
         )
+
+    def _run_once(self, movable: Sequence[StorageInfo], workload: Workload) -> list[StorageInfo]:
+        """Of ``movable``, what units can hold of modules that a call runs once, and not once per step."""
+        steps = {name for pattern in workload.repeated for name in matching(self.inventory, pattern)}
+        once = [s for s in movable if s.name not in steps and not s.is_lookup]
+        return [s for draft in draft_units(self.inventory, once) for s in draft.storages]
 
     # -- predictions ---------------------------------------------------------------------------------------------------
 
@@ -441,7 +450,7 @@ def solve(table: CandidateTable, budget: Budget) -> Plan:
     weights_budget = budget.num_bytes - reserved_bytes(table, budget)
     num_bytes = table.inventory.num_bytes
     # A rule is obeyed even if everything would fit.
-    if num_bytes <= weights_budget and not table.forced:
+    if num_bytes <= weights_budget and not budget.rules:
         warn_user(
             f"the weights ({format_size(num_bytes)}) fit the budget ({format_size(budget.num_bytes)}): nothing is "
             f"offloaded; give a smaller --device-memory to offload some of them"

@@ -7,8 +7,8 @@ CUDA graphs need fixed addresses, so unit ``u`` always uses slot ``u mod S``. Th
 the last one with the first, ready for the next forward.
 
 A model may run its units in another order than it declares them: a UNet declares the attentions of a block, then its
-convolutions, and runs one after the other in turn. Addresses stay, so a unit keeps its slot, but each chain then runs
-in the order that was seen (:class:`Schedule`).
+convolutions, and runs one after the other in turn. A pipeline runs the units of its transformer once per step.
+Addresses stay, so a unit keeps its slot, but each chain then runs in the order that was seen (:class:`Schedule`).
 
 The refill must come from the slot's own chain. The rule ``(u + S) mod N`` used elsewhere looks alike but, whenever
 ``S`` does not divide ``N``, names a unit of *another* slot, or one whose slot is still being read.
@@ -25,6 +25,7 @@ in its lap uses entry ``j``. Lap lengths differ by one at most, so any ``P // la
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -63,6 +64,10 @@ STATUS_BYTES = 4096
 RING_BYTES = MAX_ENTRIES * (ENTRY_BYTES + WORD_BYTES) + WORD_BYTES + STATUS_BYTES
 
 
+# How many runs a loop is expected to go on for when it is seen first; the next forward knows its true length.
+_EXPECTED_RUNS = 4096
+
+
 # -- slots -------------------------------------------------------------------------------------------------------------
 
 
@@ -94,10 +99,10 @@ def steady_order(num_units: int, num_slots: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The chains of slots for units that run in another order than that of their numbers, or in that one.
+    """The order in which units are expected to run, and so what each slot has to hold next.
 
     Attributes:
-        order: all units, in order of execution.
+        order: units in order of execution; one may be in it several times, as in a loop of a pipeline, or not at all.
         num_slots: unit ``u`` uses slot ``u mod num_slots`` whatever the order.
     """
 
@@ -107,21 +112,49 @@ class Schedule:
     @cached_property
     def chains(self) -> list[list[int]]:
         """By slot: its units, in the order they use it."""
-        chains: list[list[int]] = [[] for _ in range(self.num_slots)]
-        for unit in self.order:
-            chains[slot_of(unit, self.num_slots)].append(unit)
-        return chains
+        return [[self.order[position] for position in positions] for positions in self._uses]
 
     @cached_property
     def first(self) -> dict[int, int]:
-        """By slot: the unit that is in it when a forward begins; those that run earlier come first."""
-        firsts = {units[0] for units in self.chains}
-        return {slot_of(unit, self.num_slots): unit for unit in self.order if unit in firsts}
+        """By slot that is used: the unit in it when a forward begins; those that run earlier come first."""
+        begins = sorted(positions[0] for positions in self._uses if positions)
+        return {slot_of(self.order[position], self.num_slots): self.order[position] for position in begins}
+
+    def find(self, unit: int, start: int) -> int | None:
+        """The first position from ``start`` on, and around the end, at which ``unit`` runs; ``None``: at none."""
+        return _from(self._runs.get(unit, ()), start)
+
+    def following(self, slot: int, position: int) -> int | None:
+        """The unit that ``slot`` holds next, once what runs at ``position`` has run; ``None``: none uses it."""
+        found = _from(self._uses[slot], position + 1)
+        return None if found is None else self.order[found]
+
+    def again(self, start: int, end: int) -> Schedule:
+        """The same, but what runs from ``start`` to ``end`` (included) runs many more times before what follows."""
+        loop = self.order[start : end + 1]
+        times = max(1, _EXPECTED_RUNS // len(loop))
+        return Schedule((*self.order[: end + 1], *(loop * times), *self.order[end + 1 :]), self.num_slots)
 
     @cached_property
-    def following(self) -> dict[int, int]:
-        """By unit: the one that refills its slot once it has run; itself if it has the slot alone."""
-        return {unit: units[i + 1 - len(units)] for units in self.chains for i, unit in enumerate(units)}
+    def _uses(self) -> list[list[int]]:
+        """By slot: the positions at which it is used."""
+        uses: list[list[int]] = [[] for _ in range(self.num_slots)]
+        for position, unit in enumerate(self.order):
+            uses[slot_of(unit, self.num_slots)].append(position)
+        return uses
+
+    @cached_property
+    def _runs(self) -> dict[int, list[int]]:
+        """By unit: the positions at which it runs."""
+        runs: dict[int, list[int]] = {}
+        for position, unit in enumerate(self.order):
+            runs.setdefault(unit, []).append(position)
+        return runs
+
+
+def _from(positions: Sequence[int], start: int) -> int | None:
+    """Of ``positions``, which ascend, the first from ``start`` on, else the first of all."""
+    return positions[bisect_left(positions, start) % len(positions)] if positions else None
 
 
 # -- the staging ring --------------------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ The prefetcher follows the slot schedule as long as modules run in the expected 
 a unit whose slot holds another one is fetched on demand (a *miss*), which is slower and shows in ``stats()``. Expected
 is the order of the plan, until a forward of the model has run every unit once in another: then that one, for modules
 may run in another order than they are declared in. Graphs keep copies in an order, so once there are any it stays.
+A pipeline of several models (``repeats``) runs units again and leaves others out. There the latest call is what is
+expected next, as it was; and within a call, that a stretch of units which has begun again goes on.
 
 Two threads may call the model: a slot that one of them reads is not refilled before it lets go.
 
@@ -38,6 +40,9 @@ CONFLICT_TIMEOUT_S = 600.0
 # How long remove() waits for forwards of other threads.
 STOP_TIMEOUT_S = 30.0
 
+# Runs of units in one call of a pipeline that are remembered: hours of them.
+_MOST_RUNS = 1 << 20
+
 
 class Prefetcher:
     """Copies units from ``store`` through ``link`` into slots ahead of their use.
@@ -55,10 +60,12 @@ class Prefetcher:
         debug: bool = False,
         replays_announced: bool = False,
         break_capture: BreakCapture | None = None,
+        repeats: bool = False,
     ) -> None:
         """``debug``: poison and check slots. For the others see the notes in slot.py.
 
         ``replays_announced``: ``[Note: announced replays]``. ``break_capture``: ``[Note: breakable captures]``.
+        ``repeats``: a forward may run a unit several times or not at all, and is not captured.
         """
         self._plan = plan
         self._link = link
@@ -69,7 +76,10 @@ class Prefetcher:
         self._live = [Slot(index, link.allocate(num_bytes)) for index, num_bytes in enumerate(plan.slot_bytes)]
         self._num_units, self._num_slots = len(plan.units), len(self._live)
         self._schedule = Schedule(tuple(range(self._num_units)), self._num_slots)
+        self._position = -1  # in the expected order, of the latest run
+        self._repeats = repeats
         self._seen: list[int] = []  # units in the order in which the latest forward has run them, one more at most
+        self._most_seen = _MOST_RUNS if repeats else self._num_units
         self._graphs = GraphRecord(self._schedule, replays_announced)
         self._forwards: dict[int, int] = {}  # idents of the threads inside a forward of the model -> its number
         self._forward_numbers = itertools.count()
@@ -118,14 +128,15 @@ class Prefetcher:
             self._require_open(begins=True)
             self.has_run = True
             self._forwards[threading.get_ident()] = next(self._forward_numbers)
-            self._seen = []
+            self._seen, self._position = [], -1
             self._link.check()
             if self._link.capturing:
                 self._graphs.end_capture()  # of a capture that was aborted
             # Only slots without a unit: a compiler that moved this call after the first units must do no harm.
             for slot in self._slots():
-                if slot.state in (SlotState.EMPTY, SlotState.HELD_BACK):
-                    self._start(self._schedule.first[slot.index], slot, behind_compute=True)
+                first = self._schedule.first.get(slot.index)
+                if first is not None and slot.state in (SlotState.EMPTY, SlotState.HELD_BACK):
+                    self._start(first, slot, behind_compute=True)
 
     def finish_forward(self, whole: bool = True) -> None:
         """The model has returned: make the slots ready for the next forward, eager or replayed.
@@ -177,11 +188,23 @@ class Prefetcher:
                 graphs.replay_is_due = True
 
     def _adopt_order(self) -> None:
-        """Expect the order of the forward that has just ended, if it has run every unit once."""
+        """Expect the order of the forward that has just ended, if it has run every unit once or may do otherwise."""
         order = tuple(self._seen)
-        if order != self._schedule.order and sorted(order) == list(range(self._num_units)):
+        is_order = 0 < len(order) <= _MOST_RUNS if self._repeats else sorted(order) == list(range(self._num_units))
+        if is_order and order != self._schedule.order:
             self._schedule = Schedule(order, self._num_slots)
             self._graphs.follow(self._schedule)
+
+    def _locate(self, unit: int) -> int:
+        """The position of the run of ``unit`` that begins, in the expected order."""
+        found = self._schedule.find(unit, self._position + 1)
+        if found is None:
+            return self._position  # expected nowhere, so the rest still is
+        if self._repeats and found <= self._position and unit in self._seen:
+            self._schedule = self._schedule.again(found, self._position)
+            found = self._position + 1
+        self._position = found
+        return found
 
     # -- a unit -----------------------------------------------------------------------------------------------------
 
@@ -214,7 +237,8 @@ class Prefetcher:
             self._bring(unit, slot)
             reader = reader or Reader(forward)
             slot.to_in_use(reader)
-            if forward is not None and len(self._seen) <= self._num_units:
+            slot.position = self._locate(unit)
+            if forward is not None and len(self._seen) <= self._most_seen:
                 self._seen.append(unit)
             if self._capturing:
                 self._graphs.note_read(slot)
@@ -239,7 +263,8 @@ class Prefetcher:
             if self._guard and not slot.readers and not self._capturing:
                 slot.to_empty()  # if the check raises, no later run may read these bytes
                 self._guard.leaving(unit, slot.memory)
-            if self._guard or self._schedule.following[unit] != unit:
+            # In a slot that one unit has alone no copy follows; of one that takes turns the next loop may decide.
+            if self._guard or self._repeats or self._following(slot, unit) != unit:
                 self._record_read(slot)  # after the poison
             if not slot.readers and not self._closed:
                 self._refill(unit, slot)
@@ -289,19 +314,24 @@ class Prefetcher:
 
     def _refill(self, unit: int, slot: Slot) -> None:
         """Start what ``slot`` has to hold next, now that ``unit`` has run."""
-        following, first, is_loose = self._schedule.following[unit], self._schedule.first[slot.index], self._is_loose
+        following, first, is_loose = self._following(slot, unit), self._schedule.first.get(slot.index), self._is_loose
         if following == unit:
             if slot.unit is None:
                 self._start(unit, slot)  # alone in its slot, and poisoned
             return
         if (is_loose or following == first) and self._graphs.try_hold_back(slot, is_loose, self._link):
             return
-        if is_loose:
+        if is_loose and first is not None:
             following = first
         if slot.unit != following:
             self._start(following, slot)
         if is_loose:
             self._wait_for(slot)
+
+    def _following(self, slot: Slot, unit: int) -> int:
+        """What ``slot`` has to hold after this run of ``unit``; ``unit`` itself if it has the slot alone."""
+        following = self._schedule.following(slot.index, slot.position)
+        return unit if following is None else following
 
     def _start(self, unit: int, slot: Slot, behind_compute: bool = False) -> None:
         """Issue the copy of ``unit``; ``behind_compute``: after all compute, not only what reads the slot."""
@@ -368,6 +398,12 @@ class Prefetcher:
         if self._graphs.replay_is_due:
             self._graphs.give_up(self._live, self._link)
         if self._link.capturing:
+            if self._repeats:
+                raise StateError(
+                    "a CUDA graph was being captured of a part of an offloaded pipeline, whose components take turns "
+                    "in the slots, so that a replay would find other units there: compile without graphs "
+                    "(torch.compile's mode 'default' or 'max-autotune-no-cudagraphs')"
+                )
             return self._graphs.slots or self._graphs.begin_capture(self._live)
         if self._graphs.slots is not None:
             self._graphs.end_capture()

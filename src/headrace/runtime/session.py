@@ -90,6 +90,7 @@ class SessionOptions:
         break_capture: see ``[Note: breakable captures]`` in slot.py.
         keeps_addresses: an engine compiles or captures the model: tensors view their slots all the time.
         never_promotes: why a tensor that is used outside of its module's forward is an error; ``None``: it is promoted.
+        repeats: a forward may run modules several times, or not at all, in an order that is learned; no graphs.
     """
 
     progress: Progress | None = None
@@ -101,6 +102,7 @@ class SessionOptions:
     break_capture: BreakCapture | None = None
     keeps_addresses: bool = False
     never_promotes: str | None = None
+    repeats: bool = False
 
 
 class OffloadSession(NotCopyable):
@@ -345,9 +347,16 @@ class OffloadSession(NotCopyable):
     def _attach_units(self, link: Link) -> None:
         debug = debug_enabled() and not self._store.is_split
         try:
-            announced = self._options.replays_announced
+            options = self._options
             self._prefetcher = Prefetcher(
-                self.plan, self._store, link, self.recorder, debug, announced, self._options.break_capture
+                self.plan,
+                self._store,
+                link,
+                self.recorder,
+                debug,
+                options.replays_announced,
+                options.break_capture,
+                options.repeats,
             )
         except torch.OutOfMemoryError as error:
             needed = sum(self.plan.slot_bytes)

@@ -112,6 +112,7 @@ class Slot:
             wait for it; ``None`` once that is settled for all streams.
         readers: the runs that read ``unit`` now.
         events: recorded after earlier readers; the next copy into the slot waits for them.
+        position: in the expected order, of the latest run of a unit in it.
     """
 
     def __init__(self, index: int, memory: torch.Tensor, unit: int | None = None) -> None:
@@ -121,6 +122,7 @@ class Slot:
         self.transfer: Transfer | None = None
         self.readers: list[Reader] = []
         self.events: list[ComputeEvent] = []
+        self.position = -1
         self._state = SlotState.EMPTY if unit is None else SlotState.READY
 
     @property

@@ -1,0 +1,289 @@
+"""Pipelines of diffusers under one budget: :func:`load`.
+
+The modules of a pipeline are offloaded as one model, :class:`Components`, whose forward is a call of the pipeline. So
+there is one plan: all components share its slots, what every step runs has what is left of the budget as residents, and
+while a component runs its last units the first ones of the next come. Which component runs when, and how often, is
+learned from the calls (``repeats`` of :class:`~headrace.runtime.prefetcher.Prefetcher`).
+
+The pipeline object gets a class of its own while it is offloaded. That class makes a call a forward, refuses what would
+move the components as well, and plans anew around what changes their weights (LoRA, IP-adapters).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import nn
+
+from headrace.api import Handle, refuse_second_offload, start
+from headrace.checkpoint.safetensors_header import Checkpoint
+from headrace.checkpoint.weight_map import TensorSource, WeightMap
+from headrace.config import Budget, Policy, as_policy
+from headrace.errors import CheckpointError, OptionError, OptionTypeError, StateError
+from headrace.model.inventory import take_inventory
+from headrace.plan.plan import Plan
+from headrace.runtime.prepare import prepare
+from headrace.runtime.session import Progress
+from headrace.runtime.this_machine import not_in_files, require_kinds
+from headrace.stores.sources import DiskOptions
+
+__all__ = ["Components", "PipelineHandle", "load"]
+
+# Where diffusers keeps the classes of models that every step runs.
+_STEP_MODELS = ("diffusers.models.transformers", "diffusers.models.unets", "diffusers.models.controlnets")
+# The planner's rows of a step: tokens of an image of 1024 x 1024 (2 x 2 patches of latents an eighth of its size).
+_ROWS = 4096
+
+_MOVERS = ("to", "enable_model_cpu_offload", "enable_sequential_cpu_offload", "enable_group_offload")
+_CHANGES = (
+    "load_lora_weights", "unload_lora_weights", "fuse_lora", "unfuse_lora", "delete_adapters",
+    "load_ip_adapter", "unload_ip_adapter", "load_textual_inversion", "unload_textual_inversion",
+    "fuse_qkv_projections", "unfuse_qkv_projections",
+)  # fmt: skip
+# Of these, what writes weights that are there, which no file then holds.
+_WRITES = ("fuse_lora", "unfuse_lora")
+
+
+def load(
+    pipeline: DiffusionPipeline | str | os.PathLike[str],
+    policy: Policy | Plan | str | int,
+    *,
+    device: torch.device | str | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    disk: DiskOptions | None = None,
+    progress: Progress | None = None,
+    measure_stalls: bool = False,
+    **options: Any,
+) -> tuple[Any, PipelineHandle]:
+    """Offload all components of a pipeline within one budget; what it makes stays the same bit for bit.
+
+    For example::
+
+        pipe, handle = headrace.adapters.diffusers.load(folder, "12GiB", dtype=torch.bfloat16)
+        image = pipe("a weir in spring").images[0]
+
+    Args:
+        pipeline: a pipeline with its weights in host memory, or the folder of one (or its name in the local cache of
+            the Hub), which ``DiffusionPipeline.from_pretrained`` reads. Nothing is downloaded.
+        policy: as for :func:`headrace.offload`; a budget is for the weights of all components together. Names in
+            patterns begin with that of the component: ``transformer.blocks.0.attn1.to_q.weight``.
+        device: where compute runs; default a GPU where there is one, else the CPU.
+        checkpoint: of a ``pipeline`` that is built already, the folder that it was loaded from; default none. With it
+            mode ``disk`` works, and what host memory has no room for stays in its files.
+        disk, progress, measure_stalls: as for :func:`headrace.offload`.
+        options: for ``from_pretrained``, such as ``dtype``, ``variant`` or a component; only with a folder.
+
+    Returns:
+        the pipeline and its handle. ``handle.remove()`` undoes everything.
+
+    Raises:
+        The errors of :func:`headrace.offload`; StateError also if diffusers or accelerate moves a component already.
+    """
+    require_kinds(device, disk)
+    if isinstance(pipeline, str | os.PathLike):
+        pipe, folder = _from_folder(pipeline, options)
+    elif isinstance(pipeline, DiffusionPipeline) and not options:
+        pipe, folder = pipeline, checkpoint
+    else:
+        found = f"unknown arguments {', '.join(options)}" if options else type(pipeline).__name__
+        raise OptionTypeError(
+            f"pipeline: expected a DiffusionPipeline, or a folder and arguments of from_pretrained, found {found}"
+        )
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    arguments = {"progress": progress, "measure_stalls": measure_stalls}
+    handle = PipelineHandle(pipe, functools.partial(_offload, pipe, policy, device, folder, disk, arguments))
+    return pipe, handle
+
+
+def _from_folder(folder: str | os.PathLike[str], options: dict[str, Any]) -> tuple[DiffusionPipeline, Path]:
+    if "device_map" in options:
+        raise OptionError("device_map moves components itself: expected none beside a budget; leave it out")
+    try:
+        # A name in the cache; of a folder, download() would ask the Hub.
+        place = Path(folder) if Path(folder).is_dir() else Path(_cached(os.fspath(folder), options))
+        return DiffusionPipeline.from_pretrained(place, local_files_only=True, **options), place
+    except OSError as error:
+        raise CheckpointError(
+            f"{os.fspath(folder)!r}: expected the folder of a diffusers pipeline (model_index.json), or the name of one "
+            f"in the Hub's local cache, found none ({error}); fetch it with `hf download`"
+        ) from error
+
+
+def _cached(name: str, options: dict[str, Any]) -> str:
+    chosen = {key: options[key] for key in ("revision", "variant", "cache_dir") if key in options}
+    found: str = DiffusionPipeline.download(name, local_files_only=True, **chosen)
+    return found
+
+
+class Components(nn.Module):
+    """The modules of ``pipe`` as one model, whose forward is a call of the pipeline."""
+
+    def __init__(self, pipe: DiffusionPipeline) -> None:
+        super().__init__()
+        found = modules_of(pipe)
+        expected = (pipe.model_cpu_offload_seq or "").split("->")  # until a call has shown its own order
+        for name in sorted(found, key=lambda name: expected.index(name) if name in expected else -1):
+            self.add_module(name, found[name])
+        self.training = any(module.training for module in found.values())
+
+    def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+
+def modules_of(pipe: DiffusionPipeline) -> dict[str, nn.Module]:
+    """The components of ``pipe`` that are modules, by name; compiled ones without their wrapper."""
+    every = ((name, getattr(part, "_orig_mod", part)) for name, part in pipe.components.items())
+    return {name: part for name, part in every if isinstance(part, nn.Module)}
+
+
+class PipelineHandle(Handle):
+    """An active offload of a pipeline; ``plan`` and ``stats()`` are those since its weights changed last."""
+
+    def __init__(self, pipe: DiffusionPipeline, begin: Callable[[], Handle]) -> None:
+        """``begin``: plans and offloads the components as they are."""
+        self.pipe = pipe
+        self._begin = begin
+        self._class = type(pipe)
+        self._attach()
+
+    def _attach(self) -> None:
+        handle = self._begin()
+        super().__init__(handle.model, handle._session)
+        self.pipe._headrace = self
+        self.pipe.__class__ = _offloaded_class(self._class)
+
+    def remove(self, *, graphs_released: bool = False) -> None:
+        super().remove(graphs_released=graphs_released)
+        if type(self.pipe) is not self._class:
+            self.pipe.__class__ = self._class
+            del self.pipe._headrace
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A call of the pipeline, as a forward of its components."""
+        offloaded, now = dict(self.model.named_children()), modules_of(self.pipe)
+        for name in offloaded.keys() | now.keys():
+            if offloaded.get(name) is not now.get(name):
+                raise StateError(
+                    f"{name} of the pipeline was exchanged after the pipeline was offloaded: expected the components "
+                    f"of that moment, which the plan is for; call handle.remove(), then load() again"
+                )
+        return self.model(function, *args, **kwargs)
+
+    @contextmanager
+    def weights_back(self, what: str) -> Iterator[None]:
+        """Within, the pipeline is as if it had not been offloaded; afterwards it is planned and offloaded anew."""
+        if what in _WRITES and self.plan.reads_files:
+            raise StateError(
+                f"{what}() writes weights, and some of these rest in files, which stay as they are: expected all of "
+                f"them in host memory; call handle.remove(), {what}() and save_pretrained(), then load that folder"
+            )
+        self.remove()
+        try:
+            yield
+        finally:
+            self._attach()
+
+
+def _offload(
+    pipe: DiffusionPipeline,
+    policy: Policy | Plan | str | int,
+    device: torch.device | str,
+    folder: str | os.PathLike[str] | None,
+    disk: DiskOptions | None,
+    arguments: dict[str, Any],
+) -> Handle:
+    components = Components(pipe)
+    _refuse_hooks(pipe, components)
+    refuse_second_offload(components)
+    inventory = take_inventory(components)
+    weights = None if folder is None else _weights(Path(folder), components)
+    unstreamable = () if weights is None else not_in_files(inventory, weights)
+    given = policy if isinstance(policy, Plan) else as_policy(policy)
+    if isinstance(given, Budget) and not given.workload.repeated:
+        steps = [name for name, part in components.named_children() if type(part).__module__.startswith(_STEP_MODELS)]
+        patterns = tuple(f"re:{name}\\..*" for name in steps)
+        rows = given.workload.batch_sizes if isinstance(policy, Budget) else (_ROWS,)
+        given = replace(given, workload=replace(given.workload, repeated=patterns, batch_sizes=rows))
+    prepared = prepare(
+        components, given, inventory=inventory, device=device, weights=weights, unstreamable=unstreamable, disk=disk
+    )
+    return start(prepared, repeats=True, **arguments)
+
+
+def _weights(folder: Path, components: Components) -> WeightMap:
+    """The files of all components, by the names of ``components``; one without safetensors is left out."""
+    tensors, sources, stamps = {}, {}, []
+    for name, part in components.named_children():
+        try:
+            found = Checkpoint.open(folder / name)
+        except CheckpointError:
+            continue  # pickled, say: what is in no file rests in host memory, or mode 'disk' refuses it by name
+        stamps += found.stamps
+        # PEFT puts a layer with adapters around each one that it finds, which then has another name than in the files.
+        live = {key.replace(".base_layer.", "."): key for key in part.state_dict(keep_vars=True)}
+        for key, tensor in found.tensors.items():
+            tensors[f"{name}.{key}"] = tensor
+            sources[f"{name}.{live.get(key, key)}"] = TensorSource.of(tensor)
+    return WeightMap(Checkpoint(folder.absolute(), tensors, tuple(stamps)), sources)
+
+
+def _refuse_hooks(pipe: DiffusionPipeline, components: Components) -> None:
+    """Raise ``StateError`` if diffusers or accelerate moves a component already."""
+    if pipe.hf_device_map is not None if hasattr(pipe, "hf_device_map") else False:
+        raise StateError("the pipeline was loaded with a device_map, which places its components: load it without")
+    for name, module in components.named_modules():
+        registry = getattr(module, "_diffusers_hook", None)
+        is_grouped = registry is not None and any("offload" in hook for hook in registry.hooks)
+        if is_grouped or hasattr(module, "_hf_hook"):
+            how = "diffusers' group offloading" if is_grouped else "accelerate (enable_model_cpu_offload and the like)"
+            raise StateError(
+                f"{name} ({type(module).__name__}) is moved by {how} already: expected a pipeline that nothing else "
+                f"offloads; load it again without, or undo it first (pipe.remove_all_hooks())"
+            )
+
+
+# -- the class of an offloaded pipeline ----------------------------------------------------------------------------
+
+
+@functools.cache
+def _offloaded_class(base: type[DiffusionPipeline]) -> type[DiffusionPipeline]:
+    """A class like ``base``, under its name, whose calls and changes go through ``_headrace``, the handle."""
+    made: dict[str, Any] = {"__module__": base.__module__, "__doc__": base.__doc__, "__call__": _called(base.__call__)}
+    made |= {name: _refused(name) for name in _MOVERS}
+    made |= {name: _changing(getattr(base, name)) for name in _CHANGES if hasattr(base, name)}
+    return type(base.__name__, (base,), made)
+
+
+def _called(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._headrace.call(original, self, *args, **kwargs)
+
+    return call
+
+
+def _changing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def change(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._headrace.weights_back(original.__name__):
+            return original(self, *args, **kwargs)
+
+    return change
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise StateError(
+            f"{name}() would move components that headrace moves: expected no such call while the pipeline is "
+            f"offloaded; leave it out (compute runs on the device of load()), or call handle.remove() first"
+        )
+
+    return refuse
