@@ -106,21 +106,17 @@ def load(
 def _from_folder(folder: str | os.PathLike[str], options: dict[str, Any]) -> tuple[DiffusionPipeline, Path]:
     if "device_map" in options:
         raise OptionError("device_map moves components itself: expected none beside a budget; leave it out")
-    try:
-        # A name in the cache; of a folder, download() would ask the Hub.
-        place = Path(folder) if Path(folder).is_dir() else Path(_cached(os.fspath(folder), options))
-        return DiffusionPipeline.from_pretrained(place, local_files_only=True, **options), place
-    except OSError as error:
-        raise CheckpointError(
-            f"{os.fspath(folder)!r}: expected the folder of a diffusers pipeline (model_index.json), or the name of one "
-            f"in the Hub's local cache, found none ({error}); fetch it with `hf download`"
-        ) from error
-
-
-def _cached(name: str, options: dict[str, Any]) -> str:
-    chosen = {key: options[key] for key in ("revision", "variant", "cache_dir") if key in options}
-    found: str = DiffusionPipeline.download(name, local_files_only=True, **chosen)
-    return found
+    place = Path(folder)
+    if not (place / "model_index.json").is_file():  # or the name of one; of a folder, download() would ask the Hub
+        chosen = {key: options[key] for key in ("revision", "variant", "cache_dir") if key in options}
+        try:
+            place = Path(DiffusionPipeline.download(os.fspath(folder), local_files_only=True, **chosen))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{os.fspath(folder)!r}: expected the folder of a diffusers pipeline (with a model_index.json), or the "
+                f"name of one in the Hub's local cache, found neither; fetch it with `hf download`"
+            ) from error
+    return DiffusionPipeline.from_pretrained(place, local_files_only=True, **options), place
 
 
 class Components(nn.Module):
@@ -168,6 +164,7 @@ class PipelineHandle(Handle):
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call of the pipeline, as a forward of its components."""
+        _refuse_hooks(self.pipe, self.model)  # they may have come since
         offloaded, now = dict(self.model.named_children()), modules_of(self.pipe)
         for name in offloaded.keys() | now.keys():
             if offloaded.get(name) is not now.get(name):
@@ -227,17 +224,18 @@ def _weights(folder: Path, components: Components) -> WeightMap:
         except CheckpointError:
             continue  # pickled, say: what is in no file rests in host memory, or mode 'disk' refuses it by name
         stamps += found.stamps
-        # PEFT puts a layer with adapters around each one that it finds, which then has another name than in the files.
-        live = {key.replace(".base_layer.", "."): key for key in part.state_dict(keep_vars=True)}
-        for key, tensor in found.tensors.items():
-            tensors[f"{name}.{key}"] = tensor
-            sources[f"{name}.{live.get(key, key)}"] = TensorSource.of(tensor)
+        for key, live in part.state_dict(keep_vars=True).items():
+            # PEFT puts a layer with adapters around each one that it finds, which is named otherwise in the files.
+            tensor = found.tensors.get(key.replace(".base_layer.", "."))
+            if tensor is not None and tensor.shape == tuple(live.shape):
+                tensors[f"{name}.{key}"] = tensor
+                sources[f"{name}.{key}"] = replace(TensorSource.of(tensor), dtype=live.dtype)
     return WeightMap(Checkpoint(folder.absolute(), tensors, tuple(stamps)), sources)
 
 
-def _refuse_hooks(pipe: DiffusionPipeline, components: Components) -> None:
+def _refuse_hooks(pipe: DiffusionPipeline, components: nn.Module) -> None:
     """Raise ``StateError`` if diffusers or accelerate moves a component already."""
-    if pipe.hf_device_map is not None if hasattr(pipe, "hf_device_map") else False:
+    if getattr(pipe, "hf_device_map", None) is not None:
         raise StateError("the pipeline was loaded with a device_map, which places its components: load it without")
     for name, module in components.named_modules():
         registry = getattr(module, "_diffusers_hook", None)
@@ -245,8 +243,8 @@ def _refuse_hooks(pipe: DiffusionPipeline, components: Components) -> None:
         if is_grouped or hasattr(module, "_hf_hook"):
             how = "diffusers' group offloading" if is_grouped else "accelerate (enable_model_cpu_offload and the like)"
             raise StateError(
-                f"{name} ({type(module).__name__}) is moved by {how} already: expected a pipeline that nothing else "
-                f"offloads; load it again without, or undo it first (pipe.remove_all_hooks())"
+                f"{name} ({type(module).__name__}) is moved by {how}: expected a pipeline that nothing else offloads; "
+                f"load it anew without (accelerate's hooks can be undone before: pipe.remove_all_hooks())"
             )
 
 
