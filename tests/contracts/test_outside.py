@@ -220,14 +220,48 @@ class TestNoRoom:
             assert handle.plan == plan
             assert handle.stats().notes[0].startswith("copied for every use outside of their module's forward")
 
-    def test_views_and_writes_are_errors(self) -> None:
+    def test_writes_go_to_the_store(self) -> None:
+        """By every way to write; also where the slot holds the unit that is written."""
         model = nn.Sequential(*(nn.Linear(DIM * 8, DIM * 8) for _ in range(6))).eval()
         x, twin = torch.randn(2, DIM * 8), copy.deepcopy(model)
+        other = torch.randn(DIM * 8, DIM * 8)
+
+        @torch.no_grad()
+        def change(model: nn.Sequential, index: int) -> None:
+            weight = model[index].weight
+            weight.data += 0.5
+            weight.mul_(2)
+            torch.add(other, 1, out=weight.data)
+            torch._foreach_add_([weight, weight.data], 0.25)
+            weight.copy_(weight.data.t() + other)
+
         with self.tight(model) as handle:
+            plan = handle.plan
+            for unit in (*plan.units, plan.units[0]):
+                change(model, int(unit.module_fqn))
+                change(twin, int(unit.module_fqn))
+                assert_same_bits(model(x), twin(x))
+            assert handle.plan == plan
+            assert handle.stats().bytes_moved > 0
+            assert_same_bits(model.state_dict(), twin.state_dict())
+        assert_same_bits(model(x), twin(x))
+
+    def test_of_files_writes_are_errors(self, tmp_path: Path) -> None:
+        model = nn.Sequential(*(nn.Linear(DIM * 8, DIM * 8) for _ in range(6))).eval()
+        save(model, tmp_path)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
+        plan = headrace.make_plan(model, headrace.Budget(size // 2, mode="disk"), checkpoint=tmp_path)
+        with headrace.offload(model, plan.device_bytes, checkpoint=tmp_path) as handle:
             linear = model[int(handle.plan.units[0].module_fqn)]
             for step in (linear.weight.zero_, lambda: linear.weight.data.add_(1)):
                 with pytest.raises(OutsideAccessError, match="which writes it in place, and the budget of"):
                     step()
+
+    def test_views_that_are_written_are_errors(self) -> None:
+        model = nn.Sequential(*(nn.Linear(DIM * 8, DIM * 8) for _ in range(6))).eval()
+        x, twin = torch.randn(2, DIM * 8), copy.deepcopy(model)
+        with self.tight(model) as handle:
+            linear = model[int(handle.plan.units[0].module_fqn)]
             view = linear.weight.t()
             with pytest.raises(ModelChangedError, match=r"weight was written in place by aten\.mul_"):
                 view[1:].mul_(2)

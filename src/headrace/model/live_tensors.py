@@ -43,7 +43,7 @@ GiveBack = Callable[[Any], Any]
 
 # Brings the bytes of a resting tensor: for good (returns None), or until the result is called. Takes the tensor, the
 # operator that uses it, and whether the operator writes it in place. OutsideAccessError: the bytes cannot be brought.
-Wake = Callable[["BoundTensor", str, bool], GiveBack | None]
+Wake = Callable[["BoundTensor", torch._ops.OpOverload, bool], GiveBack | None]
 
 # Attributes from a module to a tensor at or below it, into a tensor subclass too.
 Path = tuple[str, ...]
@@ -175,9 +175,10 @@ class BoundTensor:
         with torch.inference_mode(self.original.is_inference()):
             return guarded(self.view_of(buffer), self)
 
-    def lend(self, buffer: torch.Tensor) -> None:
-        """Make a resting tensor a view of ``buffer`` until :meth:`end_loan`."""
-        self.tensor.data = self.copy_of(buffer)
+    def lend(self, buffer: torch.Tensor, is_written: bool = False) -> None:
+        """Make a resting tensor a view of ``buffer`` until :meth:`end_loan`; guarded unless it ``is_written``."""
+        with torch.inference_mode(self.original.is_inference()):
+            self.tensor.data = self.view_of(buffer) if is_written else self.copy_of(buffer)
 
     def end_loan(self) -> None:
         """Make the tensor rest again."""
@@ -549,7 +550,7 @@ def _on_access(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> An
         for argument in tree_leaves((args, kwargs)):
             if isinstance(argument, torch.Tensor) and is_resting(argument):
                 is_written = any(argument is target for target in _targets(operator, args, kwargs))
-                loans += _wake(argument, str(operator), is_written)
+                loans += _wake(argument, operator, is_written)
         output = operator(*args, **kwargs)
     finally:
         for give_back in reversed(loans):
@@ -596,7 +597,7 @@ def _written(operator: torch._ops.OpOverload) -> list[tuple[int, str]]:
     return [(position, a.name) for position, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
-def _wake(argument: torch.Tensor, operator: str, is_written: bool) -> list[GiveBack]:
+def _wake(argument: torch.Tensor, operator: torch._ops.OpOverload, is_written: bool) -> list[GiveBack]:
     owner = _owners.get(storage_id(argument))
     if owner is None:
         raise StateError(

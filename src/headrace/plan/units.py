@@ -58,6 +58,10 @@ MAX_BLOCK_SHARE = 1 / 32
 _NAMES_SHOWN = 3
 _NUMBERED = re.compile(r".*\d")
 
+# Tensors of adapters by the names that PEFT's methods give them (lora_A.default.weight): a hundredth of a model, and
+# exchanged while it is offloaded.
+_ADAPTER = re.compile(r"(?:.*\.)?(?:lora|ia3|hada|lokr|oft|boft|vera|vblora|fourierft|hra|bone|miss|randlora)_.*")
+
 
 def find_stacks(inventory: Inventory) -> dict[str, list[str]]:
     """Runs of numbered sibling modules that hold most of the weights (decoder layers, encoder blocks, ...), in order.
@@ -145,14 +149,17 @@ def _are_apart(inventory: Inventory, parts: Sequence[UnitDraft], storages: Colle
 
 def _numbered_children(inventory: Inventory, container: str, holders: Collection[str]) -> list[str]:
     """By place: what ``container`` holds in several places is listed as often."""
-    return [
-        place.module
+    found = [
+        place
         for place in inventory.places(container)
         if place.module in holders
         and _NUMBERED.fullmatch(place.attr)
         # Items of a list that are lists run one after the other; lists called `norm1` and `norm2` need not.
         and (place.module not in inventory.uncalled or place.attr.isdigit())
     ]
+    # Nor are models called `text_encoder_2` and `text_encoder_3` layers of one.
+    kinds = {inventory.modules[place.module] for place in found if not place.attr.isdigit()}
+    return [place.module for place in found if place.attr.isdigit() or len(kinds) == 1]
 
 
 def called_within(inventory: Inventory, module: str) -> list[str]:
@@ -176,11 +183,12 @@ def group_rule(num_layers: int, group_size: int, num_in_group: int) -> list[int]
 
 
 def worth_moving(storages: Iterable[StorageInfo]) -> list[StorageInfo]:
-    """What is offloaded when no names are given: storages that hold a parameter and are not tiny.
+    """What is offloaded when no names are given: storages that hold a parameter, are not tiny and no adapter's.
 
     Buffers are left out because modules may write them during a forward; they move when named.
     """
-    return [s for s in storages if s.has_parameter and s.num_bytes >= TINY_BYTES]
+    large = (s for s in storages if s.has_parameter and s.num_bytes >= TINY_BYTES)
+    return [s for s in large if not _ADAPTER.fullmatch(s.name)]
 
 
 def outside_units(inventory: Inventory, candidates: Sequence[StorageInfo], layers: Collection[str]) -> list[UnitDraft]:

@@ -41,6 +41,10 @@ class Guard:
         self._check(unit, slot, "after its module ran: the slot was overwritten while it was read")
         slot.fill_(POISON)
 
+    def forget(self, unit: int) -> None:
+        """The store has other bytes for ``unit`` from now on."""
+        self._expected.pop(unit, None)
+
     def _check(self, unit: int, slot: torch.Tensor, when: str) -> None:
         if unit not in self._expected:
             at_rest = new_buffer(self._plan.units[unit].num_bytes)

@@ -1,7 +1,7 @@
 """Uses of offloaded weights outside of their module's forward: promoted, read from the store, or refused.
 
 * An operator in eager code that is given a resting tensor comes to :meth:`Promoter.wake`, which makes the tensor
-  resident. Weights that compiled code uses do not rest (it relies on addresses), so nothing would notice such a use at
+  resident. What an operator writes in place goes to the store, if that is host memory of this process. Weights that compiled code uses do not rest (it relies on addresses), so nothing would notice such a use at
   run time: there :meth:`Promoter.check_trace` checks the graph that torch.compile traces.
 * ``state_dict()`` must give the weights and not what a slot happens to hold: :class:`StateGuard` puts in their bytes.
 * ``load_state_dict()``, ``to()``, ``half()`` and all that goes through ``Module._apply`` would change what is in slots
@@ -15,6 +15,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -57,7 +58,8 @@ class Promoter(NotCopyable):
 
     Args:
         plan: in force; :attr:`plan` is this one with promoted tensors as residents. :attr:`store` has the bytes of
-            resting tensors; set before the first of them rests.
+            resting tensors, and :attr:`rewriting` makes the context in which those of a storage may change there; both
+            set before the first tensor rests.
         bound: the live tensors, by storage name.
         device: where compute runs.
         budget_bytes: device memory that weights may take; ``None``: what the device has.
@@ -82,26 +84,38 @@ class Promoter(NotCopyable):
         self._refusal = refusal
         self._storage_of = {id(tensor): storage for storage in bound.values() for tensor in storage.tensors}
         self.store: Store | None = None
+        self.rewriting: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
 
     def close(self) -> None:
         """Let go of the store and the tensors."""
         self.store = None
+        self.rewriting = lambda name: nullcontext()  # holds the prefetcher
         self._bound, self._storage_of = {}, {}
 
-    def wake(self, tensor: BoundTensor, operator: str, is_written: bool) -> GiveBack | None:
-        """A resting ``tensor`` was given to ``operator``: promote its storage, or lend it a copy of its bytes."""
+    def wake(self, tensor: BoundTensor, operator: torch._ops.OpOverload, is_written: bool) -> GiveBack | None:
+        """A resting ``tensor`` was given to ``operator``: promote its storage, or lend it its bytes.
+
+        What is written is lent and goes back to the store, where it can.
+        """
         storage = self._storage_of[id(tensor)]
-        how = f"{tensor.info.name} was given to {operator}"
-        if self._promote(storage, tensor, how):
+        name, how = storage.info.name, f"{tensor.info.name} was given to {operator}"
+        self._require_allowed(tensor, how)
+        # Operators such as t_ write the geometry of a tensor, which a loan would take with it; ours declare writes alone.
+        writes_bytes = operator.namespace == "aten" and torch.Tag.inplace_view not in operator.tags
+        to_store = is_written and writes_bytes and self._rests_here(name)
+        if not to_store and self._promote(storage, tensor, how):
             return None
-        if is_written:
+        if is_written and not to_store:
             raise OutsideAccessError(
-                f"{how} {_OUTSIDE}, which writes it in place, and {self._why_lent(storage)}: {_fix(tensor)}"
+                f"{how} {_OUTSIDE}, which writes it in place, and {self._why_lent(storage)}: {_fix(tensor)}, or offload "
+                f"in mode 'cpu' (--offload-mode cpu), where host memory takes the write"
             )
-        self._warn_of_loan(storage, tensor, how)
+        if not to_store:
+            self._warn_of_loan(storage, tensor, how)
         self.tensor_lock.acquire()  # until the operator has run: the tensor views one place at a time
         try:
-            tensor.lend(self._on_device(storage))
+            buffer = self._on_device(storage)
+            tensor.lend(buffer, to_store)
         except BaseException:
             self.tensor_lock.release()
             raise
@@ -109,9 +123,16 @@ class Promoter(NotCopyable):
         def end_loan(output: Any) -> Any:
             tensor.end_loan()
             self.tensor_lock.release()
+            if to_store and self.store is not None:
+                with self.rewriting(name):
+                    self.store.in_place(name).copy_(buffer)
             return output
 
         return end_loan
+
+    def _rests_here(self, name: str) -> bool:
+        """Whether the bytes of the storage ``name`` are in host memory of this process alone."""
+        return name not in self.plan.resident and self.plan.placements[name].store == "cpu"
 
     def rebase(self, storage: BoundStorage, output: Any) -> tuple[Any, dict[int, torch.Tensor]]:
         """``output`` of a module, in which views of ``storage`` in its slot become views of it as a resident.
@@ -190,11 +211,7 @@ class Promoter(NotCopyable):
         with self.tensor_lock:
             if name in self.plan.resident:
                 return True  # another thread was first
-            reason = self._refusal
-            if reason is None and self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                reason = "nothing can be loaded while a graph is captured"
-            if reason is not None:
-                raise OutsideAccessError(f"{how} {_OUTSIDE}, and {reason}: {_fix(tensor)}")
+            self._require_allowed(tensor, how)
             needed = self.plan.device_bytes + storage.info.num_bytes
             is_over = self.budget_bytes is not None and needed > self.budget_bytes
             if is_over or self.plan.mechanism_of(name) == "cache":
@@ -223,6 +240,14 @@ class Promoter(NotCopyable):
         if self.plan.mechanism_of(storage.info.name) == "cache":
             return "its module reads its experts through a cache (headrace.expert_rows)"
         return f"the budget of {self.budget_bytes} bytes, which can be raised, has no room for it beside the plan"
+
+    def _require_allowed(self, tensor: BoundTensor, how: str) -> None:
+        """Raise ``OutsideAccessError`` if nothing may be brought to the device here and now."""
+        reason = self._refusal
+        if reason is None and self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            reason = "nothing can be loaded while a graph is captured"
+        if reason is not None:
+            raise OutsideAccessError(f"{how} {_OUTSIDE}, and {reason}: {_fix(tensor)}")
 
     def _warn_of_loan(self, storage: BoundStorage, tensor: BoundTensor, how: str) -> None:
         if not self.lent:

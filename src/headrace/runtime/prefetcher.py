@@ -18,7 +18,8 @@ import itertools
 import os
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from torch import Tensor
@@ -417,6 +418,24 @@ class Prefetcher:
     def _is_loose(self) -> bool:
         """Whether a module that runs now does so by itself, between replays: ``[Note: loose modules]`` in slot.py."""
         return self._graphs.exist and not self._capturing and threading.get_ident() not in self._forwards
+
+    @contextmanager
+    def rewriting(self, unit: int) -> Iterator[None]:
+        """Within, the bytes of ``unit`` in the store may change; no module or copy reads them, no slot keeps them."""
+        with self._lock:
+            slot = self._slots()[slot_of(unit, self._num_slots)]
+            self._drop_stale_readers(slot)
+            if slot.unit == unit and slot.latest_reader() is None:
+                self._free.wait_for(lambda: slot.unit != unit or not slot.readers, CONFLICT_TIMEOUT_S)
+            self._wait_for(slot)
+            yield
+            if slot.unit == unit and not slot.readers:
+                slot.to_empty()
+            if self._guard is not None:
+                self._guard.forget(unit)
+            if self._graphs.exist and threading.get_ident() not in self._forwards:
+                self.prefetch_first()  # which a replay finds in the slots
+                self._wait_for_copies(self._slots())
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

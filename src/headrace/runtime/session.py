@@ -348,7 +348,7 @@ class OffloadSession(NotCopyable):
         debug = debug_enabled() and not self._store.is_split
         try:
             options = self._options
-            self._prefetcher = Prefetcher(
+            self._prefetcher = prefetcher = Prefetcher(
                 self.plan,
                 self._store,
                 link,
@@ -365,6 +365,8 @@ class OffloadSession(NotCopyable):
                 f"offload before the model is on the device, or use fewer or smaller units (--offload-prefetch-step)",
                 needed,
             ) from error
+        unit_of = {entry.storage: unit.index for unit in self.plan.units for entry in unit.entries}
+        self._promoter.rewriting = lambda name: prefetcher.rewriting(unit_of[name])
         token = new_token(self._device)
         promoter = None if self._options.keeps_addresses else self._promoter
         for unit in self.plan.units:
