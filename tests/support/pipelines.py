@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from families.builders import scramble
 from torch import nn
+
+from families.builders import scramble
 
 
 def _seeded(module: nn.Module, seed: int) -> Any:
@@ -15,12 +16,12 @@ def _seeded(module: nn.Module, seed: int) -> Any:
 
 
 def tokenizer(length: int) -> Any:
-    """Knows twenty words, and pads to ``length``."""
+    """Knows letters as words, and pads to ``length``."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = "<pad> <unk> a b c d e f g h i j k l m n o p q r".split()
-    made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    words = {word: index for index, word in enumerate(["<pad>", "<unk>", *"abcdefghijklmnopqr"])}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token="<pad>", unk_token="<unk>", eos_token="r", model_max_length=length
@@ -126,6 +127,23 @@ def wan() -> Any:
             scheduler=scheduler, transformer=high, transformer_2=low, boundary_ratio=0.8,
         )
     )  # fmt: skip
+
+
+def ip_adapter(model: Any) -> dict[str, Any]:
+    """The state of an IP-adapter for the UNet ``model``, for embeddings of an image of 32 numbers."""
+    generator, width, tokens = torch.Generator().manual_seed(9), model.config.cross_attention_dim, 4
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) / 9
+
+    layers: dict[str, torch.Tensor] = {}
+    names = [name for name in model.attn_processors if not name.endswith("attn1.processor")]
+    for index, name in enumerate(names):
+        hidden = model.get_submodule(name.removesuffix(".processor")).to_q.out_features
+        layers |= {f"{2 * index + 1}.to_{part}_ip.weight": noise(hidden, width) for part in "kv"}
+    project = {"proj.weight": noise(tokens * width, 32), "proj.bias": noise(tokens * width)}
+    norm = {"norm.weight": noise(width), "norm.bias": noise(width)}
+    return {"image_proj": project | norm, "ip_adapter": layers}
 
 
 def _quiet(pipe: Any) -> Any:

@@ -24,7 +24,7 @@ from diffusers import DiffusionPipeline
 from torch import nn
 
 from headrace.api import Handle, refuse_second_offload, start
-from headrace.checkpoint.safetensors_header import Checkpoint
+from headrace.checkpoint.safetensors_header import Checkpoint, FileFingerprint, FileTensor
 from headrace.checkpoint.weight_map import TensorSource, WeightMap
 from headrace.config import Budget, Policy, as_policy
 from headrace.errors import CheckpointError, OptionError, OptionTypeError, StateError
@@ -89,9 +89,9 @@ def load(
     """
     require_kinds(device, disk)
     if isinstance(pipeline, str | os.PathLike):
-        pipe, folder = _from_folder(pipeline, options)
+        pipe, checkpoint = _from_folder(pipeline, options)
     elif isinstance(pipeline, DiffusionPipeline) and not options:
-        pipe, folder = pipeline, checkpoint
+        pipe = pipeline
     else:
         found = f"unknown arguments {', '.join(options)}" if options else type(pipeline).__name__
         raise OptionTypeError(
@@ -99,7 +99,7 @@ def load(
         )
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     arguments = {"progress": progress, "measure_stalls": measure_stalls}
-    handle = PipelineHandle(pipe, functools.partial(_offload, pipe, policy, device, folder, disk, arguments))
+    handle = PipelineHandle(pipe, functools.partial(_offload, pipe, policy, device, checkpoint, disk, arguments))
     return pipe, handle
 
 
@@ -147,7 +147,7 @@ class PipelineHandle(Handle):
         """``begin``: plans and offloads the components as they are."""
         self.pipe = pipe
         self._begin = begin
-        self._class = type(pipe)
+        self._class: type[DiffusionPipeline] = type(pipe)
         self._attach()
 
     def _attach(self) -> None:
@@ -201,9 +201,11 @@ def _offload(
     _refuse_hooks(pipe, components)
     refuse_second_offload(components)
     inventory = take_inventory(components)
-    weights = None if folder is None else _weights(Path(folder), components)
-    unstreamable = () if weights is None else not_in_files(inventory, weights)
     given = policy if isinstance(policy, Plan) else as_policy(policy)
+    # A policy that names another store than files has no use for them.
+    reads = given.reads_files if isinstance(given, Plan) else given.mode in (None, "disk")
+    weights = _weights(Path(folder), components) if folder is not None and reads else None
+    unstreamable = () if weights is None else not_in_files(inventory, weights)
     if isinstance(given, Budget) and not given.workload.repeated:
         steps = [name for name, part in components.named_children() if type(part).__module__.startswith(_STEP_MODELS)]
         patterns = tuple(f"re:{name}\\..*" for name in steps)
@@ -217,7 +219,9 @@ def _offload(
 
 def _weights(folder: Path, components: Components) -> WeightMap:
     """The files of all components, by the names of ``components``; one without safetensors is left out."""
-    tensors, sources, stamps = {}, {}, []
+    tensors: dict[str, FileTensor] = {}
+    sources: dict[str, TensorSource] = {}
+    stamps: list[FileFingerprint] = []
     for name, part in components.named_children():
         try:
             found = Checkpoint.open(folder / name)
@@ -251,7 +255,6 @@ def _refuse_hooks(pipe: DiffusionPipeline, components: nn.Module) -> None:
 # -- the class of an offloaded pipeline ----------------------------------------------------------------------------
 
 
-@functools.cache
 def _offloaded_class(base: type[DiffusionPipeline]) -> type[DiffusionPipeline]:
     """A class like ``base``, under its name, whose calls and changes go through ``_headrace``, the handle."""
     made: dict[str, Any] = {"__module__": base.__module__, "__doc__": base.__doc__, "__call__": _called(base.__call__)}

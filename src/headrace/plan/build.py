@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.config import HOST_MODES, SHARDED_MODES, UVA, Budget, Mode, Policy, Prefetch, Rules, Workload
+from headrace.config import HOST_MODES, SHARDED_MODES, UVA, Budget, Mechanism, Mode, Policy, Prefetch, Rules, Workload
 from headrace.errors import BudgetError, RuleError, SelectionError, warn_user
 from headrace.figures import format_size
 from headrace.model.patterns import matching
@@ -193,7 +193,8 @@ class Planner:
         movable = self._movable(budget)
         forced = settle_rules(self.inventory, budget.rules, self._fixed(mode), self._refused(mode))
         if workload.repeated:
-            forced = {s.name: "prefetch" for s in self._run_once(movable, workload)} | forced
+            once: dict[str, Mechanism] = {s.name: "prefetch" for s in self._run_once(movable, workload)}
+            forced = once | forced
         has_bytes = mode != "meta" and mode not in SHARDED_MODES
         return CandidateTable(
             self.inventory,

@@ -1,8 +1,9 @@
 """Uses of offloaded weights outside of their module's forward: promoted, read from the store, or refused.
 
 * An operator in eager code that is given a resting tensor comes to :meth:`Promoter.wake`, which makes the tensor
-  resident. What an operator writes in place goes to the store, if that is host memory of this process. Weights that compiled code uses do not rest (it relies on addresses), so nothing would notice such a use at
-  run time: there :meth:`Promoter.check_trace` checks the graph that torch.compile traces.
+  resident. What it writes in place goes to the store, if that is host memory of this process. Weights that compiled
+  code uses do not rest (it relies on addresses), so nothing would notice such a use at run time: there
+  :meth:`Promoter.check_trace` checks the graph that torch.compile traces.
 * ``state_dict()`` must give the weights and not what a slot happens to hold: :class:`StateGuard` puts in their bytes.
 * ``load_state_dict()``, ``to()``, ``half()`` and all that goes through ``Module._apply`` would change what is in slots
   and be lost; :class:`StateGuard` refuses them before they have changed anything anywhere.
@@ -100,7 +101,7 @@ class Promoter(NotCopyable):
         storage = self._storage_of[id(tensor)]
         name, how = storage.info.name, f"{tensor.info.name} was given to {operator}"
         self._require_allowed(tensor, how)
-        # Operators such as t_ write the geometry of a tensor, which a loan would take with it; ours declare writes alone.
+        # Operators such as t_ write the geometry of a tensor, which goes with the loan; ours only declare to write.
         writes_bytes = operator.namespace == "aten" and torch.Tag.inplace_view not in operator.tags
         to_store = is_written and writes_bytes and self._rests_here(name)
         if not to_store and self._promote(storage, tensor, how):

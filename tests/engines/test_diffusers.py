@@ -1,0 +1,418 @@
+"""The promise: a pipeline of diffusers makes the same images within one budget, whoever loads adapters or compiles it.
+
+Tiny pipelines with seeded weights; on a CPU, where copies and hooks are those of a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headrace
+from headrace.errors import BudgetError, CheckpointError, HeadraceWarning, OptionError, OptionTypeError, StateError
+from headrace.model.inventory import take_inventory
+from headrace.plan.units import find_stacks
+from headrace.testing import assert_same_bits
+
+if importlib.util.find_spec("diffusers") is None or importlib.util.find_spec("peft") is None:
+    pytest.skip("diffusers and peft are not installed", allow_module_level=True)
+
+import pipelines
+from headrace.adapters.diffusers import Components, PipelineHandle, load, modules_of
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning:peft"),
+    pytest.mark.filterwarnings("error::headrace.HeadraceWarning"),
+]
+STEP_MODELS = {"stable diffusion": "unet", "controlnet": "unet", "flux": "transformer", "wan": "transformer"}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """These models are so small that two threads mostly wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    torch._dynamo.reset()
+
+
+def weight_bytes(pipe: Any) -> int:
+    return take_inventory(Components(pipe)).num_bytes
+
+
+def offloaded(pipe: Any, share: float, **options: Any) -> PipelineHandle:
+    """``pipe`` within ``share`` of its weights."""
+    budget = int(share * weight_bytes(pipe))
+    _, handle = load(pipe, budget, **options)
+    assert handle.plan.device_bytes <= budget
+    return handle
+
+
+def moved_by(handle: PipelineHandle, run: Callable[[], torch.Tensor], expected: torch.Tensor) -> tuple[int, int]:
+    """Bytes moved and units missed in a call that makes ``expected``."""
+    before = handle.stats()
+    assert_same_bits(run(), expected)
+    after = handle.stats()
+    assert handle.stats().notes == (), "nothing was promoted"
+    return after.bytes_moved - before.bytes_moved, after.misses - before.misses
+
+
+# -- one budget ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+@pytest.mark.parametrize("name", pipelines.CASES)
+def test_the_same_images_in_one_budget(name: str, share: float) -> None:
+    """And the second call knows the first: every component's first units come during the one before."""
+    pipe = pipelines.build(name)
+    pipeline_class, expected = type(pipe), pipelines.call(pipe)
+    handle = offloaded(pipe, share)
+    first, _ = moved_by(handle, lambda: pipelines.call(pipe), expected)
+    second, missed = moved_by(handle, lambda: pipelines.call(pipe), expected)
+    assert first > 0
+    assert second > 0
+    assert missed == 0
+    assert isinstance(pipe, pipeline_class)
+    handle.remove()
+    assert type(pipe) is pipeline_class
+    assert_same_bits(pipelines.call(pipe), expected)
+
+
+@pytest.mark.parametrize("name", pipelines.CASES)
+def test_residents_are_of_what_every_step_runs(name: str) -> None:
+    """Of what a call runs once, only tensors stay that are too small to move, and those no unit can hold."""
+    pipe = pipelines.build(name)
+    handle = offloaded(pipe, 0.6)
+    once = {part for part in modules_of(pipe) if not part.startswith(("unet", "transformer", "controlnet"))}
+    kept = {"once": 0, "steps": 0}
+    for tensor, num_bytes in handle.plan.resident.items():
+        if num_bytes >= 2**16:
+            kept["once" if tensor.split(".")[0] in once else "steps"] += num_bytes
+    assert kept["once"] == 0
+    assert kept["steps"] > 0.15 * weight_bytes(pipe)
+
+
+@pytest.mark.parametrize("name", ["stable diffusion", "wan"])
+def test_other_calls_than_the_last_are_right(name: str) -> None:
+    """More and fewer steps, other sizes, batches, guidance, no decoding, text encoded by hand."""
+    pipe, twin = pipelines.build(name), pipelines.build(name)
+    handle = offloaded(pipe, 0.3)
+    calls: list[dict[str, Any]] = [
+        {}, {"num_inference_steps": 7}, {"num_inference_steps": 1}, {"output_type": "latent"}, {"width": 48},
+        {"prompt": ["a", "b c"], "negative_prompt": ["d", "e"]}, {"guidance_scale": 1.0}, {},
+    ]  # fmt: skip
+    for call in calls:
+        moved, _ = moved_by(handle, lambda call=call: pipelines.call(pipe, **call), pipelines.call(twin, **call))  # type: ignore[misc]
+        assert moved > 0
+    device = torch.device("cpu")
+    mine, same = (p.encode_prompt("g h", device=device, **_encoding(name)) for p in (pipe, twin))
+    assert_same_bits(list(mine), list(same))
+    # The middle of a call may end it.
+    with pytest.raises(KeyboardInterrupt):
+        pipelines.call(pipe, callback_on_step_end=_interrupt)
+    assert_same_bits(pipelines.call(pipe), pipelines.call(twin))
+
+
+def _encoding(name: str) -> dict[str, Any]:
+    if name == "wan":
+        return {"max_sequence_length": 16}
+    return {"num_images_per_prompt": 1, "do_classifier_free_guidance": True}
+
+
+def _interrupt(*_: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def test_decoding_in_tiles_and_slices() -> None:
+    pipe = pipelines.build("stable diffusion")
+    pipe.vae.enable_tiling()
+    pipe.vae.tile_latent_min_size, pipe.vae.tile_sample_min_size = 16, 32
+    large = {"height": 64, "width": 48, "num_inference_steps": 1}
+    expected = pipelines.call(pipe, **large)
+    handle = offloaded(pipe, 0.3)
+    for _ in range(2):
+        _, missed = moved_by(handle, lambda: pipelines.call(pipe, **large), expected)
+    assert missed == 0
+    pipe.vae.disable_tiling()
+    pipe.vae.enable_slicing()
+    twin = pipelines.build("stable diffusion")
+    twin.vae.enable_slicing()
+    assert_same_bits(pipelines.call(pipe, prompt=["a", "b"], negative_prompt=["c", "d"]),
+                     pipelines.call(twin, prompt=["a", "b"], negative_prompt=["c", "d"]))  # fmt: skip
+
+
+def test_progress_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
+    pipe = pipelines.build("flux")
+    pipe.set_progress_bar_config(disable=False)
+    offloaded(pipe, 0.4)
+    pipelines.call(pipe)
+    assert "3/3" in capfd.readouterr().err
+
+
+def test_a_budget_for_everything_offloads_nothing() -> None:
+    pipe = pipelines.build("flux")
+    expected = pipelines.call(pipe)
+    with pytest.warns(HeadraceWarning, match="fit the budget"):
+        _, handle = load(pipe, "1GiB")
+    assert handle.plan.offloaded_bytes == 0
+    assert_same_bits(pipelines.call(pipe), expected)
+
+
+def test_models_called_text_encoder_2_and_3_are_no_layers_of_one() -> None:
+    parts = torch.nn.Module()
+    parts.text_encoder_2, parts.text_encoder_3 = pipelines.clip_text(1), pipelines.t5("T5", 2)
+    assert set(find_stacks(take_inventory(parts))) == {"text_encoder_2.encoder.layers", "text_encoder_3.encoder.block"}
+
+
+# -- compiled ------------------------------------------------------------------------------------------------------
+
+
+def _compile(pipe: Any, part: str, how: str, backend: str) -> None:
+    model = getattr(pipe, part)
+    if how == "wrapped":
+        setattr(pipe, part, torch.compile(model, backend=backend))
+    elif how == "in place":
+        model.compile(backend=backend)
+    else:
+        model.compile_repeated_blocks(backend=backend, fullgraph=True)
+
+
+@pytest.mark.parametrize("first", ["compiled", "offloaded"])
+@pytest.mark.parametrize(("name", "how"), [("flux", "wrapped"), ("wan", "in place"), ("flux", "regional")])
+def test_compiled(name: str, how: str, first: str) -> None:
+    pipe, twin = pipelines.build(name), pipelines.build(name)
+    _compile(twin, STEP_MODELS[name], how, "eager")
+    expected = pipelines.call(twin)
+    if first == "compiled":
+        _compile(pipe, STEP_MODELS[name], how, "eager")
+        pipelines.call(pipe)
+    handle = offloaded(pipe, 0.4)
+    if first == "offloaded":
+        _compile(pipe, STEP_MODELS[name], how, "eager")
+    for _ in range(2):
+        moved, missed = moved_by(handle, lambda: pipelines.call(pipe), expected)
+        assert moved > 0
+    assert missed == 0
+
+
+# -- adapters ------------------------------------------------------------------------------------------------------
+
+
+def lora(name: str, seed: int) -> dict[str, torch.Tensor]:
+    """A LoRA for the pipeline ``name``, in the format of diffusers."""
+    from peft import LoraConfig, get_peft_model_state_dict
+
+    part = STEP_MODELS[name]
+    model = getattr(pipelines.build(name), part)
+    model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_v", "to_out.0"]), adapter_name="x")
+    generator = torch.Generator().manual_seed(seed)
+    state = get_peft_model_state_dict(model, adapter_name="x")
+    return {f"{part}.{key}": torch.randn(value.shape, generator=generator) / 9 for key, value in state.items()}
+
+
+LORA_STEPS: list[tuple[str, Callable[[Any, str], Any]]] = [
+    ("one", lambda pipe, name: pipe.load_lora_weights(lora(name, 1), adapter_name="one")),
+    ("two", lambda pipe, name: (pipe.load_lora_weights(lora(name, 2), adapter_name="two"), pipe.set_adapters("two"))),
+    ("both", lambda pipe, name: pipe.set_adapters(["one", "two"], [0.5, 0.7])),
+    ("off", lambda pipe, name: pipe.disable_lora()),
+    ("on", lambda pipe, name: pipe.enable_lora()),
+    ("fused", lambda pipe, name: pipe.fuse_lora()),
+    ("unfused", lambda pipe, name: pipe.unfuse_lora()),
+    ("deleted", lambda pipe, name: pipe.delete_adapters("one")),
+    ("unloaded", lambda pipe, name: pipe.unload_lora_weights()),
+]
+
+
+@pytest.mark.parametrize(("name", "loaded_before"), [("stable diffusion", 0), ("flux", 2), ("wan", 0)])
+def test_lora(name: str, loaded_before: int) -> None:
+    """Loaded before or after, switched, mixed, disabled, merged, unmerged and unloaded; always within the budget."""
+    pipe, twin = pipelines.build(name), pipelines.build(name)
+    for _, step in LORA_STEPS[:loaded_before]:
+        step(pipe, name)
+        step(twin, name)
+    budget = int(0.4 * weight_bytes(pipe))
+    _, handle = load(pipe, budget)
+    outputs = [pipelines.call(twin)]
+    for what, step in LORA_STEPS[loaded_before:]:
+        step(pipe, name)
+        step(twin, name)
+        outputs.append(pipelines.call(twin))
+        moved, _ = moved_by(handle, lambda: pipelines.call(pipe), outputs[-1])
+        assert moved > 0, what
+        plan = handle.plan
+        assert plan.device_bytes <= budget
+        assert plan.weight_bytes == weight_bytes(twin), "adapters are in the plan"
+        assert not any("lora_" in tensor for tensor in plan.offloaded_names)
+    changes = sum(not torch.equal(a, b) for a, b in pairwise(outputs))
+    assert changes >= len(outputs) - 2, "unfusing may bring back the very bits"
+    handle.remove()
+    assert_same_bits(pipelines.call(pipe), outputs[-1])
+
+
+def test_an_adapter_without_room_leaves_a_pipeline_that_is_not_offloaded() -> None:
+    pipe = pipelines.build("flux")
+    _, handle = load(pipe, handle_least(pipe))
+    with pytest.raises(BudgetError, match="is too small"):
+        pipe.load_lora_weights(lora("flux", 1), adapter_name="one")
+    twin = pipelines.build("flux")
+    twin.load_lora_weights(lora("flux", 1), adapter_name="one")
+    assert_same_bits(pipelines.call(pipe), pipelines.call(twin))
+    assert "removed" in repr(handle)
+
+
+def handle_least(pipe: Any) -> int:
+    with pytest.raises(BudgetError) as caught:
+        load(pipe, 1)
+    return caught.value.minimum_bytes
+
+
+def test_an_ip_adapter(tmp_path: Path) -> None:
+    """Which adds an image encoder to the pipeline, and layers to the UNet."""
+    pipe, twin = pipelines.build("stable diffusion"), pipelines.build("stable diffusion")
+    budget = int(0.5 * weight_bytes(pipe))
+    _, handle = load(pipe, budget)
+    state = pipelines.ip_adapter(twin.unet)
+    image = torch.randn(2, 1, 1, 32, generator=torch.Generator().manual_seed(5))
+    made = []
+    for p in (pipe, twin):
+        p.load_ip_adapter(state, subfolder="", weight_name="", image_encoder_folder=None)
+        p.set_ip_adapter_scale(0.8)
+        made.append(pipelines.call(p, ip_adapter_image_embeds=[image]))
+    assert_same_bits(*made)
+    assert handle.stats().bytes_moved > 0
+    assert handle.plan.weight_bytes == weight_bytes(twin)
+    assert handle.plan.device_bytes <= budget
+    for p in (pipe, twin):
+        p.unload_ip_adapter()
+    assert_same_bits(pipelines.call(pipe), pipelines.call(twin))
+
+
+# -- folders -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "mode"), [("stable diffusion", "disk"), ("flux", "cpu"), ("wan", None)])
+def test_a_folder(name: str, mode: Any, tmp_path: Path) -> None:
+    from diffusers import DiffusionPipeline
+
+    # Products in 16 bits are the same wherever a weight lies; a mapped file has it at any address.
+    options: dict[str, Any] = {"dtype": torch.bfloat16}
+    pipelines.build(name).save_pretrained(tmp_path / "float32")
+    twin = DiffusionPipeline.from_pretrained(tmp_path / "float32", **options)
+    twin.save_pretrained(tmp_path / "folder")
+    twin = DiffusionPipeline.from_pretrained(tmp_path / "folder", **options)
+    twin.set_progress_bar_config(disable=True)
+    policy = headrace.Budget(int(0.6 * weight_bytes(twin)), mode=mode)
+    pipe, handle = load(tmp_path / "folder", policy, **options)
+    pipe.set_progress_bar_config(disable=True)
+    assert handle.plan.mode == ("cpu" if mode == "cpu" else "disk")
+    for _ in range(2):
+        moved, _ = moved_by(handle, lambda: pipelines.call(pipe), pipelines.call(twin))
+        assert moved > 0
+    for p in (pipe, twin):
+        p.load_lora_weights(lora(name, 1), adapter_name="one")
+    moved, _ = moved_by(handle, lambda: pipelines.call(pipe), pipelines.call(twin))
+    assert moved > 0
+    if mode != "cpu":
+        with pytest.raises(StateError, match=r"fuse_lora\(\) writes weights, and some of these rest in files"):
+            pipe.fuse_lora()
+        assert_same_bits(pipelines.call(pipe), pipelines.call(twin))
+
+
+def test_a_pipeline_with_its_folder_reads_it(tmp_path: Path) -> None:
+    pipe = pipelines.build("flux")
+    expected = pipelines.call(pipe)
+    pipe.save_pretrained(tmp_path)
+    policy = headrace.Budget(int(0.4 * weight_bytes(pipe)), mode="disk")
+    _, handle = load(pipe, policy, checkpoint=tmp_path)
+    moved, _ = moved_by(handle, lambda: pipelines.call(pipe), expected)
+    assert moved > 0
+    assert handle.plan.reads_files
+
+
+# -- refused -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda pipe: pipe.to("cpu"), r"to\(\) would move components"),
+        (lambda pipe: pipe.enable_model_cpu_offload(), r"enable_model_cpu_offload\(\) would move"),
+        (lambda pipe: pipe.enable_sequential_cpu_offload(), r"enable_sequential_cpu_offload\(\) would move"),
+        (lambda pipe: pipe.enable_group_offload(torch.device("cpu")), r"enable_group_offload\(\) would move"),
+        (lambda pipe: load(pipe, "9MiB"), "is offloaded already"),
+        (lambda pipe: headrace.offload(pipe.unet, "9MiB"), "is offloaded already"),
+    ],
+    ids=["to", "model offload", "sequential offload", "group offload", "twice", "a part"],
+)
+def test_what_else_would_move_it(call: Callable[[Any], Any], message: str) -> None:
+    pipe = pipelines.build("stable diffusion")
+    expected = pipelines.call(pipe)
+    handle = offloaded(pipe, 0.5)
+    with pytest.raises(StateError, match=message) as caught:
+        call(pipe)
+    assert "remove()" in str(caught.value)
+    moved, _ = moved_by(handle, lambda: pipelines.call(pipe), expected)
+    assert moved > 0
+
+
+def _group(pipe: Any) -> None:
+    device = torch.device("cpu")
+    pipe.unet.enable_group_offload(device, device, offload_type="leaf_level")
+
+
+def test_what_moves_it_already() -> None:
+    pipe = pipelines.build("stable diffusion")
+    _group(pipe)
+    with pytest.raises(StateError, match=r"unet.* is moved by diffusers' group offloading: expected a pipeline"):
+        load(pipe, "9MiB")
+    pipe = pipelines.build("stable diffusion")
+    pipe.enable_sequential_cpu_offload(device="cpu")
+    with pytest.raises(StateError, match=r"is moved by accelerate .*remove_all_hooks"):
+        load(pipe, "9MiB")
+
+
+def test_what_moves_a_component_from_then_on() -> None:
+    pipe = pipelines.build("stable diffusion")
+    offloaded(pipe, 0.5)
+    _group(pipe)
+    with pytest.raises(StateError, match=r"unet.* is moved by diffusers' group offloading"):
+        pipelines.call(pipe)
+
+
+def test_a_component_that_was_exchanged() -> None:
+    pipe = pipelines.build("stable diffusion")
+    handle = offloaded(pipe, 0.5)
+    mine, pipe.unet = pipe.unet, pipelines.unet()
+    with pytest.raises(StateError, match=r"unet of the pipeline was exchanged.*handle\.remove\(\)"):
+        pipelines.call(pipe)
+    pipe.unet = mine
+    moved, _ = moved_by(handle, lambda: pipelines.call(pipe), pipelines.call(pipelines.build("stable diffusion")))
+    assert moved > 0
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    pipe = pipelines.build("stable diffusion")
+    with pytest.raises(OptionTypeError, match="expected a DiffusionPipeline, or a folder"):
+        load(pipe.unet, "9MiB")
+    with pytest.raises(OptionTypeError, match="found unknown arguments dtype"):
+        load(pipe, "9MiB", dtype=torch.bfloat16)
+    with pytest.raises(OptionError, match="device_map moves components itself"):
+        load(tmp_path, "9MiB", device_map="balanced")
+    with pytest.raises(CheckpointError, match="expected the folder of a diffusers pipeline"):
+        load(tmp_path, "9MiB")
+    with pytest.raises(BudgetError, match="is too small"):
+        load(pipe, "1MiB")
+    assert not hasattr(pipe, "_headrace")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe.to("cpu")

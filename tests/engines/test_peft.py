@@ -1,0 +1,157 @@
+"""The promise: adapters of PEFT work on an offloaded model as on a resident one, whenever they came, and stay put."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import headrace
+from headrace.errors import HeadraceWarning, ModelChangedError, OutsideAccessError
+from headrace.testing import assert_same_bits
+
+if importlib.util.find_spec("peft") is None:
+    pytest.skip("peft is not installed", allow_module_level=True)
+
+from peft import LoraConfig, PeftModel, get_peft_model
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:peft"),
+    pytest.mark.filterwarnings("error::headrace.HeadraceWarning"),
+]
+IDS = torch.arange(12)[None]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """These models are so small that two threads mostly wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def base() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=500, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def with_adapters(model: Any) -> PeftModel:
+    """Two, of which one is large enough to be moved if it were no adapter."""
+    for name, rank in (("one", 4), ("two", 128)):
+        torch.manual_seed(rank)
+        config = LoraConfig(r=rank, init_lora_weights=False, target_modules=["q_proj", "up_proj", "down_proj"])
+        if isinstance(model, PeftModel):
+            model.add_adapter(name, config)
+        else:
+            model = get_peft_model(model, config, adapter_name=name)
+    model.set_adapter("one")
+    return model.eval()
+
+
+@torch.no_grad()
+def run(model: nn.Module) -> torch.Tensor:
+    logits: torch.Tensor = model(IDS).logits
+    return logits
+
+
+def weight_bytes(model: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def _disabled(model: PeftModel) -> torch.Tensor:
+    with model.disable_adapter():
+        return run(model)
+
+
+STEPS: list[Callable[[PeftModel], Any]] = [
+    lambda model: model.set_adapter("two"),
+    lambda model: model.base_model.set_adapter(["one", "two"]),
+    _disabled,
+    lambda model: model.merge_adapter(),
+    lambda model: model.unmerge_adapter(),
+    lambda model: model.merge_adapter(["two"]),
+    lambda model: model.unmerge_adapter(),
+    lambda model: model.delete_adapter("two"),
+    lambda model: model.set_adapter("one"),
+]
+
+
+@pytest.mark.parametrize("policy", ["budget", headrace.Prefetch(1, 1, 2)], ids=["budget", "prefetch"])
+@pytest.mark.parametrize("loaded", ["before", "after"])
+def test_as_resident(loaded: str, policy: Any) -> None:
+    """Switched, several at once, disabled, merged into the store and out of it, deleted."""
+    model, twin = base(), with_adapters(base())
+    if loaded == "before":
+        model = with_adapters(model)
+    handle = headrace.offload(model, weight_bytes(model) * 7 // 10 if policy == "budget" else policy)
+    plan = handle.plan
+    if loaded == "after":
+        run(model)
+        model = with_adapters(model)
+    assert_same_bits(run(model), run(twin))
+    for step in STEPS:
+        moved = handle.stats().bytes_moved
+        assert_same_bits((step(model), run(model)), (step(twin), run(twin)))
+        assert handle.stats().bytes_moved > moved
+    assert handle.plan == plan, "merging made nothing resident"
+    assert not any("lora_" in name for name in plan.offloaded_names)
+    handle.remove()
+    assert_same_bits(run(model), run(twin))
+    assert_same_bits(dict(model.state_dict()), dict(twin.state_dict()))
+
+
+def test_merged_for_good() -> None:
+    model, twin = with_adapters(base()), with_adapters(base())
+    expected = run(twin.merge_and_unload())
+    handle = headrace.offload(model, weight_bytes(model) * 7 // 10)
+    merged = model.merge_and_unload()
+    assert_same_bits(run(merged), expected)
+    assert handle.stats().bytes_moved > 0
+    handle.remove()
+    assert_same_bits(run(merged), expected)
+
+
+def test_merging_that_exchanges_weights_is_refused() -> None:
+    model = with_adapters(base())
+    with headrace.offload(model, weight_bytes(model) * 7 // 10) as handle:
+        least = handle.plan.device_bytes
+    with headrace.offload(model, least):
+        with pytest.warns(HeadraceWarning, match="has no room for it beside the plan"):
+            model.merge_adapter(safe_merge=True)
+        with pytest.raises(ModelChangedError, match=r"proj\.base_layer\.weight was moved .*handle\.remove\(\)"):
+            run(model)
+
+
+def test_merging_into_files_is_refused(tmp_path: Path) -> None:
+    model = base()
+    model.save_pretrained(tmp_path)
+    budget = headrace.Budget(weight_bytes(model) * 7 // 10, mode="disk")
+    least = headrace.make_plan(model, budget, checkpoint=tmp_path).device_bytes
+    with headrace.offload(model, headrace.Budget(least, mode="disk"), checkpoint=tmp_path) as handle:
+        adapted, twin = with_adapters(model), with_adapters(base())
+        assert_same_bits(run(adapted), run(twin))
+        assert handle.stats().bytes_moved > 0
+        with pytest.raises(OutsideAccessError, match=r"which writes it in place.*offload in mode 'cpu'"):
+            adapted.merge_adapter()
+
+
+def test_merging_while_slots_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HEADRACE_DEBUG knows checksums of the store."""
+    monkeypatch.setenv("HEADRACE_DEBUG", "1")
+    model, twin = with_adapters(base()), with_adapters(base())
+    with headrace.offload(model, headrace.Prefetch(1, 1, 2)) as handle:
+        for step in (run, lambda model: model.merge_adapter(), lambda model: model.unmerge_adapter()):
+            step(model)
+            step(twin)
+            assert_same_bits(run(model), run(twin))
+        assert handle.stats().bytes_moved > 0
