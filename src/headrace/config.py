@@ -182,8 +182,8 @@ class Workload:
             one with the least geometric mean of step times over all of them (``--batch``).
         context: tokens per sequence in the KV cache; 0 plans without a cache and without activations, so that the
             budget is for the weights alone (``--context``).
-        repeated: name patterns of what every step runs. What else may be offloaded runs once per call and is: no byte
-            of it stays for the steps. Empty means that every step runs everything.
+        repeated: name patterns of what every step runs. The rest runs once per call, so none of it stays on the device
+            that may be offloaded. Empty means that every step runs everything.
     """
 
     batch_sizes: Sequence[int] = (1,)

@@ -107,9 +107,10 @@ class Promoter(NotCopyable):
         if not to_store and self._promote(storage, tensor, how):
             return None
         if is_written and not to_store:
+            in_files = self.plan.placements[name].store == "disk"
+            other = ", or offload in mode 'cpu', where host memory takes the write" if in_files else ""
             raise OutsideAccessError(
-                f"{how} {_OUTSIDE}, which writes it in place, and {self._why_lent(storage)}: {_fix(tensor)}, or offload "
-                f"in mode 'cpu' (--offload-mode cpu), where host memory takes the write"
+                f"{how} {_OUTSIDE}, which writes it in place, and {self._why_lent(storage)}: {_fix(tensor)}{other}"
             )
         if not to_store:
             self._warn_of_loan(storage, tensor, how)
@@ -132,8 +133,8 @@ class Promoter(NotCopyable):
         return end_loan
 
     def _rests_here(self, name: str) -> bool:
-        """Whether the bytes of the storage ``name`` are in host memory of this process alone."""
-        return name not in self.plan.resident and self.plan.placements[name].store == "cpu"
+        """Whether a unit brings the storage ``name``, from host memory of this process alone."""
+        return self.plan.mechanism_of(name) == "prefetch" and self.plan.placements[name].store == "cpu"
 
     def rebase(self, storage: BoundStorage, output: Any) -> tuple[Any, dict[int, torch.Tensor]]:
         """``output`` of a module, in which views of ``storage`` in its slot become views of it as a resident.
