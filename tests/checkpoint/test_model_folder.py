@@ -172,8 +172,8 @@ class TestOfAnotherKind:
         message = refuses(config__json='{"_class_name": "FluxTransformer2DModel"}', a__safetensors="")
         assert "found FluxTransformer2DModel of diffusers; load it with diffusers, model = FluxTransf" in message
         message = refuses(model_index__json="{}")
-        assert "found a diffusers pipeline (model_index.json), which is several; load it with Diff" in message
-        assert "offload its parts: headrace.offload(pipe.transformer" in message
+        assert "found a diffusers pipeline (model_index.json), which is several; load all" in message
+        assert f"in one budget: headrace.adapters.diffusers.load('{tmp_path}', \"12GiB\")" in message
 
     def test_pickles(self, refuses: Callable[..., str], tmp_path: Path) -> None:
         message = refuses(config__json='{"architectures": ["BertModel"]}', pytorch_model__bin="")

@@ -1,1 +1,1 @@
-"""Libraries and engines that headrace works with, one folder each; each is imported only when it is used."""
+"""Libraries and engines that headrace works with, one folder or file each; each is imported only when it is used."""

@@ -135,9 +135,8 @@ def _require_model(folder: Path) -> None:
     has_config = (folder / "config.json").is_file()
     if "model_index.json" in names:
         raise CheckpointError(
-            f"{folder}: expected one model, found a diffusers pipeline (model_index.json), which is several; load it "
-            f"with DiffusionPipeline.from_pretrained({str(folder)!r}) and offload its parts: "
-            f'headrace.offload(pipe.transformer, "8GiB")'
+            f"{folder}: expected one model, found a diffusers pipeline (model_index.json), which is several; load all "
+            f'of them in one budget: headrace.adapters.diffusers.load({str(folder)!r}, "12GiB")'
         )
     if "adapter_config.json" in names:
         raise CheckpointError(_adapter(folder))
