@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import threading
 from collections import Counter
@@ -131,6 +132,24 @@ def test_load(folder: Path) -> None:
     handle.remove()
     assert trace.counts() == ONCE
     show("load(folder, budget)", trace, MAX_FILES["load"])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("diffusers") is None, reason="diffusers is not installed")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_pipeline_of_diffusers() -> None:
+    """All its components through the door at once."""
+    import pipelines
+    from headrace.adapters.diffusers import load as load_pipeline
+
+    pipe = pipelines.build("flux")
+    load_pipeline(pipe, "12MiB")[1].remove()
+    with traced() as trace:
+        _, handle = load_pipeline(pipe, "12MiB")
+    assert {unit.module_fqn.split(".")[0] for unit in handle.plan.units} == {
+        "text_encoder", "text_encoder_2", "transformer", "vae",
+    }  # fmt: skip
+    handle.remove()
+    assert trace.counts() == ONCE
 
 
 def test_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,6 +151,27 @@ def test_decoding_in_tiles_and_slices() -> None:
                      pipelines.call(twin, prompt=["a", "b"], negative_prompt=["c", "d"]))  # fmt: skip
 
 
+def test_slots_that_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HEADRACE_DEBUG poisons slots between runs, and compares what arrives."""
+    monkeypatch.setenv("HEADRACE_DEBUG", "1")
+    pipe = pipelines.build("controlnet")
+    expected = pipelines.call(pipe)
+    handle = offloaded(pipe, 0.3)
+    for _ in range(2):
+        moved, _ = moved_by(handle, lambda: pipelines.call(pipe), expected)
+        assert moved > 0
+
+
+def test_textual_inversion() -> None:
+    pipe, twin = pipelines.build("stable diffusion"), pipelines.build("stable diffusion")
+    handle = offloaded(pipe, 0.4)
+    for p in (pipe, twin):
+        p.load_textual_inversion({"weir": torch.ones(1, 128)}, token="weir")
+    moved, _ = moved_by(handle, lambda: pipelines.call(pipe, prompt="a weir"), pipelines.call(twin, prompt="a weir"))
+    assert moved > 0
+    assert handle.plan.weight_bytes == weight_bytes(twin)
+
+
 def test_progress_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
     pipe = pipelines.build("flux")
     pipe.set_progress_bar_config(disable=False)

@@ -138,6 +138,27 @@ def test_captured_graphs(pair: tuple[Odd, Odd]) -> None:
     assert torch.equal(model(x), resident(x))
 
 
+@promoted
+@torch.no_grad()
+def test_a_write_between_replays(pair: tuple[Odd, Odd]) -> None:
+    resident, model = pair
+    resident.reads = model.reads = False
+    x = inputs()
+    handle = headrace.offload(model, EVERYTHING)
+    for _ in range(2):
+        assert torch.equal(model(x), resident(x))
+    graph, captured = _capture(model, x)
+    for index in range(6):
+        for twin in (resident, model):
+            twin.layers[index].weight.data += 0.5
+        graph.replay()
+        assert torch.equal(captured, resident(x))
+    assert handle.stats().bytes_moved > 0
+    del graph
+    handle.remove(graphs_released=True)
+    assert torch.equal(model(x), resident(x))
+
+
 def _capture(model: nn.Module, x: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

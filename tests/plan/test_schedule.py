@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.errors import StateError
 from headrace.model.inventory import Inventory, Location, StorageInfo, TensorInfo
 from headrace.plan.plan import Plan, UnitDraft, assemble
 from headrace.plan.schedule import Schedule, chain, next_in_chain, slot_of
@@ -259,6 +260,21 @@ def test_a_loop_is_expected_to_go_on_from_its_second_round(steps: int, then: int
     most = 4 * (1 + 5 * steps // 4096)
     assert 0 < misses[0] <= most
     assert misses[1] - misses[0] <= (0 if then == steps else most)
+
+
+def test_of_a_pipeline_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay would find units of other components in the slots."""
+    link = WorstLink(lazy=False)
+    pipeline, _ = make_pipeline(4, 2, link, repeats=True)
+    pipeline.prefetch_first()
+    with monkeypatch.context() as patch:
+        patch.setattr(WorstLink, "capturing", True)
+        with pytest.raises(StateError, match="a CUDA graph was being captured of a part of an offloaded pipeline"):
+            pipeline.wait(0)
+    pipeline.begin_forward()
+    for unit in range(4):
+        run_unit(pipeline, unit)
+    pipeline.finish_forward()
 
 
 def test_the_order_of_the_plan_is_a_schedule_too() -> None:

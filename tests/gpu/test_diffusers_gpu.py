@@ -1,0 +1,61 @@
+"""Pipelines of diffusers on a GPU: same bits in one budget, with adapters that come later and a compiled transformer."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.errors import StateError
+from headrace.model.inventory import take_inventory
+
+if importlib.util.find_spec("diffusers") is None or importlib.util.find_spec("peft") is None:
+    pytest.skip("diffusers and peft are not installed", allow_module_level=True)
+
+import pipelines
+from headrace.adapters.diffusers import Components, PipelineHandle, load
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+def offloaded(pipe: Any, share: float) -> PipelineHandle:
+    _, handle = load(pipe, int(share * take_inventory(Components(pipe)).num_bytes), device="cuda")
+    return handle
+
+
+@pytest.mark.parametrize("name", pipelines.CASES)
+def test_the_same_images(name: str) -> None:
+    pipe, twin = pipelines.build(name), pipelines.build(name).to("cuda")
+    handle = offloaded(pipe, 0.4)
+    misses = []
+    for _ in range(3):
+        assert torch.equal(pipelines.call(pipe), pipelines.call(twin))
+        misses.append(handle.stats().misses)
+    assert handle.stats().bytes_moved > 0
+    assert misses[0] == misses[2]
+    handle.remove()
+    assert {tensor.device.type for tensor in pipe.vae.parameters()} == {"cpu"}
+
+
+def test_compiled_blocks() -> None:
+    pipe, twin = pipelines.build("flux"), pipelines.build("flux").to("cuda")
+    handle = offloaded(pipe, 0.4)
+    for p in (pipe, twin):
+        p.transformer.compile_repeated_blocks(fullgraph=True)
+    made = pipelines.call(pipe)
+    assert torch.allclose(made, pipelines.call(twin), atol=1e-3)
+    assert torch.equal(made, pipelines.call(pipe))
+    assert handle.stats().bytes_moved > 0
+
+
+def test_graphs_are_refused() -> None:
+    pipe = pipelines.build("flux")
+    offloaded(pipe, 0.4)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), pytest.raises(StateError, match="a CUDA graph was being captured"), torch.cuda.graph(graph):
+        pipe.text_encoder(torch.zeros(1, 8, dtype=torch.int64, device="cuda"))
