@@ -1,4 +1,4 @@
-"""Pipelines of diffusers on a GPU: same bits in one budget, with adapters that come later and a compiled transformer."""
+"""Pipelines of diffusers on a GPU: same bits in one budget, also with a compiled transformer."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ copies at the worst moments.
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -260,6 +261,24 @@ def test_a_loop_is_expected_to_go_on_from_its_second_round(steps: int, then: int
     most = 4 * (1 + 5 * steps // 4096)
     assert 0 < misses[0] <= most
     assert misses[1] - misses[0] <= (0 if then == steps else most)
+
+
+def test_what_is_expected_of_a_pipeline_is_bounded() -> None:
+    """Whatever is run by hand between calls, and however a call jumps about."""
+    pipeline, _ = make_pipeline(6, 2, WorstLink(lazy=False), repeats=True)
+    for _ in range(2):
+        pipeline.begin_forward()
+        for unit in [0, 1, *[2, 3] * 3000, *[4, 5, 4, 2, 5, 3] * 500]:
+            run_unit(pipeline, unit)
+        pipeline.finish_forward()
+        for unit in [0, 1] * 50:
+            run_unit(pipeline, unit)
+    assert len(pipeline._schedule.order) == 2 + 6000 + 3000
+    pipeline.begin_forward()
+    for unit in random.Random(0).choices(range(6), k=3000):
+        run_unit(pipeline, unit)
+    assert len(pipeline._schedule.order) < 2**18
+    pipeline.finish_forward(whole=False)
 
 
 def test_of_a_pipeline_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

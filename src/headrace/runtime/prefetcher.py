@@ -43,6 +43,8 @@ STOP_TIMEOUT_S = 30.0
 
 # Runs of units in one call of a pipeline that are remembered: hours of them.
 _MOST_RUNS = 1 << 20
+# Runs that are expected of a call before it has shown its order, with all its loops.
+_MOST_EXPECTED = 1 << 16
 
 
 class Prefetcher:
@@ -196,12 +198,13 @@ class Prefetcher:
             self._schedule = Schedule(order, self._num_slots)
             self._graphs.follow(self._schedule)
 
-    def _locate(self, unit: int) -> int:
+    def _locate(self, unit: int, in_forward: bool) -> int:
         """The position of the run of ``unit`` that begins, in the expected order."""
         found = self._schedule.find(unit, self._position + 1)
         if found is None:
             return self._position  # expected nowhere, so the rest still is
-        if self._repeats and found <= self._position and unit in self._seen:
+        is_loop = self._repeats and in_forward and found <= self._position and unit in self._seen
+        if is_loop and len(self._schedule.order) < _MOST_EXPECTED:  # what makes no sense as loops must not grow
             self._schedule = self._schedule.again(found, self._position)
             found = self._position + 1
         self._position = found
@@ -238,7 +241,7 @@ class Prefetcher:
             self._bring(unit, slot)
             reader = reader or Reader(forward)
             slot.to_in_use(reader)
-            slot.position = self._locate(unit)
+            slot.position = self._locate(unit, forward is not None)
             if forward is not None and len(self._seen) <= self._most_seen:
                 self._seen.append(unit)
             if self._capturing:
