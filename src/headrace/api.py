@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from headrace.checkpoint.safetensors_header import Checkpoint
 
-__all__ = ["Handle", "offload", "refuse_second_offload", "start"]
+__all__ = ["Handle", "handle_of", "offload", "refuse_second_offload", "start"]
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class Handle:
         """
         self._session.remove(graphs_released)
         # A model may have been offloaded again since, and then has another handle.
-        if _handle_of(self.model) is self:
+        if handle_of(self.model) is self:
             del self.model.__dict__[_MARK]
 
     def __enter__(self) -> Handle:
@@ -167,7 +167,7 @@ def offload(
     torch.compile traces is checked at trace time.
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper; the code behind it retraces by itself
-    was_offloaded = isinstance(model, nn.Module) and _handle_of(model) is not None
+    was_offloaded = isinstance(model, nn.Module) and handle_of(model) is not None
     try:
         # Before any check: an error in one rank, a wrong argument too, is then an error in all, and none waits for it.
         with open_ranks(group) as ranks:
@@ -181,7 +181,7 @@ def offload(
     except BaseException as error:
         _log.debug("refused: %s: %s", type(error).__name__, error)
         # An interrupt after start() has returned leaves no handle to the caller.
-        if not was_offloaded and isinstance(model, nn.Module) and (handle := _handle_of(model)) is not None:
+        if not was_offloaded and isinstance(model, nn.Module) and (handle := handle_of(model)) is not None:
             handle.remove()
         raise
 
@@ -223,14 +223,15 @@ def start(
         raise
 
 
-def _handle_of(module: nn.Module) -> Handle | None:
+def handle_of(module: nn.Module) -> Handle | None:
+    """The handle of the offload of ``module`` itself, if it is offloaded."""
     return vars(module).get(_MARK)
 
 
 def refuse_second_offload(model: nn.Module) -> None:
     """Raise ``StateError`` if ``model``, a part of it or one of its tensors is offloaded, or sharded by FSDP."""
     for name, module in model.named_modules():
-        has_handle, place = _handle_of(module) is not None, place_of(module)
+        has_handle, place = handle_of(module) is not None, place_of(module)
         if has_handle or place:
             what, again = (f"the submodule {name!r}", "the model around it") if name else ("this module", "it again")
             where, owner = f", as {place}", "the handle or offloader of that model"

@@ -291,6 +291,27 @@ def test_an_adapter_without_room_leaves_a_pipeline_that_is_not_offloaded() -> No
     assert "removed" in repr(handle)
 
 
+@pytest.mark.parametrize("where", ["start", "_offloaded_class"])
+def test_an_interrupt_leaves_a_pipeline_that_is_not_offloaded(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headrace.adapters import diffusers as adapter
+
+    pipe = pipelines.build("flux")
+    pipeline_class, expected, done = type(pipe), pipelines.call(pipe), getattr(adapter, where)
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        done(*args, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            load(pipe, "12MiB")
+    assert type(pipe) is pipeline_class
+    assert_same_bits(pipelines.call(pipe), expected)
+    moved, _ = moved_by(offloaded(pipe, 0.4), lambda: pipelines.call(pipe), expected)
+    assert moved > 0
+
+
 def handle_least(pipe: Any) -> int:
     with pytest.raises(BudgetError) as caught:
         load(pipe, 1)

@@ -23,7 +23,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import nn
 
-from headrace.api import Handle, refuse_second_offload, start
+from headrace.api import Handle, handle_of, refuse_second_offload, start
 from headrace.checkpoint.safetensors_header import Checkpoint, FileFingerprint, FileTensor
 from headrace.checkpoint.weight_map import TensorSource, WeightMap
 from headrace.config import Budget, Policy, as_policy
@@ -143,24 +143,38 @@ def modules_of(pipe: DiffusionPipeline) -> dict[str, nn.Module]:
 class PipelineHandle(Handle):
     """An active offload of a pipeline; ``plan`` and ``stats()`` are those since its weights changed last."""
 
-    def __init__(self, pipe: DiffusionPipeline, begin: Callable[[], Handle]) -> None:
+    def __init__(self, pipe: DiffusionPipeline, begin: Callable[[Components], Handle]) -> None:
         """``begin``: plans and offloads the components as they are."""
+        if "_headrace" in vars(pipe):
+            raise StateError(
+                "the pipeline is offloaded already: call remove() on the handle that load() returned for it first"
+            )
         self.pipe = pipe
         self._begin = begin
         self._class: type[DiffusionPipeline] = type(pipe)
         self._attach()
 
     def _attach(self) -> None:
-        handle = self._begin()
-        super().__init__(handle.model, handle._session)
-        self.pipe._headrace = self
-        self.pipe.__class__ = _offloaded_class(self._class)
+        components = Components(self.pipe)
+        try:
+            super().__init__(components, self._begin(components)._session)
+            self.pipe._headrace = self
+            self.pipe.__class__ = _offloaded_class(self._class)
+        except BaseException:
+            # Of an interrupt, too: without a handle nobody could take the offload back.
+            if (begun := handle_of(components)) is not None:
+                begun.remove()
+            self._restore()
+            raise
 
     def remove(self, *, graphs_released: bool = False) -> None:
         super().remove(graphs_released=graphs_released)
-        if type(self.pipe) is not self._class:
-            self.pipe.__class__ = self._class
-            del self.pipe._headrace
+        self._restore()
+
+    def _restore(self) -> None:
+        """Make the pipeline an object of its own class again."""
+        self.pipe.__class__ = self._class
+        vars(self.pipe).pop("_headrace", None)
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call of the pipeline, as a forward of its components."""
@@ -196,8 +210,8 @@ def _offload(
     folder: str | os.PathLike[str] | None,
     disk: DiskOptions | None,
     arguments: dict[str, Any],
+    components: Components,
 ) -> Handle:
-    components = Components(pipe)
     _refuse_hooks(pipe, components)
     refuse_second_offload(components)
     inventory = take_inventory(components)
