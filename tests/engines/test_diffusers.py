@@ -412,6 +412,18 @@ def _group(pipe: Any) -> None:
     pipe.unet.enable_group_offload(device, device, offload_type="leaf_level")
 
 
+def test_another_pipeline_of_the_same_components() -> None:
+    """``from_pipe`` makes one that runs them by hand."""
+    pipe, twin = pipelines.build("stable diffusion"), pipelines.build("stable diffusion")
+    handle = offloaded(pipe, 0.4)
+    other, same = (type(p).from_pipe(p, dtype=torch.float32) for p in (pipe, twin))
+    for p in (other, same):
+        p.set_progress_bar_config(disable=True)
+    moved, _ = moved_by(handle, lambda: pipelines.call(other), pipelines.call(same))
+    assert moved > 0
+    assert_same_bits(pipelines.call(pipe), pipelines.call(twin))
+
+
 def test_what_moves_it_already() -> None:
     pipe = pipelines.build("stable diffusion")
     _group(pipe)

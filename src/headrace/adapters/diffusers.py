@@ -130,8 +130,8 @@ class Components(nn.Module):
             self.add_module(name, found[name])
         self.training = any(module.training for module in found.values())
 
-    def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
+    def forward(self, run: Callable[[], Any]) -> Any:
+        return run()
 
 
 def modules_of(pipe: DiffusionPipeline) -> dict[str, nn.Module]:
@@ -176,8 +176,8 @@ class PipelineHandle(Handle):
         self.pipe.__class__ = self._class
         vars(self.pipe).pop("_headrace", None)
 
-    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A call of the pipeline, as a forward of its components."""
+    def call(self, run: Callable[[], Any]) -> Any:
+        """``run()``, which is a call of the pipeline, as a forward of its components."""
         _refuse_hooks(self.pipe, self.model)  # they may have come since
         offloaded, now = dict(self.model.named_children()), modules_of(self.pipe)
         for name in offloaded.keys() | now.keys():
@@ -186,7 +186,7 @@ class PipelineHandle(Handle):
                     f"{name} of the pipeline was exchanged after the pipeline was offloaded: expected the components "
                     f"of that moment, which the plan is for; call handle.remove(), then load() again"
                 )
-        return self.model(function, *args, **kwargs)
+        return self.model(run)
 
     @contextmanager
     def weights_back(self, what: str) -> Iterator[None]:
@@ -271,34 +271,36 @@ def _refuse_hooks(pipe: DiffusionPipeline, components: nn.Module) -> None:
 
 def _offloaded_class(base: type[DiffusionPipeline]) -> type[DiffusionPipeline]:
     """A class like ``base``, under its name, whose calls and changes go through ``_headrace``, the handle."""
-    made: dict[str, Any] = {"__module__": base.__module__, "__doc__": base.__doc__, "__call__": _called(base.__call__)}
-    made |= {name: _refused(name) for name in _MOVERS}
-    made |= {name: _changing(getattr(base, name)) for name in _CHANGES if hasattr(base, name)}
+    made: dict[str, Any] = {"__module__": base.__module__, "__doc__": base.__doc__}
+    made["__call__"] = _through(base.__call__, lambda handle, run: handle.call(run))
+    for name in _MOVERS:
+        made[name] = _through(getattr(base, name), functools.partial(_refuse, name))
+    for name in _CHANGES:
+        if hasattr(base, name):
+            made[name] = _through(getattr(base, name), functools.partial(_change, name))
     return type(base.__name__, (base,), made)
 
 
-def _called(original: Callable[..., Any]) -> Callable[..., Any]:
+def _through(original: Callable[..., Any], around: Callable[[PipelineHandle, Callable[[], Any]], Any]) -> Any:
+    """A method that calls ``around(handle, run)``, in which ``run()`` is ``original``."""
+
     @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._headrace.call(original, self, *args, **kwargs)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = vars(self).get("_headrace")
+        run = functools.partial(original, self, *args, **kwargs)
+        # Without a handle it was made of this class and the same components by from_pipe(): they are right by hand.
+        return run() if handle is None else around(handle, run)
 
-    return call
-
-
-def _changing(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def change(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._headrace.weights_back(original.__name__):
-            return original(self, *args, **kwargs)
-
-    return change
+    return method
 
 
-def _refused(name: str) -> Callable[..., Any]:
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise StateError(
-            f"{name}() would move components that headrace moves: expected no such call while the pipeline is "
-            f"offloaded; leave it out (compute runs on the device of load()), or call handle.remove() first"
-        )
+def _change(name: str, handle: PipelineHandle, run: Callable[[], Any]) -> Any:
+    with handle.weights_back(name):
+        return run()
 
-    return refuse
+
+def _refuse(name: str, handle: PipelineHandle, run: Callable[[], Any]) -> Any:
+    raise StateError(
+        f"{name}() would move components that headrace moves: expected no such call while the pipeline is offloaded; "
+        f"leave it out (compute runs on the device of load()), or call handle.remove() first"
+    )
