@@ -26,6 +26,7 @@ if importlib.util.find_spec("diffusers") is None or importlib.util.find_spec("pe
 
 import pipelines
 from headrace.adapters.diffusers import Components, PipelineHandle, load, modules_of
+from spills import staged
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -379,6 +380,21 @@ def test_a_pipeline_with_its_folder_reads_it(tmp_path: Path) -> None:
     moved, _ = moved_by(handle, lambda: pipelines.call(pipe), expected)
     assert moved > 0
     assert handle.plan.reads_files
+
+
+def test_what_host_memory_has_no_room_for_stays_in_files(tmp_path: Path) -> None:
+    """As a budget on a GPU plans it: some units of every component in host memory, the others in the files."""
+    pipe = pipelines.build("flux")
+    expected = pipelines.call(pipe)
+    pipe.save_pretrained(tmp_path)
+    with offloaded(pipe, 0.4) as handle:
+        plan = staged(handle.plan, *range(0, len(handle.plan.units), 3))
+    _, handle = load(pipe, plan, checkpoint=tmp_path)
+    for _ in range(2):
+        moved, missed = moved_by(handle, lambda: pipelines.call(pipe), expected)
+        assert moved > 0
+    assert missed == 0
+    assert {name for name, size in handle.plan.store_bytes.items() if size} >= {"cpu", "disk"}
 
 
 # -- refused -------------------------------------------------------------------------------------------------------
