@@ -176,6 +176,40 @@ class TestWorkloads:
             headrace.make_plan(Stack(), budget, workload=Workload([3]))
 
 
+class TestRepeated:
+    """What a call runs once leaves the device to what every step runs."""
+
+    def two(self) -> torch.nn.Module:
+        model = torch.nn.Module()
+        model.once, model.steps = Stack(6, 256), Stack(6, 256)
+        model.forward = lambda x: x
+        return model
+
+    @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+    def test_residents(self, share: float) -> None:
+        model, workload = self.two(), Workload(repeated=["steps"])
+        size = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
+        plan = headrace.make_plan(model, Budget(int(share * size), workload=workload))
+        offloaded = {part: sum(n.startswith(part) for n in plan.offloaded_names) for part in ("once", "steps")}
+        every = sum(name.startswith("once") for name, p in model.named_parameters() if p.nbytes >= 2**16)
+        assert offloaded["once"] == every
+        assert (offloaded["steps"] == 0) == (share > 0.5)
+        assert plan.device_bytes <= share * size
+
+    def test_rules_come_first_and_everything_may_fit(self) -> None:
+        model, workload = self.two(), Workload(repeated=["steps"])
+        rule = ("once.layers.0.linear", "resident")
+        plan = headrace.make_plan(model, Budget("1MiB", workload=workload, rules=[rule]))
+        assert plan.mechanism_of("once.layers.0.linear.weight") == "resident"
+        assert plan.mechanism_of("once.layers.1.linear.weight") == "prefetch"
+        with pytest.warns(HeadraceWarning, match="fit the budget"):
+            assert not headrace.make_plan(model, Budget("1GiB", workload=workload)).units
+
+    def test_a_name_that_is_none(self) -> None:
+        with pytest.raises(SelectionError, match=r"pattern 'stepps' matches none"):
+            headrace.make_plan(self.two(), Budget("1MiB", workload=Workload(repeated=["stepps"])))
+
+
 # -- what would be refused later ---------------------------------------------------------------------------------------
 
 

@@ -571,7 +571,7 @@ def _too_small(table: CandidateTable, budget: Budget) -> BudgetError:
         for family in table.families
         if len(rows := family.fitting(np.inf, limit))
     ]
-    if not fitting and not table.forced:
+    if not fitting and not budget.rules:
         fitting = [table.inventory.num_bytes]
     minimum = beside + min(fitting) if fitting else None
     if budget.num_bytes >= least:
