@@ -281,6 +281,21 @@ def test_lora(name: str, loaded_before: int) -> None:
     assert_same_bits(pipelines.call(pipe), outputs[-1])
 
 
+def test_an_adapter_of_one_component_is_planned_at_the_next_call() -> None:
+    from peft import LoraConfig
+
+    pipe, twin = pipelines.build("flux"), pipelines.build("flux")
+    budget = int(0.4 * weight_bytes(pipe))
+    _, handle = load(pipe, budget)
+    for p in (pipe, twin):
+        torch.manual_seed(5)
+        p.transformer.add_adapter(LoraConfig(r=64, init_lora_weights=False, target_modules=["to_q", "to_v"]))
+    moved, _ = moved_by(handle, lambda: pipelines.call(pipe), pipelines.call(twin))
+    assert moved > 0
+    assert handle.plan.weight_bytes == weight_bytes(twin)
+    assert handle.plan.device_bytes <= budget
+
+
 def test_an_adapter_without_room_leaves_a_pipeline_that_is_not_offloaded() -> None:
     pipe = pipelines.build("flux")
     _, handle = load(pipe, handle_least(pipe))

@@ -156,6 +156,7 @@ class PipelineHandle(Handle):
 
     def _attach(self) -> None:
         components = Components(self.pipe)
+        self._planned_bytes = _parameter_bytes(components)
         try:
             super().__init__(components, self._begin(components)._session)
             self.pipe._headrace = self
@@ -186,6 +187,9 @@ class PipelineHandle(Handle):
                     f"{name} of the pipeline was exchanged after the pipeline was offloaded: expected the components "
                     f"of that moment, which the plan is for; call handle.remove(), then load() again"
                 )
+        if _parameter_bytes(self.model) != self._planned_bytes:  # of an adapter that was loaded into a component
+            with self.weights_back("add_adapter"):
+                pass
         return self.model(run)
 
     @contextmanager
@@ -201,6 +205,10 @@ class PipelineHandle(Handle):
             yield
         finally:
             self._attach()
+
+
+def _parameter_bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def _offload(
