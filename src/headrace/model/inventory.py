@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ __all__ = ["Inventory", "Location", "Place", "StorageInfo", "TensorInfo", "take_
 
 # Shared modules inside shared modules have exponentially many names; beyond so many per module only the shortest count.
 _NAMES_PER_MODULE = 4
+_REPACKS = "support_avx512bf16_for_cpu"  # of bitsandbytes' layers, which repack in eval() on such a CPU
 _MIN_NAMES = 10_000
 
 
@@ -100,6 +102,7 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], torch
     """The plain tensors inside ``tensor`` with the attribute path to each; itself under ``()`` if it is plain."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield (), tensor
+        yield from _beside(getattr(tensor, "__dict__", {}).get("quant_state"), ("quant_state",))
         return
     names, _context = tensor.__tensor_flatten__()
     for name in names:
@@ -107,6 +110,41 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], torch
         if isinstance(part, torch.Tensor):  # a DTensor lists its device mesh too
             for path, inner in inner_tensors(part):
                 yield (name, *path), inner
+
+
+def _beside(state: object, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """The scales and codes of a tensor of bitsandbytes' 4 bits, which an object beside its numbers holds."""
+    for name, value in vars(state).items() if state is not None else ():
+        if isinstance(value, torch.Tensor):
+            yield (*path, name), value
+        elif name == "state2":  # of scales that are quantised themselves
+            yield from _beside(value, (*path, name))
+
+
+def refuse_own_ways(name: str, module: nn.Module, device: torch.device) -> None:
+    """Refuse a module that moves, writes or exchanges its weights itself when it runs on ``device``.
+
+    Raises:
+        OptionError: such a module, with what to do instead.
+    """
+    weight: Any = module._parameters.get("weight")
+    state = getattr(weight, "quant_state", None)
+    packed = getattr(state, "packing_format_for_cpu", False)
+    if not isinstance(module._parameters, dict) or hasattr(module, "ct_decompress_hook"):
+        how = "has its weights exchanged by compressed-tensors in the first forward"
+        fix = "load it with headrace's load(), or with CompressedTensorsConfig(dequantize=True)"
+    elif type(weight).__name__ == "Int8Params":
+        how, fix = "(bitsandbytes, 8 bits) writes its weight in every forward", "quantise it to 4 bits, or with torchao"
+    elif packed and device.type != "cpu":
+        how, fix = "(bitsandbytes, 4 bits) has packed its weight for a CPU", "offload it before its first forward there"
+    elif state is not None and not packed and device.type == "cpu" and getattr(module, _REPACKS, False):
+        how, fix = "(bitsandbytes, 4 bits) repacks its weight in its first forward", "run the model once before"
+    else:
+        return
+    raise OptionError(
+        f"{f'module {name!r}' if name else 'the model'} ({type(module).__name__}): expected weights that stay where "
+        f"they are put, found a module that {how}; {fix}"
+    )
 
 
 class _Walk:

@@ -88,8 +88,11 @@ class BoundTensor:
             self.tensor.data = view
         else:
             if self.info.kind == "parameter" and not self.info.locations[0].inner:
-                # A meta tensor cannot take data (`.data = view`), so a new object has to replace it.
-                view = nn.Parameter(view, requires_grad=self.tensor.requires_grad)
+                # A meta tensor cannot take data (`.data = view`), so a new object has to replace it, with its
+                # attributes: bitsandbytes keeps scales there.
+                attributes = vars(self.tensor)
+                view = torch.Tensor._make_subclass(type(self.tensor), view, self.tensor.requires_grad)
+                vars(view).update(attributes)
             self._put(view)
             self.tensor = view
         self._address = view.data_ptr()

@@ -26,7 +26,7 @@ from headrace.config import (
 )
 from headrace.errors import OptionError, OptionTypeError, warn_user
 from headrace.experts.rows import require_rows
-from headrace.model.inventory import Inventory, take_inventory
+from headrace.model.inventory import Inventory, refuse_own_ways, take_inventory
 from headrace.model.live_tensors import BoundStorage, bind
 from headrace.model.memory_profile import profile_of
 from headrace.plan.plan import Plan, slab_bytes
@@ -126,6 +126,8 @@ def prepare(
     warn_about_variables()
     target = compute_device(model, device)
     inventory = take_inventory(model) if inventory is None else inventory
+    for name, module in model.named_modules():
+        refuse_own_ways(name, module, target)
     machine = describe_device(target)
     num_ranks = 1 if ranks is None else ranks.size
     given = policy if isinstance(policy, Plan) else as_policy(policy)
