@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.checkpoint.model_folder import model_folder, model_name
+from headrace.checkpoint.model_folder import is_quantised, model_folder, model_name
 from headrace.config import SHARDED_MODES, Budget, Policy, Workload, as_policy
 from headrace.errors import LimitError, OptionError, OptionTypeError, warn_user
 from headrace.figures import format_size
@@ -166,13 +166,15 @@ def plan_model(
     _check_ranks(given, num_ranks)
     work = workload or (given.workload if isinstance(given, Budget) else Workload())
     with no_collections():
-        facts = _facts_of(model, checkpoint, dtype)
+        # A folder is read for the device: quantised weights take other forms on a GPU and on a CPU.
+        target = _target(None, machine, device, disk) if isinstance(model, str | os.PathLike) else None
+        facts = _facts_of(model, checkpoint, dtype, target.device.type if target is not None else "")
         if disk is not None and facts.weights is not None:
             # The file system may refuse O_DIRECT. Opening the files finds this now, and not when the plan is carried
             # out.
             for path in facts.weights.checkpoint.files:
                 File(path, disk).close()
-        target = _target(facts.module, machine, device, disk)
+        target = target or _target(facts.module, machine, device, disk)
         inventory = facts.inventory
         planner = make_planner(
             inventory, facts.profile, target.device, facts.weights, target.rates, facts.unstreamable, disk, num_ranks
@@ -224,16 +226,18 @@ def _check_ranks(policy: Policy | Plan | None, num_ranks: int) -> None:
         )
 
 
-def _facts_of(model: Any, checkpoint: Any, dtype: Any) -> _Facts:
+def _facts_of(model: Any, checkpoint: Any, dtype: Any, device: str) -> _Facts:
     if dtype is not None and not isinstance(model, str | os.PathLike):
         raise OptionError("dtype: of a module, its own counts; leave dtype out, or plan a folder")
     if isinstance(model, str | os.PathLike):
         from headrace.checkpoint.kept_folder import folder_facts
         from headrace.runtime.this_machine import not_in_files
+        from headrace.transfer.machine_probe import may_have_gpu
 
         _refuse_checkpoint(checkpoint)
         folder = model_folder(model)
-        facts = folder_facts(folder, partial(_read, folder, dtype), str(dtype))
+        options = f"{dtype} {device} {may_have_gpu()}" if is_quantised(folder) else str(dtype)
+        facts = folder_facts(folder, partial(_read, folder, dtype, device), options)
         _warn_of(facts.differences)
         unstreamable = not_in_files(facts.inventory, facts.weights)
         return _Facts(facts.inventory, facts.profile, facts.weights, unstreamable, model_name(folder))
@@ -254,10 +258,10 @@ def _facts_of(model: Any, checkpoint: Any, dtype: Any) -> _Facts:
     return _Facts(take_inventory(model), profile_of(model), weights, name=type(model).__name__, module=model)
 
 
-def _read(folder: Path, dtype: Any) -> tuple[FolderFacts, Collection[str]]:
+def _read(folder: Path, dtype: Any, device: str) -> tuple[FolderFacts, Collection[str]]:
     from headrace.adapters.transformers.opened_model import open_model
 
-    return open_model(folder, dtype).facts
+    return open_model(folder, dtype, None, device, True).facts
 
 
 def _hits_of(expert_trace: str | os.PathLike[str], facts: _Facts) -> ExpertHits:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -179,12 +178,6 @@ class TestOfAnotherKind:
         message = refuses(config__json='{"architectures": ["BertModel"]}', pytorch_model__bin="")
         assert "found pickled weights alone (pytorch_model.bin), which have no headers" in message
         assert f"BertModel.from_pretrained('{tmp_path}').save_pretrained(FOLDER)" in message
-
-    def test_quantised(self, refuses: Callable[..., str]) -> None:
-        config = {"model_type": "qwen3", "quantization_config": {"quant_method": "awq"}}
-        message = refuses(config__json=json.dumps(config), a__safetensors="")
-        assert "found quantised ones (quantization_config in config.json, method 'awq')" in message
-        assert "from_pretrained on the CPU and hand the model to headrace.offload" in message
 
     def test_a_file(self, folder: Path) -> None:
         assert f"found a file; give the folder that it is in, '{folder}'" in error_of("plan", folder / "config.json")

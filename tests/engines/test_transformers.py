@@ -623,7 +623,7 @@ class TestErrors:
             ({"model_type": None}, "knows, found None"),
             ({"model_type": "mine", "auto_map": {"AutoModel": "code.Mine"}}, "code of its own .* does not run"),
             ({"architectures": ["Qwen3ForNothing"]}, "expected an architecture .* found 'Qwen3ForNothing'"),
-            ({"quantization_config": {"quant_method": "fp8"}}, "'fp8'.*not supported here yet"),
+            ({"quantization_config": {"quant_method": "mine"}}, "quant_method that transformers knows .*found 'mine'"),
             ({"hidden_size": "big"}, "makes no qwen3 configuration of it"),
             ({"vocab_size": -5}, "cannot be built from its config.json"),
         ],

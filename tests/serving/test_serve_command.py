@@ -89,6 +89,11 @@ def test_sampling_that_batches_cannot_have(changed: Callable[..., Path]) -> None
     assert run("serve", folder, "--generation-config", "none", "--dry-run").exit_code == 0
 
 
+def test_quantised_weights(changed: Callable[..., Path]) -> None:
+    folder = changed("config.json", quantization_config={"quant_method": "fp8"})
+    assert "found quantised ones (quantization_config in config.json), which this server" in error_of("serve", folder)
+
+
 def test_models_without_text(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertModel"]}))
     assert "No such file" in error_of("serve", tmp_path) or "safetensors" in error_of("serve", tmp_path)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from headrace.errors import CheckpointError, OptionError, OptionTypeError
 
-__all__ = ["model_folder", "model_name"]
+__all__ = ["is_quantised", "model_folder", "model_name"]
 
 _REPOSITORY = "models--"  # of the cache's folder for ORGANISATION/NAME: models--ORGANISATION--NAME
 # ORGANISATION/NAME, or NAME alone as in "gpt2" (https://huggingface.co/docs/hub/repositories-getting-started).
@@ -61,6 +61,13 @@ def model_name(folder: Path) -> str:
     if folder.absolute().parent.name == "snapshots" and repository.startswith(_REPOSITORY):
         return _hub_name(repository)
     return folder.absolute().name
+
+
+def is_quantised(folder: Path) -> bool:
+    """Whether config.json speaks of quantised weights, in whatever part of it."""
+    with suppress(OSError):
+        return b'"quantization_config"' in (folder / "config.json").read_bytes()
+    return False  # who reads it says what is wrong with it
 
 
 def _hub_name(repository: str) -> str:

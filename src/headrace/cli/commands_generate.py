@@ -130,7 +130,7 @@ def generate(
     from headrace.runtime.prepare import open_ranks
 
     notes = _silence() if quiet else stderr
-    opened = open_model(folder, dtype, attn_implementation)
+    opened = open_model(folder, dtype, attn_implementation, device)
     module: Any = opened.module
     if not module.can_generate() or module.config.is_encoder_decoder:
         raise OptionError(

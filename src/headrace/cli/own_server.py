@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from headrace.checkpoint.model_folder import model_folder
+from headrace.checkpoint.model_folder import is_quantised, model_folder
 from headrace.cli.arguments import disk_options, requested, target_device
 from headrace.cli.commands_generate import open_tokenizer
 from headrace.cli.terminal import byte_bar, stderr
@@ -67,7 +67,12 @@ def run_server(model: str, flags: OffloadFlags, options: ServerOptions) -> None:
     from headrace.serving.app import bind, make_app, run_app
     from headrace.serving.batches import BLOCK_TOKENS, Batches
 
-    opened = open_model(folder, options.dtype)
+    if is_quantised(folder):
+        raise OptionError(
+            f"{folder}: expected plain weights, found quantised ones (quantization_config in config.json), which this "
+            f"server was not tried with; use headrace serve --engine vllm, or the model's unquantised checkpoint"
+        )
+    opened = open_model(folder, options.dtype, device=device)
     tokenizer = open_tokenizer(folder)
     settings = _settings(opened, options.plain)
     planned = plan_model(opened, policy, device=device, disk=disk_options(flags))

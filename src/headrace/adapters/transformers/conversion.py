@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,13 +27,16 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from headrace.adapters.transformers.quantised import is_packed, make_whole, put_as_stored, take_whole
 from headrace.checkpoint.safetensors_header import Checkpoint, FileTensor
 from headrace.checkpoint.weight_map import Conversion, FilePart, TensorSource, WeightMap
 from headrace.errors import CheckpointError
 from headrace.model.inventory import Inventory, take_inventory
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
+    from transformers.quantizers.base import HfQuantizer
 
 __all__ = ["Match", "NotStretchesError", "Stretches", "match"]
 
@@ -69,16 +72,25 @@ class Match:
         return frozenset(self.weights.sources).union(self.rearranged)
 
 
-def match(model: PreTrainedModel, checkpoint: Checkpoint) -> Match:
+def match(
+    model: PreTrainedModel, checkpoint: Checkpoint, device: torch.device | None = None, *, as_stored: bool = False
+) -> Match:
     """Find the source of every tensor of ``model``, and adapt the model on ``meta`` to what ``from_pretrained`` makes.
 
-    Two things depend on the checkpoint and are set in the model: the dtype of what transformers keeps in float32, and
-    ties the configuration asks for while the checkpoint holds different values (those are cut).
+    Three things depend on the checkpoint and are set in the model: the dtype of what transformers keeps in float32,
+    ties the configuration asks for while the checkpoint holds different values (those are cut), and quantised modules
+    that its library finishes for ``device`` (:func:`make_whole`). ``as_stored``: to plan without that library, they
+    get the tensors of the files instead.
 
     Raises:
-        CheckpointError: nothing in common, or tensors of another shape.
+        CheckpointError: nothing in common, or tensors of another shape; modules that cannot run here.
     """
-    collected, unused = _collect(model, checkpoint)
+    sources: dict[str, TensorSource] = {}
+    held: set[str] = set()
+    decompressed: list[str] = []
+    if as_stored:
+        sources, held, decompressed = put_as_stored(model, checkpoint, _renaming(model))
+    collected, unused = _collect(model, checkpoint, held)
     if not collected:
         examples = (", ".join(list(names)[:3]) for names in (model.state_dict(), checkpoint.tensors))
         expected, found = (names or "none at all" for names in examples)
@@ -89,12 +101,14 @@ def match(model: PreTrainedModel, checkpoint: Checkpoint) -> Match:
         )
     untied = _cut_false_ties(model, collected)
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
-    sources: dict[str, TensorSource] = {}
     recipes: dict[str, Conversion] = {}
-    rearranged: dict[str, str] = {}
+    if getattr(model, "hf_quantizer", None) is not None:
+        quantised = take_whole(model, collected)
+        sources, recipes = make_whole(model, quantised, checkpoint, device or torch.device("cpu"))
+    rearranged = dict.fromkeys((*recipes, *decompressed), "made by the library that quantised it")
     for assembly in collected.values():
         streamed, why = _stream(model, assembly)
-        shapes = _shapes(model, assembly) if why else {name: source.shape for name, source in streamed.items()}
+        shapes = _shapes(model, assembly, state) if why else {name: source.shape for name, source in streamed.items()}
         # transformers, too, lets a conversion make more than this model has.
         names = tuple(name for name in shapes if name in state)
         for name in names:
@@ -105,7 +119,7 @@ def match(model: PreTrainedModel, checkpoint: Checkpoint) -> Match:
         else:
             sources.update({name: streamed[name] for name in names})
     inventory = take_inventory(model)
-    loaded = {*sources, *recipes}
+    loaded = {*sources, *rearranged}
     # A tie to a loaded tensor provides the others' values, too.
     unprovided = [storage.names for storage in inventory.storages if loaded.isdisjoint(storage.names)]
     missing = {name for names in unprovided for name in names if name in state}
@@ -128,16 +142,17 @@ class Assembly:
     Attributes:
         target: the first tensor of the model that they make.
         converter: what makes it; ``None`` means that it is the one file tensor, unchanged.
-        dtype: of the result, and of every part before it is converted.
+        dtype: of the result, and of every part before it is converted; ``None``: parts come as they lie in the files,
+            and what is made of them has the dtype of the model's tensor.
         parts: the file tensors in natural order, each with the pattern of ``converter`` that it matched.
     """
 
     target: str
     converter: WeightConverter | None
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     parts: list[tuple[str, FileTensor]] = field(default_factory=list)
 
-    def run(self, model: PreTrainedModel, get: Callable[[FileTensor], Any]) -> dict[str, Any]:
+    def run(self, model: nn.Module, get: Callable[[FileTensor], Any]) -> dict[str, Any]:
         """The model's tensors, by name, made from what ``get`` returns for each part when it is needed."""
         if self.converter is None:
             return {self.target: get(self.parts[0][1])}
@@ -156,45 +171,85 @@ class Assembly:
         return ", ".join(type(step).__name__ for step in steps)
 
 
-def _collect(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[dict[str, Assembly], set[str]]:
-    """The assemblies by their first target; and the keys, as renamed, that have no place in the model."""
-    mapping = get_model_conversion_mapping(model)
+def _collect(
+    model: PreTrainedModel, checkpoint: Checkpoint, without: Collection[str] = ()
+) -> tuple[dict[str, Assembly], set[str]]:
+    """The assemblies by their first target; and the keys, as renamed, that have no place in the model.
+
+    ``without``: names in the files that are left out.
+    """
+    quantizer: HfQuantizer | None = getattr(model, "hf_quantizer", None)
+    mapping = get_model_conversion_mapping(model, None, quantizer)
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     of_pattern: dict[str | None, WeightConverter] = {p: entry for entry in converters for p in entry.source_patterns}
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    state, prefix = model.state_dict(), model.base_model_prefix
+    state, rename = model.state_dict(), _renaming(model, mapping)
     dtype_of = _dtype_rule(model)
     collected: dict[str, Assembly] = {}
     unexpected: set[str] = set()
     # Natural order, `experts.10` after `experts.9`: conversions stack the parts in the order in which they come. The
     # rule treats the parts of a name one by one, and 46,000 names are made of a few hundred.
-    order = {part: dot_natural_key(part)[0] for part in {part for key in checkpoint.tensors for part in key.split(".")}}
-    for key in sorted(checkpoint.tensors, key=lambda key: [order[part] for part in key.split(".")]):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
-        if name not in state and key in state:
-            name, pattern = rename_source_key(key, [], [], prefix, state)
+    keys = [key for key in checkpoint.tensors if key not in without]
+    order = {part: dot_natural_key(part)[0] for part in {part for key in keys for part in key.split(".")}}
+    for key in sorted(keys, key=lambda key: [order[part] for part in key.split(".")]):
+        name, pattern = rename(key)
         if name not in state:
             unexpected.add(name)
             continue
         if name not in collected:
-            collected[name] = Assembly(name, of_pattern.get(pattern), dtype_of(name))
+            converter = of_pattern.get(pattern)
+            collected[name] = Assembly(name, converter, dtype_of(name, converter, checkpoint.tensors[key]))
         # A second tensor for the same target without a conversion is passed over, as in transformers.
         if collected[name].converter is not None or not collected[name].parts:
             collected[name].parts.append((pattern or key, checkpoint.tensors[key]))
+    for name, assembly in collected.items():
+        if assembly.dtype is None and len(assembly.parts) == 1 and not is_packed(assembly.parts[0][1]):
+            # What a quantizer leaves plain comes through its converter, too, and with the dtype that this gives it.
+            (value,) = assembly.run(
+                model, lambda part: torch.empty(part.shape, dtype=part.dtype, device="meta")
+            ).values()
+            collected[name] = Assembly(name, None, value.dtype, assembly.parts)
     # save_pretrained turns back what was used.
     vars(model)["_weight_conversions"] = [entry for entry in mapping if entry.was_used()]
     return collected, unexpected
 
 
-def _dtype_rule(model: PreTrainedModel) -> Callable[[str], torch.dtype]:
-    """The dtype a tensor of the state dict is loaded with: the model's, or float32 where the class insists on it."""
+def _renaming(model: PreTrainedModel, mapping: list[Any] | None = None) -> Callable[[str], tuple[str, str | None]]:
+    """From a name in the files to the one in the model, and the pattern of the converter that takes it."""
+    mapping = get_model_conversion_mapping(model) if mapping is None else mapping
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    state, prefix = model.state_dict(), model.base_model_prefix
+
+    def rename(key: str) -> tuple[str, str | None]:
+        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:
+            return rename_source_key(key, [], [], prefix, state)
+        return name, pattern
+
+    return rename
+
+
+def _dtype_rule(
+    model: PreTrainedModel,
+) -> Callable[[str, WeightConverter | None, FileTensor], torch.dtype | None]:
+    """The dtype a tensor of the state dict is loaded with: the model's, or float32 where the class insists on it.
+
+    Where it is quantised: what its quantizer says of the tensor of the file; ``None``: as it lies there.
+    """
+    quantizer: HfQuantizer | None = getattr(model, "hf_quantizer", None)
     own = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     plan: dict[str, torch.dtype] = model._get_dtype_plan(cast(torch.dtype, model.config.dtype))
     pattern, glob_of_group, _ = build_glob_alternation(list(plan))
 
-    def dtype_of(name: str) -> torch.dtype:
+    def dtype_of(name: str, converter: WeightConverter | None, tensor: FileTensor) -> torch.dtype | None:
         found = pattern.search(name)
-        return plan[glob_of_group[found.lastgroup]] if found and found.lastgroup else own[name]
+        dtype = plan[glob_of_group[found.lastgroup]] if found and found.lastgroup else own[name]
+        if quantizer is None:
+            return dtype
+        like = torch.empty(0, dtype=tensor.dtype, device="meta")
+        chosen: torch.dtype | None = quantizer.get_new_dtype(converter, like, dtype)
+        is_input = any(getattr(step, "hf_quantizer", None) for step in getattr(converter, "operations", ()))
+        return chosen if chosen is not None or is_input else tensor.dtype
 
     return dtype_of
 
@@ -237,6 +292,8 @@ def _equal(one: Assembly, other: Assembly) -> bool:
 def _stream(model: PreTrainedModel, assembly: Assembly) -> tuple[dict[str, TensorSource], str]:
     """The sources of what ``assembly`` makes; or none, and why."""
     stored = {tensor.dtype for _, tensor in assembly.parts}
+    if assembly.dtype is None:
+        return {}, f"made by {assembly.operations}"
     # Every operation that Stretches allow only moves elements, so it may come before the conversion as well as after.
     if len(stored) > 1 or not all(dtype == assembly.dtype or dtype.is_floating_point for dtype in stored):
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in stored))
@@ -248,8 +305,12 @@ def _stream(model: PreTrainedModel, assembly: Assembly) -> tuple[dict[str, Tenso
         return {}, f"rearranged by {assembly.operations}"
 
 
-def _shapes(model: PreTrainedModel, assembly: Assembly) -> dict[str, tuple[int, ...]]:
+def _shapes(
+    model: PreTrainedModel, assembly: Assembly, state: Mapping[str, torch.Tensor]
+) -> dict[str, tuple[int, ...]]:
     """Names and shapes of what ``assembly`` makes, by a run on ``meta``."""
+    if assembly.dtype is None:  # its code reads numbers, such as a shape that the file holds
+        return {assembly.target: tuple(state[assembly.target].shape)}
 
     def get(tensor: FileTensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=assembly.dtype, device="meta")
@@ -275,17 +336,21 @@ def _fit(name: str, shape: tuple[int, ...], assembly: Assembly, tensor: torch.Te
             f"{assembly.parts[0][1].path} ({of}{', ...' if len(assembly.parts) > 2 else ''}); the checkpoint belongs "
             f"to another configuration"
         )
-    if tensor.dtype != assembly.dtype:
+    if assembly.dtype is not None and tensor.dtype != assembly.dtype:
         tensor.data = tensor.data.to(assembly.dtype)  # in place, so that ties stay
 
 
 def _recipe(model: PreTrainedModel, names: tuple[str, ...], assembly: Assembly) -> Conversion:
     """How tensors ``names`` are made of the file's tensors, with ``from_pretrained``'s rounding."""
+    expected = {name: model.get_parameter_or_buffer(name) for name in names}
 
     @torch.no_grad()
     def make(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         made = assembly.run(model, lambda tensor: parts[tensor.name].to(assembly.dtype))
-        return {name: made[name].to(assembly.dtype).contiguous() for name in names}
+        for name, tensor in expected.items():
+            if made[name].shape != tensor.shape:  # known now where it depends on what the files hold
+                _fit(name, tuple(made[name].shape), assembly, tensor)
+        return {name: made[name].to(tensor.dtype).contiguous() for name, tensor in expected.items()}
 
     return Conversion(names, tuple({tensor.name: tensor for _, tensor in assembly.parts}.values()), make)
 

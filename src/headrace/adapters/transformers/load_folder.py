@@ -15,6 +15,7 @@ import difflib
 import json
 import os
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from headrace.adapters.transformers.conversion import Match, match
+from headrace.adapters.transformers.quantised import INITIALISED, move_wrappers, open_quantizer, put_in_modules
 from headrace.api import Handle, start
 from headrace.checkpoint.model_folder import model_folder
 from headrace.checkpoint.safetensors_header import Checkpoint
@@ -39,7 +41,7 @@ from headrace.memory.system import no_collections
 from headrace.model.live_tensors import BoundStorage, storage_id
 from headrace.plan.plan import Plan
 from headrace.ranks.group import RankGroup
-from headrace.runtime.prepare import Prepared, open_ranks, prepare
+from headrace.runtime.prepare import Prepared, compute_device, open_ranks, prepare
 from headrace.runtime.session import Progress
 from headrace.runtime.this_machine import not_in_files, require_kinds
 from headrace.stores.sources import DiskOptions
@@ -74,8 +76,8 @@ def load(
     """Load a model and offload it in one go; memory stays within the plan while loading, too.
 
     Args:
-        path: a folder with config.json and safetensors files, as ``save_pretrained`` or a download leaves it, or the
-            name of a model in the local cache of the Hugging Face Hub, such as ``"Qwen/Qwen3-8B"``
+        path: a folder with config.json and safetensors files, quantised ones too, as ``save_pretrained`` or a download
+            leaves it, or the name of a model in the local cache of the Hugging Face Hub, such as ``"Qwen/Qwen3-8B"``
             (:func:`~headrace.checkpoint.model_folder.model_folder`).
         policy: as for :func:`headrace.offload`; on a CPU a size such as ``"20GiB"`` streams from the files (mode
             ``disk``), for a GPU it fills pinned host memory from them (mode ``cpu``), and what that has no room for
@@ -96,7 +98,8 @@ def load(
         resident.
 
     Raises:
-        CheckpointError: no folder, no model in it, or files for another configuration.
+        CheckpointError: no folder, no model in it, files for another configuration, or quantised weights that cannot
+            be loaded here.
         OptionError, OptionTypeError: an invalid policy, class, dtype or attention; a plan for another model or machine.
         LimitError: the device or the host has no room for the plan; found before anything is allocated.
         PeerError: another rank of ``group`` failed, ended, or did not come in time.
@@ -108,11 +111,12 @@ def load(
         require_kinds(device, disk)
         # Before the weights are read, unlike from_pretrained: the plan decides which of them are read at all.
         with no_collections():
+            target = compute_device(nn.Module(), device)
             model = build_meta_model(
-                path, model_class=model_class, dtype=dtype, attn_implementation=attn_implementation
+                path, model_class=model_class, dtype=dtype, attn_implementation=attn_implementation, device=target
             )
             folder = model_folder(path)
-            found = match(model, Checkpoint.open(folder))
+            found = match(model, Checkpoint.open(folder), target)
         for difference in differences(model, found, is_chosen=model_class is not None):
             warn_user(difference)
         return model, load_matched(folder, model, found, policy, device, disk, progress, ranks)
@@ -146,7 +150,9 @@ def load_matched(
         options = {"cache_dir": None, "force_download": False, "proxies": None, "local_files_only": True, "token": None}
         adjust(None, False, None, os.fspath(folder), **options, revision="main", subfolder="", trust_remote_code=False)
     model.train(False)
-    return start(prepared, progress=progress)
+    handle = start(prepared, progress=progress)
+    move_wrappers(model)
+    return handle
 
 
 # -- config.json -> a model on meta ------------------------------------------------------------------------------------
@@ -158,10 +164,12 @@ def build_meta_model(
     model_class: ModelClass | None = None,
     dtype: torch.dtype | str | None = None,
     attn_implementation: str | None = None,
+    device: torch.device | None = None,
 ) -> PreTrainedModel:
     """The model of a folder on ``meta``, from its config.json alone: names, shapes, dtypes, ties, and no data.
 
-    Arguments as for :func:`load`.
+    Arguments as for :func:`load`. A quantised one has the modules that its quantizer puts in for ``device``; without a
+    device it is built as if it were plain.
 
     Where config.json states no dtype, that of the first floating-point tensor in the folder's files counts, if there
     are any; that is what ``from_pretrained`` does.
@@ -172,14 +180,21 @@ def build_meta_model(
     """
     folder = model_folder(path)
     raw = _read_config(folder)
-    _refuse_unsupported(folder, raw)
+    _refuse_many_layers(folder, raw)
     if model_class is None or hasattr(model_class, "from_config"):
         _refuse_unknown(folder, raw)
     maker = model_class or _named_class(folder, raw) or _unnamed_class(folder, raw)
     config = _make_config(folder, raw, maker)
     config.name_or_path = str(path)
     _refuse_attention(attn_implementation)
-    return _build(folder, maker, config, _choose_dtype(folder, config, dtype), attn_implementation)
+    quantizer = None if device is None else open_quantizer(folder, config, device)
+    chosen = _choose_dtype(folder, config, dtype)
+    if quantizer is None or device is None:
+        return _build(folder, maker, config, chosen, attn_implementation)
+    config.dtype = chosen = quantizer.update_dtype(chosen)
+    model = _build(folder, maker, config, chosen, attn_implementation)
+    put_in_modules(folder, model, quantizer, chosen, device)
+    return model
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -193,17 +208,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def _refuse_unsupported(folder: Path, raw: dict[str, Any]) -> None:
-    """Refuse quantised weights, and more layers than there are tensors, in the model and in each part of it."""
+def _refuse_many_layers(folder: Path, raw: dict[str, Any]) -> None:
+    """Refuse more layers than there are tensors, in the model and in each part of it."""
     for part in (raw, *(value for value in raw.values() if isinstance(value, dict))):
-        quantised = part.get("quantization_config") or part.get("compression_config")
-        if quantised:
-            method = quantised.get("quant_method", "unnamed") if isinstance(quantised, dict) else "unnamed"
-            raise CheckpointError(
-                f"{folder}: expected plain weights, found quantised ones (quantization_config in config.json, method "
-                f"{method!r}), which are not supported here yet; use the model's unquantised checkpoint, or load it "
-                f'with from_pretrained on the CPU and hand the model to headrace.offload(model, "8GiB", device="cuda")'
-            )
         for key, count in part.items():
             if not key.endswith(_DEPTHS) or not isinstance(count, int) or count <= _MANY_LAYERS:
                 continue
@@ -353,7 +360,8 @@ def _materialise(model: PreTrainedModel, found: Match, prepared: Prepared) -> No
             for storage in storages:
                 _allocate(bound[storage.name])
             for name, value in made.items():
-                model.get_parameter_or_buffer(name).data.copy_(value)
+                (live,) = [t.tensor for t in bound[inventory.by_name[name].name].tensors if name in t.info.names]
+                live.data.copy_(value)
         for storage in inventory.storages:
             if found.loaded.isdisjoint(storage.names):
                 _allocate(bound[storage.name])
@@ -363,12 +371,13 @@ def _materialise(model: PreTrainedModel, found: Match, prepared: Prepared) -> No
             tensor = getattr(module, attr)
             empty = torch.empty_like(tensor, device="cpu")
             setattr(module, attr, nn.Parameter(empty, tensor.requires_grad) if attr in module._parameters else empty)
-    # keep_vars: the mark below has to be on the model's own tensors; by default state_dict() returns detached ones.
-    state: dict[str, Any] = model.state_dict(keep_vars=True)
-    for name in found.loaded:
-        state[name]._is_hf_initialized = True  # initialize_weights() skips tensors with this mark
+    # Not state_dict(), in which bitsandbytes undoes what it has packed.
+    state = dict(chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)))
+    loaded = found.loaded & state.keys()  # the inner tensors of a quantised one have no mark
+    for name in loaded:
+        setattr(state[name], INITIALISED, True)
     initialise: Any = model.initialize_weights
-    with _RefuseChanges({storage_id(state[name]): name for name in found.loaded if state[name].is_meta}):
+    with _RefuseChanges({storage_id(state[name]): name for name in loaded if state[name].is_meta}):
         initialise()
 
 
@@ -434,8 +443,8 @@ def differences(model: PreTrainedModel, found: Match, *, is_chosen: bool = False
             f"from_pretrained does; say tie_word_embeddings: false in config.json"
         )
     if found.rearranged:
-        state = model.state_dict()
-        sizes = {name: state[name].nbytes for name in found.rearranged}
+        tensors = {name: tensor for s in found.inventory.storages for tensor in s.tensors for name in tensor.names}
+        sizes = {name: tensors[name].extent_bytes for name in found.rearranged if name in tensors}
         named = [f"{name} ({size} bytes, {found.rearranged[name]})" for name, size in sizes.items()]
         yield (
             f"{_some(named)}, {format_size(sum(sizes.values()))} in all, cannot be streamed from the unmodified files: "

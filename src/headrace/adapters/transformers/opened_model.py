@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, conversion_mapping, core_model_loading
 
 from headrace.adapters.transformers.conversion import Match, match
 from headrace.adapters.transformers.load_folder import build_meta_model, differences
+from headrace.adapters.transformers.quantised import NotHereError, stated_quantisation
 from headrace.checkpoint.kept_folder import FolderFacts
 from headrace.checkpoint.model_folder import model_folder, model_name
 from headrace.checkpoint.safetensors_header import Checkpoint
@@ -19,6 +21,7 @@ from headrace.checkpoint.weight_map import WeightMap
 from headrace.memory.system import no_collections
 from headrace.model.memory_profile import profile_of
 from headrace.model.records import Inventory, ModelProfile
+from headrace.runtime.prepare import compute_device
 from headrace.runtime.this_machine import not_in_files
 
 __all__ = ["OpenedModel", "open_model"]
@@ -31,6 +34,8 @@ class OpenedModel:
     folder: Path
     module: PreTrainedModel
     match: Match
+    profile: ModelProfile
+    note: str | None = None  # why it is for planning alone
 
     @property
     def weights(self) -> WeightMap:
@@ -51,12 +56,7 @@ class OpenedModel:
     @property
     def differences(self) -> list[str]:
         """What of the files is not used, or not as it lies there, and what none of them holds: for warnings."""
-        return list(differences(self.module, self.match))
-
-    @property
-    def profile(self) -> ModelProfile:
-        """Of the model beyond names and sizes."""
-        return profile_of(self.module)
+        return [*([self.note] if self.note else []), *differences(self.module, self.match)]
 
     @property
     def facts(self) -> tuple[FolderFacts, set[str]]:
@@ -75,14 +75,35 @@ class OpenedModel:
 
 
 def open_model(
-    path: str | os.PathLike[str], dtype: torch.dtype | str | None = None, attn_implementation: str | None = None
+    path: str | os.PathLike[str],
+    dtype: torch.dtype | str | None = None,
+    attn_implementation: str | None = None,
+    device: torch.device | str | None = None,
+    to_plan: bool = False,
 ) -> OpenedModel:
     """Read config and file headers of a model; arguments as for ``load``.
 
+    ``to_plan``: a quantised model that cannot run here, on ``device``, is described as its files hold it.
+
     Raises:
-        CheckpointError: no folder of a model, or one without a config or safetensors files that fit together.
+        CheckpointError: no folder of a model, or one without a config or safetensors files that fit together; without
+            ``to_plan`` also weights that cannot run here.
     """
     folder = model_folder(path)
     with no_collections():
+        try:
+            target = compute_device(nn.Module()) if device is None else torch.device(device)
+            module = build_meta_model(folder, dtype=dtype, attn_implementation=attn_implementation, device=target)
+            profile = profile_of(module)
+            return OpenedModel(folder, module, match(module, Checkpoint.open(folder), target), profile)
+        except NotHereError as error:
+            if not to_plan:
+                raise
+            note = (
+                f"{folder}: planned from the headers of the files, with quantised weights as they lie there; not with "
+                f"their library, which cannot load them here ({error.why})"
+            )
         module = build_meta_model(folder, dtype=dtype, attn_implementation=attn_implementation)
-        return OpenedModel(folder, module, match(module, Checkpoint.open(folder)))
+        profile = profile_of(module)  # before its modules lose their weights
+        found = match(module, Checkpoint.open(folder), as_stored=stated_quantisation(module.config) is not None)
+        return OpenedModel(folder, module, found, profile, note)
