@@ -274,7 +274,17 @@ def host_memory_cells(row: dict[str, Any]) -> list[str]:
     return [row["case"], str(row["threads"]), f"{row['num_bytes'] / 1e9:.1f}", f"{row['gb_per_s']:.1f}"]
 
 
+FORMAT_HEADINGS = ("format", "package", "load, CPU", "offload, CPU", "load, H200", "offload, H200")
+
+
+def format_cells(row: dict[str, Any]) -> list[str]:
+    ways = ("cpu_load", "cpu_offload", "h200_load", "h200_offload")
+    return [row["format"], row["package"] or "none", *(row[way]["what"] for way in ways)]
+
+
 def layout_of(row: dict[str, Any]) -> tuple[tuple[str, ...], Callable[[dict[str, Any]], list[str]]]:
+    if "cpu_load" in row:
+        return FORMAT_HEADINGS, format_cells
     if "policy" in row:
         return QUANTISED_HEADINGS, quantised_cells
     if "optimum" in row:
