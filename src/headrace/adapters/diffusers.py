@@ -122,7 +122,7 @@ def _from_folder(folder: str | os.PathLike[str], options: dict[str, Any]) -> tup
 class Components(nn.Module):
     """The modules of ``pipe`` as one model, whose forward is a call of the pipeline."""
 
-    def __init__(self, pipe: DiffusionPipeline) -> None:
+    def __init__(self, pipe: Any) -> None:
         super().__init__()
         found = modules_of(pipe)
         expected = (pipe.model_cpu_offload_seq or "").split("->")  # until a call has shown its own order
@@ -134,7 +134,7 @@ class Components(nn.Module):
         return run()
 
 
-def modules_of(pipe: DiffusionPipeline) -> dict[str, nn.Module]:
+def modules_of(pipe: Any) -> dict[str, nn.Module]:
     """The components of ``pipe`` that are modules, by name; compiled ones without their wrapper."""
     every = ((name, getattr(part, "_orig_mod", part)) for name, part in pipe.components.items())
     return {name: part for name, part in every if isinstance(part, nn.Module)}
@@ -143,7 +143,7 @@ def modules_of(pipe: DiffusionPipeline) -> dict[str, nn.Module]:
 class PipelineHandle(Handle):
     """An active offload of a pipeline; ``plan`` and ``stats()`` are those since its weights changed last."""
 
-    def __init__(self, pipe: DiffusionPipeline, begin: Callable[[Components], Handle]) -> None:
+    def __init__(self, pipe: Any, begin: Callable[[Components], Handle]) -> None:
         """``begin``: plans and offloads the components as they are."""
         if "_headrace" in vars(pipe):
             raise StateError(
