@@ -274,6 +274,40 @@ def host_memory_cells(row: dict[str, Any]) -> list[str]:
     return [row["case"], str(row["threads"]), f"{row['num_bytes'] / 1e9:.1f}", f"{row['gb_per_s']:.1f}"]
 
 
+EXPERTS_HEADINGS = (
+    "shape",
+    "layers",
+    "trace",
+    "rows",
+    "case",
+    "hits",
+    "GB missed",
+    "ms",
+    "at 50 GB/s + resident, ms",
+    "ratio",
+    "tokens/s",
+    "same bits",
+)
+
+
+def experts_cells(row: dict[str, Any]) -> list[str]:
+    goal_ms = row["missed_bytes"] / 50e9 * 1e3 + row["resident_ms"]
+    return [
+        row["shape"],
+        str(row["layers"]),
+        row["trace"],
+        str(row["rows"]),
+        row["case"],
+        "" if row["hits"] is None else f"{row['hits']:.1%}",
+        f"{row['missed_bytes'] / 1e9:.2f}",
+        f"{row['ms']:.2f}",
+        f"{goal_ms:.2f}",
+        f"{row['ms'] / goal_ms:.3f}",
+        f"{row['tokens_per_s']:.1f}",
+        "yes" if row["bit_equal"] else "NO",
+    ]
+
+
 FORMAT_HEADINGS = ("format", "package", "load, CPU", "offload, CPU", "load, H200", "offload, H200")
 
 
@@ -287,6 +321,8 @@ def layout_of(row: dict[str, Any]) -> tuple[tuple[str, ...], Callable[[dict[str,
         return FORMAT_HEADINGS, format_cells
     if "policy" in row:
         return QUANTISED_HEADINGS, quantised_cells
+    if "missed_bytes" in row:
+        return EXPERTS_HEADINGS, experts_cells
     if "optimum" in row:
         return POLICY_HEADINGS, policy_cells
     if "set_access_s" in row:
