@@ -57,6 +57,7 @@ OFFLOAD_FLAGS = [
     "--offload-prefetch-step",
     "--offload-params",
     "--offload-rule",
+    "--expert-slots",
     "--offload-mode",
     "--device",
     "--plan",
@@ -65,10 +66,11 @@ OFFLOAD_FLAGS = [
 ]
 FLAGS = {
     "demo": ["--folder", "--keep", "-v", "--verbose"],
-    "plan": ["--json", "--save", "--plot", "--machine", "--dtype", *OFFLOAD_FLAGS, "-v", "--verbose"],
+    "plan": ["--json", "--save", "--plot", "--machine", "--dtype", "--expert-trace", *OFFLOAD_FLAGS, "-v", "--verbose"],
     "generate": [
         "--prompt", "--chat", "--no-chat", "--system", "--max-new-tokens", "--temperature", "--top-p", "--top-k",
-        "--seed", "--dtype", "--attn-implementation", "--quiet", "--trace", *OFFLOAD_FLAGS, "-v", "--verbose",
+        "--seed", "--dtype", "--attn-implementation", "--quiet", "--trace", "--expert-trace", *OFFLOAD_FLAGS, "-v",
+        "--verbose",
     ],
 }  # fmt: skip
 

@@ -43,6 +43,7 @@ FLAGS = [
     "--offload-prefetch-step",
     "--offload-params",
     "--offload-rule",
+    "--expert-slots",
     "--offload-mode",
     "--device",
     "--plan",

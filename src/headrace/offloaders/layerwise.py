@@ -60,6 +60,11 @@ class LayerwiseOffloader(BaseOffloader):
 
     def __init__(self, policy: EnginePolicy) -> None:
         """``policy``: what to do."""
+        if isinstance(policy, Budget) and any(mechanism == "cache" for _, mechanism in policy.rules):
+            raise OptionError(
+                "rules: experts cannot be cached inside an engine yet, whose kernels read them by their numbers: say "
+                "experts=uva in place of experts=cache"
+            )
         self._policy = policy
         self._leaves = BuildTimeFilter(policy)
         self._stacks = nn.ModuleList()
@@ -394,7 +399,8 @@ class EngineOffloader(LayerwiseOffloader):
         rules = [(_through_wrappers(inventory, pattern), mechanism) for pattern, mechanism in policy.rules]
         outside_names = {s.name for s in inventory.storages if not s.is_lookup and _is_outside(s, layers)}
         rules += _rules_for(outside_names, inventory, params, rules)
-        planner = make_planner(inventory, profile_of(self._model()), self._device(), rates=self._rates)
+        profile = replace(profile_of(self._model()), row_readers=())  # kernels of engines read experts by their numbers
+        planner = make_planner(inventory, profile, self._device(), rates=self._rates)
         try:
             return planner.plan(replace(policy, params=params, rules=tuple(rules)))
         except BudgetError:

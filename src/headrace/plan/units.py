@@ -335,7 +335,8 @@ def _reasons_to_stay(
     why = {s.name: shared for s in moving if s.name not in placed}
     why |= {s.name: why_stranded(inventory, s) for s in stranded(inventory, moving, placed)}
     reasons = {name: f"no unit can hold it, because {reason} (uva would do)" for name, reason in why.items()}
-    not_cached = why_not_cached(inventory, {name for name, mechanism in wanted.items() if mechanism == "cache"})
+    cached = {name for name, mechanism in wanted.items() if mechanism == "cache"}
+    not_cached = why_not_cached(inventory, cached) if cached else {}
     for name, mechanism in wanted.items():
         if mechanism == "cache" and name in not_cached:
             reasons[name] = f"a cache of experts cannot hold it: {not_cached[name]} (uva would do)"

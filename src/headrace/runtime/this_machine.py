@@ -181,7 +181,7 @@ def make_planner(
         spill=spill,
         mapped=None if weights is None or on_gpu else _mapped_files(inventory, weights),
         num_ranks=num_ranks,
-        cacheable=frozenset() if why_not_cached(inventory, experts) else frozenset(experts),
+        cacheable=frozenset(experts) if experts and not why_not_cached(inventory, experts) else frozenset(),
     )
 
 
