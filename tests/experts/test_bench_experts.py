@@ -45,5 +45,6 @@ def test_the_command_on_a_cpu(tmp_path: Path) -> None:
     half = run_command("bench", "experts", "--hits", 0.5)
     assert "50% hits: 32 of 64 experts on the device, 50" in half.stdout
     assert "contradict" in error_of("bench", "experts", "--hits", 0.5, "--trace", tmp_path / "trace")
+    assert "--rows has no effect with --device cpu" in error_of("bench", "experts", "--rows", 4)
     assert "expected shares from 0 to 1" in error_of("bench", "experts", "--hits", 2)
     assert "expected one of deepseek-v2-lite" in error_of("bench", "experts", "--shape", "x")

@@ -114,6 +114,9 @@ def experts(
         raise OptionError("--trace and --hits contradict each other: each is a trace; leave one out")
     shares = [] if hits is None else _shares(hits)
     target = target_device(device)
+    if target.type == "cpu":
+        given = {"--rows": rows if rows > 1 else None, "--out": out, "--no-resident": None if resident else True}
+        refuse_idle(given, "with --device cpu, which times nothing; add --device cuda, or leave it out")
     from headrace.bench.experts_step import SHAPES, driven, run, seeded
     from headrace.plan.traces import load_trace, lru_hits
 
