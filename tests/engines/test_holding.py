@@ -20,7 +20,7 @@ from headrace.model.live_tensors import bind
 from headrace.plan.build import build_plan
 from headrace.plan.plan import Machine
 from headrace.runtime import prepare as prepare_module
-from headrace.runtime import this_machine, under_construction
+from headrace.runtime import under_construction
 from headrace.runtime.prepare import prepare
 from headrace.runtime.session import OffloadSession
 from headrace.runtime.this_machine import Limits
@@ -81,7 +81,6 @@ def needed_pinned_bytes(monkeypatch: pytest.MonkeyPatch, held_names: list[str], 
     pool: Any = SimpleNamespace(find_storages=lambda bound: dict.fromkeys(held_names, stretch))
     monkeypatch.setattr(prepare_module, "compute_device", lambda model, device: torch.device("cuda", 0))
     monkeypatch.setattr(prepare_module, "describe_device", lambda device: Machine("a GPU"))
-    monkeypatch.setattr(this_machine, "memory_of", lambda device: "own")
     monkeypatch.setattr(prepare_module, "read_limits", lambda *given, **options: Limits())
     found: list[int] = []
     monkeypatch.setattr(prepare_module, "check_limits", lambda p, limits, needs: found.append(needs.pinned_bytes))

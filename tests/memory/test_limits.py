@@ -363,6 +363,7 @@ class TestWhereMemoryIsTheHosts:
     @pytest.fixture
     def gpu(self, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         facts = SimpleNamespace(is_integrated=0, coherent=0, code=0)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
         name = "CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES"
         driver = SimpleNamespace(CUdevice_attribute=SimpleNamespace(**{name: 100}))

@@ -107,6 +107,8 @@ def memory_of(device: torch.device | DeviceName) -> Literal["own", "shared", "co
         return "shared"
     import torch
 
+    if not torch.cuda.is_available():  # planned for, and not here
+        return "own"
     if torch.cuda.get_device_properties(device.index).is_integrated:
         return "shared"
     try:
