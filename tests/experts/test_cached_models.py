@@ -5,6 +5,7 @@ Kernels run in Triton's interpreter, on a CPU, where a range has one memory.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,6 +99,30 @@ class TestBits:
         with headrace.offload(model, Rules([("*.up", "cache")], expert_slots=3)) as handle:
             assert_same_bits(model(x), expected)
             assert handle.stats().bytes_moved > 0
+
+    def test_two_threads(self) -> None:
+        """One slot: each thread evicts what the other has just admitted, unless it waits."""
+        model = Experts().eval()
+        inputs = [torch.randn(3, 24) for _ in range(2)]
+        wrong: list[int] = []
+        with torch.inference_mode():
+            expected = [model(x) for x in inputs]
+
+        def run(index: int) -> None:
+            with torch.inference_mode():
+                for _ in range(12):
+                    if not torch.equal(model(inputs[index]), expected[index]):
+                        wrong.append(index)
+
+        with headrace.offload(model, Rules([("up", "cache")], expert_slots=1)) as handle:
+            threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert handle.stats().experts[0].steps == 24
+            assert handle.stats().bytes_moved > 0
+        assert not wrong
 
     def test_a_module_that_does_not_ask_for_rows(self) -> None:
         """Its tensors are lent to it: slow, and right."""

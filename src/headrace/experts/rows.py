@@ -7,6 +7,7 @@ code that indexes tensors [experts, ...] by an expert's number runs unchanged wi
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -77,6 +78,9 @@ class CachedExperts:
         self.cache = cache
         self.twin = _twin(module, tensors)
         self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+        # From admission until the experts are read no other thread may evict them.
+        self._lock = threading.RLock()
+        self._stream: torch.cuda.Stream | None = None  # of the latest run
         self._own_forward = vars(module).get("forward")  # of the instance, perhaps another library's
         self._original = module.forward
 
@@ -95,15 +99,28 @@ class CachedExperts:
             vars(self._module)["forward"] = self._own_forward
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() and not torch.is_grad_enabled():
             return self._run(*args, **kwargs)
         if torch.compiler.is_compiling():
             raise StateError(
                 f"compiled code of a model with cached experts has to run without gradients, found "
                 f"{type(self._module).__name__} with them: call it under torch.inference_mode() or torch.no_grad()"
             )
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-            return self._run(*args, **kwargs)
+        with self._lock:
+            self._follow_latest_run()
+            if not torch.is_grad_enabled():
+                return self._run(*args, **kwargs)
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                return self._run(*args, **kwargs)
+
+    def _follow_latest_run(self) -> None:
+        """Let the current stream wait until the latest run, on another one, has read its experts."""
+        if not self.cache.location.is_cuda or torch.cuda.is_current_stream_capturing():
+            return
+        stream = torch.cuda.current_stream(self.cache.location.device)
+        if self._stream is not None and stream != self._stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if chosen_implementation(self._module) is None:
