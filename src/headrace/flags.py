@@ -49,7 +49,7 @@ class Surface:
         spelling: names of flags that are not written as flags.
     """
 
-    modes: tuple[Mode, ...] = ("cpu", "shm_cpu", "disk", "meta")
+    modes: tuple[Mode, ...] = get_args(Mode)
     inside: str = ""
     backends: tuple[str, ...] = get_args(Backend)
     needs: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -121,8 +121,8 @@ class OffloadFlags:
     )
     offload_mode: str | None = _flag(
         "NAME",
-        "Where all offloaded weights rest: cpu, shm_cpu (torchrun), disk (default on a CPU), meta (nowhere; plan "
-        "only). Default on a GPU: cpu, and disk for what does not fit there.",
+        "Where all offloaded weights rest: cpu, disk (default on a CPU), meta (nowhere; plan only); under torchrun "
+        "shm_cpu, sharded_cpu or sharded_gpu. Default on a GPU: cpu, and disk for what does not fit there.",
         needs=_ASKING,
     )
     device: str | None = _flag("NAME", "Where compute runs: cpu or cuda (default cuda where there is one).")
@@ -193,15 +193,9 @@ class OffloadFlags:
     def _check(self, surface: Surface) -> None:
         """Raise ``OptionError`` for the first contradiction, and for the first flag that has no effect."""
         if self.offload_mode is not None and self.offload_mode not in surface.modes:
-            hint = ""
-            if self.offload_mode.startswith("sharded") and not surface.inside:
-                hint = (
-                    f"; {self.offload_mode} is for programs that pass group= to headrace.offload: use shm_cpu, under "
-                    f"torchrun, for one copy of the weights per host, or cpu"
-                )
             raise OptionError(
                 f"{surface.name_of('offload_mode')} {self.offload_mode!r}: expected one of {', '.join(surface.modes)}"
-                f"{surface.inside}{hint}"
+                f"{surface.inside}"
             )
         for row in self._given_rows():
             for other in row.metadata["excludes"]:

@@ -186,7 +186,8 @@ def plan_model(
         else:
             plan = assemble(inventory, [], 0, planner.default_mode) if given is None else planner.plan(given)
             plan = replace(plan, model_name=facts.name, made_for=target.machine)
-        plan = settle(plan, inventory, target.device, target.machine, facts.weights, plan.num_ranks)
+        split = num_ranks if num_ranks > 1 else plan.num_ranks  # a finished plan says itself over how many
+        plan = settle(plan, inventory, target.device, target.machine, facts.weights, split)
         _check_files(plan, facts)
         # Without a policy the question is what the model weighs, and which budget runs it.
         misfit = None if given is None else _misfit(plan, planner, facts, target, work)
@@ -222,7 +223,7 @@ def _check_ranks(policy: Policy | Plan | None, num_ranks: int) -> None:
     if num_ranks < 1 or (num_ranks > 1 and getattr(policy, "mode", None) not in SHARDED_MODES):
         raise OptionError(
             f"num_ranks = {num_ranks}: expected at least 1, and more for a policy of mode {' or '.join(SHARDED_MODES)} "
-            f"alone; in other modes no unit is split"
+            f"alone; in other modes no unit is split (--num-ranks)"
         )
 
 

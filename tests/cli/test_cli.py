@@ -35,12 +35,11 @@ from commands import TINY, error_of, run
 from headrace.cli import app, terminal
 from headrace.cli.arguments import VERB_FLAGS, requested, target_device
 from headrace.cli.terminal import expand_lists
-from headrace.config import UVA, VARIABLES, Budget, Prefetch, Rules, Workload
+from headrace.config import RANK_MODES, SHARDED_MODES, UVA, VARIABLES, Budget, Mode, Prefetch, Rules, Workload
 from headrace.demo.synthetic_model import ensure_model
 from headrace.errors import HeadraceError, HeadraceWarning, OptionError
 from headrace.figures import format_size
 from headrace.flags import OffloadFlags, flag_of
-from headrace.planning import plan_model
 from headrace.stores.sources import DiskOptions, File
 from headrace.transfer.machine_probe import Probe
 
@@ -66,7 +65,10 @@ OFFLOAD_FLAGS = [
 ]
 FLAGS = {
     "demo": ["--folder", "--keep", "-v", "--verbose"],
-    "plan": ["--json", "--save", "--plot", "--machine", "--dtype", "--expert-trace", *OFFLOAD_FLAGS, "-v", "--verbose"],
+    "plan": [
+        "--json", "--save", "--plot", "--machine", "--dtype", "--expert-trace", "--num-ranks", *OFFLOAD_FLAGS, "-v",
+        "--verbose",
+    ],
     "generate": [
         "--prompt", "--chat", "--no-chat", "--system", "--max-new-tokens", "--temperature", "--top-p", "--top-k",
         "--seed", "--dtype", "--attn-implementation", "--quiet", "--trace", "--expert-trace", *OFFLOAD_FLAGS, "-v",
@@ -257,11 +259,7 @@ def test_flags_become_a_policy(flags: dict[str, Any], policy: object) -> None:
         ({"offload_group_size": 2, "cpu_offload_gb": 1.0}, "--offload-group-size and --cpu-offload-gb contradict"),
         (
             {"offload_group_size": 2, "offload_mode": "tape"},
-            "--offload-mode 'tape': expected one of cpu, shm_cpu, disk, meta",
-        ),
-        *(
-            ({**flags, "offload_mode": "sharded_gpu"}, "expected one of cpu, shm_cpu, disk, meta; sharded_gpu is for")
-            for flags in ({"device_memory": "1GiB"}, {"offload_group_size": 2}, {"offload_rule": ["a=uva"]}, {})
+            "--offload-mode 'tape': expected one of cpu, shm_cpu, sharded_cpu, disk, sharded_gpu, meta",
         ),
         ({"offload_group_size": 2, "offload_num_in_group": 3}, "larger than group_size"),
         ({"offload_num_in_group": 2}, "--offload-num-in-group has no effect without --offload-group-size"),
@@ -668,29 +666,36 @@ def test_errors_are_one_line_with_exit_code_2(model: Path, tmp_path: Path) -> No
     assert "--trace" in error_of(*generate, "a", "--trace", tmp_path / "no" / "folder.json")
 
 
-def test_generate_shares_memory_only_with_others(model: Path) -> None:
-    message = error_of("generate", model, "--prompt", "a", "--device-memory", "2MiB", "--offload-mode", "shm_cpu")
-    assert "this one was started alone" in message
-    assert "torchrun --nproc-per-node N -m headrace" in message
-    assert run("plan", model, "--device-memory", "2MiB", "--offload-mode", "shm_cpu").exit_code == 0
-
-
-def test_a_store_that_the_command_line_cannot_open(model: Path, tmp_path: Path) -> None:
-    """Found where flags are read, so before the plan is printed; and so is a plan for it that a program saved."""
-    flags = ("--device-memory", "2MiB", "--offload-mode", "sharded_gpu")
-    for verb in (("plan", model), ("generate", model, "--prompt", "a")):
-        result = run(*verb, *flags)
-        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-        assert result.stderr.startswith(
-            "error: --offload-mode 'sharded_gpu': expected one of cpu, shm_cpu, disk, meta;"
-        )
+@pytest.mark.parametrize("mode", RANK_MODES)
+def test_generate_shares_memory_only_with_others(model: Path, mode: Mode, tmp_path: Path) -> None:
+    """Found before the model is opened; and so it is for a plan in a file."""
+    flags = ("--device-memory", "3MiB", "--offload-mode", mode)
+    ranks = ("--num-ranks", 2) if mode in SHARDED_MODES else ()
     plan = tmp_path / "plan.json"
-    planner = replace(plan_model(model, None, device="cpu").planner, num_ranks=2)
-    planner.plan(Budget(2_600_000, mode="sharded_gpu")).save(plan)
-    assert run("plan", model, "--plan", plan).exit_code == 0
-    result = run("generate", model, "--prompt", "a", "--plan", plan)
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert "the plan's mode is sharded_gpu, which needs a group of GPUs" in result.stderr
+    assert run("plan", model, *flags, *ranks, "--save", plan).exit_code == 0
+    for given in (flags, ("--plan", plan)):
+        message = error_of("generate", model, "--prompt", "a", *given)
+        assert f"mode {mode} (of --offload-mode, or of the plan in --plan)" in message
+        assert "this one was started alone" in message
+        assert "torchrun --nproc-per-node N -m headrace" in message
+
+
+@pytest.mark.parametrize("mode", SHARDED_MODES)
+def test_a_plan_says_over_how_many_ranks_units_are_split(model: Path, mode: Mode, tmp_path: Path) -> None:
+    flags = ("--device-memory", "3MiB", "--offload-mode", mode)
+    assert "say how many with --num-ranks N" in error_of("plan", model, *flags)
+    assert "num_ranks = 0: expected at least 1" in error_of("plan", model, *flags, "--num-ranks", 0)
+    for other in (("--device-memory", "3MiB"), ()):
+        assert "in other modes no unit is split (--num-ranks)" in error_of("plan", model, *other, "--num-ranks", 2)
+    file = tmp_path / "plan.json"
+    result = run("plan", model, *flags, "--num-ranks", 2, "--save", file)
+    assert "or start headrace generate with torchrun" in " ".join(result.stdout.split())
+    saved = headrace.Plan.load(file)
+    assert saved == headrace.make_plan(model, Budget("3MiB", mode=mode), num_ranks=2, device="cpu")
+    assert (saved.mode, saved.num_ranks) == (mode, 2)
+    for flag, num_ranks in (((), 2), (("--num-ranks", 4), 4)):
+        shown = run("plan", model, "--plan", file, *flag, "--json")
+        assert json.loads(shown.stdout)["num_ranks"] == num_ranks
 
 
 @pytest.mark.parametrize("flags", [(), ("--device-memory", "2MiB"), ("--offload-group-size", "2")])

@@ -9,6 +9,7 @@ import copy
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ import torch.distributed as dist
 from gpu_models import build
 
 import headrace
+from commands import TINY, run
 from headrace import Prefetch
+from headrace.demo.synthetic_model import ensure_model
 from headrace.errors import OptionError, TransferError
 from headrace.runtime import rank_stores
 from headrace.stores.sharded import ShardedStore
@@ -85,6 +88,36 @@ def bits(rank: int, mode: str, slots: int, rest: str) -> int:
 @pytest.mark.parametrize("mode", MODES)
 def test_bits(mode: str, slots: int, rest: str) -> None:
     outcomes(NUM_RANKS, bits, mode, slots, rest, backend="nccl", timeout_s=60)
+
+
+def load_and_generate(rank: int, folder: str, mode: str) -> str:
+    """What ``headrace generate`` prints, in a group without NCCL; before it, ``load`` in the same mode."""
+    from headrace.adapters.transformers import load
+
+    torchrun = {"TORCHELASTIC_RUN_ID": "none", "RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "WORLD_SIZE": 2}
+    os.environ.update({name: str(value) for name, value in torchrun.items()})
+    torch.cuda.set_device(rank)
+    ids = torch.arange(9, device="cuda")[None]
+    with torch.no_grad():
+        policy = Prefetch(params=["layers"], mode=mode)  # type: ignore[arg-type]
+        model, handle = load(folder, policy, group=dist.group.WORLD)
+        found = model(ids).logits
+        assert_moved(handle, 1)
+        handle.remove()
+        assert torch.equal(found, model.cuda()(ids).logits)
+    flags = ("--device-memory", "3MiB", "--offload-mode", mode)
+    result = run("generate", folder, "--prompt", "Water", "--max-new-tokens", 8, *flags)
+    assert result.exit_code == 0, result.output
+    return str(result.stdout)
+
+
+@needs_peers
+@pytest.mark.parametrize("mode", MODES)
+def test_a_folder_is_loaded_and_generated_from_in_parts(mode: str, tmp_path: Path) -> None:
+    ensure_model(tmp_path / "model", TINY)
+    alone = run("generate", tmp_path / "model", "--prompt", "Water", "--max-new-tokens", 8).stdout
+    assert alone
+    assert outcomes(2, load_and_generate, str(tmp_path / "model"), mode, timeout_s=60) == [alone, ""]
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import os
+import re
 import signal
 import threading
 import time
@@ -21,6 +22,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import headrace
+from commands import TINY, run
+from headrace import Prefetch
+from headrace.demo.synthetic_model import ensure_model
 from headrace.errors import HeadraceWarning, OptionError, PeerError, TransferError
 from headrace.memory.symmetric import SymmetricMemory
 from headrace.plan.plan import Striping
@@ -127,6 +131,39 @@ def from_files(mode: str, folder: Path) -> bool:
     handle.remove()
     assert_same_bits(dict(model.named_parameters()), dict(source.named_parameters()))
     return True
+
+
+def load_and_generate(rank: int, folder: str) -> list[str]:
+    """What ``headrace generate`` prints in each mode; before it, ``load`` in the same mode has the resident's bits."""
+    from headrace.adapters.transformers import load
+
+    torchrun = {"TORCHELASTIC_RUN_ID": "none", "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
+    os.environ.update({name: str(value) for name, value in torchrun.items()})
+    printed, ids = [], torch.arange(9)[None]
+    for mode in MODES:
+        with torch.no_grad():
+            policy = Prefetch(params=["layers"], mode=mode)  # type: ignore[arg-type]
+            model, handle = load(folder, policy, device="cpu", group=dist.group.WORLD)
+            found = model(ids).logits
+            assert store_of(handle).host_bytes <= handle.plan.prefetched_bytes / 2 + 4096
+            assert_moved(handle, 1)
+            handle.remove()
+            assert_same_bits(found, model(ids).logits)
+            assert_same_bits(found, type(model).from_pretrained(folder)(ids).logits)
+        flags = ("--device-memory", "3MiB", "--offload-mode", mode, "--device", "cpu")
+        result = run("generate", folder, "--prompt", "Water", "--max-new-tokens", 8, *flags)
+        assert result.exit_code == 0, result.output
+        assert rank > 0 or re.search(r"; [1-9][\d.]* M?i?B moved \(", result.stderr), result.stderr
+        printed.append(result.stdout)
+    return printed
+
+
+def test_a_folder_is_loaded_and_generated_from_in_parts(tmp_path: Path) -> None:
+    """Under torchrun, too, where the first rank prints."""
+    ensure_model(tmp_path / "model", TINY)
+    alone = run("generate", tmp_path / "model", "--prompt", "Water", "--max-new-tokens", 8, "--device", "cpu").stdout
+    assert alone
+    assert outcomes(2, load_and_generate, str(tmp_path / "model")) == [[alone] * 2, [""] * 2]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -26,7 +26,7 @@ from headrace.cli.arguments import (
     with_offload_flags,
 )
 from headrace.cli.terminal import byte_bar, stderr
-from headrace.config import SHARDED_MODES, Mode
+from headrace.config import RANK_MODES, SHARDED_MODES
 from headrace.errors import CheckpointError, OptionError
 from headrace.figures import format_rate, format_size, format_time
 from headrace.flags import OffloadFlags
@@ -110,7 +110,8 @@ def generate(
     folder = model_folder(model)
     device = target_device(flags.device)
     policy = requested(flags, device)
-    if getattr(policy, "mode", None) == "meta":
+    mode = getattr(policy, "mode", None)
+    if mode == "meta":
         raise OptionError(
             "mode meta (of --offload-mode, or of the plan in --plan) keeps none of the bytes that are offloaded: it is "
             "for sizing with `headrace plan`, and its text would be meaningless; use --offload-mode disk or cpu"
@@ -121,6 +122,8 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
         raise OptionError("--prompt is empty; a causal language model needs at least one token to continue")
+    import torch
+
     from headrace.adapters.transformers.load_folder import load_matched
     from headrace.adapters.transformers.opened_model import open_model
     from headrace.experts.recorder import RoutingRecorder
@@ -130,6 +133,7 @@ def generate(
     from headrace.runtime.prepare import open_ranks
 
     notes = _silence() if quiet else stderr
+    group = _process_group(mode, device)
     opened = open_model(folder, dtype, attn_implementation, device)
     module: Any = opened.module
     if not module.can_generate() or module.config.is_encoder_decoder:
@@ -138,11 +142,11 @@ def generate(
             f"{type(module).__name__}"
         )
     tokenizer, inputs = _read_prompt(opened, text, system, chat, notes)
-    # Planned here and not by load(): the plan's mode decides about the group, and it is printed before the loading.
-    planned = plan_model(opened, policy, device=device, disk=disk_options(flags))
+    # Planned here and not by load(), so that the plan is printed before the loading.
+    num_ranks = group.size() if group is not None and mode in SHARDED_MODES else 1
+    planned = plan_model(opened, policy, device=device, disk=disk_options(flags), num_ranks=num_ranks)
     _check_length(inputs["input_ids"].shape[1], max_new_tokens, planned.planner.profile.max_context, planned.plan)
     plan = planned.plan
-    group = _process_group(plan.mode, device)
     notes.print(render(plan, opened.name))
     meter = PeakMeter()
     with byte_bar("loading", notes) as progress, open_ranks(group) as ranks:
@@ -151,6 +155,8 @@ def generate(
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
     recorder = None if expert_trace is None else RoutingRecorder(module, device)
     tokens, seconds = _stream(module, tokenizer, inputs, max_new_tokens, sampling, seed or 0)
+    if group is not None and device.type == "cuda":
+        torch.cuda.synchronize()  # no rank ends before what it passes on to others has arrived
     _print_figures(notes, handle, tokens, seconds, meter.growth_bytes())
     if recorder is not None and expert_trace is not None:
         recorded = recorder.close()
@@ -202,28 +208,24 @@ def _check_length(prompt_tokens: int, new_tokens: int, longest: int | None, plan
             )
 
 
-def _process_group(mode: Mode, device: torch.device) -> ProcessGroup | None:
-    """The processes that torchrun started, where ``mode`` shares a host's memory, else ``None``; sets each one's GPU.
+def _process_group(mode: str | None, device: torch.device) -> ProcessGroup | None:
+    """The processes that torchrun started, where ``mode`` is a store of several, else ``None``; sets each one's GPU.
 
     Raises:
-        OptionError: this process was started alone, or ``mode`` needs more than a launcher gives.
+        OptionError: this process was started alone.
     """
-    if mode in SHARDED_MODES:  # of a plan that a program saved
-        raise OptionError(
-            f"the plan's mode is {mode}, which needs a group of GPUs that a program passes to headrace.offload: carry "
-            f"it out there, or make a plan for the command line with --offload-mode shm_cpu or cpu"
-        )
-    if mode != "shm_cpu":
+    if mode not in RANK_MODES:
         return None
     import torch.distributed as dist
 
     if not dist.is_torchelastic_launched():
         raise OptionError(
-            f"--offload-mode {mode} shares one copy of the weights between processes, and this one was started alone: "
-            f"start several with `torchrun --nproc-per-node N -m headrace ...`, or use --offload-mode cpu"
+            f"mode {mode} (of --offload-mode, or of the plan in --plan) keeps the weights once for several processes, "
+            f"and this one was started alone: start several with `torchrun --nproc-per-node N -m headrace ...`, or use "
+            f"--offload-mode cpu"
         )
     if not dist.is_initialized():
-        dist.init_process_group("gloo")  # only its key-value store is used: no memory of a GPU
+        dist.init_process_group("gloo")  # its key-value store is what is used: NCCL would take memory of the GPU
     if device.type == "cuda" and device.index is None:
         import torch
 

@@ -23,6 +23,7 @@ from headrace.cli.arguments import (
     with_offload_flags,
 )
 from headrace.cli.terminal import stderr, stdout
+from headrace.config import SHARDED_MODES
 from headrace.errors import OptionError, warn_user
 from headrace.flags import OffloadFlags
 
@@ -62,6 +63,10 @@ def plan(
         Path | None,
         typer.Option("--expert-trace", metavar="FILE", help="Predict hits of cached experts from recorded choices."),
     ] = None,
+    num_ranks: Annotated[
+        int | None,
+        typer.Option("--num-ranks", metavar="N", help="Processes over which mode sharded_cpu or sharded_gpu splits."),
+    ] = None,
     flags: OffloadFlags,
 ) -> None:
     """Show what would be offloaded and what it would cost; loads no weights.
@@ -73,6 +78,11 @@ def plan(
     folder = model_folder(model)
     device = _planned_device(flags, machine)
     policy = requested(flags, device)
+    mode = getattr(policy, "mode", None)
+    if mode in SHARDED_MODES and num_ranks is None and flags.plan is None:
+        raise OptionError(
+            f"--offload-mode {mode} splits every unit over the processes of torchrun: say how many with --num-ranks N"
+        )
     places = {"--save": save, "--plot": plot}
     if policy is None:
         reads = {"--disk-direct": flags.disk_direct, "--disk-drop-cache": flags.disk_drop_cache}
@@ -90,7 +100,14 @@ def plan(
     here = name if machine is None else None
     disk = disk_options(flags)
     planned = plan_model(
-        folder, policy, machine=machine, dtype=dtype, device=here, disk=disk, expert_trace=expert_trace
+        folder,
+        policy,
+        machine=machine,
+        dtype=dtype,
+        device=here,
+        disk=disk,
+        num_ranks=1 if num_ranks is None else num_ranks,
+        expert_trace=expert_trace,
     )
     made = planned.with_outlook()
     if save is not None:

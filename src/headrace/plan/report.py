@@ -78,8 +78,7 @@ def plan_table(plan: Plan) -> RenderableType:
     if plan.mode == "meta":
         refusals.append(Text("\nMode meta keeps no bytes: this plan is for sizes and cannot be carried out."))
     elif plan.mode in RANK_MODES:
-        start = "pass group= to headrace.offload in each"
-        start += ", or start headrace generate with torchrun" if plan.mode == "shm_cpu" else ""
+        start = "pass group= to headrace.offload in each, or start headrace generate with torchrun"
         refusals.append(Text(f"\nMode {plan.mode} spans several processes: {start}."))
     return Group(render(plan, name), render_outlook(outlook), *refusals)
 
