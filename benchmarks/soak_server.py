@@ -2,8 +2,9 @@
 
 Clients send requests one after another: greedy and sampled, streamed or not, as texts and as chats, malformed,
 oversized, with fields that would have no effect, and some leave before their answer. Greedy answers are compared with
-``generate`` of the resident model. Anything but an expected answer ends the script with exit code 1, and so does memory
-that grows by more than ``--growth-mib`` between the end of the first fifth and the end.
+``generate`` of the resident model on the same device, a GPU where there is one. Anything but an expected answer ends
+the script with exit code 1, and so does memory, of the host or of the GPU, that grows by more than ``--growth-mib``
+between the end of the first fifth and the end.
 """
 
 from __future__ import annotations
@@ -54,16 +55,17 @@ WRONG: list[tuple[bytes, int]] = [
 
 
 def expected_texts(folder: Path) -> dict[str, str]:
-    """What the resident model says to every prompt, and to every chat."""
+    """What the resident model says to every prompt, and to every chat, where the server computes, too."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval().to(device)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     texts = {}
     for prompt in PROMPTS:
         for key, text in ((prompt, prompt), (f"chat {prompt}", f"[user]{prompt}")):
-            ids = tokenizer(text, return_tensors="pt").input_ids
+            ids = tokenizer(text, return_tensors="pt").input_ids.to(device)
             with torch.no_grad():
                 tokens = model.generate(ids, max_new_tokens=TOKENS, do_sample=False)[0, ids.shape[1] :]
             texts[key] = tokenizer.decode(tokens, skip_special_tokens=True)
@@ -95,6 +97,15 @@ def server(folder: Path, budget: str) -> Iterator[tuple[subprocess.Popen[str], i
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise
+
+
+def device_mib(process: int) -> float:
+    """GPU memory of a process; 0 where it has none."""
+    if shutil.which("nvidia-smi") is None:
+        return 0.0
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+    return sum(float(used) for pid, used in (line.split(", ") for line in lines) if int(pid) == process)
 
 
 class Client(threading.Thread):
@@ -204,10 +215,11 @@ def main() -> int:
             clients = [Client(port, seed, texts, begin + arguments.seconds) for seed in range(arguments.clients)]
             for client in clients:
                 client.start()
-            sizes: list[tuple[float, float]] = []
+            sizes: list[tuple[float, float, float]] = []
             while any(client.is_alive() for client in clients):
                 time.sleep(min(5, arguments.seconds / 20))
-                sizes.append((time.monotonic() - begin, memory.memory_info().rss / 2**20))
+                rss = memory.memory_info().rss / 2**20
+                sizes.append((time.monotonic() - begin, rss, device_mib(process.pid)))
             metrics = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
             metrics.request("GET", "/metrics")
             text = metrics.getresponse().read().decode()
@@ -215,10 +227,12 @@ def main() -> int:
     finally:
         shutil.rmtree(folder.parent, ignore_errors=True)
     figures = dict(re.findall(r"^(headrace_\w+) (\S+)$", text, re.M))
-    warm = next(size for at, size in sizes if at >= seconds / 5)
+    warm = next(index for index, (at, *_) in enumerate(sizes) if at >= seconds / 5)
     failures = [failure for client in clients for failure in client.failures]
-    if sizes[-1][1] - warm > arguments.growth_mib:
-        failures.append(f"memory grew from {warm:.1f} to {sizes[-1][1]:.1f} MiB")
+    for column, kind in ((1, "host"), (2, "device")):
+        first, last = sizes[warm][column], sizes[-1][column]
+        if last - first > arguments.growth_mib:
+            failures.append(f"{kind} memory grew from {first:.1f} to {last:.1f} MiB")
     for name in ("running_requests", "waiting_requests", "cache_reserved_tokens"):
         if float(figures[f"headrace_{name}"]):
             failures.append(f"{name} = {figures[f'headrace_{name}']} after the last request")
@@ -233,8 +247,9 @@ def main() -> int:
         **counts,
         "generated_tokens": int(float(figures["headrace_generated_tokens_total"])),
         "moved_gb": round(float(figures["headrace_moved_bytes_total"]) / 1e9, 3),
-        "memory_mib": [round(size, 1) for _, size in (sizes[0], *sizes[len(sizes) // 5 :: max(1, len(sizes) // 5)])],
+        "memory_mib": [round(rss, 1) for _, rss, _ in (sizes[0], *sizes[len(sizes) // 5 :: max(1, len(sizes) // 5)])],
         "last_memory_mib": round(sizes[-1][1], 1),
+        "device_mib": [sizes[warm][2], sizes[-1][2]],
         "failures": failures,
     }
     print(json.dumps(result))

@@ -186,7 +186,7 @@ def recipe_cells(row: dict[str, Any]) -> list[str]:
         *("" if row[key] is None else f"{row[key]:.2f}" for key in ("median_tpot_ms", "p99_tpot_ms")),
         *(f"{row[key]:.1f}" for key in ("median_ttft_ms", "p99_ttft_ms")),
         "" if moved is None else f"{moved / 1e9:.2f}",
-        f"{row['start_s']:.1f}",
+        "" if row["start_s"] is None else f"{row['start_s']:.1f}",
         f"{row['same_texts']}, as {row['compared_with']}" if "same_texts" in row else "",
     ]
 

@@ -1,5 +1,7 @@
 """vLLM's published recipe (``vllm bench serve``) against a server resident, with its own offloader, and with headrace.
 
+``serve`` and ``serve-resident`` are ``headrace serve``, transformers' server, with a budget and without.
+
     python benchmarks/vllm_serve.py OUT_FOLDER [--layers 12] [--cases NAME...] [FLAG OF VLLM...]
     python benchmarks/vllm_serve.py OUT_FOLDER --publish TABLE        raw results for docs/benchmarks, on stdout
 
@@ -7,8 +9,10 @@ Qwen3-8B's shape with seeded weights and a tokenizer of one word per token, both
 is needed. ``--layers 0`` takes a tiny shape, for a CPU. A case whose results lie in OUT_FOLDER is not run again. Every
 request has to succeed, and headrace has to have moved bytes; texts of one request at a time are compared with those of
 ``still`` (headrace with nothing moved), or without it with those of ``resident``, which another compiler's rounding may
-change. Flags of vLLM behind go to every server; what a machine lacks of vLLM's optional kernels is named in
-``HEADRACE_BENCH_WITHOUT`` (modules, comma-separated).
+change. Flags of vLLM behind go to every server of vLLM; what a machine lacks of vLLM's optional kernels is named in
+``HEADRACE_BENCH_WITHOUT`` (modules, comma-separated). ``--together`` starts the servers of all cases before the first
+is asked: less time, one is asked at a time, but starts are not comparable and are left out. Each vLLM then needs its
+share of the device: ``--kv-cache-memory-bytes 8G --gpu-memory-utilization 0.1``.
 """
 
 from __future__ import annotations
@@ -16,19 +20,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from published_configs import QWEN3_8B
 from seeded_models import QWEN3_TINY, write_config, write_weights, write_words
-from vllm_cases import GROUP, WORKER, python_path, same_memory
-from vllm_server import VLLM, headrace_stats, serving
+from vllm_cases import GROUP, ONE_ROUNDING, WORKER, python_path, same_memory
+from vllm_server import VLLM, headrace_stats, started, wait_until_healthy
 
 GROUP_FLAGS = [word for name, value in GROUP.items() for word in ("--" + name.replace("_", "-"), str(value))]
-CASES = ("resident", "headrace", "budget", "vllm", "still")
+CASES = ("resident", "headrace", "budget", "vllm", "still", "serve", "serve-resident")
 # name: tokens in, tokens out, requests, requests at once (None: all)
 RECIPES: dict[str, tuple[int, int, int, int | None]] = {
     "2047 in, 1 out": (2047, 1, 64, None),
@@ -43,6 +52,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--layers", type=int, default=12, help="of Qwen3-8B's 36; 0: a tiny shape")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES[:4]))
+    parser.add_argument("--together", action="store_true", help="start all servers before the first is asked")
     parser.add_argument("--publish", metavar="TABLE", help="print the rows of all cases in OUT_FOLDER as JSON lines")
     parser.add_argument("--client", metavar="URL", help=argparse.SUPPRESS)
     parser.add_argument("--write", action="store_true", help=argparse.SUPPRESS)
@@ -59,9 +69,9 @@ def main() -> None:
     else:
         # In a process of its own, which gives the GPU back.
         subprocess.run([sys.executable, __file__, given.out, "--write", "--layers", str(given.layers)], check=True)
-        for case in given.cases:
-            if not (given.out / f"{case}.json").exists():
-                _measure(case, folder, given.out, more)
+        left = [case for case in given.cases if not (given.out / f"{case}.json").exists()]
+        for cases in [left] if given.together else [[case] for case in left]:
+            _measure(cases, folder, given.out, more)
         _print(_rows(given.out))
 
 
@@ -74,40 +84,78 @@ def _write_model(folder: Path, layers: int) -> None:
     write_weights(folder, "cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _flags(case: str, folder: Path) -> list[str]:
+def _command(case: str, folder: Path, more: Sequence[str]) -> list[str]:
+    """The server of a case, without its port."""
+    budget = f"{same_memory(json.loads((folder / 'config.json').read_text())) >> 10}KiB"
+    if case.startswith("serve"):
+        flags = [] if case == "serve-resident" else ["--device-memory", budget]
+        return [sys.executable, "-m", "headrace", "serve", str(folder), "--batch", "1,4,16", *flags]
     own: dict[str, Any] = {}
     if case == "budget":
-        memory = same_memory(json.loads((folder / "config.json").read_text()))
-        own = {"device_memory": f"{memory >> 10}KiB", "batch": [1, 4, 16]}
+        own = {"device_memory": budget, "batch": [1, 4, 16]}
     if case == "still":
         own = {"boundaries_only": True}
-    flags = [] if case in ("resident", "budget") else [*GROUP_FLAGS]
+    # vLLM refuses a prompt of more characters than so many tokens can have, and the words of the tokenizer are long.
+    flags = ["--max-model-len", "4096", "--no-enable-prefix-caching", "--compilation-config"]
+    flags += [json.dumps({"cudagraph_capture_sizes": [1, 2, 4, 8, 16], **ONE_ROUNDING})]
+    flags += [] if case in ("resident", "budget") else GROUP_FLAGS
     if case in ("headrace", "budget", "still"):
         flags += ["--worker-cls", WORKER]
-    return [*flags, "--additional-config", json.dumps({"headrace": own})] if own else flags
+    if own:
+        flags += ["--additional-config", json.dumps({"headrace": own})]
+    return [*VLLM, "serve", str(folder), *flags, *more]
 
 
-def _measure(case: str, folder: Path, out: Path, more: Sequence[str]) -> None:
-    environment = {
+def _measure(cases: Sequence[str], folder: Path, out: Path, more: Sequence[str]) -> None:
+    """Start the servers of ``cases``, and ask one after the other; one that fails is left out, with a line."""
+    shared = {
         **os.environ,
         "PYTHONPATH": python_path(out),
         "VLLM_SERVER_DEV_MODE": "1",  # for collective_rpc
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        "TORCHINDUCTOR_DETERMINISTIC": "1",  # with ONE_ROUNDING
     }
-    # vLLM refuses a prompt of more characters than so many tokens can have, and the words of the tokenizer are long.
-    common = ["--max-model-len", "4096", "--no-enable-prefix-caching", "--compilation-config"]
-    common.append(json.dumps({"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}))
-    command = [*VLLM, "serve", str(folder), *common, *_flags(case, folder), *more]
-    client = [sys.executable, __file__, str(out), "--cases", case, "--client"]
-    with serving(command, out / f"{case}.log", environment=environment) as (url, _, start_s):
-        with (out / f"{case}-client.log").open("w") as log:
-            subprocess.run([*client, url], env=environment, stdout=log, stderr=subprocess.STDOUT, check=True)
-        moved = headrace_stats(url) if case in ("headrace", "budget") else {}
-    if moved and not moved["bytes_moved"] > 0:
+    with ExitStack() as stack:
+        begin = time.monotonic()
+        servers = {}
+        for case in cases:
+            environment = {**shared, "VLLM_CACHE_ROOT": str(out / f"cache-{case}")}
+            starting = started(_command(case, folder, more), out / f"{case}.log", environment=environment)
+            servers[case] = stack.enter_context(starting)
+        healthy = []
+        for case, (url, child) in servers.items():
+            try:
+                wait_until_healthy(url, child, out / f"{case}.log")
+                healthy.append(case)
+            except SystemExit as error:
+                print(f"{case}: {error}", flush=True)
+        start_s = time.monotonic() - begin if len(cases) == 1 else None
+        for case in healthy:
+            client = [sys.executable, __file__, str(out), "--cases", case, "--client", servers[case][0]]
+            with (out / f"{case}-client.log").open("w") as log:
+                code = subprocess.run(client, env=shared, stdout=log, stderr=subprocess.STDOUT).returncode
+            if code:
+                print(f"{case}: the client ended with exit code {code}; see {log.name}", flush=True)
+                continue
+            moved = _moved(case, servers[case][0])
+            facts = {"start_s": start_s, **{key: moved.get(key) for key in ("bytes_moved", "moved_bytes_per_forward")}}
+            (out / f"{case}.json").write_text(json.dumps(facts))
+
+
+def _moved(case: str, url: str) -> dict[str, Any]:
+    """What headrace counts in the server of a case; nothing where it moves nothing."""
+    if case not in ("headrace", "budget", "serve"):
+        return {}
+    if case == "serve":
+        metrics = httpx.get(f"{url}/metrics", timeout=60).text
+        found = re.search(r"^headrace_moved_bytes_total (\S+)$", metrics, re.M)
+        moved = {"bytes_moved": int(float(found[1])) if found else 0}
+    else:
+        moved = headrace_stats(url)
+    if not moved["bytes_moved"] > 0:
         raise SystemExit(f"{case}: nothing moved")
-    facts = {"start_s": start_s, **{key: moved.get(key) for key in ("bytes_moved", "moved_bytes_per_forward")}}
-    (out / f"{case}.json").write_text(json.dumps(facts))
+    return moved
 
 
 def _ask(url: str, folder: Path, out: Path, case: str) -> None:
@@ -158,8 +206,9 @@ def _rows(out: Path) -> list[dict[str, Any]]:
                 **{f"{at}_tpot_ms": found[f"{at}_tpot_ms"] if tokens_out > 1 else None for at in ("median", "p99")},
                 **facts,
             }
-            if at_once == 1 and case not in ("resident", "still"):
-                beside = "still" if "still" in present and case == "headrace" else "resident"
+            twins = {"headrace": ("still", "resident"), "serve": ("serve-resident",)}.get(case, ("resident",))
+            beside = next((twin for twin in twins if twin in present), None)
+            if at_once == 1 and case in ("headrace", "budget", "vllm", "serve") and beside is not None:
                 wanted = json.loads((out / f"{beside}-{number}.json").read_text())["generated_texts"]
                 same = sum(a == b for a, b in zip(found["generated_texts"], wanted, strict=True))
                 row |= {"compared_with": beside, "same_texts": same}
@@ -171,9 +220,10 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         step = "" if row["median_tpot_ms"] is None else f"{row['median_tpot_ms']:8.2f} ms/token,"
         same = f", {row['same_texts']} texts as {row['compared_with']}" if "same_texts" in row else ""
+        start = "" if row["start_s"] is None else f", start {row['start_s']:5.1f} s"
         print(
-            f"{row['case']:9s} {row['recipe']:28s} {row['tokens_per_s']:9.1f} tok/s,{step} first after "
-            f"{row['median_ttft_ms']:8.1f} ms, start {row['start_s']:5.1f} s{same}"
+            f"{row['case']:14s} {row['recipe']:28s} {row['tokens_per_s']:9.1f} tok/s,{step} first after "
+            f"{row['median_ttft_ms']:8.1f} ms{start}{same}"
         )
 
 

@@ -23,33 +23,46 @@ API_SERVER = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
 
 
 @contextmanager
-def serving(
-    command: Sequence[str], log_path: Path, *, environment: Mapping[str, str] | None = None, start_s: float = 300
-) -> Iterator[tuple[str, psutil.Process, float]]:
-    """A server that answers, as its address, its process and the seconds its start took; it ends with the block.
+def started(
+    command: Sequence[str], log_path: Path, *, environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A server that has begun to start, as its address and its process; it ends with the block.
 
     Args:
         command: without a port; a free one is added.
         log_path: what the server prints.
         environment: of the server; that of this process if None.
-        start_s: how long to wait for it.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # and the server with it
     port = _free_port()
-    begin = time.monotonic()
     with log_path.open("w") as log:
         child = subprocess.Popen(
             [*command, "--port", str(port)], env=environment, stdout=log, stderr=log, start_new_session=True
         )
         try:
-            url = f"http://127.0.0.1:{port}"
-            while not _is_healthy(url):
-                if child.poll() is not None or time.monotonic() - begin > start_s:
-                    raise SystemExit(f"the server did not start within {start_s:.0f} s; see {log_path}")
-                time.sleep(0.5)
-            yield url, psutil.Process(child.pid), time.monotonic() - begin
+            yield f"http://127.0.0.1:{port}", child
         finally:
             _end(child)
+
+
+def wait_until_healthy(url: str, child: subprocess.Popen[bytes], log_path: Path, start_s: float = 300) -> None:
+    """Return when a server answers; exit if it has ended, or does not answer within ``start_s`` seconds."""
+    begin = time.monotonic()
+    while not _is_healthy(url):
+        if child.poll() is not None or time.monotonic() - begin > start_s:
+            raise SystemExit(f"the server did not start within {start_s:.0f} s; see {log_path}")
+        time.sleep(0.5)
+
+
+@contextmanager
+def serving(
+    command: Sequence[str], log_path: Path, *, environment: Mapping[str, str] | None = None, start_s: float = 300
+) -> Iterator[tuple[str, psutil.Process, float]]:
+    """``started`` and ready: its address, its process, and the seconds that its start took, at most ``start_s``."""
+    begin = time.monotonic()
+    with started(command, log_path, environment=environment) as (url, child):
+        wait_until_healthy(url, child, log_path, start_s)
+        yield url, psutil.Process(child.pid), time.monotonic() - begin
 
 
 def headrace_stats(url: str) -> dict[str, Any]:
