@@ -34,14 +34,14 @@ _GATHER_ROWS = 64
 class _Variant:
     """One model under one way of offloading it."""
 
-    def __init__(self, model_name: str, text: str, device: torch.device) -> None:
+    def __init__(self, model_name: str, num_layers: int | None, text: str, device: torch.device) -> None:
         self.name = text
         options = set(text.split("+")[1:])
         self.compiled = "compile" in options
         self.graph = "graph" in options
         self._device = device
         kind = text.split("+")[0]
-        config = CONFIGS[model_name]()
+        config = CONFIGS[model_name](**({} if num_layers is None else {"num_hidden_layers": num_layers}))
         stays = kind == "resident" or kind.startswith("still:")
         self.model = build_model(config, device if stays else "cpu", device)
         gc.collect()
@@ -148,12 +148,17 @@ class _Diffused(_Foreign):
 
 
 def run(
-    model_name: str, variants: Sequence[str], batches: Sequence[int], rounds: int, repeats: int
+    model_name: str,
+    num_layers: int | None,
+    variants: Sequence[str],
+    batches: Sequence[int],
+    rounds: int,
+    repeats: int,
 ) -> Iterator[dict[str, Any]]:
     """Yield one result per variant and batch size."""
     device = torch.device("cuda", torch.cuda.current_device())
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        models = [_Variant(model_name, text, device) for text in ["resident", *variants]]
+        models = [_Variant(model_name, num_layers, text, device) for text in ["resident", *variants]]
         link, gather = LinkProbe(device), _GatherProbe(device)
         for batch in batches:
             prepared = {model.name: model.step(batch) for model in models}
@@ -227,6 +232,7 @@ class _GatherProbe:
 def main() -> None:
     parser = parser_of(__doc__, rounds=5, repeats=8)
     parser.add_argument("--model", choices=CONFIGS, required=True)
+    parser.add_argument("--layers", type=int, help="fewer than the published model has")
     parser.add_argument("--rows", type=counts, default=[1, 16], help="sequences that decode together")
     parser.add_argument(
         "--variants",
@@ -236,7 +242,7 @@ def main() -> None:
     )
     given = parser.parse_args()
     results = []
-    for row in run(given.model, given.variants.split(","), given.rows, given.rounds, given.repeats):
+    for row in run(given.model, given.layers, given.variants.split(","), given.rows, given.rounds, given.repeats):
         results.append(row)
         print_step(row)
         append(row, given.out)

@@ -15,8 +15,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoModelForCausalLM, DeepseekV2Config, PreTrainedConfig, Qwen3Config, StaticCache
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    FineGrainedFP8Config,
+    GptOssConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+    StaticCache,
+)
+from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
+import plain_fp8
 import published_configs
 from headrace.bench.reference_step import fill
 
@@ -175,9 +185,17 @@ MAX_CACHE_TOKENS = 256
 
 
 # The names in --model.
-CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
     "qwen3-8b": partial(Qwen3Config, **published_configs.QWEN3_8B),
     "deepseek-v2-lite": partial(DeepseekV2Config, **published_configs.DEEPSEEK_V2_LITE),
+    "deepseek-v2-lite-fp8": partial(
+        DeepseekV2Config,
+        **published_configs.DEEPSEEK_V2_LITE,
+        quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
+    ),
+    # In bf16, as transformers runs MXFP4 without the package kernels. Its window of 128 tokens would be full, and move
+    # on with every step.
+    "gpt-oss-20b": partial(GptOssConfig, **published_configs.GPT_OSS_20B | {"sliding_window": MAX_CACHE_TOKENS}),
 }
 
 
@@ -186,6 +204,8 @@ def build_model(
 ) -> nn.Module:
     """A bf16 model whose weights rest on ``rest``; random numbers are drawn on ``device``.
 
+    With a ``quantization_config`` its linear layers and experts are in fp8, run by :mod:`plain_fp8`.
+
     ``experts``: the experts implementation, where the model has any.
     """
     if experts is not None:
@@ -193,6 +213,10 @@ def build_model(
     with torch.device("meta"):
         factory: Any = AutoModelForCausalLM
         model: nn.Module = factory.from_config(config, dtype=torch.bfloat16)
+    stated = getattr(config, "quantization_config", None)
+    if stated is not None:
+        plain_fp8.install()
+        replace_with_fp8_linear(model, ["lm_head"], FineGrainedFP8Config(**stated), pre_quantized=True)
     fill(model, rest, device)
     for module in model.modules():
         for name, buffer in list(module._buffers.items()):

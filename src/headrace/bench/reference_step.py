@@ -248,10 +248,11 @@ def fill(model: Model, rest: torch.device | str, generate_on: torch.device | str
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
                 # One parameter at a time: a model too large for the device is still filled at the device's speed.
-                value = torch.empty(parameter.shape, dtype=parameter.dtype, device=generate_on)
+                drawn = torch.bfloat16 if parameter.dtype.itemsize == 1 else parameter.dtype  # fp8 cannot be drawn
+                value = torch.empty(parameter.shape, dtype=drawn, device=generate_on)
                 # The scale 0.02 keeps activations finite through any number of layers.
                 value.fill_(1.0) if value.dim() == 1 else value.normal_(0.0, 0.02, generator=generator)
-                setattr(module, name, nn.Parameter(value.to(rest), requires_grad=False))
+                setattr(module, name, nn.Parameter(value.to(parameter.dtype).to(rest), requires_grad=False))
     return model
 
 
