@@ -308,6 +308,55 @@ def experts_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+OFFLOADER_HEADINGS = (
+    "case",
+    "rows",
+    "median ms",
+    "spread ms",
+    "x resident",
+    "GB moved",
+    "held GB",
+    "peak GB",
+    "peak at start GB",
+    "prepared after s",
+    "first step at that speed after s",
+    "same bits",
+)
+
+
+def offloader_cells(row: dict[str, Any]) -> list[str]:
+    moved = row["bytes_moved"]
+    sizes = (row[key] for key in ("held_device_bytes", "peak_device_bytes", "start_peak_device_bytes"))
+    return [
+        row["case"],
+        str(row["rows"]),
+        f"{row['ms']:.1f}",
+        f"{row['spread_ms']:.1f}",
+        f"{row['ms'] / row['resident_ms']:.3f}",
+        "" if moved is None else f"{moved / 1e9:.2f}",
+        *(f"{size / 1e9:.2f}" for size in sizes),
+        f"{row['prepared_s']:.1f}",
+        f"{row['ready_s']:.1f}",
+        "yes" if row["bit_equal"] else "NO",
+    ]
+
+
+MOVES_HEADINGS = ("pipeline", "weights GiB", "budget GiB", "a run of the transformer moves, GiB", "of its")
+
+
+def moves_cells(row: dict[str, Any]) -> list[str]:
+    names = ("weight_bytes", "budget_bytes", "step_moved_bytes", "step_weight_bytes")
+    return [row["case"], *(f"{row[name] / 2**30:.1f}" for name in names)]
+
+
+SMALLEST_HEADINGS = ("model", "weights MiB", "smallest budget MiB", "share")
+
+
+def smallest_cells(row: dict[str, Any]) -> list[str]:
+    weights, budget = row["weight_bytes"], row["budget_bytes"]
+    return [row["case"], f"{weights / 2**20:.0f}", f"{budget / 2**20:.0f}", f"{budget / weights:.1%}"]
+
+
 FORMAT_HEADINGS = ("format", "package", "load, CPU", "offload, CPU", "load, H200", "offload, H200")
 
 
@@ -317,6 +366,12 @@ def format_cells(row: dict[str, Any]) -> list[str]:
 
 
 def layout_of(row: dict[str, Any]) -> tuple[tuple[str, ...], Callable[[dict[str, Any]], list[str]]]:
+    if "step_moved_bytes" in row:
+        return MOVES_HEADINGS, moves_cells
+    if "budget_bytes" in row:
+        return SMALLEST_HEADINGS, smallest_cells
+    if "prepared_s" in row:
+        return OFFLOADER_HEADINGS, offloader_cells
     if "cpu_load" in row:
         return FORMAT_HEADINGS, format_cells
     if "policy" in row:
