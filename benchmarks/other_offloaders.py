@@ -157,6 +157,7 @@ class _Case:
         self._moved: int | None = take_inventory(self._model).num_bytes
         self._planned = 0
         self._digests: list[str] = []
+        self._output: Any = None  # of the last step
         if name == "flextensor":
             import flextensor  # noqa: F401 (its import is no part of its start)
         if device.type == "cuda":
@@ -183,6 +184,7 @@ class _Case:
         del output
         if self._name == "flextensor":
             self._moved = self._copied_bytes()
+        self._output = None
         gc.collect()
         peak, held = self._peak(), self._held()
         self._reset_peak()
@@ -192,12 +194,12 @@ class _Case:
     def measure(self, repeats: int) -> list[float]:
         """Times of ``repeats`` steps in ms, or of one that is long enough to be its own warm-up."""
         begin = time.perf_counter()
-        self._step()
+        self._output = self._step()
         self._wait()
         first_ms = (time.perf_counter() - begin) * 1e3
         if first_ms > _LONG_MS:
             return [first_ms]
-        return (time_cuda if self._device.type == "cuda" else time_host)(self._step, repeats)
+        return (time_cuda if self._device.type == "cuda" else time_host)(self._kept_step, repeats)
 
     def link(self, repeats: int) -> float:
         """Bytes per second of a large copy to the device."""
@@ -208,16 +210,15 @@ class _Case:
         return source.numel() / Timing(tuple(time_host(lambda: target.copy_(source), repeats))).ms * 1e3
 
     def end(self) -> dict[str, Any]:
-        """What the steps needed and gave."""
+        """What the steps needed, and what the last one gave."""
         peak = self._peak()
-        output = self._step()
-        digests = {*self._digests, _digest(output)}
+        digests = {*self._digests, _digest(self._output)}
         return {
             "peak_device_bytes": peak,
             "planned_device_bytes": self._planned,
             "bytes_moved": self._moved,
             "digest": digests.pop() if len(digests) == 1 else "its own steps differ",
-            "finite": bool(output.isfinite().all()),
+            "finite": bool(self._output.isfinite().all()),
         }
 
     # -- ways to offload; each returns how many steps prepare it
@@ -266,9 +267,8 @@ class _Case:
             return self._model(**self._inputs)  # type: ignore[no-any-return]
         return self._model(**self._inputs, return_dict=False)[0]  # type: ignore[no-any-return]
 
-    def _waited_step(self) -> None:
-        self._step()
-        self._wait()
+    def _kept_step(self) -> None:
+        self._output = self._step()
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
@@ -289,7 +289,8 @@ class _Case:
     def _copied_bytes(self) -> int | None:
         """Bytes that a step copies to the device, by torch's profiler; ``None``: it does not say."""
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
-            self._waited_step()
+            self._kept_step()
+            self._wait()
         with tempfile.TemporaryDirectory() as folder:
             trace.export_chrome_trace(f"{folder}/trace.json")
             events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
