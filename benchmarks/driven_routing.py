@@ -1,8 +1,9 @@
-"""A router for vLLM's models with experts whose choices follow a stated distribution.
+"""Routers for vLLM's models with experts whose choices are stated. Random weights route almost every token alike.
 
-Random weights route almost every token to the same experts. Here expert ``e`` is chosen with a probability in
-proportion to ``1 / (rank of e) ** skew`` (Zipf), without replacement, by a hash of the bits of the hidden state: equal
-bits choose equal experts in every engine.
+:func:`drive_routing`: expert ``e`` is chosen with a probability in proportion to ``1 / (rank of e) ** skew`` (Zipf),
+without replacement, by a hash of the bits of the hidden state: equal bits choose equal experts in every engine.
+
+:func:`replay_routing`: each step of the model takes its choices from a table, in a captured graph too.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ import os
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 NAME = "headrace_driven"
+_ROWS = 64  # of a table; a step of more tokens repeats them
 
 
 def drive_routing(skew: float = 1.0) -> None:
@@ -49,3 +53,62 @@ def _mix(value: torch.Tensor) -> torch.Tensor:
     value = (value ^ (value >> 31)) * 0x7FEB352D
     value = (value ^ (value >> 29)) * 0x846CA68B
     return value ^ (value >> 32)
+
+
+class Replay:
+    """The choices of every layer: those of one step after another of a table, from the beginning again at its end.
+
+    Attributes:
+        num_layers: with experts; a step of the model asks so often.
+    """
+
+    def __init__(self, num_layers: int, num_steps: int, top_k: int) -> None:
+        self.num_layers = num_layers
+        self._table = torch.zeros(num_steps, _ROWS, top_k, dtype=torch.int32, device="cuda")
+        self._asked = torch.zeros(1, dtype=torch.int64, device="cuda")
+
+    def begin(self, choices: torch.Tensor) -> None:
+        """Take ``choices``, int [steps, rows, top_k], from the next step on; a shorter table and fewer rows repeat."""
+        steps, rows = self._table.shape[:2]
+        at, row = torch.arange(steps) % choices.shape[0], torch.arange(rows) % choices.shape[1]
+        self._table.copy_(choices[at][:, row])
+        self._asked.zero_()
+
+    def route(self, num_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and experts of the tokens of a layer, [tokens, top_k] each."""
+        top_k = self._table.shape[2]
+        ids = torch.empty(num_tokens, top_k, dtype=dtype, device="cuda")
+        weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device="cuda")
+        _replay_kernel[(1,)](
+            self._table, self._asked, ids, weights, num_tokens * top_k, self.num_layers, len(self._table), _ROWS, top_k
+        )
+        return weights, ids
+
+
+@triton.jit
+def _replay_kernel(table, asked, ids, weights, count, layers, steps, ROWS: tl.constexpr, TOP_K: tl.constexpr):  # noqa: N803
+    call = tl.load(asked)
+    step = (call // layers) % steps
+    for start in range(0, count, 512):
+        at = start + tl.arange(0, 512)
+        choice = tl.load(table + step * (ROWS * TOP_K) + at % (ROWS * TOP_K), mask=at < count)
+        tl.store(ids + at, choice.to(ids.dtype.element_ty), mask=at < count)
+        tl.store(weights + at, tl.full([512], 1 / TOP_K, tl.float32), mask=at < count)
+    tl.store(asked, call + 1)
+
+
+def replay_routing(num_layers: int, num_steps: int, top_k: int) -> Replay:
+    """Register a router with vLLM that replays tables, and have the engines of this process use it."""
+    from vllm.model_executor.layers.fused_moe.router.routing_simulator_router import RoutingSimulator, RoutingStrategy
+
+    replay = Replay(num_layers, num_steps, top_k)
+
+    class Replayed(RoutingStrategy):  # type: ignore[misc]
+        def route_tokens(
+            self, hidden_states: torch.Tensor, router_logits: torch.Tensor, top_k: int, indices_type: Any = None
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            return replay.route(len(hidden_states), indices_type or torch.long)
+
+    RoutingSimulator.register_strategy(NAME, Replayed())
+    os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = NAME
+    return replay

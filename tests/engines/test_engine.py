@@ -429,5 +429,5 @@ def test_model_code_that_reads_the_data_of_a_norm_compiles() -> None:
 def test_cached_experts_are_refused_before_the_model_is_built() -> None:
     """An engine's kernels would read rows of a cache as the experts of these numbers."""
     for kind in (EngineOffloader, NoCopyOffloader):
-        with pytest.raises(OptionError, match=r"cannot be cached inside an engine yet, .* say experts=uva"):
+        with pytest.raises(OptionError, match=r"cannot be cached inside this engine, .* say experts=uva"):
             kind(Budget("1GiB", rules=[("experts", "cache")]), lambda: nn.Linear(1, 1))

@@ -64,9 +64,11 @@ class Rig:
         self.model = Model(num_experts, num_slots, away)
 
     def step(self, ids: torch.Tensor) -> None:
-        self.cache.admit(ids)
+        rows = self.cache.admit(ids)
         self.model.admit(ids.flatten().tolist())
         location = self.cache.location.tolist()
+        assert (rows.dtype, rows.shape) == (ids.dtype, ids.shape)
+        assert rows.tolist() == [location[i] if 0 <= i < len(location) else i for i in ids.tolist()]
         home = self.cache._home.tolist()
         for expert, row in enumerate(location):
             assert row == self.model.held.get(expert, home[expert]), f"expert {expert}"

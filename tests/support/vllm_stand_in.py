@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+import vllm_experts
 from engines import VOCABULARY, WIDTH, Head, Layer, Linear, Table
 
 NUM_LAYERS = 8
@@ -140,7 +141,10 @@ class ModelConfig:
 
 @dataclass
 class VllmConfig:
-    """``use_v2_model_runner`` and below: what vLLM reads from elsewhere. ``profiles``: before it warms up."""
+    """``use_v2_model_runner`` and below: what vLLM reads from elsewhere.
+
+    ``profiles``: before it warms up. ``mlp``: what layers have in place of an MLP.
+    """
 
     offload_config: OffloadConfig = field(default_factory=OffloadConfig)
     compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
@@ -154,6 +158,7 @@ class VllmConfig:
     change_model: Callable[[Model], Any] = lambda model: None
     draft_layers: int = 0
     profiles: bool = True
+    mlp: Callable[[int], nn.Module] | None = None
 
     def compute_hash(self) -> str:
         return str(sorted(self.additional_config.items(), key=str))
@@ -188,10 +193,17 @@ def make_layers(
 
 
 class Decoder(nn.Module):
-    def __init__(self, num_layers: int, width: int) -> None:
+    def __init__(self, num_layers: int, width: int, mlp: Callable[[int], nn.Module] | None) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(VOCABULARY, width)
-        self.start, self.end, self.layers = make_layers(num_layers, lambda prefix: Layer(width), prefix="model.layers")
+
+        def build(prefix: str) -> nn.Module:
+            layer = Layer(width)
+            if mlp is not None:
+                layer.mlp = mlp(width)  # type: ignore[assignment]
+            return layer
+
+        self.start, self.end, self.layers = make_layers(num_layers, build, prefix="model.layers")
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x, residual = self.embed_tokens(ids), None
@@ -204,9 +216,9 @@ class Decoder(nn.Module):
 class Model(nn.Module):
     """With a tower that is not built by ``make_layers``."""
 
-    def __init__(self, num_layers: int, width: int) -> None:
+    def __init__(self, num_layers: int, width: int, mlp: Callable[[int], nn.Module] | None = None) -> None:
         super().__init__()
-        self.model = Decoder(num_layers, width)
+        self.model = Decoder(num_layers, width, mlp)
         self.visual = nn.ModuleList(Linear(width, width) for _ in range(2))
         self.lm_head = ParallelLMHead(VOCABULARY, width)
 
@@ -322,7 +334,8 @@ class SecondRunner:
 def load(config: VllmConfig) -> tuple[nn.Module, nn.Module | None, int]:
     """The model, a draft model, and the bytes of both."""
     torch.manual_seed(7)
-    model = Model(NUM_LAYERS, config.width)
+    model = Model(NUM_LAYERS, config.width, config.mlp)
+    process_weights_after_loading(model)
     config.change_model(model)
     draft = Model(config.draft_layers, config.width) if config.draft_layers else None
     models = [model] if draft is None else [model, draft]
@@ -507,7 +520,12 @@ _MODULES: dict[str, list[Any]] = {
     "vllm.model_executor.offloader.base": [BaseOffloader, NoopOffloader, get_offloader, set_offloader],
     "vllm.model_executor.offloader.prefetch": [PrefetchOffloader],
     "vllm.model_executor.offloader.uva": [UVAOffloader],
-    "vllm.model_executor.layers.fused_moe.fused_moe": [_weights_host_resident],
+    "vllm.model_executor.layers.fused_moe": [vllm_experts.override_config],
+    "vllm.model_executor.layers.fused_moe.config": [vllm_experts.FusedMoEQuantConfig],
+    "vllm.model_executor.layers.fused_moe.fused_moe": [_weights_host_resident, vllm_experts.try_get_optimal_moe_config],
+    "vllm.model_executor.layers.fused_moe.modular_kernel": [vllm_experts.FusedMoEKernelModularImpl],
+    "vllm.model_executor.layers.fused_moe.routed_experts": [vllm_experts.RoutedExperts],
+    "vllm.model_executor.layers.fused_moe.experts.triton_moe": [vllm_experts.TritonExperts],
     "vllm.model_executor.model_loader.utils": [device_loading_context, process_weights_after_loading],
     "vllm.model_executor.models.utils": [make_layers, PPMissingLayer],
     "vllm.model_executor.layers.vocab_parallel_embedding": [VocabParallelEmbedding, ParallelLMHead],

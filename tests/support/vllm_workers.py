@@ -15,15 +15,18 @@ from engines import VOCABULARY
 
 RUNNERS = pytest.mark.parametrize("second", [True, False], ids=["second runner", "first runner"])
 GROUP = {"offload_group_size": 4}
+_IMPORTERS = ("headrace.adapters.vllm.worker", "headrace.adapters.vllm.experts")  # of the stand-in
 SOME = {"device_memory": "7MiB"}  # of 9 MiB
 
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     vllm.install(monkeypatch)
-    monkeypatch.delitem(sys.modules, "headrace.adapters.vllm.worker", raising=False)
+    for name in _IMPORTERS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
     yield
-    sys.modules.pop("headrace.adapters.vllm.worker", None)  # it has imported the stand-in
+    for name in _IMPORTERS:
+        sys.modules.pop(name, None)
 
 
 def make(
@@ -61,7 +64,8 @@ def loaded(*args: Any, **kwargs: Any) -> Any:
 def another_process() -> None:
     """Nothing that was done so far has been done in the process of the next worker."""
     vllm.set_offloader(None)
-    sys.modules.pop("headrace.adapters.vllm.worker", None)
+    for name in _IMPORTERS:
+        sys.modules.pop(name, None)
 
 
 def resident(**config: Any) -> vllm.Worker:

@@ -110,6 +110,10 @@ class EngineKeys:
                     f"cpu"
                 )
             return value
+        if key == "expert_slots":
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise OptionError(f"{name}: expected a number of experts, at least 1, found {value!r}")
+            return value
         if key == "batch":
             sizes = value if isinstance(value, list) else [value]
             numbers = all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes)

@@ -86,15 +86,20 @@ class ExpertCache:
             if table
         ]
 
-    def admit(self, ids: torch.Tensor) -> None:
+    def admit(self, ids: torch.Tensor) -> torch.Tensor:
         """Bring the experts ``ids`` into slots, as far as there are any, and change :attr:`location` accordingly.
 
         Args:
             ids: int32 or int64 on the device, any shape, contiguous; what is no expert of this rank is left out.
+
+        Returns:
+            the row of each, of the shape and dtype of ``ids``; what is no expert stays as it is.
         """
         chosen, missing = self._scratch
+        rows = torch.empty_like(ids)
         admit_kernel[(1,)](
             ids,
+            rows,
             ids.numel(),
             self._home,
             self.location,
@@ -123,6 +128,7 @@ class ExpertCache:
                 BLOCK=_BLOCK,
                 num_warps=8,
             )
+        return rows
 
     def counts(self) -> CacheCounts:
         """What has happened so far; waits for the device."""

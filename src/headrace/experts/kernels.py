@@ -16,6 +16,7 @@ __all__ = ["admit_kernel", "fetch_kernel"]
 @triton.jit
 def admit_kernel(
     ids,  # experts that tokens chose, any order, repeated; what is not in [0, E) is padding
+    rows,  # of the dtype of ids: the row of each at the end; padding stays as it is
     num_ids,
     home,  # [E]: the row of each expert in host memory; -1: another rank has it
     location,  # [E], of the same dtype
@@ -81,6 +82,13 @@ def admit_kernel(
     num_fetched = tl.sum(takes.to(tl.int32), axis=0)
     tl.store(fetched + 1 + rank, slot, mask=takes)
     tl.store(fetched, num_fetched)
+    tl.debug_barrier()
+    for start in range(0, num_ids, BLOCK_IDS):
+        at = start + tl.arange(0, BLOCK_IDS)
+        one = tl.load(ids + at, mask=at < num_ids, other=-1)
+        is_one = (one >= 0) & (one < NUM_EXPERTS)
+        found = tl.load(location + one, mask=is_one, other=-1).to(one.dtype)
+        tl.store(rows + at, tl.where(is_one, found, one), mask=at < num_ids)
 
     tl.store(counters, step)
     tl.store(counters + 1, tl.load(counters + 1) + tl.sum(is_hit.to(tl.int64), axis=0))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +18,16 @@ from torch import nn
 from headrace.errors import OptionError, StateError
 from headrace.model.memory_profile import ROW_IMPLEMENTATIONS, chosen_implementation
 
-__all__ = ["CachedExperts", "NoCache", "RowMap", "expert_rows", "require_rows"]
+__all__ = [
+    "CachedExperts",
+    "ExpertHook",
+    "ExpertKernels",
+    "NoCache",
+    "ReadsRows",
+    "RowMap",
+    "expert_rows",
+    "require_rows",
+]
 
 _CACHED = "_headrace_cached_experts"
 
@@ -51,12 +60,36 @@ class RowMap(Protocol):
 
     Attributes:
         location: int64 [experts] on the device.
+        num_slots: experts that the device holds.
     """
 
     location: torch.Tensor
+    num_slots: int
 
-    def admit(self, ids: torch.Tensor) -> None:
-        """Bring the experts ``ids`` to the device and change ``location`` accordingly."""
+    def admit(self, ids: torch.Tensor) -> torch.Tensor:
+        """Bring the experts ``ids`` to the device, change ``location`` accordingly, and return their rows."""
+
+
+class ExpertHook(Protocol):
+    """Makes what runs the experts of a module read them by rows, from :meth:`attach` to :meth:`remove`."""
+
+    def attach(self) -> None: ...
+
+    def remove(self) -> None: ...
+
+
+# (module, its tensors by attribute with all rows, where rows are) -> the hook.
+ReadsRows = Callable[[nn.Module, Mapping[str, torch.Tensor], RowMap], ExpertHook]
+
+
+class ExpertKernels(Protocol):
+    """How an engine runs experts."""
+
+    def find(self, model: nn.Module) -> Mapping[str, str | None]:
+        """The modules of experts in ``model``: by name, why they cannot be run by rows; ``None``: they can."""
+
+    def __call__(self, module: nn.Module, tensors: Mapping[str, torch.Tensor], cache: RowMap) -> ExpertHook:
+        """See :data:`ReadsRows`."""
 
 
 class NoCache:
@@ -64,9 +97,11 @@ class NoCache:
 
     def __init__(self, num_experts: int, device: torch.device) -> None:
         self.location = torch.arange(num_experts, device=device)
+        self.num_slots = num_experts
 
-    def admit(self, ids: torch.Tensor) -> None:
+    def admit(self, ids: torch.Tensor) -> torch.Tensor:
         """Nothing moves."""
+        return ids.clone()  # the op below may not return what it was given
 
 
 class CachedExperts:
@@ -185,8 +220,7 @@ def _expert_rows(location: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         raise StateError(
             "compiled code refers to a cache of experts that is gone; compile the model again (torch._dynamo.reset())"
         )
-    cache.admit(ids.contiguous())
-    return location.index_select(0, ids.flatten()).view(ids.shape).to(ids.dtype)
+    return cache.admit(ids.contiguous())
 
 
 _library.impl("expert_rows", _expert_rows, "CompositeExplicitAutograd")

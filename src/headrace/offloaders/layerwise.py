@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -21,6 +21,7 @@ from torch import nn
 
 from headrace.config import UVA, Budget, Mechanism, Mode, Prefetch, Rule, Rules
 from headrace.errors import BudgetError, OptionError, StateError
+from headrace.experts.rows import CachedExperts, ExpertKernels
 from headrace.model.inventory import is_embedding, take_inventory
 from headrace.model.memory_profile import profile_of
 from headrace.model.patterns import is_segments, matching
@@ -60,11 +61,6 @@ class LayerwiseOffloader(BaseOffloader):
 
     def __init__(self, policy: EnginePolicy) -> None:
         """``policy``: what to do."""
-        if isinstance(policy, Budget) and any(mechanism == "cache" for _, mechanism in policy.rules):
-            raise OptionError(
-                "rules: experts cannot be cached inside an engine yet, whose kernels read them by their numbers: say "
-                "experts=uva in place of experts=cache"
-            )
         self._policy = policy
         self._leaves = BuildTimeFilter(policy)
         self._stacks = nn.ModuleList()
@@ -209,6 +205,7 @@ class EngineOffloader(LayerwiseOffloader):
         break_capture: BreakCapture | None = None,
         calls_forward: bool = False,
         copies_limited: bool = False,
+        expert_kernels: ExpertKernels | None = None,
     ) -> None:
         """``policy``: what to do; ``find_model``: asked in :meth:`post_init`.
 
@@ -219,9 +216,17 @@ class EngineOffloader(LayerwiseOffloader):
         unit into a graph of a part of one. ``break_capture``: for an engine that captures forwards in segments, see
         ``[Note: breakable captures]`` in slot.py. ``calls_forward``: the engine calls the ``forward`` of the module
         that holds the layers past its hooks. ``copies_limited``: what a :class:`~headrace.UVA` policy selects is copied
-        ahead of its use, one unit per layer through two slots, and not read in place.
+        ahead of its use, one unit per layer through two slots, and not read in place. ``expert_kernels``: what reads
+        cached experts by rows; without, a rule that says ``cache`` is refused.
         """
         super().__init__(policy)
+        self._asks_for_cache = isinstance(policy, Budget) and any(how == "cache" for _, how in policy.rules)
+        if self._asks_for_cache and expert_kernels is None:
+            raise OptionError(
+                "rules: experts cannot be cached inside this engine, whose kernels read them by their numbers: say "
+                "experts=uva in place of experts=cache"
+            )
+        self._expert_kernels = expert_kernels
         self._ranks = ranks
         self._rates = rates
         self._measure_stalls = measure_stalls
@@ -237,7 +242,7 @@ class EngineOffloader(LayerwiseOffloader):
 
     def wrap_modules(self, modules_generator: Iterable[nn.Module], prefix: str = "") -> list[nn.Module]:
         if not prefix:
-            return super().wrap_modules(modules_generator)
+            return super().wrap_modules(map(self._require_rows, modules_generator))
         towers = list(modules_generator)
         for tower in towers:
             self._pool.take(tower, partial(self._leaves.takes_of_tower, prefix), apart=True)
@@ -303,7 +308,8 @@ class EngineOffloader(LayerwiseOffloader):
     def has_run(self) -> bool:
         """Whether the engine has run its model, or any module that is offloaded."""
         session = self._require_session()
-        return session.has_run or any(unit.runs for unit in session.stats().units)
+        stats = session.stats()
+        return session.has_run or any(unit.runs for unit in stats.units) or any(layer.steps for layer in stats.experts)
 
     def require_all_ran(self) -> None:
         """To be asked when the engine has run its model once, before its results count.
@@ -311,11 +317,13 @@ class EngineOffloader(LayerwiseOffloader):
         Raises:
             StateError: a unit whose module did not run: what reads its weights would not wait for them.
         """
-        units = self.stats().units
-        idle = [unit.module_fqn for unit in units if unit.runs == 0]
+        stats = self.stats()
+        idle = [unit.module_fqn for unit in stats.units if unit.runs == 0]
+        idle += [layer.module_fqn for layer in stats.experts if layer.steps == 0]
         if idle:
             raise StateError(
-                f"{len(idle)} of {len(units)} offloaded modules did not run when the engine ran its model "
+                f"{len(idle)} of {len(stats.units) + len(stats.experts)} offloaded modules did not run when the engine "
+                f"ran its model "
                 f"({', '.join(idle[:3])}{', ...' if len(idle) > 3 else ''}), so nothing would wait for their weights: "
                 f"leave them out of what is offloaded, with names that do not match them (--offload-params; with "
                 f"device_memory: headrace.params, or headrace.rules such as '{idle[0]}=resident')"
@@ -338,11 +346,23 @@ class EngineOffloader(LayerwiseOffloader):
             "copies": stats.copies,
             "captured_copies": sum(unit.captured_copies for unit in stats.units),
             "misses": stats.misses,
+            "experts": [asdict(layer) for layer in stats.experts],
             "last_stalls_s": [unit.last_stall_s for unit in stats.units],
             "added_device_bytes": self.added_device_bytes,
         }
 
     # -- the plan -----------------------------------------------------------------------------------------------------
+
+    def _require_rows(self, layer: nn.Module) -> nn.Module:
+        """Return ``layer``, unless its experts are to be cached and cannot be: before any weights are loaded."""
+        if self._asks_for_cache:
+            for name, why in self._expert_modules(layer).items():
+                if why is not None:
+                    raise _not_cached(name, why)
+        return layer
+
+    def _expert_modules(self, model: nn.Module) -> Mapping[str, str | None]:
+        return {} if self._expert_kernels is None else self._expert_kernels.find(model)
 
     def _model(self) -> nn.Module:
         return self._find_model()
@@ -364,7 +384,10 @@ class EngineOffloader(LayerwiseOffloader):
         inventory = take_inventory(model, self._is_lookup, aliases=False)
         # The name of an inner tensor of a subclass goes on after a colon.
         here = [s for s in inventory.storages if elsewhere.isdisjoint(n.partition(":")[0] for n in s.names)]
-        return replace(inventory, storages=tuple(s for s in here if s.num_bytes >= TINY_BYTES))
+        # Scales of experts move with them.
+        experts = {name for name, why in self._expert_modules(model).items() if why is None}
+        kept = tuple(s for s in here if s.num_bytes >= TINY_BYTES or _is_scale(s, experts))
+        return replace(inventory, storages=kept)
 
     def _make_plan(self, inventory: Inventory) -> Plan:
         policy, stacks = self._policy, self._layers()
@@ -399,7 +422,8 @@ class EngineOffloader(LayerwiseOffloader):
         rules = [(_through_wrappers(inventory, pattern), mechanism) for pattern, mechanism in policy.rules]
         outside_names = {s.name for s in inventory.storages if not s.is_lookup and _is_outside(s, layers)}
         rules += _rules_for(outside_names, inventory, params, rules)
-        profile = replace(profile_of(self._model()), row_readers=())  # kernels of engines read experts by their numbers
+        readers = tuple(name for name, why in self._expert_modules(self._model()).items() if why is None)
+        profile = replace(profile_of(self._model()), row_readers=readers)
         planner = make_planner(inventory, profile, self._device(), rates=self._rates)
         try:
             return planner.plan(replace(policy, params=params, rules=tuple(rules)))
@@ -416,6 +440,10 @@ class EngineOffloader(LayerwiseOffloader):
 
     def _check_plan(self, plan: Plan, inventory: Inventory) -> None:
         model, layers = self._model(), list(chain.from_iterable(self._layers()))
+        experts = self._expert_modules(model) if plan.cached else {}
+        for name in (layer.module_fqn for layer in plan.cached):
+            if (why := experts.get(name, "no kernel of the engine that is known to read rows runs them")) is not None:
+                raise _not_cached(name, why)
         for unit in plan.units:
             module = model.get_submodule(unit.module_fqn)
             # Compilers of parts of a model replace __call__, and what they put there runs no hooks.
@@ -447,7 +475,19 @@ class EngineOffloader(LayerwiseOffloader):
             break_capture=self._break_capture,
             keeps_addresses=True,
             never_promotes=_NEVER_PROMOTES,
+            reads_rows=self._expert_kernels or CachedExperts,
         )
+
+
+def _not_cached(name: str, why: str) -> OptionError:
+    return OptionError(
+        f"experts of {name} cannot be cached: {why}; or read them in place (experts=uva in place of experts=cache)"
+    )
+
+
+def _is_scale(storage: StorageInfo, experts: Collection[str]) -> bool:
+    """Whether it has a row for each expert of one of the modules ``experts``."""
+    return len(storage.tensors[0].shape) > 1 and any(module in experts for module in storage.modules)
 
 
 def _device_bytes(device: torch.device) -> int:

@@ -9,7 +9,7 @@ from torch import nn
 
 from headrace.config import Policy
 from headrace.errors import StateError
-from headrace.experts.rows import CachedExperts, NoCache
+from headrace.experts.rows import CachedExperts, ExpertHook, NoCache, ReadsRows
 from headrace.offloaders.layerwise import EngineOffloader
 from headrace.plan.plan import Plan
 from headrace.runtime.hooks import ForwardHook, UnitHook, new_token
@@ -41,10 +41,10 @@ def boundaries(model: nn.Module, policy: Policy | Plan | str | int) -> Iterator[
 
 
 @contextmanager
-def _boundaries_of(prepared: Prepared, entry: nn.Module) -> Iterator[None]:
-    """``entry``: the module whose forward begins one."""
+def _boundaries_of(prepared: Prepared, entry: nn.Module, reads_rows: ReadsRows = CachedExperts) -> Iterator[None]:
+    """``entry``: the module whose forward begins one; ``reads_rows``: see ``SessionOptions``."""
     model, token = prepared.model, new_token(prepared.device)
-    hooks: list[UnitHook | ForwardHook | CachedExperts] = []
+    hooks: list[UnitHook | ForwardHook | ExpertHook] = []
     try:
         units = []
         for unit in prepared.plan.units:
@@ -56,7 +56,7 @@ def _boundaries_of(prepared: Prepared, entry: nn.Module) -> Iterator[None]:
             module = model.get_submodule(layer.module_fqn)
             bound = [tensor for name in layer.storages for tensor in prepared.bound[name].tensors]
             tensors = {tensor.places[0][1].attr: tensor.tensor.detach() for tensor in bound}
-            hooks.append(CachedExperts(module, tensors, NoCache(layer.num_experts, prepared.device)))
+            hooks.append(reads_rows(module, tensors, NoCache(layer.num_experts, prepared.device)))
         for hook in hooks:
             hook.attach()
         yield
@@ -88,7 +88,8 @@ class NoCopyOffloader(EngineOffloader):
             prepared = self._prepare(allocates=False)
             mark_read_in_place(prepared.bound, prepared.plan.uva)  # kernels that ask for it take the same path
             self._traced_plan = prepared.plan
-            self._boundaries = _boundaries_of(prepared, self._options(prepared).entry or prepared.model)
+            options = self._options(prepared)
+            self._boundaries = _boundaries_of(prepared, options.entry or prepared.model, options.reads_rows)
             self._boundaries.__enter__()  # remove() leaves it: an engine has no block around its forwards
 
     def remove(self) -> None:

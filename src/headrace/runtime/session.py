@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.config import RANK_MODES, debug_enabled
 from headrace.errors import BudgetError, CheckpointError, OptionError, StateError, TransferError
-from headrace.experts.rows import CachedExperts
+from headrace.experts.rows import CachedExperts, ExpertHook, ReadsRows
 from headrace.figures import format_size, format_time
 from headrace.loading.loader import WeightLoader, require_weights
 from headrace.loading.read_pool import Progress
@@ -72,7 +72,7 @@ _EXPERTS = {
 
 _log = logging.getLogger(__name__)
 
-Hook = UnitHook | ForwardHook | StateGuard | CachedExperts
+Hook = UnitHook | ForwardHook | StateGuard | ExpertHook
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,7 @@ class SessionOptions:
         keeps_addresses: an engine compiles or captures the model: tensors view their slots all the time.
         never_promotes: why a tensor that is used outside of its module's forward is an error; ``None``: it is promoted.
         repeats: a forward may run modules several times, or not at all, in an order that is learned; no graphs.
+        reads_rows: makes what runs cached experts read them by rows.
     """
 
     progress: Progress | None = None
@@ -103,6 +104,7 @@ class SessionOptions:
     keeps_addresses: bool = False
     never_promotes: str | None = None
     repeats: bool = False
+    reads_rows: ReadsRows = CachedExperts
 
 
 class OffloadSession(NotCopyable):
@@ -399,7 +401,7 @@ class OffloadSession(NotCopyable):
             self._bound[name].point_at_slot(memory.view(-1)[: layer.storages[name]], wake)
             tensors[tensor.info.locations[0].attr] = memory.view(tensor.info.dtype).view(-1, *tensor.info.shape[1:])
         self._caches.append((layer, cache))
-        self._hook(CachedExperts(module, tensors, cache))
+        self._hook(self._options.reads_rows(module, tensors, cache))
 
     def _hook(self, hook: Hook) -> None:
         """Keep it first: an interrupt while it is attached must find it."""

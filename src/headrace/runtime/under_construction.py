@@ -32,7 +32,14 @@ from headrace.plan.plan import slab_bytes
 from headrace.plan.units import TINY_BYTES
 from headrace.stores.pinned_host import Held
 
-__all__ = ["BuildTimeFilter", "BuildTimePool", "mark_read_in_place", "storages_in_engine_memory", "unmark"]
+__all__ = [
+    "BuildTimeFilter",
+    "BuildTimePool",
+    "mark_host_resident",
+    "mark_read_in_place",
+    "storages_in_engine_memory",
+    "unmark",
+]
 
 # (name within the layer, bytes) -> whether the parameter leaves the GPU.
 Leaves = Callable[[str, int], bool]
@@ -283,14 +290,20 @@ def mark_read_in_place(bound: Mapping[str, BoundStorage], in_place: Collection[s
     """Set the engine's mark on the tensors of the storages ``in_place``, and take it from all others of ``bound``."""
     for name, storage in bound.items():
         for tensor in storage.tensors:
-            unmark(tensor.tensor)
-            if name in in_place:
-                setattr(tensor.tensor, _ENGINE_MARK, True)
+            mark_host_resident(tensor.tensor, name in in_place)
 
 
 def unmark(tensor: torch.Tensor) -> None:
     """Take the engine's mark from a tensor that lies on its device."""
-    vars(tensor).pop(_ENGINE_MARK, None)
+    mark_host_resident(tensor, False)
+
+
+def mark_host_resident(tensor: torch.Tensor, is_on_host: bool) -> None:
+    """Set the engine's mark on ``tensor``, or take it away."""
+    if is_on_host:
+        setattr(tensor, _ENGINE_MARK, True)
+    else:
+        vars(tensor).pop(_ENGINE_MARK, None)
 
 
 def _no_tensor(module: nn.Module, names: str, made: str) -> OptionError:

@@ -5,14 +5,25 @@ It is checked when a worker starts. A vLLM that differs is refused with the name
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from headrace.adapters import engine_interface
 from headrace.adapters.engine_interface import Name, version_number
 from headrace.errors import OptionError
 
-__all__ = ["NAMES", "NEWEST", "OLDEST", "differences", "require_supported", "require_version"]
+__all__ = [
+    "NAMES",
+    "NEWEST",
+    "OLDEST",
+    "OLDEST_WITH_CACHE",
+    "differences",
+    "require_supported",
+    "require_version",
+]
 
 OLDEST = (0, 20, 2)
 NEWEST = (0, 33)  # with its later patch releases
+OLDEST_WITH_CACHE = (0, 32)  # experts can be cached
 
 _FIX = "install one of these (pip install 'vllm==0.33.0'), or leave --worker-cls out to run vLLM without headrace"
 
@@ -23,6 +34,7 @@ _RUNNERS = ("vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu_model_runner"
 _GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
 _BREAKABLE = "vllm.compilation.breakable_cudagraph"
 _GROUPS = "vllm.distributed.parallel_state"
+_MOE = "vllm.model_executor.layers.fused_moe"
 _AROUND_CAPTURE = ("sync_prev_onload", "join_after_forward")
 _PARALLEL = ("data_parallel_master_port", "data_parallel_rank_local", "enable_dbo", "enable_eplb", "ubatch_size")
 NAMES = (
@@ -81,6 +93,40 @@ NAMES = (
         "_weights_host_resident",
         mentions=("_vllm_is_uva_offloaded",),
         since=(0, 33),
+    ),
+    # Cached experts: the weights and numbers that a kernel is given are replaced, and how it is tuned is kept.
+    *(
+        replace(name, since=OLDEST_WITH_CACHE)
+        for name in (
+            Name(_MOE, "override_config", ("config",)),
+            Name(
+                f"{_MOE}.fused_moe",
+                "try_get_optimal_moe_config",
+                ("w1_shape", "w2_shape", "top_k", "dtype", "M", "block_shape"),
+            ),
+            Name(
+                f"{_MOE}.modular_kernel",
+                "FusedMoEKernelModularImpl._fused_experts",
+                mentions=("fused_experts", "apply"),
+            ),
+            Name(
+                f"{_MOE}.experts.triton_moe",
+                "TritonExperts.apply",
+                (
+                    *("self", "output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation"),
+                    *("global_num_experts", "expert_map"),
+                ),
+                mentions=("try_get_optimal_moe_config", "quant_config"),
+            ),
+            Name(
+                f"{_MOE}.experts.triton_moe",
+                "TritonExperts.moe_problem_size",
+                ("self", "a1", "w1", "w2", "topk_ids"),
+            ),
+            Name(f"{_MOE}.config", "FusedMoEQuantConfig", fields=("_a1", "_a2", "_w1", "_w2")),
+            Name(f"{_MOE}.routed_experts", "RoutedExperts.__init__", mentions=("quant_method", "moe_config")),
+            Name(f"{_MOE}.routed_experts", "RoutedExperts.use_ep"),
+        )
     ),
     *(Name(_GROUPS, name, ()) for name in ("get_dp_group", "get_tp_group", "get_world_group")),
     Name(_GROUPS, "GroupCoordinator.__init__", mentions=("cpu_group", "rank_in_group", "world_size")),

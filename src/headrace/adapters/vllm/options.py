@@ -7,6 +7,7 @@ key under "headrace"  meaning
 ``batch``             sequences per step that a budget is planned for, ``[1, 16, 256]``; default 1
 ``params``            name patterns that narrow what may be offloaded, as ``--offload-params``
 ``rules``             ``["experts=uva", ...]``: mechanisms that the planner may not choose; with a budget
+``expert_slots``      experts of each layer on the GPU, of what a rule says to cache; default: what there is room for
 ``mode``              the store: ``cpu``, or ``shm_cpu`` for one copy per host among data-parallel ranks
 ``replicas``          with ``shm_cpu`` and a dense model: engines that ``--data-parallel-size`` starts on this host
 ``measure_stalls``    time every wait for a unit; costs two events each
@@ -46,6 +47,7 @@ FLAG_OF_KEY = {
     "batch": "batch",
     "params": "offload_params",
     "rules": "offload_rule",
+    "expert_slots": "expert_slots",
     "mode": "offload_mode",
     "measure_stalls": "measure_stalls",
     "boundaries_only": "boundaries_only",
@@ -112,6 +114,7 @@ _VLLM = Surface(
     backends=("auto", "prefetch", "uva"),
     needs={
         "offload_rule": ("device_memory",),
+        "expert_slots": ("device_memory",),
         "offload_prefetch_step": ("offload_group_size",),
         "cpu_offload_params": ("cpu_offload_gb",),
         **dict.fromkeys(("offload_mode", "measure_stalls", "boundaries_only"), _ASKING),

@@ -27,10 +27,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.offloader.base import get_offloader, set_offloader
 from vllm.v1.worker import gpu_worker
 
-from headrace.adapters.vllm.interface import require_supported
+from headrace.adapters.engine_interface import version_number
+from headrace.adapters.vllm.interface import NEWEST, OLDEST_WITH_CACHE, require_supported
 from headrace.adapters.vllm.options import read_options, refuse_unsupported
 from headrace.config import Budget, peer_timeout_s
 from headrace.errors import OptionError, OutsideAccessError, PeerError, StateError
+from headrace.experts.rows import ExpertKernels
 from headrace.figures import format_size
 from headrace.offloaders.layerwise import EngineOffloader
 from headrace.offloaders.reference import NoCopyOffloader
@@ -106,6 +108,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
                 measure_stalls=self._options.measure_stalls,
                 announces_replays=self._announces,
                 break_capture=_break_capture,
+                expert_kernels=_expert_kernels(),
             )
             with self._in_force(self._offloader):
                 super().load_model(**kwargs)
@@ -116,6 +119,12 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
             f"{format_size(max(plan.slot_bytes, default=0))}, {format_size(plan.uva_bytes)} read in place; at rest in "
             f"{plan.mode}"
         )
+        if plan.cached:
+            slots = sorted({f"{layer.num_slots} of {layer.num_experts}" for layer in plan.cached})
+            logger.info(
+                f"headrace: of {len(plan.cached)} layers, {' or '.join(slots)} experts on the GPU at a time, "
+                f"{format_size(plan.cache_bytes)}"
+            )
 
     def _rates_of_ranks(self, replicas: RankGroup | None) -> Rates | None:
         """What a budget is planned with where other ranks copy at the same time; ``None``: there are no others."""
@@ -405,6 +414,15 @@ def _keep_units_out_of_pieces(compilation: Any) -> bool:
 
 class Worker(OffloadingWorker, gpu_worker.Worker):  # type: ignore[misc,unused-ignore]
     """vLLM's GPU worker, whose ``get_offloader()`` returns headrace's offloader."""
+
+
+def _expert_kernels() -> ExpertKernels | None:
+    """What runs experts in this vLLM; ``None``: nothing that could read them by rows."""
+    if (version_number(vllm.__version__) or NEWEST) < OLDEST_WITH_CACHE:
+        return None
+    from headrace.adapters.vllm.experts import KernelExperts
+
+    return KernelExperts
 
 
 def _is_lookup(module: nn.Module) -> bool:

@@ -1,0 +1,270 @@
+"""Cached experts inside vLLM: resident, read in place, and with a part of them on the GPU; one engine each.
+
+    python benchmarks/vllm_experts.py OUT_FOLDER [--shape deepseek|qwen] [--layers N] [--share 0.5] [--cases NAME...]
+    python benchmarks/vllm_experts.py OUT_FOLDER --publish TABLE        raw results for docs/benchmarks, on stdout
+
+Shapes are those of DeepSeek-V2-Lite and Qwen3-30B-A3B with seeded weights. All cases take the same choices of experts
+from tables (driven_routing.py), which replace the router's: with a stated share of hits for a cache of this size, and
+the seeded trace that the project ships. A step is the slope between two lengths of the answer, prefill left out; tokens
+and log-probabilities are compared to the last bit with those of ``still``, which has the same boundaries and moves
+nothing, or without it with those of ``resident``. The floor of a step is the bytes of missing experts at 50 GB/s, and
+the step of ``resident``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from published_configs import DEEPSEEK_V2_LITE, QWEN3_30B_A3B
+from seeded_models import write_config
+from vllm_cases import ONE_ROUNDING, WORKER
+from vllm_offload import _compared, _host_memory, _prompts, engine_environment
+
+SHAPES: dict[str, dict[str, Any]] = {"deepseek": DEEPSEEK_V2_LITE, "qwen": QWEN3_30B_A3B}
+CASES = ("still", "resident", "cache", "in-place")
+HITS = (0.0, 0.5, 0.67, 0.8, 0.9, 1.0)
+LENGTHS, REPEATS = (16, 80), 3
+LINK_BYTES_PER_S = 50e9  # of the bar
+STEPS = 600  # of a table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="deepseek")
+    parser.add_argument("--layers", type=int, help="default those of the published model")
+    parser.add_argument("--share", type=float, default=0.5, help="of the experts of a layer on the GPU")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--limit-s", type=float, help="end an engine that takes longer, and go on with the next")
+    parser.add_argument("--publish", metavar="TABLE")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    config = {**SHAPES[given.shape]}
+    config["num_hidden_layers"] = given.layers or config["num_hidden_layers"]
+    if given.publish:
+        for row in _published(given.out, config):
+            print(json.dumps({"table": given.publish, "shape": given.shape, **row}))
+    elif given.child:
+        _measure(given.out, given.cases[0], config, given.share)
+    else:
+        for case in given.cases:
+            _run_child(case, given)
+        for row in _published(given.out, config):
+            floor = "" if row["over_floor"] is None else f", {row['over_floor']:.3f} x floor, {row['hits']:.3f} hits"
+            print(
+                f"{row['case']:9s} {row['load']:22s} {row['ms']:8.2f} ms +- {row['spread_ms']:.2f} "
+                f"{row['tokens_per_s']:8.1f} tok/s{floor}; {row['compared']}"
+            )
+
+
+def _run_child(case: str, given: argparse.Namespace) -> None:
+    command = [sys.executable, __file__, str(given.out), "--child", "--cases", case, "--shape", given.shape]
+    command += ["--share", str(given.share), *(["--layers", str(given.layers)] if given.layers else [])]
+    environment = {**engine_environment(given.out), "VLLM_CACHE_ROOT": str(given.out / f"cache-{case}")}
+    with (given.out / f"{case}.log").open("w") as log:
+        try:
+            code: int | str = subprocess.run(
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=given.limit_s
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = f"ended after {given.limit_s:.0f} s"
+    if code:
+        print(f"{case}: exit {code}, see {log.name}", flush=True)
+    elif (given.out / f"{case}.json").exists():
+        facts = json.loads((given.out / f"{case}.json").read_text())["facts"]
+        print(case, {key: value for key, value in facts.items() if key != "offloader"}, flush=True)
+
+
+def _experts(config: dict[str, Any]) -> tuple[int, int, int, int]:
+    """Layers with experts, experts of each, experts of a token, bytes of one."""
+    layers = config["num_hidden_layers"] - config.get("first_k_dense_replace", 0)
+    count = config.get("n_routed_experts") or config["num_experts"]
+    size = 3 * 2 * config["hidden_size"] * config["moe_intermediate_size"]
+    return layers, count, config["num_experts_per_tok"], size
+
+
+def _driven(hits: float, num_experts: int, top_k: int) -> Any:
+    """Choices [steps, 1, top_k] of which a cache of half of the experts holds the share ``hits``."""
+    import torch
+
+    hot, table, cold, owed = list(range(top_k)), [], 0, 0.0
+    ring = list(range(top_k, num_experts))
+    for _ in range(STEPS):
+        owed += hits * top_k
+        count = min(top_k, int(owed + 1e-9))
+        owed -= count
+        missing = [ring[(cold + at) % len(ring)] for at in range(top_k - count)]
+        cold += len(missing)
+        table.append(hot[:count] + missing)
+    return torch.tensor(table).unsqueeze(1)
+
+
+def _loads(config: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
+    """Name, sequences, and choices [steps, rows, top_k]."""
+    import torch
+
+    from headrace.plan.traces import seeded_trace
+
+    _, count, top_k, _ = _experts(config)
+    if count == DEEPSEEK_V2_LITE["n_routed_experts"]:
+        for share in HITS:
+            yield f"{share:.0%} hits", 1, _driven(share, count, top_k)
+    for rows in (1, 16):
+        traces = [torch.from_numpy(seeded_trace(row, STEPS, count, top_k)) for row in range(rows)]
+        yield f"seeded trace, {rows} seq", rows, torch.stack(traces, dim=1)
+
+
+def _measure(out: Path, case: str, config: dict[str, Any], share: float) -> None:
+    import torch
+    from vllm import LLM
+
+    from driven_routing import replay_routing
+    from seeded_weights import use_seeded_weights
+
+    layers, count, top_k, size = _experts(config)
+    folder = write_config(out / "model", config)
+    use_seeded_weights()
+    torch.cuda.init()
+    replay = replay_routing(layers, STEPS, top_k)
+    replay.begin(torch.arange(16 * top_k).view(1, 16, top_k) % count)
+    # What is not experts takes less than the last part.
+    budget = {"device_memory": layers * round(share * count) * (size + (2 << 20)) + int(3.5 * 2**30)}
+    own: dict[str, Any] = {
+        "still": {**budget, "rules": ["experts=cache"], "expert_slots": round(share * count), "boundaries_only": True},
+        "cache": {**budget, "rules": ["experts=cache"], "expert_slots": round(share * count)},
+        "in-place": {**budget, "rules": ["experts=uva"]},
+    }.get(case, {})
+    before, free = _host_memory(), torch.cuda.mem_get_info()[0]
+    begin = time.perf_counter()
+    engine = LLM(
+        model=str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=2304,
+        max_num_seqs=16,
+        max_num_batched_tokens=2304,
+        kv_cache_memory_bytes=2 << 30,
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+        compilation_config={"cudagraph_capture_sizes": [1, 16], **ONE_ROUNDING},
+        **({"worker_cls": WORKER, "additional_config": {"headrace": own}} if own else {}),
+    )
+    start_s = time.perf_counter() - begin
+    facts = {
+        "start_s": start_s,
+        "device_bytes": free - torch.cuda.mem_get_info()[0],
+        "experts_bytes": layers * count * size,
+    }
+    rows: list[dict[str, Any]] = []
+    for name, sequences, choices in _loads(config):
+        rows.append({"load": name, **_run(engine, replay, sequences, choices, bool(own))})
+        facts["offloader"] = engine.collective_rpc("headrace_stats")[0] if own else {}
+        facts |= {f"added_{key}": now - before[key] for key, now in _host_memory().items()}
+        (out / f"{case}.json").write_text(json.dumps({"facts": facts, "rows": rows}))
+    replay.begin(choices)
+    rows.append({"load": "2047 in, 1 out", **_prefill(engine)})
+    (out / f"{case}.json").write_text(json.dumps({"facts": facts, "rows": rows}))
+
+
+def _counts(engine: Any, has_worker: bool) -> tuple[int, int, int]:
+    """Experts that all steps so far found and missed, and steps."""
+    layers = engine.collective_rpc("headrace_stats")[0].get("experts", []) if has_worker else []
+    missed = sum(layer["fetched"] + layer["in_place"] for layer in layers)
+    return sum(layer["hits"] for layer in layers), missed, layers[0]["steps"] if layers else 0
+
+
+def _sampling(tokens: int, scored: bool = False) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0 if scored else None
+    )
+
+
+def _run(engine: Any, replay: Any, sequences: int, choices: Any, has_worker: bool) -> dict[str, Any]:
+    prompts = _prompts(sequences, 16)
+    replay.begin(choices)
+    scored = engine.generate(prompts, _sampling(24, scored=True), use_tqdm=False)
+    slopes, hits, missed, steps = [], 0, 0, 0
+    for _ in range(REPEATS):
+        times = []
+        for length, sign in zip(LENGTHS, (-1, 1), strict=True):  # so that prefill counts in neither
+            before, begin = _counts(engine, has_worker), time.perf_counter()
+            engine.generate(prompts, _sampling(length), use_tqdm=False)
+            times.append(time.perf_counter() - begin)
+            grown = [sign * (now - then) for now, then in zip(_counts(engine, has_worker), before, strict=True)]
+            hits, missed, steps = hits + grown[0], missed + grown[1], steps + grown[2]
+        slopes.append((times[1] - times[0]) / (LENGTHS[1] - LENGTHS[0]) * 1e3)
+    ms = statistics.median(slopes)
+    return {
+        "sequences": sequences,
+        "ms": ms,
+        "spread_ms": max(slopes) - min(slopes),
+        "tokens_per_s": sequences / ms * 1e3,
+        "hits": hits / (hits + missed) if hits + missed else None,
+        "missed_per_step": missed / steps if steps else None,
+        "tokens": [list(output.outputs[0].token_ids) for output in scored],
+        "logprobs": [[next(iter(step.values())).logprob for step in output.outputs[0].logprobs] for output in scored],
+    }
+
+
+def _prefill(engine: Any) -> dict[str, Any]:
+    prompts, times = _prompts(1, 2047), []
+    for _ in range(4):
+        begin = time.perf_counter()
+        scored = engine.generate(prompts, _sampling(1, scored=True), use_tqdm=False)
+        times.append(time.perf_counter() - begin)
+    ms = statistics.median(times[1:]) * 1e3
+    return {
+        "sequences": 1,
+        "ms": ms,
+        "spread_ms": (max(times[1:]) - min(times[1:])) * 1e3,
+        "tokens_per_s": 2047 / ms * 1e3,
+        "hits": None,
+        "missed_per_step": None,
+        "tokens": [list(output.outputs[0].token_ids) for output in scored],
+        "logprobs": [[next(iter(step.values())).logprob for step in output.outputs[0].logprobs] for output in scored],
+    }
+
+
+def _published(out: Path, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    found = {name: json.loads(path.read_text()) for name in CASES if (path := out / f"{name}.json").exists()}
+    layers, count, _, size = _experts(config)
+    still = found.get("still", found.get("resident"))
+    resident = {row["load"]: row["ms"] for row in found.get("resident", {"rows": []})["rows"]}
+    for case, result in found.items():
+        facts = {key: value for key, value in result["facts"].items() if key != "offloader"}
+        experts = result["facts"]["offloader"].get("experts", [])
+        for number, row in enumerate(result["rows"]):
+            # Layers count a step each.
+            missed = None if row["missed_per_step"] is None else row["missed_per_step"] * size
+            floor = None
+            if missed is not None and row["load"] in resident:
+                floor = resident[row["load"]] + missed / LINK_BYTES_PER_S * 1e3
+            wanted = still["rows"][number] if still is not None and number < len(still["rows"]) else row
+            yield {
+                "case": case,
+                "layers": layers,
+                "slots": experts[0]["num_slots"] if experts else None,
+                "experts": count,
+                **{key: row[key] for key in ("load", "sequences", "ms", "spread_ms", "tokens_per_s", "hits")},
+                "missed_bytes": missed,
+                "floor_ms": floor,
+                "over_floor": row["ms"] / floor if floor else None,
+                "bit_equal": row["tokens"] == wanted["tokens"] and row["logprobs"] == wanted["logprobs"],
+                "compared": _compared(row, wanted),
+                **facts,
+            }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Cached experts inside vLLM: its Triton kernel of experts reads the rows of a cache.
+
+vLLM runs the experts of a layer by one object (``FusedMoEExpertsModular``) that is given the weights, and the numbers
+of the experts of each token. The kernel indexes weights by these numbers, so it can be given a range with all rows of
+the cache in place of the weights, and rows in place of numbers. What else it reads per expert (scales, biases) comes
+from its quantisation config.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.fused_moe import override_config
+from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_config
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+from headrace.experts.rows import RowMap
+from headrace.runtime.under_construction import mark_host_resident
+
+__all__ = ["KernelExperts"]
+
+_PARTS = ("_a1", "_a2", "_w1", "_w2")  # of FusedMoEQuantConfig
+
+
+class KernelExperts:
+    """Has the kernel of one layer read the rows of a cache, from :meth:`attach` to :meth:`remove`."""
+
+    def __init__(self, module: nn.Module, tensors: Mapping[str, torch.Tensor], cache: RowMap) -> None:
+        """
+        Args:
+            module: one that :meth:`find` gives no reason for.
+            tensors: by attribute of ``module``, all rows [rows, ...].
+            cache: says in which row each expert is.
+        """
+        self._cache = cache
+        self._kernel: Any = _kernel_of(module)
+        own = {id(getattr(module, name)): rows for name, rows in tensors.items()}
+        self._quant_config = copy.copy(self._kernel.quant_config)
+        for part, desc in _descs(self._quant_config):
+            setattr(self._quant_config, part, copy.copy(desc))
+            for name, tensor in vars(desc).items():
+                setattr(getattr(self._quant_config, part), name, own.get(id(tensor), tensor))
+        self._w13, self._w2 = tensors["w13_weight"], tensors["w2_weight"]
+
+    @staticmethod
+    def find(model: nn.Module) -> dict[str, str | None]:
+        """The modules of experts in ``model``: by name, why the kernel of each cannot read rows; ``None``: it can.
+
+        Before the weights are loaded there is no kernel yet, and its class alone is asked.
+        """
+        return {name: _why_not(module) for name, module in model.named_modules() if isinstance(module, RoutedExperts)}
+
+    def attach(self) -> None:
+        """Point the kernel here."""
+        vars(self._kernel)["apply"] = self._apply
+
+    def remove(self) -> None:
+        """Undo :meth:`attach`."""
+        vars(self._kernel).pop("apply", None)
+
+    def _apply(self, *, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor, **arguments: Any) -> Any:
+        """What vLLM calls, always by keywords. ``w1`` and ``w2`` say the shapes that a kernel is tuned for."""
+        by_rows: Any = copy.copy(self._kernel)  # now, since vLLM sets attributes of it at any time
+        vars(by_rows).pop("apply")
+        by_rows.quant_config = self._quant_config
+        hidden = arguments["hidden_states"]
+        _, num_tokens, _, _, top_k = by_rows.moe_problem_size(hidden, w1, w2, topk_ids)
+        # The block sizes decide in which order products are added up, and vLLM chooses them by the number of experts.
+        dtype = by_rows.quant_config.config_name(hidden.dtype)
+        config = try_get_optimal_moe_config(w1.size(), w2.size(), top_k, dtype, num_tokens, by_rows.block_shape)
+        rows = self._cache.admit(topk_ids.contiguous())
+        # With more experts than slots the rest is read over the link, so once each and not once per token.
+        mark_host_resident(self._w13, topk_ids.numel() > self._cache.num_slots)
+        with override_config(config):
+            return by_rows.apply(
+                **{**arguments, "w1": self._w13, "w2": self._w2, "topk_ids": rows, "global_num_experts": len(self._w13)}
+            )
+
+
+def _why_not(module: Any) -> str | None:
+    method, layout = module.quant_method, module.moe_config
+    kernel = _kernel_of(module)
+    kind = getattr(method, "experts_cls", None) if kernel is None else type(kernel)
+    if kind is not TritonExperts:
+        name = getattr(kind, "__name__", type(method).__name__)
+        return f"{name} runs them, which is not known to read rows: choose vLLM's Triton kernel (--moe-backend triton)"
+    if module.use_ep or layout.moe_parallel_config.enable_eplb:
+        return "they are divided among ranks (--enable-expert-parallel), which is not supported yet"
+    if layout.is_lora_enabled:
+        return "LoRA adapters of experts are read by their numbers (--enable-lora)"
+    if kernel is None:
+        return None
+    own = {id(parameter) for parameter in module.parameters(recurse=False)}
+    for part, desc in _descs(kernel.quant_config):
+        for name, value in vars(desc).items():
+            per_expert = isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == module.local_num_experts
+            if per_expert and (id(value) not in own or value.dim() < 2):
+                return f"its kernel keeps {part.strip('_')}.{name} {list(value.shape)} of each of them for itself"
+    return None
+
+
+def _kernel_of(module: Any) -> Any:
+    """What runs the experts of ``module``; ``None`` before their weights are final."""
+    made = getattr(module.quant_method, "moe_kernel", None)
+    return None if made is None else made.fused_experts
+
+
+def _descs(quant_config: Any) -> Iterator[tuple[str, Any]]:
+    return ((part, getattr(quant_config, part)) for part in _PARTS)

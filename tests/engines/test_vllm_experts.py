@@ -1,0 +1,142 @@
+"""The promise: inside vLLM, cached experts give the bits of the resident engine, or are refused with the reason."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import vllm_experts
+import vllm_stand_in as vllm
+from engines import WIDTH
+from headrace.errors import OptionError, OptionTypeError, StateError
+from vllm_experts import NUM_EXPERTS, Experts, MarlinExperts
+from vllm_workers import (
+    RUNNERS,
+    another_process,
+    ids,
+    loaded,
+    make,
+    require_same_outputs,
+    resident,
+    stand_in,  # noqa: F401 (a fixture for every test)
+)
+
+CACHE = {"device_memory": "54MiB", "rules": ["experts=cache"]}
+
+
+def cached(slots: int, **own: Any) -> dict[str, Any]:
+    return {**CACHE, "expert_slots": slots, **own}
+
+
+@RUNNERS
+@pytest.mark.parametrize("slots", [1, 3, 24])
+def test_outputs_are_the_same_and_experts_move(slots: int, second: bool) -> None:
+    """The stand-in's kernel rounds by the number of experts that it is configured for, as vLLM's may."""
+    plain = resident(use_v2_model_runner=second, mlp=Experts)
+    worker = loaded(own=cached(slots), second=second, mlp=Experts)
+    require_same_outputs(worker, plain)
+    layers = worker.headrace_stats()["experts"]
+    assert len(layers) == vllm.NUM_LAYERS
+    for layer in layers:
+        assert (layer["steps"], layer["num_slots"]) == (4, slots)
+        assert layer["fetched"] > 0
+        assert (layer["in_place"] > 0) == (slots < 24)
+    assert f"info: headrace: of {vllm.NUM_LAYERS} layers, {slots} of {NUM_EXPERTS} experts on the GPU at a time" in (
+        "\n".join(vllm.state.logger.lines)
+    )
+
+
+def test_the_kernel_of_the_stand_in_rounds_by_its_configuration() -> None:
+    experts = Experts(WIDTH)
+    experts.experts.quant_method.process_weights_after_loading(experts.experts)
+    x = torch.randn(4, WIDTH)
+    plain = experts(x)
+    with vllm_experts.override_config(vllm_experts.try_get_optimal_moe_config((99, 1, 1), (99, 1, 1), 2, None, 4)):
+        assert not torch.equal(experts(x), plain)
+
+
+def test_the_reference_moves_nothing() -> None:
+    plain = resident(mlp=Experts)
+    worker = loaded(own=cached(3, boundaries_only=True), mlp=Experts)
+    require_same_outputs(worker, plain)
+    stats = worker.headrace_stats()
+    assert (stats["offloader"], stats["experts"]) == ("NoCopyOffloader", [])
+
+
+def test_checksums_are_those_of_the_weights() -> None:
+    worker = loaded(own=cached(3), mlp=Experts)
+    worker.execute_model(ids())
+    assert worker.compute_weight_checksums() == resident(mlp=Experts).compute_weight_checksums()
+
+
+def test_a_kernel_that_changes_later_is_asked() -> None:
+    """vLLM sets attributes of a kernel at any time."""
+    worker, plain = loaded(own=cached(3), mlp=Experts), resident(mlp=Experts)
+    for each in (worker, plain):
+        kernel = each.model_runner.get_model().model.layers[0].mlp.experts.quant_method.moe_kernel.fused_experts
+        kernel.quant_config._w2.scale = None
+        kernel.factor = 3.0
+        own = type(kernel).apply
+
+        def tripled(self: Any, own: Any = own, **arguments: Any) -> None:
+            own(self, **arguments)
+            arguments["output"].mul_(self.factor if hasattr(self, "factor") else 1.0)
+
+        kernel.__class__ = type("Tripled", (type(kernel),), {"apply": tripled})
+    require_same_outputs(worker, plain)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ({"experts_cls": MarlinExperts}, r"MarlinExperts runs them, .* \(--moe-backend triton\)"),
+        ({"divided": True}, r"divided among ranks \(--enable-expert-parallel\)"),
+        ({"with_lora": True}, r"LoRA adapters .* \(--enable-lora\)"),
+    ],
+    ids=["another kernel", "expert parallel", "LoRA"],
+)
+def test_refused_before_the_weights_are_loaded(kind: dict[str, Any], reason: str) -> None:
+    final: list[Any] = []
+    config = {"mlp": partial(Experts, **kind), "change_model": final.append}
+    with pytest.raises(OptionError, match=rf"mlp\.experts cannot be cached: .*{reason}.*experts=uva"):
+        loaded(own=cached(3), **config)
+    assert not final
+    another_process()
+    # What nobody asked to cache is only not cached.
+    require_same_outputs(loaded(own={"device_memory": "54MiB"}, mlp=partial(Experts, **kind)), resident(**config))
+
+
+def test_a_kernel_that_keeps_scales_for_itself_is_refused() -> None:
+    mlp = partial(Experts, copies_scales=True)
+    with pytest.raises(OptionError, match=r"cannot be cached: its kernel keeps w1\.scale \[32, 256\] of each of them"):
+        loaded(own=cached(3), mlp=mlp)
+
+
+def test_experts_that_never_run_are_found() -> None:
+    worker = loaded(own=cached(3), mlp=partial(Experts, is_called=False))
+    worker.determine_available_memory()
+    with pytest.raises(StateError, match=r"8 of 8 offloaded modules did not run .*layers\.0\.mlp\.experts"):
+        worker.execute_model(ids())
+
+
+def test_an_older_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm.install(monkeypatch, "0.31.0")
+    with pytest.raises(OptionError, match=r"experts cannot be cached inside this engine.*experts=uva"):
+        loaded(own=cached(3), mlp=Experts)
+
+
+@pytest.mark.parametrize(
+    ("own", "error", "text"),
+    [
+        (cached(0), OptionError, r"headrace\.expert_slots: expected a number of experts, at least 1, found 0"),
+        ({**CACHE, "expert_slots": "3"}, OptionError, r"headrace\.expert_slots: .* found '3'"),
+        ({"expert_slots": 3}, OptionError, r"headrace\.expert_slots .*headrace\.device_memory"),
+        ({**CACHE, "rules": "experts=cache"}, OptionTypeError, r"headrace\.rules: expected a list"),
+    ],
+)
+def test_keys(own: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        make(own=own)

@@ -1,0 +1,182 @@
+"""What of vLLM runs experts, for its stand-in: the modules, signatures and order of calls that headrace's cache sees.
+
+The kernel adds up products in blocks whose size its configuration says, and that follows the number of experts: a cache
+that let vLLM choose it by the number of its rows would return other bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+NUM_EXPERTS, TOP_K, INTERMEDIATE = 32, 2, 128
+
+_override: dict[str, int] | None = None
+
+
+@contextmanager
+def override_config(config: dict[str, int]) -> Iterator[None]:
+    global _override
+    before, _override = _override, config
+    yield
+    _override = before
+
+
+def try_get_optimal_moe_config(
+    w1_shape: tuple[int, ...],
+    w2_shape: tuple[int, ...],
+    top_k: int,
+    dtype: str | None,
+    M: int,  # noqa: N803 (vLLM's name)
+    block_shape: list[int] | None = None,
+) -> dict[str, int]:
+    return _override or {"BLOCK_SIZE_K": 16 if w2_shape[0] <= NUM_EXPERTS else 32}
+
+
+@dataclass
+class FusedMoEQuantDesc:
+    scale: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+
+@dataclass
+class FusedMoEQuantConfig:
+    _a1: FusedMoEQuantDesc = field(default_factory=FusedMoEQuantDesc)
+    _a2: FusedMoEQuantDesc = field(default_factory=FusedMoEQuantDesc)
+    _w1: FusedMoEQuantDesc = field(default_factory=FusedMoEQuantDesc)
+    _w2: FusedMoEQuantDesc = field(default_factory=FusedMoEQuantDesc)
+
+    def config_name(self, dtype: torch.dtype) -> str | None:
+        return None
+
+
+class TritonExperts:
+    block_shape = None
+
+    def __init__(self, quant_config: FusedMoEQuantConfig) -> None:
+        self.quant_config = quant_config
+
+    def moe_problem_size(
+        self,
+        a1: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_ids: torch.Tensor,
+    ) -> tuple[int, int, int, int, int]:
+        return w1.shape[0], a1.shape[0], w1.shape[1], a1.shape[1], topk_ids.shape[1]
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: str,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+    ) -> None:
+        assert topk_ids.max() < global_num_experts == len(w1)
+        block = try_get_optimal_moe_config(w1.shape, w2.shape, topk_ids.shape[1], None, len(hidden_states))
+        scale = self.quant_config._w1.scale
+        for token, row in enumerate(hidden_states):
+            for at, expert in enumerate(topk_ids[token].tolist()):
+                up = _product(w1[expert], row, block["BLOCK_SIZE_K"])
+                up = up if scale is None else up * scale[expert]
+                gate, up = up.chunk(2)
+                down = _product(w2[expert], functional.silu(gate) * up, block["BLOCK_SIZE_K"])
+                output[token] += topk_weights[token, at] * down
+
+
+class MarlinExperts(TritonExperts):
+    pass
+
+
+def _product(weight: torch.Tensor, x: torch.Tensor, block: int) -> torch.Tensor:
+    total = torch.zeros(len(weight))
+    for start in range(0, len(x), block):
+        total = total + weight[:, start : start + block] @ x[start : start + block]
+    return total
+
+
+class FusedMoEKernelModularImpl:
+    def __init__(self, fused_experts: TritonExperts) -> None:
+        self.fused_experts = fused_experts
+
+    def _fused_experts(self, **arguments: Any) -> None:
+        self.fused_experts.apply(**arguments)
+
+
+class Method:
+    """Of quantised experts: the kernel is made when the weights are final, and keeps their scales."""
+
+    def __init__(self, experts_cls: type[TritonExperts], copies_scales: bool) -> None:
+        self.experts_cls = experts_cls
+        self.moe_kernel: FusedMoEKernelModularImpl | None = None
+        self._copies_scales = copies_scales
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        scale = layer.w13_weight_scale.data.clone() if self._copies_scales else layer.w13_weight_scale
+        config = FusedMoEQuantConfig(_w1=FusedMoEQuantDesc(scale))
+        self.moe_kernel = FusedMoEKernelModularImpl(self.experts_cls(config))
+
+
+class RoutedExperts(nn.Module):
+    def __init__(
+        self, width: int, experts_cls: type[TritonExperts], copies_scales: bool, divided: bool, with_lora: bool
+    ) -> None:
+        super().__init__()
+        self.quant_method: Any = Method(experts_cls, copies_scales)
+        self.moe_config = SimpleNamespace(
+            is_lora_enabled=with_lora, moe_parallel_config=SimpleNamespace(enable_eplb=False)
+        )
+        self.local_num_experts = NUM_EXPERTS
+        self._is_divided = divided
+        for name, shape in (
+            ("w13_weight", (NUM_EXPERTS, 2 * INTERMEDIATE, width)),
+            ("w2_weight", (NUM_EXPERTS, width, INTERMEDIATE)),
+            ("w13_weight_scale", (NUM_EXPERTS, 2 * INTERMEDIATE)),
+        ):
+            self.register_parameter(name, nn.Parameter(torch.randn(shape) / shape[-1] ** 0.5, requires_grad=False))
+
+    @property
+    def use_ep(self) -> bool:
+        return self._is_divided
+
+
+class Experts(nn.Module):
+    """In the place of an MLP: the router, and what it routes to."""
+
+    def __init__(self, width: int, is_called: bool = True, **kind: Any) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, NUM_EXPERTS, bias=False)
+        kinds = {"experts_cls": TritonExperts, "copies_scales": False, "divided": False, "with_lora": False}
+        self.experts = RoutedExperts(width, **{**kinds, **kind})
+        self._is_called = is_called
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat, experts = x.reshape(-1, x.shape[-1]), self.experts
+        if not self._is_called:
+            return x
+        weights, ids = self.gate(flat).softmax(-1).topk(TOP_K)
+        output = torch.zeros_like(flat)
+        experts.quant_method.moe_kernel._fused_experts(
+            output=output,
+            hidden_states=flat,
+            w1=experts.w13_weight,
+            w2=experts.w2_weight,
+            topk_weights=weights,
+            topk_ids=ids.int(),
+            activation="silu",
+            global_num_experts=NUM_EXPERTS,
+            expert_map=None,
+        )
+        return output.view_as(x)
