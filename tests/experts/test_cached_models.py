@@ -55,7 +55,7 @@ class TestBits:
                 assert layer.fetched > 0
                 assert layer.hits > 0 or num_slots == 1
                 assert layer.fetched - layer.evicted <= layer.num_slots
-                assert (layer.in_place > 0) == (num_slots < 8)
+                assert layer.in_place >= (2 if num_slots == 1 else 1)  # the first step reads one in place anyway
         assert_same_bits(outputs(model), expected)
 
     def test_biases_and_other_mechanisms(self) -> None:

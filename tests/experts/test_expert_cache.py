@@ -36,7 +36,8 @@ class Model:
         self.last_used |= {self.held[expert]: step for expert in hits}
         free = [slot for slot in range(self.num_slots) if self.last_used.get(slot, 0) < step]
         free.sort(key=lambda slot: self.last_used.get(slot, 0))
-        taken = list(zip(missing, free, strict=False))
+        wanted = missing[:-1] if len(missing) > 1 and not hits else missing
+        taken = list(zip(wanted, free, strict=False))
         for expert, slot in taken:
             self.held = {e: s for e, s in self.held.items() if s != slot} | {expert: slot}
             self.last_used[slot] = step
@@ -108,7 +109,7 @@ def test_equals_its_model(workload: tuple[int, int, frozenset[int], list[torch.T
         pytest.param(4, [], CacheCounts(2, 0, 0, 0, 0), id="an empty batch"),
         pytest.param(4, [-1, -1, 8, 99], CacheCounts(2, 0, 0, 0, 0), id="padding"),
         pytest.param(1, [3, 3, 3], CacheCounts(2, 1, 1, 0, 0), id="one slot"),
-        pytest.param(8, [*range(8)], CacheCounts(2, 8, 8, 0, 0), id="a slot for each"),
+        pytest.param(8, [*range(8)], CacheCounts(2, 7, 8, 1, 0), id="a slot for each, but one in place at first"),
         pytest.param(2, [*range(8)] * 40, CacheCounts(2, 2, 2, 12, 0), id="more experts than slots"),
     ],
 )
@@ -132,7 +133,7 @@ def test_hits_are_those_of_the_trace() -> None:
     for row in trace:
         rig.step(torch.from_numpy(row))
     counts = rig.cache.counts()
-    assert counts.in_place == 0
+    assert 0 < counts.in_place < 5  # in steps without any hit
     # Slots of one step leave in the order of their numbers, and there in the order of the row.
     assert counts.hits / trace.size == pytest.approx(lru_hits(trace, 6), abs=0.03)
 

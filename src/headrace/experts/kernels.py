@@ -36,7 +36,8 @@ def admit_kernel(
 ):
     """Give every chosen expert a slot as far as there are any, least recently used first; one program.
 
-    No slot that this step uses is given away. Experts beyond the slots keep their own rows.
+    No slot that this step uses is given away. Experts beyond the slots keep their own rows, and so does the last one of
+    a step that finds none of several in slots.
     """
     expert = tl.arange(0, BLOCK_EXPERTS)
     is_expert = expert < NUM_EXPERTS
@@ -56,6 +57,7 @@ def admit_kernel(
     is_hit = is_chosen & (row < NUM_SLOTS)
     is_missing = is_chosen & (row >= NUM_SLOTS)
     tl.store(last_used + row, tl.zeros([BLOCK_EXPERTS], tl.int64) + step, mask=is_hit)
+    num_hits = tl.sum(is_hit.to(tl.int32), axis=0)
     num_missing = tl.sum(is_missing.to(tl.int32), axis=0)
     tl.store(missing + tl.cumsum(is_missing.to(tl.int32), axis=0) - 1, expert, mask=is_missing)
     tl.debug_barrier()
@@ -71,7 +73,10 @@ def admit_kernel(
             (other_used[None, :] == used[:, None]) & (other[None, :] < slot[:, None])
         )
         rank += tl.sum((is_before & (other < NUM_SLOTS)[None, :]).to(tl.int32), axis=1)
-    takes = is_slot & (used < step) & (rank < num_missing)
+    # A step that fetches everything would then wait for its first product. One expert that is read in place instead
+    # crosses the link beside the products of the others.
+    num_wanted = num_missing - ((num_missing > 1) & (num_hits == 0)).to(tl.int32)
+    takes = is_slot & (used < step) & (rank < num_wanted)
     newcomer = tl.load(missing + rank, mask=takes, other=0)
     leaver = tl.load(expert_in + slot, mask=takes, other=-1)
     leaves = takes & (leaver >= 0)
@@ -91,7 +96,7 @@ def admit_kernel(
         tl.store(rows + at, tl.where(is_one, found, one), mask=at < num_ids)
 
     tl.store(counters, step)
-    tl.store(counters + 1, tl.load(counters + 1) + tl.sum(is_hit.to(tl.int64), axis=0))
+    tl.store(counters + 1, tl.load(counters + 1) + num_hits)
     tl.store(counters + 2, tl.load(counters + 2) + num_fetched)
     tl.store(counters + 3, tl.load(counters + 3) + num_missing - num_fetched)
     tl.store(counters + 4, tl.load(counters + 4) + tl.sum(leaves.to(tl.int64), axis=0))

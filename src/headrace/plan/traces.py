@@ -79,7 +79,8 @@ def reuse_distances(trace: Trace) -> list[int]:
 def lru_hits(trace: Trace, num_slots: int, known: Sequence[int] = (), warm_up: int = 0) -> float:
     """Share of choices that a cache of ``num_slots`` experts holds, one token a step.
 
-    No expert leaves in the step that uses it; what finds no slot is not kept.
+    No expert leaves in the step that uses it; what finds no slot is not kept, nor is the last one of a step without any
+    hit (``admit_kernel`` says why).
 
     Args:
         known: held at the start, the first one leaves first.
@@ -88,12 +89,15 @@ def lru_hits(trace: Trace, num_slots: int, known: Sequence[int] = (), warm_up: i
     held: OrderedDict[int, None] = OrderedDict.fromkeys(list(known)[:num_slots])
     hits = 0
     for token, row in enumerate(trace.tolist()):
-        missing = [expert for expert in row if expert not in held]
+        missing = sorted(expert for expert in row if expert not in held)
         hits += len(row) - len(missing) if token >= warm_up else 0
+        free = num_slots - (len(row) - len(missing))
+        if len(missing) == len(row) > 1:
+            missing.pop()
         for expert in row:
             if expert in held:
                 held.move_to_end(expert)
-        for expert in missing[: num_slots - (len(row) - len(missing))]:
+        for expert in missing[:free]:
             if len(held) == num_slots:
                 held.popitem(last=False)
             held[expert] = None
