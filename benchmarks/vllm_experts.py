@@ -31,7 +31,7 @@ from vllm_offload import _compared, _host_memory, _prompts, engine_environment
 SHAPES: dict[str, dict[str, Any]] = {"deepseek": DEEPSEEK_V2_LITE, "qwen": QWEN3_30B_A3B}
 CASES = ("still", "resident", "cache", "in-place")
 HITS = (0.0, 0.5, 0.67, 0.8, 0.9, 1.0)
-LENGTHS, REPEATS = (16, 80), 3
+LENGTHS, REPEATS, SCORED = {1: (8, 48), 16: (8, 24)}, 2, 16
 LINK_BYTES_PER_S = 50e9  # of the bar
 STEPS = 600  # of a table
 
@@ -59,11 +59,15 @@ def main() -> None:
         for case in given.cases:
             _run_child(case, given)
         for row in _published(given.out, config):
-            floor = "" if row["over_floor"] is None else f", {row['over_floor']:.3f} x floor, {row['hits']:.3f} hits"
-            print(
-                f"{row['case']:9s} {row['load']:22s} {row['ms']:8.2f} ms +- {row['spread_ms']:.2f} "
-                f"{row['tokens_per_s']:8.1f} tok/s{floor}; {row['compared']}"
-            )
+            _print(row)
+
+
+def _print(row: dict[str, Any]) -> None:
+    time_of = (
+        "" if row["ms"] is None else f"{row['ms']:8.2f} ms +- {row['spread_ms']:.2f} {row['tokens_per_s']:8.1f} tok/s"
+    )
+    floor = "" if row["over_floor"] is None else f", {row['over_floor']:.3f} x floor, {row['hits']:.3f} hits"
+    print(f"{row['case']:9s} {row['load']:22s} {time_of}{floor}; {row['compared']}")
 
 
 def _run_child(case: str, given: argparse.Namespace) -> None:
@@ -166,7 +170,10 @@ def _measure(out: Path, case: str, config: dict[str, Any], share: float) -> None
     }
     rows: list[dict[str, Any]] = []
     for name, sequences, choices in _loads(config):
-        rows.append({"load": name, **_run(engine, replay, sequences, choices, bool(own))})
+        is_timed = case == "cache" or "trace" in name or (case, name) == ("in-place", "0% hits")
+        if is_timed or case == "still":
+            is_timed &= case != "still"
+            rows.append({"load": name, **_run(engine, replay, sequences, choices, bool(own), is_timed)})
         facts["offloader"] = engine.collective_rpc("headrace_stats")[0] if own else {}
         facts |= {f"added_{key}": now - before[key] for key, now in _host_memory().items()}
         (out / f"{case}.json").write_text(json.dumps({"facts": facts, "rows": rows}))
@@ -190,26 +197,27 @@ def _sampling(tokens: int, scored: bool = False) -> Any:
     )
 
 
-def _run(engine: Any, replay: Any, sequences: int, choices: Any, has_worker: bool) -> dict[str, Any]:
+def _run(engine: Any, replay: Any, sequences: int, choices: Any, has_worker: bool, is_timed: bool) -> dict[str, Any]:
     prompts = _prompts(sequences, 16)
     replay.begin(choices)
-    scored = engine.generate(prompts, _sampling(24, scored=True), use_tqdm=False)
+    scored = engine.generate(prompts, _sampling(SCORED, scored=True), use_tqdm=False)
     slopes, hits, missed, steps = [], 0, 0, 0
-    for _ in range(REPEATS):
+    short, long = LENGTHS[sequences]
+    for _ in range(REPEATS if is_timed else 0):
         times = []
-        for length, sign in zip(LENGTHS, (-1, 1), strict=True):  # so that prefill counts in neither
+        for length, sign in ((short, -1), (long, 1)):  # so that prefill counts in neither
             before, begin = _counts(engine, has_worker), time.perf_counter()
             engine.generate(prompts, _sampling(length), use_tqdm=False)
             times.append(time.perf_counter() - begin)
             grown = [sign * (now - then) for now, then in zip(_counts(engine, has_worker), before, strict=True)]
             hits, missed, steps = hits + grown[0], missed + grown[1], steps + grown[2]
-        slopes.append((times[1] - times[0]) / (LENGTHS[1] - LENGTHS[0]) * 1e3)
-    ms = statistics.median(slopes)
+        slopes.append((times[1] - times[0]) / (long - short) * 1e3)
+    ms = statistics.median(slopes) if slopes else None
     return {
         "sequences": sequences,
         "ms": ms,
-        "spread_ms": max(slopes) - min(slopes),
-        "tokens_per_s": sequences / ms * 1e3,
+        "spread_ms": max(slopes) - min(slopes) if slopes else None,
+        "tokens_per_s": sequences / ms * 1e3 if ms else None,
         "hits": hits / (hits + missed) if hits + missed else None,
         "missed_per_step": missed / steps if steps else None,
         "tokens": [list(output.outputs[0].token_ids) for output in scored],
@@ -239,18 +247,17 @@ def _prefill(engine: Any) -> dict[str, Any]:
 def _published(out: Path, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     found = {name: json.loads(path.read_text()) for name in CASES if (path := out / f"{name}.json").exists()}
     layers, count, _, size = _experts(config)
-    still = found.get("still", found.get("resident"))
-    resident = {row["load"]: row["ms"] for row in found.get("resident", {"rows": []})["rows"]}
+    still = {row["load"]: row for row in found.get("still", found.get("resident", {"rows": []}))["rows"]}
+    resident = {row["sequences"]: row["ms"] for row in found.get("resident", {"rows": []})["rows"][:2]}
     for case, result in found.items():
         facts = {key: value for key, value in result["facts"].items() if key != "offloader"}
         experts = result["facts"]["offloader"].get("experts", [])
-        for number, row in enumerate(result["rows"]):
-            # Layers count a step each.
+        for row in result["rows"]:
             missed = None if row["missed_per_step"] is None else row["missed_per_step"] * size
             floor = None
-            if missed is not None and row["load"] in resident:
-                floor = resident[row["load"]] + missed / LINK_BYTES_PER_S * 1e3
-            wanted = still["rows"][number] if still is not None and number < len(still["rows"]) else row
+            if missed is not None and row["sequences"] in resident:
+                floor = resident[row["sequences"]] + missed / LINK_BYTES_PER_S * 1e3
+            wanted = still.get(row["load"], row)
             yield {
                 "case": case,
                 "layers": layers,
@@ -259,7 +266,7 @@ def _published(out: Path, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 **{key: row[key] for key in ("load", "sequences", "ms", "spread_ms", "tokens_per_s", "hits")},
                 "missed_bytes": missed,
                 "floor_ms": floor,
-                "over_floor": row["ms"] / floor if floor else None,
+                "over_floor": row["ms"] / floor if floor and row["ms"] else None,
                 "bit_equal": row["tokens"] == wanted["tokens"] and row["logprobs"] == wanted["logprobs"],
                 "compared": _compared(row, wanted),
                 **facts,
