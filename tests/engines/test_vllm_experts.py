@@ -43,7 +43,7 @@ def test_outputs_are_the_same_and_experts_move(slots: int, second: bool) -> None
     for layer in layers:
         assert (layer["steps"], layer["num_slots"]) == (4, slots)
         assert layer["fetched"] > 0
-        assert (layer["in_place"] > 0) == (slots < 24)
+        assert layer["in_place"] > 0
     assert f"info: headrace: of {vllm.NUM_LAYERS} layers, {slots} of {NUM_EXPERTS} experts on the GPU at a time" in (
         "\n".join(vllm.state.logger.lines)
     )
