@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import Any
 
@@ -47,6 +48,21 @@ def test_outputs_are_the_same_and_experts_move(slots: int, second: bool) -> None
     assert f"info: headrace: of {vllm.NUM_LAYERS} layers, {slots} of {NUM_EXPERTS} experts on the GPU at a time" in (
         "\n".join(vllm.state.logger.lines)
     )
+
+
+def test_hits_are_logged_while_the_engine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = loaded(own=cached(24), mlp=Experts)
+    monkeypatch.setattr(sys.modules["headrace.adapters.vllm.worker"], "_LOG_EVERY_S", 0.0)
+    worker._hits._next = 0.0
+    for _ in range(4):  # asked for in one step, logged in the next
+        worker.execute_model(ids())
+    layers = worker.headrace_stats()["experts"]
+    used = sum(layer["hits"] + layer["fetched"] + layer["in_place"] for layer in layers) // 4
+    lines = [line for line in vllm.state.logger.lines if "experts in use were on the GPU" in line]
+    assert len(lines) == 2
+    assert f"info: headrace: 0.0% of {used} experts in use" in lines[0]
+    assert f"of {2 * used} experts in use were on the GPU" in lines[1]
+    assert "info: headrace: 0.0%" not in lines[1]
 
 
 def test_the_kernel_of_the_stand_in_rounds_by_its_configuration() -> None:

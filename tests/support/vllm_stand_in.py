@@ -461,10 +461,10 @@ class Logger:
         self.lines: list[str] = []
 
     def info(self, text: str, *args: Any) -> None:
-        self.lines.append("info: " + text % args)
+        self.lines.append("info: " + (text % args if args else text))
 
     def warning(self, text: str, *args: Any) -> None:
-        self.lines.append("warning: " + text % args)
+        self.lines.append("warning: " + (text % args if args else text))
 
 
 def init_logger(name: str) -> Logger:

@@ -1,6 +1,6 @@
 """The experts of a layer of which some lie in slots on the device: what each step needs is fetched, on the device.
 
-See ``[Note: the map is the page table]`` below for how kernels find an expert.
+Kernels that index weights by the number of an expert are given rows for numbers; see docs/notes/expert-cache.md.
 """
 
 from __future__ import annotations
@@ -14,12 +14,7 @@ import triton.language as tl
 
 from headrace.experts.kernels import admit_kernel, fetch_kernel
 
-__all__ = ["CacheCounts", "ExpertCache"]
-
-# [Note: the map is the page table] Kernels of mixtures of experts take a map from an expert's number to a row of the
-# weights, because with expert parallelism a rank holds only some of them: ``expert_map``, int32 [E], -1: not here. A
-# cache changes that map and nothing else: choices of the router stay as they are, and so do the shapes from which
-# kernels pick their block sizes, so the same kernel adds the same numbers in the same order.
+__all__ = ["CacheCounts", "CountsReader", "ExpertCache"]
 
 # Programs that copy, and words of 8 bytes that one copies at a time: on an H200 32 programs of 8 warps fill the link.
 _PROGRAMS, _BLOCK = 32, 4096
@@ -50,7 +45,7 @@ class ExpertCache:
     """The slots of one layer. Its tensors change on the device alone; no call waits for the host or allocates.
 
     Attributes:
-        location: [E]: the row of every expert now, for kernels that take an expert map; -1: of another rank.
+        location: [E]: the row of every expert now; -1: of another rank.
         num_slots: rows of slots; at most as many as there are experts here.
     """
 
@@ -138,3 +133,26 @@ class ExpertCache:
         """How many steps chose each expert; waits for the device."""
         found: list[int] = self._uses.tolist()
         return found
+
+
+class CountsReader:
+    """Reads what several caches have counted together, without making the host wait."""
+
+    def __init__(self, caches: Sequence[ExpertCache]) -> None:
+        """``caches``: at least one, all on one device."""
+        self._counters = [cache._counters for cache in caches]
+        on_gpu = caches[0].location.is_cuda
+        self._totals = torch.zeros(len(self._counters[0]), dtype=torch.int64, pin_memory=on_gpu)
+        self._arrived = torch.cuda.Event() if on_gpu else None
+
+    def begin(self) -> None:
+        """Ask for the counts behind what the current stream has to do."""
+        self._totals.copy_(torch.stack(self._counters).sum(0), non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def result(self) -> CacheCounts | None:
+        """What the last :meth:`begin` asked for; ``None``: the device has not come to it yet."""
+        if self._arrived is not None and not self._arrived.query():
+            return None
+        return CacheCounts(*self._totals.tolist())

@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -39,6 +39,9 @@ from headrace.runtime.slot import BreakCapture
 from headrace.runtime.this_machine import make_planner
 from headrace.runtime.under_construction import BuildTimeFilter, BuildTimePool, mark_read_in_place, unmark
 from headrace.stats import Stats
+
+if TYPE_CHECKING:
+    from headrace.experts.cache import CountsReader
 
 __all__ = ["EngineOffloader", "EnginePolicy", "LayerwiseOffloader", "PrefetchOffloader", "UVAOffloader"]
 
@@ -328,6 +331,10 @@ class EngineOffloader(LayerwiseOffloader):
                 f"leave them out of what is offloaded, with names that do not match them (--offload-params; with "
                 f"device_memory: headrace.params, or headrace.rules such as '{idle[0]}=resident')"
             )
+
+    def counts_reader(self) -> CountsReader | None:
+        """Of all cached experts, for an engine to show while it runs; ``None``: there are none, or nothing moves."""
+        return None if self._session is None else self._session.counts_reader()
 
     def figures(self) -> dict[str, Any]:
         """The plan and the counters in plain numbers, for an engine to show; after ``post_init``."""

@@ -57,7 +57,7 @@ from headrace.transfer.ring_streams import RingLink
 from headrace.transfer.sharded_copy import sharded_link
 
 if TYPE_CHECKING:  # it needs Triton, which machines without a GPU may lack
-    from headrace.experts.cache import ExpertCache
+    from headrace.experts.cache import CountsReader, ExpertCache
 
 __all__ = ["OffloadSession", "Progress", "SessionOptions", "open_pinned", "open_store"]
 
@@ -181,6 +181,12 @@ class OffloadSession(NotCopyable):
         stores |= self._account
         sizes_by_store = {name: size for name, size in stores.items() if size}
         return Stats(units, sizes, self._notes(), sizes_by_store, staging, self._reads, experts)
+
+    def counts_reader(self) -> CountsReader | None:
+        """Of all cached experts; ``None``: there are none."""
+        from headrace.experts.cache import CountsReader
+
+        return CountsReader([cache for _, cache in self._caches]) if self._caches else None
 
     @property
     def has_run(self) -> bool:

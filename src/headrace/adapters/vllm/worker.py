@@ -9,6 +9,7 @@ second one, the default by now, made none.
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -41,7 +42,12 @@ from headrace.ranks.group import GRACE_S, RankGroup, call_within, json_digest
 from headrace.runtime.prepare import open_ranks
 from headrace.transfer.measuring import COPY_SIZES, rates_among
 
+if TYPE_CHECKING:
+    from headrace.experts.cache import CountsReader
+
 __all__ = ["OffloadingWorker", "Worker"]
+
+_LOG_EVERY_S = 10.0  # as vLLM's own line of statistics
 
 logger = init_logger("vllm.headrace")  # vLLM prints messages of its own loggers and their children
 
@@ -65,6 +71,7 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         self._options = read_options(vllm_config.offload_config, vllm_config.additional_config)
         self._announces = False
         self._link_bytes_per_s: float | None = None  # of this rank beside others that copy, where it was asked for
+        self._hits: _HitLog | None = None
         self._all_ran = False  # whether every offloaded module has run at least once
         if self._options.policy is not None:
             _refuse_second_engine()  # before its runner replaces the offloader that the graphs of the first one ask
@@ -125,6 +132,8 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
                 f"headrace: of {len(plan.cached)} layers, {' or '.join(slots)} experts on the GPU at a time, "
                 f"{format_size(plan.cache_bytes)}"
             )
+            reader = self._offloader.counts_reader()
+            self._hits = None if reader is None else _HitLog(reader)
 
     def _rates_of_ranks(self, replicas: RankGroup | None) -> Rates | None:
         """What a budget is planned with where other ranks copy at the same time; ``None``: there are no others."""
@@ -252,6 +261,8 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
         has_tokens = getattr(scheduler_output, "total_num_scheduled_tokens", 1) > 0
         if self._offloader is not None and has_tokens and not (self._all_ran or self._options.boundaries_only):
             self._require_all_ran(self._offloader)
+        if self._hits is not None:
+            self._hits.poll()
         return result
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
@@ -354,6 +365,34 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
                 f"{what} would give the memory of slots and residents away, and the weights that vLLM loads next would "
                 f"not reach the store; use sleep level 1, which keeps them"
             )
+
+
+class _HitLog:
+    """Logs how many experts were found on the GPU, at most every ten seconds, while the model runs."""
+
+    def __init__(self, reader: CountsReader) -> None:
+        self._reader = reader
+        self._next = time.monotonic() + _LOG_EVERY_S
+        self._is_asked = False
+        self._logged = (0, 0, 0)
+
+    def poll(self) -> None:
+        """To be called behind each step; never makes the host wait for the GPU."""
+        if not self._is_asked:
+            if time.monotonic() >= self._next:
+                self._reader.begin()
+                self._is_asked = True
+            return
+        if (counts := self._reader.result()) is None:
+            return
+        now = (counts.hits, counts.fetched, counts.in_place)
+        hits, fetched, in_place = (after - before for after, before in zip(now, self._logged, strict=True))
+        if used := hits + fetched + in_place:
+            logger.info(
+                f"headrace: {hits / used:.1%} of {used} experts in use were on the GPU, {fetched} were fetched and "
+                f"{in_place} read in place"
+            )
+        self._logged, self._is_asked, self._next = now, False, time.monotonic() + _LOG_EVERY_S
 
 
 def _no_new_weights(what: str) -> StateError:
