@@ -1,9 +1,10 @@
-"""One range of addresses over two memories: the first bytes are a device's, the last ones the host's.
+"""One range of addresses over two memories: the first bytes are a device's, the last ones the host's or another
+device's.
 
 A kernel takes one base pointer per tensor. With CUDA's virtual memory management (CUDA driver API, "Virtual Memory
 Management") device memory and host memory are mapped side by side, so rows of both are reached from the same pointer,
 in any mixture. The host memory comes from ``cuMemCreate`` on a NUMA node; memory that was registered cannot be mapped
-there, because the driver places registered memory itself.
+there, because the driver places registered memory itself. Memory of another device is addressed over NVLink or PCIe.
 """
 
 from __future__ import annotations
@@ -27,49 +28,58 @@ class SplitRange:
     Attributes:
         whole: every address (uint8, 1-D, on the device). Between the two memories nothing is mapped, and a kernel that
             reads there fails with an illegal access.
-        host: the bytes from ``host_start`` on, as the host sees them (uint8, 1-D).
+        host: the bytes from ``far_start`` on, as the host sees them (uint8, 1-D); not where they are a peer's.
     """
 
-    def __init__(self, device_bytes: int, host_start: int, num_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self, device_bytes: int, far_start: int, num_bytes: int, device: torch.device, peer: torch.device | None = None
+    ) -> None:
         """
         Args:
-            device_bytes: device memory at the beginning.
-            host_start: where host memory begins; at least ``device_bytes``.
+            device_bytes: device memory at the beginning, at least 2 MiB.
+            far_start: where the other memory begins; at least ``device_bytes``.
             num_bytes: of the range. All three are multiples of 2 MiB.
             device: a CPU has one memory: there all bytes are ordinary memory.
+            peer: the other memory is that of this device, which ``device`` can address; ``None``: the host's.
 
         Raises:
             BudgetError: one of the memories has no room.
-            OptionError: the driver cannot map host memory so.
+            OptionError: the driver cannot map the other memory so.
         """
         if device.type == "cpu":
             self.whole = torch.empty(num_bytes, dtype=torch.uint8)
-            self.host = self.whole[host_start:]
+            self.host = self.whole[far_start:]
             return
-        mapped = _Mapped(device_bytes, host_start, num_bytes, device)
+        mapped = _Mapped(device_bytes, far_start, num_bytes, device, peer)
         self.whole = torch.as_tensor(RawMemory(mapped.address, num_bytes, keeps=mapped), device=device)
-        host = RawMemory(mapped.address + host_start, num_bytes - host_start, keeps=mapped)
-        self.host = torch.from_numpy(np.asarray(host))
+        if peer is None:
+            host = RawMemory(mapped.address + far_start, num_bytes - far_start, keeps=mapped)
+            self.host = torch.from_numpy(np.asarray(host))
 
 
 class _Mapped:
     """The addresses and what is mapped there; gives both back."""
 
-    def __init__(self, device_bytes: int, host_start: int, num_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self, device_bytes: int, far_start: int, num_bytes: int, device: torch.device, peer: torch.device | None
+    ) -> None:
         # One of torch's own requirements where it is built for CUDA; by name, since it is nowhere else.
         self._driver: Any = import_module("cuda.bindings.driver")
-        self._device = device
+        self._device, self._peer = device, peer
         self._num_bytes = num_bytes
         self._parts: list[tuple[int, int]] = []
         kinds = self._driver.CUmemLocationType
         node = self._driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID
         on_device = self._location(kinds.CU_MEM_LOCATION_TYPE_DEVICE, device.index)
         with torch.cuda.device(device):
-            near = self._call("cuDeviceGetAttribute", node, device.index)
-            on_host = self._location(kinds.CU_MEM_LOCATION_TYPE_HOST_NUMA, max(0, near))
+            if peer is None:
+                near = self._call("cuDeviceGetAttribute", node, device.index)
+                far = self._location(kinds.CU_MEM_LOCATION_TYPE_HOST_NUMA, max(0, near))
+            else:
+                far = self._location(kinds.CU_MEM_LOCATION_TYPE_DEVICE, peer.index)
             self.address = int(self._call("cuMemAddressReserve", num_bytes, 0, 0, 0))
             self._map(0, device_bytes, on_device, [on_device])
-            self._map(host_start, num_bytes - host_start, on_host, [on_device, on_host])
+            self._map(far_start, num_bytes - far_start, far, [on_device, far])
 
     def _location(self, kind: Any, number: int) -> Any:
         location = self._driver.CUmemLocation()
@@ -101,14 +111,14 @@ class _Mapped:
         """The result of a function of the driver API, if it has one."""
         code, *results = getattr(self._driver, name)(*arguments)
         if code == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-            raise BudgetError(
-                f"{self._device}: no room for {self._num_bytes} bytes of experts ({name})", self._num_bytes
-            )
+            what = "experts" if self._peer is None else f"units on {self._peer}"
+            raise BudgetError(f"{self._device}: no room for {self._num_bytes} bytes of {what} ({name})", self._num_bytes)
         if code != self._driver.CUresult.CUDA_SUCCESS:
-            raise OptionError(
-                f"{self._device}: {name} failed ({code.name}), and a cache of experts needs device and host memory in "
-                f"one range of addresses; read experts in place instead (--offload-rule experts=uva)"
-            )
+            need = "a cache of experts needs device and host memory in one range of addresses; read experts in place "
+            need += "instead (--offload-rule experts=uva)"
+            if self._peer is not None:
+                need = f"{self._device} has to address memory of {self._peer}; leave --peer-memory out"
+            raise OptionError(f"{self._device}: {name} failed ({code.name}), and {need}")
         return results[0] if results else None
 
     def __del__(self) -> None:
