@@ -28,6 +28,7 @@ __all__ = [
     "Mechanism",
     "Mode",
     "OffloadConfig",
+    "Place",
     "Policy",
     "Prefetch",
     "Rule",
@@ -48,6 +49,8 @@ __all__ = [
 ALL_MODEL_PARAMS = "ALL_MODEL_PARAMS"
 
 Mode = Literal["cpu", "shm_cpu", "sharded_cpu", "disk", "sharded_gpu", "meta"]
+# Where a unit rests: in a store, or beside host memory on a peer, which is another GPU of this process.
+Place = Literal[Mode, "peer"]
 # Stores of which each rank of a group keeps a part, and all stores that need a group.
 SHARDED_MODES: tuple[Mode, ...] = ("sharded_cpu", "sharded_gpu")
 # Stores whose bytes are host memory; those of shm_cpu exist once for all ranks of a host.
@@ -221,6 +224,8 @@ class Budget:
         workload: what the plan is made for.
         host_memory: offloaded bytes in host memory, and the staging ring of what comes from files, stay within this;
             ``None`` means what is free (``--host-memory``).
+        peer_memory: so much of the memory of another GPU, idle and of this process alone, holds units before host
+            memory does: of the next one that the device can address (``--peer-memory``).
         expert_slots: experts of each layer that the device holds of what a rule says to cache; ``None``: as many as
             there is room for (``--expert-slots``).
     """
@@ -232,11 +237,13 @@ class Budget:
     workload: Workload = Workload()
     host_memory: str | int | None = None
     expert_slots: int | None = None
+    peer_memory: str | int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device_memory", _size_of("device_memory", self.device_memory, "--device-memory"))
-        if self.host_memory is not None:
-            object.__setattr__(self, "host_memory", _size_of("host_memory", self.host_memory, "--host-memory"))
+        for name in ("host_memory", "peer_memory"):
+            if (size := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _size_of(name, size, f"--{name.replace('_', '-')}"))
         if self.mode is not None:
             _check_mode(self.mode)
         object.__setattr__(self, "params", _as_names(self.params))
@@ -256,6 +263,11 @@ class Budget:
     def host_limit_bytes(self) -> int | None:
         """``host_memory`` as a number."""
         return cast("int | None", self.host_memory)
+
+    @property
+    def peer_limit_bytes(self) -> int:
+        """``peer_memory`` as a number."""
+        return cast("int | None", self.peer_memory) or 0
 
 
 @dataclass(frozen=True)

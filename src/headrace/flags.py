@@ -24,8 +24,8 @@ _UVA = ("cpu_offload_gb", "cpu_offload_params")
 # Flags that select what is offloaded; the others shape what one of these selects.
 _ASKING = ("device_memory", "offload_group_size", *_UVA, "offload_rule")
 _SHAPING = (
-    "batch", "context", "host_memory", "offload_backend", *_PREFETCH[1:], "offload_params", "expert_slots",
-    "offload_mode",
+    "batch", "context", "host_memory", "peer_memory", "offload_backend", *_PREFETCH[1:], "offload_params",
+    "expert_slots", "offload_mode",
 )  # fmt: skip
 
 
@@ -83,6 +83,11 @@ class OffloadFlags:
         "SIZE",
         "Offloaded weights in host memory stay within this, e.g. 64GiB (default what is free); the rest stays in the "
         "files.",
+        needs=("device_memory",),
+    )
+    peer_memory: str | None = _flag(
+        "SIZE",
+        "Memory of another, idle GPU that holds offloaded weights before host memory does, e.g. 60GiB.",
         needs=("device_memory",),
     )
     offload_backend: str | None = _flag("NAME", "auto (default): as the other flags imply; prefetch, uva or none.")
@@ -166,6 +171,7 @@ class OffloadFlags:
                 Workload(rows, self.context or 0),
                 self.host_memory,
                 self.expert_slots,
+                self.peer_memory,
             )
         if self.offload_rule:
             rules = parse_rules(self.offload_rule)

@@ -335,7 +335,7 @@ def _target(module: nn.Module | None, machine: Any, device: Any, disk: DiskOptio
 
 def _misfit(plan: Plan, planner: Planner, facts: _Facts, target: _Target, workload: Workload) -> str | None:
     """What the machine lacks for ``plan`` with the caches and activations of ``workload``; ``None``: nothing."""
-    from headrace.runtime.this_machine import Limits, check_limits, needs_of, read_limits
+    from headrace.runtime.this_machine import Limits, check_limits, free_on_peer, needs_of, read_limits
 
     on_gpu = target.device.type == "cuda"
     names = {storage.name for storage in facts.inventory.storages}
@@ -361,6 +361,7 @@ def _misfit(plan: Plan, planner: Planner, facts: _Facts, target: _Target, worklo
     limits = Limits(target.machine.device_bytes)
     if target.rates is None:
         limits = read_limits(target.device, pinned_bytes=needs.pinned_bytes)
+        limits = replace(limits, peer_free_bytes=free_on_peer(plan, target.device))
     try:
         check_limits(plan, limits, needs)
     except LimitError as error:

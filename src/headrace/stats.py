@@ -198,7 +198,8 @@ class Stats:
 
     Attributes:
         store_bytes: where bytes are: ``resident`` and ``slots`` on the device, ``host``, ``host_pinned``,
-            ``host_shared`` (one for all ranks of the host), ``adopted`` (host memory the model came with), ``file``.
+            ``host_shared`` (one for all ranks of the host), ``adopted`` (host memory the model came with), ``file``,
+            ``peer`` (the memory of another GPU).
         staging: where units in files come to a GPU; ``None`` elsewhere.
         loading: how the files were read when the offload began, for residents and for stores in memory.
         experts: of each layer of cached experts; empty in what does not wait for the device.

@@ -48,6 +48,7 @@ OFFLOAD_FLAGS = [
     "--batch",
     "--context",
     "--host-memory",
+    "--peer-memory",
     "--offload-backend",
     "--cpu-offload-gb",
     "--cpu-offload-params",

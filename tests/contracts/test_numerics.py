@@ -23,6 +23,7 @@ from headrace.errors import StateError
 from headrace.testing import SlowLink, assert_moved, assert_same_bits, offload_over
 from headrace.transfer.link import ThreadLink
 from models import DIM, Block, MoE, OddStack, QuantStack, ScaledStack, Stack, all_layers, rows, save
+from peers import stand_in
 
 MODELS: list[tuple[Callable[[], nn.Module], torch.Tensor]] = [
     (lambda: Stack(5, max_pause_s=0.001), rows()),
@@ -71,15 +72,18 @@ class TestEager:
             Budget("300KiB"),
             Budget("450KiB", ["linear"]),
             Budget("760KiB"),
+            Budget("450KiB", peer_memory="250KiB"),
         ],
-        ids=["every third", "three of four", "a slot each", "smallest", "even spread", "barely"],
+        ids=["every third", "three of four", "a slot each", "smallest", "even spread", "barely", "some on a peer"],
     )
     def test_policies(self, policy: headrace.Prefetch | headrace.Budget) -> None:
         model = Stack(12, dim=128, max_pause_s=0.001).eval()
         x = rows(128)
         expected = model(x)
-        handle = offload_over(model, policy, SlowLink())
+        with stand_in():
+            handle = offload_over(model, policy, SlowLink())
         assert handle.plan.prefetched_bytes > 0
+        assert bool(handle.plan.peer_bytes) == bool(getattr(policy, "peer_memory", None))
         for forwards in (1, 2):
             assert_same_bits(model(x), expected)
             assert_moved(handle, forwards)

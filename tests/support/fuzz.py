@@ -49,10 +49,13 @@ def generate(seed: int) -> CaseSpec:
     if rng.random() < 0.15:
         model, steps = _without_traps(model, steps)
     checkpoint = rng.random() < 0.4
+    policy = _policy(rng, checkpoint)
+    if policy.kind == "budget" and policy.mode != "disk" and seed % 2:  # beside a peer, which holds some of the units
+        policy = dataclasses.replace(policy, mode="cpu", peer=0.3)
     return CaseSpec(
         seed,
         model,
-        _policy(rng, checkpoint),
+        policy,
         steps,
         grad=rng.choice(["no_grad", "no_grad", "inference", "grad"]),
         checkpoint=checkpoint,

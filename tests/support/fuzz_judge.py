@@ -22,6 +22,7 @@ from torch import nn
 import headrace
 from fuzz_models import ModelSpec, build
 from fuzz_steps import STEPS, Env, Raised, StuckThreadError
+from peers import stand_in
 
 # From the best outcome to the worst.
 OUTCOMES = ("equal", "refused", "DIFFERS", "CRASHED", "HUNG")
@@ -41,6 +42,7 @@ class PolicySpec:
     share: float = 1.0
     rules: tuple[tuple[str, str], ...] = ()
     mode: str | None = "cpu"
+    peer: float = 0.0
 
     def and_fallbacks(self) -> list[PolicySpec]:
         """This one, and what to try when it is refused, so that few cases end there."""
@@ -59,7 +61,11 @@ class PolicySpec:
             return headrace.UVA(size if self.share < 1 else None, list(self.params), self.mode or "cpu")
         if self.kind == "rules":
             return headrace.Rules(list(self.rules), self.prefetch_step, self.mode or "cpu")
-        return headrace.Budget(size, list(self.params), self.mode) if self.mode or self.params else size
+        if not (self.mode or self.params):
+            return size
+        return headrace.Budget(
+            size, list(self.params), self.mode, peer_memory=int(num_bytes * self.peer) if self.peer else None
+        )
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,7 @@ def judge(
     with (
         tempfile.TemporaryDirectory(prefix="headrace-fuzz-", dir=_memory_folder()) as folder,
         warnings.catch_warnings(),
+        stand_in(),
     ):
         warnings.simplefilter("ignore")
         os.environ["HEADRACE_DEBUG"] = "1" if case.debug else "0"

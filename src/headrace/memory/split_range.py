@@ -75,11 +75,12 @@ class _Mapped:
             if peer is None:
                 near = self._call("cuDeviceGetAttribute", node, device.index)
                 far = self._location(kinds.CU_MEM_LOCATION_TYPE_HOST_NUMA, max(0, near))
+                readers = [on_device, far]
             else:
-                far = self._location(kinds.CU_MEM_LOCATION_TYPE_DEVICE, peer.index)
+                far, readers = self._location(kinds.CU_MEM_LOCATION_TYPE_DEVICE, peer.index), [on_device]
             self.address = int(self._call("cuMemAddressReserve", num_bytes, 0, 0, 0))
             self._map(0, device_bytes, on_device, [on_device])
-            self._map(far_start, num_bytes - far_start, far, [on_device, far])
+            self._map(far_start, num_bytes - far_start, far, readers)
 
     def _location(self, kind: Any, number: int) -> Any:
         location = self._driver.CUmemLocation()
@@ -112,7 +113,9 @@ class _Mapped:
         code, *results = getattr(self._driver, name)(*arguments)
         if code == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             what = "experts" if self._peer is None else f"units on {self._peer}"
-            raise BudgetError(f"{self._device}: no room for {self._num_bytes} bytes of {what} ({name})", self._num_bytes)
+            raise BudgetError(
+                f"{self._device}: no room for {self._num_bytes} bytes of {what} ({name})", self._num_bytes
+            )
         if code != self._driver.CUresult.CUDA_SUCCESS:
             need = "a cache of experts needs device and host memory in one range of addresses; read experts in place "
             need += "instead (--offload-rule experts=uva)"

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from headrace.config import HOST_MODES, SHARDED_MODES, UVA, Budget, Mechanism, Mode, Policy, Prefetch, Rules, Workload
-from headrace.errors import BudgetError, RuleError, SelectionError, warn_user
+from headrace.errors import BudgetError, OptionError, RuleError, SelectionError, warn_user
 from headrace.figures import format_size
 from headrace.model.patterns import matching
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
@@ -182,7 +182,7 @@ class Planner:
     def candidates(self, budget: Budget) -> CandidateTable:
         """All plans that are considered for ``budget``, whatever its size."""
         # Without the sizes of device and host memory, which candidates do not depend on.
-        key = (budget.params, budget.mode, budget.rules, budget.workload, budget.expert_slots)
+        key = (budget.params, budget.mode, budget.rules, budget.workload, budget.expert_slots, budget.peer_memory)
         if key not in self._tables:
             self._tables[key] = self._make_table(budget)
         return self._tables[key]
@@ -190,6 +190,11 @@ class Planner:
     def _make_table(self, budget: Budget) -> CandidateTable:
         workload, mode = budget.workload, budget.mode or self.default_mode
         self.profile.check_context(workload.context)
+        if budget.peer_memory is not None and mode != "cpu":
+            raise OptionError(
+                f"peer_memory: expected mode 'cpu', since units rest on another GPU before host memory, found "
+                f"{mode!r}; leave one of the two out (--peer-memory, --offload-mode)"
+            )
         movable = self._movable(budget)
         forced = settle_rules(self.inventory, budget.rules, self._fixed(mode), self._refused(mode))
         if workload.repeated:
@@ -216,6 +221,7 @@ class Planner:
             cacheable=self.cacheable if mode == "cpu" else (),
             expert_slots=budget.expert_slots,
             hits=self.hits,
+            peer_bytes=budget.peer_limit_bytes,
         )
 
     def _run_once(self, movable: Sequence[StorageInfo], workload: Workload) -> list[StorageInfo]:
@@ -480,7 +486,8 @@ def reserved_bytes(table: CandidateTable, budget: Budget) -> int:
 
 def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None) -> Plan | None:
     best: tuple[tuple[float, ...], Family, int] | None = None
-    copy_bytes_per_s = max(rate for _, rate in table.rates.copy_bytes_per_s.points)
+    rates = [table.rates.copy_bytes_per_s, table.rates.peer_bytes_per_s if table.peer_bytes else None]
+    copy_bytes_per_s = max(rate for curve in rates if curve is not None for _, rate in curve.points)
     for family in table.families:
         rows, memory = family.fitting(device_bytes, host_bytes), family.memory
         if best is not None:  # no step is shorter than its copies, or than its compute

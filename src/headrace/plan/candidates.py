@@ -18,6 +18,9 @@ than the link, so as little as possible is left in them, spread over the forward
 the readers get a staging ring ahead. Units go to the files in one order, whatever the limit (:func:`spill_order`), so
 those in files under a larger limit are among those under a smaller one. Every unit fewer in files makes no copy later
 (:mod:`headrace.plan.cost_model` uses only sums and maxima), and so more host memory is never predicted slower.
+
+The memory of a peer, which is another GPU, comes before host memory, because a copy from there takes less time. Units
+go to it in the reverse of that order, each for which there is room.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headrace.config import Mechanism, Mode
+from headrace.config import Mechanism, Mode, Place
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.cached_experts import CachedLayer, cached_layers
 from headrace.plan.cost_model import Bools, Floats, Ints, Rates, StepModel, experts_in, find_stages
@@ -113,6 +116,7 @@ class CandidateTable:
         cacheable: experts that may be cached, by name.
         expert_slots: of each layer of experts; ``None``: any number.
         hits: what a cache of experts is expected to hit.
+        peer_bytes: memory of another GPU that units rest in before host memory.
         stages: of the model, in order.
         spill_order: module names (FQNs) of all stages, in the order in which their units go to the files.
         layers: names of those that are layers.
@@ -143,6 +147,7 @@ class CandidateTable:
     cacheable: Collection[str] = ()
     expert_slots: int | None = None
     hits: ExpertHits | FixedHits = field(default_factory=ExpertHits)
+    peer_bytes: int = 0
 
     def __post_init__(self) -> None:
         inventory = self.inventory
@@ -439,6 +444,22 @@ class Family:
             elif always:
                 yield stage.module_fqn, np.full(len(self.high), always)
 
+    @cached_property
+    def _on_peer(self) -> dict[str, Bools]:
+        """In which candidates a unit rests on the peer, by its module; empty without a peer."""
+        left = np.full(len(self.high), float(self.table.peer_bytes))
+        slabs = dict(self._units(self.table.slabs)) if self.table.peer_bytes else {}
+        on_peer = {}
+        for fqn in (fqn for fqn in reversed(self.table.spill_order) if fqn in slabs):
+            on_peer[fqn] = (slabs[fqn] > 0) & (slabs[fqn] <= left)
+            left = left - on_peer[fqn] * slabs[fqn]
+        return on_peer
+
+    def _units_off_peer(self, value: Mapping[str, float]) -> Iterator[tuple[str, Floats]]:
+        """:meth:`_units`, where those on the peer count for nothing."""
+        for fqn, total in self._units(value):
+            yield fqn, np.where(self._on_peer[fqn], 0.0, total) if self._on_peer else total
+
     # -- memory --------------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -476,17 +497,23 @@ class Family:
 
     @cached_property
     def _host_bytes(self) -> tuple[Floats, Floats]:
-        """Per candidate: slab bytes with all units in host memory, and how much of that could be in files."""
-        host_bytes = sum((slab for _, slab in self._units(self.table.slabs)), self._in_place_bytes(self.table.slabs))
+        """Per candidate: slab bytes with no units in files, and how much of that could be there."""
+        slabs = (slab for _, slab in self._units_off_peer(self.table.slabs))
+        host_bytes = sum(slabs, self._in_place_bytes(self.table.slabs))
         host_bytes = host_bytes + sum(layer.host_bytes for layer in self.cached)
-        spillable = (np.maximum(slab, 0.0) for _, slab in self._units(self.table.spillable))
+        spillable = (np.maximum(slab, 0.0) for _, slab in self._units_off_peer(self.table.spillable))
         return host_bytes, sum(spillable, np.zeros(len(self.high)))
+
+    @property
+    def _unspilled_bytes(self) -> Floats:
+        """Per candidate: host memory where there are no files."""
+        return self._host_bytes[0] if self._on_peer else self.memory.offloaded_bytes
 
     def least_host_bytes(self, rows: Ints) -> Floats:
         """What the candidates of these indices cannot do without in host memory."""
         spill = self.table.spill
         if spill is None:
-            return self.memory.offloaded_bytes[rows]
+            return self._unspilled_bytes[rows]
         none, most = (num_bytes[rows] for num_bytes in self._host_bytes)
         return np.minimum(none, none - most + spill.ring_bytes)
 
@@ -506,7 +533,7 @@ class Family:
             return dict.fromkeys((stage.module_fqn for stage in self.table.stages), np.ones(len(self.high), dtype=bool))
         if excess is None or not excess.any():
             return {}
-        units = dict(self._units(self.table.spillable))
+        units = dict(self._units_off_peer(self.table.spillable))
         staged = {}
         for fqn in self.table.spill_order:
             if fqn in units:
@@ -520,7 +547,7 @@ class Family:
         if (excess := self._excess(host_bytes)) is not None:
             fits &= excess <= self._host_bytes[1]
         elif host_bytes is not None:
-            fits &= self.memory.offloaded_bytes <= host_bytes
+            fits &= self._unspilled_bytes <= host_bytes
         # With more slots than units a candidate is the plan of another one with fewer slots.
         return np.flatnonzero(fits & (self.num_slots <= np.maximum(self.memory.num_slots, 1)))
 
@@ -532,7 +559,8 @@ class Family:
         units = dict(taken._units(self.table.read_sizes))
         staged = taken._staged(None if excess is None else excess[rows]) if self.table.rates.file_s_per_byte else {}
         counts = self.memory.num_slots[rows], self.memory.num_units[rows]
-        return np.array([step.step_s(units, staged, taken._read_in_place(step), *counts) for step in self.table.steps])
+        places = units, staged, taken._on_peer
+        return np.array([step.step_s(*places, taken._read_in_place(step), *counts) for step in self.table.steps])
 
     def _read_in_place(self, step: StepModel) -> Iterator[tuple[Floats, Floats]]:
         """Per stage, by candidate: what reading in place adds to compute, and how long it takes the link."""
@@ -553,7 +581,10 @@ class Family:
         """The candidate of this index, laid out."""
         row = np.array([candidate])
         excess = self._excess(host_bytes)
-        staged = {} if excess is None else self._take(row)._staged(excess[row])
+        taken = self._take(row)
+        places: list[tuple[Place, dict[str, Bools]]] = [("peer", taken._on_peer)]
+        if excess is not None:
+            places.append(("disk", taken._staged(excess[row])))
         # In the order of the model, as every other policy lays out a unit.
         order = {s.name: index for index, s in enumerate(self.table.inventory.storages)}
         drafts, uva = [], list(self.uva)
@@ -566,7 +597,7 @@ class Family:
                 elif self._in_place is not None and role in self.sets.sets[self._in_place[layer, candidate]]:
                     uva.append(storage)
             if storages:
-                store: Mode | None = "disk" if fqn in staged and staged[fqn][0] else None
+                store = next((place for place, rests in places if fqn in rests and rests[fqn][0]), None)
                 drafts.append(UnitDraft(fqn, tuple(sorted(storages, key=lambda s: order[s.name])), store))
         num_slots = int(self.memory.num_slots[candidate])
         return assemble(self.table.inventory, drafts, num_slots, self.table.mode, uva=uva, cached=self.cached)

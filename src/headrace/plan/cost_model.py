@@ -153,7 +153,7 @@ class Rates:
         device_bytes_per_s: elementwise kernels, bytes read plus bytes written.
         file_bytes_per_s: reading files with all threads, where that comes before the link (to a GPU); ``None`` where
             files are what ``copy_bytes_per_s`` is about (on a CPU), or where it is not known.
-        peer_bytes_per_s: from the memory of one other device, by bytes of one copy; ``None`` where it is not known.
+        peer_bytes_per_s: from the memory of one other device (a peer), by bytes of one copy; ``None``: not known.
         gather_bytes_per_s: into each of so many devices that copy from all the others at once, large copies, by their
             number; ``None``: as fast as from one other device.
         fetch_bytes_per_s: of experts, by kernels that copy many at once into slots; ``None``: not known, and a budget
@@ -182,13 +182,22 @@ class Rates:
         """Seconds that reading a byte of a file takes before the link has it; 0 where nothing comes before the link."""
         return 0.0 if self.file_bytes_per_s is None else 1 / self.file_bytes_per_s
 
-    def copy_s(self, num_bytes: float) -> float:
+    def copy_s(self, num_bytes: float, from_peer: bool = False) -> float:
         """Seconds of one copy."""
-        return num_bytes / self.copy_bytes_per_s(max(num_bytes, 1.0)) if num_bytes > 0 else 0.0
+        rate = self._rate(from_peer)
+        return num_bytes / rate(max(num_bytes, 1.0)) if num_bytes > 0 else 0.0
 
-    def copies_s(self, num_bytes: Floats) -> Floats:
+    def copies_s(self, num_bytes: Floats, from_peer: Bools | None = None) -> Floats:
         """Seconds of each of many copies; 0 for no bytes."""
-        return np.where(num_bytes > 0, num_bytes / self.copy_bytes_per_s.over(np.maximum(num_bytes, 1.0)), 0.0)
+        sizes = np.maximum(num_bytes, 1.0)
+        rates = self.copy_bytes_per_s.over(sizes)
+        if from_peer is not None:
+            rates = np.where(from_peer, self._rate(True).over(sizes), rates)
+        return np.where(num_bytes > 0, num_bytes / rates, 0.0)
+
+    def _rate(self, from_peer: bool) -> Curve:
+        # Where it is not known how fast a peer is, the link's rate counts, as for units split over ranks.
+        return self.peer_bytes_per_s if from_peer and self.peer_bytes_per_s is not None else self.copy_bytes_per_s
 
 
 # A PCIe 4.0 x16 link and a device of 1 TB/s and 150 TFLOP/s: the order of the workstation cards that most people have.
@@ -478,6 +487,7 @@ class StepModel:
         self,
         sizes: Mapping[str, Floats],
         in_files: Mapping[str, Bools],
+        on_peer: Mapping[str, Bools],
         in_place: Iterable[tuple[Floats, Floats]],
         num_slots: Ints,
         num_units: Ints,
@@ -487,13 +497,15 @@ class StepModel:
         Args:
             sizes: bytes of units by the module of their stage.
             in_files: by module, whether they rest in files.
+            on_peer: the same for the memory of another GPU.
             in_place: as :meth:`read_in_place`, by candidate.
         """
         rates, none, stages = self._rates, np.zeros(len(num_slots)), []
         for stage, resident_s, (extra_s, link_s) in zip(self._stages, self.resident_s, in_place, strict=True):
             size = sizes.get(stage.module_fqn, none)
+            copy_s = rates.copies_s(size, on_peer.get(stage.module_fqn))
             disk_s = size * in_files.get(stage.module_fqn, False) * rates.file_s_per_byte
-            stages.append(StageTimes(resident_s + extra_s, link_s, rates.copies_s(size), disk_s))
+            stages.append(StageTimes(resident_s + extra_s, link_s, copy_s, disk_s))
         reads_files = any(stage.disk_s.any() for stage in stages)
         ring_s = RING_BYTES * rates.file_s_per_byte if reads_files else 0.0
         return step_s(stages, num_slots, num_units, rates.copies_take_cores, ring_s)
@@ -695,17 +707,21 @@ class Forecaster:
         """The forecast for ``plan``, which is timed as a table of candidates with one row."""
         rates = self._rates
         sizes = {self._fqns[unit.entries[0].storage]: np.array([self._bytes_of(unit)]) for unit in plan.units}
-        in_files = {self._fqns[unit.entries[0].storage]: np.array([True]) for unit in plan.staged_units}
+        in_files, on_peer = (
+            {self._fqns[unit.entries[0].storage]: np.array([True]) for unit in plan.units if unit.store == place}
+            for place in ("disk", "peer")
+        )
         in_place = self._step.read_in_place(plan.uva, plan.cached)
         step_s = self._step.step_s(
             sizes,
             in_files,
+            on_peer,
             ((np.array([extra_s]), np.array([link_s])) for extra_s, link_s in in_place),
             np.array([plan.num_slots]),
             np.array([len(plan.units)]),
         )
         in_place_s = sum(seconds for _, seconds in in_place)
-        link_s = sum(rates.copy_s(self._bytes_of(unit)) for unit in plan.moved_units)
+        link_s = sum(rates.copy_s(self._bytes_of(unit), unit.store == "peer") for unit in plan.moved_units)
         disk_s = rates.file_s_per_byte * plan.read_bytes
         resident_s = sum(self._step.resident_s)
         floor_s = max(resident_s, link_s + in_place_s, disk_s)

@@ -12,7 +12,7 @@ from importlib import import_module
 from itertools import accumulate
 from typing import Any, NamedTuple, get_args
 
-from headrace.config import Mechanism, Mode
+from headrace.config import Mechanism, Mode, Place
 from headrace.errors import OptionError
 from headrace.figures import counted, format_size
 from headrace.model.records import Inventory, StorageInfo
@@ -44,6 +44,9 @@ SLAB_ALIGNMENT_BYTES = 256
 # Of ``sharded_cpu``: what a rank brings before it passes it on. The last chunk of a unit is passed on with nothing
 # beside it, so small; each costs some microseconds of launches per peer, so not too small: 8 MiB take 150 us on PCIe 5.
 CHUNK_BYTES = 8 << 20
+
+# Where units may rest in a plan of mode ``cpu`` that do not rest in host memory.
+_BESIDE_HOST: tuple[Place, ...] = ("disk", "peer")
 
 # Of :meth:`Plan.to_json`, and so of plan files. Raise it with any change of a key or of its meaning.
 SCHEMA_VERSION = 6
@@ -100,7 +103,7 @@ class Unit:
     slot: int
     entries: tuple[SlabEntry, ...]
     num_bytes: int
-    store: Mode
+    store: Place
 
     @property
     def payload_bytes(self) -> int:
@@ -112,7 +115,7 @@ class Placement(NamedTuple):
     """How compute reaches a storage, where it rests (``None``: on the device), and its bytes."""
 
     mechanism: Mechanism
-    store: Mode | None
+    store: Place | None
     num_bytes: int
 
 
@@ -123,7 +126,7 @@ class Plan:
     Attributes:
         units: in order of execution.
         num_slots: device buffers; 0 when there are no units.
-        mode: the store of everything that leaves the device, except for units whose own store is ``disk``.
+        mode: the store of everything that leaves the device, except for units whose own store is ``disk`` or ``peer``.
         resident: names of storages that stay on the device, with their bytes.
         uva: names of storages read in place, with their bytes.
         cached: layers of experts of which some are on the device at a time, in the order of the model.
@@ -245,15 +248,22 @@ class Plan:
         return 0 if self.mode == "disk" else sum(unit.payload_bytes for unit in self.staged_units)
 
     @property
+    def peer_bytes(self) -> int:
+        """Memory of another GPU for the units that rest there."""
+        return sum(unit.num_bytes for unit in self.units if unit.store == "peer")
+
+    @property
     def store_bytes(self) -> dict[str, int]:
         """Bytes by where they rest: ``resident``, ``slots``, ``cache`` on the device, the rest by the names of stores.
 
         Those of ``shm_cpu`` exist once for all ranks of a host.
         """
-        spilled = self.spilled_bytes
+        beside = {"disk": self.spilled_bytes}
+        beside["peer"] = sum(unit.payload_bytes for unit in self.units if unit.store == "peer")
         on_device = {"resident": self.resident_bytes, "slots": sum(self.slot_bytes)}
         on_device |= {"cache": self.cache_bytes} if self.cached else {}
-        return {**on_device, self.mode: self.offloaded_bytes - spilled, **({"disk": spilled} if spilled else {})}
+        rest = self.offloaded_bytes - sum(beside.values())
+        return {**on_device, self.mode: rest, **{name: size for name, size in beside.items() if size}}
 
     # -- storages ------------------------------------------------------------------------------------------------------
 
@@ -335,11 +345,11 @@ class Plan:
             if layer not in cached_layers(inventory, layer.storages, layer.num_slots):
                 raise OptionError(f"the plan caches experts at {layer.module_fqn!r} that are not there; {_REPLAN}")
         for unit in self.units:
-            # Two stores in one plan are host memory and files beside it (TwoStores), and no others.
-            if unit.store != self.mode and (unit.store, self.mode) != ("disk", "cpu"):
+            # Several stores in one plan are host memory and others beside it (TwoStores).
+            if unit.store != self.mode and (self.mode != "cpu" or unit.store not in _BESIDE_HOST):
                 raise OptionError(
                     f"unit {unit.index} ({unit.module_fqn}) rests in {unit.store!r} and the plan in {self.mode!r}; a "
-                    f"unit rests where the plan does, or in 'disk' beside 'cpu'"
+                    f"unit rests where the plan does, or in 'disk' or 'peer' beside 'cpu'"
                 )
 
     def _misplaced_units(self, inventory: Inventory) -> Iterator[str]:
@@ -410,13 +420,13 @@ class Plan:
         ``schema``      version of this table; another one is refused
         ``model``       ``name`` (or null), ``num_storages``, ``weight_bytes``, ``sha256`` (:func:`_digest`)
         ``machine``     null, or what it was made for: ``device`` (``"cpu"`` or a GPU's name), ``device_bytes``
-        ``mode``        the store of what is read in place, and of units that do not rest in ``disk``
+        ``mode``        the store of what is read in place, and of units that rest nowhere else
         ``num_ranks``   over how many ranks every unit is split
         ``context``     tokens per sequence for whose cache it leaves memory, or 0
         ``num_slots``   slots, each of ``slot_bytes``
-        ``units``       ``index``, ``module_fqn``, ``slot``, ``num_bytes``, ``store`` (as ``mode``, or ``disk`` where
-                        that is ``cpu`` and units are not split), and ``entries`` of ``storage``, ``offset`` and
-                        ``num_bytes``
+        ``units``       ``index``, ``module_fqn``, ``slot``, ``num_bytes``, ``store`` (as ``mode``; where that is
+                        ``cpu`` also ``disk``, or ``peer``: another GPU), and ``entries`` of ``storage``, ``offset``
+                        and ``num_bytes``
         ``resident``    storage name -> bytes
         ``uva``         the same, of what is read in place
         ``cached``      layers of experts: ``module_fqn``, ``num_experts``, ``num_slots``, ``storages`` (name -> bytes)
@@ -465,7 +475,7 @@ class UnitDraft:
 
     module_fqn: str
     storages: tuple[StorageInfo, ...]
-    store: Mode | None = None
+    store: Place | None = None
 
 
 def assemble(
@@ -489,7 +499,7 @@ def assemble(
     return Plan(units, slots, mode, resident, in_place, cached=tuple(cached))
 
 
-def _lay_out(index: int, fqn: str, sizes: Mapping[str, int], num_slots: int, store: Mode) -> Unit:
+def _lay_out(index: int, fqn: str, sizes: Mapping[str, int], num_slots: int, store: Place) -> Unit:
     """The unit of the storages of these sizes, one after the other, each aligned."""
     *offsets, end = accumulate(map(_aligned, sizes.values()), initial=0)
     entries = tuple(SlabEntry(name, at, size) for (name, size), at in zip(sizes.items(), offsets, strict=True))
@@ -621,7 +631,7 @@ def _plan_from(data: Any) -> Plan:
         context=context,
         cached=tuple(_cached_from(layer, f"cached[{index}]") for index, layer in enumerate(given["cached"])),
     )
-    stores = {mode, "disk"} if mode == "cpu" else {mode}
+    stores = {mode, *(_BESIDE_HOST if mode == "cpu" else ())}
     for unit in plan.units:
         require(unit.store in stores, f"units[{unit.index}].store", f"one of {', '.join(sorted(stores))}", unit.store)
     names = [*plan.resident, *plan.offloaded_names]

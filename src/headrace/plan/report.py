@@ -19,7 +19,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from headrace.config import RANK_MODES, Mode
+from headrace.config import RANK_MODES, Place
 from headrace.errors import OptionError
 from headrace.figures import bytes_of, counted, format_rate, format_size, format_time, in_unit, size_unit
 from headrace.plan.build import CachePoint, Outlook, Planner, Point
@@ -57,8 +57,9 @@ _LAYERS_WIDTH = 16
 _PIPE_WIDTH = 120
 
 _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
-_STORE_NAMES: dict[Mode, str] = {
+_STORE_NAMES: dict[Place, str] = {
     "cpu": "host",
+    "peer": "peer GPU",
     "shm_cpu": "host, shared",
     "disk": "file",
     "sharded_cpu": "host, sharded",
@@ -176,7 +177,8 @@ def titled_table(title: str, *columns: str) -> Table:
 
 def _places(plan: Plan) -> Table:
     """Where the bytes rest."""
-    stores = list(dict.fromkeys(["host", "file", _STORE_NAMES[plan.mode]]))
+    on_peer = [_STORE_NAMES["peer"]] if plan.peer_bytes else []
+    stores = list(dict.fromkeys([*on_peer, "host", "file", _STORE_NAMES[plan.mode]]))
     unit = size_unit(plan.weight_bytes)
     table = titled_table(f"Memory, {unit}", "what", "count", "device", *stores)
     totals = dict.fromkeys(("device", *stores), 0)
@@ -192,7 +194,7 @@ def _places(plan: Plan) -> Table:
         add("slots", counted(plan.num_slots, "slot"), "device", sum(plan.slot_bytes))
         if staged:
             add("staging ring", "", "host", plan.ring_bytes)
-        for store in sorted({unit.store for unit in plan.units}):  # cpu before disk
+        for store in sorted({unit.store for unit in plan.units}):  # cpu before disk before peer
             sizes = [unit.payload_bytes for unit in plan.units if unit.store == store]
             add("prefetched", counted(len(sizes), "unit"), _STORE_NAMES[store], sum(sizes))
     if plan.uva:
@@ -210,7 +212,7 @@ def _places(plan: Plan) -> Table:
 
 
 def _units(plan: Plan) -> Table:
-    alike: defaultdict[tuple[str, int, Mode], list[Unit]] = defaultdict(list)
+    alike: defaultdict[tuple[str, int, Place], list[Unit]] = defaultdict(list)
     for unit in plan.units:
         alike[role_of(unit.module_fqn), len(unit.entries), unit.store].append(unit)
     size = size_unit(plan.weight_bytes)
@@ -257,7 +259,7 @@ def _reached(plan: Plan, name: str) -> str:
     """The key of ``_COLOURS`` for a storage."""
     placement = plan.placements[name]
     if placement.mechanism == "prefetch":
-        return "prefetched" if placement.store == plan.mode else "from files"
+        return "from files" if placement.store == "disk" != plan.mode else "prefetched"
     return {"uva": "in place", "cache": "cached"}.get(placement.mechanism, "resident")
 
 

@@ -434,8 +434,9 @@ def move_on_demand(inventory: Inventory, plan: Plan) -> Plan:
     moving = [storage for storage in inventory.storages if storage.name in wanted]
     drafts = draft_units(inventory, moving)
     warn_of_stranded(inventory, stranded(inventory, moving, {s.name for draft in drafts for s in draft.storages}))
-    staged = {unit.module_fqn for unit in plan.staged_units}  # what joins them comes from the files as well
-    stores = [replace(draft, store="disk") if draft.module_fqn in staged else draft for draft in drafts]
+    # What joins a unit comes from where that rests.
+    places = {unit.module_fqn: unit.store for unit in plan.units}
+    stores = [replace(draft, store=places.get(draft.module_fqn)) for draft in drafts]
     # A plan that read everything in place had no slot.
     return assemble(inventory, stores, max(plan.num_slots, 1), plan.mode)
 

@@ -1,7 +1,7 @@
 """Uses of offloaded weights outside of their module's forward: promoted, read from the store, or refused.
 
 * An operator in eager code that is given a resting tensor comes to :meth:`Promoter.wake`, which makes the tensor
-  resident. What it writes in place goes to the store, if that is host memory of this process. Weights that compiled
+  resident. What it writes in place goes to the store, if that is memory of this process. Weights that compiled
   code uses do not rest (it relies on addresses), so nothing would notice such a use at run time: there
   :meth:`Promoter.check_trace` checks the graph that torch.compile traces.
 * ``state_dict()`` must give the weights and not what a slot happens to hold: :class:`StateGuard` puts in their bytes.
@@ -128,13 +128,15 @@ class Promoter(NotCopyable):
             if to_store and self.store is not None:
                 with self.rewriting(name):
                     self.store.in_place(name).copy_(buffer)
+                    if self._device.type == "cuda":  # a copy out of a peer's memory is ordered by nothing else
+                        torch.cuda.current_stream(self._device).synchronize()
             return output
 
         return end_loan
 
     def _rests_here(self, name: str) -> bool:
-        """Whether a unit brings the storage ``name``, from host memory of this process alone."""
-        return self.plan.mechanism_of(name) == "prefetch" and self.plan.placements[name].store == "cpu"
+        """Whether a unit brings the storage ``name``, from memory of this process alone."""
+        return self.plan.mechanism_of(name) == "prefetch" and self.plan.placements[name].store in ("cpu", "peer")
 
     def rebase(self, storage: BoundStorage, output: Any) -> tuple[Any, dict[int, torch.Tensor]]:
         """``output`` of a module, in which views of ``storage`` in its slot become views of it as a resident.

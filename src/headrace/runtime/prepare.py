@@ -34,8 +34,10 @@ from headrace.ranks.group import RankGroup
 from headrace.runtime.this_machine import (
     check_limits,
     describe_device,
+    free_on_peer,
     make_planner,
     needs_of,
+    peer_of,
     read_limits,
     settle,
 )
@@ -67,6 +69,7 @@ class Prepared:
         budget_bytes: device memory that weights may take, also when a tensor is promoted; ``None``: no such limit.
         pooled: where storages wait in pinned memory already; what of it is offloaded stays there.
         on_host: storages whose device is a GPU although the engine keeps their bytes in host memory.
+        peer: the GPU whose memory holds units that rest in ``peer``; ``None``: there are none.
     """
 
     model: nn.Module
@@ -80,6 +83,7 @@ class Prepared:
     budget_bytes: int | None = None
     pooled: Mapping[str, Held] = field(default_factory=dict, repr=False)
     on_host: frozenset[str] = frozenset()
+    peer: torch.device | None = None
 
     @property
     def offloaded(self) -> dict[str, BoundStorage]:
@@ -142,12 +146,24 @@ def prepare(
         may_need_files = planner.spill is not None and given.mode is None
     plan = settle(plan, inventory, target, machine, weights, num_ranks)
     _require_cacheable(model, plan, target)
+    _require_one_process(plan, ranks)
     bound = bind(model, inventory.storages)
     budget_bytes = given.num_bytes if isinstance(given, Budget) else None
     pooled = {} if pool is None else pool.find_storages(bound)
     on_host = frozenset() if pool is None else storages_in_engine_memory(bound)
     prepared = Prepared(
-        model, inventory, plan, target, bound, weights, disk, ranks, budget_bytes, pooled=pooled, on_host=on_host
+        model,
+        inventory,
+        plan,
+        target,
+        bound,
+        weights,
+        disk,
+        ranks,
+        budget_bytes,
+        pooled=pooled,
+        on_host=on_host,
+        peer=peer_of(target) if plan.peer_bytes else None,
     )
     if allocates:
         _check_memory_limits(prepared)
@@ -216,6 +232,16 @@ def _require_cacheable(model: nn.Module, plan: Plan, device: torch.device) -> No
         require_rows(model.get_submodule(layer.module_fqn))
 
 
+def _require_one_process(plan: Plan, ranks: RankGroup | None) -> None:
+    """Raise ``OptionError`` if units of ``plan`` rest on another GPU although that may be another process's own."""
+    num_processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if plan.peer_bytes and (ranks is not None or num_processes > 1):
+        raise OptionError(
+            f"peer_memory is for one process beside an idle GPU, and this is one of {num_processes}: let them share "
+            f"their memory (mode 'sharded_gpu' with group=), or leave peer_memory out (--peer-memory)"
+        )
+
+
 def _warn_about_idle_options(prepared: Prepared) -> None:
     on_meta = any(storage.on_meta for storage in prepared.bound.values())
     if on_meta or prepared.plan.reads_files:
@@ -247,4 +273,5 @@ def _check_memory_limits(prepared: Prepared) -> None:
     if plan.mode == "disk" and device.type == "cpu" and prepared.weights is not None:
         joined = (prepared.weights.source(bound[name].info).joined_bytes for name in plan.uva)
         needs = replace(needs, host_bytes=needs.host_bytes + sum(joined))
-    check_limits(plan, read_limits(device, pinned_bytes=needs.pinned_bytes), needs)
+    limits = read_limits(device, pinned_bytes=needs.pinned_bytes)
+    check_limits(plan, replace(limits, peer_free_bytes=free_on_peer(plan, device)), needs)

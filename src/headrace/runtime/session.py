@@ -45,6 +45,7 @@ from headrace.runtime.rank_stores import compare_ranks, open_sharded, open_share
 from headrace.runtime.slot import BreakCapture
 from headrace.stats import ExpertStats, Recorder, Stats
 from headrace.stores.expert_ranges import ExpertRanges
+from headrace.stores.peer import PeerStore, peer_memory
 from headrace.stores.pinned_host import Held, PinnedStore
 from headrace.stores.sharded import ShardedStore
 from headrace.stores.sources import DiskOptions
@@ -138,10 +139,11 @@ class OffloadSession(NotCopyable):
         destinations: Mapping[str, torch.Tensor] = made
         if self.plan.cached:
             destinations = ChainMap(made, cast("dict[str, torch.Tensor]", self._open_ranges().destinations))
+        on_peer = {} if prepared.peer is None else self._open_peer(prepared.peer)
         self._in_force = True
         try:
             self._start_link()
-            self._load(prepared, destinations)
+            self._load(prepared, destinations, on_peer)
             self._store.finish()
             self._account = self._store.account
             self._attach_hooks()
@@ -289,6 +291,18 @@ class OffloadSession(NotCopyable):
         self._store = TwoStores(self._store, self._ranges, names)
         return self._ranges
 
+    def _open_peer(self, peer: torch.device) -> dict[str, torch.Tensor]:
+        """Take the memory of ``peer`` for the units that rest there; where each storage goes."""
+        try:
+            memory = peer_memory(self.plan.peer_bytes, self._device, peer)
+        except BaseException:
+            self._store.close()
+            raise
+        store = PeerStore([unit for unit in self.plan.units if unit.store == "peer"], memory)
+        self._store = TwoStores(self._store, store, store.places)
+        _log.info("%s keeps %s of units", peer, format_size(self.plan.peer_bytes))
+        return store.places
+
     def _start_link(self) -> None:
         """Called before weights are loaded: the readers of a ring start in the meantime."""
         if not self.plan.units:
@@ -309,9 +323,11 @@ class OffloadSession(NotCopyable):
             return RingLink(device, measure_stalls=measure_stalls)
         return StreamLink(device, measure_stalls=measure_stalls)
 
-    def _load(self, prepared: Prepared, destinations: Mapping[str, torch.Tensor]) -> None:
+    def _load(
+        self, prepared: Prepared, destinations: Mapping[str, torch.Tensor], on_peer: Mapping[str, torch.Tensor]
+    ) -> None:
         moving = [self._bound[name] for name in self.plan.resident if prepared.must_move(name)]
-        places = self._resident_places(moving)
+        places = {**self._resident_places(moving), **on_peer}  # to the loader both are memory of the device
         without_bytes = {b.info.name for b in moving if self.plan.mode == "meta" and b.on_meta}
         for name in without_bytes:
             places[name].zero_()  # the memory is used, like that of the slots
@@ -545,7 +561,9 @@ def open_store(prepared: Prepared) -> tuple[Store, dict[str, torch.Tensor]]:
         refuse_capture(CudaRegistrar(device))
     for stamp in weights.checkpoint.stamps if weights is not None else ():
         stamp.check()  # offsets come from headers read earlier
-    offloaded = {name: bound for name, bound in prepared.offloaded.items() if plan.mechanism_of(name) != "cache"}
+    # Cached experts and units on a peer have stores of their own beside this one.
+    beside = {name for name, place in plan.placements.items() if place.mechanism == "cache" or place.store == "peer"}
+    offloaded = {name: bound for name, bound in prepared.offloaded.items() if name not in beside}
     hosts = [] if ranks is None else compare_ranks(prepared, ranks)
     if plan.mode == "meta":
         return _meta_store(offloaded), {}

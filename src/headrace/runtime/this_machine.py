@@ -40,10 +40,12 @@ __all__ = [
     "can_read_in_place",
     "check_limits",
     "describe_device",
+    "free_on_peer",
     "make_planner",
     "memory_of",
     "needs_of",
     "not_in_files",
+    "peer_of",
     "read_limits",
     "require_disk",
     "require_kinds",
@@ -63,6 +65,7 @@ _DEVICE = "device memory"
 _HOST = "host memory"
 _CGROUP = "host memory under its cgroup's limit"
 _MEMLOCK = "locked memory (RLIMIT_MEMLOCK)"
+_PEER = "memory of the peer GPU"
 
 
 def require_kinds(device: object, disk: object) -> None:
@@ -136,6 +139,38 @@ def _warn_of_memory(plan: Plan, device: torch.device) -> None:
 def can_read_in_place(device: torch.device | DeviceName) -> bool:
     """Whether compute on ``device`` may address host memory; memory that is not pinned has no address on a GPU."""
     return device.type != "cuda" or not (uva_disabled() or pin_memory_disabled())
+
+
+def peer_of(device: torch.device | DeviceName) -> torch.device:
+    """The GPU whose memory holds units beside that of ``device``: the next one that ``device`` can address.
+
+    Raises:
+        OptionError: there is none.
+    """
+    if device.type != "cuda":
+        raise OptionError(
+            "peer_memory: expected a GPU as the device, and another one whose memory holds units, found a CPU; leave "
+            "it out (--peer-memory)"
+        )
+    import torch
+
+    count, here = torch.cuda.device_count(), device.index or 0
+    for other in ((here + step) % count for step in range(1, count)):
+        if torch.cuda.can_device_access_peer(here, other):
+            return torch.device("cuda", other)
+    raise OptionError(
+        f"peer_memory: expected another GPU whose memory {device} can address (nvidia-smi topo -p2p r), found none "
+        f"among {count}; leave it out (--peer-memory), or let CUDA_VISIBLE_DEVICES name one"
+    )
+
+
+def free_on_peer(plan: Plan, device: torch.device | DeviceName) -> int | None:
+    """Memory that can be taken on the peer; ``None`` where ``plan`` has no units there."""
+    if not plan.peer_bytes or (peer := peer_of(device)).type != "cuda":
+        return None
+    import torch
+
+    return torch.cuda.mem_get_info(peer)[0]
 
 
 # -- the plan ---------------------------------------------------------------------------------------------------------
@@ -291,6 +326,8 @@ def settle(
         )
     if device.type == "cuda" and not isinstance(device, DeviceName):
         _warn_of_memory(plan, device)
+    if plan.peer_bytes and (device.type == "cpu" or not isinstance(device, DeviceName)):
+        peer_of(device)
     split = plan.mode in SHARDED_MODES  # and then no rank has a whole tensor to read in place
     num_ranks = num_ranks if split else 1
     if plan.uva and (split or not can_read_in_place(device)):
@@ -316,12 +353,14 @@ class Limits:
         host_available_bytes: host memory that programs can take without swapping.
         cgroup_available_bytes: what the control groups of this process leave it.
         memlock_bytes: host memory that may be pinned.
+        peer_free_bytes: memory of the GPU beside the one that computes.
     """
 
     device_free_bytes: int | None = None
     host_available_bytes: int | None = None
     cgroup_available_bytes: int | None = None
     memlock_bytes: int | None = None
+    peer_free_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -331,6 +370,7 @@ class Needs:
     device_bytes: int = 0
     host_bytes: int = 0
     pinned_bytes: int = 0
+    peer_bytes: int = 0
 
 
 def read_limits(device: torch.device | DeviceName, *, pinned_bytes: int = 0) -> Limits:
@@ -400,6 +440,7 @@ def needs_of(plan: Plan, *, on_gpu: bool, elsewhere: Collection[str] = (), on_me
         device_bytes=slots + slab_bytes(arriving) + parts + plan.cache_bytes,
         host_bytes=pinned + staging,
         pinned_bytes=0 if pin_memory_disabled() else pinned,
+        peer_bytes=plan.peer_bytes,
     )
 
 
@@ -421,6 +462,7 @@ def check_limits(plan: Plan, limits: Limits, needs: Needs) -> None:
             (_HOST, needs.host_bytes, limits.host_available_bytes),
             (_CGROUP, needs.host_bytes, limits.cgroup_available_bytes),
             (_MEMLOCK, needs.pinned_bytes, limits.memlock_bytes),
+            (_PEER, needs.peer_bytes, limits.peer_free_bytes),
         )
         if available is not None and needed > available
     ]
@@ -441,6 +483,8 @@ def _fitting_budget(plan: Plan, limit: str, missing: int, limits: Limits, needs:
 
     A first-order estimate: every byte of weights that does not rest in one memory rests in the other.
     """
+    if limit == _PEER:
+        return None
     if limits.device_free_bytes is None:  # on a CPU both are host memory
         return _whole_mib(plan.device_bytes - missing)
     if limit == _DEVICE:
@@ -470,8 +514,9 @@ def _fix(plan: Plan, limit: str, budget: int | None, on_gpu: bool) -> str:
         _HOST: "free host memory first",
         _CGROUP: "raise the limit of the container or group (memory.max)",
         _MEMLOCK: "raise `ulimit -l`",
+        _PEER: "use a smaller --peer-memory",
     }[limit]
-    if plan.mode not in HOST_MODES or (on_gpu and limit == _DEVICE):
+    if plan.mode not in HOST_MODES or (on_gpu and limit in (_DEVICE, _PEER)):
         return f"{advice}{first}"
     some = ", or what does not fit: pass checkpoint=FOLDER and no mode" if on_gpu else ""
     return f"{advice}{first}, or let the weights rest in the files (--offload-mode disk){some}"

@@ -110,7 +110,8 @@ class Store(ABC):
         """Bytes of this store by where they rest.
 
         ``host``: in memory this process has taken for them; ``host_pinned``: the same, page-locked; ``host_shared``: in
-        memory that all ranks of the host share, counted once; ``adopted``: in memory the model came with; ``file``.
+        memory that all ranks of the host share, counted once; ``adopted``: in memory the model came with; ``file``;
+        ``peer``: in that of another GPU.
         """
         return {"host": self.host_bytes}
 
@@ -305,7 +306,7 @@ class DiskStore(Store):
 
 
 class TwoStores(Store):
-    """Two stores for one plan: most of it in host memory, and beside it units in files, or cached experts."""
+    """Two stores for one plan: most of it in host memory; beside it units in files or on a peer, or cached experts."""
 
     def __init__(self, most: Store, beside: Store, names: Collection[str]) -> None:
         """``names``: the storages that ``beside`` holds."""
@@ -332,7 +333,7 @@ class TwoStores(Store):
         return self._of(storage).copies(storage)
 
     def load(self, unit: Unit) -> Load:
-        # A unit in host memory comes with its slab and one in files without: links distinguish them by that.
+        # A unit in memory comes with its slab and one in files without: links distinguish them by that.
         return self._of(unit.entries[0].storage).load(unit)
 
     def in_place(self, storage: str) -> torch.Tensor:

@@ -95,7 +95,7 @@ class StreamLink(Link):
     def _require_copyable(self, load: Load, captured: bool) -> None:
         if not load.in_memory:
             raise TransferError(f"unit {load.unit} has no pinned host slab; a GPU cannot copy from this store")
-        if captured and not all(piece.is_pinned() for _, piece in load.in_memory):
+        if captured and not all(piece.is_cuda or piece.is_pinned() for _, piece in load.in_memory):
             raise StateError(
                 "a copy from memory that is not pinned cannot be captured; unset HEADRACE_DISABLE_PIN_MEMORY"
             )

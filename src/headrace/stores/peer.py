@@ -1,0 +1,83 @@
+"""Units in the memory of a peer: another GPU of this process, idle, which holds them before host memory does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from headrace.memory.split_range import SplitRange
+from headrace.plan.cached_experts import PIECE_BYTES
+from headrace.plan.plan import Unit
+from headrace.stores.sources import ByteRange, Copy, Source
+from headrace.stores.store import Load, Store
+
+__all__ = ["PeerStore", "peer_memory"]
+
+
+def peer_memory(num_bytes: int, device: torch.device, peer: torch.device) -> torch.Tensor:
+    """Uninitialised memory of ``peer`` as a tensor on ``device`` (uint8, 1-D).
+
+    To torch a copy from it to a slot is one within ``device``: it needs no stream of ``peer``, and graphs capture it.
+
+    Raises:
+        BudgetError: ``peer`` has no room.
+        OptionError: ``device`` cannot address it.
+    """
+    # torch asks the driver whose memory the first byte of a range is.
+    end = PIECE_BYTES - (-num_bytes // PIECE_BYTES) * PIECE_BYTES
+    return SplitRange(PIECE_BYTES, PIECE_BYTES, end, device, peer).whole[PIECE_BYTES : PIECE_BYTES + num_bytes]
+
+
+class PeerStore(Store):
+    """Slabs of units, one after the other; made empty.
+
+    Attributes:
+        places: by storage, where its bytes go (uint8, 1-D, on the device that computes).
+    """
+
+    def __init__(self, units: Sequence[Unit], memory: torch.Tensor) -> None:
+        """``memory``: uint8, 1-D, as large as all ``units`` together."""
+        starts = accumulate((unit.num_bytes for unit in units), initial=0)
+        self._slabs = {
+            unit.index: memory[start : start + unit.num_bytes] for unit, start in zip(units, starts, strict=False)
+        }
+        self.places = {
+            entry.storage: self._slabs[unit.index][entry.offset : entry.offset + entry.num_bytes]
+            for unit in units
+            for entry in unit.entries
+        }
+
+    def copies(self, storage: str) -> list[Copy]:
+        place = self.places[storage]
+        return [Copy(ByteRange(_DeviceMemory(place), 0, place.numel()), 0)]
+
+    def load(self, unit: Unit) -> Load:
+        return Load(unit.index, tuple(self.unit_copies(unit)), self._slabs[unit.index])
+
+    def in_place(self, storage: str) -> torch.Tensor:
+        return self.places[storage]
+
+    @property
+    def host_bytes(self) -> int:
+        return 0
+
+    @property
+    def account(self) -> dict[str, int]:
+        return {"peer": sum(slab.numel() for slab in self._slabs.values())}
+
+    def close(self) -> None:
+        """Let go of the memory; the last tensor that views it gives it back."""
+        self._slabs.clear()
+        self.places.clear()
+
+
+class _DeviceMemory(Source):
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """By way of the device that computes: a copy from a peer to the host need not be possible."""
+        here = self._memory[offset : offset + len(into)].clone()
+        torch.frombuffer(into, dtype=torch.uint8).copy_(here)
