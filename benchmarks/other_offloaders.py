@@ -28,6 +28,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -154,7 +155,8 @@ class _Case:
         self._model: Any = build(shape, device, rest)
         self._inputs = inputs_of(shape, device)
         self._input_bytes = sum(each.nbytes for each in self._inputs.values())
-        self._moved: int | None = take_inventory(self._model).num_bytes
+        self._num_bytes = take_inventory(self._model).num_bytes
+        self._moved: int | None = self._num_bytes
         self._planned = 0
         self._digests: list[str] = []
         self._output: Any = None  # of the last step
@@ -166,7 +168,7 @@ class _Case:
 
     def weights(self) -> int:
         """Bytes of the model."""
-        return take_inventory(self._model).num_bytes
+        return self._num_bytes
 
     def start(self, memory: int) -> dict[str, Any]:
         """Offload within ``memory`` bytes of device memory, and run until a step has its final speed."""
@@ -303,10 +305,14 @@ def _digest(output: torch.Tensor) -> str:
 
 
 def serve(pipe: Connection, name: str, shape: str, device: str) -> None:
-    """Answer the parent's calls of the methods of a case until it closes the pipe."""
+    """Answer the parent's calls of the methods of a case until it closes the pipe; the first one builds it."""
     try:
-        case = _Case(name, SHAPES[shape](device == "cpu"), torch.device(device))
-        pipe.send(("built", None))
+        found = SHAPES[shape](device == "cpu")
+        if found.model is not None:
+            import diffusers  # noqa: F401 (while another shape has its turn)
+        pipe.recv()
+        case = _Case(name, found, torch.device(device))
+        pipe.send(("done", case.weights()))
         while True:
             method, arguments = pipe.recv()
             pipe.send(("done", getattr(case, method)(*arguments)))
@@ -314,7 +320,8 @@ def serve(pipe: Connection, name: str, shape: str, device: str) -> None:
         pass
     except BaseException as error:
         traceback.print_exc()
-        pipe.send(("failed", f"{type(error).__name__}: {error}"[:500]))
+        with suppress(OSError):
+            pipe.send(("failed", f"{type(error).__name__}: {error}"[:500]))
 
 
 # -- all cases of a shape ------------------------------------------------------------------------------------------
@@ -347,27 +354,34 @@ class _Process:
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """Call a method of the case."""
-        if self.why:
-            return None
-        self._pipe.send((method, arguments))
-        return self.answer()
+        self.send(method, *arguments)
+        return None if self.why else self.answer()
+
+    def send(self, method: str, *arguments: Any) -> None:
+        """Have it begin, if it still runs."""
+        if not self.why:
+            self._pipe.send((method, arguments))
 
     def close(self) -> None:
-        """End it."""
+        """End it, without waiting for its memory."""
         self._pipe.close()
-        self._process.join(5)
         self._process.kill()
 
 
-def run(shape: str, names: Sequence[str], memory: str | None, device: str, given: Any) -> list[dict[str, Any]]:
+def run(
+    shape: str, processes: dict[str, _Process], memory: str | None, device: str, given: Any
+) -> list[dict[str, Any]]:
     """One result per case that ran."""
     begin = time.perf_counter()
-    processes = {name: _Process(name, shape, device) for name in ("resident", *names)}
     for process in processes.values():
-        process.answer()
+        process.send("build")
+    weight_bytes = max(process.answer() or 0 for process in processes.values())
     resident = processes["resident"]
-    weight_bytes = resident.ask("weights")
-    stated = memory or (MEMORY.get(shape) if device != "cpu" else None)
+    print(f"{shape}: built after {time.perf_counter() - begin:.0f} s", flush=True)
+    by_shape = dict(part.split("=") for part in (memory or "").split(",") if "=" in part)
+    stated = (
+        by_shape.get(shape) or (memory if not by_shape else None) or (MEMORY.get(shape) if device != "cpu" else None)
+    )
     size = parse_size(stated) if stated else weight_bytes // 3
     # FlexTensor before headrace, which gets what FlexTensor took of its share.
     for name in sorted(processes, key=("resident", *CASES).index):
@@ -385,8 +399,7 @@ def run(shape: str, names: Sequence[str], memory: str | None, device: str, given
     link = resident.ask("link", 5)
     for process in alive:
         process.found |= process.ask("end") or {}
-    for process in processes.values():
-        process.close()
+    print(f"{shape}: timed after {time.perf_counter() - begin:.0f} s", flush=True)
     if resident.why:
         raise SystemExit(f"{shape}: nothing to compare with: {resident.why}")
     rows = SHAPES[shape](device == "cpu").rows
@@ -420,16 +433,22 @@ def main() -> None:
     parser = parser_of(__doc__, rounds=3, repeats=1)
     parser.add_argument("--shapes", type=words_of(tuple(SHAPES)), default=["wan", "flux"], help="default wan,flux")
     parser.add_argument("--cases", type=words_of(CASES), default=["headrace", "leaf"], help="of " + ", ".join(CASES))
-    parser.add_argument("--memory", help="on the device for weights; default by shape")
+    parser.add_argument(
+        "--memory", help="on the device for weights, such as 6GiB or wan=2600MB,flux=6GiB; default by shape"
+    )
     parser.add_argument("--seconds", type=float, default=600.0, help="no new round of a shape after so many")
     parser.add_argument("--device", default="cuda", help="cpu: tiny shapes")
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
+    names = ("resident", *given.cases)
+    processes = {shape: {name: _Process(name, shape, given.device) for name in names} for shape in given.shapes}
     for shape in given.shapes:
-        for row in run(shape, given.cases, given.memory, given.device, given):
+        for row in run(shape, processes[shape], given.memory, given.device, given):
             rows.append(row)
             print_step(row)
             append(row, given.out)
+        for process in processes[shape].values():
+            process.close()
     done = {(row["table"].removeprefix("offloaders-"), row["case"]) for row in rows}
     not_run = [f"{shape} {case}" for shape in given.shapes for case in given.cases if (shape, case) not in done]
     finish("other_offloaders", rows, not_run=not_run)
