@@ -9,7 +9,9 @@ import itertools
 import json
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +28,7 @@ from commands import TINY, error_of, run
 from headrace import Budget, Workload
 from headrace.demo.synthetic_model import ensure_model
 from headrace.errors import BudgetError, HeadraceWarning, LimitError, OptionError, RaceError
+from headrace.memory import split_range
 from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import ModelProfile
 from headrace.plan.build import Planner, build_plan
@@ -279,6 +282,25 @@ class TestCarriedOut:
         assert_same_bits(doubled, weight * 2)
         handle.remove()
 
+    def test_a_folder(self, tmp_path: Path) -> None:
+        """With ``load``, and with ``headrace generate``."""
+        from headrace.adapters.transformers import load
+
+        ensure_model(tmp_path / "model", TINY)
+        ids = torch.arange(9)[None]
+        model, handle = load(tmp_path / "model", Budget("2MiB", mode="cpu", peer_memory="600KiB"), device="cpu")
+        found = model(ids).logits
+        assert_moved(handle, 1)
+        moved = handle.stats().moved_by_store
+        assert all(moved[place] > 0 for place in ("peer", "cpu"))
+        assert_same_bits(found, type(model).from_pretrained(tmp_path / "model")(ids).logits)
+        handle.remove()
+        args = ("generate", tmp_path / "model", "--prompt", "Water", "--max-new-tokens", 8, "--device", "cpu")
+        beside = run(*args, "--device-memory", "2MiB", "--offload-mode", "cpu", "--peer-memory", "600KiB")
+        assert beside.exit_code == 0, beside.output
+        assert beside.stdout == run(*args).stdout
+        assert "peer GPU" in beside.stderr
+
     def test_no_room_is_an_error_that_leaves_the_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model, closed = Stack(6).eval(), []
         before = [parameter.data_ptr() for parameter in model.parameters()]
@@ -294,6 +316,88 @@ class TestCarriedOut:
         assert closed
         assert [parameter.data_ptr() for parameter in model.parameters()] == before
         headrace.offload(model, all_layers(2)).remove()
+
+
+# -- its memory --------------------------------------------------------------------------------------------------------
+
+
+class Driver(SimpleNamespace):
+    """What ``cuda.bindings.driver`` is asked for; ``codes``: of calls that fail, by name."""
+
+    def __init__(self, **codes: str) -> None:
+        kinds = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE="device", CU_MEM_LOCATION_TYPE_HOST_NUMA="host")
+        super().__init__(
+            calls=[],
+            codes=codes,
+            CUmemLocationType=kinds,
+            CUmemLocation=SimpleNamespace,
+            CUmemAllocationProp=SimpleNamespace,
+            CUmemAccessDesc=SimpleNamespace,
+            CUmemAllocationType=SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED="pinned"),
+            CUmemAccess_flags=SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE="read and write"),
+            CUdevice_attribute=SimpleNamespace(CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID="node"),
+            CUresult=SimpleNamespace(
+                CUDA_SUCCESS=SimpleNamespace(name="done"),
+                CUDA_ERROR_OUT_OF_MEMORY=SimpleNamespace(name="full"),
+                CUDA_ERROR_NOT_SUPPORTED=SimpleNamespace(name="not supported"),
+            ),
+        )
+        for name in ("DeviceGetAttribute", *(f"Mem{each}" for each in MEMORY_CALLS)):
+            setattr(self, f"cu{name}", partial(self.call, f"cu{name}"))
+
+    def call(self, name: str, *arguments: Any) -> tuple[Any, Any]:
+        self.calls.append((name, arguments))
+        return getattr(self.CUresult, self.codes.get(name, "CUDA_SUCCESS")), 1 << 40
+
+
+MEMORY_CALLS = ("AddressReserve", "AddressFree", "Create", "Map", "Release", "SetAccess", "Unmap")
+
+
+class TestItsMemory:
+    @pytest.fixture(autouse=True)
+    def _no_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("torch.cuda.device", nullcontext)
+        monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+
+    def map(self, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> split_range._Mapped:
+        monkeypatch.setattr(split_range, "import_module", lambda name: driver)
+        return split_range._Mapped(2 * MIB, 2 * MIB, 10 * MIB, torch.device("cuda", 0), torch.device("cuda", 3))
+
+    def test_it_lies_behind_some_of_the_device_s_own_which_alone_addresses_it(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        driver = Driver()
+        mapped = self.map(driver, monkeypatch)
+        made = [
+            (given[0], given[1].location.type, given[1].location.id)
+            for name, given in driver.calls
+            if name == "cuMemCreate"
+        ]
+        assert made == [(2 * MIB, "device", 0), (8 * MIB, "device", 3)]
+        places = [given[:2] for name, given in driver.calls if name == "cuMemMap"]
+        assert places == [(1 << 40, 2 * MIB), ((1 << 40) + 2 * MIB, 8 * MIB)]
+        readers = [[each.location.id for each in given[2]] for name, given in driver.calls if name == "cuMemSetAccess"]
+        assert readers == [[0], [0]]
+        del mapped
+        assert [given for name, given in driver.calls if name == "cuMemUnmap"] == places
+
+    @pytest.mark.parametrize(
+        ("call", "code", "error", "message"),
+        [
+            ("cuMemCreate", "CUDA_ERROR_OUT_OF_MEMORY", BudgetError, r"no room for 10485760 bytes of units on cuda:3"),
+            (
+                "cuMemSetAccess",
+                "CUDA_ERROR_NOT_SUPPORTED",
+                OptionError,
+                r"address memory of cuda:3; leave --peer-memory out",
+            ),
+        ],
+    )
+    def test_what_the_driver_refuses_names_both(
+        self, call: str, code: str, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with pytest.raises(error, match=f"cuda:0.* {message}"):
+            self.map(Driver(**{call: code}), monkeypatch)
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------

@@ -166,11 +166,7 @@ def peer_of(device: torch.device | DeviceName) -> torch.device:
 
 def free_on_peer(plan: Plan, device: torch.device | DeviceName) -> int | None:
     """Memory that can be taken on the peer; ``None`` where ``plan`` has no units there."""
-    if not plan.peer_bytes or (peer := peer_of(device)).type != "cuda":
-        return None
-    import torch
-
-    return torch.cuda.mem_get_info(peer)[0]
+    return read_limits(peer_of(device)).device_free_bytes if plan.peer_bytes else None
 
 
 # -- the plan ---------------------------------------------------------------------------------------------------------

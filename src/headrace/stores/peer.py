@@ -25,6 +25,8 @@ def peer_memory(num_bytes: int, device: torch.device, peer: torch.device) -> tor
         BudgetError: ``peer`` has no room.
         OptionError: ``device`` cannot address it.
     """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the driver cannot use what torch's allocator holds without need, on either GPU
     # torch asks the driver whose memory the first byte of a range is.
     end = PIECE_BYTES - (-num_bytes // PIECE_BYTES) * PIECE_BYTES
     return SplitRange(PIECE_BYTES, PIECE_BYTES, end, device, peer).whole[PIECE_BYTES : PIECE_BYTES + num_bytes]
