@@ -23,7 +23,7 @@ from torch._inductor.utils import fresh_cache
 import headrace
 from headrace.errors import HeadraceWarning, ModelChangedError, StateError
 from headrace.testing import SlowLink, assert_moved, assert_same_bits, boundaries, offload_over
-from models import MoE, OddStack, QuantStack, ScaledStack, Stack, all_layers, rows
+from models import DIM, MoE, OddStack, QuantStack, ScaledStack, Stack, all_layers, rows
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +48,21 @@ def stepping(model: nn.Module, backend: str) -> Callable[[torch.Tensor], torch.T
         return model(x)
 
     return torch.compile(step, backend=backend, fullgraph=True)
+
+
+class Plain(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class Doubled(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class Shifted(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1
 
 
 def num_graphs() -> int:
@@ -96,6 +111,24 @@ class TestInductor:
             assert_same_bits(model(x), expected)
             assert_moved(handle, forwards)
         assert num_graphs() <= 3, "one for the layers, not one for each"
+        assert not counters["recompile_limit"]
+        handle.remove()
+
+    def test_kinds_of_layers_do_not_share_the_recompile_limit(self) -> None:
+        """Each class has four versions, its hooks have one each: 12 layers, and torch keeps 8 versions of a code."""
+        model = Stack(12).eval()
+        kinds: list[type[nn.Sequential]] = [Plain, Doubled, Shifted]
+        model.layers = nn.ModuleList(
+            kind(*(nn.Linear(DIM, DIM) for _ in range(count))) for kind in kinds for count in (1, 2, 3, 4)
+        )
+        x = rows()
+        for layer in model.layers:
+            layer.compile(backend="eager", fullgraph=True)
+        expected = model(x)
+        handle = offload_over(model, all_layers(2), SlowLink())
+        for forwards in (1, 2):
+            assert_same_bits(model(x), expected)
+            assert_moved(handle, forwards)
         assert not counters["recompile_limit"]
         handle.remove()
 

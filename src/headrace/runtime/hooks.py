@@ -116,7 +116,9 @@ class _ModuleHook(NotCopyable):
         self._promoter = promoter
         self._handles: list[RemovableHandle] = []
         self._own_forward = vars(module).get("forward")  # of the instance, perhaps another library's
-        self._wrapper = _wrapped_forward(module, self._forward)
+        # Of those that share compiled code; not the class itself, which may be gone before them.
+        self._kind: tuple[object, ...] = (type(module).__module__, type(module).__qualname__)
+        self._wrapper = _of_kind(_wrapped_forward(module, self._forward), self._kind)
 
     # Methods of the subclasses. The ops call the first two: wait and begin, release and join.
     enter_compiled: Callable[[Sequence[torch.Tensor]], None]
@@ -133,8 +135,9 @@ class _ModuleHook(NotCopyable):
         for module in (self._entry, self._module):
             vars(module).update({self._tag_attr: tag, _TOKEN: self._token, _END: _end_of_gradients})
         # The wait goes before every other hook, since those may read weights; the release after every other hook.
-        self._handles.append(self._entry.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True))
-        self._handles.append(self._module.register_forward_hook(self._after, always_call=True))
+        before, after = (_of_kind(method, self._kind) for method in (self._before, self._after))
+        self._handles.append(self._entry.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        self._handles.append(self._module.register_forward_hook(after, always_call=True))
 
     def remove(self) -> None:
         """Take the hooks off. Compiled code that still holds them finds ops without effect."""
@@ -178,6 +181,7 @@ class UnitHook(_ModuleHook):
         places = [tensor.places[0] for tensor in self._tensors]
         # From the module itself, whose name is empty, or from one below it.
         self._paths = tuple((*filter(None, names[at].split(".")), place.attr, *place.inner) for at, place in places)
+        self._kind += self._paths  # which the code of the hooks goes along, and that of the wrapper does not
         # Shared with promotion, which also decides where a tensor looks. Held for pointer swaps only, never for copies.
         self._lock = threading.RLock() if promoter is None else promoter.tensor_lock
         self._windows: list[_Window] = []
@@ -505,6 +509,25 @@ def _wrapped_forward(module: nn.Module, around: Callable[..., Any]) -> Callable[
         return around(original, *args, **kwargs)
 
     return forward
+
+
+def _of_kind(function: Any, kind: tuple[object, ...]) -> Any:
+    """``function`` or method with a code object that only those of the same ``kind`` share.
+
+    torch.compile keeps ``torch._dynamo.config.recompile_limit`` versions of a code object, 8, and where layers are
+    compiled one by one hooks and wrappers are compiled by themselves: those of all kinds of layers would be too many.
+    """
+    plain = getattr(function, "__func__", function)
+    copy = types.FunctionType(
+        _code_of_kind(plain.__code__, kind), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__
+    )
+    functools.update_wrapper(copy, plain)
+    return copy if plain is function else types.MethodType(copy, function.__self__)
+
+
+@functools.cache
+def _code_of_kind(code: types.CodeType, kind: tuple[object, ...]) -> types.CodeType:
+    return code.replace()
 
 
 def _refuse_tracers(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
