@@ -1,7 +1,8 @@
 """SGLang on a GPU: resident, its own offloader, and headrace's plugin; same tokens, bytes moved, time per step.
 
-Each case is a process of its own (``HEADRACE_SGLANG`` asks for headrace), with random weights of Qwen3-8B's shape and
-CUDA graphs. A step is the slope between two lengths of the same batch. Writes one line of JSON per case to ``--out``.
+Each case is a process of its own (``HEADRACE_SGLANG`` asks for headrace), with seeded weights of Qwen3-8B's shape from
+files (SGLang's dummy weights are alike in all layers) and CUDA graphs. A step is the slope between two lengths of the
+same batch. Writes one line of JSON per case to ``--out``.
 
     python benchmarks/sglang_offload.py --out rows.jsonl [--layers 36] [--cases resident,group,...] [--flag name=value]
 """
@@ -18,6 +19,10 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from seeded_models import write_weights
 
 SHAPE = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -77,7 +82,6 @@ def run_case(name: str, folder: Path, extra: dict[str, Any]) -> dict[str, Any]:
     begin = time.perf_counter()
     options: dict[str, Any] = {
         "model_path": str(folder),
-        "load_format": "dummy",
         "skip_tokenizer_init": True,
         "max_running_requests": max(SEQUENCES),
         "max_total_tokens": 16384,
@@ -156,6 +160,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     extra = {name: json.loads(value) for name, _, value in (flag.partition("=") for flag in args.flag)}
+    if args.one == "weights":
+        write_weights(args.folder, "cuda" if torch.cuda.is_available() else "cpu")
+        return
     if args.one:
         args.out.write_text(json.dumps(run_case(args.one, args.folder, extra)))
         return
@@ -165,6 +172,8 @@ def main() -> None:
         folder.mkdir()
         shape = {**SHAPE, **(TINY if args.tiny else {}), "num_hidden_layers": args.layers}
         (folder / "config.json").write_text(json.dumps(shape))
+        # In a process of its own, which gives the GPU back.
+        subprocess.run([sys.executable, *sys.argv, "--one", "weights", "--folder", str(folder)], check=True)
         for name in args.cases.split(","):
             environment = {key: value for key, value in os.environ.items() if key != "HEADRACE_SGLANG"}
             if (asked := cases(shape)[name][1]) is not None:

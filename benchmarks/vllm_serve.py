@@ -1,18 +1,19 @@
 """vLLM's published recipe (``vllm bench serve``) against a server resident, with its own offloader, and with headrace.
 
-``serve`` and ``serve-resident`` are ``headrace serve``, transformers' server, with a budget and without.
+``serve``, ``serve-budget`` and ``serve-resident`` are ``headrace serve``, transformers' server, with the same flags, in
+the same device memory by a budget, and resident.
 
     python benchmarks/vllm_serve.py OUT_FOLDER [--layers 12] [--cases NAME...] [FLAG OF VLLM...]
     python benchmarks/vllm_serve.py OUT_FOLDER --publish TABLE        raw results for docs/benchmarks, on stdout
 
 Qwen3-8B's shape with seeded weights and a tokenizer of one word per token, both written into OUT_FOLDER, so no network
 is needed. ``--layers 0`` takes a tiny shape, for a CPU. A case whose results lie in OUT_FOLDER is not run again. Every
-request has to succeed, and headrace has to have moved bytes; texts of one request at a time are compared with those of
-``still`` (headrace with nothing moved), or without it with those of ``resident``, which another compiler's rounding may
-change. Flags of vLLM behind go to every server of vLLM; what a machine lacks of vLLM's optional kernels is named in
-``HEADRACE_BENCH_WITHOUT`` (modules, comma-separated). ``--together`` starts the servers of all cases before the first
-is asked: less time, one is asked at a time, but starts are not comparable and are left out. Each vLLM then needs its
-share of the device: ``--kv-cache-memory-bytes 8G --gpu-memory-utilization 0.1``.
+request has to succeed, and headrace to have moved bytes (a budget may read all in place instead); texts of one request
+at a time are compared with those of ``still`` (headrace with nothing moved), or without it with those of ``resident``,
+which another compiler's rounding may change. Flags of vLLM behind go to every server of vLLM; what a machine lacks of
+vLLM's optional kernels is named in ``HEADRACE_BENCH_WITHOUT`` (modules, comma-separated). ``--together`` starts the
+servers of all cases before the first is asked: less time, one is asked at a time, but starts are not comparable and are
+left out. Each vLLM then needs its share of the device: ``--kv-cache-memory-bytes 8G --gpu-memory-utilization 0.1``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from vllm_cases import GROUP, ONE_ROUNDING, WORKER, python_path, same_memory
 from vllm_server import VLLM, headrace_stats, started, wait_until_healthy
 
 GROUP_FLAGS = [word for name, value in GROUP.items() for word in ("--" + name.replace("_", "-"), str(value))]
-CASES = ("resident", "headrace", "budget", "vllm", "still", "serve", "serve-resident")
+CASES = ("resident", "headrace", "budget", "vllm", "still", "serve", "serve-budget", "serve-resident")
 # name: tokens in, tokens out, requests, requests at once (None: all)
 RECIPES: dict[str, tuple[int, int, int, int | None]] = {
     "2047 in, 1 out": (2047, 1, 64, None),
@@ -88,7 +89,7 @@ def _command(case: str, folder: Path, more: Sequence[str]) -> list[str]:
     """The server of a case, without its port."""
     budget = f"{same_memory(json.loads((folder / 'config.json').read_text())) >> 10}KiB"
     if case.startswith("serve"):
-        flags = [] if case == "serve-resident" else ["--device-memory", budget]
+        flags = {"serve": GROUP_FLAGS, "serve-budget": ["--device-memory", budget]}.get(case, [])
         return [sys.executable, "-m", "headrace", "serve", str(folder), "--batch", "1,4,16", *flags]
     own: dict[str, Any] = {}
     if case == "budget":
@@ -145,15 +146,15 @@ def _measure(cases: Sequence[str], folder: Path, out: Path, more: Sequence[str])
 
 def _moved(case: str, url: str) -> dict[str, Any]:
     """What headrace counts in the server of a case; nothing where it moves nothing."""
-    if case not in ("headrace", "budget", "serve"):
+    if case not in ("headrace", "budget", "serve", "serve-budget"):
         return {}
-    if case == "serve":
+    if case.startswith("serve"):
         metrics = httpx.get(f"{url}/metrics", timeout=60).text
         found = re.search(r"^headrace_moved_bytes_total (\S+)$", metrics, re.M)
         moved = {"bytes_moved": int(float(found[1])) if found else 0}
     else:
         moved = headrace_stats(url)
-    if not moved["bytes_moved"] > 0:
+    if case in ("headrace", "serve") and not moved["bytes_moved"] > 0:
         raise SystemExit(f"{case}: nothing moved")
     return moved
 
@@ -206,9 +207,11 @@ def _rows(out: Path) -> list[dict[str, Any]]:
                 **{f"{at}_tpot_ms": found[f"{at}_tpot_ms"] if tokens_out > 1 else None for at in ("median", "p99")},
                 **facts,
             }
-            twins = {"headrace": ("still", "resident"), "serve": ("serve-resident",)}.get(case, ("resident",))
-            beside = next((twin for twin in twins if twin in present), None)
-            if at_once == 1 and case in ("headrace", "budget", "vllm", "serve") and beside is not None:
+            twins = {"headrace": ("still", "resident")}.get(
+                case, ("serve-resident" if "serve" in case else "resident",)
+            )
+            beside = next((twin for twin in twins if twin in present and twin != case), None)
+            if at_once == 1 and case != "still" and beside is not None:
                 wanted = json.loads((out / f"{beside}-{number}.json").read_text())["generated_texts"]
                 same = sum(a == b for a, b in zip(found["generated_texts"], wanted, strict=True))
                 row |= {"compared_with": beside, "same_texts": same}
