@@ -154,7 +154,6 @@ class _Case:
         rest = torch.device("cpu") if name in ("headrace", "flextensor") else device
         self._model: Any = build(shape, device, rest)
         self._inputs = inputs_of(shape, device)
-        self._input_bytes = sum(each.nbytes for each in self._inputs.values())
         self._num_bytes = take_inventory(self._model).num_bytes
         self._moved: int | None = self._num_bytes
         self._planned = 0
@@ -162,9 +161,14 @@ class _Case:
         self._output: Any = None  # of the last step
         if name == "flextensor":
             import flextensor  # noqa: F401 (its import is no part of its start)
+        self._base_bytes = 0
         if device.type == "cuda":
+            small = torch.ones(64, 64, dtype=torch.bfloat16, device=device)
+            small @ small  # its library keeps 34 MB from the first product on, which is nobody's weights
+            del small
             gc.collect()
             torch.cuda.empty_cache()
+            self._base_bytes = torch.cuda.memory_allocated(device) - (self._num_bytes if rest == device else 0)
 
     def weights(self) -> int:
         """Bytes of the model."""
@@ -282,11 +286,11 @@ class _Case:
 
     def _peak(self) -> int:
         on_gpu = self._device.type == "cuda"
-        return torch.cuda.max_memory_allocated(self._device) - self._input_bytes if on_gpu else self._planned
+        return torch.cuda.max_memory_allocated(self._device) - self._base_bytes if on_gpu else self._planned
 
     def _held(self) -> int:
         on_gpu = self._device.type == "cuda"
-        return torch.cuda.memory_allocated(self._device) - self._input_bytes if on_gpu else self._planned
+        return torch.cuda.memory_allocated(self._device) - self._base_bytes if on_gpu else self._planned
 
     def _copied_bytes(self) -> int | None:
         """Bytes that a step copies to the device, by torch's profiler; ``None``: it does not say."""
