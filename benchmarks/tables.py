@@ -308,6 +308,27 @@ def experts_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+STARTS_HEADINGS = (
+    "case",
+    "GB asked for",
+    "offloaded after s",
+    "prepared after s",
+    "next step ends after s",
+    "GB held",
+    "peak GB until then",
+)
+
+
+def starts_cells(row: dict[str, Any]) -> list[str]:
+    asked = row["asked_device_bytes"]
+    return [
+        row["case"],
+        "" if asked is None else f"{asked / 1e9:.2f}",
+        *(f"{row[key]:.1f}" for key in ("offload_s", "prepared_s", "ready_s")),
+        *(f"{row[key] / 1e9:.2f}" for key in ("held_device_bytes", "start_peak_device_bytes")),
+    ]
+
+
 OFFLOADER_HEADINGS = (
     "case",
     "rows",
@@ -370,6 +391,8 @@ def layout_of(row: dict[str, Any]) -> tuple[tuple[str, ...], Callable[[dict[str,
         return MOVES_HEADINGS, moves_cells
     if "budget_bytes" in row:
         return SMALLEST_HEADINGS, smallest_cells
+    if "asked_device_bytes" in row:
+        return STARTS_HEADINGS, starts_cells
     if "prepared_s" in row:
         return OFFLOADER_HEADINGS, offloader_cells
     if "cpu_load" in row:
