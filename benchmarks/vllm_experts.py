@@ -29,6 +29,7 @@ from vllm_cases import ONE_ROUNDING, WORKER
 from vllm_offload import _compared, _host_memory, _prompts, engine_environment
 
 SHAPES: dict[str, dict[str, Any]] = {"deepseek": DEEPSEEK_V2_LITE, "qwen": QWEN3_30B_A3B}
+SHAPE_NAMES = {"deepseek": "deepseek-v2-lite", "qwen": "qwen3-30b-a3b"}
 CASES = ("still", "resident", "cache", "in-place")
 HITS = (0.0, 0.5, 0.67, 0.8, 0.9, 1.0)
 LENGTHS, REPEATS, SCORED = {1: (8, 48), 16: (8, 24)}, 2, 16
@@ -51,8 +52,8 @@ def main() -> None:
     config = {**SHAPES[given.shape]}
     config["num_hidden_layers"] = given.layers or config["num_hidden_layers"]
     if given.publish:
-        for row in _published(given.out, config):
-            print(json.dumps({"table": given.publish, "shape": given.shape, **row}))
+        for row in (row for row in _published(given.out, config) if row["ms"] is not None):
+            print(json.dumps({"table": given.publish, "shape": SHAPE_NAMES[given.shape], **row}))
     elif given.child:
         _measure(given.out, given.cases[0], config, given.share)
     else:
@@ -63,11 +64,13 @@ def main() -> None:
 
 
 def _print(row: dict[str, Any]) -> None:
-    time_of = (
-        "" if row["ms"] is None else f"{row['ms']:8.2f} ms +- {row['spread_ms']:.2f} {row['tokens_per_s']:8.1f} tok/s"
-    )
-    floor = "" if row["over_floor"] is None else f", {row['over_floor']:.3f} x floor, {row['hits']:.3f} hits"
-    print(f"{row['case']:9s} {row['load']:22s} {time_of}{floor}; {row['compared']}")
+    text = f"{row['case']:9s} {row['trace']:22s}"
+    if row["ms"] is not None:
+        text += f" {row['ms']:8.2f} ms +- {row['spread_ms']:.2f} {row['tokens_per_s']:8.1f} tokens/s"
+    if row["hits"] is not None and row["resident_ms"] is not None:
+        floor = row["missed_bytes"] / LINK_BYTES_PER_S * 1e3 + row["resident_ms"]
+        text += f", {row['hits']:.1%} hits, {row['ms'] / floor:.3f} x floor"
+    print(text, "same bits" if row["bit_equal"] else row["why_not_equal"])
 
 
 def _run_child(case: str, given: argparse.Namespace) -> None:
@@ -247,28 +250,28 @@ def _prefill(engine: Any) -> dict[str, Any]:
 def _published(out: Path, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     found = {name: json.loads(path.read_text()) for name in CASES if (path := out / f"{name}.json").exists()}
     layers, count, _, size = _experts(config)
-    still = {row["load"]: row for row in found.get("still", found.get("resident", {"rows": []}))["rows"]}
-    resident = {row["sequences"]: row["ms"] for row in found.get("resident", {"rows": []})["rows"][:2]}
+    unmoved = found.get("still", found.get("resident", {"rows": []}))["rows"]
+    # Of one sequence, and of several; a prompt has steps of its own.
+    plain = found.get("resident", {"rows": []})["rows"]
+    resident = {row["sequences"]: row["ms"] for row in plain if "trace" in row["load"]}
+    resident_by_load = {row["load"]: row["ms"] for row in plain}
     for case, result in found.items():
         facts = {key: value for key, value in result["facts"].items() if key != "offloader"}
         experts = result["facts"]["offloader"].get("experts", [])
         for row in result["rows"]:
-            missed = None if row["missed_per_step"] is None else row["missed_per_step"] * size
-            floor = None
-            if missed is not None and row["sequences"] in resident:
-                floor = resident[row["sequences"]] + missed / LINK_BYTES_PER_S * 1e3
-            wanted = still.get(row["load"], row)
+            wanted = next((other for other in unmoved if other["load"] == row["load"]), row)
+            equal = row["tokens"] == wanted["tokens"] and row["logprobs"] == wanted["logprobs"]
             yield {
-                "case": case,
+                "case": f"slots {experts[0]['num_slots']}" if experts else case.replace("-", " "),
                 "layers": layers,
-                "slots": experts[0]["num_slots"] if experts else None,
                 "experts": count,
-                **{key: row[key] for key in ("load", "sequences", "ms", "spread_ms", "tokens_per_s", "hits")},
-                "missed_bytes": missed,
-                "floor_ms": floor,
-                "over_floor": row["ms"] / floor if floor and row["ms"] else None,
-                "bit_equal": row["tokens"] == wanted["tokens"] and row["logprobs"] == wanted["logprobs"],
-                "compared": _compared(row, wanted),
+                "trace": row["load"],
+                "rows": row["sequences"],
+                **{key: row[key] for key in ("ms", "spread_ms", "tokens_per_s", "hits")},
+                "missed_bytes": (row["missed_per_step"] or 0) * size,
+                "resident_ms": resident_by_load.get(row["load"], resident.get(row["sequences"])),
+                "bit_equal": equal,
+                **({} if equal else {"why_not_equal": _compared(row, wanted)}),
                 **facts,
             }
 

@@ -31,6 +31,7 @@ FIELDS = {
 _STARTS = {"case", "shape", "asked_device_bytes", "offload_s", "prepared_s", "ready_s", "held_device_bytes"}
 _BEFORE_AFTER = {"case", "before_ms", "after_ms", "difference_ms", "rounds", "bit_equal"}
 _ROUND = {"case", "tree", "round", "ms", "bytes_moved", "bit_equal"}
+_EXPERTS = {"shape", "layers", "trace", "case", "rows", "hits", "missed_bytes", "ms", "resident_ms", "bit_equal"}
 OTHER_FIELDS = {
     "overhead": _BEFORE_AFTER,
     "overhead-rounds": _ROUND,
@@ -44,18 +45,9 @@ OTHER_FIELDS = {
     "policies": {"case", "experts", "top_k", "slots", "within_2", "within_8", "lru", "optimum"},
     "host-memory": {"case", "threads", "gb_per_s", "num_bytes"},
     "ranges": {"case", "ok", "why"},
-    "experts-steps": {
-        "shape",
-        "layers",
-        "trace",
-        "case",
-        "rows",
-        "hits",
-        "missed_bytes",
-        "ms",
-        "resident_ms",
-        "bit_equal",
-    },
+    "experts-steps": _EXPERTS,
+    "experts-steps-again": _EXPERTS,
+    "experts-vllm": _EXPERTS,
     "experts-launch": {"case", "programs", "block", "warps", "us_and_gb_per_s"},
     "summary": {"way", "equal", "differs", "crashed", "refused", "timeout"},
     "starts-wan": _STARTS,
