@@ -19,6 +19,7 @@ run without streams: that tries the script.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import hashlib
 import json
@@ -174,9 +175,10 @@ class _Case:
         """Bytes of the model."""
         return self._num_bytes
 
-    def start(self, memory: int) -> dict[str, Any]:
+    def start(self, memory: int, machine: str | None) -> dict[str, Any]:
         """Offload within ``memory`` bytes of device memory, and run until a step has its final speed."""
         begin = time.perf_counter()
+        self._machine = machine
         self._reset_peak()
         preparing = getattr(self, f"_{self._name}")(memory)
         offload_s = time.perf_counter() - begin
@@ -235,7 +237,8 @@ class _Case:
 
     def _headrace(self, memory: int) -> int:
         budget = Budget(memory, workload=Workload((self._shape.rows,)))
-        plan = headrace.offload(self._model, budget, device=self._device).plan
+        policy = headrace.make_plan(self._model, budget, machine=self._machine) if self._machine else budget
+        plan = headrace.offload(self._model, policy, device=self._device).plan
         self._planned, self._moved = plan.device_bytes, plan.moved_bytes
         return 0
 
@@ -382,14 +385,10 @@ def run(
     weight_bytes = max(process.answer() or 0 for process in processes.values())
     resident = processes["resident"]
     print(f"{shape}: built after {time.perf_counter() - begin:.0f} s", flush=True)
-    by_shape = dict(part.split("=") for part in (memory or "").split(",") if "=" in part)
-    stated = (
-        by_shape.get(shape) or (memory if not by_shape else None) or (MEMORY.get(shape) if device != "cpu" else None)
-    )
-    size = parse_size(stated) if stated else weight_bytes // 3
+    size = parse_size(memory) if memory else weight_bytes // 3
     # FlexTensor before headrace, which gets what FlexTensor took of its share.
     for name in sorted(processes, key=("resident", *CASES).index):
-        processes[name].found |= processes[name].ask("start", size) or {}
+        processes[name].found |= processes[name].ask("start", size, given.machine) or {}
         print(f"{shape} {name}: {processes[name].found}, {time.perf_counter() - begin:.0f} s", flush=True)
         if name == "flextensor" and processes[name].found:
             size = min(size, processes[name].found["held_device_bytes"])
@@ -432,14 +431,23 @@ def _row(
     }
 
 
+def _by_shape(text: str) -> dict[str, str]:
+    """Sizes by shape."""
+    parts = dict(part.partition("=")[::2] for part in text.split(","))
+    if parts.keys() - SHAPES.keys() or not all(parts.values()):
+        raise argparse.ArgumentTypeError(f"expected sizes such as wan=2600MB,flux=6GiB, found {text!r}")
+    return parts
+
+
 def main() -> None:
     """Run from the command line."""
     parser = parser_of(__doc__, rounds=3, repeats=1)
     parser.add_argument("--shapes", type=words_of(tuple(SHAPES)), default=["wan", "flux"], help="default wan,flux")
     parser.add_argument("--cases", type=words_of(CASES), default=["headrace", "leaf"], help="of " + ", ".join(CASES))
     parser.add_argument(
-        "--memory", help="on the device for weights, such as 6GiB or wan=2600MB,flux=6GiB; default by shape"
+        "--memory", type=_by_shape, default={}, help="on the device for weights, such as wan=2600MB,flux=6GiB"
     )
+    parser.add_argument("--machine", help="headrace plans with the rates of h200, say; default as it finds them")
     parser.add_argument("--seconds", type=float, default=600.0, help="no new round of a shape after so many")
     parser.add_argument("--device", default="cuda", help="cpu: tiny shapes")
     given = parser.parse_args()
@@ -447,7 +455,8 @@ def main() -> None:
     names = ("resident", *given.cases)
     processes = {shape: {name: _Process(name, shape, given.device) for name in names} for shape in given.shapes}
     for shape in given.shapes:
-        for row in run(shape, processes[shape], given.memory, given.device, given):
+        memory = given.memory.get(shape) or (MEMORY.get(shape) if given.device != "cpu" else None)
+        for row in run(shape, processes[shape], memory, given.device, given):
             rows.append(row)
             print_step(row)
             append(row, given.out)
