@@ -14,18 +14,22 @@ from torch import nn
 
 from headrace.config import Mode, Prefetch
 from headrace.errors import OptionError
+from headrace.memory.pages import RawMemory
 from headrace.memory.pinned import PinnedBuffer
+from headrace.memory.split_range import HostRange
 from headrace.model.inventory import take_inventory
 from headrace.model.live_tensors import bind
 from headrace.plan.build import build_plan
-from headrace.plan.plan import Machine
+from headrace.plan.cached_experts import PIECE_BYTES, CachedLayer
+from headrace.plan.plan import Machine, SlabEntry, Unit
 from headrace.runtime import prepare as prepare_module
 from headrace.runtime import under_construction
 from headrace.runtime.prepare import prepare
 from headrace.runtime.session import OffloadSession
 from headrace.runtime.this_machine import Limits
 from headrace.runtime.under_construction import BuildTimeFilter, BuildTimePool, storages_in_engine_memory
-from headrace.stores.pinned_host import Held
+from headrace.stores.expert_ranges import ExpertRanges, mappable
+from headrace.stores.pinned_host import Held, PinnedStore
 from registrars import Ledger
 
 
@@ -233,3 +237,80 @@ def test_weights_that_are_quantised_while_they_load_leave_when_they_are_made(poo
         layer.quant_method.process_weights_after_loading(layer)
     assert pool.find(layer.weight.data) is not None
     assert pool.num_bytes == WEIGHT // 2
+
+
+# -- experts that will be cached ---------------------------------------------------------------------------------------
+
+
+class Mapped(HostRange):
+    """Ordinary memory in the place of what the driver maps."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        assert num_bytes % PIECE_BYTES == 0
+        self._pages = torch.zeros(num_bytes, dtype=torch.uint8)
+        RawMemory.__init__(self, self._pages.data_ptr(), num_bytes, keeps=self._pages)
+        self.address, self.num_bytes = self._pages.data_ptr(), num_bytes
+
+    @property
+    def on_device(self) -> torch.Tensor:
+        return self.buffer
+
+
+class Stacked(nn.Module):
+    """Eight experts of 1.5 MiB and their scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(8, 512, 768), requires_grad=False)
+        self.scale = nn.Parameter(torch.randn(8, 512), requires_grad=False)
+
+
+def test_cached_experts_are_built_where_their_range_takes_them(pool: BuildTimePool) -> None:
+    pool._make_mapped = Mapped
+    layer = nn.Sequential(nn.Linear(512, 512), Stacked())
+    before = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
+    pool.take(layer, lambda name, num_bytes: num_bytes > 1 << 16, apart=True, cached=["1"])
+    found = {name: pool.find(parameter.data) for name, parameter in layer.named_parameters()}
+    assert {name for name, held in found.items() if held is not None} == {"0.weight", "1.up"}
+    assert all(torch.equal(parameter, before[name]) for name, parameter in layer.named_parameters())
+    held = {name: place for name, place in found.items() if place is not None}
+    assert isinstance(held["1.up"].memory, Mapped)
+    assert not isinstance(held["0.weight"].memory, HostRange)
+    assert pool.num_bytes == 4 * 512 * 512 + 6 * PIECE_BYTES  # of exact size
+    up, scale = before["1.up"].nbytes, before["1.scale"].nbytes
+    cached = CachedLayer("1", 8, 3, {"1.up": up, "1.scale": scale})
+    assert mappable(cached, "1.up", held) is held["1.up"].memory
+    assert mappable(cached, "1.scale", held) is None
+    # A range that begins inside a piece, and memory of another size, are copied.
+    assert mappable(CachedLayer("1", 8, 3, {"1.up": up + 8 * 4096}), "1.up", held) is None
+    ranges = ExpertRanges([cached], torch.device("cpu"), held)
+    assert [*ranges.destinations] == ["1.scale"]
+    assert "1.up" not in ranges.destinations
+    ranges.close()
+
+
+def test_what_becomes_of_cached_experts_is_mapped_too(pool: BuildTimePool) -> None:
+    class Repack:
+        def process_weights_after_loading(self, layer: nn.Module) -> None:
+            layer.up = nn.Parameter(layer.get_parameter("up").detach() * 2, requires_grad=False)
+
+    pool._make_mapped = Mapped
+    layer = Stacked()
+    layer.quant_method = Repack()  # type: ignore[assignment]
+    expected = layer.up.detach() * 2
+    pool.take(layer, lambda name, num_bytes: num_bytes > 1 << 16, apart=True, cached=[""])
+    layer.quant_method.process_weights_after_loading(layer)  # type: ignore[operator, union-attr]
+    held = pool.find(layer.up.data)
+    assert held is not None
+    assert isinstance(held.memory, Mapped)
+    assert torch.equal(layer.up, expected)
+    pool.settle()
+
+
+def test_mapped_memory_is_no_registered_memory() -> None:
+    """A pinned store copies it: it keeps slabs that it registers, and copies from them at the link's rate."""
+    unit = Unit(0, "layer", 0, (SlabEntry("layer.up", 0, PIECE_BYTES),), PIECE_BYTES, "cpu")
+    held = {"layer.up": Held(Mapped(PIECE_BYTES, torch.device("cpu")), 0, PIECE_BYTES)}
+    store = PinnedStore([unit], {}, Ledger(), held=held)
+    assert store.kept == frozenset()
+    store.close()

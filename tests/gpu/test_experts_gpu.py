@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 import headrace
-from headrace import Rules
-from headrace.memory.split_range import SplitRange
+from headrace import Budget, Rules
+from headrace.experts.rows import CachedExperts
+from headrace.memory.split_range import HostRange, SplitRange
+from headrace.offloaders.layerwise import EngineOffloader
 from headrace.plan.cached_experts import PIECE_BYTES
 from headrace.testing import assert_same_bits
 
@@ -44,6 +46,19 @@ def test_memory_is_given_back() -> None:
     del view
     gc.collect()
     assert before - torch.cuda.mem_get_info(CUDA)[0] < 4 * PIECE_BYTES
+
+
+def test_host_memory_that_is_there_is_mapped_again() -> None:
+    made = HostRange(4 * PIECE_BYTES, CUDA)
+    made.on_device.copy_((torch.arange(4 * PIECE_BYTES) % 251).to(CUDA))
+    torch.cuda.synchronize()
+    whole = SplitRange(PIECE_BYTES, 2 * PIECE_BYTES, 6 * PIECE_BYTES, CUDA, host=made)
+    made.buffer[:3] = 9  # one memory, two addresses
+    expected = made.buffer.clone()
+    del made
+    gc.collect()
+    assert torch.equal(whole.whole[2 * PIECE_BYTES :].cpu(), expected)
+    assert torch.equal(whole.host, expected)
 
 
 class Experts(nn.Module):
@@ -105,3 +120,54 @@ def test_no_step_waits_for_the_device() -> None:
             model(x, ids)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+class Routed(nn.Module):
+    """A layer of an engine: its router, and experts that are read by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(384, 16, dtype=torch.bfloat16)
+        self.experts = Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.experts(x, self.gate(x).topk(3).indices)
+        return x + y.float().mean(1)[:, :384].to(x.dtype)
+
+
+class ByRows(CachedExperts):
+    @staticmethod
+    def find(model: nn.Module) -> dict[str, str | None]:
+        return {name: None for name, module in model.named_modules() if isinstance(module, Experts)}
+
+
+@torch.no_grad()
+def test_experts_of_an_engine_are_in_host_memory_once() -> None:
+    """They are built in the memory that the cache maps behind its slots."""
+    layers = 4
+    with torch.device(CUDA):
+        torch.manual_seed(3)
+        resident = nn.Sequential(*(Routed() for _ in range(layers))).eval()
+    policy = Budget("16MiB", rules=[("experts", "cache")], expert_slots=4)
+    with torch.device(CUDA):
+        torch.manual_seed(3)
+        offloader = EngineOffloader(policy, lambda: model, expert_kernels=ByRows)
+        model = nn.Sequential(*offloader.wrap_modules(Routed() for _ in range(layers))).eval()
+    places = {held.memory for layer in model if (held := offloader._pool.find(layer.experts.up.data)) is not None}
+    assert len(places) == layers
+    assert all(isinstance(memory, HostRange) for memory in places)
+    del places
+    offloader.post_init()
+    session = offloader._session
+    assert session is not None
+    assert session._ranges is not None
+    assert len(session._ranges._mapped) == layers  # nothing was copied
+    gc.collect()
+    assert offloader._pool.num_bytes == 0
+    for seed in range(8):
+        x = torch.randn(2, 384, generator=torch.Generator().manual_seed(seed)).to(CUDA, torch.bfloat16)
+        assert torch.equal(model(x), resident(x))
+    assert all(layer.fetched > 0 for layer in offloader.stats().experts)
+    state = resident.state_dict()
+    assert all(torch.equal(tensor.to(CUDA), state[name]) for name, tensor in model.state_dict().items())
+    offloader.remove()

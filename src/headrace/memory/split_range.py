@@ -19,7 +19,40 @@ import torch
 from headrace.errors import BudgetError, OptionError
 from headrace.memory.pages import RawMemory
 
-__all__ = ["SplitRange"]
+__all__ = ["HostRange", "SplitRange"]
+
+
+class HostRange(RawMemory):
+    """Host memory that a device addresses, and that a :class:`SplitRange` can take as it is, by mapping it again.
+
+    Views of it keep it alive.
+
+    Attributes:
+        num_bytes: of the memory.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        """
+        Args:
+            num_bytes: a multiple of 2 MiB.
+            device: a GPU.
+
+        Raises:
+            BudgetError, OptionError: as :class:`SplitRange`.
+        """
+        mapped = _Mapped(0, 0, num_bytes, device)
+        super().__init__(mapped.address, num_bytes, keeps=mapped)
+        self.address, self.num_bytes, self._device = mapped.address, num_bytes, device
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """As the host sees it (uint8, 1-D)."""
+        return torch.from_numpy(np.asarray(self))
+
+    @property
+    def on_device(self) -> torch.Tensor:
+        """As the device sees it (uint8, 1-D)."""
+        return torch.as_tensor(self, device=self._device)
 
 
 class SplitRange:
@@ -32,7 +65,13 @@ class SplitRange:
     """
 
     def __init__(
-        self, device_bytes: int, far_start: int, num_bytes: int, device: torch.device, peer: torch.device | None = None
+        self,
+        device_bytes: int,
+        far_start: int,
+        num_bytes: int,
+        device: torch.device,
+        peer: torch.device | None = None,
+        host: HostRange | None = None,
     ) -> None:
         """
         Args:
@@ -41,6 +80,7 @@ class SplitRange:
             num_bytes: of the range. All three are multiples of 2 MiB.
             device: a CPU has one memory: there all bytes are ordinary memory.
             peer: the other memory is that of this device, which ``device`` can address; ``None``: the host's.
+            host: the other memory, where it is there already; ``None``: it is made.
 
         Raises:
             BudgetError: one of the memories has no room.
@@ -50,18 +90,24 @@ class SplitRange:
             self.whole = torch.empty(num_bytes, dtype=torch.uint8)
             self.host = self.whole[far_start:]
             return
-        mapped = _Mapped(device_bytes, far_start, num_bytes, device, peer)
+        mapped = _Mapped(device_bytes, far_start, num_bytes, device, peer, host)
         self.whole = torch.as_tensor(RawMemory(mapped.address, num_bytes, keeps=mapped), device=device)
         if peer is None:
-            host = RawMemory(mapped.address + far_start, num_bytes - far_start, keeps=mapped)
-            self.host = torch.from_numpy(np.asarray(host))
+            far = RawMemory(mapped.address + far_start, num_bytes - far_start, keeps=mapped)
+            self.host = torch.from_numpy(np.asarray(far))
 
 
 class _Mapped:
     """The addresses and what is mapped there; gives both back."""
 
     def __init__(
-        self, device_bytes: int, far_start: int, num_bytes: int, device: torch.device, peer: torch.device | None
+        self,
+        device_bytes: int,
+        far_start: int,
+        num_bytes: int,
+        device: torch.device,
+        peer: torch.device | None = None,
+        host: HostRange | None = None,
     ) -> None:
         # One of torch's own requirements where it is built for CUDA; by name, since it is nowhere else.
         self._driver: Any = import_module("cuda.bindings.driver")
@@ -80,21 +126,24 @@ class _Mapped:
                 far, readers = self._location(kinds.CU_MEM_LOCATION_TYPE_DEVICE, peer.index), [on_device]
             self.address = int(self._call("cuMemAddressReserve", num_bytes, 0, 0, 0))
             self._map(0, device_bytes, on_device, [on_device])
-            self._map(far_start, num_bytes - far_start, far, readers)
+            self._map(far_start, num_bytes - far_start, far, readers, host)
 
     def _location(self, kind: Any, number: int) -> Any:
         location = self._driver.CUmemLocation()
         location.type, location.id = kind, number
         return location
 
-    def _map(self, start: int, num_bytes: int, place: Any, readers: list[Any]) -> None:
-        """Make memory in ``place`` and map it ``start`` bytes into the range, for ``readers`` to read and write."""
+    def _map(self, start: int, num_bytes: int, place: Any, readers: list[Any], made: HostRange | None = None) -> None:
+        """Map memory, ``made`` or new in ``place``, ``start`` bytes into the range; ``readers`` read and write it."""
         if num_bytes == 0:
             return
-        properties = self._driver.CUmemAllocationProp()
-        properties.type = self._driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        properties.location = place
-        handle = self._call("cuMemCreate", num_bytes, properties, 0)
+        if made is None:
+            properties = self._driver.CUmemAllocationProp()
+            properties.type = self._driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+            properties.location = place
+            handle = self._call("cuMemCreate", num_bytes, properties, 0)
+        else:
+            handle = self._call("cuMemRetainAllocationHandle", made.address)
         try:
             self._call("cuMemMap", self.address + start, num_bytes, 0, handle, 0)
         finally:

@@ -78,7 +78,8 @@ class LayerwiseOffloader(BaseOffloader):
         for index, module in enumerate(modules_generator):
             stack.append(module)
             # At once: the next layer may not fit the device beside this one.
-            self._pool.take(module, partial(self._leaves, index), apart=not self._leaves.is_exact)
+            apart = not self._leaves.is_exact
+            self._pool.take(module, partial(self._leaves, index), apart=apart, cached=self._cached_in(module))
         return list(stack)
 
     def post_init(self) -> None:
@@ -125,6 +126,10 @@ class LayerwiseOffloader(BaseOffloader):
         if self._session is None:
             raise StateError("nothing is offloaded yet: call post_init() once the weights are loaded")
         return self._session
+
+    def _cached_in(self, layer: nn.Module) -> Iterable[str]:
+        """Modules within ``layer`` whose experts will be cached."""
+        return ()
 
     def _layers(self) -> list[list[str]]:
         """Names within :meth:`_model` of the layers, by stack; a layer that is called several times counts once."""
@@ -367,6 +372,9 @@ class EngineOffloader(LayerwiseOffloader):
                 if why is not None:
                     raise _not_cached(name, why)
         return layer
+
+    def _cached_in(self, layer: nn.Module) -> Iterable[str]:
+        return self._expert_modules(layer) if self._asks_for_cache else ()
 
     def _expert_modules(self, model: nn.Module) -> Mapping[str, str | None]:
         return {} if self._expert_kernels is None else self._expert_kernels.find(model)

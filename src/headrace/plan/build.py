@@ -485,18 +485,23 @@ def reserved_bytes(table: CandidateTable, budget: Budget) -> int:
 
 
 def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None) -> Plan | None:
-    best: tuple[tuple[float, ...], Family, int] | None = None
+    # By slots for cached experts, of which there are few: what is left of the memory becomes more of them, and then
+    # another number may be the best.
+    best: dict[int, tuple[tuple[float, ...], Family, int]] = {}
     rates = [table.rates.copy_bytes_per_s, table.rates.peer_bytes_per_s if table.peer_bytes else None]
     copy_bytes_per_s = max(rate for curve in rates if curve is not None for _, rate in curve.points)
     for family in table.families:
         rows, memory = family.fitting(device_bytes, host_bytes), family.memory
-        if best is not None:  # no step is shorter than its copies, or than its compute
+        expert_slots = family.cached[0].num_slots if family.cached else 0
+        so_far = best.get(expert_slots)
+        if so_far is not None:  # no step is shorter than its copies, or than its compute
             moved_s, in_place = memory.moved_bytes[rows] / copy_bytes_per_s, [s.name for s in family.uva]
             extra = [step.read_in_place(in_place, family.cached) for step in table.steps]
             compute_s = [
                 sum(s.resident_s) + sum(more for more, _ in x) for s, x in zip(table.steps, extra, strict=True)
             ]
-            rows = rows[_score(np.array([np.maximum(moved_s, least_s) for least_s in compute_s])) <= best[0][0] + 1e-8]
+            least = _score(np.array([np.maximum(moved_s, least_s) for least_s in compute_s]))
+            rows = rows[least <= so_far[0][0] + 1e-8]
         if len(rows):
             slots = np.maximum(memory.num_slots[rows], 1)
             # What decides among equally fast candidates; less is better.
@@ -505,11 +510,20 @@ def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None) -> P
             keys = (score, uneven, memory.moved_bytes[rows], memory.device_bytes[rows], slots)
             first = np.lexsort(keys[::-1])[0]  # the last key counts first
             found = (tuple(float(key[first]) for key in keys), family, int(rows[first]))
-            best = found if best is None or found[0] < best[0] else best
-    if best is None:
-        return None
-    plan = best[1].plan(best[2], host_bytes)
-    return plan if table.expert_slots is not None else _with_more_experts(plan, device_bytes)
+            best[expert_slots] = found if so_far is None or found[0] < so_far[0] else so_far
+    plans = [family.plan(row, host_bytes) for _, family, row in sorted(best.values(), key=lambda found: found[0])]
+    if table.expert_slots is None:
+        plans = [_with_more_experts(plan, device_bytes) for plan in plans]
+    if len(plans) < 2:
+        return plans[0] if plans else None
+    forecasters = [_forecaster(table, rows) for rows in table.batch_sizes]
+    scores = _score(np.array([[forecaster(plan).step_s for plan in plans] for forecaster in forecasters]))
+    return plans[int(scores.argmin())]  # the first of equal ones
+
+
+def _forecaster(table: CandidateTable, rows: int) -> Forecaster:
+    stored = table.stored_bytes
+    return Forecaster(table.inventory, table.rates, table.profile, rows, table.context, stored, table.hits)
 
 
 def _with_more_experts(plan: Plan, device_bytes: int) -> Plan:
@@ -668,7 +682,7 @@ class Alternatives:
     def __init__(self, table: CandidateTable, budget: Budget, plan: Plan) -> None:
         self._table, self._budget, self._plan = table, budget, plan
         self._reserved = reserved_bytes(table, budget)
-        self._forecasters = [self._forecaster(rows) for rows in self._table.batch_sizes]
+        self._forecasters = [_forecaster(self._table, rows) for rows in self._table.batch_sizes]
         self._now = self._times(plan)
 
     def find(self, points: Sequence[Point] | None) -> Iterator[Alternative]:
@@ -680,11 +694,6 @@ class Alternatives:
         if self._plan.spilled_bytes and self._table.spill is not None:
             yield from self._more_host_memory(self._table.spill.ring_bytes)
         yield from self._larger_batch()
-
-    def _forecaster(self, rows: int) -> Forecaster:
-        table = self._table
-        stored = table.stored_bytes
-        return Forecaster(table.inventory, table.rates, table.profile, rows, table.context, stored, table.hits)
 
     def _times(self, plan: Plan) -> list[float]:
         return [forecaster(plan).step_s for forecaster in self._forecasters]
@@ -750,9 +759,9 @@ class Alternatives:
             return self._plan.device_bytes + self._table.profile.workload_bytes(rows, self._table.context)
 
         batch = max(self._table.batch_sizes)
-        now, best, larger = self._forecaster(batch)(self._plan), None, 2 * batch
+        now, best, larger = _forecaster(self._table, batch)(self._plan), None, 2 * batch
         while larger <= _LARGEST_BATCH and device_bytes(larger) <= self._budget.num_bytes:
-            then = self._forecaster(larger)(self._plan)
+            then = _forecaster(self._table, larger)(self._plan)
             if then.step_s > _NEARLY_FREE * now.step_s:
                 break
             best, larger = then, 2 * larger

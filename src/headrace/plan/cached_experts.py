@@ -8,6 +8,7 @@ all of them on the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,9 @@ __all__ = ["PIECE_BYTES", "CachedLayer", "cached_layers", "why_not_cached"]
 
 # cuMemGetAllocationGranularity of device and host memory alike, on every GPU so far.
 PIECE_BYTES = 2 << 20
+
+# Of tensors with small rows, each row between slots and host memory takes device memory.
+_MOST_ROWS = 16
 
 # A row of fewer bytes is not worth a transfer.
 _MIN_ROW_BYTES = 64 << 10
@@ -49,9 +53,14 @@ class CachedLayer:
 
     @cached_property
     def first_row(self) -> int:
-        """The row of expert 0 in host memory, of all tensors alike."""
+        """The row of expert 0 in host memory, of all tensors alike.
+
+        Where few rows make whole pieces it is at the beginning of one, so that memory made before can be mapped there.
+        """
         split = [self.row_bytes(name) for name in self.storages if self.is_split(name)]
-        return max((-(-_whole(self.num_slots * row) // row) for row in split), default=self.num_slots)
+        least = max((-(-_whole(self.num_slots * row) // row) for row in split), default=self.num_slots)
+        whole = math.lcm(*(PIECE_BYTES // math.gcd(row, PIECE_BYTES) for row in split))
+        return -(-least // whole) * whole if whole <= _MOST_ROWS else least
 
     @property
     def num_rows(self) -> int:

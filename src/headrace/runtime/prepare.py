@@ -26,6 +26,7 @@ from headrace.config import (
 )
 from headrace.errors import OptionError, OptionTypeError, warn_user
 from headrace.experts.rows import require_rows
+from headrace.memory.pinned import PinnedBuffer
 from headrace.model.inventory import Inventory, refuse_own_ways, take_inventory
 from headrace.model.live_tensors import BoundStorage, bind
 from headrace.model.memory_profile import profile_of
@@ -42,6 +43,7 @@ from headrace.runtime.this_machine import (
     settle,
 )
 from headrace.runtime.under_construction import BuildTimePool, storages_in_engine_memory
+from headrace.stores.expert_ranges import mappable
 from headrace.stores.pinned_host import Held
 from headrace.stores.sources import DiskOptions
 
@@ -264,11 +266,14 @@ def _check_memory_limits(prepared: Prepared) -> None:
         on_meta={name for name, storage in bound.items() if storage.on_meta},
     )
     pooled, kept = prepared.pooled, 0
-    if plan.mode == "cpu":  # a pinned store leaves there what is read in place, and units that are there as a whole
+    if plan.mode == "cpu":
+        # A pinned store leaves there what is read in place, and units that are there as a whole; a cache, what it maps.
         units = [[entry.storage for entry in unit.entries] for unit in plan.units if unit.store == "cpu"]
         names = [name for names in units if all(name in pooled for name in names) for name in names]
         names += [name for name in plan.uva if name in pooled]
-        kept = slab_bytes(pooled[name].num_bytes for name in names)
+        kept = slab_bytes(pooled[name].num_bytes for name in names if isinstance(pooled[name].memory, PinnedBuffer))
+        mapped = [mappable(layer, name, pooled) for layer in plan.cached for name in layer.storages]
+        kept += sum(memory.num_bytes for memory in mapped if memory is not None)
     needs = replace(needs, host_bytes=max(0, needs.host_bytes - kept), pinned_bytes=max(0, needs.pinned_bytes - kept))
     if plan.mode == "disk" and device.type == "cpu" and prepared.weights is not None:
         joined = (prepared.weights.source(bound[name].info).joined_bytes for name in plan.uva)

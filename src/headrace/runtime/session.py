@@ -138,7 +138,9 @@ class OffloadSession(NotCopyable):
         self._store, made = open_store(prepared)
         destinations: Mapping[str, torch.Tensor] = made
         if self.plan.cached:
-            destinations = ChainMap(made, cast("dict[str, torch.Tensor]", self._open_ranges().destinations))
+            destinations = ChainMap(
+                made, cast("dict[str, torch.Tensor]", self._open_ranges(prepared.pooled).destinations)
+            )
         on_peer = {} if prepared.peer is None else self._open_peer(prepared.peer)
         self._in_force = True
         try:
@@ -280,10 +282,10 @@ class OffloadSession(NotCopyable):
 
     # -- building ---------------------------------------------------------------------------------------------------
 
-    def _open_ranges(self) -> ExpertRanges:
+    def _open_ranges(self, held: Mapping[str, Held]) -> ExpertRanges:
         """Begin to take the memory of cached experts."""
         try:
-            self._ranges = ExpertRanges(self.plan.cached, self._device)
+            self._ranges = ExpertRanges(self.plan.cached, self._device, held)
         except BaseException:
             self._store.close()
             raise

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,9 +25,11 @@ from headrace.config import UVA, Budget, Prefetch, pin_memory_disabled, uva_disa
 from headrace.errors import BudgetError, OptionError, warn_user
 from headrace.memory.pages import RawMemory
 from headrace.memory.pinned import CudaRegistrar, PinnedBuffer, device_view, new_pinned, pinning_fix
+from headrace.memory.split_range import HostRange
 from headrace.model.inventory import take_inventory
 from headrace.model.live_tensors import BoundStorage
 from headrace.model.patterns import compile_pattern, is_segments
+from headrace.plan.cached_experts import PIECE_BYTES
 from headrace.plan.plan import slab_bytes
 from headrace.plan.units import TINY_BYTES
 from headrace.stores.pinned_host import Held
@@ -119,14 +121,23 @@ class BuildTimeFilter:
 class BuildTimePool:
     """Pinned host memory in which parameters wait until the plan is made.
 
+    Experts that will be cached wait in memory that is mapped, and not registered, which a range of the cache can take.
+
     Args:
         registrar: makes what pins memory for a device.
+        mapped: makes memory that is mapped: of so many bytes, for a device.
     """
 
-    def __init__(self, registrar: Callable[[torch.device], CudaRegistrar] = CudaRegistrar) -> None:
+    def __init__(
+        self,
+        registrar: Callable[[torch.device], CudaRegistrar] = CudaRegistrar,
+        mapped: Callable[[int, torch.device], HostRange] = HostRange,
+    ) -> None:
         self._make_registrar = registrar
+        self._make_mapped = mapped
         # By address. Weakly: a parameter that is replaced before the plan is made takes its memory with it.
-        self._memory: list[tuple[int, Callable[[], PinnedBuffer | None]]] = []
+        self._memory: list[tuple[int, Callable[[], PinnedBuffer | HostRange | None]]] = []
+        self._experts: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that will be cached
         self._side_by_side: list[weakref.ref[nn.Module]] = []
         # Of each module that parameters left: the names of those that stayed.
         self._stayed: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
@@ -138,7 +149,7 @@ class BuildTimePool:
         living = (find() for _, find in self._memory)
         return sum(memory.buffer.numel() for memory in living if memory is not None)
 
-    def take(self, module: nn.Module, leaves: Leaves, *, apart: bool) -> int:
+    def take(self, module: nn.Module, leaves: Leaves, *, apart: bool, cached: Iterable[str] = ()) -> int:
         """Move the parameters of ``module`` that leave its GPU into the pool; those of a CPU stay.
 
         What shares memory with another tensor of ``module`` stays until the plan moves the two together. What an
@@ -149,6 +160,7 @@ class BuildTimePool:
             leaves: which of its parameters do.
             apart: each in memory of its own, so that single ones can be released; otherwise all of the layer side by
                 side, so that they travel in one copy.
+            cached: names of modules within ``module`` whose experts will be cached; with ``apart``.
 
         Returns:
             bytes moved.
@@ -170,8 +182,10 @@ class BuildTimePool:
                 "are loaded, so the model has to fit there once"
             )
             return 0
+        self._experts.update(map(module.get_submodule, cached))
+        experts = {id(p) for part in self._experts for p in part.parameters(recurse=False)}
         for group in [[p] for p in chosen] if apart or not chosen else [chosen]:
-            self._move(group)
+            self._move(group, mapped=id(group[0]) in experts)
         if not apart:
             self._side_by_side.append(weakref.ref(module))
         self._watch(module, set(leaving))
@@ -207,7 +221,7 @@ class BuildTimePool:
         for name, parameter in module.named_parameters(recurse=False):
             large = parameter.nbytes >= TINY_BYTES and name not in keeps
             if large and _is_plain(parameter) and self.find(parameter.data) is None:
-                self._move([parameter])
+                self._move([parameter], mapped=module in self._experts)
 
     def settle(self) -> None:
         """Weights are final: put those side by side again that are to travel together, and watch no longer.
@@ -230,26 +244,34 @@ class BuildTimePool:
                 del places
                 self._move(parameters)
 
-    def _move(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _move(self, parameters: Sequence[nn.Parameter], *, mapped: bool = False) -> None:
         device = parameters[0].device
-        memory = self._allocate(slab_bytes(p.nbytes for p in parameters), device)  # the views below keep it alive
+        memory = self._allocate(slab_bytes(p.nbytes for p in parameters), device, mapped)  # the views keep it alive
         start = 0
         for parameter in parameters:
-            view = device_view(memory.buffer[start : start + parameter.nbytes], device)
+            end = start + parameter.nbytes
+            if isinstance(memory, HostRange):
+                view = memory.on_device[start:end]
+            else:
+                view = device_view(memory.buffer[start:end], device)
             data = view.view(parameter.dtype).as_strided(parameter.shape, parameter.stride())
             data.copy_(parameter.data)  # some begin as ones
             parameter.data = data
             setattr(parameter, _ENGINE_MARK, True)
             start += slab_bytes([parameter.nbytes])
 
-    def _allocate(self, num_bytes: int, device: torch.device) -> PinnedBuffer:
-        memory, code = new_pinned(num_bytes, self._make_registrar(device))
-        if code != 0:
-            raise BudgetError(
-                f"the driver refused to pin {num_bytes} bytes of host memory for weights that leave {device} "
-                f"(cudaHostRegister: error {code}); {pinning_fix()}, free host memory, or offload less",
-                num_bytes,
-            )
+    def _allocate(self, num_bytes: int, device: torch.device, mapped: bool) -> PinnedBuffer | HostRange:
+        memory: PinnedBuffer | HostRange
+        if mapped:
+            memory = self._make_mapped(-(-num_bytes // PIECE_BYTES) * PIECE_BYTES, device)
+        else:
+            memory, code = new_pinned(num_bytes, self._make_registrar(device))
+            if code != 0:
+                raise BudgetError(
+                    f"the driver refused to pin {num_bytes} bytes of host memory for weights that leave {device} "
+                    f"(cudaHostRegister: error {code}); {pinning_fix()}, free host memory, or offload less",
+                    num_bytes,
+                )
         self._memory.append((memory.buffer.data_ptr(), weakref.ref(memory)))
         self._memory = sorted((entry for entry in self._memory if entry[1]() is not None), key=lambda entry: entry[0])
         return memory

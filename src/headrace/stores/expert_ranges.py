@@ -11,12 +11,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from headrace.memory.split_range import SplitRange
+from headrace.memory.split_range import HostRange, SplitRange
 from headrace.plan.cached_experts import CachedLayer
+from headrace.stores.pinned_host import Held
 from headrace.stores.sources import ByteRange, Copy
 from headrace.stores.store import Store, new_buffer
 
-__all__ = ["ExpertRanges"]
+__all__ = ["ExpertRanges", "mappable"]
 
 # The driver makes host memory at 4.3 GB/s in one thread, at 5.9 in four, at 6.0 in sixteen (H200).
 _THREADS = 4
@@ -27,10 +28,13 @@ class ExpertRanges(Store):
 
     Attributes:
         destinations: by storage, where its bytes go (uint8, 1-D, host); asking for one waits until its range is made.
+            What is in its range already has none.
     """
 
-    def __init__(self, layers: Sequence[CachedLayer], device: torch.device) -> None:
-        """Begin to take the memory of all ``layers``.
+    def __init__(
+        self, layers: Sequence[CachedLayer], device: torch.device, held: Mapping[str, Held] | None = None
+    ) -> None:
+        """Begin to take the memory of all ``layers``; of storages ``held`` in memory that can be mapped, that one.
 
         What asks for a range raises, where one of its memories has no room, BudgetError, and where the driver cannot
         map both into one range, OptionError.
@@ -40,6 +44,9 @@ class ExpertRanges(Store):
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the driver cannot use what torch's allocator holds without need
         split = [name for name, layer in self._layer_of.items() if layer.is_split(name)]
+        self._mapped: dict[str, HostRange | None] = {
+            name: memory for name in split if (memory := mappable(self._layer_of[name], name, held or {})) is not None
+        }
         self._pool = ThreadPoolExecutor(_THREADS, "headrace-ranges")
         self._ranges: dict[str, Future[SplitRange]] = {name: self._pool.submit(self._make, name) for name in split}
         self.destinations: Mapping[str, torch.Tensor] = _Destinations(self)
@@ -53,7 +60,7 @@ class ExpertRanges(Store):
     def _make(self, storage: str) -> SplitRange:
         layer = self._layer_of[storage]
         start, end = layer.host_start(storage), layer.range_bytes(storage)
-        return SplitRange(layer.slots_bytes(storage), start, end, self._device)
+        return SplitRange(layer.slots_bytes(storage), start, end, self._device, host=self._mapped.get(storage))
 
     def _host(self, storage: str) -> torch.Tensor:
         if storage in self._small:
@@ -65,6 +72,7 @@ class ExpertRanges(Store):
     def finish(self) -> None:
         for made in self._ranges.values():
             made.result()
+        self._mapped = dict.fromkeys(self._mapped)  # mapped a second time now
         self._pool.shutdown()
         for name, rows in self._small_rows.items():
             rows[-self._small[name].numel() :].copy_(self._small[name])
@@ -94,6 +102,7 @@ class ExpertRanges(Store):
         """Let go of the memory; the last tensor that views a range gives it back."""
         self._pool.shutdown(cancel_futures=True)
         self._ranges.clear()
+        self._mapped.clear()
         self._small.clear()
         self._small_rows.clear()
 
@@ -106,10 +115,20 @@ class _Destinations(Mapping[str, torch.Tensor]):
         return self._store._host(storage)
 
     def __contains__(self, storage: object) -> bool:
-        return storage in self._store._layer_of
+        return storage in self._store._layer_of and storage not in self._store._mapped
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._store._layer_of)
+        return (storage for storage in self._store._layer_of if storage not in self._store._mapped)
 
     def __len__(self) -> int:
-        return len(self._store._layer_of)
+        return len(self._store._layer_of) - len(self._store._mapped)
+
+
+def mappable(layer: CachedLayer, storage: str, held: Mapping[str, Held]) -> HostRange | None:
+    """The memory of ``storage``, if it can be the host part of its range as it is."""
+    found = held.get(storage)
+    if found is None or not isinstance(found.memory, HostRange):
+        return None
+    begins_a_piece = layer.host_start(storage) == layer.first_row * layer.row_bytes(storage)
+    fits = found.memory.num_bytes == layer.range_bytes(storage) - layer.host_start(storage)
+    return found.memory if begins_a_piece and fits and found.start == 0 else None

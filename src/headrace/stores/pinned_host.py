@@ -20,6 +20,7 @@ import torch
 
 from headrace.memory.pages import map_pages, pack, populate_parallel
 from headrace.memory.pinned import CudaRegistrar, PinnedBuffer, pin_threads, warn_refused
+from headrace.memory.split_range import HostRange
 from headrace.plan.plan import SlabEntry, Unit, slab_bytes
 from headrace.stores.sources import ByteRange, Copy
 from headrace.stores.store import Load, Store
@@ -34,7 +35,7 @@ SLAB_BYTES = 1 << 30
 class Held:
     """A storage that is in pinned memory already, in memory made for it: it is neither copied nor pinned again."""
 
-    memory: PinnedBuffer
+    memory: PinnedBuffer | HostRange
     start: int
     num_bytes: int
 
@@ -99,7 +100,7 @@ class PinnedStore(Store):
             registrar: what pins; ``None`` leaves the memory unpinned.
             adopt: tensors in host memory (uint8, 1-D) to use in place, by the storage that they hold; taken for
                 units of one storage and for storages read in place, if the driver registers them.
-            held: what is in pinned memory already, by storage; taken for units that are held as a whole.
+            held: what is in registered memory already, by storage; taken for units that are held as a whole.
             max_slab_bytes: of one registration, unless a unit alone is larger.
 
         Raises:
@@ -123,13 +124,16 @@ class PinnedStore(Store):
 
     def _keep(self, block: _Block, held: Mapping[str, Held]) -> bool:
         """Whether all of ``block`` stays where it is held."""
-        if not all(entry.storage in held for entry in block.entries):
-            return False
+        places: dict[str, tuple[PinnedBuffer, Held]] = {}
         for entry in block.entries:
-            found = held[entry.storage]
-            if found.memory not in self._slabs:
-                self._add(found.memory, set())
-            self._storages[entry.storage] = Place(self._slabs.index(found.memory), found.start, found.num_bytes)
+            found = held.get(entry.storage)
+            if found is None or not isinstance(found.memory, PinnedBuffer):  # mapped memory is for cached experts
+                return False
+            places[entry.storage] = found.memory, found
+        for storage, (memory, found) in places.items():
+            if memory not in self._slabs:
+                self._add(memory, set())
+            self._storages[storage] = Place(self._slabs.index(memory), found.start, found.num_bytes)
         return True
 
     def _adopt(self, block: _Block, adopt: Mapping[str, torch.Tensor]) -> bool:

@@ -1,0 +1,57 @@
+"""Memory of two kinds in one range of addresses, with a stand-in for the driver."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from cuda_driver import Driver
+from headrace.memory import split_range
+from headrace.memory.split_range import HostRange, SplitRange
+
+MIB = 1 << 20
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+    monkeypatch.setattr("torch.cuda.device", nullcontext)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr(split_range, "import_module", lambda name: made)
+    monkeypatch.setattr(torch, "as_tensor", lambda data, device: data)
+    monkeypatch.setattr(torch, "from_numpy", lambda data: data)
+    monkeypatch.setattr(split_range.np, "asarray", lambda data: data)
+    return made
+
+
+def test_host_memory_that_is_there_is_mapped_again(driver: Driver) -> None:
+    """No second copy of it is made, and it outlives the mapping in which it was made."""
+    made = HostRange(8 * MIB, CUDA)
+    driver.calls.clear()
+    whole = SplitRange(2 * MIB, 4 * MIB, 12 * MIB, CUDA, host=made)
+    calls = [name for name, _ in driver.calls]
+    assert [given[0] for name, given in driver.calls if name == "cuMemCreate"] == [2 * MIB]  # of the device alone
+    assert ("cuMemRetainAllocationHandle", (made.address,)) in driver.calls
+    assert [given[:2] for name, given in driver.calls if name == "cuMemMap"] == [
+        (1 << 40, 2 * MIB),
+        ((1 << 40) + 4 * MIB, 8 * MIB),
+    ]
+    assert calls.count("cuMemRelease") == 2  # mappings keep the memory
+    driver.calls.clear()
+    del made
+    assert [given for name, given in driver.calls if name == "cuMemUnmap"] == [(1 << 40, 8 * MIB)]
+    driver.calls.clear()
+    del whole
+    assert len([name for name, _ in driver.calls if name == "cuMemUnmap"]) == 2
+
+
+def test_a_host_range_has_no_device_memory(driver: Driver) -> None:
+    made = HostRange(6 * MIB, CUDA)
+    created = [(given[0], given[1].location.type) for name, given in driver.calls if name == "cuMemCreate"]
+    assert created == [(6 * MIB, "host")]
+    readers = [[each.location.type for each in given[2]] for name, given in driver.calls if name == "cuMemSetAccess"]
+    assert readers == [["device", "host"]]
+    assert made.num_bytes == 6 * MIB
