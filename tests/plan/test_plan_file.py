@@ -196,7 +196,7 @@ DAMAGE = {
     "unit type": (at("units", 3, value="a"), "expected the objects and lists of a plan, found"),
     "slot": (at("units", 1, "slot", value=0), r"units\[1\]\.slot: expected 1, which follows from .*, found 0"),
     "index": (at("units", 1, "index", value=3), r"units\[1\]\.index: expected 1, which follows from .*, found 3"),
-    "unit store": (at("units", 1, "store", value="tape"), r'\.store: expected one of cpu, disk, found "tape"'),
+    "unit store": (at("units", 1, "store", value="tape"), r'\.store: expected one of cpu, disk, peer, found "tape"'),
     "unit store of others": (at("units", 1, "store", value="shm_cpu"), r"units\[1\]\.store: expected one of cpu, disk"),
     "unit store missing": (without("units", 1, "store"), "expected the key 'store', which is missing"),
     "a store that changes the sums": (at("units", 1, "store", value="disk"), "store_bytes: expected the key"),
