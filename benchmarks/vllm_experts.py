@@ -1,7 +1,7 @@
 """Cached experts inside vLLM: resident, read in place, and with a part of them on the GPU; one engine each.
 
-    python benchmarks/vllm_experts.py OUT_FOLDER [--shape deepseek|qwen] [--layers N] [--share 0.5] [--cases NAME...]
-    python benchmarks/vllm_experts.py OUT_FOLDER --publish TABLE        raw results for docs/benchmarks, on stdout
+    python benchmarks/vllm_experts.py OUT [--shape deepseek|qwen] [--layers N] [--fp8] [--share 0.5] [--cases NAME...]
+    python benchmarks/vllm_experts.py OUT --publish TABLE        raw results for docs/benchmarks, on stdout
 
 Shapes are those of DeepSeek-V2-Lite and Qwen3-30B-A3B with seeded weights. All cases take the same choices of experts
 from tables (driven_routing.py), which replace the router's: with a stated share of hits for a cache of this size, and
@@ -32,6 +32,7 @@ SHAPES: dict[str, dict[str, Any]] = {"deepseek": DEEPSEEK_V2_LITE, "qwen": QWEN3
 SHAPE_NAMES = {"deepseek": "deepseek-v2-lite", "qwen": "qwen3-30b-a3b"}
 CASES = ("still", "resident", "cache", "in-place")
 HITS = (0.0, 0.5, 0.67, 0.8, 0.9, 1.0)
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 LENGTHS, REPEATS, SCORED = {1: (8, 48), 16: (8, 24)}, 2, 16
 LINK_BYTES_PER_S = 50e9  # of the bar
 STEPS = 600  # of a table
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="deepseek")
     parser.add_argument("--layers", type=int, help="default those of the published model")
+    parser.add_argument("--fp8", action="store_true", help="weights in fp8, with a scale for 128 x 128 of them")
     parser.add_argument("--share", type=float, default=0.5, help="of the experts of a layer on the GPU")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--limit-s", type=float, help="end an engine that takes longer, and go on with the next")
@@ -51,6 +53,8 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     config = {**SHAPES[given.shape]}
     config["num_hidden_layers"] = given.layers or config["num_hidden_layers"]
+    if given.fp8:
+        config["quantization_config"] = _FP8
     if given.publish:
         for row in (row for row in _published(given.out, config) if row["ms"] is not None):
             print(json.dumps({"table": given.publish, "shape": SHAPE_NAMES[given.shape], **row}))
@@ -76,6 +80,7 @@ def _print(row: dict[str, Any]) -> None:
 def _run_child(case: str, given: argparse.Namespace) -> None:
     command = [sys.executable, __file__, str(given.out), "--child", "--cases", case, "--shape", given.shape]
     command += ["--share", str(given.share), *(["--layers", str(given.layers)] if given.layers else [])]
+    command += ["--fp8"] * given.fp8
     environment = {**engine_environment(given.out), "VLLM_CACHE_ROOT": str(given.out / f"cache-{case}")}
     with (given.out / f"{case}.log").open("w") as log:
         try:
@@ -95,7 +100,7 @@ def _experts(config: dict[str, Any]) -> tuple[int, int, int, int]:
     """Layers with experts, experts of each, experts of a token, bytes of one."""
     layers = config["num_hidden_layers"] - config.get("first_k_dense_replace", 0)
     count = config.get("n_routed_experts") or config["num_experts"]
-    size = 3 * 2 * config["hidden_size"] * config["moe_intermediate_size"]
+    size = 3 * config["hidden_size"] * config["moe_intermediate_size"] * (1 if "quantization_config" in config else 2)
     return layers, count, config["num_experts_per_tok"], size
 
 
@@ -155,6 +160,7 @@ def _measure(out: Path, case: str, config: dict[str, Any], share: float) -> None
     engine = LLM(
         model=str(folder),
         load_format="dummy",
+        moe_backend="triton",
         skip_tokenizer_init=True,
         max_model_len=2304,
         max_num_seqs=16,

@@ -13,7 +13,7 @@ import vllm_experts
 import vllm_stand_in as vllm
 from engines import WIDTH
 from headrace.errors import OptionError, OptionTypeError, StateError
-from vllm_experts import NUM_EXPERTS, Experts, MarlinExperts
+from vllm_experts import NUM_EXPERTS, Experts, FusedMoEParallelConfig, MarlinExperts
 from vllm_workers import (
     RUNNERS,
     another_process,
@@ -48,6 +48,18 @@ def test_outputs_are_the_same_and_experts_move(slots: int, second: bool) -> None
     assert f"info: headrace: of {vllm.NUM_LAYERS} layers, {slots} of {NUM_EXPERTS} experts on the GPU at a time" in (
         "\n".join(vllm.state.logger.lines)
     )
+
+
+@pytest.mark.parametrize("slots", [1, 5])
+def test_experts_of_other_ranks_are_left_out(slots: int) -> None:
+    """With expert parallelism a rank has some of the experts, and numbers of all of them come in."""
+    mlp = partial(Experts, divided=True)
+    plain = resident(mlp=mlp)
+    worker = loaded(own={**cached(slots), "device_memory": "42MiB"}, mlp=mlp)
+    require_same_outputs(worker, plain)
+    layers = worker.headrace_stats()["experts"]
+    assert [layer["num_experts"] for layer in layers] == [3 * NUM_EXPERTS // 4] * vllm.NUM_LAYERS
+    assert all(layer["fetched"] > 0 for layer in layers)
 
 
 def test_hits_are_logged_while_the_engine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,10 +121,11 @@ def test_a_kernel_that_changes_later_is_asked() -> None:
     ("kind", "reason"),
     [
         ({"experts_cls": MarlinExperts}, r"MarlinExperts runs them, .* \(--moe-backend triton\)"),
-        ({"divided": True}, r"divided among ranks \(--enable-expert-parallel\)"),
+        ({"parallel": FusedMoEParallelConfig(use_all2all=True)}, r"data and expert parallelism together"),
+        ({"parallel": FusedMoEParallelConfig(enable_eplb=True)}, r"--enable-eplb"),
         ({"with_lora": True}, r"LoRA adapters .* \(--enable-lora\)"),
     ],
-    ids=["another kernel", "expert parallel", "LoRA"],
+    ids=["another kernel", "tokens travel", "experts travel", "LoRA"],
 )
 def test_refused_before_the_weights_are_loaded(kind: dict[str, Any], reason: str) -> None:
     final: list[Any] = []

@@ -84,11 +84,18 @@ class TritonExperts:
         global_num_experts: int,
         expert_map: torch.Tensor | None,
     ) -> None:
-        assert topk_ids.max() < global_num_experts == len(w1)
+        if expert_map is None:
+            assert topk_ids.max() < global_num_experts == len(w1)
+        else:  # of expert parallelism: counted by row
+            assert topk_ids.max() < global_num_experts == len(expert_map)
+            assert expert_map.max() < global_num_experts
+            topk_ids = expert_map[topk_ids]
         block = try_get_optimal_moe_config(w1.shape, w2.shape, topk_ids.shape[1], None, len(hidden_states))
         scale = self.quant_config._w1.scale
         for token, row in enumerate(hidden_states):
             for at, expert in enumerate(topk_ids[token].tolist()):
+                if expert < 0:
+                    continue
                 up = _product(w1[expert], row, block["BLOCK_SIZE_K"])
                 up = up if scale is None else up * scale[expert]
                 gate, up = up.chunk(2)
@@ -129,27 +136,42 @@ class Method:
         self.moe_kernel = FusedMoEKernelModularImpl(self.experts_cls(config))
 
 
+@dataclass
+class FusedMoEParallelConfig:
+    enable_eplb: bool = False
+    use_all2all: bool = False
+
+    @property
+    def use_all2all_kernels(self) -> bool:
+        return self.use_all2all
+
+
 class RoutedExperts(nn.Module):
+    """``divided``: this rank has three quarters of the experts."""
+
     def __init__(
-        self, width: int, experts_cls: type[TritonExperts], copies_scales: bool, divided: bool, with_lora: bool
+        self,
+        width: int,
+        experts_cls: type[TritonExperts],
+        copies_scales: bool,
+        divided: bool,
+        with_lora: bool,
+        parallel: FusedMoEParallelConfig,
     ) -> None:
         super().__init__()
         self.quant_method: Any = Method(experts_cls, copies_scales)
-        self.moe_config = SimpleNamespace(
-            is_lora_enabled=with_lora, moe_parallel_config=SimpleNamespace(enable_eplb=False)
-        )
-        self.local_num_experts = NUM_EXPERTS
-        self._is_divided = divided
+        self.moe_config = SimpleNamespace(is_lora_enabled=with_lora, moe_parallel_config=parallel)
+        self.local_num_experts = count = 3 * NUM_EXPERTS // 4 if divided else NUM_EXPERTS
+        self.expert_map = None
+        if divided:
+            numbers = torch.arange(NUM_EXPERTS, dtype=torch.int32)
+            self.expert_map = torch.where(numbers < count, numbers, -1)
         for name, shape in (
-            ("w13_weight", (NUM_EXPERTS, 2 * INTERMEDIATE, width)),
-            ("w2_weight", (NUM_EXPERTS, width, INTERMEDIATE)),
-            ("w13_weight_scale", (NUM_EXPERTS, 2 * INTERMEDIATE)),
+            ("w13_weight", (count, 2 * INTERMEDIATE, width)),
+            ("w2_weight", (count, width, INTERMEDIATE)),
+            ("w13_weight_scale", (count, 2 * INTERMEDIATE)),
         ):
             self.register_parameter(name, nn.Parameter(torch.randn(shape) / shape[-1] ** 0.5, requires_grad=False))
-
-    @property
-    def use_ep(self) -> bool:
-        return self._is_divided
 
 
 class Experts(nn.Module):
@@ -159,7 +181,7 @@ class Experts(nn.Module):
         super().__init__()
         self.gate = nn.Linear(width, NUM_EXPERTS, bias=False)
         kinds = {"experts_cls": TritonExperts, "copies_scales": False, "divided": False, "with_lora": False}
-        self.experts = RoutedExperts(width, **{**kinds, **kind})
+        self.experts = RoutedExperts(width, **{**kinds, "parallel": FusedMoEParallelConfig(), **kind})
         self._is_called = is_called
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -177,6 +199,6 @@ class Experts(nn.Module):
             topk_ids=ids.int(),
             activation="silu",
             global_num_experts=NUM_EXPERTS,
-            expert_map=None,
+            expert_map=experts.expert_map,
         )
         return output.view_as(x)

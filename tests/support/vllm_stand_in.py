@@ -521,7 +521,10 @@ _MODULES: dict[str, list[Any]] = {
     "vllm.model_executor.offloader.prefetch": [PrefetchOffloader],
     "vllm.model_executor.offloader.uva": [UVAOffloader],
     "vllm.model_executor.layers.fused_moe": [vllm_experts.override_config],
-    "vllm.model_executor.layers.fused_moe.config": [vllm_experts.FusedMoEQuantConfig],
+    "vllm.model_executor.layers.fused_moe.config": [
+        vllm_experts.FusedMoEQuantConfig,
+        vllm_experts.FusedMoEParallelConfig,
+    ],
     "vllm.model_executor.layers.fused_moe.fused_moe": [_weights_host_resident, vllm_experts.try_get_optimal_moe_config],
     "vllm.model_executor.layers.fused_moe.modular_kernel": [vllm_experts.FusedMoEKernelModularImpl],
     "vllm.model_executor.layers.fused_moe.routed_experts": [vllm_experts.RoutedExperts],

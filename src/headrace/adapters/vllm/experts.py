@@ -46,6 +46,9 @@ class KernelExperts:
             for name, tensor in vars(desc).items():
                 setattr(getattr(self._quant_config, part), name, own.get(id(tensor), tensor))
         self._w13, self._w2 = tensors["w13_weight"], tensors["w2_weight"]
+        # For expert parallelism: every row is its own, and one number more stands for experts of other ranks.
+        rows = torch.arange(len(self._w13) + 1, dtype=torch.int32, device=self._w13.device)
+        self._map_of_rows = torch.where(rows < len(self._w13), rows, -1)
 
     @staticmethod
     def find(model: nn.Module) -> dict[str, str | None]:
@@ -73,13 +76,23 @@ class KernelExperts:
         # The block sizes decide in which order products are added up, and vLLM chooses them by the number of experts.
         dtype = by_rows.quant_config.config_name(hidden.dtype)
         config = try_get_optimal_moe_config(w1.size(), w2.size(), top_k, dtype, num_tokens, by_rows.block_shape)
-        rows = self._cache.admit(topk_ids.contiguous())
         # With more experts than slots the rest is read over the link, so once each and not once per token.
         mark_host_resident(self._w13, topk_ids.numel() > self._cache.num_slots)
+        arguments |= self._rows_of(topk_ids, arguments["expert_map"])
         with override_config(config):
-            return by_rows.apply(
-                **{**arguments, "w1": self._w13, "w2": self._w2, "topk_ids": rows, "global_num_experts": len(self._w13)}
-            )
+            return by_rows.apply(**{**arguments, "w1": self._w13, "w2": self._w2})
+
+    def _rows_of(self, topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> dict[str, Any]:
+        """Rows in the place of numbers, of all ranks' experts where there is a map to those of this one."""
+        num_rows = len(self._w13)
+        if expert_map is None:
+            return {"topk_ids": self._cache.admit(topk_ids.contiguous()), "global_num_experts": num_rows}
+        rows = self._cache.admit(expert_map[topk_ids].contiguous())
+        return {
+            "topk_ids": torch.where(rows < 0, num_rows, rows).to(topk_ids.dtype),
+            "expert_map": self._map_of_rows,
+            "global_num_experts": num_rows + 1,
+        }
 
 
 def _why_not(module: Any) -> str | None:
@@ -89,8 +102,8 @@ def _why_not(module: Any) -> str | None:
     if kind is not TritonExperts:
         name = getattr(kind, "__name__", type(method).__name__)
         return f"{name} runs them, which is not known to read rows: choose vLLM's Triton kernel (--moe-backend triton)"
-    if module.use_ep or layout.moe_parallel_config.enable_eplb:
-        return "they are divided among ranks (--enable-expert-parallel), which is not supported yet"
+    if layout.moe_parallel_config.use_all2all_kernels or layout.moe_parallel_config.enable_eplb:
+        return "tokens travel to their ranks, or they do (data and expert parallelism together, --enable-eplb)"
     if layout.is_lora_enabled:
         return "LoRA adapters of experts are read by their numbers (--enable-lora)"
     if kernel is None:

@@ -125,7 +125,8 @@ NAMES = (
             ),
             Name(f"{_MOE}.config", "FusedMoEQuantConfig", fields=("_a1", "_a2", "_w1", "_w2")),
             Name(f"{_MOE}.routed_experts", "RoutedExperts.__init__", mentions=("quant_method", "moe_config")),
-            Name(f"{_MOE}.routed_experts", "RoutedExperts.use_ep"),
+            Name(f"{_MOE}.config", "FusedMoEParallelConfig.use_all2all_kernels"),
+            Name(f"{_MOE}.config", "FusedMoEParallelConfig", fields=("enable_eplb",)),
         )
     ),
     *(Name(_GROUPS, name, ()) for name in ("get_dp_group", "get_tp_group", "get_world_group")),
