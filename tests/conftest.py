@@ -4,6 +4,7 @@ random numbers."""
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 
 import pytest
@@ -28,3 +29,6 @@ def _clean_slate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_READERS", "2")
     monkeypatch.setenv("HEADRACE_DISABLE_CACHE", "1")  # or a folder would be read in the first of many tests only
     torch.manual_seed(0)
+    # Triton's interpreter runs one program after another, and each takes its time to start.
+    if not torch.cuda.is_available() and (cache := sys.modules.get("headrace.experts.cache")) is not None:
+        monkeypatch.setattr(cache, "_PROGRAMS", 3)
