@@ -20,8 +20,8 @@ import numpy as np
 from headrace.errors import OptionError
 
 __all__ = [
-    "ExpertHits", "FixedHits", "Recorded", "Trace", "load_trace", "lru_hits", "reuse_distances", "save_trace",
-    "seeded_trace",
+    "ExpertHits", "FixedHits", "Recorded", "Trace", "load_trace", "lru_hits", "lru_hits_by_token", "reuse_distances",
+    "save_trace", "seeded_trace",
 ]  # fmt: skip
 
 Trace = np.ndarray[tuple[int, int], np.dtype[np.int32]]  # [tokens, top_k]
@@ -77,21 +77,31 @@ def reuse_distances(trace: Trace) -> list[int]:
 
 
 def lru_hits(trace: Trace, num_slots: int, known: Sequence[int] = (), warm_up: int = 0) -> float:
-    """Share of choices that a cache of ``num_slots`` experts holds, one token a step.
+    """Share of choices that a cache of ``num_slots`` experts holds, one token a step; see :func:`lru_hits_by_token`.
+
+    Args:
+        warm_up: tokens at the beginning that do not count.
+    """
+    return float(lru_hits_by_token(trace, num_slots, known)[warm_up:].sum()) / trace[warm_up:].size
+
+
+def lru_hits_by_token(
+    trace: Trace, num_slots: int, known: Sequence[int] = ()
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """How many choices of each token a cache of ``num_slots`` experts holds, int64 [tokens].
 
     No expert leaves in the step that uses it; what finds no slot is not kept, nor is the last one of a step without any
     hit (``admit_kernel`` says why).
 
     Args:
         known: held at the start, the first one leaves first.
-        warm_up: tokens at the beginning that do not count.
     """
     held: OrderedDict[int, None] = OrderedDict.fromkeys(list(known)[:num_slots])
-    hits = 0
+    hits = np.zeros(len(trace), np.int64)
     for token, row in enumerate(trace.tolist()):
         missing = sorted(expert for expert in row if expert not in held)
-        hits += len(row) - len(missing) if token >= warm_up else 0
-        free = num_slots - (len(row) - len(missing))
+        hits[token] = len(row) - len(missing)
+        free = num_slots - hits[token]
         if len(missing) == len(row) > 1:
             missing.pop()
         for expert in row:
@@ -101,7 +111,7 @@ def lru_hits(trace: Trace, num_slots: int, known: Sequence[int] = (), warm_up: i
             if len(held) == num_slots:
                 held.popitem(last=False)
             held[expert] = None
-    return hits / trace[warm_up:].size
+    return hits
 
 
 @dataclass(frozen=True, eq=False)
