@@ -367,17 +367,20 @@ class EngineOffloader(LayerwiseOffloader):
 
     def _require_rows(self, layer: nn.Module) -> nn.Module:
         """Return ``layer``, unless its experts are to be cached and cannot be: before any weights are loaded."""
-        if self._asks_for_cache:
-            for name, why in self._expert_modules(layer).items():
-                if why is not None:
-                    raise _not_cached(name, why)
+        for name, why in self._expert_modules(layer).items():
+            if why is not None:
+                raise _not_cached(name, why)
         return layer
 
     def _cached_in(self, layer: nn.Module) -> Iterable[str]:
-        return self._expert_modules(layer) if self._asks_for_cache else ()
+        return self._expert_modules(layer)
 
     def _expert_modules(self, model: nn.Module) -> Mapping[str, str | None]:
-        return {} if self._expert_kernels is None else self._expert_kernels.find(model)
+        """See ``ExpertKernels.find``; none unless a rule caches experts.
+
+        Where a budget alone would choose the cache, they would wait in memory that its ranges cannot take over.
+        """
+        return self._expert_kernels.find(model) if self._expert_kernels and self._asks_for_cache else {}
 
     def _model(self) -> nn.Module:
         return self._find_model()
