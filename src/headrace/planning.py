@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from headrace.checkpoint.safetensors_header import Checkpoint
     from headrace.checkpoint.weight_map import WeightMap
     from headrace.model.records import Inventory, ModelProfile
-    from headrace.plan.build import Outlook, Planner, Point
+    from headrace.plan.alternatives import Point
+    from headrace.plan.build import Outlook, Planner
     from headrace.plan.cost_model import Rates
     from headrace.plan.plan import Machine, Plan
     from headrace.plan.traces import ExpertHits

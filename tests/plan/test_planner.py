@@ -17,7 +17,8 @@ from headrace.config import Budget, Workload
 from headrace.errors import BudgetError, HeadraceWarning
 from headrace.model.inventory import Inventory, take_inventory
 from headrace.model.memory_profile import ModelProfile
-from headrace.plan.build import Planner, build_plan, curve
+from headrace.plan.alternatives import curve
+from headrace.plan.build import Planner, build_plan
 from headrace.plan.cost_model import NOMINAL_GPU, Forecaster, Rates
 from headrace.plan.plan import Plan, UnitDraft, assemble
 from plans import KIB, SMALL, assignments, check_plan, layered, models

@@ -1,7 +1,7 @@
-"""From a policy and an inventory to a plan, the predicted cost of the plan, and alternatives to it.
+"""From a policy and an inventory to a plan, and the predicted cost of the plan.
 
 The :class:`Planner` holds everything that a plan is made from. A :class:`Forecast` is the time of a step, its floor and
-what bounds it; an :class:`Alternative` is what a little more memory or a larger batch would bring.
+what bounds it.
 
 A byte budget gets the fastest plan within it. Offloading a quarter of *every* layer beats offloading every fourth
 layer: slots are a quarter of the size, and every stretch of compute has a copy that runs beside it. So
@@ -17,10 +17,9 @@ many units in files as do not fit into it, and is timed with them there.
 
 from __future__ import annotations
 
-import math
 import mmap
-from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -31,15 +30,14 @@ from headrace.errors import BudgetError, OptionError, RuleError, SelectionError,
 from headrace.figures import format_size
 from headrace.model.patterns import matching
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
+from headrace.plan.alternatives import Alternative, Alternatives, Point, curve
 from headrace.plan.cached_experts import cached_layers
-from headrace.plan.candidates import CandidateTable, Family, MappedFiles, Spill
+from headrace.plan.candidates import CandidateTable, Family, MappedFiles, Spill, mean_log
 from headrace.plan.cost_model import (
     NOMINAL_CPU,
     NOMINAL_GPU,
-    Floats,
     Forecast,
     Forecaster,
-    Ints,
     Rates,
     experts_in,
     split_rates,
@@ -59,22 +57,12 @@ from headrace.plan.units import (
     warn_of_stranded,
 )
 
-__all__ = ["Alternative", "CachePoint", "Outlook", "Planner", "Point", "WorkloadBytes", "build_plan", "curve"]
+__all__ = ["CachePoint", "Outlook", "Planner", "WorkloadBytes", "build_plan"]
 
-GIB = 2**30
 # To join a piece to the one before it: two system calls, and a page that is read and copied (2 GHz Xeon, cached file).
 _JOIN_S = 50e-6
-# A step that much faster is worth asking for more memory.
-_WORTHWHILE = 1.3
-# A step is as good as resident within this.
-_AT_FULL_SPEED = 1.02
-# A larger batch is as good as free if a step takes no more than this much longer.
-_NEARLY_FREE = 1.1
-_LARGEST_BATCH = 1024
 # Shares of the experts that the device holds, and of those in use that are found there, in the outlook of a cache.
 _SHOWN_SHARES, _SHOWN_HITS = (0.25, 0.4, 0.5, 0.75), (0.5, 0.8, 0.9, 1.0)
-# Ranges of device memory of which the curve has a point each at most.
-_CURVE_BINS = 256
 
 
 @dataclass(frozen=True)
@@ -245,7 +233,7 @@ class Planner:
     def curve(self, budget: Budget) -> list[Point]:
         """Step times against device memory for weights, for the workload and rules of ``budget``."""
         table = self.candidates(budget)
-        return curve(table, host_limit(table, budget))
+        return curve(table, table.host_limit(budget))
 
     def curves(self, budget: Budget) -> list[list[Point]]:
         """The curve for each batch size of ``budget`` alone.
@@ -430,19 +418,6 @@ class Outlook:
 # -- the search within a budget ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Point:
-    """A candidate that no other beats: none is as fast with less device memory.
-
-    Attributes:
-        device_bytes: for weights.
-        step_s: by batch size, in the order of the workload.
-    """
-
-    device_bytes: int
-    step_s: tuple[float, ...]
-
-
 def solve(table: CandidateTable, budget: Budget) -> Plan:
     """The plan with the least geometric mean of step times over the batch sizes.
 
@@ -454,7 +429,7 @@ def solve(table: CandidateTable, budget: Budget) -> Plan:
             f"--host-memory has no effect: in mode {table.mode!r} no weights rest in host memory; leave it out, or "
             f"say --offload-mode cpu"
         )
-    weights_budget = budget.num_bytes - reserved_bytes(table, budget)
+    weights_budget = budget.num_bytes - table.reserved_bytes(budget)
     num_bytes = table.inventory.num_bytes
     # A rule is obeyed even if everything would fit.
     if num_bytes <= weights_budget and not budget.rules:
@@ -464,24 +439,10 @@ def solve(table: CandidateTable, budget: Budget) -> Plan:
         )
         return assemble(table.inventory, [], 0, table.mode)
     warn_of_stranded(table.inventory, table.stranded)
-    best = _best(table, weights_budget, host_limit(table, budget))
+    best = _best(table, weights_budget, table.host_limit(budget))
     if best is None:
         raise _too_small(table, budget)
     return best
-
-
-def host_limit(table: CandidateTable, budget: Budget) -> int | None:
-    """Host memory that the weights may take: the budget's, or what is free where the rest has files to rest in."""
-    if table.mode not in HOST_MODES:
-        return None
-    if budget.host_limit_bytes is None and table.spill is not None:
-        return table.spill.free_bytes
-    return budget.host_limit_bytes
-
-
-def reserved_bytes(table: CandidateTable, budget: Budget) -> int:
-    """Device memory that the workload takes beside the weights."""
-    return table.profile.workload_bytes(max(budget.workload.batch_sizes), budget.workload.context)
 
 
 def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None) -> Plan | None:
@@ -500,13 +461,13 @@ def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None) -> P
             compute_s = [
                 sum(s.resident_s) + sum(more for more, _ in x) for s, x in zip(table.steps, extra, strict=True)
             ]
-            least = _score(np.array([np.maximum(moved_s, least_s) for least_s in compute_s]))
+            least = mean_log(np.array([np.maximum(moved_s, least_s) for least_s in compute_s]))
             rows = rows[least <= so_far[0][0] + 1e-8]
         if len(rows):
             slots = np.maximum(memory.num_slots[rows], 1)
             # What decides among equally fast candidates; less is better.
             uneven = memory.num_units[rows] % slots > 0
-            score = _score(family.step_s(rows, host_bytes))
+            score = mean_log(family.step_s(rows, host_bytes))
             keys = (score, uneven, memory.moved_bytes[rows], memory.device_bytes[rows], slots)
             first = np.lexsort(keys[::-1])[0]  # the last key counts first
             found = (tuple(float(key[first]) for key in keys), family, int(rows[first]))
@@ -516,14 +477,9 @@ def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None) -> P
         plans = [_with_more_experts(plan, device_bytes) for plan in plans]
     if len(plans) < 2:
         return plans[0] if plans else None
-    forecasters = [_forecaster(table, rows) for rows in table.batch_sizes]
-    scores = _score(np.array([[forecaster(plan).step_s for plan in plans] for forecaster in forecasters]))
+    forecasters = [table.forecaster(rows) for rows in table.batch_sizes]
+    scores = mean_log(np.array([[forecaster(plan).step_s for plan in plans] for forecaster in forecasters]))
     return plans[int(scores.argmin())]  # the first of equal ones
-
-
-def _forecaster(table: CandidateTable, rows: int) -> Forecaster:
-    stored = table.stored_bytes
-    return Forecaster(table.inventory, table.rates, table.profile, rows, table.context, stored, table.hits)
 
 
 def _with_more_experts(plan: Plan, device_bytes: int) -> Plan:
@@ -540,51 +496,10 @@ def _with_more_experts(plan: Plan, device_bytes: int) -> Plan:
     return replace(plan, cached=tuple(layers))
 
 
-def _score(step_s: Floats) -> Floats:
-    """Mean logarithm over the batch sizes, rounded so that equal times are equal."""
-    # The mean logarithm orders like the geometric mean: each batch size counts by its ratio, not by its seconds.
-    score: Floats = np.round(np.log(step_s).mean(axis=0), 9)
-    return score
-
-
-def curve(table: CandidateTable, host_bytes: int | None = None) -> list[Point]:
-    """Nearly the best step times for every amount of device memory, ascending: what a little more would buy.
-
-    ``host_bytes``: host memory that the weights may take. Of the candidates of a family only those that move the fewest
-    bytes in each of ``_CURVE_BINS`` ranges of memory are timed.
-    """
-    points: list[tuple[float, float, Floats]] = []
-    for family in table.families:
-        rows = _fewest_moved(family, host_bytes)
-        times = family.step_s(rows, host_bytes)
-        points += zip(family.memory.device_bytes[rows], _score(times), times.T, strict=True)
-    # A point with more memory and no better score buys nothing.
-    best: list[Point] = []
-    fastest = np.inf
-    for device_bytes, score, times in sorted(points, key=lambda point: point[:2]):
-        if score < fastest:
-            fastest = score
-            best.append(Point(int(device_bytes), tuple(map(float, times))))
-    return best
-
-
-def _fewest_moved(family: Family, host_bytes: int | None) -> Ints:
-    every = family.fitting(np.inf, host_bytes)
-    if not len(every):
-        return every
-    total_bytes = max(1, family.table.inventory.num_bytes)
-    bins = np.floor(family.memory.device_bytes[every] / total_bytes * _CURVE_BINS)
-    order = np.lexsort((family.memory.moved_bytes[every], bins))
-    changes = np.flatnonzero(np.diff(bins[order], prepend=-1.0))
-    kept = np.unique(np.concatenate([changes, np.minimum(changes + 1, len(order) - 1)]))
-    rows: Ints = every[order[kept]]
-    return rows
-
-
 def _too_small(table: CandidateTable, budget: Budget) -> BudgetError:
     """The refusal of a budget within which there is no candidate, with a budget that has one."""
     work = budget.workload
-    beside, limit = reserved_bytes(table, budget), host_limit(table, budget)
+    beside, limit = table.reserved_bytes(budget), table.host_limit(budget)
     least = beside + min(int(family.memory.device_bytes.min()) for family in table.families)
     # Under the limit of host memory; everything resident needs none, unless rules take some.
     fitting = [
@@ -626,7 +541,7 @@ def _smaller_workload(table: CandidateTable, budget: Budget, weights_bytes: int)
 
 
 def _too_little_host(table: CandidateTable, budget: Budget, limit: int, minimum: int | None) -> BudgetError:
-    least = _least_host_bytes(table, budget.num_bytes - reserved_bytes(table, budget))
+    least = _least_host_bytes(table, budget.num_bytes - table.reserved_bytes(budget))
     whose = "--host-memory" if budget.host_limit_bytes is not None else "the free host memory of"
     more = "" if minimum is None else f"use --device-memory {_mib_up(minimum)}MiB or more, "
     ring, files = " with the staging ring, beside what can rest in the checkpoint's files", ""
@@ -652,128 +567,3 @@ def _least_host_bytes(table: CandidateTable, device_bytes: int) -> int:
 
 def _mib_up(num_bytes: int) -> int:
     return -(-num_bytes // 2**20)
-
-
-# -- alternatives ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """One other choice.
-
-    Attributes:
-        text: for people, without a full stop.
-        device_bytes: device memory it takes in all.
-        batch: rows of its step.
-        speedup: tokens per second compared with the plan's.
-        step_s: its predicted step.
-    """
-
-    text: str
-    device_bytes: int
-    batch: int
-    speedup: float
-    step_s: float
-
-
-class Alternatives:
-    """What else ``plan``, which is that for ``budget``, could be."""
-
-    def __init__(self, table: CandidateTable, budget: Budget, plan: Plan) -> None:
-        self._table, self._budget, self._plan = table, budget, plan
-        self._reserved = reserved_bytes(table, budget)
-        self._forecasters = [_forecaster(self._table, rows) for rows in self._table.batch_sizes]
-        self._now = self._times(plan)
-
-    def find(self, points: Sequence[Point] | None) -> Iterator[Alternative]:
-        """More memory on either side, or a larger batch: the nearest first; none where nothing is better.
-
-        ``points``: the memory curve of the table, if it is known.
-        """
-        yield from self._more_memory(points or curve(self._table, host_limit(self._table, self._budget)))
-        if self._plan.spilled_bytes and self._table.spill is not None:
-            yield from self._more_host_memory(self._table.spill.ring_bytes)
-        yield from self._larger_batch()
-
-    def _times(self, plan: Plan) -> list[float]:
-        return [forecaster(plan).step_s for forecaster in self._forecasters]
-
-    def _speedup(self, times: Iterable[float]) -> float:
-        return _mean_ratio(self._now, times)
-
-    def _more_memory(self, points: Sequence[Point]) -> Iterator[Alternative]:
-        """The least device memory that is worthwhile, and the least with which a step is as fast as resident."""
-        resident = points[-1].step_s
-        seen = 0
-        for wanted in (_WORTHWHILE, self._speedup(resident) / _AT_FULL_SPEED):
-            least = max(wanted, _AT_FULL_SPEED)
-            better = next((point for point in points if self._speedup(point.step_s) >= least), None)
-            if better is None:
-                continue
-            extra = math.ceil((better.device_bytes + self._reserved - self._budget.num_bytes) / GIB)
-            if extra <= seen:
-                continue
-            seen = extra
-            # With the memory rounded up to whole GiB, what is best within it.
-            total = self._budget.num_bytes + extra * GIB
-            within = [point for point in points if point.device_bytes <= total - self._reserved]
-            better = max(within, key=lambda point: point.device_bytes)
-            at_full_speed = _mean_ratio(better.step_s, resident) < _AT_FULL_SPEED
-            full = " (all weights at hand: as fast as resident)" if at_full_speed else ""
-            ratio = self._speedup(better.step_s)
-            text = f"{extra} GiB more device memory: {ratio:.1f}x faster{full}"
-            yield Alternative(text, total, self._table.batch_sizes[0], ratio, better.step_s[0])
-
-    def _more_host_memory(self, ring_bytes: int) -> Iterator[Alternative]:
-        """The least host memory that is worthwhile when units in files take it, or else all that they would take.
-
-        The plan is otherwise unchanged: with that much memory the planner may find a better one.
-        """
-        staged = self._plan.staged_units
-        # By halving, since a unit fewer in files never makes a step slower.
-        counts = range(1, len(staged) + 1)
-        found = bisect_left(counts, _WORTHWHILE, key=lambda count: self._speedup(self._times(self._brought_in(count))))
-        better = self._brought_in(min(found + 1, len(staged)))
-        times = self._times(better)
-        ratio = self._speedup(times)
-        if ratio >= _AT_FULL_SPEED:
-            taken = sum(unit.num_bytes for unit in staged) - sum(unit.num_bytes for unit in better.staged_units)
-            extra = max(1, math.ceil((taken - (0 if better.staged_units else ring_bytes)) / GIB))
-            rest = "" if better.staged_units else " (nothing is left on disk)"
-            text = f"{extra} GiB more host memory: {ratio:.1f}x faster{rest}"
-            yield Alternative(text, self._budget.num_bytes, self._table.batch_sizes[0], ratio, times[0])
-
-    def _brought_in(self, count: int) -> Plan:
-        """The plan with ``count`` of its units in files in host memory: those that a higher limit would bring there."""
-        plan, order = self._plan, {fqn: index for index, fqn in enumerate(self._table.spill_order)}
-        staged = sorted(plan.staged_units, key=lambda unit: order[unit.module_fqn])
-        # The last of the order: the first of it are in files under every limit.
-        chosen = {unit.index for unit in staged[len(staged) - count :]}
-        units = (replace(unit, store=plan.mode) if unit.index in chosen else unit for unit in plan.units)
-        return replace(plan, units=tuple(units))
-
-    def _larger_batch(self) -> Iterator[Alternative]:
-        """The largest batch whose steps take hardly longer, as far as the budget has room for its cache."""
-
-        def device_bytes(rows: int) -> int:
-            return self._plan.device_bytes + self._table.profile.workload_bytes(rows, self._table.context)
-
-        batch = max(self._table.batch_sizes)
-        now, best, larger = _forecaster(self._table, batch)(self._plan), None, 2 * batch
-        while larger <= _LARGEST_BATCH and device_bytes(larger) <= self._budget.num_bytes:
-            then = _forecaster(self._table, larger)(self._plan)
-            if then.step_s > _NEARLY_FREE * now.step_s:
-                break
-            best, larger = then, 2 * larger
-        if best is not None:
-            longer = max(0.0, best.step_s / now.step_s - 1)
-            more = best.rows_per_s / now.rows_per_s
-            times = f"{more:.3g}" if more < 999.5 else f"{more:,.0f}"
-            text = f"batch {best.rows} instead of {batch}: {times}x the tokens for {longer:.0%} more step time"
-            yield Alternative(text, device_bytes(best.rows), best.rows, more, best.step_s)
-
-
-def _mean_ratio(slow: Iterable[float], fast: Iterable[float]) -> float:
-    """Geometric mean of how many times as fast the second is."""
-    ratios = [math.log(a / b) for a, b in zip(slow, fast, strict=True)]
-    return math.exp(sum(ratios) / len(ratios))

@@ -34,16 +34,16 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from headrace.config import Mechanism, Mode, Place
+from headrace.config import HOST_MODES, Budget, Mechanism, Mode, Place
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.cached_experts import CachedLayer, cached_layers
-from headrace.plan.cost_model import Bools, Floats, Ints, Rates, StepModel, experts_in, find_stages
+from headrace.plan.cost_model import Bools, Floats, Forecaster, Ints, Rates, StepModel, experts_in, find_stages
 from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, UnitDraft, assemble, slab_bytes
 from headrace.plan.schedule import RING_BYTES
 from headrace.plan.traces import ExpertHits, FixedHits
 from headrace.plan.units import find_layers, outside_units, stranded
 
-__all__ = ["CandidateTable", "Family", "MappedFiles", "Spill", "spill_order"]
+__all__ = ["CandidateTable", "Family", "MappedFiles", "Spill", "mean_log", "spill_order"]
 
 MAX_SLOTS = 3
 # 2 ** 6 sets of roles: the five heaviest roles of a layer one by one, and all the others together.
@@ -201,6 +201,23 @@ class CandidateTable:
         return [
             StepModel(self.stages, self.rates, self.profile, rows, self.context, self.hits) for rows in self.batch_sizes
         ]
+
+    def forecaster(self, rows: int) -> Forecaster:
+        """Of any plan, for a step of ``rows`` rows."""
+        stored = self.stored_bytes
+        return Forecaster(self.inventory, self.rates, self.profile, rows, self.context, stored, self.hits)
+
+    def host_limit(self, budget: Budget) -> int | None:
+        """Host memory that weights may take: the budget's, or what is free where the rest has files to rest in."""
+        if self.mode not in HOST_MODES:
+            return None
+        if budget.host_limit_bytes is None and self.spill is not None:
+            return self.spill.free_bytes
+        return budget.host_limit_bytes
+
+    def reserved_bytes(self, budget: Budget) -> int:
+        """Device memory that the workload takes beside the weights."""
+        return self.profile.workload_bytes(max(budget.workload.batch_sizes), budget.workload.context)
 
     @cached_property
     def families(self) -> list[Family]:
@@ -601,3 +618,10 @@ class Family:
                 drafts.append(UnitDraft(fqn, tuple(sorted(storages, key=lambda s: order[s.name])), store))
         num_slots = int(self.memory.num_slots[candidate])
         return assemble(self.table.inventory, drafts, num_slots, self.table.mode, uva=uva, cached=self.cached)
+
+
+def mean_log(step_s: Floats) -> Floats:
+    """Mean logarithm over the batch sizes, [sizes, candidates], rounded so that equal times are equal."""
+    # The mean logarithm orders like the geometric mean: each batch size counts by its ratio, not by its seconds.
+    rounded: Floats = np.round(np.log(step_s).mean(axis=0), 9)
+    return rounded

@@ -22,7 +22,8 @@ from rich.text import Text
 from headrace.config import RANK_MODES, Place
 from headrace.errors import OptionError
 from headrace.figures import bytes_of, counted, format_rate, format_size, format_time, in_unit, size_unit
-from headrace.plan.build import CachePoint, Outlook, Planner, Point
+from headrace.plan.alternatives import Point
+from headrace.plan.build import CachePoint, Outlook, Planner
 from headrace.plan.cost_model import find_stages
 from headrace.plan.plan import Plan, Unit
 
