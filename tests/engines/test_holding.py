@@ -8,6 +8,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -250,6 +251,10 @@ class Mapped(HostRange):
         self._pages = torch.zeros(num_bytes, dtype=torch.uint8)
         RawMemory.__init__(self, self._pages.data_ptr(), num_bytes, keeps=self._pages)
         self.address, self.num_bytes = self._pages.data_ptr(), num_bytes
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        return torch.from_numpy(np.asarray(self))
 
     @property
     def on_device(self) -> torch.Tensor:

@@ -42,16 +42,19 @@ def test_host_memory_that_is_there_is_mapped_again(driver: Driver) -> None:
     assert calls.count("cuMemRelease") == 2  # mappings keep the memory
     driver.calls.clear()
     del made
-    assert [given for name, given in driver.calls if name == "cuMemUnmap"] == [(1 << 40, 8 * MIB)]
+    ends = [given for name, given in driver.calls if name == "cuMemUnmap"]
+    assert ends == [(1 << 40, 2 * MIB), ((1 << 40) + 2 * MIB, 8 * MIB)]
     driver.calls.clear()
     del whole
     assert len([name for name, _ in driver.calls if name == "cuMemUnmap"]) == 2
 
 
-def test_a_host_range_has_no_device_memory(driver: Driver) -> None:
+def test_a_host_range_begins_behind_memory_of_the_device(driver: Driver) -> None:
+    """Else torch would take it for memory of the host, and copy it."""
     made = HostRange(6 * MIB, CUDA)
     created = [(given[0], given[1].location.type) for name, given in driver.calls if name == "cuMemCreate"]
-    assert created == [(6 * MIB, "host")]
+    assert created == [(2 * MIB, "device"), (6 * MIB, "host")]
     readers = [[each.location.type for each in given[2]] for name, given in driver.calls if name == "cuMemSetAccess"]
-    assert readers == [["device", "host"]]
-    assert made.num_bytes == 6 * MIB
+    assert readers == [["device"], ["device", "host"]]
+    assert (made.address, made.num_bytes) == ((1 << 40) + 2 * MIB, 6 * MIB)
+    assert made.__cuda_array_interface__["data"][0] == 1 << 40

@@ -22,6 +22,11 @@ from headrace.memory.pages import RawMemory
 __all__ = ["HostRange", "SplitRange"]
 
 
+# Memory of the device before that of another place: torch asks the driver whose memory the first byte of a range is,
+# and would copy the tensor if it were not the device's.
+_HEAD_BYTES = 2 << 20
+
+
 class HostRange(RawMemory):
     """Host memory that a device addresses, and that a :class:`SplitRange` can take as it is, by mapping it again.
 
@@ -29,6 +34,7 @@ class HostRange(RawMemory):
 
     Attributes:
         num_bytes: of the memory.
+        address: where it begins.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -40,19 +46,19 @@ class HostRange(RawMemory):
         Raises:
             BudgetError, OptionError: as :class:`SplitRange`.
         """
-        mapped = _Mapped(0, 0, num_bytes, device)
-        super().__init__(mapped.address, num_bytes, keeps=mapped)
-        self.address, self.num_bytes, self._device = mapped.address, num_bytes, device
+        mapped = _Mapped(_HEAD_BYTES, _HEAD_BYTES, _HEAD_BYTES + num_bytes, device)
+        super().__init__(mapped.address, _HEAD_BYTES + num_bytes, keeps=mapped)
+        self.address, self.num_bytes, self._device = mapped.address + _HEAD_BYTES, num_bytes, device
 
     @property
     def buffer(self) -> torch.Tensor:
         """As the host sees it (uint8, 1-D)."""
-        return torch.from_numpy(np.asarray(self))
+        return torch.from_numpy(np.asarray(self)[_HEAD_BYTES:])
 
     @property
     def on_device(self) -> torch.Tensor:
         """As the device sees it (uint8, 1-D)."""
-        return torch.as_tensor(self, device=self._device)
+        return torch.as_tensor(self, device=self._device)[_HEAD_BYTES:]
 
 
 class SplitRange:
