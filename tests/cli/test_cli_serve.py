@@ -95,8 +95,8 @@ def test_flags_of_vllm_keep_their_names() -> None:
 
 def test_what_vllm_has_no_flag_for_goes_into_its_additional_config() -> None:
     words = (
-        "--device-memory 20GiB --batch 1,16 --offload-params mlp @attention --offload-rule a=uva b=resident "
-        "--offload-mode shm_cpu --measure-stalls"
+        "--device-memory 20GiB --batch 1,16 --offload-params mlp @attention --offload-rule a=uva experts=cache "
+        "--expert-slots 32 --offload-mode shm_cpu --measure-stalls"
     )
     command = command_of(*words.split())
     assert command[:-1] == [*START, "--additional-config"]
@@ -104,7 +104,8 @@ def test_what_vllm_has_no_flag_for_goes_into_its_additional_config() -> None:
         "device_memory": "20GiB",
         "batch": [1, 16],
         "params": ["mlp", "@attention"],
-        "rules": ["a=uva", "b=resident"],
+        "rules": ["a=uva", "experts=cache"],
+        "expert_slots": 32,
         "mode": "shm_cpu",
         "measure_stalls": True,
     }

@@ -38,7 +38,7 @@ _VLLM_FLAGS = (
     "offload_params",
 )
 # Flags of headrace, which travel in --additional-config.
-_OWN_FLAGS = ("device_memory", "batch", "offload_rule", "offload_mode", "measure_stalls")
+_OWN_FLAGS = ("device_memory", "batch", "offload_rule", "expert_slots", "offload_mode", "measure_stalls")
 _SERVER = "Server"
 
 
