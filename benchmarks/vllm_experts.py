@@ -26,7 +26,7 @@ from typing import Any
 from published_configs import DEEPSEEK_V2_LITE, QWEN3_30B_A3B
 from seeded_models import write_config
 from vllm_cases import ONE_ROUNDING, WORKER
-from vllm_offload import _compared, _host_memory, _prompts, engine_environment
+from vllm_offload import compared, engine_environment, host_memory, prompts, sampling, scored
 
 SHAPES: dict[str, dict[str, Any]] = {"deepseek": DEEPSEEK_V2_LITE, "qwen": QWEN3_30B_A3B}
 SHAPE_NAMES = {"deepseek": "deepseek-v2-lite", "qwen": "qwen3-30b-a3b"}
@@ -104,32 +104,18 @@ def _experts(config: dict[str, Any]) -> tuple[int, int, int, int]:
     return layers, count, config["num_experts_per_tok"], size
 
 
-def _driven(hits: float, num_experts: int, top_k: int) -> Any:
-    """Choices [steps, 1, top_k] of which a cache of half of the experts holds the share ``hits``."""
-    import torch
-
-    hot, table, cold, owed = list(range(top_k)), [], 0, 0.0
-    ring = list(range(top_k, num_experts))
-    for _ in range(STEPS):
-        owed += hits * top_k
-        count = min(top_k, int(owed + 1e-9))
-        owed -= count
-        missing = [ring[(cold + at) % len(ring)] for at in range(top_k - count)]
-        cold += len(missing)
-        table.append(hot[:count] + missing)
-    return torch.tensor(table).unsqueeze(1)
-
-
 def _loads(config: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
     """Name, sequences, and choices [steps, rows, top_k]."""
     import torch
 
+    from headrace.bench.experts_step import ExpertsShape, driven
     from headrace.plan.traces import seeded_trace
 
     _, count, top_k, _ = _experts(config)
     if count == DEEPSEEK_V2_LITE["n_routed_experts"]:
+        shape = ExpertsShape(1, count, top_k, config["hidden_size"], config["moe_intermediate_size"])
         for share in HITS:
-            yield f"{share:.0%} hits", 1, _driven(share, count, top_k)
+            yield f"{share:.0%} hits", 1, torch.from_numpy(driven(shape, STEPS, share).layers[0]).unsqueeze(1)
     for rows in (1, 16):
         traces = [torch.from_numpy(seeded_trace(row, STEPS, count, top_k)) for row in range(rows)]
         yield f"seeded trace, {rows} seq", rows, torch.stack(traces, dim=1)
@@ -155,7 +141,7 @@ def _measure(out: Path, case: str, config: dict[str, Any], share: float) -> None
         "cache": {**budget, "rules": ["experts=cache"], "expert_slots": round(share * count)},
         "in-place": {**budget, "rules": ["experts=uva"]},
     }.get(case, {})
-    before, free = _host_memory(), torch.cuda.mem_get_info()[0]
+    before, free = host_memory(), torch.cuda.mem_get_info()[0]
     begin = time.perf_counter()
     engine = LLM(
         model=str(folder),
@@ -184,7 +170,7 @@ def _measure(out: Path, case: str, config: dict[str, Any], share: float) -> None
             is_timed &= case != "still"
             rows.append({"load": name, **_run(engine, replay, sequences, choices, bool(own), is_timed)})
         facts["offloader"] = engine.collective_rpc("headrace_stats")[0] if own else {}
-        facts |= {f"added_{key}": now - before[key] for key, now in _host_memory().items()}
+        facts |= {f"added_{key}": now - before[key] for key, now in host_memory().items()}
         (out / f"{case}.json").write_text(json.dumps({"facts": facts, "rows": rows}))
     replay.begin(choices)
     rows.append({"load": "2047 in, 1 out", **_prefill(engine)})
@@ -198,28 +184,18 @@ def _counts(engine: Any, has_worker: bool) -> tuple[int, int, int]:
     return sum(layer["hits"] for layer in layers), missed, layers[0]["steps"] if layers else 0
 
 
-def _sampling(tokens: int, scored: bool = False) -> Any:
-    from vllm import SamplingParams
-
-    return SamplingParams(
-        temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0 if scored else None
-    )
-
-
 def _run(engine: Any, replay: Any, sequences: int, choices: Any, has_worker: bool, is_timed: bool) -> dict[str, Any]:
-    prompts = _prompts(sequences, 16)
-    found = []
+    asked, found = prompts(sequences, 16), []
     for _ in range(2):  # an engine may round otherwise in its first steps
         replay.begin(choices)
-        scored = engine.generate(prompts, _sampling(SCORED, scored=True), use_tqdm=False)
-        found.append(_answers(scored))
+        found.append(scored(engine, asked, SCORED))
     slopes, hits, missed, steps = [], 0, 0, 0
     short, long = LENGTHS[sequences]
     for _ in range(REPEATS if is_timed else 0):
         times = []
         for length, sign in ((short, -1), (long, 1)):  # so that prefill counts in neither
             before, begin = _counts(engine, has_worker), time.perf_counter()
-            engine.generate(prompts, _sampling(length), use_tqdm=False)
+            engine.generate(asked, sampling(length), use_tqdm=False)
             times.append(time.perf_counter() - begin)
             grown = [sign * (now - then) for now, then in zip(_counts(engine, has_worker), before, strict=True)]
             hits, missed, steps = hits + grown[0], missed + grown[1], steps + grown[2]
@@ -238,18 +214,11 @@ def _run(engine: Any, replay: Any, sequences: int, choices: Any, has_worker: boo
     }
 
 
-def _answers(scored: Any) -> dict[str, Any]:
-    return {
-        "tokens": [list(output.outputs[0].token_ids) for output in scored],
-        "logprobs": [[next(iter(step.values())).logprob for step in output.outputs[0].logprobs] for output in scored],
-    }
-
-
 def _prefill(engine: Any) -> dict[str, Any]:
-    prompts, times = _prompts(1, 2047), []
+    asked, times = prompts(1, 2047), []
     for _ in range(4):
         begin = time.perf_counter()
-        scored = engine.generate(prompts, _sampling(1, scored=True), use_tqdm=False)
+        answers = scored(engine, asked, 1)
         times.append(time.perf_counter() - begin)
     ms = statistics.median(times[1:]) * 1e3
     return {
@@ -259,8 +228,8 @@ def _prefill(engine: Any) -> dict[str, Any]:
         "tokens_per_s": 2047 / ms * 1e3,
         "hits": None,
         "missed_per_step": None,
-        "repeats_itself": True,
-        **_answers(scored),
+        "repeats_itself": None,  # each takes other steps of the table
+        **answers,
     }
 
 
@@ -289,7 +258,7 @@ def _published(out: Path, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 "resident_ms": resident_by_load.get(row["load"], resident.get(row["sequences"])),
                 "repeats_itself": row.get("repeats_itself"),
                 "bit_equal": equal,
-                **({} if equal else {"why_not_equal": _compared(row, wanted)}),
+                **({} if equal else {"why_not_equal": compared(row, wanted)}),
                 **facts,
             }
 

@@ -156,7 +156,7 @@ def _start(out: Path, case: str, from_files: bool) -> tuple[Any, dict[str, int],
         fraction = same_memory(SHAPES[shape]) / torch.cuda.mem_get_info()[1]
         os.environ |= {"FT_ENABLED": "1", "FT_MAX_GPU_MEM_FRACTION": f"{fraction:.6f}"}
         os.environ.setdefault("FT_PINNED_MEMORY_MODE", "host_register")  # the default takes more host memory
-    before = _host_memory()
+    before = host_memory()
     begin = time.perf_counter()
     loading = {"load_format": "auto" if from_files else "dummy"}
     compilation = {"cudagraph_capture_sizes": [1, 16, 256], **ONE_ROUNDING, **arguments.get("compilation_config", {})}
@@ -167,8 +167,8 @@ def _start(out: Path, case: str, from_files: bool) -> tuple[Any, dict[str, int],
 
 def _start_again(out: Path, case: str, from_files: bool) -> None:
     engine, before, start_s = _start(out, case, from_files)
-    engine.generate(_prompts(1, 128), _sampling(2), use_tqdm=False)
-    grown = {f"warm_{name}": now - before[name] for name, now in _host_memory().items()}
+    engine.generate(prompts(1, 128), sampling(2), use_tqdm=False)
+    grown = {f"warm_{name}": now - before[name] for name, now in host_memory().items()}
     _again(out, case).write_text(json.dumps({"warm_start_s": start_s, **grown}))
 
 
@@ -203,7 +203,7 @@ def _write(out: Path, case: str, engine: Any, rows: list[dict[str, Any]], before
         "case": case,
         "shape": CASES[case][0],
         "start_s": rows[0]["start_s"],
-        **{name: now - before[name] for name, now in _host_memory().items()},
+        **{name: now - before[name] for name, now in host_memory().items()},
         "device_bytes": torch.cuda.memory_allocated(),
         "peak_device_bytes": torch.cuda.max_memory_allocated(),
         "offloader": _offloader_facts(engine, case),
@@ -211,14 +211,16 @@ def _write(out: Path, case: str, engine: Any, rows: list[dict[str, Any]], before
     (out / f"vllm-{case}.json").write_text(json.dumps({"facts": facts, "rows": rows}))
 
 
-def _prompts(num_sequences: int, tokens_in: int) -> list[dict[str, list[int]]]:
+def prompts(num_sequences: int, tokens_in: int) -> list[dict[str, list[int]]]:
+    """Seeded token ids."""
     chooser = random.Random(num_sequences * 10_000 + tokens_in)
     return [
         {"prompt_token_ids": [chooser.randrange(1000, 100_000) for _ in range(tokens_in)]} for _ in range(num_sequences)
     ]
 
 
-def _sampling(tokens_out: int) -> Any:
+def sampling(tokens_out: int) -> Any:
+    """Greedy, so many tokens."""
     from vllm import SamplingParams
 
     return SamplingParams(temperature=0.0, max_tokens=tokens_out, ignore_eos=True, detokenize=False)
@@ -229,7 +231,7 @@ def _profile(engine: Any, num_sequences: int, tokens_in: int, tokens_out: int, r
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        engine.generate(_prompts(num_sequences, tokens_in), _sampling(tokens_out), use_tqdm=False)
+        engine.generate(prompts(num_sequences, tokens_in), sampling(tokens_out), use_tqdm=False)
     events = [e for e in profiler.profiler.kineto_results.events() if str(e.device_type()).endswith("CUDA")]
     events.sort(key=lambda event: event.start_ns())
     kernels: dict[str, list[float]] = {}
@@ -246,17 +248,15 @@ def _profile(engine: Any, num_sequences: int, tokens_in: int, tokens_out: int, r
 
 
 def _run(engine: Any, num_sequences: int, tokens_in: int, tokens_out: int, repeats: int) -> dict[str, Any]:
-    prompts, sampling = _prompts(num_sequences, tokens_in), _sampling(tokens_out)
+    asked, how = prompts(num_sequences, tokens_in), sampling(tokens_out)
     times, tokens = [], []
-    engine.generate(prompts, _sampling(min(2, tokens_out)), use_tqdm=False)  # warms up
+    engine.generate(asked, sampling(min(2, tokens_out)), use_tqdm=False)  # warms up
     for _ in range(repeats):
         begin = time.perf_counter()
-        outputs = engine.generate(prompts, sampling, use_tqdm=False)
+        outputs = engine.generate(asked, how, use_tqdm=False)
         times.append(time.perf_counter() - begin)
         tokens.append([list(output.outputs[0].token_ids) for output in outputs])
     assert all(found == tokens[0] for found in tokens), "the same prompts gave other tokens"
-    sampling.logprobs = 0  # of the chosen token alone
-    scored = engine.generate(prompts, sampling, use_tqdm=False)
     median = statistics.median(times)
     return {
         "rows": num_sequences,
@@ -265,8 +265,19 @@ def _run(engine: Any, num_sequences: int, tokens_in: int, tokens_out: int, repea
         "ms": median / tokens_out * 1e3,
         "spread_ms": (max(times) - min(times)) / tokens_out * 1e3,
         "tokens_per_s": num_sequences * (tokens_in if tokens_out == 1 else tokens_out) / median,
+        **scored(engine, asked, tokens_out),
         "tokens": tokens[0],
-        "logprobs": [[next(iter(step.values())).logprob for step in output.outputs[0].logprobs] for output in scored],
+    }
+
+
+def scored(engine: Any, asked: list[dict[str, list[int]]], tokens_out: int) -> dict[str, Any]:
+    """The tokens that the engine answers, and the log-probability of each; by sequence."""
+    how = sampling(tokens_out)
+    how.logprobs = 0  # of the chosen token alone
+    outputs = [output.outputs[0] for output in engine.generate(asked, how, use_tqdm=False)]
+    return {
+        "tokens": [list(output.token_ids) for output in outputs],
+        "logprobs": [[next(iter(step.values())).logprob for step in output.logprobs] for output in outputs],
     }
 
 
@@ -285,7 +296,7 @@ def _offloader_facts(engine: Any, case: str) -> dict[str, Any]:
     return {"offloader": type(offloader).__name__, "offloaded_bytes": moved}
 
 
-def _host_memory() -> dict[str, int]:
+def host_memory() -> dict[str, int]:
     """What is taken of the machine, and what of that is of this process; its RSS also by what is behind the pages."""
     taken = _field("/proc/meminfo", "MemTotal") - _field("/proc/meminfo", "MemAvailable")
     parts = {
@@ -337,10 +348,10 @@ def _publish(out: Path, table: str) -> None:
             if "moved_by_rank" in facts["offloader"]:
                 published["moved_by_rank"] = facts["offloader"]["moved_by_rank"]
             if "logprobs" in row and "logprobs" in wanted:
-                published["compared"] = _compared(row, wanted)
+                published["compared"] = compared(row, wanted)
             if twin is not None:
                 unmoved = twin["rows"][number]
-                published["compared_with_still"] = _compared(row, unmoved)
+                published["compared_with_still"] = compared(row, unmoved)
                 if not published["bit_equal"] and all(row[key] == unmoved[key] for key in ("tokens", "logprobs")):
                     published["why_not_equal"] = "a compiler with other cuts rounds at other places; equal to still"
             elif not published["bit_equal"]:
@@ -375,7 +386,7 @@ def _summary(out: Path, case: str) -> list[str]:
     offloader = {k: v for k, v in facts["offloader"].items() if k != "uva_names"}
     lines.append(f"  {offloader}")
     for index, row in enumerate(found["rows"]):
-        same = _compared(row, wanted[index]) if path.name != f"vllm-{case}.json" else "the reference"
+        same = compared(row, wanted[index]) if path.name != f"vllm-{case}.json" else "the reference"
         lines.append(
             f"  {row['rows']:4d} x ({row['tokens_in']} in, {row['tokens_out']} out): {row['ms']:8.2f} ms/step "
             f"+- {row['spread_ms']:.2f}, {row['tokens_per_s']:9.1f} tok/s, {same}"
@@ -383,7 +394,8 @@ def _summary(out: Path, case: str) -> list[str]:
     return lines
 
 
-def _compared(row: dict[str, Any], wanted: dict[str, Any]) -> str:
+def compared(row: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """How many tokens and log-probabilities of two results of :func:`scored` are equal."""
     tokens = sum(a == b for a, b in zip(row["tokens"], wanted["tokens"], strict=True))
     pairs = [
         (a, b)
