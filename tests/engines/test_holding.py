@@ -17,7 +17,7 @@ from headrace.config import Mode, Prefetch
 from headrace.errors import OptionError
 from headrace.memory.pages import RawMemory
 from headrace.memory.pinned import PinnedBuffer
-from headrace.memory.split_range import HostRange
+from headrace.memory.split_range import MappedMemory
 from headrace.model.inventory import take_inventory
 from headrace.model.live_tensors import bind
 from headrace.plan.build import build_plan
@@ -243,7 +243,7 @@ def test_weights_that_are_quantised_while_they_load_leave_when_they_are_made(poo
 # -- experts that will be cached ---------------------------------------------------------------------------------------
 
 
-class Mapped(HostRange):
+class Mapped(MappedMemory):
     """Ordinary memory in the place of what the driver maps."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -280,7 +280,7 @@ def test_cached_experts_are_built_where_their_range_takes_them(pool: BuildTimePo
     assert all(torch.equal(parameter, before[name]) for name, parameter in layer.named_parameters())
     held = {name: place for name, place in found.items() if place is not None}
     assert isinstance(held["1.up"].memory, Mapped)
-    assert not isinstance(held["0.weight"].memory, HostRange)
+    assert not isinstance(held["0.weight"].memory, MappedMemory)
     assert pool.num_bytes == 4 * 512 * 512 + 6 * PIECE_BYTES  # of exact size
     up, scale = before["1.up"].nbytes, before["1.scale"].nbytes
     cached = CachedLayer("1", 8, 3, {"1.up": up, "1.scale": scale})

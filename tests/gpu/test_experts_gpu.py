@@ -11,7 +11,7 @@ from torch import nn
 import headrace
 from headrace import Budget, Rules
 from headrace.experts.rows import CachedExperts
-from headrace.memory.split_range import HostRange, SplitRange
+from headrace.memory.split_range import MappedMemory, SplitRange
 from headrace.offloaders.layerwise import EngineOffloader
 from headrace.plan.cached_experts import PIECE_BYTES
 from headrace.testing import assert_same_bits
@@ -49,7 +49,7 @@ def test_memory_is_given_back() -> None:
 
 
 def test_host_memory_that_is_there_is_mapped_again() -> None:
-    made = HostRange(4 * PIECE_BYTES, CUDA)
+    made = MappedMemory(4 * PIECE_BYTES, CUDA)
     made.on_device.copy_((torch.arange(4 * PIECE_BYTES) % 251).to(CUDA))
     torch.cuda.synchronize()
     whole = SplitRange(PIECE_BYTES, 2 * PIECE_BYTES, 6 * PIECE_BYTES, CUDA, host=made)
@@ -155,7 +155,7 @@ def test_experts_of_an_engine_are_in_host_memory_once() -> None:
         model = nn.Sequential(*offloader.wrap_modules(Routed() for _ in range(layers))).eval()
     places = {held.memory for layer in model if (held := offloader._pool.find(layer.experts.up.data)) is not None}
     assert len(places) == layers
-    assert all(isinstance(memory, HostRange) for memory in places)
+    assert all(isinstance(memory, MappedMemory) for memory in places)
     del places
     offloader.post_init()
     session = offloader._session

@@ -9,7 +9,7 @@ import torch
 
 from cuda_driver import Driver
 from headrace.memory import split_range
-from headrace.memory.split_range import HostRange, SplitRange
+from headrace.memory.split_range import MappedMemory, SplitRange
 
 MIB = 1 << 20
 CUDA = torch.device("cuda", 0)
@@ -29,7 +29,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 def test_host_memory_that_is_there_is_mapped_again(driver: Driver) -> None:
     """No second copy of it is made, and it outlives the mapping in which it was made."""
-    made = HostRange(8 * MIB, CUDA)
+    made = MappedMemory(8 * MIB, CUDA)
     driver.calls.clear()
     whole = SplitRange(2 * MIB, 4 * MIB, 12 * MIB, CUDA, host=made)
     calls = [name for name, _ in driver.calls]
@@ -51,7 +51,7 @@ def test_host_memory_that_is_there_is_mapped_again(driver: Driver) -> None:
 
 def test_a_host_range_begins_behind_memory_of_the_device(driver: Driver) -> None:
     """Else torch would take it for memory of the host, and copy it."""
-    made = HostRange(6 * MIB, CUDA)
+    made = MappedMemory(6 * MIB, CUDA)
     created = [(given[0], given[1].location.type) for name, given in driver.calls if name == "cuMemCreate"]
     assert created == [(2 * MIB, "device"), (6 * MIB, "host")]
     readers = [[each.location.type for each in given[2]] for name, given in driver.calls if name == "cuMemSetAccess"]

@@ -19,7 +19,7 @@ import torch
 from headrace.errors import BudgetError, OptionError
 from headrace.memory.pages import RawMemory
 
-__all__ = ["HostRange", "SplitRange"]
+__all__ = ["MappedMemory", "SplitRange"]
 
 
 # Memory of the device before that of another place: torch asks the driver whose memory the first byte of a range is,
@@ -27,32 +27,32 @@ __all__ = ["HostRange", "SplitRange"]
 _HEAD_BYTES = 2 << 20
 
 
-class HostRange(RawMemory):
-    """Host memory that a device addresses, and that a :class:`SplitRange` can take as it is, by mapping it again.
-
-    Views of it keep it alive.
+class MappedMemory(RawMemory):
+    """Memory of the host, or of a peer, that a device addresses; its views keep it alive.
 
     Attributes:
         num_bytes: of the memory.
         address: where it begins.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
+    def __init__(self, num_bytes: int, device: torch.device, peer: torch.device | None = None) -> None:
         """
         Args:
             num_bytes: a multiple of 2 MiB.
             device: a GPU.
+            peer: another one, whose memory it is and which ``device`` can address; ``None``: it is the host's.
 
         Raises:
-            BudgetError, OptionError: as :class:`SplitRange`.
+            BudgetError: there is no room.
+            OptionError: the driver cannot map it so.
         """
-        mapped = _Mapped(_HEAD_BYTES, _HEAD_BYTES, _HEAD_BYTES + num_bytes, device)
+        mapped = _Mapped(_HEAD_BYTES, _HEAD_BYTES, _HEAD_BYTES + num_bytes, device, peer)
         super().__init__(mapped.address, _HEAD_BYTES + num_bytes, keeps=mapped)
         self.address, self.num_bytes, self._device = mapped.address + _HEAD_BYTES, num_bytes, device
 
     @property
     def buffer(self) -> torch.Tensor:
-        """As the host sees it (uint8, 1-D)."""
+        """As the host sees it (uint8, 1-D); not where it is a peer's."""
         return torch.from_numpy(np.asarray(self)[_HEAD_BYTES:])
 
     @property
@@ -62,84 +62,79 @@ class HostRange(RawMemory):
 
 
 class SplitRange:
-    """Uninitialised memory of both kinds; given back when the last tensor that views it is gone.
+    """Uninitialised memory of a device and of the host; given back when the last tensor that views it is gone.
 
     Attributes:
         whole: every address (uint8, 1-D, on the device). Between the two memories nothing is mapped, and a kernel that
             reads there fails with an illegal access.
-        host: the bytes from ``far_start`` on, as the host sees them (uint8, 1-D); not where they are a peer's.
+        host: the bytes from ``host_start`` on, as the host sees them (uint8, 1-D).
     """
 
     def __init__(
         self,
         device_bytes: int,
-        far_start: int,
+        host_start: int,
         num_bytes: int,
         device: torch.device,
-        peer: torch.device | None = None,
-        host: HostRange | None = None,
+        host: MappedMemory | None = None,
     ) -> None:
         """
         Args:
             device_bytes: device memory at the beginning, at least 2 MiB.
-            far_start: where the other memory begins; at least ``device_bytes``.
+            host_start: where host memory begins; at least ``device_bytes``.
             num_bytes: of the range. All three are multiples of 2 MiB.
             device: a CPU has one memory: there all bytes are ordinary memory.
-            peer: the other memory is that of this device, which ``device`` can address; ``None``: the host's.
-            host: the other memory, where it is there already; ``None``: it is made.
+            host: the host memory, where it is there already and is mapped a second time; ``None``: it is made.
 
         Raises:
-            BudgetError: one of the memories has no room.
-            OptionError: the driver cannot map the other memory so.
+            BudgetError, OptionError: as :class:`MappedMemory`.
         """
         if device.type == "cpu":
             self.whole = torch.empty(num_bytes, dtype=torch.uint8)
-            self.host = self.whole[far_start:]
+            self.host = self.whole[host_start:]
             return
-        mapped = _Mapped(device_bytes, far_start, num_bytes, device, peer, host)
+        mapped = _Mapped(device_bytes, host_start, num_bytes, device, host)
         self.whole = torch.as_tensor(RawMemory(mapped.address, num_bytes, keeps=mapped), device=device)
-        if peer is None:
-            far = RawMemory(mapped.address + far_start, num_bytes - far_start, keeps=mapped)
-            self.host = torch.from_numpy(np.asarray(far))
+        far = RawMemory(mapped.address + host_start, num_bytes - host_start, keeps=mapped)
+        self.host = torch.from_numpy(np.asarray(far))
+
+
+# Memory behind a device's own: new of that peer, some that is mapped elsewhere already, or new of the host.
+_Far = torch.device | MappedMemory | None
 
 
 class _Mapped:
     """The addresses and what is mapped there; gives both back."""
 
-    def __init__(
-        self,
-        device_bytes: int,
-        far_start: int,
-        num_bytes: int,
-        device: torch.device,
-        peer: torch.device | None = None,
-        host: HostRange | None = None,
-    ) -> None:
+    def __init__(self, device_bytes: int, far_start: int, num_bytes: int, device: torch.device, far: _Far) -> None:
         # One of torch's own requirements where it is built for CUDA; by name, since it is nowhere else.
         self._driver: Any = import_module("cuda.bindings.driver")
-        self._device, self._peer = device, peer
+        self._device, self._peer = device, far if isinstance(far, torch.device) else None
         self._num_bytes = num_bytes
         self._parts: list[tuple[int, int]] = []
         kinds = self._driver.CUmemLocationType
         node = self._driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID
         on_device = self._location(kinds.CU_MEM_LOCATION_TYPE_DEVICE, device.index)
         with torch.cuda.device(device):
-            if peer is None:
+            if self._peer is None:
                 near = self._call("cuDeviceGetAttribute", node, device.index)
-                far = self._location(kinds.CU_MEM_LOCATION_TYPE_HOST_NUMA, max(0, near))
-                readers = [on_device, far]
+                place = self._location(kinds.CU_MEM_LOCATION_TYPE_HOST_NUMA, max(0, near))
+                readers = [on_device, place]
             else:
-                far, readers = self._location(kinds.CU_MEM_LOCATION_TYPE_DEVICE, peer.index), [on_device]
+                place, readers = self._location(kinds.CU_MEM_LOCATION_TYPE_DEVICE, self._peer.index), [on_device]
             self.address = int(self._call("cuMemAddressReserve", num_bytes, 0, 0, 0))
             self._map(0, device_bytes, on_device, [on_device])
-            self._map(far_start, num_bytes - far_start, far, readers, host)
+            made = far if isinstance(far, MappedMemory) else None
+            self._map(far_start, num_bytes - far_start, place, readers, made)
 
     def _location(self, kind: Any, number: int) -> Any:
         location = self._driver.CUmemLocation()
         location.type, location.id = kind, number
         return location
 
-    def _map(self, start: int, num_bytes: int, place: Any, readers: list[Any], made: HostRange | None = None) -> None:
+    def _map(
+        self, start: int, num_bytes: int, place: Any, readers: list[Any], made: MappedMemory | None = None
+    ) -> None:
         """Map memory, ``made`` or new in ``place``, ``start`` bytes into the range; ``readers`` read and write it."""
         if num_bytes == 0:
             return

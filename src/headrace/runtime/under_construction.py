@@ -25,7 +25,7 @@ from headrace.config import UVA, Budget, Prefetch, pin_memory_disabled, uva_disa
 from headrace.errors import BudgetError, OptionError, warn_user
 from headrace.memory.pages import RawMemory
 from headrace.memory.pinned import CudaRegistrar, PinnedBuffer, device_view, new_pinned, pinning_fix
-from headrace.memory.split_range import HostRange
+from headrace.memory.split_range import MappedMemory
 from headrace.model.inventory import take_inventory
 from headrace.model.live_tensors import BoundStorage
 from headrace.model.patterns import compile_pattern, is_segments
@@ -131,12 +131,12 @@ class BuildTimePool:
     def __init__(
         self,
         registrar: Callable[[torch.device], CudaRegistrar] = CudaRegistrar,
-        mapped: Callable[[int, torch.device], HostRange] = HostRange,
+        mapped: Callable[[int, torch.device], MappedMemory] = MappedMemory,
     ) -> None:
         self._make_registrar = registrar
         self._make_mapped = mapped
         # By address. Weakly: a parameter that is replaced before the plan is made takes its memory with it.
-        self._memory: list[tuple[int, Callable[[], PinnedBuffer | HostRange | None]]] = []
+        self._memory: list[tuple[int, Callable[[], PinnedBuffer | MappedMemory | None]]] = []
         self._experts: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that will be cached
         self._side_by_side: list[weakref.ref[nn.Module]] = []
         # Of each module that parameters left: the names of those that stayed.
@@ -250,7 +250,7 @@ class BuildTimePool:
         start = 0
         for parameter in parameters:
             end = start + parameter.nbytes
-            if isinstance(memory, HostRange):
+            if isinstance(memory, MappedMemory):
                 view = memory.on_device[start:end]
             else:
                 view = device_view(memory.buffer[start:end], device)
@@ -260,8 +260,8 @@ class BuildTimePool:
             setattr(parameter, _ENGINE_MARK, True)
             start += slab_bytes([parameter.nbytes])
 
-    def _allocate(self, num_bytes: int, device: torch.device, mapped: bool) -> PinnedBuffer | HostRange:
-        memory: PinnedBuffer | HostRange
+    def _allocate(self, num_bytes: int, device: torch.device, mapped: bool) -> PinnedBuffer | MappedMemory:
+        memory: PinnedBuffer | MappedMemory
         if mapped:
             memory = self._make_mapped(-(-num_bytes // PIECE_BYTES) * PIECE_BYTES, device)
         else:

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from headrace.memory.split_range import HostRange, SplitRange
+from headrace.memory.split_range import MappedMemory, SplitRange
 from headrace.plan.cached_experts import CachedLayer
 from headrace.stores.pinned_host import Held
 from headrace.stores.sources import ByteRange, Copy
@@ -44,7 +44,7 @@ class ExpertRanges(Store):
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the driver cannot use what torch's allocator holds without need
         split = [name for name, layer in self._layer_of.items() if layer.is_split(name)]
-        self._mapped: dict[str, HostRange | None] = {
+        self._mapped: dict[str, MappedMemory | None] = {
             name: memory for name in split if (memory := mappable(self._layer_of[name], name, held or {})) is not None
         }
         self._pool = ThreadPoolExecutor(_THREADS, "headrace-ranges")
@@ -124,10 +124,10 @@ class _Destinations(Mapping[str, torch.Tensor]):
         return len(self._store._layer_of) - len(self._store._mapped)
 
 
-def mappable(layer: CachedLayer, storage: str, held: Mapping[str, Held]) -> HostRange | None:
+def mappable(layer: CachedLayer, storage: str, held: Mapping[str, Held]) -> MappedMemory | None:
     """The memory of ``storage``, if it can be the host part of its range as it is."""
     found = held.get(storage)
-    if found is None or not isinstance(found.memory, HostRange):
+    if found is None or not isinstance(found.memory, MappedMemory):
         return None
     begins_a_piece = layer.host_start(storage) == layer.first_row * layer.row_bytes(storage)
     fits = found.memory.num_bytes == layer.range_bytes(storage) - layer.host_start(storage)

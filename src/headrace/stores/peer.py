@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from headrace.memory.split_range import SplitRange
+from headrace.memory.split_range import MappedMemory
 from headrace.plan.cached_experts import PIECE_BYTES
 from headrace.plan.plan import Unit
 from headrace.stores.sources import ByteRange, Copy, Source
@@ -25,11 +25,10 @@ def peer_memory(num_bytes: int, device: torch.device, peer: torch.device) -> tor
         BudgetError: ``peer`` has no room.
         OptionError: ``device`` cannot address it.
     """
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # the driver cannot use what torch's allocator holds without need, on either GPU
-    # torch asks the driver whose memory the first byte of a range is.
-    end = PIECE_BYTES - (-num_bytes // PIECE_BYTES) * PIECE_BYTES
-    return SplitRange(PIECE_BYTES, PIECE_BYTES, end, device, peer).whole[PIECE_BYTES : PIECE_BYTES + num_bytes]
+    if device.type == "cpu":  # which has one memory
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    torch.cuda.empty_cache()  # the driver cannot use what torch's allocator holds without need, on either GPU
+    return MappedMemory(-(-num_bytes // PIECE_BYTES) * PIECE_BYTES, device, peer).on_device[:num_bytes]
 
 
 class PeerStore(Store):

@@ -20,7 +20,7 @@ import torch
 
 from headrace.memory.pages import map_pages, pack, populate_parallel
 from headrace.memory.pinned import CudaRegistrar, PinnedBuffer, pin_threads, warn_refused
-from headrace.memory.split_range import HostRange
+from headrace.memory.split_range import MappedMemory
 from headrace.plan.plan import SlabEntry, Unit, slab_bytes
 from headrace.stores.sources import ByteRange, Copy
 from headrace.stores.store import Load, Store
@@ -35,7 +35,7 @@ SLAB_BYTES = 1 << 30
 class Held:
     """A storage that is in pinned memory already, in memory made for it: it is neither copied nor pinned again."""
 
-    memory: PinnedBuffer | HostRange
+    memory: PinnedBuffer | MappedMemory
     start: int
     num_bytes: int
 
