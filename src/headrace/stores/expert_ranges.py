@@ -6,7 +6,7 @@ filled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -44,12 +44,13 @@ class ExpertRanges(Store):
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the driver cannot use what torch's allocator holds without need
         split = [name for name, layer in self._layer_of.items() if layer.is_split(name)]
-        self._mapped: dict[str, MappedMemory | None] = {
+        self._mapped = {
             name: memory for name in split if (memory := mappable(self._layer_of[name], name, held or {})) is not None
         }
         self._pool = ThreadPoolExecutor(_THREADS, "headrace-ranges")
         self._ranges: dict[str, Future[SplitRange]] = {name: self._pool.submit(self._make, name) for name in split}
-        self.destinations: Mapping[str, torch.Tensor] = _Destinations(self)
+        filled = [name for name in self._layer_of if name not in self._mapped]
+        self.destinations: Mapping[str, torch.Tensor] = _Destinations(self, filled)
         small = self._layer_of.keys() - self._ranges.keys()
         self._small = {name: new_buffer(self._layer_of[name].storages[name]) for name in small}
         self._small_rows = {
@@ -72,7 +73,7 @@ class ExpertRanges(Store):
     def finish(self) -> None:
         for made in self._ranges.values():
             made.result()
-        self._mapped = dict.fromkeys(self._mapped)  # mapped a second time now
+        self._mapped.clear()  # mapped a second time now
         self._pool.shutdown()
         for name, rows in self._small_rows.items():
             rows[-self._small[name].numel() :].copy_(self._small[name])
@@ -108,20 +109,20 @@ class ExpertRanges(Store):
 
 
 class _Destinations(Mapping[str, torch.Tensor]):
-    def __init__(self, store: ExpertRanges) -> None:
-        self._store = store
+    def __init__(self, store: ExpertRanges, names: Collection[str]) -> None:
+        self._store, self._names = store, dict.fromkeys(names)
 
     def __getitem__(self, storage: str) -> torch.Tensor:
         return self._store._host(storage)
 
-    def __contains__(self, storage: object) -> bool:
-        return storage in self._store._layer_of and storage not in self._store._mapped
+    def __contains__(self, storage: object) -> bool:  # by __getitem__ it would wait
+        return storage in self._names
 
     def __iter__(self) -> Iterator[str]:
-        return (storage for storage in self._store._layer_of if storage not in self._store._mapped)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._store._layer_of) - len(self._store._mapped)
+        return len(self._names)
 
 
 def mappable(layer: CachedLayer, storage: str, held: Mapping[str, Held]) -> MappedMemory | None:
