@@ -250,7 +250,7 @@ class EngineOffloader(LayerwiseOffloader):
 
     def wrap_modules(self, modules_generator: Iterable[nn.Module], prefix: str = "") -> list[nn.Module]:
         if not prefix:
-            return super().wrap_modules(map(self._require_rows, modules_generator))
+            return super().wrap_modules(modules_generator)
         towers = list(modules_generator)
         for tower in towers:
             self._pool.take(tower, partial(self._leaves.takes_of_tower, prefix), apart=True)
@@ -365,15 +365,13 @@ class EngineOffloader(LayerwiseOffloader):
 
     # -- the plan -----------------------------------------------------------------------------------------------------
 
-    def _require_rows(self, layer: nn.Module) -> nn.Module:
-        """Return ``layer``, unless its experts are to be cached and cannot be: before any weights are loaded."""
-        for name, why in self._expert_modules(layer).items():
+    def _cached_in(self, layer: nn.Module) -> Iterable[str]:
+        """Raises ``OptionError`` where they cannot be: before any weights are loaded."""
+        experts = self._expert_modules(layer)
+        for name, why in experts.items():
             if why is not None:
                 raise _not_cached(name, why)
-        return layer
-
-    def _cached_in(self, layer: nn.Module) -> Iterable[str]:
-        return self._expert_modules(layer)
+        return experts
 
     def _expert_modules(self, model: nn.Module) -> Mapping[str, str | None]:
         """See ``ExpertKernels.find``; none unless a rule caches experts.
