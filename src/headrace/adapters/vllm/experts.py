@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,9 +43,8 @@ class KernelExperts:
         own = {id(getattr(module, name)): rows for name, rows in tensors.items()}
         self._quant_config = copy.copy(self._kernel.quant_config)
         for part, desc in _descs(self._quant_config):
-            setattr(self._quant_config, part, copy.copy(desc))
-            for name, tensor in vars(desc).items():
-                setattr(getattr(self._quant_config, part), name, own.get(id(tensor), tensor))
+            by_rows = {name: own.get(id(value), value) for name, value in vars(desc).items()}
+            setattr(self._quant_config, part, replace(desc, **by_rows))
         self._w13, self._w2 = tensors["w13_weight"], tensors["w2_weight"]
         # For expert parallelism: every row is its own, and one number more stands for experts of other ranks.
         rows = torch.arange(len(self._w13) + 1, dtype=torch.int32, device=self._w13.device)
