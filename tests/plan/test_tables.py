@@ -48,6 +48,7 @@ OTHER_FIELDS = {
     "experts-steps": _EXPERTS,
     "experts-steps-again": _EXPERTS,
     "experts-vllm": _EXPERTS,
+    "experts-vllm-memory": {"case", "planned_device_bytes", "host_pinned_bytes", "experts_bytes", "bytes_moved"},
     "experts-launch": {"case", "programs", "block", "warps", "us_and_gb_per_s"},
     "summary": {"way", "equal", "differs", "crashed", "refused", "timeout"},
     "starts-wan": _STARTS,
@@ -61,7 +62,8 @@ OTHER_FIELDS = {
 
 # Nothing was computed there, or the run ended before bits were compared, which the report says.
 NOTHING_COMPARED = {
-    "policies", "host-memory", "ranges", "experts-launch", "pipelines", "smallest", "starts-wan", "starts-flux"
+    "policies", "host-memory", "ranges", "experts-launch", "experts-vllm-memory", "pipelines", "smallest",
+    "starts-wan", "starts-flux",
 }  # fmt: skip
 
 
