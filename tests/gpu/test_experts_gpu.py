@@ -153,10 +153,11 @@ def test_experts_of_an_engine_are_in_host_memory_once() -> None:
         torch.manual_seed(3)
         offloader = EngineOffloader(policy, lambda: model, expert_kernels=ByRows)
         model = nn.Sequential(*offloader.wrap_modules(Routed() for _ in range(layers))).eval()
-    places = {held.memory for layer in model if (held := offloader._pool.find(layer.experts.up.data)) is not None}
+    found = [offloader._pool.find(layer.experts.up.data) for layer in model]
+    places = {held.memory for held in found if held is not None}
     assert len(places) == layers
     assert all(isinstance(memory, MappedMemory) for memory in places)
-    del places
+    del found, places
     offloader.post_init()
     session = offloader._session
     assert session is not None
