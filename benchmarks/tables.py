@@ -291,7 +291,8 @@ EXPERTS_HEADINGS = (
 
 
 def experts_cells(row: dict[str, Any]) -> list[str]:
-    goal_ms = row["missed_bytes"] / 50e9 * 1e3 + row["resident_ms"]
+    missed = row["missed_bytes"]  # not counted in all cases
+    goal_ms = None if missed is None else missed / 50e9 * 1e3 + row["resident_ms"]
     return [
         row["shape"],
         str(row["layers"]),
@@ -299,10 +300,10 @@ def experts_cells(row: dict[str, Any]) -> list[str]:
         str(row["rows"]),
         row["case"],
         "" if row["hits"] is None else f"{row['hits']:.1%}",
-        f"{row['missed_bytes'] / 1e9:.2f}",
+        "" if missed is None else f"{missed / 1e9:.2f}",
         f"{row['ms']:.2f}",
-        f"{goal_ms:.2f}",
-        f"{row['ms'] / goal_ms:.3f}",
+        "" if goal_ms is None else f"{goal_ms:.2f}",
+        "" if goal_ms is None else f"{row['ms'] / goal_ms:.3f}",
         f"{row['tokens_per_s']:.1f}",
         "yes" if row["bit_equal"] else "NO",
     ]

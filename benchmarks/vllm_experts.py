@@ -8,18 +8,21 @@ from tables (driven_routing.py), which replace the router's: with a stated share
 the seeded trace that the project ships. A step is the slope between two lengths of the answer, prefill left out; tokens
 and log-probabilities are compared to the last bit with those of ``still``, which has the same boundaries and moves
 nothing, or without it with those of ``resident``. The floor of a step is the bytes of missing experts at 50 GB/s, and
-the step of ``resident``.
+the step of ``resident``. With ``--together FILE`` the engines of all cases start at once and take turns to measure, and
+so do those of other runs that name this file; device memory is then left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,9 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.5, help="of the experts of a layer on the GPU")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--limit-s", type=float, help="end an engine that takes longer, and go on with the next")
+    parser.add_argument(
+        "--together", type=Path, metavar="FILE", help="start all engines at once; measure one at a time"
+    )
     parser.add_argument("--publish", metavar="TABLE")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -59,10 +65,10 @@ def main() -> None:
         for row in (row for row in _published(given.out, config) if row["ms"] is not None):
             print(json.dumps({"table": given.publish, "shape": SHAPE_NAMES[given.shape], **row}))
     elif given.child:
-        _measure(given.out, given.cases[0], config, given.share)
+        _measure(given.out, given.cases[0], config, given.share, given.together)
     else:
-        for case in given.cases:
-            _run_child(case, given)
+        with ThreadPoolExecutor(len(given.cases) if given.together else 1) as at_once:
+            list(at_once.map(lambda case: _run_child(case, given), given.cases))
         for row in _published(given.out, config):
             _print(row)
 
@@ -71,7 +77,7 @@ def _print(row: dict[str, Any]) -> None:
     text = f"{row['case']:9s} {row['trace']:22s}"
     if row["ms"] is not None:
         text += f" {row['ms']:8.2f} ms +- {row['spread_ms']:.2f} {row['tokens_per_s']:8.1f} tokens/s"
-    if row["hits"] is not None and row["resident_ms"] is not None:
+    if row["hits"] is not None and row["missed_bytes"] is not None and row["resident_ms"] is not None:
         floor = row["missed_bytes"] / LINK_BYTES_PER_S * 1e3 + row["resident_ms"]
         text += f", {row['hits']:.1%} hits, {row['ms'] / floor:.3f} x floor"
     print(text, "same bits" if row["bit_equal"] else row["why_not_equal"])
@@ -81,7 +87,9 @@ def _run_child(case: str, given: argparse.Namespace) -> None:
     command = [sys.executable, __file__, str(given.out), "--child", "--cases", case, "--shape", given.shape]
     command += ["--share", str(given.share), *(["--layers", str(given.layers)] if given.layers else [])]
     command += ["--fp8"] * given.fp8
+    command += ["--together", str(given.together)] if given.together else []
     environment = {**engine_environment(given.out), "VLLM_CACHE_ROOT": str(given.out / f"cache-{case}")}
+    environment["VLLM_USE_DEEP_GEMM"] = "0"  # it compiles with nvcc when the engine runs
     with (given.out / f"{case}.log").open("w") as log:
         try:
             code: int | str = subprocess.run(
@@ -121,15 +129,18 @@ def _loads(config: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
         yield f"seeded trace, {rows} seq", rows, torch.stack(traces, dim=1)
 
 
-def _measure(out: Path, case: str, config: dict[str, Any], share: float) -> None:
+def _measure(out: Path, case: str, config: dict[str, Any], share: float, together: Path | None) -> None:
     import torch
     from vllm import LLM
 
     from driven_routing import replay_routing
     from seeded_weights import use_seeded_weights
 
+    turn = None if together is None else together.open("a")
+    if turn is not None:
+        fcntl.flock(turn, fcntl.LOCK_SH)  # nobody measures while an engine starts
     layers, count, top_k, size = _experts(config)
-    folder = write_config(out / "model", config)
+    folder = write_config(out / f"model-{case}", config)
     use_seeded_weights()
     torch.cuda.init()
     replay = replay_routing(layers, STEPS, top_k)
@@ -152,6 +163,7 @@ def _measure(out: Path, case: str, config: dict[str, Any], share: float) -> None
         max_num_seqs=16,
         max_num_batched_tokens=2304,
         kv_cache_memory_bytes=2 << 30,
+        gpu_memory_utilization=0.9 if turn is None else 0.3,
         enable_prefix_caching=False,
         disable_log_stats=True,
         compilation_config={"cudagraph_capture_sizes": [1, 16], **ONE_ROUNDING},
@@ -160,20 +172,23 @@ def _measure(out: Path, case: str, config: dict[str, Any], share: float) -> None
     start_s = time.perf_counter() - begin
     facts = {
         "start_s": start_s,
-        "device_bytes": free - torch.cuda.mem_get_info()[0],
+        "device_bytes": free - torch.cuda.mem_get_info()[0] if turn is None else None,
         "experts_bytes": layers * count * size,
+        "started_with_others": turn is not None,
     }
+    if turn is not None:
+        fcntl.flock(turn, fcntl.LOCK_EX)
     rows: list[dict[str, Any]] = []
     for name, sequences, choices in _loads(config):
         is_timed = case == "cache" or "trace" in name or (case, name) == ("in-place", "0% hits")
         if is_timed or case == "still":
             is_timed &= case != "still"
-            rows.append({"load": name, **_run(engine, replay, sequences, choices, bool(own), is_timed)})
+            rows.append({"load": name, **_run(engine, case, replay, sequences, choices, is_timed)})
         facts["offloader"] = engine.collective_rpc("headrace_stats")[0] if own else {}
         facts |= {f"added_{key}": now - before[key] for key, now in host_memory().items()}
         (out / f"{case}.json").write_text(json.dumps({"facts": facts, "rows": rows}))
     replay.begin(choices)
-    rows.append({"load": "2047 in, 1 out", **_prefill(engine)})
+    rows.append({"load": "2047 in, 1 out", **_prefill(engine, case)})
     (out / f"{case}.json").write_text(json.dumps({"facts": facts, "rows": rows}))
 
 
@@ -184,8 +199,9 @@ def _counts(engine: Any, has_worker: bool) -> tuple[int, int, int]:
     return sum(layer["hits"] for layer in layers), missed, layers[0]["steps"] if layers else 0
 
 
-def _run(engine: Any, replay: Any, sequences: int, choices: Any, has_worker: bool, is_timed: bool) -> dict[str, Any]:
+def _run(engine: Any, case: str, replay: Any, sequences: int, choices: Any, is_timed: bool) -> dict[str, Any]:
     asked, found = prompts(sequences, 16), []
+    has_worker = case != "resident"
     for _ in range(2):  # an engine may round otherwise in its first steps
         replay.begin(choices)
         found.append(scored(engine, asked, SCORED))
@@ -207,14 +223,14 @@ def _run(engine: Any, replay: Any, sequences: int, choices: Any, has_worker: boo
         "spread_ms": max(slopes) - min(slopes) if slopes else None,
         "tokens_per_s": sequences / ms * 1e3 if ms else None,
         "hits": hits / (hits + missed) if hits + missed else None,
-        "missed_per_step": missed / steps if steps else None,
+        "missed_per_step": missed / steps if steps else 0 if case in ("resident", "still") else None,
         "repeats_itself": found[0] == found[1],
         "first_answers": found[0],
         **found[1],
     }
 
 
-def _prefill(engine: Any) -> dict[str, Any]:
+def _prefill(engine: Any, case: str) -> dict[str, Any]:
     asked, times = prompts(1, 2047), []
     for _ in range(4):
         begin = time.perf_counter()
@@ -227,7 +243,7 @@ def _prefill(engine: Any) -> dict[str, Any]:
         "spread_ms": (max(times[1:]) - min(times[1:])) * 1e3,
         "tokens_per_s": 2047 / ms * 1e3,
         "hits": None,
-        "missed_per_step": None,
+        "missed_per_step": 0 if case in ("resident", "still") else None,
         "repeats_itself": None,  # each takes other steps of the table
         **answers,
     }
@@ -254,7 +270,7 @@ def _published(out: Path, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 "trace": row["load"],
                 "rows": row["sequences"],
                 **{key: row[key] for key in ("ms", "spread_ms", "tokens_per_s", "hits")},
-                "missed_bytes": (row["missed_per_step"] or 0) * size,
+                "missed_bytes": None if (missed := row["missed_per_step"]) is None else missed * size,
                 "resident_ms": resident_by_load.get(row["load"], resident.get(row["sequences"])),
                 "repeats_itself": row.get("repeats_itself"),
                 "bit_equal": equal,
