@@ -121,7 +121,8 @@ def _measure(cases: Sequence[str], folder: Path, out: Path, more: Sequence[str])
         begin = time.monotonic()
         servers = {}
         for case in cases:
-            environment = {**shared, "VLLM_CACHE_ROOT": str(out / f"cache-{case}")}
+            caches = {"VLLM_CACHE_ROOT": "cache", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+            environment = shared | {name: str(out / f"{kind}-{case}") for name, kind in caches.items()}
             starting = started(_command(case, folder, more), out / f"{case}.log", environment=environment)
             servers[case] = stack.enter_context(starting)
         healthy = []
