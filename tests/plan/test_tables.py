@@ -32,13 +32,16 @@ _STARTS = {"case", "shape", "asked_device_bytes", "offload_s", "prepared_s", "re
 _BEFORE_AFTER = {"case", "before_ms", "after_ms", "difference_ms", "rounds", "bit_equal"}
 _ROUND = {"case", "tree", "round", "ms", "bytes_moved", "bit_equal"}
 _EXPERTS = {"shape", "layers", "trace", "case", "rows", "hits", "missed_bytes", "ms", "resident_ms", "bit_equal"}
+_RECIPE = {"case", "recipe", "requests", "failed", "tokens_per_s", "median_ttft_ms", "median_tpot_ms", "start_s"}
 OTHER_FIELDS = {
     "overhead": _BEFORE_AFTER,
     "overhead-rounds": _ROUND,
     "vllm": _BEFORE_AFTER,
     "vllm-rounds": _ROUND,
     "lm-eval": {"case", "task", "samples", "equal", "distinct", "score", "bytes_moved", "bit_equal"},
-    "recipe": {"case", "recipe", "requests", "failed", "tokens_per_s", "median_ttft_ms", "median_tpot_ms", "start_s"},
+    "recipe": _RECIPE,
+    "recipe-reference": _RECIPE,
+    "recipe-cpu": _RECIPE,
     "soak": {"case", "seconds", "clients", "requests", "generated_tokens", "moved_gb", "memory_mib", "failures"},
     "quantised": {"case", "kernels", "policy", "bytes_moved", "uva_bytes", "host_ratio", "repeats", "bit_equal"},
     "two-links": {"case", "alone", "together", "bit_equal"},  # bytes per second by bytes of a copy
@@ -86,7 +89,7 @@ def test_raw_results_are_complete(path: Path) -> None:
         if row["table"] == "formats":
             assert all(cell["what"] != "differs" for cell in row.values() if isinstance(cell, dict)), row["format"]
             continue
-        if row["table"] == "recipe":
+        if row["table"].startswith("recipe"):
             assert row["failed"] == 0, f"{row['case']}, {row['recipe']}"
             continue
         if row["table"] == "soak":
