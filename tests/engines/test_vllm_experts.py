@@ -60,7 +60,7 @@ def test_experts_of_other_ranks_are_left_out() -> None:
     assert all(layer["fetched"] > 0 for layer in layers)
 
 
-def test_hits_are_logged_while_the_engine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hits_are_logged_and_counted_while_the_engine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = loaded(own=cached(24), mlp=Experts)
     monkeypatch.setattr(sys.modules["headrace.adapters.vllm.worker"], "_LOG_EVERY_S", 0.0)
     worker._hits._next = 0.0
@@ -73,6 +73,11 @@ def test_hits_are_logged_while_the_engine_runs(monkeypatch: pytest.MonkeyPatch) 
     assert f"info: headrace: 0.0% of {used} experts in use" in lines[0]
     assert f"of {2 * used} experts in use were on the GPU" in lines[1]
     assert "info: headrace: 0.0%" not in lines[1]
+    samples = [sample for metric in worker._hits._uses.collect() for sample in metric.samples]
+    counted = {s.labels["found"]: s.value for s in samples if s.name == "headrace_expert_uses_total"}
+    assert sum(counted.values()) == 3 * used
+    assert counted["device"] > 0
+    assert counted["fetched"] > 0
 
 
 def test_the_kernel_of_the_stand_in_rounds_by_its_configuration() -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
+from prometheus_client import Counter
 from torch import distributed as dist
 from torch import nn
 from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore  # type: ignore[attr-defined,unused-ignore]
@@ -368,10 +369,13 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
 
 
 class _HitLog:
-    """Logs how many experts were found on the GPU, at most every ten seconds, while the model runs."""
+    """Logs and counts how many experts were found on the GPU, at most every ten seconds, while the model runs."""
 
     def __init__(self, reader: CountsReader) -> None:
         self._reader = reader
+        # No registry: a server reads the counts of its workers from files (PROMETHEUS_MULTIPROC_DIR).
+        about = "Experts in use, by where a step found them"
+        self._uses = Counter("headrace_expert_uses", about, ["found"], registry=None)
         self._next = time.monotonic() + _LOG_EVERY_S
         self._is_asked = False
         self._logged = (0, 0, 0)
@@ -392,6 +396,8 @@ class _HitLog:
                 f"headrace: {hits / used:.1%} of {used} experts in use were on the GPU, {fetched} were fetched and "
                 f"{in_place} read in place"
             )
+            for found, count in (("device", hits), ("fetched", fetched), ("in_place", in_place)):
+                self._uses.labels(found).inc(count)
         self._logged, self._is_asked, self._next = now, False, time.monotonic() + _LOG_EVERY_S
 
 
