@@ -8,8 +8,11 @@ from tables (driven_routing.py), which replace the router's: with a stated share
 the seeded trace that the project ships. A step is the slope between two lengths of the answer, prefill left out; tokens
 and log-probabilities are compared to the last bit with those of ``still``, which has the same boundaries and moves
 nothing, or without it with those of ``resident``. The floor of a step is the bytes of missing experts at 50 GB/s, and
-the step of ``resident``. With ``--together FILE`` the engines of all cases start at once and take turns to measure, and
-so do those of other runs that name this file; device memory is then left out.
+the step of ``resident``.
+
+With ``--together FILE`` the engines of all cases start at once and take turns to measure, and so do those of other runs
+that name this file; device memory is then left out. With ``--starts`` engines start and end, in the order given, and
+``OUT/starts.jsonl`` has the seconds; a case that started before finds its compiled code.
 """
 
 from __future__ import annotations
@@ -48,11 +51,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="default those of the published model")
     parser.add_argument("--fp8", action="store_true", help="weights in fp8, with a scale for 128 x 128 of them")
     parser.add_argument("--share", type=float, default=0.5, help="of the experts of a layer on the GPU")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="may be repeated with --starts")
     parser.add_argument("--limit-s", type=float, help="end an engine that takes longer, and go on with the next")
     parser.add_argument(
         "--together", type=Path, metavar="FILE", help="start all engines at once; measure one at a time"
     )
+    parser.add_argument("--starts", action="store_true", help="measure nothing but the time to start")
     parser.add_argument("--publish", metavar="TABLE")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -65,10 +69,13 @@ def main() -> None:
         for row in (row for row in _published(given.out, config) if row["ms"] is not None):
             print(json.dumps({"table": given.publish, "shape": SHAPE_NAMES[given.shape], **row}))
     elif given.child:
-        _measure(given.out, given.cases[0], config, given.share, given.together)
+        _measure(given, config)
     else:
         with ThreadPoolExecutor(len(given.cases) if given.together else 1) as at_once:
             list(at_once.map(lambda case: _run_child(case, given), given.cases))
+        if given.starts:
+            print((given.out / "starts.jsonl").read_text())
+            return
         for row in _published(given.out, config):
             _print(row)
 
@@ -88,6 +95,7 @@ def _run_child(case: str, given: argparse.Namespace) -> None:
     command += ["--share", str(given.share), *(["--layers", str(given.layers)] if given.layers else [])]
     command += ["--fp8"] * given.fp8
     command += ["--together", str(given.together)] if given.together else []
+    command += ["--starts"] * given.starts
     environment = {**engine_environment(given.out), "VLLM_CACHE_ROOT": str(given.out / f"cache-{case}")}
     environment["VLLM_USE_DEEP_GEMM"] = "0"  # it compiles with nvcc when the engine runs
     with (given.out / f"{case}.log").open("w") as log:
@@ -129,14 +137,15 @@ def _loads(config: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
         yield f"seeded trace, {rows} seq", rows, torch.stack(traces, dim=1)
 
 
-def _measure(out: Path, case: str, config: dict[str, Any], share: float, together: Path | None) -> None:
+def _measure(given: argparse.Namespace, config: dict[str, Any]) -> None:
     import torch
     from vllm import LLM
 
     from driven_routing import replay_routing
     from seeded_weights import use_seeded_weights
 
-    turn = None if together is None else together.open("a")
+    out, case, share = given.out, given.cases[0], given.share
+    turn = None if given.together is None else given.together.open("a")
     if turn is not None:
         fcntl.flock(turn, fcntl.LOCK_SH)  # nobody measures while an engine starts
     layers, count, top_k, size = _experts(config)
@@ -170,6 +179,10 @@ def _measure(out: Path, case: str, config: dict[str, Any], share: float, togethe
         **({"worker_cls": WORKER, "additional_config": {"headrace": own}} if own else {}),
     )
     start_s = time.perf_counter() - begin
+    if given.starts:
+        with (out / "starts.jsonl").open("a") as lines:
+            lines.write(json.dumps({"case": case, "start_s": start_s, **_added(before)}) + "\n")
+        return
     facts = {
         "start_s": start_s,
         "device_bytes": free - torch.cuda.mem_get_info()[0] if turn is None else None,
@@ -185,11 +198,15 @@ def _measure(out: Path, case: str, config: dict[str, Any], share: float, togethe
             is_timed &= case != "still"
             rows.append({"load": name, **_run(engine, case, replay, sequences, choices, is_timed)})
         facts["offloader"] = engine.collective_rpc("headrace_stats")[0] if own else {}
-        facts |= {f"added_{key}": now - before[key] for key, now in host_memory().items()}
+        facts |= _added(before)
         (out / f"{case}.json").write_text(json.dumps({"facts": facts, "rows": rows}))
     replay.begin(choices)
     rows.append({"load": "2047 in, 1 out", **_prefill(engine, case)})
     (out / f"{case}.json").write_text(json.dumps({"facts": facts, "rows": rows}))
+
+
+def _added(before: dict[str, int]) -> dict[str, int]:
+    return {f"added_{key}": now - before[key] for key, now in host_memory().items()}
 
 
 def _counts(engine: Any, has_worker: bool) -> tuple[int, int, int]:
