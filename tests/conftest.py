@@ -10,9 +10,14 @@ import tempfile
 import pytest
 import torch
 
-torch.set_num_threads(2)
-if not torch.cuda.is_available():
+if torch.cuda.is_available():
+    torch.set_num_threads(2)
+else:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+    # Models this small are slower on two threads, which wait for one another by spinning: several times slower where
+    # another process wants the core. `test_numerics` has two. The variable is for processes that tests start.
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
 _caches = tempfile.TemporaryDirectory(prefix="headrace-tests-")
 os.environ["XDG_CACHE_HOME"] = _caches.name
 

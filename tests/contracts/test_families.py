@@ -7,7 +7,6 @@ their own: views of a parent's parameter, children's weights without a call of t
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,15 +20,6 @@ FAMILIES = (
     "squeezebert", "swin", "t5", "vit", "wav2vec2", "whisper", "xlm", "zamba",
 )  # fmt: skip
 PIPELINES = ("diffusers/autoencoder_kl", "diffusers/flux", "diffusers/vq_model")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    # Models this small are slower on two.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def check(case: builders.Case) -> None:

@@ -36,9 +36,12 @@ IDS = ["dense", "quantised", "experts", "odd", "subclass"]
 
 
 @pytest.fixture(autouse=True)
-def _no_grad() -> Any:
+def _no_grad_and_two_threads() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)  # a kernel, too, may share its work out among threads
     with torch.no_grad():
         yield
+    torch.set_num_threads(threads)
 
 
 class TestEager:

@@ -38,12 +38,8 @@ STEP_MODELS = {"stable diffusion": "unet", "controlnet": "unet", "flux": "transf
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """These models are so small that two threads mostly wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _compiled_anew() -> Iterator[None]:
     yield
-    torch.set_num_threads(before)
     torch._dynamo.reset()
 
 
