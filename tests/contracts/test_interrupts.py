@@ -8,7 +8,6 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -82,7 +81,7 @@ def test_while_readers_are_sent_home(again: bool) -> None:
 def test_readers_that_cannot_be_started_leave_none(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Stack(3).eval()
     expected = model(rows())
-    before, start, calls = threading.active_count(), threading.Thread.start, iter(range(1000))
+    before, start, calls = set(threading.enumerate()), threading.Thread.start, iter(range(1000))
 
     def fails_at_the_second(thread: threading.Thread) -> None:
         if thread.name.startswith("headrace-reader") and next(calls) % 2:
@@ -94,8 +93,7 @@ def test_readers_that_cannot_be_started_leave_none(monkeypatch: pytest.MonkeyPat
         for _ in range(3):
             with pytest.raises(OptionError, match=r"starts no 2 threads to read with.*ulimit -u.*HEADRACE_READERS"):
                 headrace.offload(model, all_layers(1))
-    started: list[Any] = [thread for thread in threading.enumerate() if thread.name.startswith("headrace-reader")]
-    for thread in started:
+    for thread in set(threading.enumerate()) - before:
         thread.join(10)
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
     assert_same_bits(model(rows()), expected)

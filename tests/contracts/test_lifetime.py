@@ -30,6 +30,15 @@ from headrace.model.live_tensors import is_resting
 from headrace.testing import assert_moved, assert_same_bits
 from models import DIM, MoE, ScaledStack, Stack, all_layers, rows, save
 
+_earlier: set[threading.Thread] = set()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _other_readers() -> None:
+    """What the compiler has made of a model keeps it, and the tests before these may have compiled some."""
+    gc.collect()
+    _earlier.update(threading.enumerate())
+
 
 @pytest.fixture(autouse=True)
 def _no_grad() -> Iterator[None]:
@@ -38,7 +47,8 @@ def _no_grad() -> Iterator[None]:
 
 
 def readers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("headrace-reader")]
+    found = [thread for thread in threading.enumerate() if thread not in _earlier]
+    return [thread for thread in found if thread.name.startswith("headrace-reader")]
 
 
 def open_files(folder: Path) -> int:
