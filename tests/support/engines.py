@@ -142,14 +142,17 @@ def is_lookup(module: nn.Module) -> bool:
 
 
 def build(
-    policy: EnginePolicy | None, kind: type[EngineOffloader] = EngineOffloader, hands_over: bool = False
+    policy: EnginePolicy | None,
+    kind: type[EngineOffloader] = EngineOffloader,
+    hands_over: bool = False,
+    num_layers: int = 8,
 ) -> tuple[EngineModel, EngineOffloader | None]:
     torch.manual_seed(7)
     if policy is None:
-        return EngineModel(NoopOffloader()), None
+        return EngineModel(NoopOffloader(), num_layers), None
     models: list[EngineModel] = []
     offloader = kind(policy, lambda: models[0], is_lookup=is_lookup)
-    models.append(EngineModel(offloader, hands_over=hands_over))
+    models.append(EngineModel(offloader, num_layers, hands_over=hands_over))
     offloader.post_init()
     return models[0], offloader
 
