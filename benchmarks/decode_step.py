@@ -207,7 +207,7 @@ def _routed_bytes(model: _Variant, batch: int) -> int:
     if not model.name.startswith("experts"):
         return 0
     total = 0
-    experts = [module for module in model.model.modules() if type(module).__name__ == "DeepseekV2Experts"]
+    experts = [module for module in model.model.modules() if type(module).__name__.endswith("Experts")]
     for layer, (router, module) in enumerate(zip(routers(model.model), experts, strict=True)):
         expert_bytes = sum(p[0].numel() * p.element_size() for p in module.parameters())
         total += len(routing(router, layer, batch).unique()) * expert_bytes

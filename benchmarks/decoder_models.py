@@ -7,7 +7,7 @@ layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,8 +20,10 @@ from transformers import (
     DeepseekV2Config,
     FineGrainedFP8Config,
     GptOssConfig,
+    LlamaConfig,
     PreTrainedConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     StaticCache,
 )
 from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
@@ -29,11 +31,13 @@ from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 import plain_fp8
 import published_configs
 from headrace.bench.reference_step import fill
+from headrace.plan.traces import Trace
 
 __all__ = [
     "CONFIGS",
     "DEEPSEEK_V2_LITE",
     "DecodeStep",
+    "FollowedTraces",
     "MoeShape",
     "MoeStack",
     "build_model",
@@ -195,6 +199,12 @@ CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
     ),
     # In bf16, as transformers runs MXFP4 without the package kernels. Its window of 128 tokens would be full, and move
     # on with every step.
+    "qwen3-30b-a3b": partial(Qwen3MoeConfig, **published_configs.QWEN3_30B_A3B),
+    "llama-3.3-70b-nf4": partial(
+        LlamaConfig,
+        **published_configs.LLAMA_3_3_70B,
+        quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True},
+    ),
     "gpt-oss-20b": partial(GptOssConfig, **published_configs.GPT_OSS_20B | {"sliding_window": MAX_CACHE_TOKENS}),
 }
 
@@ -204,7 +214,8 @@ def build_model(
 ) -> nn.Module:
     """A bf16 model whose weights rest on ``rest``; random numbers are drawn on ``device``.
 
-    With a ``quantization_config`` its linear layers and experts are in fp8, run by :mod:`plain_fp8`.
+    With a ``quantization_config`` its linear layers and experts are in fp8, run by :mod:`plain_fp8`, or the linear
+    layers of its decoder in NF4 of bitsandbytes with quantised scales, layer by layer.
 
     ``experts``: the experts implementation, where the model has any.
     """
@@ -214,10 +225,13 @@ def build_model(
         factory: Any = AutoModelForCausalLM
         model: nn.Module = factory.from_config(config, dtype=torch.bfloat16)
     stated = getattr(config, "quantization_config", None)
-    if stated is not None:
-        plain_fp8.install()
-        replace_with_fp8_linear(model, ["lm_head"], FineGrainedFP8Config(**stated), pre_quantized=True)
-    fill(model, rest, device)
+    if stated is not None and stated["quant_method"] == "bitsandbytes":
+        _fill_in_four_bits(model, rest, device)
+    else:
+        if stated is not None:
+            plain_fp8.install()
+            replace_with_fp8_linear(model, ["lm_head"], FineGrainedFP8Config(**stated), pre_quantized=True)
+        fill(model, rest, device)
     for module in model.modules():
         for name, buffer in list(module._buffers.items()):
             if buffer is not None and buffer.is_meta:
@@ -227,9 +241,30 @@ def build_model(
     return model
 
 
+def _fill_in_four_bits(model: Any, rest: torch.device | str, device: torch.device | str) -> None:
+    """Weights of one layer at a time, in bf16 and then in NF4; outside of the layers in bf16."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    options = {"compress_statistics": True, "quant_type": "nf4"}
+    outside = (model.model.embed_tokens, model.model.norm, model.lm_head)
+    for seed, module in enumerate(outside):
+        fill(module, rest, device, seed)
+    for seed, layer in enumerate(model.model.layers, start=len(outside)):
+        fill(layer, device, device, seed)
+        for name, linear in list(layer.named_modules()):
+            if isinstance(linear, nn.Linear):
+                sizes = linear.in_features, linear.out_features
+                packed = Linear4bit(*sizes, False, torch.bfloat16, **options, device=torch.device("meta"))
+                weight = Params4bit(linear.weight.data, requires_grad=False, **options)
+                packed.weight = weight.to(device).to(rest)  # the first move quantises
+                packed.quant_state = packed.weight.quant_state
+                layer.set_submodule(name, packed.eval())
+
+
 def routers(model: nn.Module) -> list[Any]:
     """The routers of ``model``, in order of the layers."""
-    return [module for module in model.modules() if type(module).__name__ == "DeepseekV2TopkRouter"]
+    kinds = ("DeepseekV2TopkRouter", "Qwen3MoeTopKRouter")
+    return [module for module in model.modules() if type(module).__name__ in kinds]
 
 
 def routing(router: Any, layer: int, num_rows: int) -> torch.Tensor:
@@ -254,6 +289,25 @@ def own_routing(model: nn.Module) -> None:
     """Let the routers decide again."""
     for router in routers(model):
         router._forward_hooks.clear()
+
+
+class FollowedTraces:
+    """Has the routers of ``model`` take the choices of one sequence from traces: its token ``t`` those of row ``t``."""
+
+    def __init__(self, model: nn.Module, traces: Sequence[Trace], device: torch.device) -> None:
+        self._at = [0] * len(traces)
+        for layer, (router, trace) in enumerate(zip(routers(model), traces, strict=True)):
+            router.register_forward_hook(partial(self._choose, layer, torch.from_numpy(trace).to(device, torch.long)))
+
+    def restart(self) -> None:
+        """The next token is the first one of a sequence."""
+        self._at = [0] * len(self._at)
+
+    def _choose(self, layer: int, table: torch.Tensor, router: nn.Module, args: Any, out: Any) -> Any:
+        logits, weights, chosen = out
+        start = self._at[layer]
+        self._at[layer] += len(chosen)
+        return logits, weights, table[start : start + len(chosen)]
 
 
 class DecodeStep:
