@@ -387,7 +387,47 @@ def format_cells(row: dict[str, Any]) -> list[str]:
     return [row["format"], row["package"] or "none", *(row[way]["what"] for way in ways)]
 
 
+CARD_HEADINGS = (
+    "model",
+    "layers",
+    "case",
+    "tokens/s",
+    "floor tokens/s",
+    "ms",
+    "spread ms",
+    "floor ms",
+    "x floor",
+    "resident ms",
+    "GB a token",
+    "experts hit",
+    "peak of card, GB",
+    "first token ms",
+    "offloaded after s",
+    "same bits",
+)
+
+
+def card_cells(row: dict[str, Any]) -> list[str]:
+    peak = row["peak_device_bytes"]  # not limited on a CPU
+    return [
+        row["model"],
+        str(row["layers"]),
+        row["case"],
+        *(f"{row[key]:.2f}" for key in ("tokens_per_s", "floor_tokens_per_s", "ms", "spread_ms", "floor_ms")),
+        f"{row['ms'] / row['floor_ms']:.3f}",
+        f"{row['resident_ms']:.2f}",
+        f"{row['bytes_moved'] / 1e9:.2f}",
+        "" if row["hits"] is None else f"{row['hits']:.1%}",
+        "" if peak is None else f"{peak / 1e9:.2f} of {row['card_bytes'] / 1e9:.0f}",
+        f"{row['first_token_ms']:.0f}",
+        f"{row['start_s']:.1f}",
+        "yes" if row["bit_equal"] else "NO",
+    ]
+
+
 def layout_of(row: dict[str, Any]) -> tuple[tuple[str, ...], Callable[[dict[str, Any]], list[str]]]:
+    if "card_bytes" in row:
+        return CARD_HEADINGS, card_cells
     if "step_moved_bytes" in row:
         return MOVES_HEADINGS, moves_cells
     if "budget_bytes" in row:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
 
+import card_24gb
+import tables
 from commands import error_of
 from commands import run as run_command
 from headrace.bench.experts_step import ExpertsShape, driven, run, seeded
@@ -54,3 +57,26 @@ def test_the_command_on_a_cpu(tmp_path: Path) -> None:
     assert "--rows has no effect with --device cpu" in error_of("bench", "experts", "--rows", 4)
     assert "expected shares from 0 to 1" in error_of("bench", "experts", "--hits", 2)
     assert "expected one of deepseek-v2-lite" in error_of("bench", "experts", "--shape", "x")
+
+
+@pytest.mark.parametrize("model", card_24gb.MODELS)
+def test_the_rehearsal_of_a_card_on_a_cpu(model: str) -> None:
+    """Each case generates with the bits of the resident model, and its bytes are counted; kernels are interpreted."""
+    if "nf4" in model and importlib.util.find_spec("bitsandbytes") is None:
+        pytest.skip("bitsandbytes is not installed")
+    failed: list[str] = []
+    cases = list(card_24gb.MODELS[model].rules)
+    tiny = card_24gb.Rehearsal(model, 2, True, 24 << 30, 2 << 30, torch.device("cpu"))
+    found = {row["case"]: row for row in tiny.rows(cases, failed)}
+    assert failed == []
+    assert list(found) == cases
+    for row in found.values():
+        assert row["bit_equal"]
+        assert row["repeats"]
+        assert row["bytes_moved"] > 0
+        headings, cells_of = tables.layout_of(row)
+        assert len(cells_of(row)) == len(headings)
+        assert card_24gb.describe(row).endswith("same bits")
+    if "cache" in cases:
+        assert 0 < found["cache"]["hits"] < 1
+        assert found["cache"]["expert_bytes_moved"] > 0

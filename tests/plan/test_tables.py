@@ -59,8 +59,11 @@ OTHER_FIELDS = {
     "pipelines": {"case", "weight_bytes", "budget_bytes", "step_weight_bytes", "step_moved_bytes"},
     "smallest": {"case", "weight_bytes", "budget_bytes"},
     "formats": {"format", "package", "cpu_load", "cpu_offload", "h200_load", "h200_offload"},
+    "card": {
+        "model", "layers", "tokens_per_s", "first_token_ms", "hits", "card_bytes", "within_card", "start_s", *FIELDS
+    },
     "families": {"family", "way", "what", "detail", "moved_bytes"},
-}
+}  # fmt: skip
 
 
 # Nothing was computed there, or the run ended before bits were compared, which the report says.
