@@ -18,6 +18,7 @@ else:
     # another process wants the core. `test_numerics` has two. The variable is for processes that tests start.
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.pop("COLUMNS", None)  # in processes of pytest-xdist 80, for which tables are wrapped
 _caches = tempfile.TemporaryDirectory(prefix="headrace-tests-")
 os.environ["XDG_CACHE_HOME"] = _caches.name
 

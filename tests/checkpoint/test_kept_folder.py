@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers import conversion_mapping
 from typer.testing import CliRunner
 
 import headrace
@@ -307,7 +308,7 @@ class TestChanges:
     def test_of_the_code_of_the_model(self, folder: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
         files = opened_model.open_model(folder).facts[1]
         llama = transformers.models.llama
-        for module in (llama.modeling_llama, llama.configuration_llama, transformers.conversion_mapping):
+        for module in (llama.modeling_llama, llama.configuration_llama, conversion_mapping):
             assert module.__file__ in files
         reads.clear()
         code = folder.parent / "modeling.py"
