@@ -54,7 +54,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import headrace
 from decoder_models import CONFIGS, FollowedTraces, build_model, routers
-from harness import LinkProbe, Timing, append, finish, parser_of, time_cuda, time_host, words_of
+from harness import Timing, append, finish, link_bytes_per_s, parser_of, words_of
 from headrace.config import Budget
 from headrace.figures import parse_size
 from headrace.model.inventory import take_inventory
@@ -210,15 +210,6 @@ def rest_on_host(model: Any) -> None:
             parameter.quant_state.to("cpu")
 
 
-def link_bytes_per_s(device: torch.device) -> float:
-    """Of a large copy to the device."""
-    if device.type == "cuda":
-        probe = LinkProbe(device)
-        return probe.num_bytes / Timing(tuple(time_cuda(probe.copy, 5))).ms * 1e3
-    source, target = (torch.ones(64 << 20, dtype=torch.uint8) for _ in range(2))
-    return source.numel() / Timing(tuple(time_host(lambda: target.copy_(source), 5))).ms * 1e3
-
-
 @dataclass(frozen=True)
 class _Traffic:
     """What crosses the link for a token, in bytes: prefetched or read in place, and of experts once they are chosen."""
@@ -278,7 +269,7 @@ class Rehearsal:
 
     def rows(self, cases: Sequence[str], failed: list[str]) -> Iterator[dict[str, Any]]:
         """One result per case; a case that raises is printed, and its name put into ``failed``."""
-        link = link_bytes_per_s(self.device)
+        link = link_bytes_per_s(self.device, 5)
         resident: _Run | None = None
         for case in cases:
             try:

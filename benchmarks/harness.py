@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from headrace.bench.reference_step import LinkProbe, Timing, capture, describe, interleave, time_cuda, time_host
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "counts",
     "finish",
     "interleave",
+    "link_bytes_per_s",
     "numbers",
     "parser_of",
     "print_step",
@@ -94,6 +97,15 @@ def writable_folder(text: str) -> Path:
     if not Path(text).is_dir() or not os.access(text, os.W_OK):
         raise argparse.ArgumentTypeError(f"expected a folder that can be written to, found {text!r}")
     return Path(text)
+
+
+def link_bytes_per_s(device: torch.device, repeats: int) -> float:
+    """Bytes per second of a large copy to ``device``; on a CPU from memory to memory."""
+    if device.type == "cuda":
+        probe = LinkProbe(device)
+        return probe.num_bytes / Timing(tuple(time_cuda(probe.copy, repeats))).ms * 1e3
+    source, target = (torch.ones(64 << 20, dtype=torch.uint8) for _ in range(2))
+    return source.numel() / Timing(tuple(time_host(lambda: target.copy_(source), repeats))).ms * 1e3
 
 
 def append(row: Mapping[str, Any], out: Path | None) -> None:

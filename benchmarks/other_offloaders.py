@@ -40,7 +40,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import headrace
-from harness import LinkProbe, Timing, append, finish, parser_of, print_step, time_cuda, time_host, words_of
+from harness import Timing, append, finish, link_bytes_per_s, parser_of, print_step, time_cuda, time_host, words_of
 from headrace.bench.reference_step import QWEN3_8B, DecoderShape, build_stack, fill
 from headrace.config import Budget, Workload
 from headrace.figures import parse_size
@@ -211,11 +211,7 @@ class _Case:
 
     def link(self, repeats: int) -> float:
         """Bytes per second of a large copy to the device."""
-        if self._device.type == "cuda":
-            probe = LinkProbe(self._device)
-            return probe.num_bytes / Timing(tuple(time_cuda(probe.copy, repeats))).ms * 1e3
-        source, target = (torch.ones(64 << 20, dtype=torch.uint8) for _ in range(2))
-        return source.numel() / Timing(tuple(time_host(lambda: target.copy_(source), repeats))).ms * 1e3
+        return link_bytes_per_s(self._device, repeats)
 
     def end(self) -> dict[str, Any]:
         """What the steps needed, and what the last one gave."""
