@@ -197,14 +197,14 @@ CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
         **published_configs.DEEPSEEK_V2_LITE,
         quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]},
     ),
-    # In bf16, as transformers runs MXFP4 without the package kernels. Its window of 128 tokens would be full, and move
-    # on with every step.
     "qwen3-30b-a3b": partial(Qwen3MoeConfig, **published_configs.QWEN3_30B_A3B),
     "llama-3.3-70b-nf4": partial(
         LlamaConfig,
         **published_configs.LLAMA_3_3_70B,
         quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True},
     ),
+    # In bf16, as transformers runs MXFP4 without the package kernels. Its window of 128 tokens would be full, and move
+    # on with every step.
     "gpt-oss-20b": partial(GptOssConfig, **published_configs.GPT_OSS_20B | {"sliding_window": MAX_CACHE_TOKENS}),
 }
 
