@@ -203,14 +203,16 @@ def _row(
 
 
 def _routed_bytes(model: _Variant, batch: int) -> int:
-    """Bytes of the distinct experts that a step of ``experts`` reads, by the routing that was set."""
-    if not model.name.startswith("experts"):
-        return 0
+    """Bytes of the distinct experts that a step reads in place, by the routing that was set."""
+    in_place = {} if model.handle is None else model.handle.plan.uva
+    modules = [
+        (name, module) for name, module in model.model.named_modules() if type(module).__name__.endswith("Experts")
+    ]
     total = 0
-    experts = [module for module in model.model.modules() if type(module).__name__.endswith("Experts")]
-    for layer, (router, module) in enumerate(zip(routers(model.model), experts, strict=True)):
-        expert_bytes = sum(p[0].numel() * p.element_size() for p in module.parameters())
-        total += len(routing(router, layer, batch).unique()) * expert_bytes
+    for layer, (router, (name, module)) in enumerate(zip(routers(model.model), modules, strict=True)):
+        held = [p for attr, p in module.named_parameters() if f"{name}.{attr}" in in_place]
+        num_experts = len(routing(router, layer, batch).unique())
+        total += num_experts * sum(p[0].numel() * p.element_size() for p in held)
     return total
 
 
