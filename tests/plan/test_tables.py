@@ -41,6 +41,7 @@ OTHER_FIELDS = {
     "lm-eval": {"case", "task", "samples", "equal", "distinct", "score", "bytes_moved", "bit_equal"},
     "recipe": _RECIPE,
     "recipe-reference": _RECIPE,
+    "recipe-own-caches": _RECIPE,
     "recipe-cpu": _RECIPE,
     "soak": {"case", "seconds", "clients", "requests", "generated_tokens", "moved_gb", "memory_mib", "failures"},
     "quantised": {"case", "kernels", "policy", "bytes_moved", "uva_bytes", "host_ratio", "repeats", "bit_equal"},
@@ -52,6 +53,7 @@ OTHER_FIELDS = {
     "experts-steps-again": _EXPERTS,
     "experts-vllm": _EXPERTS,
     "experts-vllm-memory": {"case", "planned_device_bytes", "host_pinned_bytes", "experts_bytes", "bytes_moved"},
+    "experts-vllm-starts": {"shape", "layers", "round", "case", "start_s", "added_host_bytes", "added_rss_bytes"},
     "experts-launch": {"case", "programs", "block", "warps", "us_and_gb_per_s"},
     "summary": {"way", "equal", "differs", "crashed", "refused", "timeout"},
     "starts-wan": _STARTS,
@@ -68,8 +70,8 @@ OTHER_FIELDS = {
 
 # Nothing was computed there, or the run ended before bits were compared, which the report says.
 NOTHING_COMPARED = {
-    "policies", "host-memory", "ranges", "experts-launch", "experts-vllm-memory", "pipelines", "smallest",
-    "starts-wan", "starts-flux",
+    "policies", "host-memory", "ranges", "experts-launch", "experts-vllm-memory", "experts-vllm-starts", "pipelines",
+    "smallest", "starts-wan", "starts-flux",
 }  # fmt: skip
 
 
