@@ -263,7 +263,7 @@ def _fill_in_four_bits(model: Any, rest: torch.device | str, device: torch.devic
 
 def routers(model: nn.Module) -> list[Any]:
     """The routers of ``model``, in order of the layers."""
-    kinds = ("DeepseekV2TopkRouter", "Qwen3MoeTopKRouter")
+    kinds = ("DeepseekV2TopkRouter", "Qwen3MoeTopKRouter", "GptOssTopKRouter")
     return [module for module in model.modules() if type(module).__name__ in kinds]
 
 
