@@ -42,6 +42,7 @@ _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "w
 LENGTHS, REPEATS, SCORED = {1: (8, 48), 16: (8, 24)}, 2, 16
 LINK_BYTES_PER_S = 50e9  # of the bar
 STEPS = 600  # of a table
+PROMPTS = 2047, 8191  # tokens
 
 
 def main() -> None:
@@ -170,9 +171,9 @@ def _measure(given: argparse.Namespace, config: dict[str, Any]) -> None:
         load_format="dummy",
         moe_backend="triton",
         skip_tokenizer_init=True,
-        max_model_len=2304,
+        max_model_len=PROMPTS[-1] + 257,
         max_num_seqs=16,
-        max_num_batched_tokens=2304,
+        max_num_batched_tokens=PROMPTS[-1] + 257,
         kv_cache_memory_bytes=2 << 30,
         gpu_memory_utilization=0.9 if turn is None else 0.3,
         enable_prefix_caching=False,
@@ -202,9 +203,10 @@ def _measure(given: argparse.Namespace, config: dict[str, Any]) -> None:
         facts["offloader"] = engine.collective_rpc("headrace_stats")[0] if own else {}
         facts |= _added(before)
         (out / f"{case}.json").write_text(json.dumps({"facts": facts, "rows": rows}))
-    replay.begin(choices)
-    rows.append({"load": "2047 in, 1 out", **_prefill(engine, case)})
-    (out / f"{case}.json").write_text(json.dumps({"facts": facts, "rows": rows}))
+    for length in PROMPTS:
+        replay.begin(choices)
+        rows.append({"load": f"{length} in, 1 out", **_prefill(engine, case, length)})
+        (out / f"{case}.json").write_text(json.dumps({"facts": facts, "rows": rows}))
 
 
 def _added(before: dict[str, int]) -> dict[str, int]:
@@ -249,8 +251,8 @@ def _run(engine: Any, case: str, replay: Any, sequences: int, choices: Any, is_t
     }
 
 
-def _prefill(engine: Any, case: str) -> dict[str, Any]:
-    asked, times = prompts(1, 2047), []
+def _prefill(engine: Any, case: str, length: int) -> dict[str, Any]:
+    asked, times = prompts(1, length), []
     for _ in range(4):
         begin = time.perf_counter()
         answers = scored(engine, asked, 1)
@@ -260,7 +262,7 @@ def _prefill(engine: Any, case: str) -> dict[str, Any]:
         "sequences": 1,
         "ms": ms,
         "spread_ms": (max(times[1:]) - min(times[1:])) * 1e3,
-        "tokens_per_s": 2047 / ms * 1e3,
+        "tokens_per_s": length / ms * 1e3,
         "hits": None,
         "missed_per_step": 0 if case in ("resident", "still") else None,
         "repeats_itself": None,  # each takes other steps of the table
