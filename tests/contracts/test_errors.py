@@ -310,6 +310,15 @@ class TestPlans:
         with pytest.raises(BudgetError):
             headrace.offload(model, minimum - 1)
 
+    def test_the_smallest_budget_is_that_of_the_rules(self) -> None:
+        model = Stack(6, dim=128).eval()
+        with pytest.raises(BudgetError, match="with everything offloaded headrace still needs") as alone:
+            headrace.offload(model, 100)
+        kept = Budget(100, rules=(("layers.0", "resident"),))
+        with pytest.raises(BudgetError, match="with as much offloaded as the rules allow headrace") as ruled:
+            headrace.offload(model, kept)
+        assert ruled.value.minimum_bytes > alone.value.minimum_bytes
+
 
 class TestCheckpoints:
     def refuses(self, model: nn.Module, checkpoint: Any, message: str, policy: Any = None, **options: Any) -> None:

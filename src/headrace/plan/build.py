@@ -520,9 +520,10 @@ def _too_small(table: CandidateTable, budget: Budget) -> BudgetError:
     elif minimum > least:
         use, too = minimum, ", which leaves little enough to host memory"
     smaller = _smaller_workload(table, budget, least - beside) if beside else ""
+    most = "as much offloaded as the rules allow" if budget.rules else "everything offloaded"
     return BudgetError(
         f"a budget of {format_size(budget.num_bytes)} ({budget.num_bytes} bytes) is too small: this model's weights "
-        f"are {format_size(table.inventory.num_bytes)} and with everything offloaded headrace still needs "
+        f"are {format_size(table.inventory.num_bytes)} and with {most} headrace still needs "
         f"{format_size(least)} ({least} bytes){besides}; use --device-memory {_mib_up(use)}MiB or more{too}{smaller}",
         use,
     )
