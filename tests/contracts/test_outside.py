@@ -409,6 +409,18 @@ class TestOthers:
             assert_same_bits(alias.clone(), expected)
 
     @promoted
+    def test_an_alias_under_the_next_offload(self) -> None:
+        model, x = Stack(3).eval(), rows()
+        expected = model.layers[0].linear.weight.clone()
+        first = headrace.offload(model, all_layers(1))
+        alias = model.layers[0].linear.weight.data
+        first.remove()
+        with headrace.offload(model, all_layers(1)) as handle:
+            assert_same_bits(alias.clone(), expected)
+            model(x)
+            assert handle.stats().bytes_moved > 0
+
+    @promoted
     @pytest.mark.parametrize("mode", ["cpu", "disk"])
     def test_views_that_the_model_keeps_in_a_list_see_writes(self, mode: str, tmp_path: Path) -> None:
         class Listed(nn.Module):

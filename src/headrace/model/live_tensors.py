@@ -607,6 +607,8 @@ def _wake(argument: torch.Tensor, operator: torch._ops.OpOverload, is_written: b
             f"{operator} was given an alias (.data or .detach()) of a weight, taken while its model was offloaded; "
             f"the offload is gone: take the alias again"
         )
+    if is_resting(owner.tensor):  # perhaps for another offload than the one in which the alias was taken
+        owner = _owners.get(storage_id(owner.tensor), owner)
     give_back = owner.wake(owner, operator, is_written) if owner.wake and is_resting(owner.tensor) else None
     loans = [] if give_back is None else [give_back]
     # An alias that was taken while the tensor rested has a TensorImpl of its own, which the owner's waking does not
