@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -547,6 +548,59 @@ class TestRemove:
         handle.remove()
         assert slot() is None
         assert handle.stats().bytes_moved > 0
+
+
+@promoted
+def test_a_weight_is_read_while_another_thread_runs_its_module() -> None:
+    """The slot is that thread's: a view of it would outlive the run, and a product would read it behind the run."""
+    inside, may_pause = threading.Event(), threading.Event()
+
+    class Slow(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if may_pause.is_set():
+                may_pause.clear()
+                inside.set()
+                time.sleep(0.3)
+            return super().forward(x)
+
+    class Shows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = Slow(DIM, DIM)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            half = self.lin.weight.chunk(2)[1]
+            return self.lin(x), half
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Shows(), Shows()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            x, half = self.first(x)
+            return *self.second(x), half
+
+    model, x = Both().eval(), rows()
+    with torch.no_grad():
+        expected = copy.deepcopy(model(x))
+    budget = sum(p.nbytes for p in model.parameters()) - 1  # no room to promote a weight
+    with headrace.offload(model, headrace.Budget(budget, ["weight"])) as handle:
+        found: list[Any] = []
+
+        def work() -> None:
+            with torch.no_grad():
+                found.append(model(x))
+
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(2)]
+        may_pause.set()
+        threads[0].start()
+        assert inside.wait(5)
+        threads[1].start()
+        for thread in threads:
+            thread.join(10)
+        assert handle.stats().bytes_moved > 0
+        assert_same_bits(found, [expected, expected])
 
 
 def test_a_forward_ended_by_an_interrupt_holds_up_no_other_thread() -> None:

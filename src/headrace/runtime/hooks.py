@@ -410,6 +410,9 @@ class ForwardHook(_ModuleHook):
     ) -> None:
         super().__init__(entry, model, _FORWARD_TAG, prefetcher, token, promoter)
         self._hooks = hooks
+        # Eager forwards take turns. Outside of its module's run a weight has to rest, so that reads are noticed, and in
+        # the slot that another thread's run has opened it does not.
+        self._turn = threading.RLock()
         self._units = tuple((hook._module, hook._paths[:1]) for hook in hooks)
 
     def attach(self) -> None:
@@ -464,7 +467,8 @@ class ForwardHook(_ModuleHook):
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         prefetcher = self._prefetcher
         try:
-            return original(*args, **kwargs)
+            with self._turn:
+                return original(*args, **kwargs)
         except BaseException as error:
             # torch runs hooks with always_call for Exceptions only.
             if prefetcher is not None and not isinstance(error, Exception):
@@ -475,6 +479,7 @@ class ForwardHook(_ModuleHook):
     def _end_interrupted(self, prefetcher: Prefetcher) -> None:
         """An interrupt has ended the forward of the calling thread: no hook will."""
         prefetcher.abandon()
+        release_left(self._turn)
         if self._promoter is not None:
             release_left(self._promoter.tensor_lock)
         for hook in self._hooks:
