@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import headrace
 from headrace.errors import ModelChangedError
 from headrace.testing import assert_moved, assert_same_bits, boundaries
-from models import Stack, all_layers, rows
+from models import DIM, Stack, all_layers, rows
 from outside_models import EVERYTHING, Around, Reads
 
 OUTSIDE = r"outside of the forward that it is on the device for, in code that torch\.compile traces.*resident"
@@ -75,6 +76,29 @@ def test_a_parent_that_reads_a_childs_weight(backend: str) -> None:
     model = Reads().eval()
     with headrace.offload(model, EVERYTHING), pytest.raises(RuntimeError, match=rf"lin\.weight is used by .*{OUTSIDE}"):
         compiled(model, backend)(rows())
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_the_model_reads_a_table_behind_its_last_unit(backend: str) -> None:
+    """An output layer that is tied by hand: the slot of the table has another unit by then."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.stack = nn.Embedding(40, DIM), Stack(3)
+            self.stack.head = nn.Identity()
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return F.linear(self.stack(self.embed(tokens)), self.embed.weight)
+
+    model, tokens = Tied().eval(), torch.arange(3)
+    expected = model(tokens)
+    rules = headrace.Rules([("embed", "prefetch"), ("linear", "prefetch")])
+    with headrace.offload(model, rules) as handle:
+        with pytest.raises(RuntimeError, match=rf"embed\.weight is used by .*{OUTSIDE}"):
+            compiled(model, backend)(tokens)
+        assert "embed.weight" not in handle.plan.resident
+    assert_same_bits(model(tokens), expected)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

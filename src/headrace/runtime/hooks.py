@@ -413,6 +413,9 @@ class ForwardHook(_ModuleHook):
         # Eager forwards take turns. Outside of its module's run a weight has to rest, so that reads are noticed, and in
         # the slot that another thread's run has opened it does not.
         self._turn = threading.RLock()
+        if promoter is not None:
+            # Hooks of the root are traced by themselves: what it computes after its last unit is in the graph of this.
+            self._wrapper = _of_kind(_wrapped_forward(model, self._forward, promoter.check_trace), self._kind)
         self._units = tuple((hook._module, hook._paths[:1]) for hook in hooks)
 
     def attach(self) -> None:
@@ -503,15 +506,23 @@ class CalledForwardHook(ForwardHook):
         return output
 
 
-def _wrapped_forward(module: nn.Module, around: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``forward`` for ``module`` that calls ``around(original, ...)`` in eager code and ``original`` in compiled."""
+def _wrapped_forward(
+    module: nn.Module, around: Callable[..., Any], check_trace: Callable[[], None] | None = None
+) -> Callable[..., Any]:
+    """A ``forward`` for ``module`` that calls ``around(original, ...)`` in eager code and ``original`` in compiled.
+
+    ``check_trace``: called while a compiler traces, at the end.
+    """
     original = module.forward
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return original(*args, **kwargs)
-        return around(original, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            return around(original, *args, **kwargs)
+        output = original(*args, **kwargs)
+        if check_trace is not None:
+            check_trace()
+        return output
 
     return forward
 
