@@ -6,14 +6,17 @@ What cannot be read so is planned another way, and a rule or policy that asks fo
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import nn
 
@@ -24,11 +27,19 @@ from headrace.adapters.transformers import load
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.checkpoint.weight_map import FilePart, TensorSource
 from headrace.config import UVA, Budget, Rules
-from headrace.errors import CheckpointError, HeadraceWarning, OptionError, RuleError, SelectionError, TransferError
+from headrace.errors import (
+    CheckpointError,
+    HeadraceWarning,
+    OptionError,
+    RuleError,
+    SelectionError,
+    TransferError,
+)
 from headrace.memory.pages import whole_pages
 from headrace.planning import plan_model
 from headrace.runtime import this_machine
 from headrace.stores.store import DiskStore
+from headrace.testing import assert_same_bits
 from headrace.transfer import measuring
 from headrace.transfer.measuring import same_bits_at
 from models import MoE, save
@@ -125,6 +136,44 @@ class TestOffsets:
             assert handle.stats().bytes_moved > 0
         with pytest.raises(SelectionError, match=r"8 tensors \(.*experts.* starts .* bytes after a multiple of 64"):
             from_files(source, tmp_path, EXPERTS)
+
+    @pytest.mark.parametrize("functional", [False, True], ids=["rows", "a product"])
+    @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+    @pytest.mark.parametrize("units", [False, True], ids=["alone", "beside units"])
+    def test_a_table_is_used_in_a_product(
+        self, functional: bool, compiled: bool, units: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its rows are the same wherever it lies; a product with it has to read it elsewhere."""
+
+        class Tied(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.embed, self.lin = nn.Embedding(64, 96), nn.Linear(96, 96)
+
+            def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+                hidden = torch.tanh(self.lin(self.embed(tokens)))
+                return F.linear(hidden, self.embed.weight) if functional else hidden
+
+        model = Tied().eval()
+        twin, tokens = copy.deepcopy(model), torch.tensor([5])
+        start_data_at(save(model, tmp_path) / "model.safetensors", 8)
+        monkeypatch.setattr(session, "same_bits_at", lambda *_: False)  # as on the CPUs that round otherwise
+        rules = Rules([("embed", "uva"), ("lin", "prefetch" if units else "resident")], mode="disk")
+        with torch.no_grad(), headrace.offload(model, rules, checkpoint=tmp_path) as handle:
+            if not compiled:
+                with pytest.warns(HeadraceWarning, match="resident from now on") if functional else nullcontext():
+                    assert_same_bits(model(tokens), twin(tokens))
+                assert_same_bits([model(tokens), dict(model.state_dict())], [twin(tokens), dict(twin.state_dict())])
+                assert ("embed.weight" in handle.plan.uva) is not functional
+                assert (handle.stats().bytes_moved > 0) is units
+            elif functional:
+                with pytest.raises(RuntimeError, match=r"embed\.weight is used by .* keep it resident"):
+                    torch.compile(model, backend="eager")(tokens)
+            else:
+                assert_same_bits(torch.compile(model, backend="eager")(tokens), twin(tokens))
+                assert "embed.weight" in handle.plan.uva
+        assert_same_bits(dict(model.state_dict()), dict(twin.state_dict()))
+        assert_same_bits(model(tokens), twin(tokens))
 
     def test_only_routed_experts_are_read(self, tmp_path: Path) -> None:
         source = MoE(1, 512).eval()

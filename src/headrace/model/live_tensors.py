@@ -346,6 +346,11 @@ class BoundStorage:
         """The memory that the tensors view now: uint8, 1-D."""
         return self._bytes_around(self._first.tensor.data)
 
+    @property
+    def rests(self) -> bool:
+        """Whether one of the tensors has no memory now."""
+        return any(is_resting(tensor.tensor) for tensor in self.tensors)
+
     def _bytes_around(self, first: torch.Tensor) -> torch.Tensor:
         start = first.storage_offset() * first.dtype.itemsize - self._first.info.byte_offset
         buffer = torch.empty(0, dtype=torch.uint8, device=first.device)

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
@@ -32,7 +33,7 @@ from headrace.model.live_tensors import BoundStorage, BoundTensor, GiveBack, res
 from headrace.plan.plan import Plan
 from headrace.stores.store import Store, new_buffer
 
-__all__ = ["NotCopyable", "Promoter", "StateGuard", "place_of"]
+__all__ = ["NotCopyable", "Promoter", "StateGuard", "TableGuard", "place_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +43,10 @@ _MARK = "_headrace_offloaded"
 _Parts = dict[tuple[str, ...], tuple[BoundStorage, BoundTensor]]
 
 _OUTSIDE = "outside of the forward that it is on the device for"
+
+# They copy rows of a table, or add some up in their order, which comes to the same bits at any address.
+_ROW_READS = (torch.ops.aten.embedding, torch.ops.aten._embedding_bag, torch.ops.aten._embedding_bag_forward_only)
+_TRACED_ROW_READS = (F.embedding, F.embedding_bag)
 
 
 class NotCopyable:
@@ -134,6 +139,20 @@ class Promoter(NotCopyable):
 
         return end_loan
 
+    def wake_table(self, tensor: BoundTensor, operator: torch._ops.OpOverload, is_written: bool) -> GiveBack | None:
+        """:meth:`wake` for a table that is read in place where products would round differently."""
+        if is_written or operator.overloadpacket not in _ROW_READS or self.store is None:
+            return self.wake(tensor, operator, is_written)
+        self.tensor_lock.acquire()
+        tensor.lend(self.store.in_place(self._storage_of[id(tensor)].info.name))
+
+        def end_loan(output: Any) -> Any:
+            tensor.end_loan()
+            self.tensor_lock.release()
+            return output
+
+        return end_loan
+
     def _rests_here(self, name: str) -> bool:
         """Whether a unit brings the storage ``name``, from memory of this process alone."""
         return self.plan.mechanism_of(name) == "prefetch" and self.plan.placements[name].store in ("cpu", "peer")
@@ -195,13 +214,14 @@ class Promoter(NotCopyable):
             return
         tensors = [tensor for storage in self._bound.values() for tensor in storage.tensors]
         in_slot = {id(tensor.tensor): tensor for tensor in tensors if tensor.in_slot is not None}
-        by_storage: dict[int, BoundTensor] = {}
+        by_storage: dict[int, BoundTensor] = {}  # of the graph's tensors
         for node in graph.find_nodes(op="placeholder"):
             live = getattr(node.meta.get("grapharg"), "example", None)  # the tensor behind this graph input
             storage = _storage_of(node)
             if id(live) in in_slot and storage is not None:
                 by_storage[storage] = in_slot[id(live)]
-        _check_graph(graph, by_storage)
+        tables = {storage for storage, bound in by_storage.items() if bound.wake == self.wake_table}
+        _check_graph(graph, by_storage, tables)
 
     check_trace._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.stay_in_slots
 
@@ -229,7 +249,8 @@ class Promoter(NotCopyable):
                 for unit in self.plan.units
             )
             resident = {**self.plan.resident, name: storage.info.num_bytes}
-            self.plan = replace(self.plan, units=units, resident=resident)
+            uva = {other: num_bytes for other, num_bytes in self.plan.uva.items() if other != name}
+            self.plan = replace(self.plan, units=units, resident=resident, uva=uva)
             self.promoted.append(name)
         _log.info("promoted to resident (%s): %s %s", format_size(storage.info.num_bytes), how, _OUTSIDE)
         if len(self.promoted) == 1:
@@ -275,7 +296,7 @@ class Promoter(NotCopyable):
             ) from error
 
 
-def _check_graph(graph: fx.Graph, by_storage: Mapping[int, BoundTensor]) -> None:
+def _check_graph(graph: fx.Graph, by_storage: Mapping[int, BoundTensor], tables: set[int]) -> None:
     wait, release, join = (getattr(torch.ops.headrace, name) for name in ("wait", "release", "join"))
     waited, released = (_storages(node.args[2] for node in graph.nodes if _calls(node, op)) for op in (wait, release))
     # A window that began in the graph before this one (a graph break inside a layer) is open from the start.
@@ -289,6 +310,8 @@ def _check_graph(graph: fx.Graph, by_storage: Mapping[int, BoundTensor]) -> None
             outside, how = _storages([node.args[3]]), "is returned by its module, whole or as a view"
         elif node.op in ("call_function", "call_method", "call_module") and not _calls(node, join):
             outside = _storages([node.all_input_nodes]) - open_now
+            if node.target in _TRACED_ROW_READS:
+                outside -= tables
         for storage in outside & by_storage.keys():
             bound = by_storage[storage]
             raise OutsideAccessError(f"{bound.name} {how} {_OUTSIDE}, in code that torch.compile traces: {_fix(bound)}")
@@ -316,6 +339,46 @@ def _fix(tensor: BoundTensor) -> str:
 
 
 # -- the state of the model --------------------------------------------------------------------------------------------
+
+
+class TableGuard(NotCopyable):
+    """Has ``tables`` rest, which are read in place where products with them would round differently.
+
+    Compiled code relies on addresses: for it they rest no more, and :meth:`Promoter.check_trace` finds the products.
+
+    Args:
+        model: the root.
+        tables: bound storages that rest.
+        promoter: wakes them.
+    """
+
+    def __init__(self, model: nn.Module, tables: Sequence[BoundStorage], promoter: Promoter) -> None:
+        self._model, self._promoter = model, promoter
+        self._tensors = [tensor for table in tables for tensor in table.tensors]
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self) -> None:
+        """Put the hooks in place; an interrupt leaves what :meth:`remove` takes off."""
+        readers = {module for tensor in self._tensors for module, _ in tensor.places}
+        for module in {self._model, *readers}:
+            self._handles.append(module.register_forward_pre_hook(self._before, prepend=True))
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, module: nn.Module, args: object) -> None:
+        if torch.compiler.is_compiling():
+            self.stay()
+
+    def stay(self) -> None:
+        """The tensors rest no more."""
+        with self._promoter.tensor_lock:
+            for tensor in self._tensors:
+                tensor.stay_in_slot()
+
+    stay._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.stay_in_slots
 
 
 class StateGuard(NotCopyable):

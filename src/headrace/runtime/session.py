@@ -34,11 +34,10 @@ from headrace.memory.pinned import (
 )
 from headrace.model.live_tensors import BoundStorage
 from headrace.model.patterns import compile_pattern
-from headrace.model.records import StorageInfo
 from headrace.plan.cached_experts import CachedLayer
 from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, slab_bytes
 from headrace.runtime.hooks import CalledForwardHook, ForwardHook, UnitHook, new_token
-from headrace.runtime.outside_use import NotCopyable, Promoter, StateGuard
+from headrace.runtime.outside_use import NotCopyable, Promoter, StateGuard, TableGuard
 from headrace.runtime.prefetcher import Prefetcher, release_left
 from headrace.runtime.prepare import Prepared
 from headrace.runtime.rank_stores import compare_ranks, open_sharded, open_shared
@@ -73,7 +72,7 @@ _EXPERTS = {
 
 _log = logging.getLogger(__name__)
 
-Hook = UnitHook | ForwardHook | StateGuard | ExpertHook
+Hook = UnitHook | ForwardHook | StateGuard | TableGuard | ExpertHook
 
 
 @dataclass(frozen=True)
@@ -359,9 +358,19 @@ class OffloadSession(NotCopyable):
         self._promoter.store = self._store
         if self._link is not None and plan.units:
             self._attach_units(self._link)
+        tables = []  # whose rows are the same at any address, and products with them are not
         for name in plan.uva:
-            buffer = self._store.in_place(name)
-            self._bound[name].point_at(device_view(buffer, self._device) if self._device.type == "cuda" else buffer)
+            buffer, bound = self._store.in_place(name), self._bound[name]
+            if self._device.type == "cpu" and plan.mode == "disk" and bound.info.is_lookup and _rounds(bound, buffer):
+                bound.point_at_slot(buffer, self._promoter.wake_table)
+                tables.append(bound)
+            else:
+                bound.point_at(device_view(buffer, self._device) if self._device.type == "cuda" else buffer)
+        if tables:
+            self._hook(TableGuard(self._model, tables, self._promoter))
+            if not plan.units:  # else there is one, which checks what a compiler traces
+                token = new_token(self._device)
+                self._hook(ForwardHook(self._model, self._model, [], None, token, self._promoter))
         for layer in plan.cached:
             self._attach_cached(layer)
         if plan.uva and plan.mode == "disk" and self._device.type == "cpu":
@@ -502,7 +511,8 @@ class OffloadSession(NotCopyable):
     def _current_bytes(self, name: str) -> torch.Tensor:
         if name in self.plan.resident:
             return self._bound[name].current_bytes()
-        if name in self.plan.uva and self.plan.mode != "meta":  # may have been written to, unlike what is in slots
+        # May have been written to, unlike what is in slots.
+        if name in self.plan.uva and self.plan.mode != "meta" and not self._bound[name].rests:
             self._store.require_mapped_unchanged()
             return self._bound[name].current_bytes().clone()
         buffer = new_buffer(self._bound[name].info.num_bytes)
@@ -664,16 +674,21 @@ def _disk_store(
     stamps = weights.checkpoint.stamps
     store = DiskStore(sources, disk, stamps=stamps, pin_in_place=on_gpu, lookups=lookups)
     for name in () if on_gpu or plan.mode != "disk" else plan.uva:
-        _refuse_other_bits(offloaded[name].info, store.in_place(name).data_ptr())
+        _refuse_other_bits(offloaded[name], store.in_place(name))
     for bound in offloaded.values():
         _compare_with_files(bound, store)
     return store
 
 
-def _refuse_other_bits(info: StorageInfo, address: int) -> None:
-    """Rows copied out of a table are the same at any address; a matrix product may be summed in another order."""
-    offset, shape, dtype = address % ALIGNMENT_BYTES, info.tensors[0].shape, info.tensors[0].dtype
-    if offset == 0 or info.is_lookup or len(shape) < 2 or same_bits_at(offset, shape, dtype):
+def _rounds(bound: BoundStorage, buffer: torch.Tensor) -> bool:
+    """Whether products with a matrix that is read in place in ``buffer`` may be summed in another order."""
+    info, offset = bound.info.tensors[0], buffer.data_ptr() % ALIGNMENT_BYTES
+    return offset > 0 and len(info.shape) > 1 and not same_bits_at(offset, info.shape, info.dtype)
+
+
+def _refuse_other_bits(bound: BoundStorage, buffer: torch.Tensor) -> None:
+    info, offset = bound.info, buffer.data_ptr() % ALIGNMENT_BYTES
+    if info.is_lookup or not _rounds(bound, buffer):  # rows of a table are the same at any address
         return
     raise OptionError(
         f"{info.name} starts {offset} bytes after a multiple of {ALIGNMENT_BYTES} in its file, and products that read "
