@@ -97,6 +97,23 @@ class TestInductor:
         assert_same_bits(model(x), eager)
         assert not counters["graph_break"]
 
+    def test_encoder_layers_of_torch(self) -> None:
+        """Their units have no hooks; what hooks trace, the wrapper of their forward does."""
+        layer = nn.TransformerEncoderLayer(DIM, 4, 64, batch_first=True, activation="gelu")
+        model, x = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval(), rows().unsqueeze(0)
+        policy = headrace.Prefetch(1, 1, 1, params=["ALL_MODEL_PARAMS"])
+        with boundaries(model, policy):
+            expected = stepping(model, "inductor")(x)
+            assert num_graphs() == 1
+        torch._dynamo.reset()
+        counters.clear()
+        with headrace.offload(model, policy) as handle:
+            step = stepping(model, "inductor")
+            for forwards in (1, 2, 3):
+                assert_same_bits(step(x), expected)
+                assert_moved(handle, forwards)
+        assert num_graphs() == 1
+
     def test_layers_compiled_one_by_one_share_their_code(self) -> None:
         model = Stack(12).eval()
         x = rows()

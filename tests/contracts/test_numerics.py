@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import signal
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import nn
 
 import headrace
 from headrace import UVA, Budget, DiskOptions, Prefetch
-from headrace.errors import StateError
+from headrace.errors import HeadraceWarning, StateError
 from headrace.testing import SlowLink, assert_moved, assert_same_bits, offload_over
 from headrace.transfer.link import ThreadLink
 from models import DIM, Block, MoE, OddStack, QuantStack, ScaledStack, Stack, all_layers, rows, save
@@ -158,7 +159,7 @@ class TestEager:
             assert [unit.module_fqn for unit in handle.plan.units] == [""]
 
     def test_attention_beside_other_modules(self) -> None:
-        """Its norms run in another order than they are declared in, and its fast path steps aside for hooks."""
+        """Its norms run in another order than they are declared in."""
         model = nn.TransformerEncoderLayer(DIM, 4, 64, batch_first=True).eval()
         x = rows().unsqueeze(0)
         expected = model(x)
@@ -166,6 +167,24 @@ class TestEager:
             for _ in range(3):
                 assert_same_bits(model(x), expected)
             assert handle.stats().bytes_moved > 3 * handle.plan.prefetched_bytes
+
+    @pytest.mark.parametrize("kind", ["layer", "stack"])
+    @pytest.mark.parametrize("params", ["ALL_MODEL_PARAMS", "re:.*linear.*"])
+    def test_the_fast_path_of_encoder_layers(self, kind: str, params: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """torch leaves it for hooks, and rounds otherwise: under autocast of a CPU to another dtype."""
+        layer = nn.TransformerEncoderLayer(DIM, 4, 64, batch_first=True, activation="gelu").eval()
+        model = layer if kind == "layer" else nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
+        x, calls, fast = rows().unsqueeze(0), [], torch._transformer_encoder_layer_fwd
+        monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *a: (calls.append(1), fast(*a))[1])
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            expected, num_calls = model(x), len(calls)
+            with warnings.catch_warnings(), headrace.offload(model, Prefetch(1, 1, 1, params=[params])) as handle:
+                warnings.simplefilter("ignore", HeadraceWarning)  # with units within a layer the fast path reads them
+                for _ in range(3):
+                    assert_same_bits(model(x), expected)
+                assert handle.stats().bytes_moved > 0
+        assert expected.dtype == torch.bfloat16
+        assert len(calls) == 4 * num_calls > 0
 
     @pytest.mark.parametrize("made_in", [torch.inference_mode, torch.no_grad])
     @pytest.mark.parametrize("offloaded_in", [torch.inference_mode, torch.no_grad])

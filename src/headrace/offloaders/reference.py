@@ -12,7 +12,7 @@ from headrace.errors import StateError
 from headrace.experts.rows import CachedExperts, ExpertHook, NoCache, ReadsRows
 from headrace.offloaders.layerwise import EngineOffloader
 from headrace.plan.plan import Plan
-from headrace.runtime.hooks import ForwardHook, UnitHook, new_token
+from headrace.runtime.hooks import CalledForwardHook, ForwardHook, UnitHook, new_token, unhooked_modules
 from headrace.runtime.prepare import Prepared, prepare
 from headrace.runtime.under_construction import mark_read_in_place, unmark
 from headrace.stats import Stats, UnitStats
@@ -46,12 +46,14 @@ def _boundaries_of(prepared: Prepared, entry: nn.Module, reads_rows: ReadsRows =
     model, token = prepared.model, new_token(prepared.device)
     hooks: list[UnitHook | ForwardHook | ExpertHook] = []
     try:
-        units = []
+        units, unhooked = [], unhooked_modules(model)
         for unit in prepared.plan.units:
             storages = [prepared.bound[entry.storage] for entry in unit.entries]
-            units.append(UnitHook(model.get_submodule(unit.module_fqn), unit.index, storages, None, token))
+            module = model.get_submodule(unit.module_fqn)
+            units.append(UnitHook(module, unit.index, storages, None, token, unhooked=module in unhooked))
             hooks.append(units[-1])
-        hooks.append(ForwardHook(model, entry, units, None, token))
+        kind = CalledForwardHook if model in unhooked else ForwardHook
+        hooks.append(kind(model, entry, units, None, token, unhooked=model in unhooked))
         for layer in prepared.plan.cached:
             module = model.get_submodule(layer.module_fqn)
             bound = [tensor for name in layer.storages for tensor in prepared.bound[name].tensors]

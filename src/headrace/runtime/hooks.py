@@ -59,7 +59,7 @@ from headrace.runtime.outside_use import NotCopyable, Promoter
 from headrace.runtime.prefetcher import Prefetcher, release_left
 from headrace.runtime.slot import Reader
 
-__all__ = ["CalledForwardHook", "ForwardHook", "UnitHook", "new_token"]
+__all__ = ["CalledForwardHook", "ForwardHook", "UnitHook", "new_token", "unhooked_modules"]
 
 # Compiled code reads its tags and the token from the modules: see the note on ordering edges.
 _TAG, _FORWARD_TAG, _TOKEN, _END = "_headrace_tag", "_headrace_forward_tag", "_headrace_token", "_headrace_end"
@@ -97,6 +97,7 @@ class _ModuleHook(NotCopyable):
         tag_attr: the attribute of both modules at which compiled code finds the tag of this hook.
         token: see the note on ordering edges; one for all hooks of an offload.
         promoter: handles tensors that are used elsewhere; ``None`` where tensors do not rest.
+        unhooked: the wrapper does all of it, see :func:`unhooked_modules`.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class _ModuleHook(NotCopyable):
         prefetcher: Prefetcher | None,
         token: torch.Tensor,
         promoter: Promoter | None,
+        unhooked: bool = False,
     ) -> None:
         self._entry = entry
         self._module = module
@@ -118,7 +120,9 @@ class _ModuleHook(NotCopyable):
         self._own_forward = vars(module).get("forward")  # of the instance, perhaps another library's
         # Of those that share compiled code; not the class itself, which may be gone before them.
         self._kind: tuple[object, ...] = (type(module).__module__, type(module).__qualname__)
-        self._wrapper = _of_kind(_wrapped_forward(module, self._forward), self._kind)
+        self._unhooked = unhooked
+        ends = (self._before, self._after) if unhooked else None
+        self._wrapper = _of_kind(_wrapped_forward(module, self._forward, ends=ends), self._kind)
 
     # Methods of the subclasses. The ops call the first two: wait and begin, release and join.
     enter_compiled: Callable[[Sequence[torch.Tensor]], None]
@@ -134,6 +138,8 @@ class _ModuleHook(NotCopyable):
         _by_tag[tag.data_ptr()] = self
         for module in (self._entry, self._module):
             vars(module).update({self._tag_attr: tag, _TOKEN: self._token, _END: _end_of_gradients})
+        if self._unhooked:
+            return
         # The wait goes before every other hook, since those may read weights; the release after every other hook.
         before, after = (_of_kind(method, self._kind) for method in (self._before, self._after))
         self._handles.append(self._entry.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
@@ -171,8 +177,9 @@ class UnitHook(_ModuleHook):
         token: torch.Tensor,
         promoter: Promoter | None = None,
         siblings: Sequence[UnitHook] = (),
+        unhooked: bool = False,
     ) -> None:
-        super().__init__(module, module, _TAG, prefetcher, token, promoter)
+        super().__init__(module, module, _TAG, prefetcher, token, promoter, unhooked)
         self._unit = unit
         self._siblings = siblings
         self._storages = storages
@@ -407,15 +414,17 @@ class ForwardHook(_ModuleHook):
         prefetcher: Prefetcher | None,
         token: torch.Tensor,
         promoter: Promoter | None = None,
+        unhooked: bool = False,
     ) -> None:
-        super().__init__(entry, model, _FORWARD_TAG, prefetcher, token, promoter)
+        super().__init__(entry, model, _FORWARD_TAG, prefetcher, token, promoter, unhooked)
         self._hooks = hooks
         # Eager forwards take turns. Outside of its module's run a weight has to rest, so that reads are noticed, and in
         # the slot that another thread's run has opened it does not.
         self._turn = threading.RLock()
         if promoter is not None:
             # Hooks of the root are traced by themselves: what it computes after its last unit is in the graph of this.
-            self._wrapper = _of_kind(_wrapped_forward(model, self._forward, promoter.check_trace), self._kind)
+            ends = (self._before, self._after) if unhooked else None
+            self._wrapper = _of_kind(_wrapped_forward(model, self._forward, promoter.check_trace, ends), self._kind)
         self._units = tuple((hook._module, hook._paths[:1]) for hook in hooks)
 
     def attach(self) -> None:
@@ -491,7 +500,7 @@ class ForwardHook(_ModuleHook):
 
 
 class CalledForwardHook(ForwardHook):
-    """For an engine that calls ``module.forward`` itself, past the module's hooks: it wraps that function alone."""
+    """Wraps ``module.forward`` alone: for an engine that calls it past the module's hooks, and with ``unhooked``."""
 
     def attach(self) -> None:
         self._module.__dict__["forward"] = self._wrapper
@@ -506,12 +515,25 @@ class CalledForwardHook(ForwardHook):
         return output
 
 
+def unhooked_modules(model: nn.Module) -> set[nn.Module]:
+    """Encoder layers of torch and what is in them: for hooks there torch leaves its fast path, which rounds otherwise.
+
+    On a GPU its GELU is the approximate one (``aten::_addmm_activation``), and under autocast of a CPU it has another
+    dtype.
+    """
+    layers = (module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer))
+    return {module for layer in layers for module in layer.modules()}
+
+
 def _wrapped_forward(
-    module: nn.Module, around: Callable[..., Any], check_trace: Callable[[], None] | None = None
+    module: nn.Module,
+    around: Callable[..., Any],
+    check_trace: Callable[[], None] | None = None,
+    ends: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
     """A ``forward`` for ``module`` that calls ``around(original, ...)`` in eager code and ``original`` in compiled.
 
-    ``check_trace``: called while a compiler traces, at the end.
+    In compiled code ``ends`` are called before and after, in place of hooks, and ``check_trace`` at the end.
     """
     original = module.forward
 
@@ -519,7 +541,14 @@ def _wrapped_forward(
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             return around(original, *args, **kwargs)
-        output = original(*args, **kwargs)
+        if ends is None:
+            output = original(*args, **kwargs)
+        else:
+            before, after = ends
+            before(module, args, kwargs)
+            output = original(*args, **kwargs)
+            replaced = after(module, args, output)
+            output = output if replaced is None else replaced
         if check_trace is not None:
             check_trace()
         return output

@@ -36,7 +36,7 @@ from headrace.model.live_tensors import BoundStorage
 from headrace.model.patterns import compile_pattern
 from headrace.plan.cached_experts import CachedLayer
 from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, slab_bytes
-from headrace.runtime.hooks import CalledForwardHook, ForwardHook, UnitHook, new_token
+from headrace.runtime.hooks import CalledForwardHook, ForwardHook, UnitHook, new_token, unhooked_modules
 from headrace.runtime.outside_use import NotCopyable, Promoter, StateGuard, TableGuard
 from headrace.runtime.prefetcher import Prefetcher, release_left
 from headrace.runtime.prepare import Prepared
@@ -404,6 +404,7 @@ class OffloadSession(NotCopyable):
         self._promoter.rewriting = lambda name: prefetcher.rewriting(unit_of[name])
         token = new_token(self._device)
         promoter = None if self._options.keeps_addresses else self._promoter
+        unhooked = unhooked_modules(self._model)
         for unit in self.plan.units:
             memory = self._prefetcher.slot_memory(unit.index)
             storages = [self._bound[part.storage] for part in unit.entries]
@@ -411,11 +412,13 @@ class OffloadSession(NotCopyable):
                 slot = memory[part.offset : part.offset + part.num_bytes]
                 bound.point_at_slot(slot, None if promoter is None else promoter.wake)
             module = self._model.get_submodule(unit.module_fqn)
-            self._units.append(UnitHook(module, unit.index, storages, self._prefetcher, token, promoter, self._units))
+            rest = (self._prefetcher, token, promoter, self._units, module in unhooked)
+            self._units.append(UnitHook(module, unit.index, storages, *rest))
             self._hook(self._units[-1])
         entry, called = self._options.entry or self._model, self._options.called
-        if called is not None:
-            self._hook(CalledForwardHook(called, called, self._units, self._prefetcher, token, promoter))
+        if called is not None or self._model in unhooked:
+            root, ends = called or self._model, (self._prefetcher, token, promoter, called is None)
+            self._hook(CalledForwardHook(root, root, self._units, *ends))
         else:
             self._hook(ForwardHook(self._model, entry, self._units, self._prefetcher, token, promoter))
 
