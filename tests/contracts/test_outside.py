@@ -23,6 +23,7 @@ from headrace.model.live_tensors import is_resting
 from headrace.testing import assert_same_bits
 from models import DIM, Stack, all_layers, rows, save
 from outside_models import EVERYTHING, Around, Reads
+from peers import on_peer, stand_in
 
 promoted = pytest.mark.filterwarnings("ignore:.*It is resident from now on:headrace.HeadraceWarning")
 
@@ -422,8 +423,8 @@ class TestOthers:
             assert handle.stats().bytes_moved > 0
 
     @promoted
-    @pytest.mark.parametrize("mode", ["cpu", "disk"])
-    def test_views_that_the_model_keeps_in_a_list_see_writes(self, mode: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("way", ["cpu", "disk", "disk, in place", "peer"])
+    def test_views_that_the_model_keeps_in_a_list_see_writes(self, way: str, tmp_path: Path) -> None:
         class Listed(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -438,13 +439,15 @@ class TestOthers:
             return nn.Sequential(*(Listed() for _ in range(3))).eval()
 
         model, twin, x = build(), build(), rows()
-        folder = save(model, tmp_path) if mode == "disk" else None
-        with headrace.offload(model, headrace.Rules([("weight", "prefetch")], mode=mode), checkpoint=folder) as handle:
+        mode, folder = ("disk", save(model, tmp_path)) if "disk" in way else ("cpu", None)
+        rules = headrace.Rules([("weight", "uva" if "in place" in way else "prefetch")], mode=mode)
+        policy = on_peer(headrace.make_plan(model, rules), 0, 1, 2) if way == "peer" else rules
+        with stand_in(), headrace.offload(model, policy, checkpoint=folder) as handle:
             assert_same_bits(model(x), twin(x))
             for each in (model, twin):
                 each[1].weight.add_(1)
             assert_same_bits(model(x), twin(x))
-            assert handle.stats().bytes_moved > 0
+            assert handle.stats().bytes_moved > 0 or handle.plan.uva_bytes > 0
         assert_same_bits(model(x), twin(x))
 
     @promoted

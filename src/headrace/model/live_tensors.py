@@ -347,6 +347,11 @@ class BoundStorage:
         return self._bytes_around(self._first.tensor.data)
 
     @property
+    def is_kept_elsewhere(self) -> bool:
+        """Whether the memory that the model came with was released, and views kept elsewhere hold it still."""
+        return not self.keeps_original and any(tensor.revived_data() is not None for tensor in self.tensors)
+
+    @property
     def rests(self) -> bool:
         """Whether one of the tensors has no memory now."""
         return any(is_resting(tensor.tensor) for tensor in self.tensors)

@@ -108,7 +108,8 @@ class Promoter(NotCopyable):
         self._require_allowed(tensor, how)
         # Operators such as t_ write the geometry of a tensor, which goes with the loan; ours only declare to write.
         writes_bytes = operator.namespace == "aten" and torch.Tag.inplace_view not in operator.tags
-        to_store = is_written and writes_bytes and self._rests_here(name)
+        # Views that the model keeps elsewhere see a write to the memory that it came with, and none to another.
+        to_store = is_written and writes_bytes and self._rests_here(name) and not storage.is_kept_elsewhere
         if not to_store and self._promote(storage, tensor, how):
             return None
         if is_written and not to_store:

@@ -473,6 +473,9 @@ class OffloadSession(NotCopyable):
         moved += [name for name in prepared.plan.resident if prepared.must_move(name)]
         for name in moved:
             self._bound[name].forget_original()
+        if self.plan.mode == "disk" and self._device.type == "cpu":
+            for name in self.plan.uva:  # memory that views elsewhere keep: they would not see what is written to a file
+                self._bound[name].return_to_original()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # whole blocks of the old weights would stay with the allocator otherwise
 
