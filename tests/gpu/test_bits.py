@@ -241,3 +241,25 @@ def test_uva_disabled_moves_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(3):
             assert torch.equal(model(ids), resident(ids))
         assert handle.stats().bytes_moved >= 3 * handle.plan.moved_bytes > 0
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@torch.no_grad()
+def test_encoder_layers_of_torch(activation: str, captured: bool) -> None:
+    """They leave their fast path for hooks, and its GELU is another one on a GPU."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(256, 8, 1024, activation=activation, batch_first=True)
+    resident = torch.nn.TransformerEncoder(layer, 6, enable_nested_tensor=False).eval().to("cuda", torch.bfloat16)
+    x = torch.randn(2, 17, 256, device="cuda", dtype=torch.bfloat16)
+    with headrace.offload(copy.deepcopy(resident), Prefetch(1, 1, 1, ["ALL_MODEL_PARAMS"])) as handle:
+        if captured:
+            graph, out = capture(handle.model, x)
+            graph.replay()
+        else:
+            out = handle.model(x)
+        assert torch.equal(out, resident(x))
+        assert_moved(handle)
+        if captured:
+            del graph
+            handle.remove(graphs_released=True)
