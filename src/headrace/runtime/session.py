@@ -412,15 +412,17 @@ class OffloadSession(NotCopyable):
                 slot = memory[part.offset : part.offset + part.num_bytes]
                 bound.point_at_slot(slot, None if promoter is None else promoter.wake)
             module = self._model.get_submodule(unit.module_fqn)
-            rest = (self._prefetcher, token, promoter, self._units, module in unhooked)
-            self._units.append(UnitHook(module, unit.index, storages, *rest))
-            self._hook(self._units[-1])
+            hook = UnitHook(module, unit.index, storages, prefetcher, token, promoter, self._units, module in unhooked)
+            self._units.append(hook)
+            self._hook(hook)
         entry, called = self._options.entry or self._model, self._options.called
-        if called is not None or self._model in unhooked:
-            root, ends = called or self._model, (self._prefetcher, token, promoter, called is None)
-            self._hook(CalledForwardHook(root, root, self._units, *ends))
+        if called is not None:
+            self._hook(CalledForwardHook(called, called, self._units, prefetcher, token, promoter))
+        elif self._model in unhooked:
+            root = self._model
+            self._hook(CalledForwardHook(root, root, self._units, prefetcher, token, promoter, unhooked=True))
         else:
-            self._hook(ForwardHook(self._model, entry, self._units, self._prefetcher, token, promoter))
+            self._hook(ForwardHook(self._model, entry, self._units, prefetcher, token, promoter))
 
     def _attach_cached(self, layer: CachedLayer) -> None:
         """Have the module of ``layer`` read its experts by rows; its own tensors rest."""
