@@ -120,32 +120,37 @@ class Promoter(NotCopyable):
             )
         if not to_store:
             self._warn_of_loan(storage, tensor, how)
-        self.tensor_lock.acquire()  # until the operator has run: the tensor views one place at a time
-        try:
+        with self.tensor_lock:  # nothing is written between the read and the loan
             buffer = self._on_device(storage)
-            tensor.lend(buffer, to_store)
-        except BaseException:
-            self.tensor_lock.release()
-            raise
+            end_loan = self._lend(tensor, buffer, to_store)
+        if not to_store:
+            return end_loan
 
-        def end_loan(output: Any) -> Any:
-            tensor.end_loan()
-            self.tensor_lock.release()
-            if to_store and self.store is not None:
+        def write_back(output: Any) -> Any:
+            end_loan(output)
+            if self.store is not None:
                 with self.rewriting(name):
                     self.store.in_place(name).copy_(buffer)
                     if self._device.type == "cuda":  # a copy out of a peer's memory is ordered by nothing else
                         torch.cuda.current_stream(self._device).synchronize()
             return output
 
-        return end_loan
+        return write_back
 
     def wake_table(self, tensor: BoundTensor, operator: torch._ops.OpOverload, is_written: bool) -> GiveBack | None:
         """:meth:`wake` for a table that is read in place where products would round differently."""
         if is_written or operator.overloadpacket not in _ROW_READS or self.store is None:
             return self.wake(tensor, operator, is_written)
+        return self._lend(tensor, self.store.in_place(self._storage_of[id(tensor)].info.name))
+
+    def _lend(self, tensor: BoundTensor, buffer: torch.Tensor, is_written: bool = False) -> GiveBack:
+        """Make ``tensor`` a view of ``buffer`` until the operator has run: it views one place at a time."""
         self.tensor_lock.acquire()
-        tensor.lend(self.store.in_place(self._storage_of[id(tensor)].info.name))
+        try:
+            tensor.lend(buffer, is_written)
+        except BaseException:
+            self.tensor_lock.release()
+            raise
 
         def end_loan(output: Any) -> Any:
             tensor.end_loan()
