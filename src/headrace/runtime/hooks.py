@@ -122,7 +122,11 @@ class _ModuleHook(NotCopyable):
         self._kind: tuple[object, ...] = (type(module).__module__, type(module).__qualname__)
         self._unhooked = unhooked
         ends = (self._before, self._after) if unhooked else None
-        self._wrapper = _of_kind(_wrapped_forward(module, self._forward, ends=ends), self._kind)
+        check_trace = promoter.check_trace if self._ends_trace and promoter is not None else None
+        self._wrapper = _of_kind(_wrapped_forward(module, self._forward, check_trace, ends), self._kind)
+
+    # Hooks of the root are traced by themselves: what it computes after its last unit is in the graph of the wrapper.
+    _ends_trace = False
 
     # Methods of the subclasses. The ops call the first two: wait and begin, release and join.
     enter_compiled: Callable[[Sequence[torch.Tensor]], None]
@@ -406,6 +410,8 @@ class ForwardHook(_ModuleHook):
     ``entry`` is the module whose forward begins one; it is ``model`` unless an engine runs the layers itself.
     """
 
+    _ends_trace = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -421,10 +427,6 @@ class ForwardHook(_ModuleHook):
         # Eager forwards take turns. Outside of its module's run a weight has to rest, so that reads are noticed, and in
         # the slot that another thread's run has opened it does not.
         self._turn = threading.RLock()
-        if promoter is not None:
-            # Hooks of the root are traced by themselves: what it computes after its last unit is in the graph of this.
-            ends = (self._before, self._after) if unhooked else None
-            self._wrapper = _of_kind(_wrapped_forward(model, self._forward, promoter.check_trace, ends), self._kind)
         self._units = tuple((hook._module, hook._paths[:1]) for hook in hooks)
 
     def attach(self) -> None:
@@ -541,14 +543,11 @@ def _wrapped_forward(
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             return around(original, *args, **kwargs)
-        if ends is None:
-            output = original(*args, **kwargs)
-        else:
-            before, after = ends
-            before(module, args, kwargs)
-            output = original(*args, **kwargs)
-            replaced = after(module, args, output)
-            output = output if replaced is None else replaced
+        if ends is not None:
+            ends[0](module, args, kwargs)
+        output = original(*args, **kwargs)
+        if ends is not None and (replaced := ends[1](module, args, output)) is not None:
+            output = replaced
         if check_trace is not None:
             check_trace()
         return output
