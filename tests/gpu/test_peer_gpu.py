@@ -44,6 +44,8 @@ def plan_of(model: Stack, slots: int, *indices: int) -> Plan:
 
 
 def test_its_memory_is_written_read_and_given_back(peer: torch.device) -> None:
+    gc.collect()
+    torch.cuda.empty_cache()  # of the tests before
     torch.cuda.mem_get_info(peer)  # the context is there to stay
     before = torch.cuda.mem_get_info(peer)[0]
     memory = peer_memory(31 * PIECE_BYTES + 256, HERE, peer)
