@@ -122,8 +122,8 @@ class _ModuleHook(NotCopyable):
         self._kind: tuple[object, ...] = (type(module).__module__, type(module).__qualname__)
         self._unhooked = unhooked
         ends = (self._before, self._after) if unhooked else None
-        check_trace = promoter.check_trace if self._ends_trace and promoter is not None else None
-        self._wrapper = _of_kind(_wrapped_forward(module, self._forward, check_trace, ends), self._kind)
+        checker = promoter if self._ends_trace else None
+        self._wrapper = _of_kind(_wrapped_forward(module, self._forward, checker, ends), self._kind)
 
     # Hooks of the root are traced by themselves: what it computes after its last unit is in the graph of the wrapper.
     _ends_trace = False
@@ -530,12 +530,12 @@ def unhooked_modules(model: nn.Module) -> set[nn.Module]:
 def _wrapped_forward(
     module: nn.Module,
     around: Callable[..., Any],
-    check_trace: Callable[[], None] | None = None,
+    checker: Promoter | None = None,
     ends: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
     """A ``forward`` for ``module`` that calls ``around(original, ...)`` in eager code and ``original`` in compiled.
 
-    In compiled code ``ends`` are called before and after, in place of hooks, and ``check_trace`` at the end.
+    In compiled code ``ends`` are called before and after, in place of hooks; ``checker`` checks the trace at the end.
     """
     original = module.forward
 
@@ -548,8 +548,8 @@ def _wrapped_forward(
         output = original(*args, **kwargs)
         if ends is not None and (replaced := ends[1](module, args, output)) is not None:
             output = replaced
-        if check_trace is not None:
-            check_trace()
+        if checker is not None:
+            checker.check_trace()  # by its name: torch 2.11 cannot trace the bound method itself
         return output
 
     return forward
