@@ -18,6 +18,7 @@ import torch._dynamo
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
+from torch._inductor.compile_fx import compile_fx
 from torch._inductor.utils import fresh_cache
 
 import headrace
@@ -63,6 +64,25 @@ class Doubled(nn.Sequential):
 class Shifted(nn.Sequential):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + 1
+
+
+class Half(nn.Linear):
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return torch.cat([right, super().forward(left)]).chunk(2)
+
+
+class Halves(nn.Module):
+    """Each layer hands on two views of one tensor, as the single-stream blocks of FLUX do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Half(DIM, DIM) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        halves = x.chunk(2)
+        for layer in self.layers:
+            halves = layer(*halves)
+        return torch.cat(halves)
 
 
 def num_graphs() -> int:
@@ -130,6 +150,32 @@ class TestInductor:
         assert num_graphs() <= 3, "one for the layers, not one for each"
         assert not counters["recompile_limit"]
         handle.remove()
+
+    def test_layers_that_hand_on_two_views_of_one_tensor(self) -> None:
+        """Compiled one by one, their hooks are graphs of their own, and none of them writes what it is given.
+
+        Inductor copies a given view that an op writes beside another of its storage; torch 2.11 copied wrong bytes.
+        """
+        model, x = Halves(), rows()
+        eager = model(x)
+        policy = headrace.Prefetch(1, 1, 2, params=["ALL_MODEL_PARAMS"])
+        ordered: list[Any] = []
+
+        def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+            ops = torch.ops.headrace.wait, torch.ops.headrace.release
+            ordered.extend(node.args[3] for node in graph.graph.nodes if node.target in ops)
+            return compile_fx(graph, inputs)
+
+        for layer in model.layers:
+            layer.compile(fullgraph=True, backend=backend)
+        with boundaries(model, policy):
+            expected = model(x)
+        torch.testing.assert_close(expected, eager)
+        assert ordered == [[]] * len(ordered) != []
+        with offload_over(model, policy, SlowLink()) as handle:
+            for forwards in (1, 2):
+                assert_same_bits(model(x), expected)
+                assert_moved(handle, forwards)
 
     def test_kinds_of_layers_do_not_share_the_recompile_limit(self) -> None:
         """Each class has four versions, its hooks have one each: 12 layers, and torch keeps 8 versions of a code."""

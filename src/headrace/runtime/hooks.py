@@ -249,6 +249,7 @@ class UnitHook(_ModuleHook):
             inputs = [tensor for tensor in given if tensor.is_floating_point()]
             with torch.no_grad():  # or the compiler would hand over copies of weights that require gradients
                 torch.ops.headrace.wait(module._headrace_tag, module._headrace_token, tensors, inputs)
+                _leave_out_graph_inputs()
         elif self._prefetcher is not None:
             _refuse_tracers(args, kwargs)
             self._open(self._prefetcher)
@@ -259,6 +260,7 @@ class UnitHook(_ModuleHook):
             outputs = _tensors_in(output)
             with torch.no_grad():
                 torch.ops.headrace.release(module._headrace_tag, module._headrace_token, tensors, outputs)
+                _leave_out_graph_inputs()
             if self._promoter is not None:
                 self._promoter.check_trace()
             if not torch.is_grad_enabled():
@@ -648,6 +650,33 @@ _define("wait", "Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor(c!)[
 _define("release", "Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor(c!)[] outputs", _leave)
 _define("begin", "Tensor tag, Tensor(a!) token", _enter)
 _define("join", "Tensor tag, Tensor(a!) token, Tensor[] inputs", _leave)
+
+
+def _leave_out_graph_inputs() -> None:
+    """Take from the wait or release just traced what its graph is given, and has not computed.
+
+    Where layers are compiled one by one a hook is a graph of its own, whose inputs may be views of one storage.
+    Inductor copies such an input if an op writes it, and torch 2.11 copies from the wrong offset.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        graph = InstructionTranslator.current_tx().output.graph
+    except AttributeError:  # torch.export without Dynamo
+        return
+    node = next(iter(reversed(graph.nodes)))
+    *others, ordered = node.args
+    ops = {torch.ops.headrace.wait, torch.ops.headrace.release}
+
+    def is_given(tensor: torch.fx.Node) -> bool:
+        # A wait may be early; a release must follow what writes an input in place.
+        is_used = any(user.target not in ops for user in tensor.users)
+        return tensor.op == "placeholder" and (node.target is torch.ops.headrace.wait or not is_used)
+
+    node.args = (*others, [tensor for tensor in ordered if not is_given(tensor)])
+
+
+_leave_out_graph_inputs._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.stay_in_slots
 
 
 # A backward pass of compiled code ends where it comes to the output of a unit's module: see UnitHook._after. To
