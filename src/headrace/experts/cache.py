@@ -69,7 +69,8 @@ class ExpertCache:
         self._fetched = torch.zeros(1 + num_slots, dtype=torch.int32, device=device)
         self._uses = torch.zeros(home.numel(), dtype=torch.int64, device=device)
         self._counters = torch.zeros(5, dtype=torch.int64, device=device)
-        self._scratch = torch.zeros(2, home.numel(), dtype=torch.int32, device=device)
+        self._chosen = torch.zeros(home.numel(), dtype=torch.int64, device=device)
+        self._missing = torch.zeros(home.numel(), dtype=torch.int32, device=device)
         # By the bytes of a word: rows that do not begin at multiples of 16 bytes are small, and copied byte by byte.
         tables: dict[int, list[tuple[int, int]]] = {8: [], 1: []}
         for tensor in rows:
@@ -90,7 +91,6 @@ class ExpertCache:
         Returns:
             the row of each, of the shape and dtype of ``ids``; what is no expert stays as it is.
         """
-        chosen, missing = self._scratch
         rows = torch.empty_like(ids)
         admit_kernel[(1,)](
             ids,
@@ -103,8 +103,8 @@ class ExpertCache:
             self._fetched,
             self._counters,
             self._uses,
-            chosen,
-            missing,
+            self._chosen,
+            self._missing,
             NUM_EXPERTS=self._num_experts,
             NUM_SLOTS=self.num_slots,
             BLOCK_EXPERTS=triton.next_power_of_2(self._num_experts),

@@ -25,7 +25,7 @@ def admit_kernel(
     fetched,  # int32 [1 + S]: how many experts this step fetches, then their slots
     counters,  # int64 [5]: steps, hits, fetched experts, experts read in host memory, experts that lost their slot
     uses,  # int64 [E]: steps that chose each expert
-    chosen,  # int32 [E]: scratch
+    chosen,  # int64 [E]: the step that chose each expert last
     missing,  # int32 [E]: scratch
     NUM_EXPERTS: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
@@ -39,55 +39,60 @@ def admit_kernel(
     No slot that this step uses is given away. Experts beyond the slots keep their own rows, and so does the last one of
     a step that finds none of several in slots.
     """
+    tally = tl.arange(0, 8)
+    counts = tl.load(counters + tally, mask=tally < 5, other=0)
+    step = tl.sum(tl.where(tally == 0, counts, 0), axis=0) + 1
     expert = tl.arange(0, BLOCK_EXPERTS)
     is_expert = expert < NUM_EXPERTS
-    tl.store(chosen + expert, tl.zeros([BLOCK_EXPERTS], tl.int32), mask=is_expert)
-    tl.debug_barrier()
+    home_row = tl.load(home + expert, mask=is_expert, other=-1)
+    row = tl.load(location + expert, mask=is_expert, other=-1)
+    num_uses = tl.load(uses + expert, mask=is_expert, other=0)
     for start in range(0, num_ids, BLOCK_IDS):
         at = start + tl.arange(0, BLOCK_IDS)
         one = tl.load(ids + at, mask=at < num_ids, other=-1)
-        tl.store(chosen + one, tl.full([BLOCK_IDS], 1, tl.int32), mask=(one >= 0) & (one < NUM_EXPERTS))
+        mark = tl.zeros([BLOCK_IDS], tl.int64) + step
+        tl.store(chosen + one, mark, mask=(one >= 0) & (one < NUM_EXPERTS))
     tl.debug_barrier()
 
-    step = tl.load(counters) + 1
-    home_row = tl.load(home + expert, mask=is_expert, other=-1)
-    row = tl.load(location + expert, mask=is_expert, other=-1)
-    is_chosen = (tl.load(chosen + expert, mask=is_expert, other=0) == 1) & (home_row >= 0)
-    tl.store(uses + expert, tl.load(uses + expert, mask=is_expert, other=0) + is_chosen, mask=is_chosen)
+    is_chosen = (tl.load(chosen + expert, mask=is_expert, other=0) == step) & (home_row >= 0)
     is_hit = is_chosen & (row < NUM_SLOTS)
     is_missing = is_chosen & (row >= NUM_SLOTS)
-    tl.store(last_used + row, tl.zeros([BLOCK_EXPERTS], tl.int64) + step, mask=is_hit)
     num_hits = tl.sum(is_hit.to(tl.int32), axis=0)
     num_missing = tl.sum(is_missing.to(tl.int32), axis=0)
-    tl.store(missing + tl.cumsum(is_missing.to(tl.int32), axis=0) - 1, expert, mask=is_missing)
-    tl.debug_barrier()
-
-    slot = tl.arange(0, BLOCK_SLOTS)
-    is_slot = slot < NUM_SLOTS
-    used = tl.load(last_used + slot, mask=is_slot, other=0)
-    rank = tl.zeros([BLOCK_SLOTS], tl.int32)  # of the slot, the least recently used first
-    for start in range(0, NUM_SLOTS, BLOCK_OTHERS):
-        other = start + tl.arange(0, BLOCK_OTHERS)
-        other_used = tl.load(last_used + other, mask=other < NUM_SLOTS, other=0)
-        is_before = (other_used[None, :] < used[:, None]) | (
-            (other_used[None, :] == used[:, None]) & (other[None, :] < slot[:, None])
-        )
-        rank += tl.sum((is_before & (other < NUM_SLOTS)[None, :]).to(tl.int32), axis=1)
-    # A step that fetches everything would then wait for its first product. One expert that is read in place instead
-    # crosses the link beside the products of the others.
-    num_wanted = num_missing - ((num_missing > 1) & (num_hits == 0)).to(tl.int32)
-    takes = is_slot & (used < step) & (rank < num_wanted)
-    newcomer = tl.load(missing + rank, mask=takes, other=0)
-    leaver = tl.load(expert_in + slot, mask=takes, other=-1)
-    leaves = takes & (leaver >= 0)
-    tl.store(location + leaver, tl.load(home + leaver, mask=leaves, other=-1), mask=leaves)
-    tl.store(location + newcomer, slot, mask=takes)
-    tl.store(expert_in + slot, newcomer, mask=takes)
-    tl.store(last_used + slot, tl.zeros([BLOCK_SLOTS], tl.int64) + step, mask=takes)
-    num_fetched = tl.sum(takes.to(tl.int32), axis=0)
-    tl.store(fetched + 1 + rank, slot, mask=takes)
+    tl.store(uses + expert, num_uses + 1, mask=is_chosen)
+    tl.store(last_used + row, tl.zeros([BLOCK_EXPERTS], tl.int64) + step, mask=is_hit)
+    num_fetched = num_missing * 0
+    num_evicted = num_missing * 0
+    if num_missing > 0:
+        tl.store(missing + tl.cumsum(is_missing.to(tl.int32), axis=0) - 1, expert, mask=is_missing)
+        tl.debug_barrier()
+        slot = tl.arange(0, BLOCK_SLOTS)
+        is_slot = slot < NUM_SLOTS
+        used = tl.load(last_used + slot, mask=is_slot, other=0)
+        rank = tl.zeros([BLOCK_SLOTS], tl.int32)  # of the slot, the least recently used first
+        for start in range(0, NUM_SLOTS, BLOCK_OTHERS):
+            other = start + tl.arange(0, BLOCK_OTHERS)
+            other_used = tl.load(last_used + other, mask=other < NUM_SLOTS, other=0)
+            is_before = (other_used[None, :] < used[:, None]) | (
+                (other_used[None, :] == used[:, None]) & (other[None, :] < slot[:, None])
+            )
+            rank += tl.sum((is_before & (other < NUM_SLOTS)[None, :]).to(tl.int32), axis=1)
+        # A step that fetches everything would then wait for its first product. One expert that is read in place instead
+        # crosses the link beside the products of the others.
+        num_wanted = num_missing - ((num_missing > 1) & (num_hits == 0)).to(tl.int32)
+        takes = is_slot & (used < step) & (rank < num_wanted)
+        newcomer = tl.load(missing + rank, mask=takes, other=0)
+        leaver = tl.load(expert_in + slot, mask=takes, other=-1)
+        leaves = takes & (leaver >= 0)
+        tl.store(location + leaver, tl.load(home + leaver, mask=leaves, other=-1), mask=leaves)
+        tl.store(location + newcomer, slot, mask=takes)
+        tl.store(expert_in + slot, newcomer, mask=takes)
+        tl.store(last_used + slot, tl.zeros([BLOCK_SLOTS], tl.int64) + step, mask=takes)
+        tl.store(fetched + 1 + rank, slot, mask=takes)
+        num_fetched = tl.sum(takes.to(tl.int32), axis=0)
+        num_evicted = tl.sum(leaves.to(tl.int32), axis=0)
+        tl.debug_barrier()
     tl.store(fetched, num_fetched)
-    tl.debug_barrier()
     for start in range(0, num_ids, BLOCK_IDS):
         at = start + tl.arange(0, BLOCK_IDS)
         one = tl.load(ids + at, mask=at < num_ids, other=-1)
@@ -95,11 +100,9 @@ def admit_kernel(
         found = tl.load(location + one, mask=is_one, other=-1).to(one.dtype)
         tl.store(rows + at, tl.where(is_one, found, one), mask=at < num_ids)
 
-    tl.store(counters, step)
-    tl.store(counters + 1, tl.load(counters + 1) + num_hits)
-    tl.store(counters + 2, tl.load(counters + 2) + num_fetched)
-    tl.store(counters + 3, tl.load(counters + 3) + num_missing - num_fetched)
-    tl.store(counters + 4, tl.load(counters + 4) + tl.sum(leaves.to(tl.int64), axis=0))
+    added = tl.where(tally == 1, num_hits, 0) + tl.where(tally == 2, num_fetched, 0)
+    added += tl.where(tally == 3, num_missing - num_fetched, 0) + tl.where(tally == 4, num_evicted, 0)
+    tl.store(counters + tally, tl.where(tally == 0, step, counts + added), mask=tally < 5)
 
 
 @triton.jit
