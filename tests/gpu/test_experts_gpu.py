@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ import headrace
 from headrace import Budget, Rules
 from headrace.experts.rows import CachedExperts
 from headrace.memory.split_range import MappedMemory, SplitRange
+from headrace.model.inventory import take_inventory
 from headrace.offloaders.layerwise import EngineOffloader
+from headrace.plan.build import build_plan
 from headrace.plan.cached_experts import PIECE_BYTES
 from headrace.testing import assert_same_bits
 
@@ -107,6 +110,58 @@ def test_bits_in_replays_and_between(num_slots: int) -> None:
         assert (end.evicted > 0) == (num_slots < 16)
         del graph
     assert_same_bits([model(x, steps[0].to(CUDA))], expected[:1])
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Experts() for _ in range(8))
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x, ids).float().mean(1)[:, :384].to(x.dtype) / 256
+        return x
+
+
+@torch.no_grad()
+def test_prompts_have_memory_in_common() -> None:
+    """In eager mode, in a graph, and on two streams at once, with small steps between."""
+    model = Layers().to(CUDA).eval()
+    torch.manual_seed(1)
+    prompts, steps = (
+        [(torch.randn(n, 384, device=CUDA).bfloat16(), torch.randint(0, 16, (n, 2), device=CUDA)) for _ in range(4)]
+        for n in (300, 2)
+    )
+    expected = [model(*each) for each in (*prompts, *steps)]
+    before = torch.cuda.mem_get_info(CUDA)[0]
+    plan = build_plan(take_inventory(model), Rules([("up", "cache"), ("scale", "cache")], expert_slots=8))
+    plan = replace(plan, cached=tuple(replace(layer, prompt_rows=8) for layer in plan.cached))
+    with headrace.offload(model, plan) as handle:
+        torch.cuda.empty_cache()
+        freed = torch.cuda.mem_get_info(CUDA)[0] - before
+        assert freed > handle.plan.weight_bytes - handle.plan.device_bytes - (32 << 20)
+        assert_same_bits([model(*each) for each in (*prompts, *steps)], expected)
+        x, ids = prompts[0][0].clone(), prompts[0][1].clone()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = model(x, ids)
+        found = []
+        for prompt, step in zip(prompts, steps, strict=True):
+            x.copy_(prompt[0])
+            ids.copy_(prompt[1])
+            graph.replay()
+            found += [captured.clone(), model(*step)]
+        assert_same_bits(found, [each for pair in zip(expected[:4], expected[4:], strict=True) for each in pair])
+        del graph
+        streams = [torch.cuda.Stream(CUDA) for _ in range(2)]
+        torch.cuda.synchronize()
+        found = []
+        for number in range(12):
+            with torch.cuda.stream(streams[number % 2]):
+                found.append(model(*prompts[number % 4]))
+        torch.cuda.synchronize()
+        assert_same_bits(found, expected[:4] * 3)
+        assert sum(layer.in_place for layer in handle.stats().experts) > 8 * 20
 
 
 @torch.no_grad()

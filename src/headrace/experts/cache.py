@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from headrace.experts.kernels import admit_kernel, fetch_kernel
+from headrace.experts.rows import Turn
 
 __all__ = ["CacheCounts", "CountsReader", "ExpertCache"]
 
@@ -20,6 +21,10 @@ __all__ = ["CacheCounts", "CountsReader", "ExpertCache"]
 _PROGRAMS, _BLOCK = 32, 4096
 _WORDS = {8: tl.int64, 1: tl.uint8}
 _IDS, _OTHERS = 1024, 32  # of a prompt there are thousands of ids
+
+# With more ids for each expert a kernel has several blocks of tokens for it, and each of them would read it in host
+# memory. Copying it once is faster.
+_IDS_OF_A_BLOCK = 32
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,8 @@ class CacheCounts:
         steps: calls of :meth:`ExpertCache.admit`.
         hits: experts that a step found in slots; each counts once a step.
         fetched: experts that were copied into slots.
-        in_place: experts for which no slot was free, and which kernels read in host memory.
+        in_place: experts for which no slot was free. Kernels read them in host memory; a prompt copies them, for itself
+            alone.
         evicted: experts that gave up their slot for another one.
     """
 
@@ -47,9 +53,17 @@ class ExpertCache:
     Attributes:
         location: [E]: the row of every expert now; -1: of another rank.
         num_slots: rows of slots; at most as many as there are experts here.
+        turn: of all layers that have memory in common.
     """
 
-    def __init__(self, rows: Sequence[torch.Tensor], home: torch.Tensor, num_slots: int) -> None:
+    def __init__(
+        self,
+        rows: Sequence[torch.Tensor],
+        home: torch.Tensor,
+        num_slots: int,
+        prompt_rows: range = range(0),
+        turn: Turn | None = None,
+    ) -> None:
         """
         Args:
             rows: the tensors of the layer, each [rows, bytes of a row], uint8, contiguous: first ``num_slots`` slots,
@@ -57,16 +71,20 @@ class ExpertCache:
             home: int32 or int64 [E] on the device: the row of each expert that is not in a slot; -1: another rank has
                 it. ``location`` has the same dtype.
             num_slots: at least 1.
+            prompt_rows: rows behind the slots, in memory that other layers may have, too.
+            turn: of the layers that do; ``None``: there are none.
         """
         device = home.device
         self.num_slots = num_slots
+        self.turn = turn or Turn()
+        self._prompt_rows = prompt_rows
         self._num_experts = home.numel()
         self._rows = tuple(rows)
         self._home = home
         self.location = home.clone()
-        self._expert_in = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
+        self._expert_in = torch.full((max(num_slots, prompt_rows.stop),), -1, dtype=torch.int32, device=device)
         self._last_used = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._fetched = torch.zeros(1 + num_slots, dtype=torch.int32, device=device)
+        self._fetched = torch.zeros(1 + num_slots + len(prompt_rows), dtype=torch.int32, device=device)
         self._uses = torch.zeros(home.numel(), dtype=torch.int64, device=device)
         self._counters = torch.zeros(5, dtype=torch.int64, device=device)
         self._chosen = torch.zeros(home.numel(), dtype=torch.int64, device=device)
@@ -85,6 +103,9 @@ class ExpertCache:
     def admit(self, ids: torch.Tensor) -> torch.Tensor:
         """Bring the experts ``ids`` into slots, as far as there are any, and change :attr:`location` accordingly.
 
+        Of a prompt, which has many ids, those without a slot are copied into prompt rows, which hold until the next
+        call for a layer that has the same.
+
         Args:
             ids: int32 or int64 on the device, any shape, contiguous; what is no expert of this rank is left out.
 
@@ -92,6 +113,7 @@ class ExpertCache:
             the row of each, of the shape and dtype of ``ids``; what is no expert stays as it is.
         """
         rows = torch.empty_like(ids)
+        is_prompt = ids.numel() > _IDS_OF_A_BLOCK * self._num_experts
         admit_kernel[(1,)](
             ids,
             rows,
@@ -111,6 +133,8 @@ class ExpertCache:
             BLOCK_SLOTS=triton.next_power_of_2(self.num_slots),
             BLOCK_IDS=_IDS,
             BLOCK_OTHERS=_OTHERS,
+            PROMPT_ROWS=len(self._prompt_rows) if is_prompt else 0,
+            FIRST_PROMPT_ROW=self._prompt_rows.start,
         )
         for word, table in self._tables:
             fetch_kernel[(_PROGRAMS,)](

@@ -25,6 +25,7 @@ __all__ = [
     "NoCache",
     "ReadsRows",
     "RowMap",
+    "Turn",
     "expert_rows",
     "require_rows",
 ]
@@ -55,16 +56,40 @@ def expert_rows(module: nn.Module, ids: torch.Tensor) -> tuple[Any, torch.Tensor
     return cached.twin, rows
 
 
+class Turn:
+    """From admission until the experts are read no other thread, and no other stream, may bring others.
+
+    Attributes:
+        lock: held by the thread that launches.
+        stream: of the latest run; ``None`` before the first.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.stream: torch.cuda.Stream | None = None
+
+    def follow(self, device: torch.device) -> None:
+        """Let the current stream wait until the latest run, on another one, has read its experts."""
+        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return
+        stream = torch.cuda.current_stream(device)
+        if self.stream is not None and stream != self.stream:
+            stream.wait_stream(self.stream)
+        self.stream = stream
+
+
 class RowMap(Protocol):
     """Says in which row each expert is.
 
     Attributes:
         location: int64 [experts] on the device.
         num_slots: experts that the device holds.
+        turn: of all layers that have memory in common.
     """
 
     location: torch.Tensor
     num_slots: int
+    turn: Turn
 
     def admit(self, ids: torch.Tensor) -> torch.Tensor:
         """Bring the experts ``ids`` to the device, change ``location`` accordingly, and return their rows."""
@@ -98,6 +123,7 @@ class NoCache:
     def __init__(self, num_experts: int, device: torch.device) -> None:
         self.location = torch.arange(num_experts, device=device)
         self.num_slots = num_experts
+        self.turn = Turn()
 
     def admit(self, ids: torch.Tensor) -> torch.Tensor:
         """Nothing moves."""
@@ -113,9 +139,6 @@ class CachedExperts:
         self.cache = cache
         self.twin = _twin(module, tensors)
         self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
-        # From admission until the experts are read no other thread may evict them.
-        self._lock = threading.RLock()
-        self._stream: torch.cuda.Stream | None = None  # of the latest run
         self._own_forward = vars(module).get("forward")  # of the instance, perhaps another library's
         self._original = module.forward
 
@@ -141,21 +164,12 @@ class CachedExperts:
                 f"compiled code of a model with cached experts has to run without gradients, found "
                 f"{type(self._module).__name__} with them: call it under torch.inference_mode() or torch.no_grad()"
             )
-        with self._lock:
-            self._follow_latest_run()
+        with self.cache.turn.lock:
+            self.cache.turn.follow(self.cache.location.device)
             if not torch.is_grad_enabled():
                 return self._run(*args, **kwargs)
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 return self._run(*args, **kwargs)
-
-    def _follow_latest_run(self) -> None:
-        """Let the current stream wait until the latest run, on another one, has read its experts."""
-        if not self.cache.location.is_cuda or torch.cuda.is_current_stream_capturing():
-            return
-        stream = torch.cuda.current_stream(self.cache.location.device)
-        if self._stream is not None and stream != self._stream:
-            stream.wait_stream(self._stream)
-        self._stream = stream
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if chosen_implementation(self._module) is None:

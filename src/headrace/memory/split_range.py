@@ -40,7 +40,7 @@ class MappedMemory(RawMemory):
         Args:
             num_bytes: a multiple of 2 MiB.
             device: a GPU.
-            peer: another one, whose memory it is and which ``device`` can address; ``None``: it is the host's.
+            peer: whose memory it is: another one that ``device`` can address, or itself; ``None``: it is the host's.
 
         Raises:
             BudgetError: there is no room.
@@ -77,6 +77,7 @@ class SplitRange:
         num_bytes: int,
         device: torch.device,
         host: MappedMemory | None = None,
+        common: tuple[int, MappedMemory] | None = None,
     ) -> None:
         """
         Args:
@@ -85,6 +86,7 @@ class SplitRange:
             num_bytes: of the range. All three are multiples of 2 MiB.
             device: a CPU has one memory: there all bytes are ordinary memory.
             host: the host memory, where it is there already and is mapped a second time; ``None``: it is made.
+            common: memory of the device that other ranges have, too, and where it begins, between the two memories.
 
         Raises:
             BudgetError, OptionError: as :class:`MappedMemory`.
@@ -93,37 +95,47 @@ class SplitRange:
             self.whole = torch.empty(num_bytes, dtype=torch.uint8)
             self.host = self.whole[host_start:]
             return
-        mapped = _Mapped(device_bytes, host_start, num_bytes, device, host)
+        mapped = _Mapped(device_bytes, host_start, num_bytes, device, host, common)
         self.whole = torch.as_tensor(RawMemory(mapped.address, num_bytes, keeps=mapped), device=device)
         far = RawMemory(mapped.address + host_start, num_bytes - host_start, keeps=mapped)
         self.host = torch.from_numpy(np.asarray(far))
 
 
-# Memory behind a device's own: new of that peer, some that is mapped elsewhere already, or new of the host.
+# Memory behind a device's own: new of that device, some that is mapped elsewhere already, or new of the host.
 _Far = torch.device | MappedMemory | None
 
 
 class _Mapped:
     """The addresses and what is mapped there; gives both back."""
 
-    def __init__(self, device_bytes: int, far_start: int, num_bytes: int, device: torch.device, far: _Far) -> None:
+    def __init__(
+        self,
+        device_bytes: int,
+        far_start: int,
+        num_bytes: int,
+        device: torch.device,
+        far: _Far,
+        common: tuple[int, MappedMemory] | None = None,
+    ) -> None:
         # One of torch's own requirements where it is built for CUDA; by name, since it is nowhere else.
         self._driver: Any = import_module("cuda.bindings.driver")
-        self._device, self._peer = device, far if isinstance(far, torch.device) else None
+        self._device, self._peer = device, far if isinstance(far, torch.device) and far != device else None
         self._num_bytes = num_bytes
         self._parts: list[tuple[int, int]] = []
         kinds = self._driver.CUmemLocationType
         node = self._driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID
         on_device = self._location(kinds.CU_MEM_LOCATION_TYPE_DEVICE, device.index)
         with torch.cuda.device(device):
-            if self._peer is None:
+            if not isinstance(far, torch.device):
                 near = self._call("cuDeviceGetAttribute", node, device.index)
                 place = self._location(kinds.CU_MEM_LOCATION_TYPE_HOST_NUMA, max(0, near))
                 readers = [on_device, place]
             else:
-                place, readers = self._location(kinds.CU_MEM_LOCATION_TYPE_DEVICE, self._peer.index), [on_device]
+                place, readers = self._location(kinds.CU_MEM_LOCATION_TYPE_DEVICE, far.index), [on_device]
             self.address = int(self._call("cuMemAddressReserve", num_bytes, 0, 0, 0))
             self._map(0, device_bytes, on_device, [on_device])
+            if common is not None:
+                self._map(common[0], common[1].num_bytes, on_device, [on_device], common[1])
             made = far if isinstance(far, MappedMemory) else None
             self._map(far_start, num_bytes - far_start, place, readers, made)
 

@@ -31,7 +31,7 @@ from headrace.figures import format_size
 from headrace.model.patterns import matching
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.alternatives import Alternative, Alternatives, Point, curve
-from headrace.plan.cached_experts import cached_layers
+from headrace.plan.cached_experts import cached_layers, with_slots
 from headrace.plan.candidates import CandidateTable, Family, MappedFiles, Spill, mean_log
 from headrace.plan.cost_model import (
     NOMINAL_CPU,
@@ -288,8 +288,8 @@ class Planner:
             return
         shares = (layer.num_slots / layer.num_experts for layer in plan.cached)
         for share in sorted({*_SHOWN_SHARES, sum(shares) / len(plan.cached)}):
-            resized = (replace(layer, num_slots=max(1, round(share * layer.num_experts))) for layer in plan.cached)
-            other = replace(plan, cached=tuple(resized))
+            most = max(layer.num_experts for layer in plan.cached)
+            other = replace(plan, cached=tuple(with_slots(plan.cached, max(1, round(share * most)))))
             layer, top_k = other.cached[0], self.profile.experts_per_token or 1
             planners = [(hits, replace(self, hits=FixedHits(hits))) for hits in _SHOWN_HITS]
             yield CachePoint(
@@ -493,7 +493,8 @@ def _with_more_experts(plan: Plan, device_bytes: int) -> Plan:
             more = larger.device_bytes - layer.device_bytes
             if larger != layer and more <= left:
                 layers[index], left, growing = larger, left - more, True
-    return replace(plan, cached=tuple(layers))
+    needed = max((layer.num_experts - layer.num_slots for layer in layers), default=0)
+    return replace(plan, cached=tuple(replace(layer, prompt_rows=min(layer.prompt_rows, needed)) for layer in layers))
 
 
 def _too_small(table: CandidateTable, budget: Budget) -> BudgetError:

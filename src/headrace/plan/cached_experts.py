@@ -1,21 +1,22 @@
 """Layers of experts of which a part lies on the device at a time: their tensors, and where rows of these lie.
 
-Each tensor of such a layer is one range of rows: rows 0 to S - 1 are slots on the device, and from row H on lie all
-experts in host memory. CUDA maps memory in pieces of 2 MiB, so H is the first row at which the pieces of both memories
-are apart; what is between them is not mapped. Tensors with small rows (scales, zero points, biases) have the same rows,
-all of them on the device.
+Each tensor of such a layer is one range of rows: rows 0 to S - 1 are slots on the device, the next ones prompt rows,
+and from row H on lie all experts in host memory. Prompt rows are on the device, in memory that all layers have in
+common: a prompt copies experts there that have no slot. CUDA maps memory in pieces of 2 MiB, so prompt rows and H begin
+at the first row at which the pieces of two memories are apart; what is between is not mapped. Tensors with small rows
+(scales, zero points, biases) have the same rows, all of them on the device.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from headrace.model.records import Inventory, StorageInfo
 
-__all__ = ["PIECE_BYTES", "CachedLayer", "cached_layers", "why_not_cached"]
+__all__ = ["PIECE_BYTES", "CachedLayer", "cache_bytes", "cached_layers", "why_not_cached", "with_slots"]
 
 # cuMemGetAllocationGranularity of device and host memory alike, on every GPU so far.
 PIECE_BYTES = 2 << 20
@@ -25,6 +26,12 @@ _MOST_ROWS = 16
 
 # A row of fewer bytes is not worth a transfer.
 _MIN_ROW_BYTES = 64 << 10
+
+# Prompt rows take an eighth of the slots' memory at most.
+_PROMPT_SHARE = 8
+
+# vLLM's moe_align_block_size takes fewer than 1024 experts.
+_MOST_ALL_ROWS = 992
 
 
 @dataclass(frozen=True)
@@ -36,12 +43,14 @@ class CachedLayer:
         num_experts: of the module; the first dimension of each of its tensors.
         num_slots: experts that the device holds, at most ``num_experts``.
         storages: names of the tensors, each with the bytes of all experts.
+        prompt_rows: experts beyond the slots that a prompt brings to the device, until the next layer does.
     """
 
     module_fqn: str
     num_experts: int
     num_slots: int
     storages: Mapping[str, int]
+    prompt_rows: int = 0
 
     def row_bytes(self, storage: str) -> int:
         """Bytes of one expert in ``storage``."""
@@ -58,9 +67,35 @@ class CachedLayer:
         Where few rows make whole pieces it is at the beginning of one, so that memory made before can be mapped there.
         """
         split = [self.row_bytes(name) for name in self.storages if self.is_split(name)]
-        least = max((-(-_whole(self.num_slots * row) // row) for row in split), default=self.num_slots)
+        least = self.first_prompt_row
+        if self.prompt_rows:
+            ends = {name: self.prompt_start(name) + self.prompt_bytes(name) for name in self.storages}
+            least = max(-(-ends[name] // self.row_bytes(name)) for name in self.storages if self.is_split(name))
         whole = math.lcm(*(PIECE_BYTES // math.gcd(row, PIECE_BYTES) for row in split))
         return -(-least // whole) * whole if whole <= _MOST_ROWS else least
+
+    @cached_property
+    def first_prompt_row(self) -> int:
+        """The first row behind the last piece of the slots, of all tensors alike."""
+        split = [self.row_bytes(name) for name in self.storages if self.is_split(name)]
+        return max((-(-_whole(self.num_slots * row) // row) for row in split), default=self.num_slots)
+
+    def prompt_start(self, storage: str) -> int:
+        """Bytes from the beginning of the range of ``storage`` to the memory of its prompt rows."""
+        return self.first_prompt_row * self.row_bytes(storage) // PIECE_BYTES * PIECE_BYTES
+
+    def prompt_bytes(self, storage: str) -> int:
+        """Device memory of the prompt rows of ``storage``: those of another layer with as many fit as well, wherever
+        in a piece they begin."""
+        if self.prompt_rows == 0 or not self.is_split(storage):
+            return 0
+        return _whole(self.prompt_rows * self.row_bytes(storage)) + PIECE_BYTES
+
+    @property
+    def prompt_memories(self) -> dict[str, tuple[int, int]]:
+        """By storage with prompt rows, the number of it in the layer and their bytes; layers have it in common."""
+        split = [name for name in self.storages if self.prompt_bytes(name)]
+        return {name: (index, self.prompt_bytes(name)) for index, name in enumerate(split)}
 
     @property
     def num_rows(self) -> int:
@@ -83,7 +118,7 @@ class CachedLayer:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory of all tensors."""
+        """Device memory of all tensors but for prompt rows, see :func:`cache_bytes`."""
         return sum(map(self.slots_bytes, self.storages))
 
     @property
@@ -113,7 +148,32 @@ def cached_layers(inventory: Inventory, names: Collection[str], num_slots: int) 
             tensor = storage.tensors[0]
             found.setdefault(tensor.locations[0].module, {})[storage.name] = storage.num_bytes
             num_experts[tensor.locations[0].module] = tensor.shape[0]
-    return [CachedLayer(fqn, num_experts[fqn], min(num_slots, num_experts[fqn]), sizes) for fqn, sizes in found.items()]
+    layers = [CachedLayer(fqn, num_experts[fqn], 1, sizes) for fqn, sizes in found.items()]
+    return with_slots(layers, num_slots)
+
+
+def with_slots(layers: Iterable[CachedLayer], num_slots: int) -> list[CachedLayer]:
+    """``layers`` with another number of slots, and the prompt rows that go with it."""
+    sized = [replace(layer, num_slots=min(num_slots, layer.num_experts)) for layer in layers]
+    room = sum(layer.device_bytes for layer in sized) // _PROMPT_SHARE
+    return [replace(layer, prompt_rows=_prompt_rows(layer, room)) for layer in sized]
+
+
+def _prompt_rows(layer: CachedLayer, room: int) -> int:
+    split = [layer.row_bytes(name) for name in layer.storages if layer.is_split(name)]
+    if not split:
+        return 0
+    fitting = (room - 3 * PIECE_BYTES * len(split)) // sum(split)  # each memory has up to three pieces more
+    useful = min(layer.num_experts - layer.num_slots, _MOST_ALL_ROWS - layer.num_experts - layer.num_slots)
+    return max(0, min(fitting, useful))
+
+
+def cache_bytes(layers: Iterable[CachedLayer]) -> int:
+    """Device memory of ``layers``, in which prompt rows exist once."""
+    layers = list(layers)
+    prompts = {memory for layer in layers for memory in layer.prompt_memories.values()}
+    # Memory that is mapped twice begins with a piece of its own: see MappedMemory.
+    return sum(layer.device_bytes for layer in layers) + sum(size + PIECE_BYTES for _, size in prompts)
 
 
 def why_not_cached(inventory: Inventory, names: Collection[str]) -> dict[str, str]:

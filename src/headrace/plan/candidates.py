@@ -36,7 +36,7 @@ import numpy.typing as npt
 
 from headrace.config import HOST_MODES, Budget, Mechanism, Mode, Place
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
-from headrace.plan.cached_experts import CachedLayer, cached_layers
+from headrace.plan.cached_experts import CachedLayer, cache_bytes, cached_layers
 from headrace.plan.cost_model import Bools, Floats, Forecaster, Ints, Rates, StepModel, experts_in, find_stages
 from headrace.plan.plan import SLAB_ALIGNMENT_BYTES, Plan, UnitDraft, assemble, slab_bytes
 from headrace.plan.schedule import RING_BYTES
@@ -500,8 +500,8 @@ class Family:
         # A unit that has its slot alone is copied once and stays.
         alone = np.arange(wanted)[:, None] + wanted >= num_units
         offloaded = moved + self._in_place_bytes(self.table.sizes) + sum(layer.num_bytes for layer in self.cached)
-        cache_bytes = sum(layer.device_bytes for layer in self.cached)
-        device_bytes = self.table.inventory.num_bytes - offloaded + slot_bytes.sum(0) + parts_bytes + cache_bytes
+        device_bytes = self.table.inventory.num_bytes - offloaded + slot_bytes.sum(0) + parts_bytes
+        device_bytes = device_bytes + cache_bytes(self.cached)
         return Memory(num_units, np.minimum(wanted, num_units), moved - (first * alone).sum(0), offloaded, device_bytes)
 
     def _in_place_bytes(self, sizes: Mapping[str, float]) -> Floats:

@@ -16,7 +16,7 @@ from headrace.config import Mechanism, Mode, Place
 from headrace.errors import OptionError
 from headrace.figures import counted, format_size
 from headrace.model.records import Inventory, StorageInfo
-from headrace.plan.cached_experts import CachedLayer, cached_layers, why_not_cached
+from headrace.plan.cached_experts import CachedLayer, cache_bytes, cached_layers, why_not_cached
 from headrace.plan.schedule import ENTRY_BYTES, MAX_ENTRIES, RingLayout, chain, lay_out_ring, slot_of
 from headrace.plan.serialize import load_json, require, require_same, save_json
 
@@ -218,7 +218,7 @@ class Plan:
     @property
     def cache_bytes(self) -> int:
         """Device memory for experts that come and go."""
-        return sum(layer.device_bytes for layer in self.cached)
+        return cache_bytes(self.cached)
 
     @property
     def offloaded_bytes(self) -> int:
@@ -342,7 +342,8 @@ class Plan:
                 )
             for name, why in why_not_cached(inventory, layer.storages).items():
                 raise OptionError(f"the plan caches {name}, which cannot be: {why}; {_REPLAN}")
-            if layer not in cached_layers(inventory, layer.storages, layer.num_slots):
+            there = cached_layers(inventory, layer.storages, layer.num_slots)
+            if [layer] != [replace(each, prompt_rows=layer.prompt_rows) for each in there]:
                 raise OptionError(f"the plan caches experts at {layer.module_fqn!r} that are not there; {_REPLAN}")
         for unit in self.units:
             # Several stores in one plan are host memory and others beside it (TwoStores).
@@ -659,7 +660,10 @@ def _cached_from(layer: Any, place: str) -> CachedLayer:
     require(type(experts) is int and experts > 0, f"{place}.num_experts", "a whole number of at least 1", experts)
     fits = type(slots) is int and 0 < slots <= experts
     require(fits, f"{place}.num_slots", f"1 to {experts}, the number of experts", slots)
-    return CachedLayer(layer["module_fqn"], experts, slots, _sizes_from(layer["storages"].items(), f"{place}.storages"))
+    rows = layer["prompt_rows"]
+    require(type(rows) is int and 0 <= rows < experts, f"{place}.prompt_rows", f"0 to {experts - 1}", rows)
+    sizes = _sizes_from(layer["storages"].items(), f"{place}.storages")
+    return CachedLayer(layer["module_fqn"], experts, slots, sizes, rows)
 
 
 def _sizes_from(items: Iterable[tuple[Any, Any]], place: str) -> dict[str, int]:

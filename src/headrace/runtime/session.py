@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.config import RANK_MODES, debug_enabled
 from headrace.errors import BudgetError, CheckpointError, OptionError, StateError, TransferError
-from headrace.experts.rows import CachedExperts, ExpertHook, ReadsRows
+from headrace.experts.rows import CachedExperts, ExpertHook, ReadsRows, Turn
 from headrace.figures import format_size, format_time
 from headrace.loading.loader import WeightLoader, require_weights
 from headrace.loading.read_pool import Progress
@@ -371,8 +371,9 @@ class OffloadSession(NotCopyable):
             if not plan.units:  # else there is one, which checks what a compiler traces
                 token = new_token(self._device)
                 self._hook(ForwardHook(self._model, self._model, [], None, token, self._promoter))
+        turn = Turn()
         for layer in plan.cached:
-            self._attach_cached(layer)
+            self._attach_cached(layer, turn)
         if plan.uva and plan.mode == "disk" and self._device.type == "cpu":
             # A page that a shorter file has no longer ends the program (SIGBUS, mmap(2)), so files are compared before.
             self._hooks.append(self._model.register_forward_pre_hook(self._compare_mapped_files, prepend=True))
@@ -424,14 +425,16 @@ class OffloadSession(NotCopyable):
         else:
             self._hook(ForwardHook(self._model, entry, self._units, prefetcher, token, promoter))
 
-    def _attach_cached(self, layer: CachedLayer) -> None:
+    def _attach_cached(self, layer: CachedLayer, turn: Turn) -> None:
         """Have the module of ``layer`` read its experts by rows; its own tensors rest."""
         from headrace.experts.cache import ExpertCache
 
         assert self._ranges is not None  # there are cached layers
         home = layer.first_row + torch.arange(layer.num_experts, device=self._device)
         rows = {name: self._ranges.rows(name) for name in layer.storages}
-        cache = ExpertCache(list(rows.values()), home, layer.num_slots)
+        first = layer.first_prompt_row
+        prompt_rows = range(first, first + layer.prompt_rows)
+        cache = ExpertCache(list(rows.values()), home, layer.num_slots, prompt_rows, turn)
         module, tensors = self._model.get_submodule(layer.module_fqn), {}
         for name, memory in rows.items():
             (tensor,) = self._bound[name].tensors

@@ -47,6 +47,9 @@ class ExpertRanges(Store):
         self._mapped = {
             name: memory for name in split if (memory := mappable(self._layer_of[name], name, held or {})) is not None
         }
+        on_gpu = device.type == "cuda"
+        prompts = {memory for layer in layers for memory in layer.prompt_memories.values()} if on_gpu else set()
+        self._prompts = {(index, size): MappedMemory(size, device, device) for index, size in prompts}
         self._pool = ThreadPoolExecutor(_THREADS, "headrace-ranges")
         self._ranges: dict[str, Future[SplitRange]] = {name: self._pool.submit(self._make, name) for name in split}
         filled = [name for name in self._layer_of if name not in self._mapped]
@@ -61,7 +64,9 @@ class ExpertRanges(Store):
     def _make(self, storage: str) -> SplitRange:
         layer = self._layer_of[storage]
         start, end = layer.host_start(storage), layer.range_bytes(storage)
-        return SplitRange(layer.slots_bytes(storage), start, end, self._device, host=self._mapped.get(storage))
+        memory = self._prompts.get(layer.prompt_memories.get(storage, (0, 0)))
+        common = None if memory is None else (layer.prompt_start(storage), memory)
+        return SplitRange(layer.slots_bytes(storage), start, end, self._device, self._mapped.get(storage), common)
 
     def _host(self, storage: str) -> torch.Tensor:
         if storage in self._small:
@@ -74,6 +79,7 @@ class ExpertRanges(Store):
         for made in self._ranges.values():
             made.result()
         self._mapped.clear()  # mapped a second time now
+        self._prompts.clear()
         self._pool.shutdown()
         for name, rows in self._small_rows.items():
             rows[-self._small[name].numel() :].copy_(self._small[name])
@@ -104,6 +110,7 @@ class ExpertRanges(Store):
         self._pool.shutdown(cancel_futures=True)
         self._ranges.clear()
         self._mapped.clear()
+        self._prompts.clear()
         self._small.clear()
         self._small_rows.clear()
 
