@@ -27,6 +27,7 @@ from transformers import (
     StaticCache,
 )
 from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+from transformers.masking_utils import create_masks_for_generate
 
 import plain_fp8
 import published_configs
@@ -324,10 +325,20 @@ class DecodeStep:
         self._position = torch.full((batch, 1), PROMPT_TOKENS, device=device)
         layers: Any = self._cache.layers
         self._lengths: list[Any] = [layer.cumulative_length for layer in layers]
+        self._mask: Any = None
+        if model.config._attn_implementation == "eager":  # it would copy a scalar from the host, which no graph may
+            self._return_to_prompt()
+            hidden = torch.empty(batch, 1, model.config.hidden_size, dtype=model.dtype, device=device)
+            self._mask = create_masks_for_generate(model.config, hidden, None, self._cache, self._position)
 
     def __call__(self) -> torch.Tensor:
         """Logits: [batch, 1, vocabulary]."""
+        self._return_to_prompt()
+        out = self._run(
+            self._token, attention_mask=self._mask, past_key_values=self._cache, position_ids=self._position
+        )
+        return out.logits
+
+    def _return_to_prompt(self) -> None:
         torch._foreach_zero_(self._lengths)
         torch._foreach_add_(self._lengths, PROMPT_TOKENS)
-        out = self._run(self._token, past_key_values=self._cache, position_ids=self._position)
-        return out.logits
