@@ -147,7 +147,7 @@ def engine_cells(row: dict[str, Any]) -> list[str]:
         "" if row["floor_ms"] is None else f"{row['floor_ms']:.2f}",
         "" if row["resident_ms"] is None else f"{row['resident_ms']:.2f}",
         f"{row['tokens_per_s']:.1f}",
-        f"{row['bytes_moved'] / 1e9:.2f}",
+        "" if row["bytes_moved"] is None else f"{row['bytes_moved'] / 1e9:.2f}",
         f"{row['start_s']:.1f}",
         "" if row["rss_bytes"] is None else f"{row['rss_bytes'] / 2**30:.2f}",
         "yes" if row["bit_equal"] else "NO",
@@ -292,7 +292,8 @@ EXPERTS_HEADINGS = (
 
 def experts_cells(row: dict[str, Any]) -> list[str]:
     missed = row["missed_bytes"]  # not counted in all cases
-    goal_ms = None if missed is None else missed / 50e9 * 1e3 + row["resident_ms"]
+    is_known = missed is not None and row["resident_ms"] is not None
+    goal_ms = missed / 50e9 * 1e3 + row["resident_ms"] if is_known else None
     return [
         row["shape"],
         str(row["layers"]),
