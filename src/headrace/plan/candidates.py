@@ -501,7 +501,8 @@ class Family:
         alone = np.arange(wanted)[:, None] + wanted >= num_units
         offloaded = moved + self._in_place_bytes(self.table.sizes) + sum(layer.num_bytes for layer in self.cached)
         device_bytes = self.table.inventory.num_bytes - offloaded + slot_bytes.sum(0) + parts_bytes
-        device_bytes = device_bytes + cache_bytes(self.cached)
+        if self.cached:
+            device_bytes = device_bytes + cache_bytes(self.cached)
         return Memory(num_units, np.minimum(wanted, num_units), moved - (first * alone).sum(0), offloaded, device_bytes)
 
     def _in_place_bytes(self, sizes: Mapping[str, float]) -> Floats:

@@ -218,7 +218,7 @@ class Plan:
     @property
     def cache_bytes(self) -> int:
         """Device memory for experts that come and go."""
-        return cache_bytes(self.cached)
+        return cache_bytes(self.cached) if self.cached else 0
 
     @property
     def offloaded_bytes(self) -> int:

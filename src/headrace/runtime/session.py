@@ -371,9 +371,10 @@ class OffloadSession(NotCopyable):
             if not plan.units:  # else there is one, which checks what a compiler traces
                 token = new_token(self._device)
                 self._hook(ForwardHook(self._model, self._model, [], None, token, self._promoter))
-        turn = Turn()
-        for layer in plan.cached:
-            self._attach_cached(layer, turn)
+        if plan.cached:
+            turn = Turn()
+            for layer in plan.cached:
+                self._attach_cached(layer, turn)
         if plan.uva and plan.mode == "disk" and self._device.type == "cpu":
             # A page that a shorter file has no longer ends the program (SIGBUS, mmap(2)), so files are compared before.
             self._hooks.append(self._model.register_forward_pre_hook(self._compare_mapped_files, prepend=True))
