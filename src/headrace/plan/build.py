@@ -31,7 +31,7 @@ from headrace.figures import format_size
 from headrace.model.patterns import matching
 from headrace.model.records import Inventory, ModelProfile, StorageInfo
 from headrace.plan.alternatives import Alternative, Alternatives, Point, curve
-from headrace.plan.cached_experts import cached_layers, with_slots
+from headrace.plan.cached_experts import cache_bytes, cached_layers, with_slots
 from headrace.plan.candidates import CandidateTable, Family, MappedFiles, Spill, mean_log
 from headrace.plan.cost_model import (
     NOMINAL_CPU,
@@ -484,17 +484,19 @@ def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None) -> P
 
 def _with_more_experts(plan: Plan, device_bytes: int) -> Plan:
     """``plan`` with as many slots for experts as ``device_bytes`` have room for, spread evenly over the layers."""
-    layers, left = list(plan.cached), device_bytes - plan.device_bytes
-    growing = True
-    while growing:
-        growing = False
-        for index, layer in enumerate(layers):
-            larger = replace(layer, num_slots=min(layer.num_slots + 1, layer.num_experts))
-            more = larger.device_bytes - layer.device_bytes
-            if larger != layer and more <= left:
-                layers[index], left, growing = larger, left - more, True
-    needed = max((layer.num_experts - layer.num_slots for layer in layers), default=0)
-    return replace(plan, cached=tuple(replace(layer, prompt_rows=min(layer.prompt_rows, needed)) for layer in layers))
+    if not plan.cached:
+        return plan
+    room = device_bytes - plan.device_bytes + plan.cache_bytes
+    counts = range(plan.cached[0].num_slots, max(layer.num_experts for layer in plan.cached) + 1)
+    fitting = bisect_right(counts, room, key=lambda count: cache_bytes(with_slots(plan.cached, count)))
+    layers = with_slots(plan.cached, counts[max(0, fitting - 1)])
+    left = room - cache_bytes(layers)
+    for index, layer in enumerate(layers):
+        larger = replace(layer, num_slots=min(layer.num_slots + 1, layer.num_experts))
+        more = larger.device_bytes - layer.device_bytes
+        if more <= left:
+            layers[index], left = larger, left - more
+    return replace(plan, cached=tuple(layers))
 
 
 def _too_small(table: CandidateTable, budget: Budget) -> BudgetError:
