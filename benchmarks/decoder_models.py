@@ -204,9 +204,12 @@ CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
         **published_configs.LLAMA_3_3_70B,
         quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True},
     ),
-    # In bf16, as transformers runs MXFP4 without the package kernels. Its window of 128 tokens would be full, and move
-    # on with every step.
-    "gpt-oss-20b": partial(GptOssConfig, **published_configs.GPT_OSS_20B | {"sliding_window": MAX_CACHE_TOKENS}),
+    # In bf16, as transformers runs MXFP4 without the package kernels, with the experts that generate() decodes with.
+    # Its window of 128 tokens would be full, and move on with every step.
+    "gpt-oss-20b": partial(
+        GptOssConfig,
+        **published_configs.GPT_OSS_20B | {"sliding_window": MAX_CACHE_TOKENS, "experts_implementation": "batched_mm"},
+    ),
 }
 
 
