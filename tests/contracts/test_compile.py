@@ -85,6 +85,28 @@ class Halves(nn.Module):
         return torch.cat(halves)
 
 
+class Passing(nn.Module):
+    """Its layers use what they are given, and hand it on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Passed() for _ in range(3))
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        total = torch.zeros_like(left)
+        for layer in self.layers:
+            left, right, total = layer(left, right, total)
+        return left, right, total
+
+
+class Passed(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(DIM, DIM)
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return left, right, total + super().forward(left) + super().forward(right)
+
+
 def num_graphs() -> int:
     assert not counters["graph_break"]
     return counters["stats"]["unique_graphs"]
@@ -176,6 +198,24 @@ class TestInductor:
             for forwards in (1, 2):
                 assert_same_bits(model(x), expected)
                 assert_moved(handle, forwards)
+
+    def test_inputs_that_a_layer_uses_and_returns(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It may have written them, so its release follows what does. Older versions of Inductor would misread them."""
+        model, (left, right) = Passing(), torch.randn(12, DIM)[4:].chunk(2)
+        policy = headrace.Prefetch(1, 1, 2, params=["ALL_MODEL_PARAMS"])
+        expected = model(left, right)
+        with offload_over(model, policy, SlowLink()) as handle:
+            monkeypatch.setattr("headrace.runtime.hooks._MISREADS_OFFSETS", True)
+            compiled = torch.compile(model, fullgraph=True)
+            with pytest.raises(Exception, match=r"begins inside of its storage.*give the model a copy of it"):
+                compiled(left, right)
+            found = compiled(left.clone(), right.clone())
+            torch._dynamo.reset()
+            if torch.__version__ >= "2.13":
+                monkeypatch.setattr("headrace.runtime.hooks._MISREADS_OFFSETS", False)
+                found = compiled(left, right)
+            assert handle.stats().bytes_moved > 0
+        torch.testing.assert_close(found, expected)
 
     def test_kinds_of_layers_do_not_share_the_recompile_limit(self) -> None:
         """Each class has four versions, its hooks have one each: 12 layers, and torch keeps 8 versions of a code."""

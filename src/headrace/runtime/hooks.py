@@ -652,11 +652,18 @@ _define("begin", "Tensor tag, Tensor(a!) token", _enter)
 _define("join", "Tensor tag, Tensor(a!) token, Tensor[] inputs", _leave)
 
 
+# Inductor takes the offset of as_strided from where a graph input begins, instead of where its storage does.
+_MISREADS_OFFSETS = torch.__version__ < "2.13"
+
+
 def _leave_out_graph_inputs() -> None:
     """Take from the wait or release just traced what its graph is given, and has not computed.
 
     Where layers are compiled one by one a hook is a graph of its own, whose inputs may be views of one storage.
-    Inductor copies such an input if an op writes it, and torch 2.11 copies from the wrong offset.
+    Inductor copies such an input if an op writes it, before torch 2.13 from the wrong offset.
+
+    Raises:
+        StateError: such an input is left, because the graph may have written it in place.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -673,7 +680,15 @@ def _leave_out_graph_inputs() -> None:
         is_used = any(user.target not in ops for user in tensor.users)
         return tensor.op == "placeholder" and (node.target is torch.ops.headrace.wait or not is_used)
 
-    node.args = (*others, [tensor for tensor in ordered if not is_given(tensor)])
+    left = [tensor for tensor in ordered if not is_given(tensor)]
+    for tensor in left if _MISREADS_OFFSETS else ():
+        if tensor.op == "placeholder" and tensor.meta["example_value"].storage_offset() != 0:
+            raise StateError(
+                f"a module returns {tensor.name}, an input of the compiled code that begins inside of its storage, and "
+                f"torch {torch.__version__} would read it elsewhere: give the model a copy of it (.clone()), or use "
+                f"torch 2.13 or newer"
+            )
+    node.args = (*others, left)
 
 
 _leave_out_graph_inputs._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.stay_in_slots
