@@ -22,8 +22,8 @@ _PROGRAMS, _BLOCK = 32, 4096
 _WORDS = {8: tl.int64, 1: tl.uint8}
 _IDS, _OTHERS = 1024, 32  # of a prompt there are thousands of ids
 
-# With more ids for each expert a kernel has several blocks of tokens for it, and each of them would read it in host
-# memory. Copying it once is faster.
+# With more ids for each expert a kernel has several blocks of tokens for it, each of which would read it in host
+# memory. To copy it once is faster.
 _IDS_OF_A_BLOCK = 32
 
 
@@ -35,8 +35,7 @@ class CacheCounts:
         steps: calls of :meth:`ExpertCache.admit`.
         hits: experts that a step found in slots; each counts once a step.
         fetched: experts that were copied into slots.
-        in_place: experts for which no slot was free. Kernels read them in host memory; a prompt copies them, for itself
-            alone.
+        in_place: experts for which no slot was free: kernels read them in host memory, or in a prompt row.
         evicted: experts that gave up their slot for another one.
     """
 
@@ -53,7 +52,7 @@ class ExpertCache:
     Attributes:
         location: [E]: the row of every expert now; -1: of another rank.
         num_slots: rows of slots; at most as many as there are experts here.
-        turn: of all layers that have memory in common.
+        turn: of all layers that share memory with this one.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class ExpertCache:
             home: int32 or int64 [E] on the device: the row of each expert that is not in a slot; -1: another rank has
                 it. ``location`` has the same dtype.
             num_slots: at least 1.
-            prompt_rows: rows behind the slots, in memory that other layers may have, too.
+            prompt_rows: rows behind the slots, in memory that other layers may share.
             turn: of the layers that do; ``None``: there are none.
         """
         device = home.device
@@ -104,7 +103,7 @@ class ExpertCache:
         """Bring the experts ``ids`` into slots, as far as there are any, and change :attr:`location` accordingly.
 
         Of a prompt, which has many ids, those without a slot are copied into prompt rows, which hold until the next
-        call for a layer that has the same.
+        call for a layer that shares them.
 
         Args:
             ids: int32 or int64 on the device, any shape, contiguous; what is no expert of this rank is left out.

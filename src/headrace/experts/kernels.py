@@ -3,7 +3,7 @@
 Both run on the stream of the forward without the host, so a CUDA graph can hold them. A layer has E experts and S
 slots. Its tensors are each one range of rows: rows 0 to S - 1 are slots in device memory, and from row H on lie the
 experts in host memory. ``location[e]`` is the row at which expert e is read: its slot, or its own row. Between them P
-prompt rows may lie in device memory that all layers have in common: a prompt reads there what has no slot.
+prompt rows may lie in device memory that all layers share: a prompt reads there what has no slot.
 """
 
 from __future__ import annotations

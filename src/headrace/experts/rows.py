@@ -84,7 +84,7 @@ class RowMap(Protocol):
     Attributes:
         location: int64 [experts] on the device.
         num_slots: experts that the device holds.
-        turn: of all layers that have memory in common.
+        turn: of all layers that share memory with this one.
     """
 
     location: torch.Tensor

@@ -40,7 +40,7 @@ class MappedMemory(RawMemory):
         Args:
             num_bytes: a multiple of 2 MiB.
             device: a GPU.
-            peer: whose memory it is: another one that ``device`` can address, or itself; ``None``: it is the host's.
+            peer: whose memory it is, ``device`` itself or one that it can address; ``None``: the host's.
 
         Raises:
             BudgetError: there is no room.
@@ -77,7 +77,7 @@ class SplitRange:
         num_bytes: int,
         device: torch.device,
         host: MappedMemory | None = None,
-        common: tuple[int, MappedMemory] | None = None,
+        shared: tuple[int, MappedMemory] | None = None,
     ) -> None:
         """
         Args:
@@ -86,7 +86,7 @@ class SplitRange:
             num_bytes: of the range. All three are multiples of 2 MiB.
             device: a CPU has one memory: there all bytes are ordinary memory.
             host: the host memory, where it is there already and is mapped a second time; ``None``: it is made.
-            common: memory of the device that other ranges have, too, and where it begins, between the two memories.
+            shared: where memory of the device begins that other ranges map as well, between the two memories; and it.
 
         Raises:
             BudgetError, OptionError: as :class:`MappedMemory`.
@@ -95,7 +95,7 @@ class SplitRange:
             self.whole = torch.empty(num_bytes, dtype=torch.uint8)
             self.host = self.whole[host_start:]
             return
-        mapped = _Mapped(device_bytes, host_start, num_bytes, device, host, common)
+        mapped = _Mapped(device_bytes, host_start, num_bytes, device, host, shared)
         self.whole = torch.as_tensor(RawMemory(mapped.address, num_bytes, keeps=mapped), device=device)
         far = RawMemory(mapped.address + host_start, num_bytes - host_start, keeps=mapped)
         self.host = torch.from_numpy(np.asarray(far))
@@ -115,7 +115,7 @@ class _Mapped:
         num_bytes: int,
         device: torch.device,
         far: _Far,
-        common: tuple[int, MappedMemory] | None = None,
+        shared: tuple[int, MappedMemory] | None = None,
     ) -> None:
         # One of torch's own requirements where it is built for CUDA; by name, since it is nowhere else.
         self._driver: Any = import_module("cuda.bindings.driver")
@@ -134,8 +134,9 @@ class _Mapped:
                 place, readers = self._location(kinds.CU_MEM_LOCATION_TYPE_DEVICE, far.index), [on_device]
             self.address = int(self._call("cuMemAddressReserve", num_bytes, 0, 0, 0))
             self._map(0, device_bytes, on_device, [on_device])
-            if common is not None:
-                self._map(common[0], common[1].num_bytes, on_device, [on_device], common[1])
+            if shared is not None:
+                start, memory = shared
+                self._map(start, memory.num_bytes, on_device, [on_device], memory)
             made = far if isinstance(far, MappedMemory) else None
             self._map(far_start, num_bytes - far_start, place, readers, made)
 

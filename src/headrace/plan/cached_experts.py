@@ -1,8 +1,8 @@
 """Layers of experts of which a part lies on the device at a time: their tensors, and where rows of these lie.
 
 Each tensor of such a layer is one range of rows: rows 0 to S - 1 are slots on the device, the next ones prompt rows,
-and from row H on lie all experts in host memory. Prompt rows are on the device, in memory that all layers have in
-common: a prompt copies experts there that have no slot. CUDA maps memory in pieces of 2 MiB, so prompt rows and H begin
+and from row H on lie all experts in host memory. Prompt rows are on the device, in memory that all layers share: a
+prompt copies experts there that have no slot. CUDA maps memory in pieces of 2 MiB, so prompt rows and H begin
 at the first row at which the pieces of two memories are apart; what is between is not mapped. Tensors with small rows
 (scales, zero points, biases) have the same rows, all of them on the device.
 """
@@ -31,7 +31,7 @@ _MIN_ROW_BYTES = 64 << 10
 _PROMPT_SHARE = 8
 
 # vLLM's moe_align_block_size takes fewer than 1024 experts.
-_MOST_ALL_ROWS = 992
+_MOST_KERNEL_ROWS = 992
 
 
 @dataclass(frozen=True)
@@ -85,15 +85,14 @@ class CachedLayer:
         return self.first_prompt_row * self.row_bytes(storage) // PIECE_BYTES * PIECE_BYTES
 
     def prompt_bytes(self, storage: str) -> int:
-        """Device memory of the prompt rows of ``storage``: those of another layer with as many fit as well, wherever
-        in a piece they begin."""
+        """Device memory of the prompt rows of ``storage``, of the same size wherever in a piece they begin."""
         if self.prompt_rows == 0 or not self.is_split(storage):
             return 0
         return _whole(self.prompt_rows * self.row_bytes(storage)) + PIECE_BYTES
 
     @property
     def prompt_memories(self) -> dict[str, tuple[int, int]]:
-        """By storage with prompt rows, the number of it in the layer and their bytes; layers have it in common."""
+        """By storage with prompt rows: its index in the layer, and their bytes. Layers share those that are equal."""
         split = [name for name in self.storages if self.prompt_bytes(name)]
         return {name: (index, self.prompt_bytes(name)) for index, name in enumerate(split)}
 
@@ -164,7 +163,7 @@ def _prompt_rows(layer: CachedLayer, room: int) -> int:
     if not split:
         return 0
     fitting = (room - 3 * PIECE_BYTES * len(split)) // sum(split)  # each memory has up to three pieces more
-    useful = min(layer.num_experts - layer.num_slots, _MOST_ALL_ROWS - layer.num_experts - layer.num_slots)
+    useful = min(layer.num_experts - layer.num_slots, _MOST_KERNEL_ROWS - layer.num_experts - layer.num_slots)
     return max(0, min(fitting, useful))
 
 

@@ -65,8 +65,8 @@ class ExpertRanges(Store):
         layer = self._layer_of[storage]
         start, end = layer.host_start(storage), layer.range_bytes(storage)
         memory = self._prompts.get(layer.prompt_memories.get(storage, (0, 0)))
-        common = None if memory is None else (layer.prompt_start(storage), memory)
-        return SplitRange(layer.slots_bytes(storage), start, end, self._device, self._mapped.get(storage), common)
+        shared = None if memory is None else (layer.prompt_start(storage), memory)
+        return SplitRange(layer.slots_bytes(storage), start, end, self._device, self._mapped.get(storage), shared)
 
     def _host(self, storage: str) -> torch.Tensor:
         if storage in self._small:
