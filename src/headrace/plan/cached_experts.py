@@ -16,7 +16,15 @@ from functools import cached_property
 
 from headrace.model.records import Inventory, StorageInfo
 
-__all__ = ["PIECE_BYTES", "CachedLayer", "cache_bytes", "cached_layers", "why_not_cached", "with_slots"]
+__all__ = [
+    "PIECE_BYTES",
+    "CachedLayer",
+    "cache_bytes",
+    "cached_layers",
+    "prompt_memories",
+    "why_not_cached",
+    "with_slots",
+]
 
 # cuMemGetAllocationGranularity of device and host memory alike, on every GPU so far.
 PIECE_BYTES = 2 << 20
@@ -60,25 +68,29 @@ class CachedLayer:
         """Whether ``storage`` lies in two memories; else all of it is on the device."""
         return self.row_bytes(storage) >= _MIN_ROW_BYTES
 
+    @property
+    def split_row_bytes(self) -> list[int]:
+        """Bytes of one expert in each tensor that lies in two memories."""
+        return [self.row_bytes(name) for name in self.storages if self.is_split(name)]
+
     @cached_property
     def first_row(self) -> int:
         """The row of expert 0 in host memory, of all tensors alike.
 
         Where few rows make whole pieces it is at the beginning of one, so that memory made before can be mapped there.
         """
-        split = [self.row_bytes(name) for name in self.storages if self.is_split(name)]
         least = self.first_prompt_row
-        if self.prompt_rows:
-            ends = {name: self.prompt_start(name) + self.prompt_bytes(name) for name in self.storages}
-            least = max(-(-ends[name] // self.row_bytes(name)) for name in self.storages if self.is_split(name))
-        whole = math.lcm(*(PIECE_BYTES // math.gcd(row, PIECE_BYTES) for row in split))
+        for name in self.prompt_memories:
+            end = self.prompt_start(name) + self.prompt_bytes(name)
+            least = max(least, -(-end // self.row_bytes(name)))
+        whole = math.lcm(*(PIECE_BYTES // math.gcd(row, PIECE_BYTES) for row in self.split_row_bytes))
         return -(-least // whole) * whole if whole <= _MOST_ROWS else least
 
     @cached_property
     def first_prompt_row(self) -> int:
         """The first row behind the last piece of the slots, of all tensors alike."""
-        split = [self.row_bytes(name) for name in self.storages if self.is_split(name)]
-        return max((-(-_whole(self.num_slots * row) // row) for row in split), default=self.num_slots)
+        ends = (-(-_whole(self.num_slots * row) // row) for row in self.split_row_bytes)
+        return max(ends, default=self.num_slots)
 
     def prompt_start(self, storage: str) -> int:
         """Bytes from the beginning of the range of ``storage`` to the memory of its prompt rows."""
@@ -159,7 +171,7 @@ def with_slots(layers: Iterable[CachedLayer], num_slots: int) -> list[CachedLaye
 
 
 def _prompt_rows(layer: CachedLayer, room: int) -> int:
-    split = [layer.row_bytes(name) for name in layer.storages if layer.is_split(name)]
+    split = layer.split_row_bytes
     if not split:
         return 0
     fitting = (room - 3 * PIECE_BYTES * len(split)) // sum(split)  # each memory has up to three pieces more
@@ -170,9 +182,14 @@ def _prompt_rows(layer: CachedLayer, room: int) -> int:
 def cache_bytes(layers: Iterable[CachedLayer]) -> int:
     """Device memory of ``layers``, in which prompt rows exist once."""
     layers = list(layers)
-    prompts = {memory for layer in layers for memory in layer.prompt_memories.values()}
     # Memory that is mapped twice begins with a piece of its own: see MappedMemory.
-    return sum(layer.device_bytes for layer in layers) + sum(size + PIECE_BYTES for _, size in prompts)
+    prompts_bytes = sum(size + PIECE_BYTES for _, size in prompt_memories(layers))
+    return sum(layer.device_bytes for layer in layers) + prompts_bytes
+
+
+def prompt_memories(layers: Iterable[CachedLayer]) -> set[tuple[int, int]]:
+    """The memories that ``layers`` share, see :attr:`CachedLayer.prompt_memories`."""
+    return {memory for layer in layers for memory in layer.prompt_memories.values()}
 
 
 def why_not_cached(inventory: Inventory, names: Collection[str]) -> dict[str, str]:

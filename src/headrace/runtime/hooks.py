@@ -55,7 +55,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headrace.errors import ModelChangedError, OutsideAccessError, StateError
 from headrace.model.live_tensors import BoundStorage, live_tensors, resident_rule
-from headrace.runtime.outside_use import NotCopyable, Promoter
+from headrace.runtime.outside_use import NotCopyable, Promoter, traced_graph
 from headrace.runtime.prefetcher import Prefetcher, release_left
 from headrace.runtime.slot import Reader
 
@@ -663,13 +663,10 @@ def _leave_out_graph_inputs() -> None:
     Inductor copies such an input if an op writes it, before torch 2.13 from the wrong offset.
 
     Raises:
-        StateError: such an input is left, because the graph may have written it in place.
+        StateError: such an input is kept, because the graph may have written it in place.
     """
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        graph = InstructionTranslator.current_tx().output.graph
-    except AttributeError:  # torch.export without Dynamo
+    graph = traced_graph()
+    if graph is None:
         return
     node = next(iter(reversed(graph.nodes)))
     *others, ordered = node.args
@@ -680,15 +677,15 @@ def _leave_out_graph_inputs() -> None:
         is_used = any(user.target not in ops for user in tensor.users)
         return tensor.op == "placeholder" and (node.target is torch.ops.headrace.wait or not is_used)
 
-    left = [tensor for tensor in ordered if not is_given(tensor)]
-    for tensor in left if _MISREADS_OFFSETS else ():
+    kept = [tensor for tensor in ordered if not is_given(tensor)]
+    for tensor in kept if _MISREADS_OFFSETS else ():
         if tensor.op == "placeholder" and tensor.meta["example_value"].storage_offset() != 0:
             raise StateError(
                 f"a module returns {tensor.name}, an input of the compiled code that begins inside of its storage, and "
                 f"torch {torch.__version__} would read it elsewhere: give the model a copy of it (.clone()), or use "
                 f"torch 2.13 or newer"
             )
-    node.args = (*others, left)
+    node.args = (*others, kept)
 
 
 _leave_out_graph_inputs._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.stay_in_slots

@@ -33,7 +33,7 @@ from headrace.model.live_tensors import BoundStorage, BoundTensor, GiveBack, res
 from headrace.plan.plan import Plan
 from headrace.stores.store import Store, new_buffer
 
-__all__ = ["NotCopyable", "Promoter", "StateGuard", "TableGuard", "place_of"]
+__all__ = ["NotCopyable", "Promoter", "StateGuard", "TableGuard", "place_of", "traced_graph"]
 
 _log = logging.getLogger(__name__)
 
@@ -212,11 +212,8 @@ class Promoter(NotCopyable):
             OutsideAccessError: an operator takes a tensor in a slot, or a view of it, before its unit's wait or after
                 its release, or its module returns a view of it.
         """
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-
-        try:
-            graph: fx.Graph = InstructionTranslator.current_tx().output.graph
-        except AttributeError:  # torch.export without Dynamo
+        graph = traced_graph()
+        if graph is None:
             return
         tensors = [tensor for storage in self._bound.values() for tensor in storage.tensors]
         in_slot = {id(tensor.tensor): tensor for tensor in tensors if tensor.in_slot is not None}
@@ -300,6 +297,17 @@ class Promoter(NotCopyable):
                 f"{storage.info.name} is used {_OUTSIDE}, and {self._device} has no memory for it: leave more to it, "
                 f"or {_fix(storage.tensors[0])}"
             ) from error
+
+
+def traced_graph() -> fx.Graph | None:
+    """What Dynamo has traced so far; ``None`` under another tracer, such as that of torch.export without Dynamo."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        graph: fx.Graph = InstructionTranslator.current_tx().output.graph
+    except AttributeError:
+        return None
+    return graph
 
 
 def _check_graph(graph: fx.Graph, by_storage: Mapping[int, BoundTensor], tables: set[int]) -> None:

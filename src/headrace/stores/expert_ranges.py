@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from headrace.memory.split_range import MappedMemory, SplitRange
-from headrace.plan.cached_experts import CachedLayer
+from headrace.plan.cached_experts import CachedLayer, prompt_memories
 from headrace.stores.pinned_host import Held
 from headrace.stores.sources import ByteRange, Copy
 from headrace.stores.store import Store, new_buffer
@@ -47,8 +47,7 @@ class ExpertRanges(Store):
         self._mapped = {
             name: memory for name in split if (memory := mappable(self._layer_of[name], name, held or {})) is not None
         }
-        on_gpu = device.type == "cuda"
-        prompts = {memory for layer in layers for memory in layer.prompt_memories.values()} if on_gpu else set()
+        prompts = prompt_memories(layers) if device.type == "cuda" else ()
         self._prompts = {(index, size): MappedMemory(size, device, device) for index, size in prompts}
         self._pool = ThreadPoolExecutor(_THREADS, "headrace-ranges")
         self._ranges: dict[str, Future[SplitRange]] = {name: self._pool.submit(self._make, name) for name in split}
