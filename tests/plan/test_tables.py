@@ -55,6 +55,8 @@ OTHER_FIELDS = {
     "experts-vllm-fp8": _EXPERTS,
     "experts-vllm-prompts": _EXPERTS,
     "admission": {"case", "experts", "slots", "layers", "admit_and_fetch_us", "admit_us", "same_state"},
+    "experts-vllm-prompt-memory": {"case", "planned_device_bytes", "cache_bytes", "host_pinned_bytes"},
+    "experts-vllm-rounding": {"case", "run", "values"},
     "experts-vllm-memory": {"case", "planned_device_bytes", "host_pinned_bytes", "experts_bytes", "bytes_moved"},
     "experts-vllm-starts": {"shape", "layers", "round", "case", "start_s", "added_host_bytes", "added_rss_bytes"},
     "experts-launch": {"case", "programs", "block", "warps", "us_and_gb_per_s"},
@@ -74,7 +76,7 @@ OTHER_FIELDS = {
 # Nothing was computed there, or the run ended before bits were compared, which the report says.
 NOTHING_COMPARED = {
     "policies", "host-memory", "ranges", "experts-launch", "experts-vllm-memory", "experts-vllm-starts", "pipelines",
-    "admission",
+    "admission", "experts-vllm-prompt-memory", "experts-vllm-rounding",
     "smallest", "starts-wan", "starts-flux",
 }  # fmt: skip
 
