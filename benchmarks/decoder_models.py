@@ -323,7 +323,12 @@ class DecodeStep:
         generator = torch.Generator(device=device).manual_seed(batch)
         vocabulary = model.config.vocab_size
         prompt = torch.randint(0, vocabulary, (batch, PROMPT_TOKENS), device=device, generator=generator)
+        of_steps = model.config._experts_implementation
+        if of_steps == "batched_mm":  # it copies the experts of each token, so generate() has others for the prompt
+            model.set_experts_implementation("grouped_mm")
         model(prompt, past_key_values=self._cache, logits_to_keep=1)
+        if of_steps == "batched_mm":
+            model.set_experts_implementation(of_steps)
         self._token = torch.randint(0, vocabulary, (batch, 1), device=device, generator=generator)
         self._position = torch.full((batch, 1), PROMPT_TOKENS, device=device)
         layers: Any = self._cache.layers
