@@ -1,21 +1,25 @@
 """vLLM on two GPUs, split in four ways, offloaded by flags and by a budget: bits, bytes and steps.
 
-    python benchmarks/vllm_parallel.py OUT_FOLDER [--kinds links tp pp ep dp] [--cases still flags ...] [--work FOLDER]
+    python benchmarks/vllm_parallel.py OUT [--kinds links tp pp ep moe-tp dp] [--cases still flags ...] [--work FOLDER]
 
 ======  ======================================================================================================
 links   no vLLM: each link alone, and both at once, as budgets are planned with; kept for the engines that follow
 tp      tensor parallel, 8 layers of Qwen3-8B's shape
 pp      pipeline parallel, the same model
 ep      a mixture of experts (Qwen3-30B-A3B's layers, half of the experts) with expert parallel
+moe-tp  the same mixture of experts, tensor parallel
 dp      two engines of the dense model: a copy each, and one copy for both
 ======  ======================================================================================================
 
 The engines of a kind start at once and are measured in turns. ``still`` has the boundaries of ``flags``, and
-``...budget-still`` those of ``...budget``: nothing moves there, and tokens and log-probabilities of the other
-have to be the same to the last bit, or the exit code is 1. A step is the difference between 33 tokens and one. Its
-floor is the step of the engine in which nothing moves, or the bytes of the rank that moves most at the rate of its link
-beside the others. Host memory is the proportional set size of all processes of an engine. A case whose row is in
-OUT_FOLDER is not run again.
+``...-still`` those of ``...`` (``budget``; ``cache`` has half of a rank's experts on the GPU): nothing moves there, and
+tokens and log-probabilities of the other have to be the same to the last bit, or the exit code is 1. A step is the
+difference between 33 tokens and one. Its floor is the step of the engine in which nothing moves, or the bytes of the
+rank that moves most at the rate of its link beside the others. Host memory is the proportional set size of all
+processes of an engine. A case whose row is in OUT is not run again.
+
+With ``--one-gpu`` both ranks run on the first GPU, which shows bits and bytes; steps then have the time slices of two
+processes in them. NCCL 2.30 or newer allows it with ``NCCL_MULTI_RANK_GPU_ENABLE=1``.
 """
 
 from __future__ import annotations
@@ -48,6 +52,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "tp": {"tensor_parallel_size": 2},
     "pp": {"pipeline_parallel_size": 2},
     "ep": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+    "moe-tp": {"tensor_parallel_size": 2},
     "dp": {"data_parallel_size": 2},
 }
 SHAPES = {
@@ -64,12 +69,19 @@ TINY = {
 }
 TINY |= {"vocab_size": 2000, "moe_intermediate_size": 256, "num_experts": 8, "torch_dtype": "float32"}
 # Device memory for the weights of each rank, about what the flags leave there; all of them have 2.6, 2.6, 3.0 and 5.2.
-BUDGETS_GIB = {"tp": 2.4, "pp": 2.1, "ep": 2.65, "dp": 4.8}
+BUDGETS_GIB = {"tp": 2.4, "pp": 2.1, "ep": 2.65, "dp": 4.2}
+CACHE_GIB = 2.4
 CASES = ("still", "flags", "budget-still", "budget")
-CASES_OF = {"dp": ("still", "flags", "shared", "shared-budget-still", "shared-budget")}
+CACHE_CASES = ("cache-still", "cache")
+CASES_OF = {
+    "ep": (*CASES, *CACHE_CASES),
+    "moe-tp": CACHE_CASES,
+    "dp": ("still", "flags", "shared", "shared-budget-still", "shared-budget"),
+}
 LOADS = ((1, 128), (16, 300))  # sequences, tokens of each prompt
 STEPS, ROUNDS = 32, 3
 START_S, ANSWER_S = 240.0, 60.0
+_ONE_GPU = "VLLM_PARALLEL_ONE_GPU"
 
 
 def main() -> None:
@@ -78,6 +90,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=["links", *KINDS], default=["links", *KINDS])
     parser.add_argument("--cases", nargs="+", help="of each kind; default all")
     parser.add_argument("--work", type=Path, default=Path("build/vllm-parallel"), help="for models and caches")
+    parser.add_argument("--one-gpu", action="store_true", help="for bits and bytes without a second GPU")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--child", metavar="KIND/CASE", help=argparse.SUPPRESS)
     parser.add_argument("--answers", type=int, help=argparse.SUPPRESS)
@@ -177,6 +190,7 @@ class _Engine:
         self.log = given.out / f"vllm-parallel-{kind}-{case}.log"
         command = [sys.executable, __file__, str(given.out), "--child", self.name, "--answers", str(theirs)]
         command += ["--work", str(given.work), *["--tiny"] * given.tiny]
+        environment = _environment(given) | ({_ONE_GPU: "1"} if given.one_gpu else {})
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
                 command,
@@ -184,7 +198,7 @@ class _Engine:
                 stdout=log,
                 stderr=log,
                 text=True,
-                env=_environment(given),
+                env=environment,
                 pass_fds=[theirs],
                 start_new_session=True,
             )
@@ -257,6 +271,7 @@ def _engines(kind: str, cases: list[str], given: argparse.Namespace) -> Iterator
 def _serve(given: argparse.Namespace) -> None:
     kind, case = given.child.split("/")
     answers = os.fdopen(given.answers, "w")
+    _share_gpu()
     begin = time.perf_counter()
     engine = (_Replicas if kind == "dp" else _Offline)(_arguments(kind, case, given))
     facts = {"start_s": time.perf_counter() - begin, "ranks": engine.stats()}
@@ -273,12 +288,26 @@ def __getattr__(name: str) -> Any:
     if name not in ("Worker", "TinyWorker"):
         raise AttributeError(name)
     use_seeded_weights()
+    _share_gpu()
     module = importlib.import_module("headrace.adapters.vllm" if name == "Worker" else "vllm_cpu_engine")
     return module.Worker
 
 
+def _share_gpu() -> None:
+    """With ``--one-gpu``, in each process: vLLM finds two GPUs, and each of them is the first."""
+    if _ONE_GPU not in os.environ:
+        return
+    import torch
+    from vllm.platforms import current_platform
+
+    platform: Any = type(current_platform)
+    platform.device_id_to_physical_device_id = classmethod(lambda cls, device_id: 0)
+    platform.device_count = classmethod(lambda cls: 2)
+    torch.accelerator.device_count = lambda: 2
+
+
 def _arguments(kind: str, case: str, given: argparse.Namespace) -> dict[str, Any]:
-    shape = "moe" if kind == "ep" else "dense"
+    shape = "moe" if kind in ("ep", "moe-tp") else "dense"
     folder = given.work.resolve() / shape
     folder.mkdir(parents=True, exist_ok=True)
     config = {**SHAPES[shape], **(TINY if given.tiny else {})}
@@ -289,6 +318,10 @@ def _arguments(kind: str, case: str, given: argparse.Namespace) -> dict[str, Any
     if "budget" in case:
         size = 9 * 2**10 if given.tiny else int(BUDGETS_GIB[kind] * 2**20)
         flags, own = {}, {**own, "device_memory": f"{size}KiB", "batch": [rows for rows, _ in LOADS]}
+    if "cache" in case:
+        held = SHAPES[shape]["num_experts"] // (2 if kind == "ep" else 1)  # by a rank
+        flags = {"moe_backend": "triton"}
+        own |= {"device_memory": f"{CACHE_GIB}GiB", "rules": ["experts=cache"], "expert_slots": held // 2}
     if "shared" in case:
         own |= {"mode": "shm_cpu", "replicas": 2}
     return {
@@ -302,6 +335,7 @@ def _arguments(kind: str, case: str, given: argparse.Namespace) -> dict[str, Any
         "enable_prefix_caching": False,
         "disable_log_stats": True,
         "compilation_config": {"cudagraph_capture_sizes": [1, 16], **ONE_ROUNDING},
+        "disable_custom_all_reduce": _ONE_GPU in os.environ,  # it asks NVML how two GPUs are connected
         "worker_cls": f"vllm_parallel.{'Tiny' * given.tiny}Worker",
         "additional_config": {"headrace": own} if own else {},
         **flags,
@@ -432,7 +466,7 @@ def _table(out: Path) -> list[str]:
         lines.append(f"link {row['rank']}: {rates} GB/s")
     link = min((row["together"][max(row["together"], key=int)] for row in links), default=55.5e9)
     columns = "    ms spread    still   floor  share  MB moved, by rank  GiB host  start s  bits"
-    lines.append(f"kind {'case':19} {'load':8} {columns}")
+    lines.append(f"kind   {'case':19} {'load':8} {columns}")
     for row in (row for row in rows if row["kind"] != "links"):
         same = [each for each in rows if each["kind"] == row["kind"]]
         still = _reference(row, same)
@@ -441,7 +475,7 @@ def _table(out: Path) -> list[str]:
         for load, ms in row["ms"].items():
             floor = max(max(moved) / link * 1e3, still["ms"][load] if still else 0.0)
             lines.append(
-                f"{row['kind']:4} {row['case']:19} {load:8} {ms:6.2f} {row['spread_ms'][load]:6.2f} "
+                f"{row['kind']:6} {row['case']:19} {load:8} {ms:6.2f} {row['spread_ms'][load]:6.2f} "
                 f"{still['ms'][load] if still else 0.0:8.2f} {floor:7.2f} {floor / ms:6.1%}  "
                 f"{' '.join(f'{b / 1e6:.1f}' for b in moved):17} {row['pss_bytes'] / 2**30:9.2f} "
                 f"{row['start_s']:8.1f}  {found}"
@@ -462,7 +496,7 @@ def _compared(row: dict[str, Any], still: dict[str, Any] | None) -> str:
         return "nothing to compare with"
     units = [rank["units"] for rank in row["ranks"]]
     others = "" if units == [rank["units"] for rank in still["ranks"]] else ", other units"
-    if row["kind"] in ("tp", "ep") and units[0] != units[-1]:
+    if row["kind"] in ("tp", "ep", "moe-tp") and units[0] != units[-1]:
         others += ", RANKS DIFFER"
     mine, theirs = (chain.from_iterable(each["bits"]["logprobs"]) for each in (row, still))
     same, worst = row["bits"] == still["bits"], max(abs(a - b) for a, b in zip(mine, theirs, strict=True))
