@@ -6,7 +6,7 @@ Kernels run in Triton's interpreter, on a CPU, where a range has one memory.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -118,6 +118,20 @@ class TestBits:
             assert_same_bits(model(x), expected)
             assert handle.stats().bytes_moved > 0
 
+    def test_compiled_calls_that_do_not_depend_on_each_other(self) -> None:
+        """A compiler may move ops, but no admission before the reads of the one before: two slots hold one call's."""
+        model = Shared().eval()
+        calls = [(torch.randn(2, 24), torch.tensor(ids)) for ids in ([[0, 1], [1, 0]], [[2, 3], [3, 2]], [[4, 5]] * 2)]
+        policy = Rules([("*.up", "cache")], expert_slots=2)
+        with torch.inference_mode():
+            with boundaries(model, policy):
+                expected = torch.compile(model, fullgraph=True)(calls)
+            torch._dynamo.reset()
+            with headrace.offload(model, policy) as handle:
+                assert_same_bits(torch.compile(model, fullgraph=True)(calls), expected)
+                assert handle.stats().experts[0].evicted > 0
+        torch._dynamo.reset()
+
     def test_two_threads(self) -> None:
         """One slot: each thread evicts what the other has just admitted, unless it waits."""
         model = Experts().eval()
@@ -155,7 +169,60 @@ class TestBits:
                 model.up.data.zero_()
 
 
+class Shared(nn.Module):
+    """One module of experts for several calls, each with ids of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Asked()
+
+    def forward(self, calls: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        return torch.stack([self.experts(x, ids).sin() for x, ids in calls]).sum(0)
+
+
+class Asked(nn.Module):
+    """Asks for the rows of its ids in ``parts``, and calls ``between`` before it reads them."""
+
+    def __init__(self, parts: int = 1, between: nn.Module | None = None) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(6, 32, 24))
+        self.parts, self.between = parts, between
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        found = [headrace.expert_rows(self, part) for part in ids.chunk(self.parts)]
+        if self.between is not None:
+            x = x + self.between(x, ids).sum()
+        up = torch.cat([experts.up[rows] for experts, rows in found])
+        return torch.einsum("bkoi,bi->bo", up, x)
+
+
+class FromOutside(nn.Module):
+    """Asks for the rows of two children before it reads the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Asked(), Asked()
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        found = [headrace.expert_rows(child, ids) for child in (self.first, self.second)]
+        return sum((torch.einsum("bkoi,bi->bo", e.up[rows], x) for e, rows in found), torch.zeros(()))
+
+
 class TestRefusals:
+    @pytest.mark.parametrize("make", [lambda: Asked(2), lambda: Asked(1, Asked()), FromOutside])
+    @pytest.mark.parametrize("compiled", [False, True])
+    def test_experts_that_could_leave_before_they_are_read(self, make: Callable[[], nn.Module], compiled: bool) -> None:
+        model, x, ids = make().eval(), torch.randn(2, 24), torch.tensor([[0, 1], [2, 3]])
+        run = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
+        with torch.inference_mode():
+            expected = model(x, ids)
+            with headrace.offload(model, Rules([("*up", "cache")], expert_slots=2)):
+                for _ in range(2):
+                    with pytest.raises(Exception, match=r"call headrace.expert_rows once in the forward of the module"):
+                        run(x, ids)
+            assert_same_bits(model(x, ids), expected)
+        torch._dynamo.reset()
+
     def test_sums_in_the_order_of_the_experts(self) -> None:
         with pytest.raises(OptionError, match=r"run by 'eager', and cached experts need one of grouped_mm, batched_mm"):
             headrace.offload(qwen("eager"), cached(3))

@@ -125,7 +125,7 @@ class Layers(nn.Module):
 
 @torch.no_grad()
 def test_prompts_have_memory_in_common() -> None:
-    """In eager mode, in a graph, and on two streams at once, with small steps between."""
+    """In eager mode, in graphs of one stream and of two, and on two streams at once, with small steps between."""
     model = Layers().to(CUDA).eval()
     torch.manual_seed(1)
     prompts, steps = (
@@ -133,6 +133,7 @@ def test_prompts_have_memory_in_common() -> None:
         for n in (300, 2)
     )
     expected = [model(*each) for each in (*prompts, *steps)]
+    of_layers = [[layer(*each) for layer in (*model.layers[::2], *model.layers[1::2])] for each in prompts]
     before = torch.cuda.mem_get_info(CUDA)[0]
     plan = build_plan(take_inventory(model), Rules([("up", "cache"), ("scale", "cache")], expert_slots=8))
     plan = replace(plan, cached=tuple(replace(layer, prompt_rows=8) for layer in plan.cached))
@@ -153,6 +154,20 @@ def test_prompts_have_memory_in_common() -> None:
             found += [captured.clone(), model(*step)]
         assert_same_bits(found, [each for pair in zip(expected[:4], expected[4:], strict=True) for each in pair])
         del graph
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(CUDA)
+        with torch.cuda.graph(graph):
+            main = torch.cuda.current_stream()
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                forked = [layer(x, ids) for layer in model.layers[::2]]
+            forked += [layer(x, ids) for layer in model.layers[1::2]]
+            main.wait_stream(side)
+        for prompt, wanted in zip(prompts, of_layers, strict=True):
+            x.copy_(prompt[0])
+            ids.copy_(prompt[1])
+            graph.replay()
+            assert_same_bits(forked, wanted)
+        del graph, forked
         streams = [torch.cuda.Stream(CUDA) for _ in range(2)]
         torch.cuda.synchronize()
         found = []

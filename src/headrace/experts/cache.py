@@ -75,7 +75,7 @@ class ExpertCache:
         """
         device = home.device
         self.num_slots = num_slots
-        self.turn = turn or Turn()
+        self.turn = turn or Turn(device)
         self._prompt_rows = prompt_rows
         self._num_experts = home.numel()
         self._rows = tuple(rows)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from headrace.errors import OptionError, StateError
 from headrace.model.memory_profile import ROW_IMPLEMENTATIONS, chosen_implementation
@@ -48,34 +50,49 @@ def expert_rows(module: nn.Module, ids: torch.Tensor) -> tuple[Any, torch.Tensor
 
     Returns:
         ``module`` and ``ids`` themselves unless its experts are cached.
+
+    Raises:
+        StateError: a cache may replace experts that are still to be read, because this is not the only call in the
+            forward of ``module``.
     """
     cached = getattr(module, _CACHED, None)
     if cached is None:
         return module, ids
-    rows: torch.Tensor = torch.ops.headrace.expert_rows(cached.cache.location, ids)
+    if torch.compiler.is_compiling():
+        _require_reads_traced()
+    else:
+        _admissions.begin(cached)
+    rows: torch.Tensor = torch.ops.headrace.expert_rows(cached.cache.turn.token, cached.cache.location, ids)
     return cached.twin, rows
 
 
 class Turn:
-    """From admission until the experts are read no other thread, and no other stream, may bring others.
+    """From admission until the experts are read, no other thread or stream and no op that a compiler moves admits.
 
     Attributes:
         lock: held by the thread that launches.
         stream: of the latest run; ``None`` before the first.
+        token: what the ops of compiled code declare as mutated. int64 [1].
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.lock = threading.RLock()
         self.stream: torch.cuda.Stream | None = None
+        self.token = torch.zeros(1, dtype=torch.int64, device=device)
 
     def follow(self, device: torch.device) -> None:
         """Let the current stream wait until the latest run, on another one, has read its experts."""
-        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        if device.type != "cuda":
             return
         stream = torch.cuda.current_stream(device)
-        if self.stream is not None and stream != self.stream:
+        if self.stream is not None and stream != self.stream and _captures(stream) == _captures(self.stream):
             stream.wait_stream(self.stream)
         self.stream = stream
+
+
+def _captures(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
 
 
 class RowMap(Protocol):
@@ -120,10 +137,10 @@ class ExpertKernels(Protocol):
 class NoCache:
     """Every expert stays in its own row: the reference of a cache under a compiler (contract 1)."""
 
-    def __init__(self, num_experts: int, device: torch.device) -> None:
-        self.location = torch.arange(num_experts, device=device)
+    def __init__(self, num_experts: int, turn: Turn) -> None:
+        self.location = torch.arange(num_experts, device=turn.token.device)
         self.num_slots = num_experts
-        self.turn = Turn()
+        self.turn = turn
 
     def admit(self, ids: torch.Tensor) -> torch.Tensor:
         """Nothing moves."""
@@ -157,19 +174,28 @@ class CachedExperts:
             vars(self._module)["forward"] = self._own_forward
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-            return self._run(*args, **kwargs)
         if torch.compiler.is_compiling():
-            raise StateError(
-                f"compiled code of a model with cached experts has to run without gradients, found "
-                f"{type(self._module).__name__} with them: call it under torch.inference_mode() or torch.no_grad()"
-            )
-        with self.cache.turn.lock:
+            return self._forward_compiled(*args, **kwargs)
+        with self.cache.turn.lock, _admissions.of_forward(self):
             self.cache.turn.follow(self.cache.location.device)
             if not torch.is_grad_enabled():
                 return self._run(*args, **kwargs)
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 return self._run(*args, **kwargs)
+
+    def _forward_compiled(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise StateError(
+                f"compiled code of a model with cached experts has to run without gradients, found "
+                f"{type(self._module).__name__} with them: call it under torch.inference_mode() or torch.no_grad()"
+            )
+        output = self._run(*args, **kwargs)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        # A graph would copy an input that it writes.
+        made = [tensor for tensor in made if all(tensor is not other for other in given)]
+        torch.ops.headrace.experts_read(self.cache.turn.token, made)
+        return output
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if chosen_implementation(self._module) is None:
@@ -188,6 +214,61 @@ class CachedExperts:
                 f"expected forwards alone, since headrace is for inference; call remove() before training"
             )
         return saved
+
+
+class _Admissions(threading.local):
+    """Admissions of this thread's forwards, outside of compiled code."""
+
+    def __init__(self) -> None:
+        self._running: CachedExperts | None = None  # the innermost forward
+        self._has_admitted = False
+
+    @contextmanager
+    def of_forward(self, cached: CachedExperts) -> Iterator[None]:
+        """The forward of the module of ``cached``, which may admit once."""
+        if self._has_admitted:
+            raise _not_alone(cached)
+        outer, self._running = self._running, cached
+        try:
+            yield
+        finally:
+            self._running, self._has_admitted = outer, False
+
+    def begin(self, cached: CachedExperts) -> None:
+        """An admission; the experts are read until the forward ends."""
+        if self._running is not cached or self._has_admitted:
+            raise _not_alone(cached)
+        self._has_admitted = True
+
+
+_admissions = _Admissions()
+
+
+def _require_reads_traced() -> None:
+    """Raise ``StateError`` if what Dynamo has traced so far ends between an admission and the end of its reads."""
+    from headrace.runtime.outside_use import traced_graph
+
+    graph = traced_graph()
+    if graph is None:
+        return
+    admit, read = torch.ops.headrace.expert_rows, torch.ops.headrace.experts_read
+    for node in reversed(graph.nodes):
+        if node.target is admit:
+            raise _not_alone(None)
+        if node.target is read:
+            return
+
+
+_require_reads_traced._dynamo_marked_constant = True  # type: ignore[attr-defined] # run while tracing
+
+
+def _not_alone(cached: CachedExperts | None) -> StateError:
+    name = "a module" if cached is None else type(cached._module).__name__
+    return StateError(
+        f"experts of {name} would be admitted outside of its forward, or between an earlier admission and the end of "
+        f"that forward, when experts to be read could leave: call headrace.expert_rows once in the forward of the "
+        f"module itself, with all ids"
+    )
 
 
 def require_rows(module: nn.Module) -> None:
@@ -224,11 +305,13 @@ def _twin(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
 _by_location: weakref.WeakValueDictionary[int, RowMap] = weakref.WeakValueDictionary()
 
 _library = torch.library.Library("headrace", "FRAGMENT")
-# Nothing is declared as mutated: what reads an expert depends on its row, so it comes after this in any order.
-_library.define("expert_rows(Tensor location, Tensor ids) -> Tensor")
+# What reads an expert depends on its row, so it comes after its admission, and before what returns the outputs. The
+# next admission comes after that because of the token.
+_library.define("expert_rows(Tensor(a!) token, Tensor location, Tensor ids) -> Tensor")
+_library.define("experts_read(Tensor(a!) token, Tensor(b!)[] outputs) -> ()")
 
 
-def _expert_rows(location: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def _expert_rows(token: torch.Tensor, location: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     cache = _by_location.get(location.data_ptr())
     if cache is None:
         raise StateError(
@@ -238,4 +321,6 @@ def _expert_rows(location: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 _library.impl("expert_rows", _expert_rows, "CompositeExplicitAutograd")
-torch.library.register_fake("headrace::expert_rows", lambda location, ids: torch.empty_like(ids), lib=_library)
+torch.library.register_fake("headrace::expert_rows", lambda token, location, ids: torch.empty_like(ids), lib=_library)
+_library.impl("experts_read", lambda token, outputs: None, "CompositeExplicitAutograd")
+torch.library.register_fake("headrace::experts_read", lambda token, outputs: None, lib=_library)

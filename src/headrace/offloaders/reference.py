@@ -9,7 +9,7 @@ from torch import nn
 
 from headrace.config import Policy
 from headrace.errors import StateError
-from headrace.experts.rows import CachedExperts, ExpertHook, NoCache, ReadsRows
+from headrace.experts.rows import CachedExperts, ExpertHook, NoCache, ReadsRows, Turn
 from headrace.offloaders.layerwise import EngineOffloader
 from headrace.plan.plan import Plan
 from headrace.runtime.hooks import CalledForwardHook, ForwardHook, UnitHook, new_token, unhooked_modules
@@ -54,11 +54,12 @@ def _boundaries_of(prepared: Prepared, entry: nn.Module, reads_rows: ReadsRows =
             hooks.append(units[-1])
         kind = CalledForwardHook if model in unhooked else ForwardHook
         hooks.append(kind(model, entry, units, None, token, unhooked=model in unhooked))
+        turn = Turn(prepared.device)
         for layer in prepared.plan.cached:
             module = model.get_submodule(layer.module_fqn)
             bound = [tensor for name in layer.storages for tensor in prepared.bound[name].tensors]
             tensors = {tensor.places[0][1].attr: tensor.tensor.detach() for tensor in bound}
-            hooks.append(reads_rows(module, tensors, NoCache(layer.num_experts, prepared.device)))
+            hooks.append(reads_rows(module, tensors, NoCache(layer.num_experts, turn)))
         for hook in hooks:
             hook.attach()
         yield

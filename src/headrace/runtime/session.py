@@ -372,7 +372,7 @@ class OffloadSession(NotCopyable):
                 token = new_token(self._device)
                 self._hook(ForwardHook(self._model, self._model, [], None, token, self._promoter))
         if plan.cached:
-            turn = Turn()
+            turn = Turn(self._device)
             for layer in plan.cached:
                 self._attach_cached(layer, turn)
         if plan.uva and plan.mode == "disk" and self._device.type == "cpu":
