@@ -136,7 +136,7 @@ class ExpertStats:
         steps: runs of the module.
         hits: experts that were on the device.
         fetched: experts that were copied to the device.
-        in_place: experts for which no slot was free: read in host memory, or in a prompt row (copied once).
+        in_place: experts for which no slot was free: read in host memory, or in a overflow row (copied once).
         evicted: experts that gave up their slot for another one.
     """
 

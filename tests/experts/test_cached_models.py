@@ -59,21 +59,21 @@ class TestBits:
                 assert layer.in_place >= (2 if num_slots == 1 else 1)  # the first step reads one in place anyway
         assert_same_bits(outputs(model), expected)
 
-    def test_a_prompt(self) -> None:
-        """Experts without a slot are read in prompt rows, and what came before and after is as it was."""
+    def test_more_ids_than_slots(self) -> None:
+        """Experts without a slot are read in overflow rows, and what came before and after is as it was."""
         model, ids = qwen(num_hidden_layers=4), torch.arange(160).remainder(100)[None]
         with torch.inference_mode():
-            expected = [model(ids[:, :n]).logits for n in (8, 160, 8)]
+            expected = [model(ids[:, :n]).logits for n in (2, 160, 2)]
             plan = build_plan(take_inventory(model), cached(4))
-            plan = replace(plan, cached=tuple(replace(layer, prompt_rows=2) for layer in plan.cached))
+            plan = replace(plan, cached=tuple(replace(layer, overflow_rows=2) for layer in plan.cached))
             with headrace.offload(model, plan) as handle:
                 layer = handle.plan.cached[0]
-                rows = handle._session._caches[0][1]._rows[0][layer.first_prompt_row :][:2].zero_()
-                assert_same_bits(model(ids[:, :8]).logits, expected[0])
+                rows = handle._session._caches[0][1]._rows[0][layer.first_overflow_row :][:2].zero_()
+                assert_same_bits(model(ids[:, :2]).logits, expected[0])
                 assert not rows.any()
                 assert_same_bits(model(ids).logits, expected[1])
                 assert rows.any(1).all()
-                assert_same_bits(model(ids[:, :8]).logits, expected[2])
+                assert_same_bits(model(ids[:, :2]).logits, expected[2])
                 assert handle.stats().experts[0].in_place > 2
 
     def test_biases_and_other_mechanisms(self) -> None:
@@ -299,28 +299,28 @@ class TestLayout:
                 assert fewer < num_slots or any(ends)
                 assert layer.host_bytes <= layer.num_bytes + 2 * len(split) * PIECE_BYTES
 
-    def test_prompt_rows_lie_between_the_memories(self) -> None:
+    def test_overflow_rows_lie_between_the_memories(self) -> None:
         """In memory that layers with as many of them have in common, also where they have other slots."""
-        for row, prompt_rows in ((11_534_336, 3), (8_294_400, 2), (70_001, 5), (2_100_000, 1)):
+        for row, overflow_rows in ((11_534_336, 3), (8_294_400, 2), (70_001, 5), (2_100_000, 1)):
             memories = set()
-            for num_slots in range(1, 9 - prompt_rows):
-                layer = CachedLayer("experts", 8, num_slots, {"w": 8 * row}, prompt_rows)
-                first, end = layer.first_prompt_row * row, (layer.first_prompt_row + prompt_rows) * row
-                start = layer.prompt_start("w")
+            for num_slots in range(1, 9 - overflow_rows):
+                layer = CachedLayer("experts", 8, num_slots, {"w": 8 * row}, overflow_rows)
+                first, end = layer.first_overflow_row * row, (layer.first_overflow_row + overflow_rows) * row
+                start = layer.overflow_start("w")
                 assert layer.slots_bytes("w") <= start <= first
                 assert start % PIECE_BYTES == 0
-                assert end <= start + layer.prompt_bytes("w") <= layer.host_start("w")
-                memories.add(layer.prompt_memories["w"])
+                assert end <= start + layer.overflow_bytes("w") <= layer.host_start("w")
+                memories.add(layer.overflow_memories["w"])
             assert len(memories) == 1
 
-    def test_prompt_rows_take_a_small_part_of_the_cache(self) -> None:
+    def test_overflow_rows_take_a_small_part_of_the_cache(self) -> None:
         layer = CachedLayer("experts", 64, 1, {"w13": 64 * 11_534_336, "w2": 64 * 5_767_168, "scale": 64 * 512})
         layers = [replace(layer, module_fqn=str(index)) for index in range(26)]
         for num_slots in (1, 8, 32, 63, 64):
             sized = with_slots(layers, num_slots)
             slots_bytes = sum(each.device_bytes for each in sized)
             assert cache_bytes(sized) <= slots_bytes * 9 / 8
-            assert sized[0].prompt_rows == 64 - num_slots or num_slots < 32
+            assert sized[0].overflow_rows == 64 - num_slots or num_slots < 32
             assert (cache_bytes(sized) > slots_bytes) == (num_slots < 64)
         many = CachedLayer("experts", 512, 1, {"w": 512 * 11_534_336})
         assert with_slots([many] * 40, 256)[0].num_rows < 1024

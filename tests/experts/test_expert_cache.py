@@ -27,10 +27,10 @@ class Model:
     last_used: dict[int, int] = field(default_factory=dict)  # slot: step
     counts: list[int] = field(default_factory=lambda: [0, 0, 0, 0, 0])
     uses: dict[int, int] = field(default_factory=dict)
-    prompt_rows: range = range(0)
+    overflow_rows: range = range(0)
 
     def admit(self, ids: list[int]) -> dict[int, int]:
-        """Returns the prompt row of each expert that has one in this step."""
+        """Returns the overflow row of each expert that has one in this step."""
         chosen = sorted({i for i in ids if 0 <= i < self.num_experts} - self.away)
         step = self.counts[0] + 1
         hits = [expert for expert in chosen if expert in self.held]
@@ -47,8 +47,7 @@ class Model:
         self.counts[3] += len(missing) - len(taken)
         self.counts[4] = self.counts[2] - len(self.held)
         self.uses |= {expert: self.uses.get(expert, 0) + 1 for expert in chosen}
-        is_prompt = len(ids) > 32 * self.num_experts
-        return dict(zip(missing[len(taken) :], self.prompt_rows, strict=False)) if is_prompt else {}
+        return dict(zip(missing[len(taken) :], self.overflow_rows, strict=False)) if len(ids) > self.num_slots else {}
 
 
 class Rig:
@@ -60,11 +59,11 @@ class Rig:
         num_slots: int,
         away: frozenset[int] = frozenset(),
         dtype: torch.dtype = torch.int32,
-        num_prompt_rows: int = 0,
+        num_overflow_rows: int = 0,
     ) -> None:
-        # A range may have rows between slots and prompt rows, and between these and experts.
-        prompt_rows = range(num_slots + 2, num_slots + 2 + num_prompt_rows)
-        first = prompt_rows.stop + 1
+        # A range may have rows between slots and overflow rows, and between these and experts.
+        overflow_rows = range(num_slots + 2, num_slots + 2 + num_overflow_rows)
+        first = overflow_rows.stop + 1
         home = torch.arange(num_experts, dtype=dtype) + first
         home[sorted(away)] = -1
         shapes = (16, 48, 40016, 6)  # bytes of a row; one takes two blocks, one is not aligned
@@ -72,19 +71,19 @@ class Rig:
         for tensor in self.rows:
             tensor[first:] = torch.randint(0, 256, tensor[first:].shape, dtype=torch.uint8)
         self.experts = [tensor[first:].clone() for tensor in self.rows]
-        self.cache = ExpertCache(self.rows, home, num_slots, prompt_rows)
-        self.model = Model(num_experts, num_slots, away, prompt_rows=prompt_rows)
+        self.cache = ExpertCache(self.rows, home, num_slots, overflow_rows)
+        self.model = Model(num_experts, num_slots, away, overflow_rows=overflow_rows)
 
     def step(self, ids: torch.Tensor) -> None:
         rows = self.cache.admit(ids)
-        prompt_row = self.model.admit(ids.flatten().tolist())
+        overflow_row = self.model.admit(ids.flatten().tolist())
         location = self.cache.location.tolist()
-        now = {expert: prompt_row.get(expert, row) for expert, row in enumerate(location)}
+        now = {expert: overflow_row.get(expert, row) for expert, row in enumerate(location)}
         assert (rows.dtype, rows.shape) == (ids.dtype, ids.shape)
         assert rows.tolist() == [now.get(i, i) for i in ids.tolist()]
-        for expert, row in prompt_row.items():
+        for expert, row in overflow_row.items():
             for tensor, bytes_of in zip(self.rows, self.experts, strict=True):
-                assert torch.equal(tensor[row], bytes_of[expert]), f"expert {expert} in prompt row {row}"
+                assert torch.equal(tensor[row], bytes_of[expert]), f"expert {expert} in overflow row {row}"
                 tensor[row] = 0  # another layer may write there
         home = self.cache._home.tolist()
         for expert, row in enumerate(location):
@@ -105,19 +104,19 @@ def workloads(draw: st.DrawFn) -> tuple[int, int, int, frozenset[int], list[torc
     num_slots = draw(st.integers(1, num_experts))
     away = draw(st.frozensets(st.integers(0, num_experts - 1), max_size=num_experts // 2))
     ids = st.integers(-2, num_experts + 1)  # padding, and what is no expert
-    num_prompt_rows = draw(st.integers(0, num_experts - num_slots))
+    num_overflow_rows = draw(st.integers(0, num_experts - num_slots))
     step = st.lists(ids, max_size=20) | st.lists(ids, min_size=1, max_size=20).map(lambda some: some * 400)
     steps = draw(st.lists(step, min_size=1, max_size=8))
     dtype = draw(st.sampled_from([torch.int32, torch.int64]))
-    return num_experts, num_slots, num_prompt_rows, away, [torch.tensor(step, dtype=dtype) for step in steps]
+    return num_experts, num_slots, num_overflow_rows, away, [torch.tensor(step, dtype=dtype) for step in steps]
 
 
 @settings(max_examples=40, deadline=None)
 @given(workloads())
 def test_equals_its_model(workload: tuple[int, int, int, frozenset[int], list[torch.Tensor]]) -> None:
     """Every chosen expert is read where its bytes are, none is held twice, and no slot in use is given away."""
-    num_experts, num_slots, num_prompt_rows, away, steps = workload
-    rig = Rig(num_experts, num_slots, away, steps[0].dtype, num_prompt_rows)
+    num_experts, num_slots, num_overflow_rows, away, steps = workload
+    rig = Rig(num_experts, num_slots, away, steps[0].dtype, num_overflow_rows)
     for ids in steps:
         rig.step(ids)
 
@@ -139,8 +138,8 @@ def test_twice_the_same_step(num_slots: int, ids: list[int], counts: CacheCounts
     assert rig.cache.counts() == counts
 
 
-def test_a_prompt_copies_what_has_no_slot() -> None:
-    rig = Rig(8, 3, num_prompt_rows=4)
+def test_a_large_step_copies_what_has_no_slot() -> None:
+    rig = Rig(8, 3, num_overflow_rows=4)
     for ids in ([0, 1, 2], [*range(8)] * 33, [5], [*range(8)] * 33, [7, 7, 6] * 100):
         rig.step(torch.tensor(ids, dtype=torch.int32))
     assert rig.cache.counts().in_place > 0

@@ -136,7 +136,7 @@ def test_prompts_have_memory_in_common() -> None:
     of_layers = [[layer(*each) for layer in (*model.layers[::2], *model.layers[1::2])] for each in prompts]
     before = torch.cuda.mem_get_info(CUDA)[0]
     plan = build_plan(take_inventory(model), Rules([("up", "cache"), ("scale", "cache")], expert_slots=8))
-    plan = replace(plan, cached=tuple(replace(layer, prompt_rows=8) for layer in plan.cached))
+    plan = replace(plan, cached=tuple(replace(layer, overflow_rows=8) for layer in plan.cached))
     with headrace.offload(model, plan) as handle:
         torch.cuda.empty_cache()
         freed = torch.cuda.mem_get_info(CUDA)[0] - before

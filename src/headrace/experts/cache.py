@@ -22,10 +22,6 @@ _PROGRAMS, _BLOCK = 32, 4096
 _WORDS = {8: tl.int64, 1: tl.uint8}
 _IDS, _OTHERS = 1024, 32  # of a prompt there are thousands of ids
 
-# With more ids for each expert a kernel has several blocks of tokens for it, each of which would read it in host
-# memory. To copy it once is faster.
-_IDS_OF_A_BLOCK = 32
-
 
 @dataclass(frozen=True)
 class CacheCounts:
@@ -35,7 +31,7 @@ class CacheCounts:
         steps: calls of :meth:`ExpertCache.admit`.
         hits: experts that a step found in slots; each counts once a step.
         fetched: experts that were copied into slots.
-        in_place: experts for which no slot was free: kernels read them in host memory, or in a prompt row.
+        in_place: experts for which no slot was free: kernels read them in host memory, or in a overflow row.
         evicted: experts that gave up their slot for another one.
     """
 
@@ -60,7 +56,7 @@ class ExpertCache:
         rows: Sequence[torch.Tensor],
         home: torch.Tensor,
         num_slots: int,
-        prompt_rows: range = range(0),
+        overflow_rows: range = range(0),
         turn: Turn | None = None,
     ) -> None:
         """
@@ -70,20 +66,20 @@ class ExpertCache:
             home: int32 or int64 [E] on the device: the row of each expert that is not in a slot; -1: another rank has
                 it. ``location`` has the same dtype.
             num_slots: at least 1.
-            prompt_rows: rows behind the slots, in memory that other layers may share.
+            overflow_rows: rows behind the slots, in memory that other layers may share.
             turn: of the layers that do; ``None``: there are none.
         """
         device = home.device
         self.num_slots = num_slots
         self.turn = turn or Turn(device)
-        self._prompt_rows = prompt_rows
+        self._overflow_rows = overflow_rows
         self._num_experts = home.numel()
         self._rows = tuple(rows)
         self._home = home
         self.location = home.clone()
-        self._expert_in = torch.full((max(num_slots, prompt_rows.stop),), -1, dtype=torch.int32, device=device)
+        self._expert_in = torch.full((max(num_slots, overflow_rows.stop),), -1, dtype=torch.int32, device=device)
         self._last_used = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._fetched = torch.zeros(1 + num_slots + len(prompt_rows), dtype=torch.int32, device=device)
+        self._fetched = torch.zeros(1 + num_slots + len(overflow_rows), dtype=torch.int32, device=device)
         self._uses = torch.zeros(home.numel(), dtype=torch.int64, device=device)
         self._counters = torch.zeros(5, dtype=torch.int64, device=device)
         self._chosen = torch.zeros(home.numel(), dtype=torch.int64, device=device)
@@ -102,8 +98,8 @@ class ExpertCache:
     def admit(self, ids: torch.Tensor) -> torch.Tensor:
         """Bring the experts ``ids`` into slots, as far as there are any, and change :attr:`location` accordingly.
 
-        Of a prompt, which has many ids, those without a slot are copied into prompt rows, which hold until the next
-        call for a layer that shares them.
+        Of more ids than slots, those without a slot are copied into overflow rows, which hold until the next call for
+        a layer that shares them: kernels may read an expert several times, and some read host memory slowly.
 
         Args:
             ids: int32 or int64 on the device, any shape, contiguous; what is no expert of this rank is left out.
@@ -112,7 +108,6 @@ class ExpertCache:
             the row of each, of the shape and dtype of ``ids``; what is no expert stays as it is.
         """
         rows = torch.empty_like(ids)
-        is_prompt = ids.numel() > _IDS_OF_A_BLOCK * self._num_experts
         admit_kernel[(1,)](
             ids,
             rows,
@@ -132,8 +127,8 @@ class ExpertCache:
             BLOCK_SLOTS=triton.next_power_of_2(self.num_slots),
             BLOCK_IDS=_IDS,
             BLOCK_OTHERS=_OTHERS,
-            PROMPT_ROWS=len(self._prompt_rows) if is_prompt else 0,
-            FIRST_PROMPT_ROW=self._prompt_rows.start,
+            OVERFLOW_ROWS=len(self._overflow_rows) if ids.numel() > self.num_slots else 0,
+            FIRST_OVERFLOW_ROW=self._overflow_rows.start,
         )
         for word, table in self._tables:
             fetch_kernel[(_PROGRAMS,)](

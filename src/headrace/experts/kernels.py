@@ -3,7 +3,7 @@
 Both run on the stream of the forward without the host, so a CUDA graph can hold them. A layer has E experts and S
 slots. Its tensors are each one range of rows: rows 0 to S - 1 are slots in device memory, and from row H on lie the
 experts in host memory. ``location[e]`` is the row at which expert e is read: its slot, or its own row. Between them P
-prompt rows may lie in device memory that all layers share: a prompt reads there what has no slot.
+overflow rows may lie in device memory that all layers share: a large step reads there what has no slot.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def admit_kernel(
     num_ids,
     home,  # [E]: the row of each expert in host memory; -1: another rank has it
     location,  # [E], of the same dtype
-    expert_in,  # int32 [S] or [first prompt row + P]: the expert in each slot; -1: empty
+    expert_in,  # int32 [S] or [first overflow row + P]: the expert in each slot; -1: empty
     last_used,  # int64 [S]: the step in which each slot was last used
     fetched,  # int32 [1 + S + P]: how many experts this step fetches, then their rows
     counters,  # int64 [5]: steps, hits, experts fetched into slots, experts without a slot, experts that lost theirs
@@ -34,13 +34,13 @@ def admit_kernel(
     BLOCK_SLOTS: tl.constexpr,
     BLOCK_IDS: tl.constexpr,
     BLOCK_OTHERS: tl.constexpr,
-    PROMPT_ROWS: tl.constexpr,  # P; 0: experts without a slot are read in host memory
-    FIRST_PROMPT_ROW: tl.constexpr,
+    OVERFLOW_ROWS: tl.constexpr,  # P; 0: experts without a slot are read in host memory
+    FIRST_OVERFLOW_ROW: tl.constexpr,
 ):
     """Give every chosen expert a slot as far as there are any, least recently used first; one program.
 
-    No slot that this step uses is given away. Experts beyond the slots are read in prompt rows, this step alone, as far
-    as there are any, or keep their own rows; so does the last one of a step that finds none of several in slots.
+    No slot that this step uses is given away. Experts beyond the slots are read in overflow rows, this step alone, as
+    far as there are any, or keep their own rows; so does the last one of a step that finds none of several in slots.
     """
     tally = tl.arange(0, 8)
     counts = tl.load(counters + tally, mask=tally < 5, other=0)
@@ -96,14 +96,14 @@ def admit_kernel(
         num_evicted = tl.sum(leaves.to(tl.int32), axis=0)
         tl.debug_barrier()
     num_rows = num_fetched
-    if PROMPT_ROWS > 0:
+    if OVERFLOW_ROWS > 0:
         # Those that got a slot are the first ones missing.
-        prompt_row = tl.cumsum(is_missing.to(tl.int32), axis=0) - 1 - num_fetched
-        in_prompt_row = is_missing & (prompt_row >= 0) & (prompt_row < PROMPT_ROWS)
-        tl.store(location + expert, FIRST_PROMPT_ROW + prompt_row, mask=in_prompt_row)
-        tl.store(expert_in + FIRST_PROMPT_ROW + prompt_row, expert, mask=in_prompt_row)
-        tl.store(fetched + 1 + num_fetched + prompt_row, FIRST_PROMPT_ROW + prompt_row, mask=in_prompt_row)
-        num_rows += tl.sum(in_prompt_row.to(tl.int32), axis=0)
+        overflow_row = tl.cumsum(is_missing.to(tl.int32), axis=0) - 1 - num_fetched
+        in_overflow_row = is_missing & (overflow_row >= 0) & (overflow_row < OVERFLOW_ROWS)
+        tl.store(location + expert, FIRST_OVERFLOW_ROW + overflow_row, mask=in_overflow_row)
+        tl.store(expert_in + FIRST_OVERFLOW_ROW + overflow_row, expert, mask=in_overflow_row)
+        tl.store(fetched + 1 + num_fetched + overflow_row, FIRST_OVERFLOW_ROW + overflow_row, mask=in_overflow_row)
+        num_rows += tl.sum(in_overflow_row.to(tl.int32), axis=0)
         tl.debug_barrier()
     tl.store(fetched, num_rows)
     for start in range(0, num_ids, BLOCK_IDS):
@@ -112,9 +112,9 @@ def admit_kernel(
         is_one = (one >= 0) & (one < NUM_EXPERTS)
         found = tl.load(location + one, mask=is_one, other=-1).to(one.dtype)
         tl.store(rows + at, tl.where(is_one, found, one), mask=at < num_ids)
-    if PROMPT_ROWS > 0:
+    if OVERFLOW_ROWS > 0:
         tl.debug_barrier()
-        tl.store(location + expert, home_row, mask=in_prompt_row)
+        tl.store(location + expert, home_row, mask=in_overflow_row)
 
     added = tl.where(tally == 1, num_hits, 0) + tl.where(tally == 2, num_fetched, 0)
     added += tl.where(tally == 3, num_missing - num_fetched, 0) + tl.where(tally == 4, num_evicted, 0)
@@ -124,7 +124,7 @@ def admit_kernel(
 @triton.jit
 def fetch_kernel(
     fetched,  # int32 [1 + S + P], see admit_kernel
-    expert_in,  # int32 [S] or [first prompt row + P]
+    expert_in,  # int32 [S] or [first overflow row + P]
     home,  # [E]
     tensors,  # int64 [T, 2]: address of row 0, and words in a row
     NUM_TENSORS: tl.constexpr,

@@ -1,8 +1,8 @@
 """Layers of experts of which a part lies on the device at a time: their tensors, and where rows of these lie.
 
-Each tensor of such a layer is one range of rows: rows 0 to S - 1 are slots on the device, the next ones prompt rows,
-and from row H on lie all experts in host memory. Prompt rows are on the device, in memory that all layers share: a
-prompt copies experts there that have no slot. CUDA maps memory in pieces of 2 MiB, so prompt rows and H begin
+Each tensor of such a layer is one range of rows: rows 0 to S - 1 are slots on the device, the next ones overflow rows,
+and from row H on lie all experts in host memory. Overflow rows are on the device, in memory that all layers share: a
+step copies experts there that have no slot. CUDA maps memory in pieces of 2 MiB, so overflow rows and H begin
 at the first row at which the pieces of two memories are apart; what is between is not mapped. Tensors with small rows
 (scales, zero points, biases) have the same rows, all of them on the device.
 """
@@ -21,7 +21,7 @@ __all__ = [
     "CachedLayer",
     "cache_bytes",
     "cached_layers",
-    "prompt_memories",
+    "overflow_memories",
     "why_not_cached",
     "with_slots",
 ]
@@ -35,8 +35,8 @@ _MOST_ROWS = 16
 # A row of fewer bytes is not worth a transfer.
 _MIN_ROW_BYTES = 64 << 10
 
-# Prompt rows take an eighth of the slots' memory at most.
-_PROMPT_SHARE = 8
+# Overflow rows take an eighth of the slots' memory at most.
+_OVERFLOW_SHARE = 8
 
 # vLLM's moe_align_block_size takes fewer than 1024 experts.
 _MOST_KERNEL_ROWS = 992
@@ -51,14 +51,14 @@ class CachedLayer:
         num_experts: of the module; the first dimension of each of its tensors.
         num_slots: experts that the device holds, at most ``num_experts``.
         storages: names of the tensors, each with the bytes of all experts.
-        prompt_rows: experts beyond the slots that a prompt brings to the device, until the next layer does.
+        overflow_rows: experts beyond the slots that a step brings to the device, until the next layer does.
     """
 
     module_fqn: str
     num_experts: int
     num_slots: int
     storages: Mapping[str, int]
-    prompt_rows: int = 0
+    overflow_rows: int = 0
 
     def row_bytes(self, storage: str) -> int:
         """Bytes of one expert in ``storage``."""
@@ -79,34 +79,34 @@ class CachedLayer:
 
         Where few rows make whole pieces it is at the beginning of one, so that memory made before can be mapped there.
         """
-        least = self.first_prompt_row
-        for name in self.prompt_memories:
-            end = self.prompt_start(name) + self.prompt_bytes(name)
+        least = self.first_overflow_row
+        for name in self.overflow_memories:
+            end = self.overflow_start(name) + self.overflow_bytes(name)
             least = max(least, -(-end // self.row_bytes(name)))
         whole = math.lcm(*(PIECE_BYTES // math.gcd(row, PIECE_BYTES) for row in self.split_row_bytes))
         return -(-least // whole) * whole if whole <= _MOST_ROWS else least
 
     @cached_property
-    def first_prompt_row(self) -> int:
+    def first_overflow_row(self) -> int:
         """The first row behind the last piece of the slots, of all tensors alike."""
         ends = (-(-_whole(self.num_slots * row) // row) for row in self.split_row_bytes)
         return max(ends, default=self.num_slots)
 
-    def prompt_start(self, storage: str) -> int:
-        """Bytes from the beginning of the range of ``storage`` to the memory of its prompt rows."""
-        return self.first_prompt_row * self.row_bytes(storage) // PIECE_BYTES * PIECE_BYTES
+    def overflow_start(self, storage: str) -> int:
+        """Bytes from the beginning of the range of ``storage`` to the memory of its overflow rows."""
+        return self.first_overflow_row * self.row_bytes(storage) // PIECE_BYTES * PIECE_BYTES
 
-    def prompt_bytes(self, storage: str) -> int:
-        """Device memory of the prompt rows of ``storage``, of the same size wherever in a piece they begin."""
-        if self.prompt_rows == 0 or not self.is_split(storage):
+    def overflow_bytes(self, storage: str) -> int:
+        """Device memory of the overflow rows of ``storage``, of the same size wherever in a piece they begin."""
+        if self.overflow_rows == 0 or not self.is_split(storage):
             return 0
-        return _whole(self.prompt_rows * self.row_bytes(storage)) + PIECE_BYTES
+        return _whole(self.overflow_rows * self.row_bytes(storage)) + PIECE_BYTES
 
     @property
-    def prompt_memories(self) -> dict[str, tuple[int, int]]:
-        """By storage with prompt rows: its index in the layer, and their bytes. Layers share those that are equal."""
-        split = [name for name in self.storages if self.prompt_bytes(name)]
-        return {name: (index, self.prompt_bytes(name)) for index, name in enumerate(split)}
+    def overflow_memories(self) -> dict[str, tuple[int, int]]:
+        """By storage with overflow rows: its index in the layer, and their bytes. Layers share those that are equal."""
+        split = [name for name in self.storages if self.overflow_bytes(name)]
+        return {name: (index, self.overflow_bytes(name)) for index, name in enumerate(split)}
 
     @property
     def num_rows(self) -> int:
@@ -129,7 +129,7 @@ class CachedLayer:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory of all tensors but for prompt rows, see :func:`cache_bytes`."""
+        """Device memory of all tensors but for overflow rows, see :func:`cache_bytes`."""
         return sum(map(self.slots_bytes, self.storages))
 
     @property
@@ -164,13 +164,13 @@ def cached_layers(inventory: Inventory, names: Collection[str], num_slots: int) 
 
 
 def with_slots(layers: Iterable[CachedLayer], num_slots: int) -> list[CachedLayer]:
-    """``layers`` with another number of slots, and the prompt rows that go with it."""
+    """``layers`` with another number of slots, and the overflow rows that go with it."""
     sized = [replace(layer, num_slots=min(num_slots, layer.num_experts)) for layer in layers]
-    room = sum(layer.device_bytes for layer in sized) // _PROMPT_SHARE
-    return [replace(layer, prompt_rows=_prompt_rows(layer, room)) for layer in sized]
+    room = sum(layer.device_bytes for layer in sized) // _OVERFLOW_SHARE
+    return [replace(layer, overflow_rows=_overflow_rows(layer, room)) for layer in sized]
 
 
-def _prompt_rows(layer: CachedLayer, room: int) -> int:
+def _overflow_rows(layer: CachedLayer, room: int) -> int:
     split = layer.split_row_bytes
     if not split:
         return 0
@@ -180,16 +180,16 @@ def _prompt_rows(layer: CachedLayer, room: int) -> int:
 
 
 def cache_bytes(layers: Iterable[CachedLayer]) -> int:
-    """Device memory of ``layers``, in which prompt rows exist once."""
+    """Device memory of ``layers``, in which overflow rows exist once."""
     layers = list(layers)
     # Memory that is mapped twice begins with a piece of its own: see MappedMemory.
-    prompts_bytes = sum(size + PIECE_BYTES for _, size in prompt_memories(layers))
-    return sum(layer.device_bytes for layer in layers) + prompts_bytes
+    overflow_bytes = sum(size + PIECE_BYTES for _, size in overflow_memories(layers))
+    return sum(layer.device_bytes for layer in layers) + overflow_bytes
 
 
-def prompt_memories(layers: Iterable[CachedLayer]) -> set[tuple[int, int]]:
-    """The memories that ``layers`` share, see :attr:`CachedLayer.prompt_memories`."""
-    return {memory for layer in layers for memory in layer.prompt_memories.values()}
+def overflow_memories(layers: Iterable[CachedLayer]) -> set[tuple[int, int]]:
+    """The memories that ``layers`` share, see :attr:`CachedLayer.overflow_memories`."""
+    return {memory for layer in layers for memory in layer.overflow_memories.values()}
 
 
 def why_not_cached(inventory: Inventory, names: Collection[str]) -> dict[str, str]:

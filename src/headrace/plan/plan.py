@@ -343,7 +343,7 @@ class Plan:
             for name, why in why_not_cached(inventory, layer.storages).items():
                 raise OptionError(f"the plan caches {name}, which cannot be: {why}; {_REPLAN}")
             there = cached_layers(inventory, layer.storages, layer.num_slots)
-            if [layer] != [replace(each, prompt_rows=layer.prompt_rows) for each in there]:
+            if [layer] != [replace(each, overflow_rows=layer.overflow_rows) for each in there]:
                 raise OptionError(f"the plan caches experts at {layer.module_fqn!r} that are not there; {_REPLAN}")
         for unit in self.units:
             # Several stores in one plan are host memory and others beside it (TwoStores).
@@ -660,8 +660,8 @@ def _cached_from(layer: Any, place: str) -> CachedLayer:
     require(type(experts) is int and experts > 0, f"{place}.num_experts", "a whole number of at least 1", experts)
     fits = type(slots) is int and 0 < slots <= experts
     require(fits, f"{place}.num_slots", f"1 to {experts}, the number of experts", slots)
-    rows = layer["prompt_rows"]
-    require(type(rows) is int and 0 <= rows < experts, f"{place}.prompt_rows", f"0 to {experts - 1}", rows)
+    rows = layer["overflow_rows"]
+    require(type(rows) is int and 0 <= rows < experts, f"{place}.overflow_rows", f"0 to {experts - 1}", rows)
     sizes = _sizes_from(layer["storages"].items(), f"{place}.storages")
     return CachedLayer(layer["module_fqn"], experts, slots, sizes, rows)
 

@@ -204,8 +204,8 @@ def _places(plan: Plan) -> Table:
     if plan.cached:
         counts = sorted({layer.num_slots for layer in plan.cached})
         slots = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
-        prompt_rows = max(layer.prompt_rows for layer in plan.cached)
-        more = f", {prompt_rows} for prompts" if prompt_rows else ""
+        overflow_rows = max(layer.overflow_rows for layer in plan.cached)
+        more = f", {overflow_rows} for overflow" if overflow_rows else ""
         add("slots for experts", f"{slots} of {plan.cached[0].num_experts}{more}", "device", plan.cache_bytes)
         add("cached experts", counted(len(plan.cached), "layer"), _STORE_NAMES[plan.mode], plan.cached_bytes)
     table.add_section()

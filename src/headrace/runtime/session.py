@@ -433,9 +433,9 @@ class OffloadSession(NotCopyable):
         assert self._ranges is not None  # there are cached layers
         home = layer.first_row + torch.arange(layer.num_experts, device=self._device)
         rows = {name: self._ranges.rows(name) for name in layer.storages}
-        first = layer.first_prompt_row
-        prompt_rows = range(first, first + layer.prompt_rows)
-        cache = ExpertCache(list(rows.values()), home, layer.num_slots, prompt_rows, turn)
+        first = layer.first_overflow_row
+        overflow_rows = range(first, first + layer.overflow_rows)
+        cache = ExpertCache(list(rows.values()), home, layer.num_slots, overflow_rows, turn)
         module, tensors = self._model.get_submodule(layer.module_fqn), {}
         for name, memory in rows.items():
             (tensor,) = self._bound[name].tensors

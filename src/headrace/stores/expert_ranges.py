@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from headrace.memory.split_range import MappedMemory, SplitRange
-from headrace.plan.cached_experts import CachedLayer, prompt_memories
+from headrace.plan.cached_experts import CachedLayer, overflow_memories
 from headrace.stores.pinned_host import Held
 from headrace.stores.sources import ByteRange, Copy
 from headrace.stores.store import Store, new_buffer
@@ -47,8 +47,8 @@ class ExpertRanges(Store):
         self._mapped = {
             name: memory for name in split if (memory := mappable(self._layer_of[name], name, held or {})) is not None
         }
-        prompts = prompt_memories(layers) if device.type == "cuda" else ()
-        self._prompts = {(index, size): MappedMemory(size, device, device) for index, size in prompts}
+        shared = overflow_memories(layers) if device.type == "cuda" else ()
+        self._overflow = {(index, size): MappedMemory(size, device, device) for index, size in shared}
         self._pool = ThreadPoolExecutor(_THREADS, "headrace-ranges")
         self._ranges: dict[str, Future[SplitRange]] = {name: self._pool.submit(self._make, name) for name in split}
         filled = [name for name in self._layer_of if name not in self._mapped]
@@ -63,8 +63,8 @@ class ExpertRanges(Store):
     def _make(self, storage: str) -> SplitRange:
         layer = self._layer_of[storage]
         start, end = layer.host_start(storage), layer.range_bytes(storage)
-        memory = self._prompts.get(layer.prompt_memories.get(storage, (0, 0)))
-        shared = None if memory is None else (layer.prompt_start(storage), memory)
+        memory = self._overflow.get(layer.overflow_memories.get(storage, (0, 0)))
+        shared = None if memory is None else (layer.overflow_start(storage), memory)
         return SplitRange(layer.slots_bytes(storage), start, end, self._device, self._mapped.get(storage), shared)
 
     def _host(self, storage: str) -> torch.Tensor:
@@ -78,7 +78,7 @@ class ExpertRanges(Store):
         for made in self._ranges.values():
             made.result()
         self._mapped.clear()  # mapped a second time now
-        self._prompts.clear()
+        self._overflow.clear()
         self._pool.shutdown()
         for name, rows in self._small_rows.items():
             rows[-self._small[name].numel() :].copy_(self._small[name])
@@ -109,7 +109,7 @@ class ExpertRanges(Store):
         self._pool.shutdown(cancel_futures=True)
         self._ranges.clear()
         self._mapped.clear()
-        self._prompts.clear()
+        self._overflow.clear()
         self._small.clear()
         self._small_rows.clear()
 
