@@ -191,6 +191,7 @@ class _Engine:
         command = [sys.executable, __file__, str(given.out), "--child", self.name, "--answers", str(theirs)]
         command += ["--work", str(given.work), *["--tiny"] * given.tiny]
         environment = _environment(given) | ({_ONE_GPU: "1"} if given.one_gpu else {})
+        environment["VLLM_CACHE_ROOT"] = str(given.work.resolve() / f"vllm-{kind}-{case}")
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
                 command,
