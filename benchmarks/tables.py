@@ -274,6 +274,20 @@ def host_memory_cells(row: dict[str, Any]) -> list[str]:
     return [row["case"], str(row["threads"]), f"{row['num_bytes'] / 1e9:.1f}", f"{row['gb_per_s']:.1f}"]
 
 
+RANKS_HEADINGS = ("case", "MB a step, by rank", "GB in the comparison, by rank", "host GiB", "log-probabilities", "same bits")
+
+
+def ranks_cells(row: dict[str, Any]) -> list[str]:
+    return [
+        row["case"],
+        " ".join(f"{size / 1e6:.1f}" for size in row["moved_a_step_by_rank"]),
+        " ".join(f"{size / 1e9:.1f}" for size in row["moved_by_rank"]),
+        f"{row['pss_bytes'] / 2**30:.2f}",
+        str(row["logprobs"]),
+        "the reference" if row["compared_with"] is None else "yes" if row["bit_equal"] else "NO",
+    ]
+
+
 EXPERTS_HEADINGS = (
     "shape",
     "layers",
@@ -441,6 +455,8 @@ def layout_of(row: dict[str, Any]) -> tuple[tuple[str, ...], Callable[[dict[str,
         return FORMAT_HEADINGS, format_cells
     if "policy" in row:
         return QUANTISED_HEADINGS, quantised_cells
+    if "moved_a_step_by_rank" in row:
+        return RANKS_HEADINGS, ranks_cells
     if "missed_bytes" in row:
         return EXPERTS_HEADINGS, experts_cells
     if "optimum" in row:
