@@ -13,8 +13,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import headrace
+from headrace import Rules
 from headrace.errors import HeadraceWarning, ModelChangedError, OutsideAccessError
 from headrace.testing import assert_same_bits
+from moe_models import qwen
 
 if importlib.util.find_spec("peft") is None:
     pytest.skip("peft is not installed", allow_module_level=True)
@@ -146,3 +148,30 @@ def test_merging_while_slots_are_checked(monkeypatch: pytest.MonkeyPatch) -> Non
             step(twin)
             assert_same_bits(run(model), run(twin))
         assert handle.stats().bytes_moved > 0
+
+
+@pytest.mark.parametrize("mechanism", ["uva", "prefetch", "cache"])
+@pytest.mark.parametrize("loaded", ["before", "after"])
+def test_adapters_of_experts(loaded: str, mechanism: str) -> None:
+    """PEFT replaces the parameter in each forward: in place it reads the adapted experts, elsewhere it is refused."""
+
+    def adapted(model: Any) -> PeftModel:
+        torch.manual_seed(5)
+        names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        config = LoraConfig(r=2, target_modules=[], target_parameters=names, init_lora_weights=False)
+        return get_peft_model(model, config).eval()
+
+    with torch.inference_mode():
+        plain, expected = qwen()(IDS).logits, adapted(qwen())(IDS).logits
+        model: Any = adapted(qwen()) if loaded == "before" else qwen()
+        rules = [(name, mechanism) for name in ("*.gate_up_proj", "*.down_proj")]
+        slots = 3 if mechanism == "cache" else None
+        with headrace.offload(model, Rules(rules, expert_slots=slots)) as handle:
+            if mechanism == "uva":
+                model = adapted(model) if loaded == "after" else model
+                assert_same_bits(model(IDS).logits, expected)
+                assert not torch.equal(expected, plain)
+                assert handle.plan.uva_bytes > 0
+                return
+            with pytest.raises((ModelChangedError, OutsideAccessError), match=r"experts\..*keep it resident"):
+                (adapted(model) if loaded == "after" else model)(IDS)
