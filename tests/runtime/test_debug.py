@@ -16,7 +16,7 @@ from torch import nn
 
 import headrace
 from headrace.config import debug_enabled
-from headrace.errors import OptionError, RaceError
+from headrace.errors import HeadraceWarning, OptionError, RaceError
 from headrace.model.inventory import take_inventory
 from headrace.plan.build import build_plan
 from headrace.runtime.debug import POISON, Guard
@@ -172,6 +172,18 @@ class TestNoFalseAlarms:
             for run in (step, step, model, step):
                 assert_same_bits(run(x), expected)
             assert [unit.runs for unit in handle.stats().units] == [4] * 5
+
+    def test_a_promoted_weight_that_is_written(self) -> None:
+        """On a CPU it may lie in the store's memory, from which nobody copies it any more."""
+        twin, model, x = Stack(4).eval(), Stack(4).eval(), rows()
+        model.load_state_dict(twin.state_dict())
+        with headrace.offload(model, all_layers(2), device="cpu"):
+            assert_same_bits(model(x), twin(x))
+            with pytest.warns(HeadraceWarning, match="resident from now on"):
+                next(iter(model.layers[1].parameters()))[1:3].copy_(torch.ones(()))
+            next(iter(twin.layers[1].parameters()))[1:3].copy_(torch.ones(()))
+            for _ in range(3):
+                assert_same_bits(model(x), twin(x))
 
     def test_mode_meta_has_no_bytes_to_check(self) -> None:
         with torch.device("meta"):

@@ -9,12 +9,12 @@ time cannot look right by luck.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from headrace.errors import RaceError
-from headrace.plan.plan import Plan
+from headrace.plan.plan import Plan, SlabEntry
 from headrace.stores.sources import Copy, fill
 from headrace.stores.store import new_buffer
 
@@ -26,11 +26,13 @@ POISON = 0xFF
 class Guard:
     """Checksums and poison for the slots of one prefetcher."""
 
-    def __init__(self, plan: Plan, copies: Sequence[Sequence[Copy]]) -> None:
+    def __init__(self, plan: Plan, copies: Sequence[Sequence[Copy]], promoted: Collection[str] = ()) -> None:
+        """``promoted``: storages that are read in slots no more, at any time; they may share the store's memory."""
         self._plan = plan
+        self._promoted = promoted
         self._copies = copies
         # Filled on first use: a unit may rest in a file, and reading all of them would take as long as a load.
-        self._expected: dict[int, int] = {}
+        self._expected: dict[tuple[int, int], int] = {}  # by unit and number of entries that are not promoted
 
     def arrived(self, unit: int, slot: torch.Tensor) -> None:
         """Raise ``RaceError`` unless ``slot`` holds ``unit``."""
@@ -43,24 +45,26 @@ class Guard:
 
     def forget(self, unit: int) -> None:
         """The store has other bytes for ``unit`` from now on."""
-        self._expected.pop(unit, None)
+        self._expected = {key: checksum for key, checksum in self._expected.items() if key[0] != unit}
 
     def _check(self, unit: int, slot: torch.Tensor, when: str) -> None:
-        if unit not in self._expected:
+        entries = [entry for entry in self._plan.units[unit].entries if entry.storage not in self._promoted]
+        key = unit, len(entries)
+        if key not in self._expected:
             at_rest = new_buffer(self._plan.units[unit].num_bytes)
             fill(at_rest, self._copies[unit])
-            self._expected[unit] = self._checksum(unit, at_rest)
-        found = self._checksum(unit, slot)
-        if found != self._expected[unit]:
+            self._expected[key] = self._checksum(entries, at_rest)
+        found = self._checksum(entries, slot)
+        if found != self._expected[key]:
             raise RaceError(
-                f"unit {unit} ({self._plan.units[unit].module_fqn}): checksum {self._expected[unit]:08x} in the store, "
+                f"unit {unit} ({self._plan.units[unit].module_fqn}): checksum {self._expected[key]:08x} in the store, "
                 f"{found:08x} in its slot {when}"
             )
 
-    def _checksum(self, unit: int, buffer: torch.Tensor) -> int:
+    def _checksum(self, entries: Sequence[SlabEntry], buffer: torch.Tensor) -> int:
         checksum = 0
         # By entry, because the gaps between entries are never written and differ between store and slot.
-        for entry in self._plan.units[unit].entries:
+        for entry in entries:
             stretch = buffer[entry.offset : entry.offset + entry.num_bytes]
             # Waits for the device, unlike any path without the switch (contract 5).
             checksum = zlib.crc32(stretch.cpu().numpy().data, checksum)

@@ -18,7 +18,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -64,8 +64,9 @@ class Prefetcher:
         replays_announced: bool = False,
         break_capture: BreakCapture | None = None,
         repeats: bool = False,
+        promoted: Collection[str] = (),
     ) -> None:
-        """``debug``: poison and check slots. For the others see the notes in slot.py.
+        """``debug``: poison and check slots, but for storages that are ``promoted`` then. For the others see slot.py.
 
         ``replays_announced``: ``[Note: announced replays]``. ``break_capture``: ``[Note: breakable captures]``.
         ``repeats``: a forward may run a unit several times or not at all, and is not captured.
@@ -94,7 +95,7 @@ class Prefetcher:
         self._stopping = False
         self._pid = os.getpid()
         has_bytes = plan.mode != "meta"
-        self._guard = Guard(plan, [load.copies for load in self._loads]) if debug and has_bytes else None
+        self._guard = Guard(plan, [load.copies for load in self._loads], promoted) if debug and has_bytes else None
         self.stats = [UnitStats(unit.module_fqn, unit.store) for unit in plan.units]
 
     def slot_memory(self, unit: int) -> Tensor:

@@ -394,6 +394,7 @@ class OffloadSession(NotCopyable):
                 options.replays_announced,
                 options.break_capture,
                 options.repeats,
+                self._promoter.promoted,
             )
         except torch.OutOfMemoryError as error:
             needed = sum(self.plan.slot_bytes)
