@@ -244,6 +244,29 @@ class TestRefusals:
         with headrace.offload(model, cached(3)), pytest.raises(StateError, match="a backward pass needs experts"):
             model(IDS).logits.sum().backward()
 
+    @pytest.mark.parametrize("trained", [True, False])
+    def test_gradients(self, trained: bool) -> None:
+        """Those of experts would be lost; those of an input are the resident model's."""
+        model, inputs = Experts().eval().requires_grad_(trained), [torch.randn(5, 24, requires_grad=True) for _ in "ab"]
+        inputs[1].data = inputs[0].data
+        model(inputs[0]).sum().backward()
+        with headrace.offload(model, Rules([("up", "cache")], expert_slots=6)):
+            output = model(inputs[1])
+            if trained:
+                with pytest.raises(StateError, match="a backward pass needs experts of Experts"):
+                    output.sum().backward()
+                return
+            output.sum().backward()
+            assert_same_bits(inputs[1].grad, inputs[0].grad)
+
+    def test_tracers(self) -> None:
+        model = Experts().eval()
+        with headrace.offload(model, Rules([("up", "cache")], expert_slots=3)):
+            with pytest.raises(StateError, match=r"torch.fx.symbolic_trace would record"):
+                torch.fx.symbolic_trace(nn.Sequential(model))
+            with pytest.raises(StateError, match=r"a transform of torch.func .* would record"), torch.no_grad():
+                torch.vmap(model)(torch.randn(2, 5, 24))
+
     def test_compiled_with_gradients(self) -> None:
         model = Experts().eval()
         compiled = torch.compile(model, backend="eager", fullgraph=True)

@@ -7,6 +7,7 @@ code that indexes tensors [experts, ...] by an expert's number runs unchanged wi
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -15,10 +16,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from headrace.errors import OptionError, StateError
 from headrace.model.memory_profile import ROW_IMPLEMENTATIONS, chosen_implementation
+from headrace.model.tracing import refuse_tracers, traced_graph
 
 __all__ = [
     "CachedExperts",
@@ -155,6 +157,7 @@ class CachedExperts:
         self._module = module
         self.cache = cache
         self.twin = _twin(module, tensors)
+        self._names = tuple(tensors)
         self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
         self._own_forward = vars(module).get("forward")  # of the instance, perhaps another library's
         self._original = module.forward
@@ -176,12 +179,16 @@ class CachedExperts:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._forward_compiled(*args, **kwargs)
+        refuse_tracers(args, kwargs)
         with self.cache.turn.lock, _admissions.of_forward(self):
             self.cache.turn.follow(self.cache.location.device)
             if not torch.is_grad_enabled():
                 return self._run(*args, **kwargs)
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-                return self._run(*args, **kwargs)
+                output = self._run(*args, **kwargs)
+        if not any(getattr(self._module, name).requires_grad for name in self._names):
+            return output
+        return tree_map_only(torch.Tensor, functools.partial(_EndOfGradients.apply, _anchor, self), output)
 
     def _forward_compiled(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
@@ -209,11 +216,34 @@ class CachedExperts:
 
     def _unpack(self, saved: torch.Tensor | None) -> torch.Tensor:
         if saved is None:
-            raise StateError(
-                f"a backward pass needs experts of {type(self._module).__name__} that may have left the device: "
-                f"expected forwards alone, since headrace is for inference; call remove() before training"
-            )
+            raise self.backward_error()
         return saved
+
+    def backward_error(self) -> StateError:
+        """What a backward pass through the experts raises."""
+        return StateError(
+            f"a backward pass needs experts of {type(self._module).__name__} that may have left the device: "
+            f"expected forwards alone, since headrace is for inference; call remove() before training"
+        )
+
+
+class _EndOfGradients(torch.autograd.Function):
+    """A copy of an output that depends on experts, of which autograd saw the rows, and not the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, cached: CachedExperts, output: torch.Tensor) -> torch.Tensor:
+        """``anchor``: requires a gradient, so that the copy does, as the output of the resident module."""
+        ctx.cached = cached
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Raises."""
+        raise ctx.cached.backward_error()
+
+
+with torch.inference_mode(False):
+    _anchor = torch.zeros(1, device="cpu", requires_grad=True)
 
 
 class _Admissions(threading.local):
@@ -246,8 +276,6 @@ _admissions = _Admissions()
 
 def _require_reads_traced() -> None:
     """Raise ``StateError`` if what Dynamo has traced so far ends between an admission and the end of its reads."""
-    from headrace.runtime.outside_use import traced_graph
-
     graph = traced_graph()
     if graph is None:
         return

@@ -55,7 +55,8 @@ from torch.utils.hooks import RemovableHandle
 
 from headrace.errors import ModelChangedError, OutsideAccessError, StateError
 from headrace.model.live_tensors import BoundStorage, live_tensors, resident_rule
-from headrace.runtime.outside_use import NotCopyable, Promoter, traced_graph
+from headrace.model.tracing import refuse_tracers, traced_graph
+from headrace.runtime.outside_use import NotCopyable, Promoter
 from headrace.runtime.prefetcher import Prefetcher, release_left
 from headrace.runtime.slot import Reader
 
@@ -251,7 +252,7 @@ class UnitHook(_ModuleHook):
                 torch.ops.headrace.wait(module._headrace_tag, module._headrace_token, tensors, inputs)
                 _leave_out_graph_inputs()
         elif self._prefetcher is not None:
-            _refuse_tracers(args, kwargs)
+            refuse_tracers(args, kwargs)
             self._open(self._prefetcher)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -294,7 +295,7 @@ class UnitHook(_ModuleHook):
             return original(*args, **kwargs)
         called_directly = window is None
         if window is None:  # or the model, called by a hook of the module, has taken the slot
-            _refuse_tracers(args, kwargs)
+            refuse_tracers(args, kwargs)
             window = self._open(prefetcher)
         try:
             window.running = True
@@ -459,7 +460,7 @@ class ForwardHook(_ModuleHook):
         if torch.compiler.is_compiling():
             torch.ops.headrace.begin(module._headrace_forward_tag, module._headrace_token)
         elif (prefetcher := self._prefetcher) is not None:
-            _refuse_tracers(args, kwargs)
+            refuse_tracers(args, kwargs)
             try:
                 prefetcher.begin_forward()
             except BaseException:
@@ -574,24 +575,6 @@ def _of_kind(function: Any, kind: tuple[object, ...]) -> Any:
 @functools.cache
 def _code_of_kind(code: types.CodeType, kind: tuple[object, ...]) -> types.CodeType:
     return code.replace()
-
-
-def _refuse_tracers(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-    """Raise ``StateError`` under a tracer, which would record what slots hold at this moment."""
-    tracer = None
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        tracer = "torch.jit.trace"
-    elif torch._C._functorch.peek_interpreter_stack() is not None:
-        tracer = "a transform of torch.func (vmap, grad, linearize, ...)"
-    elif torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
-        tracer = "make_fx"
-    elif True in [isinstance(value, torch.fx.Proxy) for value in (*args, *(kwargs or {}).values())]:
-        tracer = "torch.fx.symbolic_trace"
-    if tracer is not None:
-        raise StateError(
-            f"{tracer} would record what slots hold at this moment: call handle.remove() first, trace, then offload "
-            f"again; torch.compile and torch.export need no removal"
-        )
 
 
 def _end_gradients(module: nn.Module, output: torch.Tensor) -> torch.Tensor:

@@ -30,10 +30,11 @@ from torch.utils.hooks import RemovableHandle
 from headrace.errors import ModelChangedError, OutsideAccessError, StateError, warn_user
 from headrace.figures import format_size
 from headrace.model.live_tensors import BoundStorage, BoundTensor, GiveBack, resident_rule, storage_id
+from headrace.model.tracing import traced_graph
 from headrace.plan.plan import Plan
 from headrace.stores.store import Store, new_buffer
 
-__all__ = ["NotCopyable", "Promoter", "StateGuard", "TableGuard", "place_of", "traced_graph"]
+__all__ = ["NotCopyable", "Promoter", "StateGuard", "TableGuard", "place_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -297,17 +298,6 @@ class Promoter(NotCopyable):
                 f"{storage.info.name} is used {_OUTSIDE}, and {self._device} has no memory for it: leave more to it, "
                 f"or {_fix(storage.tensors[0])}"
             ) from error
-
-
-def traced_graph() -> fx.Graph | None:
-    """What Dynamo has traced so far; ``None`` under another tracer, such as that of torch.export without Dynamo."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        graph: fx.Graph = InstructionTranslator.current_tx().output.graph
-    except AttributeError:
-        return None
-    return graph
 
 
 def _check_graph(graph: fx.Graph, by_storage: Mapping[int, BoundTensor], tables: set[int]) -> None:

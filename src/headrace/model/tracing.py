@@ -1,0 +1,41 @@
+"""What traces a model: Dynamo, whose graph hooks read and change, and tracers that would record the bytes of a slot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from headrace.errors import StateError
+
+__all__ = ["refuse_tracers", "traced_graph"]
+
+
+def traced_graph() -> fx.Graph | None:
+    """What Dynamo has traced so far; ``None`` under another tracer, such as that of torch.export without Dynamo."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        graph: fx.Graph = InstructionTranslator.current_tx().output.graph
+    except AttributeError:
+        return None
+    return graph
+
+
+def refuse_tracers(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+    """Raise ``StateError`` under a tracer, which would record what slots hold at this moment."""
+    tracer = None
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        tracer = "torch.jit.trace"
+    elif torch._C._functorch.peek_interpreter_stack() is not None:
+        tracer = "a transform of torch.func (vmap, grad, linearize, ...)"
+    elif torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        tracer = "make_fx"
+    elif True in [isinstance(value, torch.fx.Proxy) for value in (*args, *(kwargs or {}).values())]:
+        tracer = "torch.fx.symbolic_trace"
+    if tracer is not None:
+        raise StateError(
+            f"{tracer} would record what slots hold at this moment: call handle.remove() first, trace, then offload "
+            f"again; torch.compile and torch.export need no removal"
+        )
