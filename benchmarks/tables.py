@@ -274,7 +274,14 @@ def host_memory_cells(row: dict[str, Any]) -> list[str]:
     return [row["case"], str(row["threads"]), f"{row['num_bytes'] / 1e9:.1f}", f"{row['gb_per_s']:.1f}"]
 
 
-RANKS_HEADINGS = ("case", "MB a step, by rank", "GB in the comparison, by rank", "host GiB", "log-probabilities", "same bits")
+RANKS_HEADINGS = (
+    "case",
+    "MB a step, by rank",
+    "GB in the comparison, by rank",
+    "host GiB",
+    "log-probabilities",
+    "same bits",
+)
 
 
 def ranks_cells(row: dict[str, Any]) -> list[str]:

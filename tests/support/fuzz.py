@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for `python -m tests.fuzz`
 
 from fuzz_judge import BAD, OUTCOMES, CaseSpec, PolicySpec, Verdict, judge, no_offload
-from fuzz_models import SAFE, TRAPS, ModelSpec
+from fuzz_models import ROUTED, SAFE, TRAPS, ModelSpec
 from fuzz_steps import NOT_STATEFUL, OTHERS, STEPS
 from isolated import run_jobs, serve
 
@@ -52,6 +52,8 @@ def generate(seed: int) -> CaseSpec:
     policy = _policy(rng, checkpoint)
     if policy.kind == "budget" and policy.mode != "disk" and seed % 2:  # beside a peer, which holds some of the units
         policy = dataclasses.replace(policy, mode="cpu", peer=0.3)
+    if seed % 4 == 1:
+        model, policy = _with_cached_experts(random.Random(seed), model)
     return CaseSpec(
         seed,
         model,
@@ -61,6 +63,16 @@ def generate(seed: int) -> CaseSpec:
         checkpoint=checkpoint,
         debug=rng.random() < 0.1,
     )
+
+
+def _with_cached_experts(rng: random.Random, model: ModelSpec) -> tuple[ModelSpec, PolicySpec]:
+    """Some layers have experts of which a part is in slots; one may read them in an odd way."""
+    layers = [(("Routed", option) if rng.random() < 0.6 else (kind, option)) for kind, option in model.layers]
+    layers[rng.randrange(len(layers))] = ("RoutedOddly" if rng.random() < 0.3 else "Routed", rng.randrange(100))
+    others = rng.choice([(), (("ALL_MODEL_PARAMS", "prefetch"),), (("re:.*gate.*", "uva"),)])
+    rules = (("re:.*(bank|scale)", "cache"), *others)
+    policy = PolicySpec("rules", prefetch_step=rng.randint(1, 2), rules=rules, expert_slots=rng.choice([1, 2, 3, 4, 6]))
+    return dataclasses.replace(model, layers=tuple(layers)), policy
 
 
 def _model(rng: random.Random, seed: int) -> ModelSpec:
@@ -216,7 +228,7 @@ def describe(case: CaseSpec) -> str:
 
 def signature(case: CaseSpec, verdict_where: str) -> str:
     """What cases of one kind have in common, for counting: the step that decided, the traps, the policy."""
-    traps = {kind.__name__ for kind in TRAPS}
+    traps = {kind.__name__ for kind in (*TRAPS, *ROUTED)}
     layers = sorted({kind for kind, _ in case.model.layers if kind in traps})
     extras = [name for name in ("shared", "ties", "order") if getattr(case.model, name)]
     extras += [f"other {case.model.other}"] if case.model.other != "none" else []
@@ -229,7 +241,7 @@ def signature(case: CaseSpec, verdict_where: str) -> str:
 def is_plain(case: CaseSpec) -> bool:
     """Whether nothing in ``case`` is a trap: a runtime that refuses it refuses too much."""
     model = case.model
-    safe = {kind.__name__ for kind in SAFE} | {"Raiser", "Wrapper", "Writer", "Late", "Decode"}
+    safe = {kind.__name__ for kind in SAFE} | {"Routed", "Raiser", "Wrapper", "Writer", "Late", "Decode"}
     plain_model = not (model.shared or model.ties or model.order or model.other != "none")
     plain_model &= model.head in ("none", "own") and all(kind in safe for kind, _ in model.layers)
     return plain_model and all(name in PLAIN_STEPS for name, _ in case.steps)
@@ -335,6 +347,7 @@ def main() -> int:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     os.environ.setdefault("HEADRACE_READERS", "2")
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # for the kernels of cached experts
     import torch
 
     torch.set_num_threads(1)

@@ -43,6 +43,7 @@ class PolicySpec:
     rules: tuple[tuple[str, str], ...] = ()
     mode: str | None = "cpu"
     peer: float = 0.0
+    expert_slots: int | None = None
 
     def and_fallbacks(self) -> list[PolicySpec]:
         """This one, and what to try when it is refused, so that few cases end there."""
@@ -60,7 +61,9 @@ class PolicySpec:
         if self.kind == "uva":
             return headrace.UVA(size if self.share < 1 else None, list(self.params), self.mode or "cpu")
         if self.kind == "rules":
-            return headrace.Rules(list(self.rules), self.prefetch_step, self.mode or "cpu")
+            return headrace.Rules(
+                list(self.rules), self.prefetch_step, self.mode or "cpu", expert_slots=self.expert_slots
+            )
         if not (self.mode or self.params):
             return size
         return headrace.Budget(

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import headrace
+
 VOCAB = 160
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -489,6 +491,45 @@ class Calls(Layer):
         return self.lender(x) + torch.tanh(lent(self.lin(x)))
 
 
+class Routed(Layer):
+    """Experts that it reads by rows, so that a cache may hold them."""
+
+    def build(self, dim: int) -> None:
+        self.gate = nn.Linear(dim, 6)
+        self.bank = nn.Parameter(torch.randn(6, dim, dim) / 16)
+        self.scale = nn.Parameter(torch.rand(6, 3, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mix(x, *headrace.expert_rows(self, self.gate(x).topk(2).indices))
+
+    def mix(self, x: torch.Tensor, experts: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        """``x``: [tokens, dim]; ``rows``: [tokens, experts of each]."""
+        return (torch.einsum("bi,bkio->bko", x, experts.bank[rows]) * experts.scale[rows].sum(2)).sum(1)
+
+
+class RoutedOddly(Routed):
+    """Asks twice, reads its experts beside the rows, runs others between, or asks for those of a child."""
+
+    def build(self, dim: int) -> None:
+        super().build(dim)
+        self.inner = Routed(dim, self.flags, 0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ids = self.gate(x).topk(2).indices
+        kind = self.option % 5
+        if kind == 0:
+            one, two = (headrace.expert_rows(self, part) for part in (ids[:, :1], ids[:, 1:]))
+            return x + self.mix(x, *one) + self.mix(x, *two)
+        if kind == 1:
+            return x + self.mix(x, *headrace.expert_rows(self, ids)) @ self.bank[self.option % 6]
+        if kind == 2:
+            found = headrace.expert_rows(self, ids)
+            return self.inner(x) + self.mix(x, *found)
+        if kind == 3:
+            return x + self.inner.mix(x, *headrace.expert_rows(self.inner, ids))
+        return self.inner(x) + self.mix(x, *headrace.expert_rows(self, ids)) + self.inner(-x)
+
+
 SAFE = [Plain, Norm, Quant, Mixed, Buffers, Experts, Uneven, Loops]
 TRAPS = [
     InParameterList,
@@ -521,7 +562,8 @@ TRAPS = [
     Checkpointed,
     Calls,
 ]
-LAYERS: dict[str, Callable[..., nn.Module]] = {kind.__name__: kind for kind in (*SAFE, *TRAPS)}
+ROUTED = [Routed, RoutedOddly]
+LAYERS: dict[str, Callable[..., nn.Module]] = {kind.__name__: kind for kind in (*SAFE, *TRAPS, *ROUTED)}
 
 
 def apply(layer: nn.Module, x: torch.Tensor, flags: Flags) -> torch.Tensor:
