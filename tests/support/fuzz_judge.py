@@ -297,6 +297,8 @@ class _Case:
             self.verdict.add("HUNG", where, str(error))
         elif isinstance(expected, Raised) and type(expected.error) is type(error):
             pass
+        elif isinstance(error, headrace.errors.RaceError):  # nothing here plants one
+            self.verdict.add("CRASHED", where, _words(error))
         elif is_ours(error) or (own_errors and re.search(own_errors, str(error))):
             self.verdict.add("refused", where, _words(error))
             return True
