@@ -54,8 +54,8 @@ def expert_rows(module: nn.Module, ids: torch.Tensor) -> tuple[Any, torch.Tensor
         ``module`` and ``ids`` themselves unless its experts are cached.
 
     Raises:
-        StateError: a cache may replace experts that are still to be read, because this is not the only call in the
-            forward of ``module``.
+        StateError: experts are cached, and this is not the first call in the forward of ``module``, or another module
+            has asked for experts and not returned: the cache could replace what is still to be read.
     """
     cached = getattr(module, _CACHED, None)
     if cached is None:
@@ -291,11 +291,11 @@ _require_reads_traced._dynamo_marked_constant = True  # type: ignore[attr-define
 
 
 def _not_alone(cached: CachedExperts | None) -> StateError:
-    name = "a module" if cached is None else type(cached._module).__name__
+    name = "a module with cached experts" if cached is None else type(cached._module).__name__
     return StateError(
-        f"experts of {name} would be admitted outside of its forward, or between an earlier admission and the end of "
-        f"that forward, when experts to be read could leave: call headrace.expert_rows once in the forward of the "
-        f"module itself, with all ids"
+        f"headrace.expert_rows for {name}: expected one call in the forward of that module, found one outside of it, "
+        f"or before a forward that has asked already has ended; experts could leave before they are read: call "
+        f"headrace.expert_rows once in the forward of the module itself, with all ids"
     )
 
 
