@@ -112,6 +112,26 @@ def num_graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
+class Image(nn.Sequential):
+    """Of a class of its own, so that what is traced of other layers says nothing of it."""
+
+
+class Towers(nn.Module):
+    """Layers that run if ``always``, and others that run if they are asked for."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.always = always
+        self.text = nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(2))
+        self.images = nn.ModuleList(Image(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor, looks: bool) -> torch.Tensor:
+        for layer in (*(self.images if looks else ()), *(self.text if self.always else ())):
+            x = x + layer(x)
+        return self.head(x)
+
+
 class TestInductor:
     @pytest.mark.parametrize(
         ("build", "x"),
@@ -216,6 +236,21 @@ class TestInductor:
                 found = compiled(left, right)
             assert handle.stats().bytes_moved > 0
         torch.testing.assert_close(found, expected)
+
+    @pytest.mark.parametrize("always", [True, False])
+    def test_units_that_a_forward_does_not_run(self, always: bool) -> None:
+        """As of the tower of a model of images and text that is asked about text: their tensors rest."""
+        model, x = Towers(always).eval(), rows()
+        policy = headrace.Rules([("text", "prefetch"), ("images", "prefetch")])
+        calls = (False, True, False)
+        with boundaries(model, policy):
+            compiled = torch.compile(model, fullgraph=True)
+            expected = [compiled(x, looks) for looks in calls]
+        torch._dynamo.reset()
+        with offload_over(model, policy, SlowLink()) as handle:
+            compiled = torch.compile(model, fullgraph=True)
+            assert_same_bits([compiled(x, looks) for looks in calls], expected)
+            assert handle.stats().bytes_moved > 0
 
     def test_kinds_of_layers_do_not_share_the_recompile_limit(self) -> None:
         """Each class has four versions, its hooks have one each: 12 layers, and torch keeps 8 versions of a code."""

@@ -469,7 +469,8 @@ class ForwardHook(_ModuleHook):
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
-            inputs = [tensor for unit_module, paths in self._units for tensor in live_tensors(unit_module, paths)]
+            units = [self._units[index] for index in self._in_slots()]
+            inputs = [tensor for unit_module, paths in units for tensor in live_tensors(unit_module, paths)]
             inputs += _tensors_in(output)
             torch.ops.headrace.join(module._headrace_forward_tag, module._headrace_token, inputs)
             if self._promoter is not None:
@@ -480,6 +481,13 @@ class ForwardHook(_ModuleHook):
             except BaseException:
                 self._end_interrupted(prefetcher)
                 raise
+
+    def _in_slots(self) -> tuple[int, ...]:
+        """The units whose tensors stay in slots, so all that compiled code runs: no kernel takes one that rests."""
+        rests = [any(storage.rests for storage in hook._storages) for hook in self._hooks]
+        return tuple(index for index, unit_rests in enumerate(rests) if not unit_rests)
+
+    _in_slots._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.stay_in_slots
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         prefetcher = self._prefetcher
