@@ -267,6 +267,15 @@ class TestRefusals:
             with pytest.raises(StateError, match=r"a transform of torch.func .* would record"), torch.no_grad():
                 torch.vmap(model)(torch.randn(2, 5, 24))
 
+    @pytest.mark.parametrize("strict", [True, False])
+    def test_export(self, strict: bool) -> None:
+        model, x = Experts().eval(), torch.randn(5, 24)
+        with headrace.offload(model, Rules([("up", "cache")], expert_slots=3)), torch.no_grad():
+            with pytest.raises(Exception, match=r"torch.export would record the rows of a cache"):
+                torch.export.export(model, (x,), strict=strict)
+            assert_same_bits(model(x), model(x))
+        torch.export.export(model, (x,), strict=strict)
+
     def test_compiled_with_gradients(self) -> None:
         model = Experts().eval()
         compiled = torch.compile(model, backend="eager", fullgraph=True)
