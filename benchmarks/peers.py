@@ -1,22 +1,24 @@
 """GB/s into each device: one link alone, the links of all ranks (`sharded_cpu`), and peers' memory (`sharded_gpu`).
 
 torchrun --nproc-per-node 4 benchmarks/peers.py [--unit-mb 200] [--units 8] [--rounds 40] [--layers 6] [--out FILE]
+python benchmarks/peers.py --ways budget,idle      # one process beside an idle GPU
 
 Every figure is the median over rounds of a whole step through units whose compute is nothing, so that the copies are
-all there is; the bytes are those that the plan moves in a step. Then a step of layers of Qwen3-8B's shape (1 row), all
+all there is; the bytes are those that the plan brings in a step. Then a step of layers of Qwen3-8B's shape (1 row), all
 of them offloaded through two slots. ``alone``: rank 0 works while the others wait. ``each``: every rank brings whole
-units over its own link, all at once. Each result is compared with the resident model's, bit for bit. On a machine
-without a GPU the same runs over gloo, as a smoke test: give it small sizes.
+units over its own link, all at once. ``budget``: a budget of half of the weights, the others in host memory; ``idle``:
+the same budget, the others in the memory of an idle GPU. Each result is compared with the resident model's, bit for
+bit. On a machine without a GPU the same runs over gloo, as a smoke test: give it small sizes.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,12 +29,8 @@ from harness import append, capture, writable_file
 from headrace.bench.reference_step import QWEN3_8B, build_stack
 from headrace.runtime import rank_stores
 
-WAYS: dict[str, dict[str, Any]] = {
-    "alone": {"mode": "cpu"},
-    "each": {"mode": "cpu"},
-    "pooled": {"mode": "sharded_cpu"},
-    "sharded": {"mode": "sharded_gpu"},
-}
+WAYS = {"alone": "cpu", "each": "cpu", "pooled": "sharded_cpu", "sharded": "sharded_gpu"}  # and their modes
+BUDGETS = ("budget", "idle")
 
 
 class Weight(nn.Module):
@@ -110,21 +108,27 @@ def steps_of(
         yield True, step
 
 
+def policy_of(way: str, model: nn.Module) -> headrace.Policy:
+    """What is offloaded, and to where."""
+    if way not in BUDGETS:
+        return headrace.Prefetch(params=["layers"], prefetch_step=2, mode=WAYS[way])
+    num_bytes = sum(tensor.nbytes for tensor in model.parameters())
+    return headrace.Budget(num_bytes // 2, ["layers"], peer_memory=num_bytes if way == "idle" else None)
+
+
 def measure(case: str, model: nn.Module, x: torch.Tensor, way: str, rounds: int, device: torch.device) -> list[Row]:
     """All rows of one way; collective."""
     expected = model(x).clone()
-    options = WAYS[way]
     rows: list[Row] = []
     if way != "alone" or dist.get_rank() == 0:
-        shared = way in ("pooled", "sharded")
-        policy = headrace.Prefetch(params=["layers"], prefetch_step=2, mode=options["mode"])
-        group = dist.group.WORLD if shared else None
+        policy = policy_of(way, model)
+        group = dist.group.WORLD if way in ("pooled", "sharded") else None
         with headrace.offload(model, policy, device=device, group=group) as handle:
             store = handle._session._store
             for captured, step in steps_of(model, x, device):
                 same = all(torch.equal(step(), expected) for _ in range(2))
                 ms = time_steps(step, rounds, device)
-                moved = handle.plan.moved_bytes
+                moved = handle.plan.moved_bytes + handle.plan.uva_bytes
                 gb_per_s = moved / ms / 1e6
                 size = dist.get_world_size()
                 rows.append(Row(case, way, captured, size, ms, gb_per_s, same, moved, store.host_bytes))
@@ -149,7 +153,7 @@ def slowest(rows: list[Row]) -> list[Row]:
 
 def show(rows: list[Row]) -> None:
     """A table, with each rate against that of one link alone."""
-    base = {(row.case, row.captured): row.gb_per_s for row in rows if row.way == "alone"}
+    base = {(row.case, row.captured): row.gb_per_s for row in rows if row.way in ("alone", "budget")}
     nan = float("nan")
     print(f"{'case':10} {'way':8} {'graph':5} {'ms':>9} {'GB/s each':>10} {'x alone':>8}  bits   host GiB per rank")
     for row in rows:
@@ -169,7 +173,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=6, help="of Qwen3-8B's shape")
     parser.add_argument("--hidden", type=int, default=QWEN3_8B.hidden, help="smaller for a smoke test")
     parser.add_argument("--chunk-mib", type=float, default=rank_stores.CHUNK_BYTES / 2**20, help="of mode sharded_cpu")
-    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--ways", default=",".join(WAYS), help=f"of {', '.join((*WAYS, *BUDGETS))}")
     parser.add_argument("--out", type=writable_file, help="append results here, one JSON object per line")
     return parser.parse_args()
 
@@ -180,7 +184,8 @@ def main() -> None:
     args = parse()
     rank_stores.CHUNK_BYTES = int(args.chunk_mib * 2**20)
     gpu = torch.cuda.is_available()
-    dist.init_process_group("nccl" if gpu else "gloo")
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if gpu else "gloo", **alone)
     device = torch.device("cuda", dist.get_rank()) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
