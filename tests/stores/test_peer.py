@@ -33,7 +33,7 @@ from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import ModelProfile
 from headrace.plan.build import Planner, build_plan
 from headrace.plan.candidates import Spill
-from headrace.plan.cost_model import Forecaster
+from headrace.plan.cost_model import NOMINAL_GPU, Curve, Forecaster
 from headrace.plan.plan import Machine, Plan
 from headrace.plan.units import move_on_demand
 from headrace.runtime import prepare, session, this_machine
@@ -46,6 +46,8 @@ from plans import check_plan, layered, models
 from registrars import Ledger
 from rings import FakeRingLink
 from spills import DISK, KIB, MIB, SPILL, staged
+
+PCIE = Curve.of({2**20: 12e9})  # between GPUs that have no bridge
 
 
 @pytest.fixture(autouse=True)
@@ -152,6 +154,18 @@ def test_units_there_come_at_its_rate() -> None:
     there = [unit.index for unit in spread.units if unit.store == "peer"]
     assert 1 < len(there) < len(spread.units)
     assert max(b - a for a, b in itertools.pairwise(there)) <= 2 * len(spread.units) / len(there) + 1
+
+
+def test_what_was_asked_for_is_used_or_warned_of() -> None:
+    """Without a measured rate, too: in host memory one row is read in place as fast as the link copies."""
+    inventory = layered(12, 2 * MIB, 8 * MIB)
+    budget = Budget(inventory.num_bytes // 2, peer_memory=inventory.num_bytes)
+    made = build_plan(inventory, budget, rates=NOMINAL_GPU, zero_copy=True)
+    assert made.peer_bytes > 0 == made.store_bytes["cpu"]
+    for size, rates in ((64 * KIB, NOMINAL_GPU), (inventory.num_bytes, replace(NOMINAL_GPU, peer_bytes_per_s=PCIE))):
+        with pytest.warns(HeadraceWarning, match="--peer-memory has no effect"):
+            made = build_plan(inventory, replace(budget, peer_memory=size), rates=rates, zero_copy=True)
+        assert made.peer_bytes == 0 < made.store_bytes["cpu"]
 
 
 def test_another_machine_is_planned_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

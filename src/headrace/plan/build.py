@@ -442,6 +442,11 @@ def solve(table: CandidateTable, budget: Budget) -> Plan:
     best = _best(table, weights_budget, table.host_limit(budget))
     if best is None:
         raise _too_small(table, budget)
+    if budget.peer_limit_bytes and not best.peer_bytes:
+        warn_user(
+            "--peer-memory has no effect: no unit fits into it, or reading host memory is as fast by the rates of this "
+            "machine; leave it out, or run `headrace probe` if it was not run"
+        )
     return best
 
 
@@ -449,8 +454,8 @@ def _best(table: CandidateTable, device_bytes: int, host_bytes: int | None) -> P
     # By slots for cached experts, of which there are few: what is left of the memory becomes more of them, and then
     # another number may be the best.
     best: dict[int, tuple[tuple[float, ...], Family, int]] = {}
-    rates = [table.rates.copy_bytes_per_s, table.rates.peer_bytes_per_s if table.peer_bytes else None]
-    copy_bytes_per_s = max(rate for curve in rates if curve is not None for _, rate in curve.points)
+    rates = [table.rates.copy_bytes_per_s, *[table.rates.from_peer_bytes_per_s] * bool(table.peer_bytes)]
+    copy_bytes_per_s = max(rate for curve in rates for _, rate in curve.points)
     for family in table.families:
         rows, memory = family.fitting(device_bytes, host_bytes), family.memory
         expert_slots = family.cached[0].num_slots if family.cached else 0

@@ -137,6 +137,11 @@ class Curve:
         return {}
 
 
+# How many times as fast as the own link peers are at least, if they have links of their own. Over PCIe it is once, but
+# for what measurements differ by; a bridge of NVLink between workstation cards has twice the rate of PCIe 4.0.
+_OWN_LINKS = 1.25
+
+
 @dataclass(frozen=True)
 class Rates:
     """What a machine can do, as far as planning needs it; ``headrace probe`` measures it.
@@ -184,7 +189,7 @@ class Rates:
 
     def copy_s(self, num_bytes: float, from_peer: bool = False) -> float:
         """Seconds of one copy."""
-        rate = self._rate(from_peer)
+        rate = self.from_peer_bytes_per_s if from_peer else self.copy_bytes_per_s
         return num_bytes / rate(max(num_bytes, 1.0)) if num_bytes > 0 else 0.0
 
     def copies_s(self, num_bytes: Floats, from_peer: Bools | None = None) -> Floats:
@@ -192,12 +197,15 @@ class Rates:
         sizes = np.maximum(num_bytes, 1.0)
         rates = self.copy_bytes_per_s.over(sizes)
         if from_peer is not None:
-            rates = np.where(from_peer, self._rate(True).over(sizes), rates)
+            rates = np.where(from_peer, self.from_peer_bytes_per_s.over(sizes), rates)
         return np.where(num_bytes > 0, num_bytes / rates, 0.0)
 
-    def _rate(self, from_peer: bool) -> Curve:
-        # Where it is not known how fast a peer is, the link's rate counts, as for units split over ranks.
-        return self.peer_bytes_per_s if from_peer and self.peer_bytes_per_s is not None else self.copy_bytes_per_s
+    @cached_property
+    def from_peer_bytes_per_s(self) -> Curve:
+        """``peer_bytes_per_s``, or where that is not known the least of a peer that has a link of its own."""
+        if self.peer_bytes_per_s is not None:
+            return self.peer_bytes_per_s
+        return Curve(tuple((size, _OWN_LINKS * rate) for size, rate in self.copy_bytes_per_s.points))
 
 
 # A PCIe 4.0 x16 link and a device of 1 TB/s and 150 TFLOP/s: the order of the workstation cards that most people have.
@@ -252,11 +260,6 @@ NOMINAL_CPU = Rates(
     copies_take_cores=True,
     is_measured=False,
 )
-
-
-# How many times as fast as the own link peers are at least, if they have links of their own. Over PCIe it is once, but
-# for what measurements differ by; a bridge of NVLink between workstation cards has twice the rate of PCIe 4.0.
-_OWN_LINKS = 1.25
 
 
 def split_rates(rates: Rates, mode: Mode, num_ranks: int) -> Rates:
