@@ -295,6 +295,35 @@ def ranks_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+RANKS_STEP_HEADINGS = (
+    *RANKS_HEADINGS[:3],
+    "ms, 1 / 16 sequences",
+    "floor ms",
+    "nothing moves, ms",
+    *RANKS_HEADINGS[3:],
+)
+
+
+def ranks_step_cells(row: dict[str, Any]) -> list[str]:
+    cells = ranks_cells(row)
+    times = [" / ".join(f"{ms:.2f}" for ms in (row[key] or {}).values()) for key in ("ms", "floor_ms", "still_ms")]
+    return [*cells[:3], *times, *cells[3:]]
+
+
+ADMISSION_HEADINGS = ("trace", "admission and copies", "ms", "same bits")
+ADMISSIONS = {
+    "resident": "all experts on the GPU",
+    "two": "two kernels",
+    "one": "one kernel",
+    "none": "left out, rows fixed",
+}
+
+
+def admission_cells(row: dict[str, Any]) -> list[str]:
+    same = {True: "yes", False: "NO", None: ""}[row["same"]]
+    return [row["trace"], ADMISSIONS[row["variant"]], f"{row['ms']:.3f}", same]
+
+
 EXPERTS_HEADINGS = (
     "shape",
     "layers",
@@ -463,7 +492,9 @@ def layout_of(row: dict[str, Any]) -> tuple[tuple[str, ...], Callable[[dict[str,
     if "policy" in row:
         return QUANTISED_HEADINGS, quantised_cells
     if "moved_a_step_by_rank" in row:
-        return RANKS_HEADINGS, ranks_cells
+        return (RANKS_STEP_HEADINGS, ranks_step_cells) if "still_ms" in row else (RANKS_HEADINGS, ranks_cells)
+    if "hits" in row and "variant" in row:
+        return ADMISSION_HEADINGS, admission_cells
     if "missed_bytes" in row:
         return EXPERTS_HEADINGS, experts_cells
     if "optimum" in row:
