@@ -10,7 +10,9 @@ import json
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from inspect import unwrap
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -198,6 +200,12 @@ class TestLoad:
         folder = saved(need("compressed-tensors int4"))
         with pytest.raises(CheckpointError, match=r"layers\.2\..*expected a module like the first of its kind.*kernel"):
             load(folder, MOVES, device="cpu")
+
+    def test_a_copy_runs_its_own_compiled_method(self) -> None:
+        """GPTQModel compiles a method of each module; that of the first module would give all others its weights."""
+        module: Any = nn.Linear(2, 2)
+        module.doubled = torch.compile(MethodType(lambda self: 2 * self.weight, module))
+        assert unwrap(quantised._on_meta(module, "up_proj").doubled).__self__ is not module
 
     def test_weights_in_another_place_are_refused(
         self, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +107,11 @@ def _nvfp4(rows: int, columns: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _gptq(rows: int, columns: int) -> dict[str, torch.Tensor]:
+def _gptq(rows: int, columns: int, bits: int = 4) -> dict[str, torch.Tensor]:
+    zeros = 0x77777777 if bits == 4 else 0x7F7F7F7F  # one less than the middle, in each place
     return {
-        "qweight": _codes(columns // 8, rows),
-        "qzeros": torch.full((columns // GROUP, rows // 8), 0x77777777, dtype=torch.int32),
+        "qweight": _codes(columns * bits // 32, rows),
+        "qzeros": torch.full((columns // GROUP, rows * bits // 32), zeros, dtype=torch.int32),
         "scales": _scales(columns // GROUP, rows),
         "g_idx": (torch.arange(columns) // GROUP).to(torch.int32),
     }
@@ -229,6 +231,7 @@ FORMATS = {
     ),
     "GPTQ int4": Format("gptqmodel", _GPTQ, _gptq),
     "GPTQ int4, in another order": Format("gptqmodel", _GPTQ | {"desc_act": True}, _gptq_ordered),
+    "GPTQ int8": Format("gptqmodel", _GPTQ | {"bits": 8}, partial(_gptq, bits=8)),
     "AWQ int4": Format("gptqmodel", _AWQ, _awq),
     "torchao int8": Format("torchao", quantise=_torchao("Int8WeightOnlyConfig", version=2), streams=True),
     "torchao fp8": Format("torchao", quantise=_torchao("Float8WeightOnlyConfig"), streams=True),

@@ -26,7 +26,7 @@ from enum import Enum
 from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
@@ -436,6 +436,7 @@ def _on_meta(module: nn.Module, name: str) -> nn.Module:
             for tensor in held:
                 if not hasattr(tensor, "__tensor_flatten__"):  # its attributes may lead back to the module
                     vars(memo[id(tensor)]).update(deepcopy(vars(tensor), memo))
+            _rebind_compiled(module, fresh)
     except _BytesError as error:
         raise CheckpointError(
             f"{name}: expected weights in parameters, buffers and attributes, found some in another place of "
@@ -446,6 +447,18 @@ def _on_meta(module: nn.Module, name: str) -> nn.Module:
         if each is not None:
             setattr(each, INITIALISED, True)
     return fresh
+
+
+def _rebind_compiled(module: nn.Module, fresh: nn.Module) -> None:
+    """Compile for ``fresh``, a copy of ``module``, the methods that ``module`` has compiled for itself.
+
+    A copy takes functions as they are, and what ``torch.compile`` makes of a bound method is one: it would run on the
+    weights of ``module``. GPTQModel compiles so, with the options that are the default.
+    """
+    for attr, value in vars(module).items():
+        bound = getattr(value, "_torchdynamo_orig_callable", None)
+        if isinstance(bound, MethodType) and bound.__self__ is module:
+            setattr(fresh, attr, torch.compile(MethodType(bound.__func__, fresh)))
 
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:
