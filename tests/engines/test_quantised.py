@@ -356,6 +356,23 @@ class TestOffload:
         with pytest.raises(OptionError, match=message):
             headrace.offload(model, MOVES)
 
+    @pytest.mark.parametrize(
+        ("attr", "message"),
+        [
+            ("q_handle", "runs on addresses that it took once; load it with another backend"),
+            (
+                "gate_up_proj_precision_config",
+                r"objects of triton_kernels.*load it with Mxfp4Config\(dequantize=True\)",
+            ),
+        ],
+    )
+    def test_refuses_kernels_that_hold_the_weights(self, attr: str, message: str) -> None:
+        """Neither can be made without a GPU: ExLlama's layers have the first attribute, MXFP4's experts the second."""
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        setattr(model[1], attr, object())
+        with pytest.raises(OptionError, match=message):
+            headrace.offload(model, MOVES)
+
     def test_refuses_a_first_forward_that_repacks(self, saved: Callable[[str], Path]) -> None:
         model = resident(saved(need("bitsandbytes nf4")))
         if not model.model.layers[0].mlp.up_proj.support_avx512bf16_for_cpu:

@@ -139,6 +139,11 @@ def refuse_own_ways(name: str, module: nn.Module, device: torch.device) -> None:
         how, fix = "(bitsandbytes, 4 bits) has packed its weight for a CPU", "offload it before its first forward there"
     elif state is not None and not packed and device.type == "cpu" and getattr(module, _REPACKS, False):
         how, fix = "(bitsandbytes, 4 bits) repacks its weight in its first forward", "run the model once before"
+    elif getattr(module, "q_handle", None) is not None:
+        how, fix = "(ExLlama, of GPTQModel) runs on addresses that it took once", "load it with another backend"
+    elif getattr(module, "gate_up_proj_precision_config", None) is not None:
+        how = "(MXFP4, of transformers) keeps its weights in objects of triton_kernels, which cannot be moved"
+        fix = "load it with Mxfp4Config(dequantize=True)"
     else:
         return
     raise OptionError(
