@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
-from transformers.quantizers import HfQuantizer
+from transformers.integrations import hub_kernels
+from transformers.quantizers import HfQuantizer, quantizer_mxfp4
 
+import local_mxfp4_kernels
 import plain_fp8
+import quantised_checkpoints
 from headrace.errors import HeadraceError
-from quantised_checkpoints import FORMATS, by_load, by_offload
+from quantised_checkpoints import FORMATS, OSS, by_load, by_offload, logits, resident
 
 pytestmark = pytest.mark.filterwarnings("ignore::headrace.HeadraceWarning")
 
 REFUSED = {(by_load, "bitsandbytes int8"), (by_offload, "bitsandbytes int8")}
+IS_OLD = not hasattr(HfQuantizer, "get_new_dtype")
 REFUSED |= {(by_offload, name) for name in FORMATS if name.startswith("compressed-tensors") and "dequ" not in name}
+# Kernels of GPTQModel that need no compiler, and their class. Left to itself it takes Marlin, and compiles it.
+KERNELS = [
+    ("GPTQ int4", "torch", "TorchLinear"),
+    ("GPTQ int4", "triton", "TritonV2Linear"),
+    ("GPTQ int4, in another order", "torch", "TorchLinear"),
+    ("GPTQ int4, in another order", "triton", "TritonV2Linear"),
+    ("GPTQ int8", "torch", "TorchLinear"),
+    ("GPTQ int8", "triton", "TritonV2Linear"),
+    ("AWQ int4", "torch_awq", "AwqTorchLinear"),
+    ("AWQ int4", "gemm_triton", "AwqGEMMTritonLinear"),
+]
 
 
 @pytest.mark.parametrize("way", [by_load, by_offload])
@@ -27,7 +44,7 @@ def test_equals_the_library(name: str, way: Callable[[Path, str], tuple[bool, in
     transformers.logging.set_verbosity_error()
     plain_fp8.install()
     folder = FORMATS[name].write(tmp_path)
-    is_old = way is by_load and not hasattr(HfQuantizer, "get_new_dtype")
+    is_old = way is by_load and IS_OLD
     if is_old or (way, name) in REFUSED:
         with pytest.raises(HeadraceError, match="transformers 5.23 or newer" if is_old else "expected weights that"):
             way(folder, "cuda")
@@ -35,3 +52,44 @@ def test_equals_the_library(name: str, way: Callable[[Path, str], tuple[bool, in
     equal, moved = way(folder, "cuda")
     assert equal
     assert moved > 0
+
+
+@pytest.mark.skipif(IS_OLD, reason="load() needs transformers 5.23 or newer")
+@pytest.mark.parametrize("way", [by_load, by_offload])
+@pytest.mark.parametrize(("name", "backend", "kernel"), KERNELS)
+def test_kernels_of_gptqmodel(
+    name: str,
+    backend: str,
+    kernel: str,
+    way: Callable[[Path, str], tuple[bool, int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not FORMATS[name].is_here:
+        pytest.skip(f"{FORMATS[name].package} is not installed")
+    # Up to 128 rows AWQ's Triton kernel adds up with atomics, in any order: it does not repeat its own bits.
+    monkeypatch.setattr(quantised_checkpoints, "IDS", torch.arange(192).remainder(128).reshape(2, 96))
+    form = FORMATS[name]
+    folder = replace(form, config={**(form.config or {}), "backend": backend}).write(tmp_path)
+    assert type(resident(folder, "cuda").get_submodule("model.layers.1.mlp.up_proj")).__name__ == kernel
+    equal, moved = way(folder, "cuda")
+    assert equal
+    assert moved > 0
+
+
+@pytest.mark.skipif(local_mxfp4_kernels.missing() is not None, reason=str(local_mxfp4_kernels.missing()))
+def test_kernels_of_mxfp4_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run here, resident; what they run on cannot be moved, so both ways say so before anything does."""
+    for module, attr in [(hub_kernels, "get_kernel"), (quantizer_mxfp4, "is_kernels_available")]:
+        monkeypatch.setattr(module, attr, getattr(module, attr))  # so that what is installed ends with the test
+    local_mxfp4_kernels.install()
+    sizes = OSS | {"hidden_size": 256, "intermediate_size": 256}
+    folder = replace(FORMATS["MXFP4, experts"], sizes=sizes).write(tmp_path)
+    model = resident(folder, "cuda")
+    assert type(model.get_submodule("model.layers.1.mlp.experts")).__name__ == "Mxfp4GptOssExperts"
+    assert logits(model).isfinite().all()
+    assert torch.equal(logits(model), logits(model))
+    with pytest.raises(HeadraceError, match="5.23 or newer" if IS_OLD else "keep weights in objects of their own"):
+        by_load(folder, "cuda")
+    with pytest.raises(HeadraceError, match="keeps its weights in objects of triton_kernels"):
+        by_offload(folder, "cuda")
