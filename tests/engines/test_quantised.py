@@ -72,6 +72,18 @@ def with_config(folder: Path, place: Path, **changes: Any) -> Path:
     return place
 
 
+class Packed(nn.Module):
+    """Like the layers of GPTQModel, which hold all they have in buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("qweight", torch.randint(-8, 8, (512, 512), dtype=torch.int8))
+        self.register_buffer("scales", torch.rand(64, 512) / 100)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.qweight * self.scales.repeat_interleave(8, 0))  # type: ignore[operator]
+
+
 def in_ranks(rank: int, folder: Path) -> tuple[bool, int]:
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
@@ -301,6 +313,16 @@ class TestPlan:
         handle.remove()
         assert sum(storage.num_bytes for storage in take_inventory(model).storages) >= plan.device_bytes - 2**20
 
+    def test_a_budget_counts_packed_weights(self, tmp_path: Path) -> None:
+        """Of a library, whose names alone moved them: no budget below the size of the model could be met."""
+        form = replace(FORMATS[need("GPTQ int4")], sizes={"hidden_size": 512, "num_hidden_layers": 8})
+        folder = form.write(tmp_path)
+        everything = headrace.make_plan(folder, None, device="cpu").device_bytes
+        model, handle = load(folder, headrace.Budget(everything * 2 // 3, mode="cpu"), device="cpu")
+        with handle:
+            assert torch.equal(logits(model), logits(resident(folder)))
+            assert handle.stats().moved_by_store["cpu"] > 0
+
     def test_says_why_it_is_from_headers(self, saved: Callable[[str], Path]) -> None:
         opened = open_model(saved("AWQ int4"), device="cuda", to_plan=True)
         (said,) = opened.differences
@@ -332,6 +354,17 @@ class TestOffload:
         equal, moved = by_offload(saved(need(name)))
         assert equal
         assert moved > 0
+
+    @torch.no_grad()
+    def test_weights_in_buffers_are_within_a_budget(self) -> None:
+        model = nn.Sequential(*(Packed() for _ in range(8)))
+        x = torch.rand(2, 512)
+        expected = model(x)
+        num_bytes = sum(buffer.nbytes for buffer in model.buffers())
+        with headrace.offload(model, headrace.Budget(num_bytes * 2 // 5, mode="cpu")) as handle:
+            assert torch.equal(model(x), expected)
+            moved = {entry.storage.rpartition(".")[2] for unit in handle.plan.units for entry in unit.entries}
+            assert moved == {"qweight", "scales"}
 
     def test_scales_move_with_their_weight(self, saved: Callable[[str], Path]) -> None:
         """Bitsandbytes keeps them in an object beside the numbers, which `model.to()` alone would move to a GPU."""

@@ -128,7 +128,7 @@ def _parts_of(inventory: Inventory, module: str, most_bytes: float, experts: fro
     A module stays whole that has tensors of its own beside those of its children, or children that share some: what is
     in no part could not leave the device. So does one of several experts, of which a forward runs a few.
     """
-    storages = [s for s in inventory.under(module) if s.has_parameter]
+    storages = _weights(inventory.under(module))
     if sum(s.num_bytes for s in storages) <= most_bytes:
         return [module]
     inside = [fqn for place in inventory.places(module) for fqn in called_within(inventory, place.module)]
@@ -183,12 +183,20 @@ def group_rule(num_layers: int, group_size: int, num_in_group: int) -> list[int]
 
 
 def worth_moving(storages: Iterable[StorageInfo]) -> list[StorageInfo]:
-    """What is offloaded when no names are given: storages that hold a parameter, are not tiny and no adapter's.
-
-    Buffers are left out because modules may write them during a forward; they move when named.
-    """
-    large = (s for s in storages if s.has_parameter and s.num_bytes >= TINY_BYTES)
+    """What is offloaded when no names are given: storages that hold weights, are not tiny and no adapter's."""
+    large = (s for s in _weights(storages) if s.num_bytes >= TINY_BYTES)
     return [s for s in large if not _ADAPTER.fullmatch(s.name)]
+
+
+def _weights(storages: Iterable[StorageInfo]) -> list[StorageInfo]:
+    """Those that hold a parameter, and all of modules whose weight is packed in a buffer ``qweight`` (GPTQ, AWQ).
+
+    Other buffers are left out because modules may write them during a forward; they move when named.
+    """
+    found = list(storages)
+    places = [place for storage in found for tensor in storage.tensors for place in tensor.locations]
+    packed = {place.module for place in places if (place.kind, place.attr) == ("buffer", "qweight")}
+    return [s for s in found if s.has_parameter or not packed.isdisjoint(s.modules)]
 
 
 def outside_units(inventory: Inventory, candidates: Sequence[StorageInfo], layers: Collection[str]) -> list[UnitDraft]:
