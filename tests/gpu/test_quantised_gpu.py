@@ -12,9 +12,11 @@ import transformers
 from transformers.integrations import hub_kernels
 from transformers.quantizers import HfQuantizer, quantizer_mxfp4
 
+import headrace
 import local_mxfp4_kernels
 import plain_fp8
 import quantised_checkpoints
+from headrace.adapters.transformers import load
 from headrace.errors import HeadraceError
 from quantised_checkpoints import FORMATS, OSS, by_load, by_offload, logits, resident
 
@@ -75,6 +77,27 @@ def test_kernels_of_gptqmodel(
     equal, moved = way(folder, "cuda")
     assert equal
     assert moved > 0
+
+
+@pytest.mark.skipif(IS_OLD, reason="load() needs transformers 5.23 or newer")
+@pytest.mark.parametrize(("name", "backend"), [("GPTQ int4", "triton"), ("AWQ int4", "torch_awq")])
+def test_packed_weights_that_nothing_names(name: str, backend: str, tmp_path: Path) -> None:
+    """Within a budget, and read in place: GPTQModel holds them in buffers, which stay by default in other modules."""
+    form = FORMATS[name]
+    if not form.is_here:
+        pytest.skip(f"{form.package} is not installed")
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8}
+    folder = replace(form, config={**(form.config or {}), "backend": backend}, sizes=sizes).write(tmp_path)
+    expected = logits(resident(folder, "cuda"))
+    num_bytes = headrace.make_plan(folder, None, device="cuda").device_bytes
+    model, handle = load(folder, headrace.Budget(num_bytes * 2 // 3, mode="cpu"), device="cuda")
+    with handle:
+        assert torch.equal(logits(model), expected)
+        assert handle.stats().moved_by_store["cpu"] > 0
+    live = resident(folder, "cuda")
+    with headrace.offload(live, headrace.UVA()) as handle:
+        assert torch.equal(logits(live), expected)
+        assert handle.plan.mechanism_of("model.layers.3.mlp.up_proj.qweight") == "uva"
 
 
 @pytest.mark.skipif(local_mxfp4_kernels.missing() is not None, reason=str(local_mxfp4_kernels.missing()))
