@@ -202,6 +202,7 @@ _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_siz
 _CHANNEL = {"strategy": "channel", "dynamic": False}
 _GROUPS = {"strategy": "group", "group_size": GROUP}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
+_TILES = {"hidden_size": 128}  # of Marlin on a GPU, which reorders whole ones alone
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
 _INT4 = _compressed(4, "int", "pack-quantized", **_GROUPS)
 
@@ -229,10 +230,10 @@ FORMATS = {
         _compressed(4, "float", "nvfp4-pack-quantized", strategy="tensor_group", group_size=16),
         _nvfp4,
     ),
-    "GPTQ int4": Format("gptqmodel", _GPTQ, _gptq),
-    "GPTQ int4, in another order": Format("gptqmodel", _GPTQ | {"desc_act": True}, _gptq_ordered),
-    "GPTQ int8": Format("gptqmodel", _GPTQ | {"bits": 8}, partial(_gptq, bits=8)),
-    "AWQ int4": Format("gptqmodel", _AWQ, _awq),
+    "GPTQ int4": Format("gptqmodel", _GPTQ, _gptq, sizes=_TILES),
+    "GPTQ int4, in another order": Format("gptqmodel", _GPTQ | {"desc_act": True}, _gptq_ordered, sizes=_TILES),
+    "GPTQ int8": Format("gptqmodel", _GPTQ | {"bits": 8}, partial(_gptq, bits=8), sizes=_TILES),
+    "AWQ int4": Format("gptqmodel", _AWQ, _awq, sizes=_TILES),
     "torchao int8": Format("torchao", quantise=_torchao("Int8WeightOnlyConfig", version=2), streams=True),
     "torchao fp8": Format("torchao", quantise=_torchao("Float8WeightOnlyConfig"), streams=True),
     "torchao int4": Format(
