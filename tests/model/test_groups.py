@@ -281,6 +281,17 @@ def dimensions(inventory: Inventory, name: str) -> int:
     return len(inventory.by_name[name].tensors[0].shape)
 
 
+def packed(linear: nn.Module) -> nn.Module:
+    """What GPTQ makes of ``linear``: 4 bits, groups of 16."""
+    rows, columns = linear.weight.shape  # type: ignore[misc]
+    module = nn.Module()
+    module.register_buffer("qweight", torch.empty(columns // 8, rows, dtype=torch.int32, device="meta"))
+    module.register_buffer("qzeros", torch.empty(columns // 16, rows // 8, dtype=torch.int32, device="meta"))
+    module.register_buffer("scales", torch.empty(columns // 16, rows, dtype=torch.float16, device="meta"))
+    module.register_buffer("g_idx", torch.empty(columns, dtype=torch.int32, device="meta"))
+    return module
+
+
 class TestFamilies:
     def test_each_group_is_what_its_patterns_match(self, family: Any) -> None:
         inventory, expected, _ = family
@@ -483,6 +494,22 @@ class TestStructure:
         inventory = stacked(layer)
         assert group_of(inventory, "layers.0.self_attn.part_a.weight") == ["attention"]
         assert group_of(inventory, "layers.0.self_attn.cache") == []
+
+    @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma2"])
+    def test_packed_weights_are_where_plain_ones_are(self, name: str) -> None:
+        """GPTQ and AWQ hold them in buffers, of other shapes and under other names."""
+        make = FAMILIES[name][0]
+        plain, model = take_inventory(make()), make()
+        linears = [
+            name for name, module in model.named_modules() if isinstance(module, nn.Linear) and ".layers." in name
+        ]
+        for each in linears:
+            model.set_submodule(each, packed(model.get_submodule(each)))
+        expected, found = semantic_groups(plain), semantic_groups(take_inventory(model))
+        for group in GROUPS:
+            of_modules = ({name.rpartition(".")[0] for name in groups[group]} for groups in (expected, found))
+            assert len({frozenset(names) for names in of_modules}) == 1, group
+        assert f"{linears[0]}.qzeros" in found["attention"]
 
     def test_models_without_layers(self) -> None:
         assert set(semantic_groups(take_inventory(nn.ReLU()))) == set(GROUPS)

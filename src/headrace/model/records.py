@@ -36,6 +36,7 @@ __all__ = [
     "dotted_name",
     "dotted_prefixes",
     "is_within",
+    "packed_modules",
 ]
 
 Kind = Literal["parameter", "buffer", "attribute"]
@@ -147,6 +148,12 @@ class StorageInfo:
     def has_parameter(self) -> bool:
         """Whether any of its tensors is a parameter."""
         return any(tensor.kind == "parameter" for tensor in self.tensors)
+
+
+def packed_modules(storages: Iterable[StorageInfo]) -> set[str]:
+    """Modules whose weight is packed in a buffer ``qweight`` (GPTQ, AWQ): all that they hold are weights, no state."""
+    places = (place for storage in storages for tensor in storage.tensors for place in tensor.locations)
+    return {place.module for place in places if (place.kind, place.attr) == ("buffer", "qweight")}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ A group is a set of storages. It is found from the tree of modules, the shapes o
 embedding tables; where these leave a choice, a fragment of a name counts as evidence (``attn``, ``router``). There is
 no list of models or classes, so a model of an unknown family has groups, too.
 
-Buffers are in no group; they move when a pattern names them.
+Buffers are in no group, but for those of modules with packed weights (GPTQ, AWQ); they move when a pattern names them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from math import prod
 from typing import Final, NamedTuple
 
-from headrace.model.records import Inventory, dotted_prefixes, is_within
+from headrace.model.records import Inventory, dotted_prefixes, is_within, packed_modules
 
 __all__ = ["GROUPS", "semantic_groups"]
 
@@ -93,11 +93,12 @@ class _Tree:
         self.inventory = inventory
         self.held: defaultdict[str, list[_Parameter]] = defaultdict(list)
         self.below: defaultdict[str, list[_Parameter]] = defaultdict(list)
+        packed = packed_modules(inventory.storages)
         for storage in inventory.storages:
             for tensor in storage.tensors:
                 for place in tensor.locations:
                     # Modules may write their buffers during a forward.
-                    if place.kind == "parameter":
+                    if place.kind == "parameter" or place.module in packed:
                         held = _Parameter(place.module, place.attr, tensor.shape, storage.name, storage.num_bytes)
                         self.held[place.module].append(held)
                         for module in dotted_prefixes(place.module):

@@ -17,7 +17,7 @@ from dataclasses import replace
 from headrace.config import Mechanism, Prefetch, Rule
 from headrace.errors import RuleError, SelectionError, warn_user
 from headrace.model.patterns import matching, select
-from headrace.model.records import Inventory, StorageInfo, common_prefix
+from headrace.model.records import Inventory, StorageInfo, common_prefix, packed_modules
 from headrace.model.semantic_groups import semantic_groups
 from headrace.plan.cached_experts import why_not_cached
 from headrace.plan.plan import Plan, UnitDraft, assemble, slab_bytes
@@ -189,13 +189,12 @@ def worth_moving(storages: Iterable[StorageInfo]) -> list[StorageInfo]:
 
 
 def _weights(storages: Iterable[StorageInfo]) -> list[StorageInfo]:
-    """Those that hold a parameter, and all of modules whose weight is packed in a buffer ``qweight`` (GPTQ, AWQ).
+    """Those that hold a parameter, or are of a module with packed weights.
 
     Other buffers are left out because modules may write them during a forward; they move when named.
     """
     found = list(storages)
-    places = [place for storage in found for tensor in storage.tensors for place in tensor.locations]
-    packed = {place.module for place in places if (place.kind, place.attr) == ("buffer", "qweight")}
+    packed = packed_modules(found)
     return [s for s in found if s.has_parameter or not packed.isdisjoint(s.modules)]
 
 
