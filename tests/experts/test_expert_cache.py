@@ -28,6 +28,12 @@ class Model:
     counts: list[int] = field(default_factory=lambda: [0, 0, 0, 0, 0])
     uses: dict[int, int] = field(default_factory=dict)
     overflow_rows: range = range(0)
+    num_filled: int = 0
+
+    def fill(self, experts: list[int]) -> None:
+        kept = [expert for expert in experts if expert not in self.away][: self.num_slots]
+        self.held = {expert: slot for slot, expert in enumerate(reversed(kept))}
+        self.num_filled = len(kept)
 
     def admit(self, ids: list[int]) -> dict[int, int]:
         """Returns the overflow row of each expert that has one in this step."""
@@ -45,7 +51,7 @@ class Model:
             self.last_used[slot] = step
         self.counts = [step, self.counts[1] + len(hits), self.counts[2] + len(taken), self.counts[3], 0]
         self.counts[3] += len(missing) - len(taken)
-        self.counts[4] = self.counts[2] - len(self.held)
+        self.counts[4] = self.counts[2] + self.num_filled - len(self.held)
         self.uses |= {expert: self.uses.get(expert, 0) + 1 for expert in chosen}
         return dict(zip(missing[len(taken) :], self.overflow_rows, strict=False)) if len(ids) > self.num_slots else {}
 
@@ -99,7 +105,7 @@ class Rig:
 
 
 @st.composite
-def workloads(draw: st.DrawFn) -> tuple[int, int, int, frozenset[int], list[torch.Tensor]]:
+def workloads(draw: st.DrawFn) -> tuple[int, int, int, frozenset[int], list[int], list[torch.Tensor]]:
     num_experts = draw(st.integers(1, 12))
     num_slots = draw(st.integers(1, num_experts))
     away = draw(st.frozensets(st.integers(0, num_experts - 1), max_size=num_experts // 2))
@@ -108,15 +114,18 @@ def workloads(draw: st.DrawFn) -> tuple[int, int, int, frozenset[int], list[torc
     step = st.lists(ids, max_size=20) | st.lists(ids, min_size=1, max_size=20).map(lambda some: some * 400)
     steps = draw(st.lists(step, min_size=1, max_size=8))
     dtype = draw(st.sampled_from([torch.int32, torch.int64]))
-    return num_experts, num_slots, num_overflow_rows, away, [torch.tensor(step, dtype=dtype) for step in steps]
+    popular = draw(st.permutations(range(num_experts)))[: draw(st.integers(0, num_experts))]
+    return num_experts, num_slots, num_overflow_rows, away, popular, [torch.tensor(step, dtype=dtype) for step in steps]
 
 
 @settings(max_examples=40, deadline=None)
 @given(workloads())
-def test_equals_its_model(workload: tuple[int, int, int, frozenset[int], list[torch.Tensor]]) -> None:
+def test_equals_its_model(workload: tuple[int, int, int, frozenset[int], list[int], list[torch.Tensor]]) -> None:
     """Every chosen expert is read where its bytes are, none is held twice, and no slot in use is given away."""
-    num_experts, num_slots, num_overflow_rows, away, steps = workload
+    num_experts, num_slots, num_overflow_rows, away, popular, steps = workload
     rig = Rig(num_experts, num_slots, away, steps[0].dtype, num_overflow_rows)
+    rig.cache.fill(popular)
+    rig.model.fill(popular)
     for ids in steps:
         rig.step(ids)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -110,6 +111,27 @@ def test_bits_in_replays_and_between(num_slots: int) -> None:
         assert (end.evicted > 0) == (num_slots < 16)
         del graph
     assert_same_bits([model(x, steps[0].to(CUDA))], expected[:1])
+
+
+@torch.no_grad()
+def test_the_next_offload_begins_with_popular_experts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its first forward, on a stream of its own, may come before the copies into slots have ended."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("HEADRACE_DISABLE_CACHE")
+    monkeypatch.setattr("headrace.runtime.session._POPULARITY_STEPS", 4)
+    model = Experts().to(CUDA).eval()
+    ids, x = torch.tensor([[1, 5, 9], [2, 5, 9]], device=CUDA), torch.randn(2, 384, device=CUDA, dtype=torch.bfloat16)
+    expected = model(x, ids)
+    policy, side = Rules([("up", "cache"), ("scale", "cache")], expert_slots=5), torch.cuda.Stream(CUDA)
+    torch.cuda.synchronize()
+    for number in range(2):
+        with headrace.offload(model, policy) as handle:
+            with torch.cuda.stream(side):
+                found = [model(x, ids)]
+                hits = handle.stats().experts[0].hits
+                found += [model(x, ids) for _ in range(3)]
+            assert_same_bits(found, [expected] * 4)
+            assert hits == 4 * number
 
 
 class Layers(nn.Module):

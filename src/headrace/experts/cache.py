@@ -95,6 +95,22 @@ class ExpertCache:
             if table
         ]
 
+    def fill(self, experts: Sequence[int]) -> None:
+        """Put as many of ``experts`` of this rank into slots as there are; before the first step.
+
+        Args:
+            experts: without repetition; the first ones stay longest unless they are used.
+        """
+        home = self._home.tolist()
+        kept = [expert for expert in experts if home[expert] >= 0][: self.num_slots]
+        kept.reverse()  # of slots that were never used the first leaves first
+        for tensor in self._rows:
+            for slot, expert in enumerate(kept):
+                tensor[slot].copy_(tensor[home[expert]])
+        ids = torch.tensor(kept, dtype=torch.int64, device=self._home.device)
+        self.location[ids] = torch.arange(len(kept), dtype=self.location.dtype, device=ids.device)
+        self._expert_in[: len(kept)] = ids.to(self._expert_in.dtype)
+
     def admit(self, ids: torch.Tensor) -> torch.Tensor:
         """Bring the experts ``ids`` into slots, as far as there are any, and change :attr:`location` accordingly.
 

@@ -204,6 +204,8 @@ class OffloadingWorker(_Base):  # type: ignore[misc,unused-ignore]
 
     def shutdown(self) -> None:
         """Like vLLM's; after it another engine of this process may set its own offloader."""
+        if self._offloader is not None:
+            self._offloader.keep_popularity()
         self._give_up_offloader()
         if shut_down := getattr(super(), "shutdown", None):
             shut_down()
