@@ -81,7 +81,10 @@ def test_hits_are_logged_and_counted_while_the_engine_runs(monkeypatch: pytest.M
     assert counted["fetched"] > 0
 
 
-def test_the_next_engine_begins_with_popular_experts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_the_next_engine_begins_with_popular_experts(
+    sleeps: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("HEADRACE_DISABLE_CACHE")
     monkeypatch.setattr(sys.modules["headrace.runtime.session"], "_POPULARITY_STEPS", 4)
@@ -91,6 +94,9 @@ def test_the_next_engine_begins_with_popular_experts(monkeypatch: pytest.MonkeyP
         worker = loaded(own=cached(3), mlp=Experts)
         filled.append([cache._expert_in[:3].min().item() >= 0 for _, cache in worker._offloader._session._caches])
         require_same_outputs(worker, plain)
+        if sleeps:
+            worker.sleep(1)
+            monkeypatch.setattr(worker._offloader, "keep_popularity", None)  # what it reads has no memory now
         worker.shutdown()
         another_process()
     assert filled == [[False] * vllm.NUM_LAYERS, [True] * vllm.NUM_LAYERS]
