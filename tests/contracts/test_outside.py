@@ -423,6 +423,32 @@ class TestOthers:
             assert handle.stats().bytes_moved > 0
 
     @promoted
+    @pytest.mark.filterwarnings("ignore:.*its bytes are copied for every such use:headrace.HeadraceWarning")
+    @pytest.mark.parametrize("when", ["promoted", "lent", "resting", "removed", "offloaded again"])
+    def test_an_alias_of_a_weight_whose_data_was_set(self, when: str) -> None:
+        """The resident's alias keeps the old bytes, which are nowhere any more."""
+        model = Stack(3).eval()
+        weight = model.layers[0].linear.weight
+        before, other = weight.clone(), torch.ones(DIM, DIM)
+        handle = headrace.offload(model, all_layers(1))
+        if when == "lent":
+            handle._session._promoter.budget_bytes = 0
+        used, alias = weight.data, weight.detach()[:, :]
+        if when in ("removed", "offloaded again"):
+            handle.remove()
+        elif when != "resting":
+            assert_same_bits(used * 1, before)
+        weight.data = other
+        if when == "offloaded again":
+            headrace.offload(model, all_layers(1))
+        if when == "promoted":
+            assert_same_bits(used * 1, before)  # it has the bytes since it was used
+        with pytest.raises(
+            StateError, match=r"alias .* of layers\.0\.linear\.weight, .* data was set .* take it again"
+        ):
+            alias.clone()
+
+    @promoted
     @pytest.mark.parametrize("way", ["cpu", "disk", "disk, in place", "peer"])
     def test_views_that_the_model_keeps_in_a_list_see_writes(self, way: str, tmp_path: Path) -> None:
         class Listed(nn.Module):

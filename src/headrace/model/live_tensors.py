@@ -72,10 +72,11 @@ class BoundTensor:
         self._unguarded: torch.Tensor | None = None  # the same for compiled code, which counts as writing
         self._slot_view: torch.Tensor | None = None  # the same; kept when the tensor is promoted beside an open window
         self._resting: torch.Tensor | None = None  # None: the tensor views its slot all the time
-        self._slot_storage = self._resting_storage = self._num_own_views = 0
+        self._slot_storage = self._resting_storage = self._lent_storage = self._num_own_views = 0
         self.wake: Wake | None = None
         self._reported = False
         self._address = 0 if self.tensor.device.type == "meta" or is_resting(self.tensor) else self.tensor.data_ptr()
+        self._first_address = self._address
         self._version: int | None = None
 
     def point_at(self, buffer: torch.Tensor) -> None:
@@ -182,10 +183,12 @@ class BoundTensor:
         """Make a resting tensor a view of ``buffer`` until :meth:`end_loan`; guarded unless it ``is_written``."""
         with torch.inference_mode(self.original.is_inference()):
             self.tensor.data = self.view_of(buffer) if is_written else self.copy_of(buffer)
+        self._lent_storage = storage_id(self.tensor)
 
     def end_loan(self) -> None:
         """Make the tensor rest again."""
         self.tensor.data = self._resting  # type: ignore[assignment]
+        self._lent_storage = 0
 
     def rest_for_now(self, wake: Wake) -> None:
         """Have a tensor that stays in its slot rest like others, until :meth:`stay_in_slot`; ``wake``: as above."""
@@ -241,6 +244,7 @@ class BoundTensor:
             self.tensor = self.original
         elif self.tensor.device.type != "meta":
             self.tensor.data = self.original_data
+            self._address = 0 if is_resting(self.tensor) else self.tensor.data_ptr()
 
     def return_to(self, data: torch.Tensor) -> None:
         """Make the tensor a view of ``data``, which is memory that it had before."""
@@ -290,7 +294,7 @@ class BoundTensor:
             return False
         if self.in_slot is None:
             return not is_resting(self.tensor) and self.tensor.data_ptr() != self._address
-        return storage_id(self.tensor) not in (self._resting_storage, self._slot_storage)
+        return storage_id(self.tensor) not in (self._resting_storage, self._slot_storage, self._lent_storage)
 
     def refuse_copy(self, given: Collection[int]) -> None:
         """Raise ``StateError`` unless compiled code was given this very memory (``given``: addresses), not a copy."""
@@ -617,8 +621,17 @@ def _wake(argument: torch.Tensor, operator: torch._ops.OpOverload, is_written: b
             f"{operator} was given an alias (.data or .detach()) of a weight, taken while its model was offloaded; "
             f"the offload is gone: take the alias again"
         )
+    has_other_data = argument is not owner.tensor and owner.has_other_data
     if is_resting(owner.tensor):  # perhaps for another offload than the one in which the alias was taken
-        owner = _owners.get(storage_id(owner.tensor), owner)
+        latest = _owners.get(storage_id(owner.tensor), owner)
+        has_other_data = latest is not owner and latest._first_address != owner._address
+        owner = latest
+    if has_other_data:
+        raise StateError(
+            f"{operator} was given an alias (.data or .detach()) of {owner.name}, which was taken while the weight was "
+            f"offloaded, and the weight's data was set (.data = ...) since, so the bytes that the alias stands for are "
+            f"gone: take it again"
+        )
     give_back = owner.wake(owner, operator, is_written) if owner.wake and is_resting(owner.tensor) else None
     loans = [] if give_back is None else [give_back]
     # An alias that was taken while the tensor rested has a TensorImpl of its own, which the owner's waking does not
