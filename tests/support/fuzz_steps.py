@@ -68,6 +68,7 @@ class Env:
 
 
 @functools.lru_cache(64)
+@torch.inference_mode(False)  # kept for later cases, and autograd saves no inference tensor
 def _input(tokens: bool, dim: int, arg: int, rows: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(arg)
     if tokens:
