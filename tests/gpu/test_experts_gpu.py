@@ -130,6 +130,7 @@ def test_the_next_offload_begins_with_popular_experts(monkeypatch: pytest.Monkey
                 found = [model(x, ids)]
                 hits = handle.stats().experts[0].hits
                 found += [model(x, ids) for _ in range(3)]
+            side.synchronize()
             assert_same_bits(found, [expected] * 4)
             assert hits == 4 * number
 
