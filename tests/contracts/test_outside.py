@@ -434,6 +434,7 @@ class TestOthers:
         if when == "lent":
             handle._session._promoter.budget_bytes = 0
         used, alias = weight.data, weight.detach()[:, :]
+        owners = [*handle._session._bound.values()]  # without them an alias has no offload to ask, and says that
         if when in ("removed", "offloaded again"):
             handle.remove()
         elif when != "resting":
@@ -447,6 +448,7 @@ class TestOthers:
             StateError, match=r"alias .* of layers\.0\.linear\.weight, .* data was set .* take it again"
         ):
             alias.clone()
+        del owners
 
     @promoted
     @pytest.mark.parametrize("way", ["cpu", "disk", "disk, in place", "peer"])

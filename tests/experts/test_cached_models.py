@@ -182,13 +182,12 @@ class TestPopularity:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setattr(session, "_POPULARITY_STEPS", 4)
 
-    def run(self, model: nn.Module, num_runs: int = 1) -> tuple[list[list[int]], list[ExpertStats]]:
+    def run(self, model: nn.Module) -> tuple[list[list[int]], list[ExpertStats]]:
         """Experts in slots at the start, by layer, and what happened."""
         expected = outputs(model)
         with headrace.offload(model, cached(3)) as handle:
             held = [cache._expert_in[:3].tolist() for _, cache in handle._session._caches]
-            for _ in range(num_runs):
-                assert_same_bits(outputs(model), expected)
+            assert_same_bits(outputs(model), expected)
             return held, list(handle.stats().experts)
 
     def test_the_next_start_has_it_in_slots(self) -> None:
