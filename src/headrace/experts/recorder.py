@@ -103,9 +103,11 @@ def popular_experts(num_experts: Mapping[str, int]) -> dict[str, list[int]]:
         num_experts: of each layer, by its name.
     """
     path = _path(num_experts)
+    if path is None:
+        return {}
     try:
-        kept = {} if path is None else json.loads(path.read_text())
-        return {layer: _by_uses(kept[layer], count) for layer, count in num_experts.items()} if kept else {}
+        kept = json.loads(path.read_text())
+        return {layer: _by_uses(kept[layer], count) for layer, count in num_experts.items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
