@@ -145,6 +145,23 @@ class TestLoad:
         for name, value in made.items():
             assert torch.equal(value, reference.get_parameter_or_buffer(name)), name
 
+    def test_placeholders_of_a_kernel(self, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+        """GPTQModel's Marlin leaves tensors without elements in the modules that it repacks; no file holds them."""
+        make = quantised._Work.make
+
+        def make_with_placeholder(work: Any, parts: Any) -> nn.Module:
+            module = make(work, parts)
+            module.register_buffer("g_idx", torch.empty(0, dtype=torch.int32), persistent=False)
+            return module
+
+        monkeypatch.setattr(quantised._Work, "make", make_with_placeholder)
+        folder = saved(need("compressed-tensors int4"))
+        model, handle = load(folder, MOVES, device="cpu")
+        with handle:
+            assert torch.equal(logits(model), logits(resident(folder)))
+            assert handle.stats().moved_by_store["cpu"] > 0
+            assert model.get_buffer("model.layers.1.mlp.up_proj.g_idx").device.type == "cpu"
+
     @pytest.mark.parametrize("name", ["bitsandbytes nf4", "torchao int8", "GPTQ int4"])
     def test_marks_the_model_as_the_library_does(self, name: str, saved: Callable[[str], Path]) -> None:
         folder = saved(need(name))

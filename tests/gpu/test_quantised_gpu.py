@@ -80,7 +80,10 @@ def test_kernels_of_gptqmodel(
 
 
 @pytest.mark.skipif(IS_OLD, reason="load() needs transformers 5.23 or newer")
-@pytest.mark.parametrize(("name", "backend"), [("GPTQ int4", "triton"), ("AWQ int4", "torch_awq")])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("GPTQ int4", "triton"), ("AWQ int4", "torch_awq"), ("GPTQ int4", "marlin"), ("AWQ int4", "marlin")],
+)
 def test_packed_weights_that_nothing_names(name: str, backend: str, tmp_path: Path) -> None:
     """Within a budget, and read in place: GPTQModel holds them in buffers, which stay by default in other modules."""
     form = FORMATS[name]

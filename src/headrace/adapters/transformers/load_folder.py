@@ -369,7 +369,7 @@ def _materialise(model: PreTrainedModel, found: Match, prepared: Prepared) -> No
             owner, _, attr = name.rpartition(".")
             module = model.get_submodule(owner)
             tensor = getattr(module, attr)
-            empty = torch.empty_like(tensor, device="cpu")
+            empty = torch.empty_like(tensor, device=prepared.device)  # kernels want all arguments on one device
             setattr(module, attr, nn.Parameter(empty, tensor.requires_grad) if attr in module._parameters else empty)
     # Not state_dict(), in which bitsandbytes undoes what it has packed.
     state = dict(chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)))

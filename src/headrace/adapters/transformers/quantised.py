@@ -405,11 +405,12 @@ class _Shell(nn.Module):
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The plain tensors of ``module``, those inside of subclasses too, with the names that an inventory gives them."""
+    """The plain tensors of ``module`` that have elements, those inside of subclasses too, named as in an inventory."""
     for attr, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None:
             for path, inner in inner_tensors(tensor):
-                yield Location("", attr, "parameter", path).name, inner
+                if inner.numel():  # GPTQModel's Marlin leaves placeholders of what it does not need
+                    yield Location("", attr, "parameter", path).name, inner
 
 
 def _traits(module: nn.Module) -> dict[str, str]:
