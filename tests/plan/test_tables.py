@@ -54,11 +54,13 @@ OTHER_FIELDS = {
     "ranks-dp-compiled": {"case", "logprobs", "differ", "worst", "flags_has_the_same_two"},
     "two-links": {"case", "alone", "together", "bit_equal"},  # bytes per second by bytes of a copy
     "policies": {"case", "experts", "top_k", "slots", "within_2", "within_8", "lru", "optimum"},
+    "start-phases": {"case", "run", "start_s", "load_model_s", "profile_run_s", "warm_up_and_capture_s"},
     "host-memory": {"case", "threads", "gb_per_s", "num_bytes"},
     "ranges": {"case", "ok", "why"},
     "experts-steps": _EXPERTS,
     "experts-steps-again": _EXPERTS,
     "experts-overflow": _EXPERTS,
+    "experts-gpt-oss-24": _EXPERTS,
     "experts-vllm": _EXPERTS,
     "experts-vllm-48": _EXPERTS,
     "experts-vllm-fp8": _EXPERTS,
@@ -90,7 +92,7 @@ OTHER_FIELDS = {
 NOTHING_COMPARED = {
     "policies", "host-memory", "ranges", "experts-launch", "experts-vllm-memory", "experts-vllm-starts", "pipelines",
     "admission", "experts-vllm-prompt-memory", "experts-vllm-rounding", "ranks-dp-compiled",
-    "smallest", "starts-wan", "starts-flux",
+    "smallest", "starts-wan", "starts-flux", "start-phases",
 }  # fmt: skip
 
 
