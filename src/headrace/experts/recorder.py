@@ -6,7 +6,6 @@ probe, and the next offload begins with the most popular experts in slots.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from headrace.config import cache_disabled, cache_folder, replace_file
 from headrace.errors import OptionError
 from headrace.model.memory_profile import chosen_implementation
 from headrace.plan.traces import Recorded
+from headrace.ranks.group import json_digest
 
 __all__ = ["RoutingRecorder", "keep_uses", "popular_experts"]
 
@@ -128,5 +128,4 @@ def _path(num_experts: Mapping[str, int]) -> Path | None:
         return None
     # Ranks of expert parallelism number their own experts from 0.
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    key = hashlib.sha256(json.dumps([rank, sorted(num_experts.items())]).encode()).hexdigest()
-    return folder / f"experts-{key[:16]}.json"
+    return folder / f"experts-{json_digest([rank, sorted(num_experts.items())])[:16]}.json"
