@@ -456,3 +456,29 @@ def test_every_op_declares_as_written_what_orders_it(name: str, written: list[st
     schema = getattr(torch.ops.headrace, name).default._schema
     assert [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write] == written
     assert schema.returns == []
+
+
+def test_a_forward_without_graph_breaks_is_one_graph_that_knows_it() -> None:
+    """A CUDA graph of it may then end with copies under way: its end waits for all of them."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def whole() -> list[list[object]]:
+        begins = [graph.graph.find_nodes(op="call_function", target=torch.ops.headrace.begin) for graph in graphs]
+        return [[node.args[2] for node in found] for found in begins]
+
+    model, x = OddStack().eval(), rows()
+    expected = model(x)
+    with headrace.offload(model, all_layers()) as handle:
+        assert_same_bits(torch.compile(model, backend=keep)(x), expected)
+        assert whole() == [[True]]
+        graphs.clear()
+        torch._dynamo.reset()
+        model.layers[1].register_forward_hook(lambda *_: torch._dynamo.graph_break())
+        assert_same_bits(torch.compile(model, backend=keep)(x), expected)
+        assert len(graphs) > 1
+        assert [True] not in whole()
+        assert_moved(handle, 2)

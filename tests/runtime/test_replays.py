@@ -7,7 +7,8 @@ real one; the link of device_model.py gives its copies, marks and waits to that 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from device_model import BYTES, Device, DeviceLink, Graph, Op, plan_and_store
+from headrace.errors import HeadraceWarning, StateError
 from headrace.runtime.prefetcher import Prefetcher
 from headrace.runtime.slot import SlotState
 from headrace.stats import Recorder
@@ -158,6 +160,72 @@ class Engine:
         self.pipeline.finish_forward(whole=False)
 
 
+class ForeignEngine(Engine):
+    """Captures and replays as torch's cudagraph trees do, which call nothing of ours before or after: whole forwards,
+    and forwards that are cut anywhere, of which some parts are graphs and others run."""
+
+    def __init__(self, num_units: int, num_slots: int, seed: int) -> None:
+        super().__init__(num_units, num_slots, seed, announced=False)
+        self.parts: list[list[Graph | list[Callable[[], None]]]] = []
+
+    def _captured(self, actions: Sequence[Callable[[], None]]) -> Graph:
+        self.device.finish()  # torch.cuda.graph synchronizes
+        self.link.graph = Graph()
+        for action in actions:
+            action()
+        graph, self.link.graph = self.link.graph, None
+        graph.launch(self.device)
+        return graph
+
+    def capture(self, forward: Callable[[], None] | None = None) -> None:
+        self.graphs.append(self._captured([forward or self.forward]))
+
+    def _actions(self, whole: bool) -> Iterator[Callable[[], None]]:
+        yield lambda: self.pipeline.begin_forward(whole=whole)
+        for unit in range(len(self.plan.units)):
+            memory = self.pipeline.slot_memory(unit)
+            yield partial(self.pipeline.wait, unit)
+            yield lambda unit=unit, memory=memory: self.link.give(self.link.current, self._reader(unit, memory))
+            yield partial(self.pipeline.release, unit)
+        yield self.pipeline.finish_forward
+
+    def capture_parts(self) -> None:
+        actions = list(self._actions(whole=False))
+        parts: list[Graph | list[Callable[[], None]]] = []
+        start, in_graph = 0, False
+        while start < len(actions):
+            if start % 3 == 1:  # not between the wait and the release of a unit, which run in the same way
+                in_graph = self._random.random() < 0.6
+            end = self._random.randint(start + 1, len(actions))
+            part, start = actions[start:end], end
+            if in_graph:
+                parts.append(self._captured(part))
+            else:
+                parts.append(part)
+                for action in part:
+                    action()
+        self.parts.append(parts)
+
+    def capture_one(self) -> None:
+        """A module by itself, with no forward around it."""
+        unit = self._random.randrange(len(self.plan.units))
+        self.graphs.append(self._captured([lambda: self.run_unit(unit)]))
+
+    def replay_parts(self, which: int) -> None:
+        for part in self.parts[which % len(self.parts)]:
+            if isinstance(part, Graph):
+                part.launch(self.device)
+            else:
+                for action in part:
+                    action()
+
+    def replay(self, which: int) -> None:
+        self.graphs[which % len(self.graphs)].launch(self.device)
+
+    def has_graphs(self, step: str) -> bool:
+        return bool({"replay": self.graphs, "replay_parts": self.parts}.get(step, True))
+
+
 class RoughEngine(Engine):
     """Also stops in the middle, runs modules by hand, gives captures up, and captures forwards that skip modules."""
 
@@ -273,6 +341,46 @@ def test_a_replay_in_segments_copies_each_unit_once(whole: bool) -> None:
         engine.replay_segments(0)
         assert sum(stats.copies for stats in engine.pipeline.stats) - before == 6
     engine.device.finish()
+
+
+@pytest.mark.filterwarnings("ignore:a CUDA graph holds a part of a forward")
+@given(
+    steps=st.lists(
+        st.sampled_from(["forward", "capture", "replay", "skip_last", "capture_parts", "replay_parts", "capture_one"]),
+        min_size=1,
+        max_size=14,
+    ),
+    num_units=st.integers(1, 7),
+    num_slots=st.integers(1, 4),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=400, deadline=None)
+def test_every_read_finds_its_unit_in_captures_of_others(
+    steps: list[str], num_units: int, num_slots: int, seed: int
+) -> None:
+    """A graph of a part of a forward leaves no copy to its end, and trusts none from before it."""
+    engine = ForeignEngine(num_units, num_slots, seed)
+    for number, step in enumerate(steps):
+        if engine.has_graphs(step):
+            engine.run(step, seed + number)
+    engine.device.finish()
+    assert engine.reads >= num_units * sum(step in ("forward", "capture", "capture_parts") for step in steps)
+
+
+@pytest.mark.parametrize("then", ["another graph", "no graph"])
+def test_a_graph_that_ends_inside_its_forward_is_an_error(then: str) -> None:
+    """A compiler has cut what was traced as one graph: its replay would leave other units than the next one expects."""
+    engine = ForeignEngine(4, 2, 0)
+    begin, *middle, finish = engine._actions(whole=True)
+    engine._captured([begin, *middle[:6]])
+    with pytest.raises(StateError, match="a CUDA graph ended inside a forward"):
+        engine._captured([*middle[6:], finish]) if then == "another graph" else middle[6]()
+
+
+def test_a_part_of_a_forward_in_a_graph_is_reported() -> None:
+    engine = ForeignEngine(4, 2, 0)
+    with pytest.warns(HeadraceWarning, match="a CUDA graph holds a part of a forward"):
+        engine.capture_one()
 
 
 WRONGS = ["cut", "cut_while_reading", "by_hand", "abort", "capture_some"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -59,7 +60,7 @@ class Event:
     """Stands behind the op that was last when it was recorded."""
 
     op: Op | None = None
-    in_graph: bool = False
+    capture: int | None = None
 
 
 @dataclass
@@ -72,8 +73,11 @@ class Copy:
 class Graph:
     """Ops by stream with dependencies among them; given to the device as a whole at each replay."""
 
+    numbers = itertools.count()
+
     def __init__(self) -> None:
         self.ops: list[tuple[str, Op, Event | None]] = []
+        self.number = next(self.numbers)
 
     def launch(self, device: Device) -> None:
         # Both ends of a graph are ordered with the stream it is launched into.
@@ -114,8 +118,12 @@ class DeviceLink(Link):
     def capturing(self) -> bool:
         return self.graph is not None
 
+    @property
+    def capture_id(self) -> int | None:
+        return None if self.graph is None else self.graph.number
+
     def record_compute(self) -> ComputeEvent:
-        return Event(self.give(self.current, lambda: None), self.capturing)
+        return Event(self.give(self.current, lambda: None), self.capture_id)
 
     def leave_replay_event(self, slot: int) -> None:
         event = self.replay_events.setdefault(slot, Event())
@@ -126,7 +134,8 @@ class DeviceLink(Link):
 
     def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> Transfer:
         marks = [mark for mark in after if isinstance(mark, Event)]
-        assert all(mark.in_graph == self.capturing for mark in marks), "an event of another capture"
+        assert all(mark.capture in (self.capture_id, None) for mark in marks), "an event of another capture"
+        assert not self.capturing or all(mark.capture is not None for mark in marks), "an event from outside"
         before = [mark.op for mark in marks if mark.op is not None]
 
         def move() -> None:
@@ -134,11 +143,11 @@ class DeviceLink(Link):
 
         # In two halves: half of another unit must never be seen.
         self.give("copy", lambda: slot.fill_(254), before)
-        return Copy(load.unit, Event(self.give("copy", move), self.capturing))
+        return Copy(load.unit, Event(self.give("copy", move), self.capture_id))
 
     def wait(self, transfer: Transfer, measure: bool = False) -> float:
         assert isinstance(transfer, Copy)
-        if transfer.event.in_graph == self.capturing:
+        if transfer.event.capture == self.capture_id:
             assert transfer.event.op is not None
             self.give(self.current, lambda: None, [transfer.event.op])
         return 0.0

@@ -36,13 +36,18 @@ def boundaries(model: nn.Module, policy: Policy | Plan | str | int) -> Iterator[
     """
     # Without limits: the model is resident already, and nothing is added.
     prepared = prepare(model, policy, allocates=False)
-    with _boundaries_of(prepared, model):
+    with _boundaries_of(prepared, model, traced_in_forward=True):
         yield prepared.plan
 
 
 @contextmanager
-def _boundaries_of(prepared: Prepared, entry: nn.Module, reads_rows: ReadsRows = CachedExperts) -> Iterator[None]:
-    """``entry``: the module whose forward begins one; ``reads_rows``: see ``SessionOptions``."""
+def _boundaries_of(
+    prepared: Prepared, entry: nn.Module, reads_rows: ReadsRows = CachedExperts, traced_in_forward: bool = False
+) -> Iterator[None]:
+    """``entry``: the module whose forward begins one; ``reads_rows``: see ``SessionOptions``.
+
+    ``traced_in_forward``: where an offload of the whole model traces its ops, see :mod:`headrace.runtime.hooks`.
+    """
     model, token = prepared.model, new_token(prepared.device)
     hooks: list[UnitHook | ForwardHook | ExpertHook] = []
     try:
@@ -50,10 +55,16 @@ def _boundaries_of(prepared: Prepared, entry: nn.Module, reads_rows: ReadsRows =
         for unit in prepared.plan.units:
             storages = [prepared.bound[entry.storage] for entry in unit.entries]
             module = model.get_submodule(unit.module_fqn)
-            units.append(UnitHook(module, unit.index, storages, None, token, unhooked=module in unhooked))
+            is_root = traced_in_forward and module is model
+            units.append(
+                UnitHook(
+                    module, unit.index, storages, None, token, unhooked=module in unhooked, traced_in_forward=is_root
+                )
+            )
             hooks.append(units[-1])
         kind = CalledForwardHook if model in unhooked else ForwardHook
-        hooks.append(kind(model, entry, units, None, token, unhooked=model in unhooked))
+        is_unhooked = model in unhooked
+        hooks.append(kind(model, entry, units, None, token, unhooked=is_unhooked, traced_in_forward=traced_in_forward))
         turn = Turn(prepared.device)
         for layer in prepared.plan.cached:
             module = model.get_submodule(layer.module_fqn)

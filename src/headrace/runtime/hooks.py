@@ -21,7 +21,9 @@ module declare the unit's own tensors as *mutated*:
 Neither op computes anything; functionalisation sees an in-place operator and the inductor adds no copy of a weight.
 
 ``begin`` and ``join`` stand at the ends of a forward. ``join`` reads what the model returns and a tensor of every unit,
-so it comes last.
+so it comes last. Dynamo compiles the hooks of the module that is called first by themselves, so the model's own ops
+are traced by the wrapper around its ``forward``: one graph holds both, unless the forward has a graph break. A CUDA
+graph of it may then leave copies to run beside later layers; ``begin`` is told so (``whole``) when ``join`` is traced.
 
 All of them declare the offload's one ``token`` as mutated. It keeps them in the order of the program and from being
 dropped as dead code. Without it nothing would hold the ``wait`` of a unit after the ``release`` of the one before it
@@ -46,7 +48,7 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -99,6 +101,7 @@ class _ModuleHook(NotCopyable):
         token: see the note on ordering edges; one for all hooks of an offload.
         promoter: handles tensors that are used elsewhere; ``None`` where tensors do not rest.
         unhooked: the wrapper does all of it, see :func:`unhooked_modules`.
+        traced_in_forward: the wrapper traces the ops, and not the hooks: for the module that is compiled as a whole.
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class _ModuleHook(NotCopyable):
         token: torch.Tensor,
         promoter: Promoter | None,
         unhooked: bool = False,
+        traced_in_forward: bool = False,
     ) -> None:
         self._entry = entry
         self._module = module
@@ -122,19 +126,32 @@ class _ModuleHook(NotCopyable):
         # Of those that share compiled code; not the class itself, which may be gone before them.
         self._kind: tuple[object, ...] = (type(module).__module__, type(module).__qualname__)
         self._unhooked = unhooked
-        ends = (self._before, self._after) if unhooked else None
+        self._traced_in_forward = traced_in_forward
+        ends = (self._trace_before, self._trace_after) if unhooked or traced_in_forward else None
         checker = promoter if self._ends_trace else None
         self._wrapper = _of_kind(_wrapped_forward(module, self._forward, checker, ends), self._kind)
 
-    # Hooks of the root are traced by themselves: what it computes after its last unit is in the graph of the wrapper.
+    # Where hooks of the root are traced by themselves, what it computes after its last unit is in the wrapper's graph.
     _ends_trace = False
 
-    # Methods of the subclasses. The ops call the first two: wait and begin, release and join.
-    enter_compiled: Callable[[Sequence[torch.Tensor]], None]
-    leave_compiled: Callable[[Sequence[torch.Tensor]], None]
-    _before: Callable[..., Any]
-    _after: Callable[..., Any]
+    # Methods of the subclasses: in compiled code, in eager code, and around the module's forward in eager code.
+    _trace_before: Callable[..., Any]
+    _trace_after: Callable[..., Any]
+    _run_before: Callable[..., Any]
+    _run_after: Callable[..., Any]
     _forward: Callable[..., Any]
+
+    # Without kwargs when another thread calls the module while the hook is taken off.
+    def _before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        if not torch.compiler.is_compiling():
+            self._run_before(module, args, kwargs)
+        elif not self._traced_in_forward:
+            self._trace_before(module, args, kwargs)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return self._run_after(module, args, output)
+        return None if self._traced_in_forward else self._trace_after(module, args, output)
 
     def attach(self) -> None:
         """Put the hooks in place; an interrupt leaves what :meth:`remove` takes off."""
@@ -183,8 +200,9 @@ class UnitHook(_ModuleHook):
         promoter: Promoter | None = None,
         siblings: Sequence[UnitHook] = (),
         unhooked: bool = False,
+        traced_in_forward: bool = False,
     ) -> None:
-        super().__init__(module, module, _TAG, prefetcher, token, promoter, unhooked)
+        super().__init__(module, module, _TAG, prefetcher, token, promoter, unhooked, traced_in_forward)
         self._unit = unit
         self._siblings = siblings
         self._storages = storages
@@ -238,35 +256,36 @@ class UnitHook(_ModuleHook):
             bound.invalidate_saved()
         self._prefetcher.release(self._unit)
 
-    # Without kwargs when another thread calls the module while the hook is taken off.
-    def _before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        if torch.compiler.is_compiling():
-            if self._promoter is not None:
-                self.stay_in_slots()
-            tensors = list(live_tensors(module, self._paths))
-            # Hidden states, and not the ids and positions that every layer is given alike. With gradients autograd
-            # would refuse a write to a leaf, and engines that hide weights from the compiler do not train.
-            given = [] if torch.is_grad_enabled() else _tensors_in((args, kwargs))
-            inputs = [tensor for tensor in given if tensor.is_floating_point()]
-            with torch.no_grad():  # or the compiler would hand over copies of weights that require gradients
-                torch.ops.headrace.wait(module._headrace_tag, module._headrace_token, tensors, inputs)
-                _leave_out_graph_inputs()
-        elif self._prefetcher is not None:
+    def _trace_before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        if self._promoter is not None:
+            self.stay_in_slots()
+        tensors = list(live_tensors(module, self._paths))
+        # Hidden states, and not the ids and positions that every layer is given alike. With gradients autograd
+        # would refuse a write to a leaf, and engines that hide weights from the compiler do not train.
+        given = [] if torch.is_grad_enabled() else _tensors_in((args, kwargs))
+        inputs = [tensor for tensor in given if tensor.is_floating_point()]
+        with torch.no_grad():  # or the compiler would hand over copies of weights that require gradients
+            torch.ops.headrace.wait(module._headrace_tag, module._headrace_token, tensors, inputs)
+            _leave_out_graph_inputs()
+
+    def _trace_after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        tensors = list(live_tensors(module, self._paths))
+        outputs = _tensors_in(output)
+        with torch.no_grad():
+            torch.ops.headrace.release(module._headrace_tag, module._headrace_token, tensors, outputs)
+            _leave_out_graph_inputs()
+        if self._promoter is not None:
+            self._promoter.check_trace()
+        if not torch.is_grad_enabled():
+            return None
+        return tree_map_only(torch.Tensor, functools.partial(_end_gradients, module), output)
+
+    def _run_before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        if self._prefetcher is not None:
             refuse_tracers(args, kwargs)
             self._open(self._prefetcher)
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if torch.compiler.is_compiling():
-            tensors = list(live_tensors(module, self._paths))
-            outputs = _tensors_in(output)
-            with torch.no_grad():
-                torch.ops.headrace.release(module._headrace_tag, module._headrace_token, tensors, outputs)
-                _leave_out_graph_inputs()
-            if self._promoter is not None:
-                self._promoter.check_trace()
-            if not torch.is_grad_enabled():
-                return None
-            return tree_map_only(torch.Tensor, functools.partial(_end_gradients, module), output)
+    def _run_after(self, module: nn.Module, args: Any, output: Any) -> Any:
         window = self._my_window(running=False)
         if self._prefetcher is None or window is None:
             return None  # called because what came before the module has raised
@@ -424,8 +443,9 @@ class ForwardHook(_ModuleHook):
         token: torch.Tensor,
         promoter: Promoter | None = None,
         unhooked: bool = False,
+        traced_in_forward: bool = False,
     ) -> None:
-        super().__init__(entry, model, _FORWARD_TAG, prefetcher, token, promoter, unhooked)
+        super().__init__(entry, model, _FORWARD_TAG, prefetcher, token, promoter, unhooked, traced_in_forward)
         self._hooks = hooks
         # Eager forwards take turns. Outside of its module's run a weight has to rest, so that reads are noticed, and in
         # the slot that another thread's run has opened it does not.
@@ -434,14 +454,14 @@ class ForwardHook(_ModuleHook):
 
     def attach(self) -> None:
         super().attach()
-        if self._promoter is not None:
+        if self._promoter is not None or self._traced_in_forward:
             self._module.__dict__["forward"] = self._wrapper
 
-    def enter_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
+    def begin_compiled(self, whole: bool) -> None:
         if self._prefetcher is not None:
-            self._prefetcher.begin_forward()
+            self._prefetcher.begin_forward(whole=whole)
 
-    def leave_compiled(self, tensors: Sequence[torch.Tensor]) -> None:
+    def join_compiled(self) -> None:
         if self._prefetcher is not None:
             self._prefetcher.finish_forward()
 
@@ -456,10 +476,20 @@ class ForwardHook(_ModuleHook):
             frame = frame.f_back
         return False
 
-    def _before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        if torch.compiler.is_compiling():
-            torch.ops.headrace.begin(module._headrace_forward_tag, module._headrace_token)
-        elif (prefetcher := self._prefetcher) is not None:
+    def _trace_before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        torch.ops.headrace.begin(module._headrace_forward_tag, module._headrace_token, False)
+
+    def _trace_after(self, module: nn.Module, args: Any, output: Any) -> None:
+        units = [self._units[index] for index in self._in_slots()]
+        inputs = [tensor for unit_module, paths in units for tensor in live_tensors(unit_module, paths)]
+        inputs += _tensors_in(output)
+        torch.ops.headrace.join(module._headrace_forward_tag, module._headrace_token, inputs)
+        _mark_whole_forward()
+        if self._promoter is not None:
+            self._promoter.check_trace()
+
+    def _run_before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        if (prefetcher := self._prefetcher) is not None:
             refuse_tracers(args, kwargs)
             try:
                 prefetcher.begin_forward()
@@ -467,15 +497,8 @@ class ForwardHook(_ModuleHook):
                 self._end_interrupted(prefetcher)
                 raise
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
-            units = [self._units[index] for index in self._in_slots()]
-            inputs = [tensor for unit_module, paths in units for tensor in live_tensors(unit_module, paths)]
-            inputs += _tensors_in(output)
-            torch.ops.headrace.join(module._headrace_forward_tag, module._headrace_token, inputs)
-            if self._promoter is not None:
-                self._promoter.check_trace()
-        elif (prefetcher := self._prefetcher) is not None:
+    def _run_after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if (prefetcher := self._prefetcher) is not None:
             try:
                 prefetcher.finish_forward(whole=output is not None)
             except BaseException:
@@ -519,12 +542,12 @@ class CalledForwardHook(ForwardHook):
         self._module.__dict__["forward"] = self._wrapper
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._before(self._module, args, kwargs)
+        self._run_before(self._module, args, kwargs)
         output = None
         try:
             output = super()._forward(original, *args, **kwargs)
         finally:
-            self._after(self._module, args, output)
+            self._run_after(self._module, args, output)
         return output
 
 
@@ -610,12 +633,16 @@ def new_token(device: torch.device) -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int64, device=device)
 
 
-def _hook_of(tag: torch.Tensor) -> _ModuleHook:
+_Kind = TypeVar("_Kind", UnitHook, ForwardHook)
+
+
+def _hook_of(tag: torch.Tensor, kind: type[_Kind]) -> _Kind:
     hook = _by_tag.get(tag.data_ptr())
     if hook is None:
         raise StateError(
             "compiled code refers to an offload that is gone; compile the model again (torch._dynamo.reset())"
         )
+    assert isinstance(hook, kind)
     return hook
 
 
@@ -629,18 +656,40 @@ def _define(name: str, arguments: str, run: Callable[..., None]) -> None:
 _Tensors = Sequence[torch.Tensor]
 
 
-def _enter(tag: torch.Tensor, token: torch.Tensor, tensors: _Tensors = (), inputs: _Tensors = ()) -> None:
-    _hook_of(tag).enter_compiled(tensors)
+def _wait(tag: torch.Tensor, token: torch.Tensor, tensors: _Tensors, inputs: _Tensors) -> None:
+    _hook_of(tag, UnitHook).enter_compiled(tensors)
 
 
-def _leave(tag: torch.Tensor, token: torch.Tensor, tensors: _Tensors, outputs: _Tensors = ()) -> None:
-    _hook_of(tag).leave_compiled(tensors)
+def _release(tag: torch.Tensor, token: torch.Tensor, tensors: _Tensors, outputs: _Tensors) -> None:
+    _hook_of(tag, UnitHook).leave_compiled(tensors)
 
 
-_define("wait", "Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor(c!)[] inputs", _enter)
-_define("release", "Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor(c!)[] outputs", _leave)
-_define("begin", "Tensor tag, Tensor(a!) token", _enter)
-_define("join", "Tensor tag, Tensor(a!) token, Tensor[] inputs", _leave)
+def _begin(tag: torch.Tensor, token: torch.Tensor, whole: bool) -> None:
+    _hook_of(tag, ForwardHook).begin_compiled(whole)
+
+
+def _join(tag: torch.Tensor, token: torch.Tensor, inputs: _Tensors) -> None:
+    _hook_of(tag, ForwardHook).join_compiled()
+
+
+_define("wait", "Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor(c!)[] inputs", _wait)
+_define("release", "Tensor tag, Tensor(a!) token, Tensor(b!)[] tensors, Tensor(c!)[] outputs", _release)
+_define("begin", "Tensor tag, Tensor(a!) token, bool whole", _begin)
+_define("join", "Tensor tag, Tensor(a!) token, Tensor[] inputs", _join)
+
+
+def _mark_whole_forward() -> None:
+    """Tell the ``begin`` of the join just traced that the same graph holds both."""
+    graph = traced_graph()
+    if graph is None:
+        return
+    join = next(iter(reversed(graph.nodes)))
+    for node in graph.find_nodes(op="call_function", target=torch.ops.headrace.begin):
+        if node.args[0] is join.args[0]:
+            node.args = (*node.args[:2], True)
+
+
+_mark_whole_forward._dynamo_marked_constant = True  # type: ignore[attr-defined] # see UnitHook.stay_in_slots
 
 
 # Inductor takes the offset of as_strided from where a graph input begins, instead of where its storage does.
@@ -689,9 +738,7 @@ with torch.inference_mode(False):
 
 
 def _refuse_backward(tag: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    hook = _hook_of(tag)
-    assert isinstance(hook, UnitHook)  # the tag of its module
-    raise hook.backward_error()
+    raise _hook_of(tag, UnitHook).backward_error()
 
 
 def _define_function(name: str, arguments: str, run: Callable[..., torch.Tensor], fake: Callable[..., Any]) -> None:

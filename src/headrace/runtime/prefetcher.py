@@ -118,10 +118,11 @@ class Prefetcher:
                 if held_back or slot.state is not SlotState.HELD_BACK:
                     self._start(unit, slot)
 
-    def begin_forward(self, in_segments: bool = False) -> None:
+    def begin_forward(self, in_segments: bool = False, whole: bool = True) -> None:
         """A forward begins: start what was left to it, after all compute submitted so far.
 
-        ``in_segments``: it is the replay that was announced, and leaves the slots to this object.
+        ``in_segments``: it is the replay that was announced, and leaves the slots to this object. ``whole``: a graph
+        that is being captured will hold all of it.
         """
         if self._break_capture is not None and self._break_capture(lambda: self.begin_forward(in_segments=True)):
             return
@@ -134,10 +135,11 @@ class Prefetcher:
             self._forwards[threading.get_ident()] = next(self._forward_numbers)
             self._seen, self._position = [], -1
             self._link.check()
-            if self._link.capturing:
-                self._graphs.end_capture()  # of a capture that was aborted
+            self._graphs.end_capture()  # of a forward before, or of one that was aborted
+            if (capture := self._link.capture_id) is not None and not self._repeats:
+                self._graphs.begin_capture(self._live, capture, whole or self._link.joined_by_caller)
             # Only slots without a unit: a compiler that moved this call after the first units must do no harm.
-            for slot in self._slots():
+            for slot in self._slots() if not self._graphs.in_part else ():
                 first = self._schedule.first.get(slot.index)
                 if first is not None and slot.state in (SlotState.EMPTY, SlotState.HELD_BACK):
                     self._start(first, slot, behind_compute=True)
@@ -182,6 +184,7 @@ class Prefetcher:
         self._require_own_process()
         with self._lock:
             slots, graphs = self._slots(), self._graphs
+            self._link.joined_by_caller |= not self._capturing
             if self._capturing or not graphs.announced:
                 self._wait_for_copies(slots)
             elif threading.get_ident() not in self._forwards:
@@ -232,6 +235,7 @@ class Prefetcher:
             self._require_open(begins=forward is None)
             index = slot_of(unit, self._num_slots)
             slot = self._slots()[index]
+            self._graphs.note_part()
             if slot.readers:
                 self._drop_stale_readers(slot)
                 self._await_readers(unit, slot)
@@ -259,9 +263,13 @@ class Prefetcher:
             return
         with self._lock:
             slot = self._slots()[slot_of(unit, self._num_slots)]
+            self._graphs.note_part()
             reader = reader or slot.latest_reader()
             if slot.unit != unit or reader not in slot.readers:
-                return  # the wait before it failed
+                if self._graphs.partial and not slot.readers and not self._closed:
+                    slot.to_empty()  # another graph has waited for it, or the wait before it failed
+                    self._refill(unit, slot)
+                return
             if reader.started_ns:
                 self._recorder.add("compute", unit, reader.started_ns)
             slot.readers.remove(reader)
@@ -402,17 +410,33 @@ class Prefetcher:
         """The slots of the timeline that compute is on now; asked first in every call, since it follows graphs."""
         if self._graphs.replay_is_due:
             self._graphs.give_up(self._live, self._link)
-        if self._link.capturing:
-            if self._repeats:
-                raise StateError(
-                    "a CUDA graph was being captured of a part of an offloaded pipeline, whose components take turns "
-                    "in the slots, so that a replay would find other units there: compile without graphs "
-                    "(torch.compile's mode 'default' or 'max-autotune-no-cudagraphs')"
-                )
-            return self._graphs.slots or self._graphs.begin_capture(self._live)
-        if self._graphs.slots is not None:
-            self._graphs.end_capture()
-        return self._live
+        graphs, capture = self._graphs, self._link.capture_id
+        if capture is not None and self._repeats:
+            raise StateError(
+                "a CUDA graph was being captured of a part of an offloaded pipeline, whose components take turns "
+                "in the slots, so that a replay would find other units there: compile without graphs "
+                "(torch.compile's mode 'default' or 'max-autotune-no-cudagraphs')"
+            )
+        if graphs.slots is not None and capture == graphs.capture:
+            return graphs.slots
+        if graphs.slots is not None:
+            self._require_finished(graphs)
+            graphs.end_capture()
+        if capture is None:
+            return self._live
+        return graphs.begin_capture(self._live, capture, self._link.joined_by_caller)
+
+    def _require_finished(self, graphs: GraphRecord) -> None:
+        """Raise ``StateError`` if a capture has ended inside the forward that it was to hold."""
+        begun = self._forwards.get(threading.get_ident())
+        if begun is None or graphs.in_part or graphs.announced or self._link.joined_by_caller:
+            return
+        del self._forwards[threading.get_ident()]
+        raise StateError(
+            "a CUDA graph ended inside a forward that it was to hold, so a replay would leave other units in the slots "
+            "than the next one expects: compile without partitions (torch._inductor.config.graph_partition = False), "
+            "or without graphs (torch.compile's mode 'default')"
+        )
 
     @property
     def _capturing(self) -> bool:
@@ -420,8 +444,13 @@ class Prefetcher:
 
     @property
     def _is_loose(self) -> bool:
-        """Whether a module that runs now does so by itself, between replays: ``[Note: loose modules]`` in slot.py."""
-        return self._graphs.exist and not self._capturing and threading.get_ident() not in self._forwards
+        """Whether a module that runs now does so by itself, between replays or in a part of a forward.
+
+        See ``[Note: loose modules]`` and ``[Note: partial graphs]`` in slot.py.
+        """
+        if self._capturing:
+            return self._graphs.in_part
+        return self._graphs.exist and (self._graphs.partial or threading.get_ident() not in self._forwards)
 
     @contextmanager
     def rewriting(self, unit: int) -> Iterator[None]:

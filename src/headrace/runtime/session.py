@@ -380,7 +380,9 @@ class OffloadSession(NotCopyable):
             self._hook(TableGuard(self._model, tables, self._promoter))
             if not plan.units:  # else there is one, which checks what a compiler traces
                 token = new_token(self._device)
-                self._hook(ForwardHook(self._model, self._model, [], None, token, self._promoter))
+                self._hook(
+                    ForwardHook(self._model, self._model, [], None, token, self._promoter, traced_in_forward=True)
+                )
         if plan.cached:
             turn = Turn(self._device)
             popular = popular_experts({layer.module_fqn: layer.num_experts for layer in plan.cached})
@@ -427,7 +429,10 @@ class OffloadSession(NotCopyable):
                 slot = memory[part.offset : part.offset + part.num_bytes]
                 bound.point_at_slot(slot, None if promoter is None else promoter.wake)
             module = self._model.get_submodule(unit.module_fqn)
-            hook = UnitHook(module, unit.index, storages, prefetcher, token, promoter, self._units, module in unhooked)
+            in_forward = promoter is not None and module is self._model
+            hook = UnitHook(
+                module, unit.index, storages, prefetcher, token, promoter, self._units, module in unhooked, in_forward
+            )
             self._units.append(hook)
             self._hook(hook)
         entry, called = self._options.entry or self._model, self._options.called
@@ -437,7 +442,10 @@ class OffloadSession(NotCopyable):
             root = self._model
             self._hook(CalledForwardHook(root, root, self._units, prefetcher, token, promoter, unhooked=True))
         else:
-            self._hook(ForwardHook(self._model, entry, self._units, prefetcher, token, promoter))
+            in_forward = promoter is not None and entry is self._model
+            self._hook(
+                ForwardHook(self._model, entry, self._units, prefetcher, token, promoter, traced_in_forward=in_forward)
+            )
 
     def _attach_cached(self, layer: CachedLayer, turn: Turn, popular: Sequence[int]) -> None:
         """Have the module of ``layer`` read its experts by rows, with ``popular`` in slots; its own tensors rest."""

@@ -30,6 +30,12 @@ without the Python code of the model. Both ends of a unit, and of the forward, b
 segment, act as without graphs, and act again in every replay. So no copy is in a graph, and one may go on beside
 several segments.
 
+[Note: partial graphs] A capture whose owner does not call ``wait_all`` may hold a part of a forward (a graph break in
+compiled code, a module captured by itself). It ends where no call of ours shows it, and another part may follow, as a
+graph or not. So in such a capture each unit is copied where it is used, and the first unit is copied back into its slot
+after it; both copies are joined at once. Every graph then finds the first units in the slots and leaves them there.
+Outside of captures modules run like loose ones from then on, since a replay between two of them shows nowhere either.
+
 [Note: loose modules] Pieces of a model may be replayed one by one with offloaded modules run by hand between them. The
 live record of the slots is then out of date, and no forward begins that would refill the held-back one. So
 a module that runs outside a forward once graphs exist gets its unit copied again, after all compute that has been
@@ -44,7 +50,7 @@ from enum import Enum, auto
 
 import torch
 
-from headrace.errors import StateError
+from headrace.errors import StateError, warn_user
 from headrace.plan.schedule import Schedule, slot_of
 from headrace.transfer.link import ComputeEvent, Link, Transfer
 
@@ -185,6 +191,9 @@ class GraphRecord:
         announced: the engine calls ``wait_all`` before every capture and replay.
         exist: a graph was captured, and may be replayed from now on.
         of_whole_forwards: with ``announced``: one of them holds a whole forward.
+        partial: one holds a part of a forward: ``[Note: partial graphs]``. Never with ``announced``.
+        capture: which capture ``slots`` belongs to (:attr:`Link.capture_id`).
+        in_part: it is one of a part of a forward.
         replay_is_due: one was announced, and the live slots do not show yet what it leaves in them.
         slots: the captured timeline; ``None``: compute runs, and the live slots count.
     """
@@ -193,6 +202,9 @@ class GraphRecord:
         self.announced = announced
         self.exist = False
         self.of_whole_forwards = False
+        self.partial = False
+        self.capture: int | None = None
+        self.in_part = False
         self.replay_is_due = False
         self.slots: list[Slot] | None = None
         self.follow(schedule)
@@ -212,8 +224,12 @@ class GraphRecord:
         holds_back = self.exist and not self.announced and self._last_slot in self._shared
         return self._last_slot if holds_back else None
 
-    def begin_capture(self, live: Sequence[Slot]) -> list[Slot]:
-        """The captured timeline, as it is at the beginning of a graph."""
+    def begin_capture(self, live: Sequence[Slot], capture: int, whole: bool) -> list[Slot]:
+        """The captured timeline, as it is at the beginning of a graph.
+
+        ``whole``: it holds a forward, or is joined by its owner.
+        """
+        self.capture, self.in_part = capture, not (whole or self.announced)
         is_first, self.exist = not self.exist, True
         captured = []
         for slot in live:
@@ -234,6 +250,17 @@ class GraphRecord:
         self._without_event |= self._read
         self._read = set()
         self.slots = None
+        self.in_part = False
+
+    def note_part(self) -> None:
+        """A unit is used in the present capture; warn once if that holds a part of a forward."""
+        if self.in_part and not self.partial:
+            self.partial = True
+            warn_user(
+                "a CUDA graph holds a part of a forward, so its units are copied where they are used, without overlap: "
+                "compile the model without graph breaks (torch.compile(..., fullgraph=True) names them), or capture "
+                "forwards of the whole model"
+            )
 
     def note_read(self, slot: Slot) -> None:
         """A module of the graph that is captured reads ``slot``."""

@@ -5,10 +5,12 @@ one copy stream. Links of sharded stores add one per rank, whose copies take oth
 event on the current stream and the copy stream waits for it, so a slot is overwritten only after the last kernel that
 reads it. ``wait`` lets the compute stream wait for the event after the copy. Neither blocks the host.
 
-[Note: capture] Inside a capture both edges become edges of the graph, and copies become its memcpy nodes. Two rules
-follow. Compute has to wait for every copy started inside before the capture ends. And an event recorded outside must
-not be waited on inside: what it stands for has happened before the graph ever runs, because the bytes that a graph
-finds in the slots at its start are the same at every replay (see ``[Note: two timelines]`` in runtime/slot.py).
+[Note: capture] Inside a capture both edges become edges of the graph, and copies become its memcpy nodes. An event
+recorded outside, or in another capture, must not be waited on inside: what it stands for has happened before the graph
+ever runs, because the bytes that a graph finds in the slots at its start are the same at every replay (see ``[Note: two
+timelines]`` in runtime/slot.py). A capture that this project does not own may end while compute has not waited for a
+copy, which is an error of CUDA (``cudaErrorStreamCaptureUnjoined``) that leaves the process without a GPU. So the copy
+stream forgets each captured copy at once; the copy stays a node of the graph, whose replay ends after all its nodes.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import ctypes
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -30,6 +33,7 @@ __all__ = ["StreamLink", "StreamTransfer", "wait_for_events"]
 # frees CUDA stream objects without clearing those, which crashes the garbage collector (torch 2.11, at exit).
 _unused: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
+_SET_DEPENDENCIES = 1  # CU_STREAM_SET_CAPTURE_DEPENDENCIES (cuda.h, CUstreamUpdateCaptureDependencies_flags)
 _STREAM_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING (cuda.h, CUstream_flags): not ordered with the default stream
 
 
@@ -38,16 +42,16 @@ class StreamTransfer:
     """A copy on the copy stream; ``event`` is recorded after it.
 
     Attributes:
-        captured: the copy is a node of a graph: it happens at each replay and never by itself.
+        capture: of which graph the copy is a node, so that it happens at each replay and never by itself.
     """
 
     unit: int
     event: torch.cuda.Event
-    captured: bool
+    capture: int | None
 
     @property
     def done(self) -> bool:
-        return not self.captured and bool(self.event.query())
+        return self.capture is None and bool(self.event.query())
 
 
 class StreamLink(Link):
@@ -58,6 +62,7 @@ class StreamLink(Link):
         self._device = device
         self._own_streams: list[torch.cuda.Stream] = []
         self._stream = self._new_stream()
+        self._captured: StreamTransfer | None = None  # the latest copy that is a node of a graph
         self._replay_events: dict[int, torch.cuda.Event] = {}  # external: recorded by a node of each graph
         self._stalls: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] | None = {} if measure_stalls else None
 
@@ -67,6 +72,10 @@ class StreamLink(Link):
     @property
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
+
+    @property
+    def capture_id(self) -> int | None:
+        return _capture_id(torch.cuda.current_stream(self._device)) if self.capturing else None
 
     def record_compute(self) -> ComputeEvent | None:
         event = torch.cuda.Event()
@@ -82,15 +91,22 @@ class StreamLink(Link):
         return self._replay_events.get(slot)
 
     def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> Transfer:
-        captured = self.capturing
-        self._require_copyable(load, captured)
         # Ask for the compute stream's capture state before entering the side stream: inside, current_stream is ours.
+        capture = self.capture_id
+        self._require_copyable(load, capture is not None)
         with torch.cuda.stream(self._stream):
             wait_for_events(self._stream, after)
+            if capture is not None and self._captured is not None and self._captured.capture == capture:
+                self._stream.wait_event(self._captured.event)  # one copy at a time, as on a stream that runs
             self._enqueue(load, slot)
             event = torch.cuda.Event()
             event.record(self._stream)
-        return StreamTransfer(load.unit, event, captured)
+        transfer = StreamTransfer(load.unit, event, capture)
+        if capture is not None:
+            self._captured = transfer
+            if not self.joined_by_caller:
+                _forget_captured(self._stream)
+        return transfer
 
     def _require_copyable(self, load: Load, captured: bool) -> None:
         if not load.in_memory:
@@ -112,7 +128,7 @@ class StreamLink(Link):
         if timed and self._stalls is not None:
             before, after = self._stalls.setdefault(transfer.unit, (_external_event(), _external_event()))
             before.record(stream)
-        if transfer.captured == self.capturing:
+        if transfer.capture == self.capture_id:
             stream.wait_event(transfer.event)
         if timed:
             after.record(stream)
@@ -150,14 +166,47 @@ def _create_stream(device: torch.device) -> torch.cuda.Stream:
     Raises:
         TransferError: the driver creates no stream.
     """
-    driver = ctypes.CDLL("libcuda.so.1")
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
         torch.cuda.mem_get_info()  # makes the device's context current in this thread, which the driver API asks for
-        code = driver.cuStreamCreate(ctypes.byref(handle), _STREAM_NON_BLOCKING)
-    if code != 0 or handle.value is None:
-        raise TransferError(f"cuStreamCreate on {device}: error {code} of the CUDA driver (CUresult)")
+        _call_driver("cuStreamCreate", ctypes.byref(handle), _STREAM_NON_BLOCKING)
+    assert handle.value is not None
     return torch.cuda.ExternalStream(handle.value, device)
+
+
+def _call_driver(function: str, *arguments: Any) -> None:
+    """Call a function of the CUDA driver that returns a CUresult."""
+    code = getattr(ctypes.CDLL("libcuda.so.1"), function)(*arguments)
+    if code != 0:
+        raise TransferError(f"{function}: error {code} of the CUDA driver (CUresult)")
+
+
+def _capture_id(stream: torch.cuda.Stream) -> int:
+    """The unique number of the capture that ``stream`` is in (cuStreamGetCaptureInfo)."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    _call_driver(
+        "cuStreamGetCaptureInfo_v2",
+        ctypes.c_void_p(stream.cuda_stream),
+        *map(ctypes.byref, (status, number)),
+        None,
+        None,
+        None,
+    )
+    return number.value
+
+
+def _forget_captured(stream: torch.cuda.Stream) -> None:
+    """Take from ``stream`` what it has captured, which nobody has to wait for then (cuStreamUpdateCaptureDependencies).
+
+    Events recorded on it stay as they are.
+    """
+    _call_driver(
+        "cuStreamUpdateCaptureDependencies",
+        ctypes.c_void_p(stream.cuda_stream),
+        None,
+        ctypes.c_size_t(0),
+        _SET_DEPENDENCIES,
+    )
 
 
 def wait_for_events(stream: torch.cuda.Stream, events: Sequence[ComputeEvent]) -> None:

@@ -53,7 +53,14 @@ class Transfer(Protocol):
 
 
 class Link(ABC):
-    """Moves units from a store into slots."""
+    """Moves units from a store into slots.
+
+    Attributes:
+        joined_by_caller: code that captures graphs calls ``wait_all`` at their ends, so a copy that compute has not
+            waited for is its error.
+    """
+
+    joined_by_caller = False
 
     @abstractmethod
     def allocate(self, num_bytes: int) -> torch.Tensor:
@@ -77,6 +84,11 @@ class Link(ABC):
     def capturing(self) -> bool:
         """Whether compute is being recorded into a graph instead of run."""
         return False
+
+    @property
+    def capture_id(self) -> int | None:
+        """The capture that compute is being recorded into, by a number of its own; ``None``: compute runs."""
+        return 0 if self.capturing else None
 
     @abstractmethod
     def record_compute(self) -> ComputeEvent | None:

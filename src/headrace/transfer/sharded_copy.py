@@ -132,7 +132,7 @@ class DeviceShardLink(StreamLink):
     def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> StreamTransfer:
         if load.slab is None:
             raise TransferError(f"unit {load.unit} has no part on this rank's device")
-        captured = self.capturing
+        capture = self.capture_id
         wait_for_events(self._stream, after)
         begin = self._stream.record_event()
         for rank, lane in self._lanes.items():
@@ -140,7 +140,7 @@ class DeviceShardLink(StreamLink):
             with torch.cuda.stream(lane):
                 self._gather(load.unit, slot, rank)
             self._stream.wait_event(lane.record_event())
-        return StreamTransfer(load.unit, self._stream.record_event(), captured)
+        return StreamTransfer(load.unit, self._stream.record_event(), capture)
 
     def _gather(self, unit: int, slot: torch.Tensor, rank: int) -> None:
         layout = self._store.layout
@@ -184,8 +184,8 @@ class HostShardLink(StreamLink):
     def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> StreamTransfer:
         if load.slab is None:
             raise TransferError(f"unit {load.unit} has no part in pinned host memory on this rank")
-        captured = self.capturing
-        self._require_copyable(load, captured)
+        capture = self.capture_id
+        self._require_copyable(load, capture is not None)
         if ended := self._ranks.watch.ended:
             raise TransferError(
                 f"rank {', '.join(map(str, sorted(ended)))} has ended, and with it the part of each unit that it "
@@ -193,12 +193,12 @@ class HostShardLink(StreamLink):
             )
         last = self._last.get(slot.data_ptr())
         # The last exchange of this slot counts too: on one stream it would come first by itself.
-        events = [*after, last.event] if last is not None and last.captured == captured else after
+        events = [*after, last.event] if last is not None and last.capture == capture else after
         begin = self._step_in(load.unit, events)
         for lane in self._lanes.values():
             lane.wait_event(begin)
         self._bring_and_pass(load.unit, load.slab, slot)
-        transfer = StreamTransfer(load.unit, self._step_out(), captured)
+        transfer = StreamTransfer(load.unit, self._step_out(), capture)
         self._last[slot.data_ptr()] = transfer
         return transfer
 
