@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from headrace.config import UVA, Budget, OffloadConfig, Prefetch, Rules, Workload
     from headrace.errors import HeadraceError, HeadraceWarning
     from headrace.experts.rows import expert_rows
+    from headrace.graphs.decoding import decode_in_graphs
     from headrace.offloaders import (
         BaseOffloader,
         NoopOffloader,
@@ -58,6 +59,7 @@ __all__ = [
     "UVAOffloader",
     "Workload",
     "create_offloader",
+    "decode_in_graphs",
     "expert_rows",
     "get_offloader",
     "make_plan",
@@ -72,6 +74,7 @@ _HOMES = {
     "headrace.config": ("UVA", "Budget", "OffloadConfig", "Prefetch", "Rules", "Workload"),
     "headrace.errors": ("HeadraceError", "HeadraceWarning"),
     "headrace.experts.rows": ("expert_rows",),
+    "headrace.graphs.decoding": ("decode_in_graphs",),
     "headrace.api": ("Handle", "offload"),
     "headrace.plan.plan": ("Plan",),
     "headrace.planning": ("make_plan",),

@@ -7,6 +7,7 @@ real one; the link of device_model.py gives its copies, marks and waits to that 
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -226,6 +227,26 @@ class ForeignEngine(Engine):
         return bool({"replay": self.graphs, "replay_parts": self.parts}.get(step, True))
 
 
+class OwnEngine(Engine):
+    """Graphs that this project captures itself, between eager forwards."""
+
+    def __init__(self, num_units: int, num_slots: int, seed: int) -> None:
+        super().__init__(num_units, num_slots, seed, announced=False)
+
+    def capture(self, forward: Callable[[], None] | None = None) -> None:
+        self.device.finish()  # torch.cuda.graph synchronizes
+        with self.pipeline.capturing():
+            self.link.graph = Graph()
+            (forward or self.forward)()
+            self.graphs.append(self.link.graph)
+            self.link.graph = None
+        self.replay(-1)
+
+    def replay(self, which: int) -> None:
+        with self.pipeline.replaying():
+            self.graphs[which % len(self.graphs)].launch(self.device)
+
+
 class RoughEngine(Engine):
     """Also stops in the middle, runs modules by hand, gives captures up, and captures forwards that skip modules."""
 
@@ -365,6 +386,83 @@ def test_every_read_finds_its_unit_in_captures_of_others(
             engine.run(step, seed + number)
     engine.device.finish()
     assert engine.reads >= num_units * sum(step in ("forward", "capture", "capture_parts") for step in steps)
+
+
+@given(
+    steps=st.lists(
+        st.sampled_from(["forward", "capture", "replay", "replay", "skip_last", "run_first"]), min_size=1, max_size=14
+    ),
+    num_units=st.integers(1, 7),
+    num_slots=st.integers(1, 4),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=400, deadline=None)
+def test_every_read_finds_its_unit_beside_graphs_of_our_own(
+    steps: list[str], num_units: int, num_slots: int, seed: int
+) -> None:
+    engine = OwnEngine(num_units, num_slots, seed)
+    expected = 0
+    for number, step in enumerate(steps):
+        if engine.has_graphs(step):
+            whole = step in ("forward", "capture", "replay")
+            expected += num_units * whole + (num_units - 1) * (step == "skip_last") + (step == "run_first")
+            engine.run_unit(0) if step == "run_first" else engine.run(step, seed + number)
+    engine.device.finish()
+    assert engine.reads == expected
+
+
+def test_copies_of_the_next_step_run_between_two_of_our_own_replays() -> None:
+    engine = OwnEngine(4, 2, 0)
+    engine.capture()
+    engine.device.finish()
+    never = Op(lambda: None, [Op(lambda: None)])  # generate() chooses a token
+    engine.replay(0)
+    engine.link.give("compute", never.run, never.after)
+    while engine.device.advance():
+        pass
+    assert first_units_there(engine)
+
+
+def test_our_own_graphs_and_others_exclude_one_another() -> None:
+    engine = OwnEngine(4, 2, 0)
+    engine.capture()
+    with pytest.raises(StateError, match="generate\\(\\) has graphs of its own"):
+        Engine.capture(engine)
+    engine.link.graph = None
+    engine.replay(0)
+    engine.forward()
+    engine.device.finish()
+    foreign = ForeignEngine(4, 2, 0)
+    foreign.capture()
+    assert not foreign.pipeline.may_own_graphs()
+
+
+def test_a_replay_waits_for_forwards_of_other_threads() -> None:
+    """A module of one that has its unit, and has not launched what reads it, would find another."""
+    engine = OwnEngine(4, 2, 0)
+    engine.capture()
+    inside, go_on, replayed = threading.Event(), threading.Event(), threading.Event()
+
+    def other() -> None:
+        engine.pipeline.begin_forward()
+        inside.set()
+        go_on.wait(60)
+        assert not replayed.is_set()
+        engine.pipeline.finish_forward()
+
+    def mine() -> None:
+        engine.replay(0)
+        replayed.set()
+
+    threads = [threading.Thread(target=other), threading.Thread(target=mine)]
+    threads[0].start()
+    assert inside.wait(60)
+    threads[1].start()
+    assert not replayed.wait(0.2)
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert replayed.is_set()
 
 
 @pytest.mark.parametrize("then", ["another graph", "no graph"])

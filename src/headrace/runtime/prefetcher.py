@@ -93,6 +93,7 @@ class Prefetcher:
         self._free = threading.Condition(self._lock)
         self._closed = False
         self._stopping = False
+        self._owns_graphs = self._captures_own = False  # see capturing()
         self._pid = os.getpid()
         has_bytes = plan.mode != "meta"
         self._guard = Guard(plan, [load.copies for load in self._loads], promoted) if debug and has_bytes else None
@@ -184,7 +185,7 @@ class Prefetcher:
         self._require_own_process()
         with self._lock:
             slots, graphs = self._slots(), self._graphs
-            self._link.joined_by_caller |= not self._capturing
+            self._link.joined_by_caller |= not self._capturing and not self._owns_graphs
             if self._capturing or not graphs.announced:
                 self._wait_for_copies(slots)
             elif threading.get_ident() not in self._forwards:
@@ -193,6 +194,37 @@ class Prefetcher:
                 self.prefetch_first(held_back=True)
                 self._wait_for_copies(slots)
                 graphs.replay_is_due = True
+
+    def may_own_graphs(self) -> bool:
+        """Whether this project may capture graphs of its own: nobody else has captured any."""
+        return self._owns_graphs or not self._graphs.exist
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Within, a whole forward is captured that is replayed within :meth:`replaying` alone.
+
+        From then on other code captures none: a replay that is not announced would find other units in the slots.
+        """
+        with self._lock:
+            assert self.may_own_graphs()
+            self._owns_graphs = self._graphs.announced = self._captures_own = True
+        try:
+            with self.replaying():  # a capture too begins with the first units in the slots
+                yield
+        finally:
+            self._captures_own = False
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Within, one of the graphs of :meth:`capturing` is replayed, and no forward of another thread goes on."""
+        with self._lock:
+            me = threading.get_ident()
+            self._free.wait_for(lambda: not self._forwards.keys() - {me}, CONFLICT_TIMEOUT_S)
+            self.wait_all()
+            try:
+                yield
+            finally:
+                self.finish_forward(whole=False)
 
     def _adopt_order(self) -> None:
         """Expect the order of the forward that has just ended, if it has run every unit once or may do otherwise."""
@@ -417,6 +449,11 @@ class Prefetcher:
                 "in the slots, so that a replay would find other units there: compile without graphs "
                 "(torch.compile's mode 'default' or 'max-autotune-no-cudagraphs')"
             )
+        if capture is not None and self._owns_graphs and not self._captures_own:
+            raise StateError(
+                "a CUDA graph was being captured over an offload whose generate() has graphs of its own: turn those "
+                "off (graphs=False) to capture the model yourself"
+            )
         if graphs.slots is not None and capture == graphs.capture:
             return graphs.slots
         if graphs.slots is not None:
@@ -437,6 +474,11 @@ class Prefetcher:
             "than the next one expects: compile without partitions (torch._inductor.config.graph_partition = False), "
             "or without graphs (torch.compile's mode 'default')"
         )
+
+    @property
+    def in_capture(self) -> bool:
+        """Whether compute is being recorded into a graph."""
+        return self._link.capturing
 
     @property
     def _capturing(self) -> bool:
@@ -480,7 +522,7 @@ class Prefetcher:
         """
         self._require_own_process()
         with self._lock:
-            if self._graphs.exist and not graphs_released:
+            if self._graphs.exist and not graphs_released and not self._owns_graphs:
                 raise StateError(
                     "graphs were captured over this offload, and a replay after remove() would read memory that is "
                     "gone: delete the graphs, then call remove(graphs_released=True)"

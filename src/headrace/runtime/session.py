@@ -10,9 +10,9 @@ import logging
 import time
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -111,8 +111,18 @@ class SessionOptions:
     reads_rows: ReadsRows = CachedExperts
 
 
+class Removable(Protocol):
+    """Graphs that this project has captured over an offload, and frees before its end."""
+
+    def remove(self) -> None: ...
+
+
 class OffloadSession(NotCopyable):
-    """Executes a prepared plan from :meth:`attach` to :meth:`remove`."""
+    """Executes a prepared plan from :meth:`attach` to :meth:`remove`.
+
+    Attributes:
+        own_graphs: removed by :meth:`remove`.
+    """
 
     def __init__(self, prepared: Prepared, options: SessionOptions = SessionOptions()) -> None:
         self.recorder = Recorder()
@@ -128,6 +138,7 @@ class OffloadSession(NotCopyable):
         self._prefetcher: Prefetcher | None = None
         self._link = options.link
         self._in_force = False
+        self.own_graphs: Removable | None = None
 
     def attach(self) -> None:
         """Load the weights and take the model over; returns when the first copies are under way.
@@ -222,6 +233,18 @@ class OffloadSession(NotCopyable):
         if self._prefetcher is not None:
             self._prefetcher.wait_all()
 
+    def may_own_graphs(self) -> bool:
+        """Whether no other code has captured graphs over this offload."""
+        return self._prefetcher is None or self._prefetcher.may_own_graphs()
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Within, this project captures a whole forward (:meth:`Prefetcher.capturing`)."""
+        return nullcontext() if self._prefetcher is None else self._prefetcher.capturing()
+
+    def replaying(self) -> AbstractContextManager[None]:
+        """Within, a graph of :meth:`capturing` is replayed."""
+        return nullcontext() if self._prefetcher is None else self._prefetcher.replaying()
+
     @contextmanager
     def at_rest(self) -> Iterator[None]:
         """Within, tensors rest outside of their modules' forwards also where they view their slots all the time.
@@ -255,6 +278,8 @@ class OffloadSession(NotCopyable):
         if any(hook.runs_here for hook in self._hooks if isinstance(hook, UnitHook | ForwardHook)):
             raise StateError("remove() was called inside a forward of the model: call it when the forward has returned")
         try:
+            if self.own_graphs is not None:
+                self.own_graphs.remove()
             self.keep_popularity()
             self._remove(graphs_released)
         except BaseException:

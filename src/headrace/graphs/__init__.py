@@ -1,0 +1,1 @@
+"""CUDA graphs that headrace captures itself: the decoding step of transformers' ``generate``."""

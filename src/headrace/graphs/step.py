@@ -1,0 +1,63 @@
+"""A call as a CUDA graph: its inputs are copied into tensors at fixed addresses, then it is replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_only
+
+__all__ = ["Inputs", "StepGraph", "signature"]
+
+Inputs = Mapping[str, Any]
+
+
+def signature(inputs: Inputs) -> Hashable:
+    """What of ``inputs`` a graph holds for good: all but the values of tensors.
+
+    Objects other than numbers and strings count by identity, so the graph has to keep them alive.
+    """
+    leaves, _ = tree_flatten_with_path(dict(inputs))
+    return tuple((path, _constant_part(leaf)) for path, leaf in leaves)
+
+
+def _constant_part(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+    return leaf if leaf is None or isinstance(leaf, bool | int | float | str) else id(leaf)
+
+
+class StepGraph:
+    """A captured ``call(**inputs)``.
+
+    Attributes:
+        num_bytes: device memory that the capture has taken from the driver.
+    """
+
+    def __init__(self, call: Callable[..., Any], inputs: Inputs) -> None:
+        """``call`` ran before with inputs of this :func:`signature`, so that libraries and kernels are loaded.
+
+        Nothing runs now; what ``call`` changes in Python is changed once.
+
+        Raises:
+            RuntimeError: an operation cannot be captured, such as one that waits for the device.
+        """
+        before = torch.cuda.memory_reserved()
+        self._inputs: Inputs = tree_map_only(torch.Tensor, torch.clone, dict(inputs))
+        self._tensors = _tensors_of(self._inputs)
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads may allocate and launch meanwhile.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._output = call(**self._inputs)
+        self.num_bytes = max(0, torch.cuda.memory_reserved() - before)
+
+    def replay(self, inputs: Inputs) -> Any:
+        """The output of ``call(**inputs)`` in tensors of its own; ``inputs`` has the signature of the captured ones."""
+        torch._foreach_copy_(self._tensors, _tensors_of(inputs))
+        self._graph.replay()
+        return tree_map_only(torch.Tensor, torch.clone, self._output)
+
+
+def _tensors_of(inputs: Inputs) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(dict(inputs)) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,311 @@
+"""The promise: ``generate`` gives the same tokens and logits with its steps in graphs, or runs eagerly and says why.
+
+Graphs of a CPU here: operators of one step that run again (recorded_graphs.py). tests/gpu has CUDA's.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+import headrace
+from headrace.errors import HeadraceWarning, OptionError
+from headrace.graphs import decoding
+from recorded_graphs import RecordedStep
+
+SIZES = {
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 2048, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+WINDOW = {"sliding_window": 10, "layer_types": ["sliding_attention", "full_attention"] * 2}
+
+
+def qwen3(**more: Any) -> Any:
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(**{**SIZES, **more})
+    return transformers.Qwen3ForCausalLM(config).eval().requires_grad_(False)
+
+
+def gemma3() -> Any:
+    torch.manual_seed(0)
+    config = transformers.Gemma3TextConfig(**{**SIZES, **WINDOW})
+    return transformers.Gemma3ForCausalLM(config).eval().requires_grad_(False)
+
+
+def experts() -> Any:
+    torch.manual_seed(0)
+    sizes = {**SIZES, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = transformers.Qwen3MoeConfig(**sizes, experts_implementation="batched_mm")
+    return transformers.Qwen3MoeForCausalLM(config).eval().requires_grad_(False)
+
+
+MODELS = {"full attention": qwen3, "sliding windows": gemma3, "experts": experts}
+
+
+def prompt(length: int, sequences: int = 1) -> torch.Tensor:
+    return torch.randint(1, 128, (sequences, length), generator=torch.Generator().manual_seed(length))
+
+
+def run(model: Any, ids: torch.Tensor, tokens: int = 16, **options: Any) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(1)
+    options = {"do_sample": False, **options}
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, return_dict_in_generate=True,
+        output_logits=True, **options,
+    )  # fmt: skip
+    return (out.sequences, *out.logits)
+
+
+def static(model: Any, ids: torch.Tensor, tokens: int = 16, **options: Any) -> tuple[torch.Tensor, ...]:
+    """Eager, with a cache of the size that graphs take."""
+    length = -(-(ids.shape[1] + tokens) // 256) * 256
+    config = model.config.get_text_config(decoder=True)
+    cache = transformers.StaticCache(config=config, max_cache_len=length)
+    return run(model, ids, tokens, past_key_values=cache, disable_compile=True, **options)
+
+
+def assert_equal(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.fixture(autouse=True)
+def _recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(decoding, "StepGraph", RecordedStep)
+    monkeypatch.setattr(decoding, "GRAPH_DEVICES", ("cpu",))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", HeadraceWarning)
+        yield
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> Any:
+    return MODELS[request.param]()
+
+
+def test_tokens_and_logits_are_those_of_eager_steps(model: Any) -> None:
+    """Also where a sliding window fills up on the way, and for prompts of other lengths in later calls."""
+    graphs = headrace.decode_in_graphs(model)
+    for length in (4, 12, 7, 300):
+        assert_equal(run(model, prompt(length)), static_of(model, prompt(length)))
+    assert graphs.replays > 40
+
+
+def static_of(model: Any, ids: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
+    """:func:`static` of a model whose ``generate`` is set aside: its own, not the one with graphs."""
+    ours = vars(model).pop("generate")
+    try:
+        return static(model, ids, **options)
+    finally:
+        model.generate = ours
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True, "temperature": 0.7, "top_k": 20},
+        {"num_return_sequences": 3, "do_sample": True},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+        {"logits_processor": LogitsProcessorList([lambda ids, scores: scores.flip(-1)])},
+        {"stopping_criteria": StoppingCriteriaList([lambda ids, scores: torch.ones(len(ids)) * ids.shape[1] > 9])},
+        {"eos_token_id": [3, 5, 7, 11]},
+        {"generation_config": GenerationConfig(do_sample=True, top_p=0.8, pad_token_id=0)},
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_options_of_generate_keep_working(options: dict[str, Any]) -> None:
+    model = qwen3()
+    graphs = headrace.decode_in_graphs(model)
+    assert_equal(run(model, prompt(5), **options), static_of(model, prompt(5), **options))
+    assert graphs.replays > 0
+
+
+def test_several_sequences_with_padding() -> None:
+    model, ids = qwen3(), prompt(8, 3)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    graphs = headrace.decode_in_graphs(model)
+    found = [vars(model)["generate"](ids, attention_mask=mask, max_new_tokens=9) for _ in range(2)]
+    graphs.remove()
+    cache = transformers.StaticCache(config=model.config, max_cache_len=256)
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=9, past_key_values=cache, disable_compile=True)
+    assert all(torch.equal(each, expected) for each in found)
+    assert graphs.replays > 0
+
+
+def test_a_streamer_gets_every_token() -> None:
+    class Streamer(BaseStreamer):
+        def __init__(self) -> None:
+            self.tokens: list[int] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.tokens += value.flatten().tolist()
+
+        def end(self) -> None:
+            self.tokens.append(-1)
+
+    model, streamer = qwen3(), Streamer()
+    headrace.decode_in_graphs(model)
+    out = model.generate(prompt(5), max_new_tokens=9, streamer=streamer)
+    assert streamer.tokens == [*out[0].tolist(), -1]
+
+
+def test_a_second_call_replays_what_the_first_has_captured() -> None:
+    model = qwen3()
+    graphs = headrace.decode_in_graphs(model)
+    model.generate(prompt(5), max_new_tokens=9)
+    assert graphs.replays == 7  # the prompt gives the first token, the warm-up the second
+    model.generate(prompt(6), max_new_tokens=9)
+    assert graphs.replays == 7 + 8
+
+
+def test_a_returned_cache_is_the_callers() -> None:
+    """A later call must not write into it."""
+    model = qwen3()
+    headrace.decode_in_graphs(model)
+    first = model.generate(prompt(5), max_new_tokens=9, return_dict_in_generate=True)
+    kept = first.past_key_values.layers[0].keys.clone()
+    model.generate(prompt(6), max_new_tokens=9)
+    assert torch.equal(first.past_key_values.layers[0].keys, kept)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"num_beams": 2}, "beam search is not captured"),
+        ({"prompt_lookup_num_tokens": 2}, "assisted generation is not captured"),
+        ({"cache_implementation": "static"}, "the call brings a cache of its own"),
+        ({"use_cache": False}, "use_cache=False"),
+        ({"output_hidden_states": True}, "output_hidden_states"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_not_captured_runs_eagerly_and_says_why(options: dict[str, Any], reason: str) -> None:
+    model = qwen3()
+    expected = run(model, prompt(5), **options)
+    graphs = headrace.decode_in_graphs(model)
+    with pytest.warns(HeadraceWarning, match=f"generate runs eagerly, without CUDA graphs: .*{reason}"):
+        assert_equal(run(model, prompt(5), **options), expected)
+    assert_equal(run(model, prompt(5), **options), expected)  # and is silent the second time
+    assert graphs.replays == 0
+
+
+@pytest.mark.parametrize("family", ["Mamba", "T5"])
+def test_models_without_a_static_cache_run_eagerly(family: str) -> None:
+    torch.manual_seed(0)
+    configs = {
+        "Mamba": (transformers.MambaForCausalLM, transformers.MambaConfig(
+            vocab_size=128, hidden_size=32, state_size=4, num_hidden_layers=2, eos_token_id=None)),
+        "T5": (transformers.T5ForConditionalGeneration, transformers.T5Config(
+            vocab_size=128, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0,
+            eos_token_id=None)),
+    }  # fmt: skip
+    kind, config = configs[family]
+    model = kind(config).eval().requires_grad_(False)
+    expected = model.generate(prompt(5), max_new_tokens=9, do_sample=False)
+    headrace.decode_in_graphs(model)
+    with pytest.warns(HeadraceWarning, match="generate runs eagerly"):
+        found = model.generate(prompt(5), max_new_tokens=9, do_sample=False)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("model", ["full attention", "sliding windows"], indirect=True)
+def test_a_step_that_cannot_be_captured_runs_eagerly(model: Any) -> None:
+    """It asks the device for a value; what Python has counted before that is taken back."""
+    wait = model.model.layers[2].register_forward_hook(lambda module, args, out: out if out.sum().item() else None)
+    expected = static(model, prompt(7))
+    graphs = headrace.decode_in_graphs(model)
+    with pytest.warns(HeadraceWarning, match="decoding step cannot be captured: operation not permitted"):
+        assert_equal(run(model, prompt(7)), expected)
+    wait.remove()
+    assert graphs.replays == 0
+
+
+def test_too_little_memory_for_graphs_is_said_with_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    model = qwen3()
+    expected = static(model, prompt(7))
+    headrace.decode_in_graphs(model)
+    monkeypatch.setattr(decoding, "StepGraph", refuse)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 30))
+    with pytest.warns(HeadraceWarning, match=r"Tried to allocate 2.00 GiB \(1.00 MiB of device memory are free\)"):
+        assert_equal(run(model, prompt(7)), expected)
+
+
+def test_two_threads_that_generate_at_once() -> None:
+    model = qwen3()
+    expected = static(model, prompt(5)), static(model, prompt(6))
+    headrace.decode_in_graphs(model)
+    found: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+
+    def work(which: int) -> None:
+        for _ in range(4):
+            found[which].append(model.generate(prompt(5 + which), max_new_tokens=16))
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    for which in range(2):
+        assert len(found[which]) == 4
+        assert all(torch.equal(each, expected[which][0]) for each in found[which])
+
+
+def test_calls_in_inference_mode_and_outside_share_no_cache() -> None:
+    """Tensors made in inference mode cannot be written outside of it."""
+    model = qwen3()
+    headrace.decode_in_graphs(model)
+    with torch.inference_mode():
+        first = model.generate(prompt(5), max_new_tokens=9)
+    assert torch.equal(model.generate(prompt(5), max_new_tokens=9), first)
+
+
+def test_remove_gives_generate_back_and_frees_the_cache() -> None:
+    model = qwen3()
+    before = dict(vars(model))
+    graphs = headrace.decode_in_graphs(model)
+    model.generate(prompt(5), max_new_tokens=9)
+    cache = weakref.ref(graphs._cache)
+    graphs.remove()
+    graphs.remove()
+    gc.collect()
+    assert vars(model) == before
+    assert cache() is None
+
+
+def test_the_second_call_of_decode_in_graphs_replaces_the_first() -> None:
+    model = qwen3()
+    first, second = headrace.decode_in_graphs(model), headrace.decode_in_graphs(model, context=1000)
+    model.generate(prompt(5), max_new_tokens=9)
+    assert (first.replays, second.replays) == (0, 7)
+    assert second._cache.layers[0].max_cache_len == 1024
+
+
+def test_removing_an_offload_removes_its_graphs() -> None:
+    model = experts()
+    expected = static(model, prompt(5))
+    with headrace.offload(model, headrace.UVA(params=["mlp"])) as handle:
+        headrace.decode_in_graphs(model)
+        assert_equal(run(model, prompt(5)), expected)
+        assert handle.plan.uva_bytes > 0
+    assert "generate" not in vars(model)
+    assert_equal(static(model, prompt(5)), expected)
+
+
+def test_a_model_that_is_not_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "GRAPH_DEVICES", ("cuda",))
+    with pytest.raises(OptionError, match="expected a model on a GPU, found one on cpu"):
+        headrace.decode_in_graphs(qwen3())
