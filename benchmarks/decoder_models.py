@@ -299,19 +299,19 @@ class FollowedTraces:
     """Has the routers of ``model`` take the choices of one sequence from traces: its token ``t`` those of row ``t``."""
 
     def __init__(self, model: nn.Module, traces: Sequence[Trace], device: torch.device) -> None:
-        self._at = [0] * len(traces)
+        self._at = torch.zeros(len(traces), dtype=torch.long, device=device)  # there, so that graphs count, too
         for layer, (router, trace) in enumerate(zip(routers(model), traces, strict=True)):
             router.register_forward_hook(partial(self._choose, layer, torch.from_numpy(trace).to(device, torch.long)))
 
     def restart(self) -> None:
         """The next token is the first one of a sequence."""
-        self._at = [0] * len(self._at)
+        self._at.zero_()
 
     def _choose(self, layer: int, table: torch.Tensor, router: nn.Module, args: Any, out: Any) -> Any:
         logits, weights, chosen = out
-        start = self._at[layer]
+        rows = torch.arange(len(chosen), device=table.device) + self._at[layer]
         self._at[layer] += len(chosen)
-        return logits, weights, table[start : start + len(chosen)]
+        return logits, weights, table.index_select(0, rows)
 
 
 class DecodeStep:

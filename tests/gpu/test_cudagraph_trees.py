@@ -14,7 +14,7 @@ from torch import nn
 
 from headrace import Prefetch
 from headrace.errors import StateError
-from headrace.testing import assert_moved, boundaries
+from headrace.testing import boundaries
 
 POLICY = Prefetch(2, 1, 2)
 MODE = "reduce-overhead"
@@ -60,7 +60,6 @@ def test_whole_forwards(partition: bool, beside_eager: bool) -> None:
             warnings.filterwarnings("error", message="a CUDA graph holds a part")
             found = outputs(torch.compile(resident, mode=MODE), resident if beside_eager else None)
             assert all(map(torch.equal, found, wanted))
-            assert_moved(handle)
             assert sum(unit.captured_copies for unit in handle.stats().units) >= len(handle.plan.units)
 
 
@@ -77,7 +76,7 @@ def test_forwards_with_a_graph_break(beside_eager: bool) -> None:
         with pytest.warns(UserWarning, match="a CUDA graph holds a part of a forward"):
             found = outputs(torch.compile(resident, mode=MODE), resident if beside_eager else None)
         assert all(map(torch.equal, found, wanted))
-        assert_moved(handle)
+        assert handle.stats().bytes_moved > 0
 
 
 @pytest.mark.filterwarnings("ignore:a CUDA graph holds a part of a forward")
@@ -93,7 +92,7 @@ def test_layers_compiled_one_by_one() -> None:
     torch._dynamo.reset()
     with offloaded(resident, POLICY) as handle:
         assert all(map(torch.equal, outputs(by_layer(resident)), wanted))
-        assert_moved(handle)
+        assert handle.stats().bytes_moved > 0
 
 
 class Partitioned(nn.Module):
@@ -111,16 +110,8 @@ class Partitioned(nn.Module):
 def test_a_partitioned_graph_is_an_error_and_leaves_the_gpu_usable() -> None:
     with torch._inductor.config.patch(graph_partition=True):
         model = Partitioned()
-        with boundaries(other := copy.deepcopy(model), POLICY):
-            wanted = outputs(torch.compile(other, mode=MODE))
-        torch._dynamo.reset()
-        with offloaded(model, POLICY):
-            try:
-                found = outputs(torch.compile(model, mode=MODE))
-            except StateError as error:
-                assert "graph_partition" in str(error)
-            else:
-                assert all(map(torch.equal, found, wanted))
+        with offloaded(model, POLICY), pytest.raises(StateError, match="graph_partition"):
+            outputs(torch.compile(model, mode=MODE))
     assert torch.equal(torch.ones(4, device="cuda").sum().cpu(), torch.tensor(4.0))
 
 
@@ -139,7 +130,7 @@ def test_a_module_captured_by_itself() -> None:
                 graph.replay()
                 assert torch.equal(out, other(hidden))
                 assert torch.equal(model(ids(1)), resident(ids(1)))
-            assert_moved(handle)
+            assert handle.stats().bytes_moved > 0
 
 
 @pytest.mark.parametrize("implementation", ["static"])
@@ -169,5 +160,4 @@ def test_generate_of_transformers_with_a_static_cache(implementation: str) -> No
     torch._dynamo.reset()
     with offloaded(resident, policy) as handle:
         assert all(map(torch.equal, run(resident), wanted))
-        assert_moved(handle)
         assert sum(unit.captured_copies for unit in handle.stats().units) >= len(handle.plan.units)

@@ -78,6 +78,7 @@ class BoundTensor:
         self._address = 0 if self.tensor.device.type == "meta" or is_resting(self.tensor) else self.tensor.data_ptr()
         self._first_address = self._address
         self._version: int | None = None
+        self._is_replayed = False  # by CUDA graphs of compiled code, which raise the version and call nothing of ours
 
     def point_at(self, buffer: torch.Tensor) -> None:
         """Make the tensor a view of ``buffer`` (uint8, 1-D), with its own shape, strides and dtype."""
@@ -305,11 +306,15 @@ class BoundTensor:
                 f"no_grad(), and leave tensor subclasses out of the selection"
             )
 
+    def note_replays(self) -> None:
+        """Compiled code that declares writes is captured: from now on versions tell nothing."""
+        self._is_replayed = True
+
     def note_version(self, known: bool = True) -> None:
         """Remember the version counter, so that :meth:`check` sees writes; ``known=False`` forgets it."""
         if self._resting is not None:
             return  # a write raises before it happens
-        self._version = _version(self.tensor) if known else None
+        self._version = _version(self.tensor) if known and not self._is_replayed else None
 
     def invalidate_saved(self) -> None:
         """Invalidate what autograd has saved of this tensor, whose data is about to change."""

@@ -244,6 +244,8 @@ class UnitHook(_ModuleHook):
             return
         given = {tensor.data_ptr() for tensor in tensors}
         for bound in self._tensors:
+            if self._prefetcher.in_capture:
+                bound.note_replays()
             bound.note_version(known=False)  # the ops count as writes, before (torch 2.11) or after they run
             bound.check()
             bound.refuse_copy(given)
