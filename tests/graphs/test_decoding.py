@@ -309,3 +309,26 @@ def test_a_model_that_is_not_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(decoding, "GRAPH_DEVICES", ("cuda",))
     with pytest.raises(OptionError, match="expected a model on a GPU, found one on cpu"):
         headrace.decode_in_graphs(qwen3())
+
+
+def test_a_hook_of_the_user_runs_in_every_step_unless_it_is_meant_to_be_captured() -> None:
+    model, calls = qwen3(), []
+    model.model.layers[1].register_forward_hook(lambda *_: calls.append(1))
+    graphs = headrace.decode_in_graphs(model, with_hooks=False)
+    with pytest.warns(
+        HeadraceWarning, match="model.layers.1 has a forward hook, whose Python code a replay leaves out"
+    ):
+        model.generate(prompt(5), max_new_tokens=9)
+    assert (len(calls), graphs.replays) == (9, 0)
+    graphs = headrace.decode_in_graphs(model)
+    model.generate(prompt(5), max_new_tokens=9)
+    assert (len(calls), graphs.replays) == (9 + 3, 7)
+
+
+def test_hooks_of_an_offload_are_captured() -> None:
+    model = qwen3()
+    expected = static(model, prompt(5))
+    with headrace.offload(model, headrace.UVA(params=["mlp"])):
+        graphs = headrace.decode_in_graphs(model, with_hooks=False)
+        assert_equal(run(model, prompt(5)), expected)
+        assert graphs.replays > 0

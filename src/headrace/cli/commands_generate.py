@@ -89,6 +89,9 @@ def generate(
         str | None,
         typer.Option("--attn-implementation", metavar="NAME", help="sdpa, eager, ... (default the model's choice)."),
     ] = None,
+    no_graphs: Annotated[
+        bool, typer.Option("--no-graphs", help="Launch each kernel from Python instead of replaying CUDA graphs.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the text and errors, and nothing else.")] = False,
     trace: Annotated[
         Path | None,
@@ -116,6 +119,8 @@ def generate(
             "mode meta (of --offload-mode, or of the plan in --plan) keeps none of the bytes that are offloaded: it is "
             "for sizing with `headrace plan`, and its text would be meaningless; use --offload-mode disk or cpu"
         )
+    if no_graphs and device.type != "cuda":
+        raise OptionError(f"--no-graphs has no effect on {device}, which has no CUDA graphs; leave it out")
     for flag, file in {"--trace": trace, "--expert-trace": expert_trace}.items():
         if file is not None:  # before the text is generated, at whose end it is written
             require_writable(flag, file)
@@ -150,7 +155,9 @@ def generate(
     notes.print(render(plan, opened.name))
     meter = PeakMeter()
     with byte_bar("loading", notes) as progress, open_ranks(group) as ranks:
-        handle = load_matched(folder, module, opened.match, plan, device, disk_options(flags), progress, ranks)
+        # A recorder of routing runs Python in every step.
+        graphs = not no_graphs and expert_trace is None
+        handle = load_matched(folder, module, opened.match, plan, device, disk_options(flags), progress, ranks, graphs)
     # The handle is not removed at the end: that would bring all weights back, which may not fit.
     inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
     recorder = None if expert_trace is None else RoutingRecorder(module, device)

@@ -45,12 +45,14 @@ GRAPH_DEVICES = ("cuda",)
 _LENGTH_STEP = 256
 
 
-def decode_in_graphs(model: PreTrainedModel, context: int = 0) -> DecodeGraphs:
+def decode_in_graphs(model: PreTrainedModel, context: int = 0, *, with_hooks: bool = True) -> DecodeGraphs:
     """Let ``model.generate`` decode in CUDA graphs, until ``remove()`` of what this returns or of the offload.
 
     Args:
-        model: of transformers, offloaded or resident. ``load`` makes this call by itself.
+        model: of transformers, offloaded or resident. ``load`` makes this call by itself, without hooks.
         context: tokens that the cache holds at least, prompt and answer; by default it is sized by each call.
+        with_hooks: forward hooks of yours are captured with the model, so that kernels which they launch are replayed
+            and their Python code is not. Without it, ``generate`` runs eagerly while the model has any.
 
     Raises:
         OptionError: the model is not on a GPU.
@@ -61,7 +63,7 @@ def decode_in_graphs(model: PreTrainedModel, context: int = 0) -> DecodeGraphs:
     session = None if handle is None else handle._session
     if (earlier := vars(model).get(_MARK)) is not None:
         earlier.remove()
-    graphs = DecodeGraphs(model, session, context)
+    graphs = DecodeGraphs(model, session, context, with_hooks)
     graphs.attach()
     return graphs
 
@@ -74,9 +76,9 @@ class DecodeGraphs:
         num_bytes: device memory that the graphs take, without the cache.
     """
 
-    def __init__(self, model: PreTrainedModel, session: OffloadSession | None = None, context: int = 0) -> None:
-        """``session``: of the offload of ``model``, if it is offloaded. ``context``: tokens of a sequence to expect."""
-        self._model, self._session, self._context = model, session, context
+    def __init__(self, model: PreTrainedModel, session: OffloadSession | None, context: int, with_hooks: bool) -> None:
+        """``session``: of the offload of ``model``, if it is offloaded. The rest as for :func:`decode_in_graphs`."""
+        self._model, self._session, self._context, self._with_hooks = model, session, context, with_hooks
         self._original = model.generate
         self._turn = threading.Lock()  # one call at a time has the cache; others run eagerly
         self._cache: StaticCache | None = None
@@ -179,6 +181,11 @@ class DecodeGraphs:
             return f"{type(model).__name__} does not decode with a static cache"
         if self._session is not None and not self._session.may_own_graphs():
             return "other code has captured CUDA graphs over this offload"
+        if not self._with_hooks and (name := _hooked_module(model)) is not None:
+            return (
+                f"{name} has a forward hook, whose Python code a replay leaves out (decode_in_graphs(model) captures "
+                f"its kernels)"
+            )
         return None
 
     def _say(self, reason: str) -> None:
@@ -247,6 +254,15 @@ class DecodeGraphs:
             self._eager_because = f"its decoding step cannot be captured: {str(error).splitlines()[0]}{missing}"
             self._say(self._eager_because)
             return None
+
+
+def _hooked_module(model: PreTrainedModel) -> str | None:
+    """The first module with a forward hook that is not one of an offload or of transformers."""
+    for name, module in model.named_modules():
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            if not str(getattr(hook, "__module__", "")).startswith(("headrace.runtime.", "transformers.")):
+                return name or type(module).__name__
+    return None
 
 
 def _windows(cache: StaticCache) -> list[StaticSlidingWindowLayer]:

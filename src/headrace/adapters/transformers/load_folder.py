@@ -37,6 +37,7 @@ from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.config import SHARDED_MODES, Policy
 from headrace.errors import CheckpointError, OptionError, OptionTypeError, warn_user
 from headrace.figures import format_size
+from headrace.graphs.decoding import decode_in_graphs
 from headrace.memory.system import no_collections
 from headrace.model.live_tensors import BoundStorage, storage_id
 from headrace.plan.plan import Plan
@@ -72,6 +73,7 @@ def load(
     disk: DiskOptions | None = None,
     progress: Progress | None = None,
     group: ProcessGroup | None = None,
+    graphs: bool = True,
 ) -> tuple[PreTrainedModel, Handle]:
     """Load a model and offload it in one go; memory stays within the plan while loading, too.
 
@@ -92,6 +94,8 @@ def load(
         disk: how the files are read.
         progress: called with (bytes loaded, bytes to load) while weights are read or moved.
         group: as for :func:`headrace.offload`: ranks that load the same folder and share its bytes.
+        graphs: on a GPU, without a ``group``, ``generate`` decodes in CUDA graphs
+            (:func:`~headrace.graphs.decoding.decode_in_graphs`).
 
     Returns:
         the model in evaluation mode, ready for ``generate``, and its handle; ``handle.remove()`` makes everything
@@ -119,7 +123,7 @@ def load(
             found = match(model, Checkpoint.open(folder), target)
         for difference in differences(model, found, is_chosen=model_class is not None):
             warn_user(difference)
-        return model, load_matched(folder, model, found, policy, device, disk, progress, ranks)
+        return model, load_matched(folder, model, found, policy, device, disk, progress, ranks, graphs)
 
 
 def load_matched(
@@ -131,6 +135,7 @@ def load_matched(
     disk: DiskOptions | None,
     progress: Progress | None,
     ranks: RankGroup | None,
+    graphs: bool = False,
 ) -> Handle:
     """:func:`load` for a ``model`` on ``meta`` that has been built and matched with its files; warns of nothing."""
     prepared = prepare(
@@ -152,6 +157,8 @@ def load_matched(
     model.train(False)
     handle = start(prepared, progress=progress)
     move_wrappers(model)
+    if graphs and ranks is None and prepared.device.type == "cuda" and model.can_generate():
+        decode_in_graphs(model, handle.plan.context, with_hooks=False)
     return handle
 
 

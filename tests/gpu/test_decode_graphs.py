@@ -1,0 +1,225 @@
+"""``generate`` in CUDA graphs of an offloaded model: the bits of the resident one, whatever happens between calls."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from gpu_models import offloaded
+
+import headrace
+from headrace import UVA, Budget, Prefetch, Rules
+from headrace.errors import StateError
+from headrace.graphs.step import StepGraph
+from headrace.model.inventory import take_inventory
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 1000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2048, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+WINDOWS = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 4}
+EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
+
+
+def build(kind: str) -> Any:
+    torch.manual_seed(0)
+    config, factory = {
+        "qwen3": lambda: (transformers.Qwen3Config(**SIZES), transformers.Qwen3ForCausalLM),
+        "gemma3": lambda: (transformers.Gemma3TextConfig(**SIZES, **WINDOWS), transformers.Gemma3ForCausalLM),
+        "experts": lambda: (transformers.Qwen3MoeConfig(**SIZES, **EXPERTS), transformers.Qwen3MoeForCausalLM),
+    }[kind]()
+    return factory(config).to("cuda", torch.bfloat16).eval().requires_grad_(False)
+
+
+ALL = ["ALL_MODEL_PARAMS"]
+CASES = {
+    "every fourth layer": ("qwen3", lambda model: Prefetch(4, 1, 2, params=ALL)),
+    "all layers, one slot": ("qwen3", lambda model: Prefetch(1, 1, 1, params=ALL)),
+    "budget": ("qwen3", lambda model: Budget(int(take_inventory(model).num_bytes * 0.6))),
+    "in place": ("qwen3", lambda model: UVA(params=["mlp"])),
+    "sliding windows": ("gemma3", lambda model: Prefetch(2, 1, 2, params=ALL)),
+    "cached experts": ("experts", lambda model: Rules([("experts", "cache")], expert_slots=6)),
+    "prefetched experts": ("experts", lambda model: Prefetch(2, 1, 2, params=ALL)),
+}
+
+
+def prompt(length: int, sequences: int = 1) -> torch.Tensor:
+    ids = torch.randint(1, 1000, (sequences, length), generator=torch.Generator().manual_seed(length))
+    return ids.cuda()
+
+
+def run(model: Any, length: int = 12, tokens: int = 20, sequences: int = 1) -> torch.Tensor:
+    """Logits of every token: [tokens, sequences, vocabulary]."""
+    ids = prompt(length, sequences)
+    found: list[torch.Tensor] = []
+
+    def note(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        found.append(scores.clone())
+        return scores
+
+    processors = transformers.LogitsProcessorList([note])
+    model.generate(ids, max_new_tokens=tokens, do_sample=False, logits_processor=processors)
+    return torch.stack(found)
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any, headrace.Handle]]:
+    """A resident model that decodes in graphs, an offloaded one that does, and its handle."""
+    kind, policy = CASES[request.param]
+    resident = build(kind)
+    model = copy.deepcopy(resident)
+    headrace.decode_in_graphs(resident)
+    handle = headrace.offload(model, policy(model))
+    yield resident, model, handle
+    handle.remove()  # graphs of ours need no word about their release
+
+
+def moved(handle: headrace.Handle) -> bool:
+    stats = handle.stats()
+    return stats.bytes_moved > 0 or handle.plan.uva_bytes > 0 or sum(layer.fetched for layer in stats.experts) > 0
+
+
+def test_logits_are_those_of_the_resident_model(case: Any) -> None:
+    """Of several calls with prompts of other lengths, alone and with another number of sequences between."""
+    resident, model, handle = case
+    graphs = headrace.decode_in_graphs(model)
+    for length, sequences in ((12, 1), (30, 1), (9, 3), (12, 1), (300, 1)):
+        assert torch.equal(run(model, length, sequences=sequences), run(resident, length, sequences=sequences))
+    assert graphs.replays > 60
+    assert moved(handle)
+
+
+def test_graphs_have_the_bits_of_eager_steps(case: Any) -> None:
+    resident, model, handle = case
+    vars(resident).pop("generate")
+
+    def eager(length: int) -> torch.Tensor:
+        cache = transformers.StaticCache(config=resident.config, max_cache_len=256)
+        ids, found = prompt(length), []
+        out = resident.generate(
+            ids, max_new_tokens=20, do_sample=False, past_key_values=cache, disable_compile=True, output_logits=True,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        found = [each.float() for each in out.logits]
+        return torch.stack(found)
+
+    headrace.decode_in_graphs(model)
+    for length in (12, 40):
+        assert torch.equal(run(model, length), eager(length))
+    assert moved(handle)
+
+
+def test_eager_forwards_between_two_calls(case: Any) -> None:
+    resident, model, handle = case
+    headrace.decode_in_graphs(model)
+    for length in (5, 50, 500):
+        assert torch.equal(run(model), run(resident))
+        assert torch.equal(model(prompt(length)).logits, resident(prompt(length)).logits)
+    assert moved(handle)
+
+
+def test_an_interrupt_between_announcement_and_replay(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    resident, model, _ = case
+    headrace.decode_in_graphs(model)
+    expected, replay, steps = run(resident), StepGraph.replay, []
+    for launched in (False, True):
+        with monkeypatch.context() as patch:
+
+            def interrupted(step: StepGraph, inputs: Any, launched: bool = launched) -> Any:
+                steps.append(step)
+                if len(steps) % 7:
+                    return replay(step, inputs)
+                if launched:
+                    replay(step, inputs)
+                raise KeyboardInterrupt
+
+            patch.setattr(StepGraph, "replay", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                run(model)
+        assert torch.equal(run(model), expected)
+
+
+def test_two_threads_that_generate_at_once(case: Any) -> None:
+    resident, model, _ = case
+    headrace.decode_in_graphs(model)
+    tokens = [resident.generate(prompt(length), max_new_tokens=20, do_sample=False) for length in (12, 13)]
+    found: list[list[torch.Tensor]] = [[], []]
+
+    def work(which: int) -> None:
+        with torch.no_grad():
+            for _ in range(4):
+                found[which].append(model.generate(prompt(12 + which), max_new_tokens=20, do_sample=False).cpu())
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert [len(each) for each in found] == [4, 4]
+    # One of two that run at once decodes eagerly, with a cache of another shape: greedy tokens agree, logits need not.
+    agree = [torch.equal(each, tokens[which].cpu()) for which in range(2) for each in found[which]]
+    assert sum(agree) >= 4
+
+
+def test_a_promoted_weight_while_graphs_exist() -> None:
+    resident = build("qwen3")
+    model = copy.deepcopy(resident)
+    headrace.decode_in_graphs(resident)
+    with offloaded(model, Prefetch(2, 1, 2, params=ALL)) as handle:
+        graphs = headrace.decode_in_graphs(model)
+        assert torch.equal(run(model), run(resident))
+        weight, other = model.model.layers[1].mlp.up_proj.weight, resident.model.layers[1].mlp.up_proj.weight
+        with pytest.warns(headrace.HeadraceWarning, match="resident from now on"):
+            weight.mul_(2)
+        other.mul_(2)
+        replays = graphs.replays
+        assert torch.equal(run(model), run(resident))
+        assert graphs.replays > replays
+        assert handle.stats().bytes_moved > 0
+
+
+def test_other_captures_are_refused_until_graphs_are_removed() -> None:
+    model = build("qwen3")
+    expected = copy.deepcopy(model)(prompt(12)).logits
+    with offloaded(model, Prefetch(4, 1, 2, params=ALL)):
+        graphs = headrace.decode_in_graphs(model)
+        run(model)
+        with (
+            pytest.raises(StateError, match=r"generate\(\) has graphs of its own"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            model(prompt(12))
+        assert torch.equal(model(prompt(12)).logits, expected)
+        graphs.remove()
+        assert torch.equal(model(prompt(12)).logits, expected)
+
+
+def test_nothing_is_left_of_many_calls() -> None:
+    model = build("qwen3")
+    handle = headrace.offload(model, Prefetch(4, 1, 2, params=ALL))
+    graphs = headrace.decode_in_graphs(model)
+    for length in (3, 300):
+        run(model, length)
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    for call in range(60):
+        run(model, (3, 300)[call % 2], tokens=8)
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before + (2 << 20)
+    graphs.remove()
+    handle.remove()
