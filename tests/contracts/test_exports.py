@@ -22,7 +22,7 @@ SOURCE = Path(headrace.__file__).parent
 PUBLIC = [
     "UVA", "BaseOffloader", "Budget", "DiskOptions", "Handle", "HeadraceError", "HeadraceWarning",
     "NoopOffloader", "OffloadConfig", "Plan", "Prefetch", "PrefetchOffloader", "Rules", "UVAOffloader", "Workload",
-    "create_offloader", "expert_rows", "get_offloader", "make_plan", "offload", "set_offloader",
+    "create_offloader", "decode_in_graphs", "expert_rows", "get_offloader", "make_plan", "offload", "set_offloader",
 ]  # fmt: skip
 
 # Of docs/architecture.md, left to right: a room imports from rooms to its left, and from its own.
@@ -43,6 +43,7 @@ ROOMS = [
     ("runtime",),
     ("offloaders",),
     ("api",),
+    ("graphs",),
     ("adapters", "testing"),
     ("planning",),
     ("bench", "demo", "serving"),

@@ -423,6 +423,21 @@ def test_copies_of_the_next_step_run_between_two_of_our_own_replays() -> None:
     assert first_units_there(engine)
 
 
+def test_a_replay_of_our_own_begins_before_the_second_slot_is_filled() -> None:
+    """Compute waits for each copy where it reads it, so the link does not idle until the first slot is refilled."""
+    engine = OwnEngine(4, 2, 0)
+    engine.capture()
+    engine.device.finish()
+    stuck = Op(lambda: None, [Op(lambda: None)])  # the copy into slot 1 does not end
+    engine.device.streams["copy"].append(stuck)
+    engine.link.leave_copy_event(1)
+    reads = engine.reads
+    engine.graphs[0].launch(engine.device)
+    while engine.device.advance():
+        pass
+    assert engine.reads == reads + 1
+
+
 def test_our_own_graphs_and_others_exclude_one_another() -> None:
     engine = OwnEngine(4, 2, 0)
     engine.capture()

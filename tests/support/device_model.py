@@ -25,6 +25,7 @@ class Op:
     run: Callable[[], None]
     after: list[Op] = field(default_factory=list)
     done: bool = False
+    external: Event | None = None  # in a graph: wait for where it was recorded last when the graph is launched
 
 
 class Device:
@@ -68,6 +69,7 @@ class Copy:
     unit: int
     event: Event
     done: bool = False
+    external: bool = False
 
 
 class Graph:
@@ -85,6 +87,7 @@ class Graph:
         twins: dict[int, Op] = {}
         for stream, op, external in self.ops:
             after = [begin, *(twins[id(before)] for before in op.after)]
+            after += [op.external.op] if op.external is not None and op.external.op is not None else []
             # A graph keeps its own order: what streams outside of it are given is ordered with its two ends alone.
             twins[id(op)] = device.give(f"graph {id(twins)} {stream}", Op(op.run, after))
             if external is not None:
@@ -100,6 +103,7 @@ class DeviceLink(Link):
         self.graph: Graph | None = None
         self.current = "compute"  # the stream that the caller has made current
         self.replay_events: dict[int, Event] = {}
+        self.copy_events: dict[int, Event] = {}
         self._last: dict[str, Op | None] = {"compute": None, "copy": None}
 
     def give(self, stream: str, run: Callable[[], None], after: Sequence[Op] = (), external: Event | None = None) -> Op:
@@ -132,6 +136,12 @@ class DeviceLink(Link):
     def replay_event(self, slot: int) -> ComputeEvent | None:
         return self.replay_events.get(slot)
 
+    def leave_copy_event(self, slot: int) -> None:
+        self.copy_events.setdefault(slot, Event()).op = self.give("copy", lambda: None)
+
+    def copy_event(self, slot: int, unit: int) -> Transfer | None:
+        return Copy(unit, self.copy_events[slot], external=True) if slot in self.copy_events else None
+
     def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> Transfer:
         marks = [mark for mark in after if isinstance(mark, Event)]
         assert all(mark.capture in (self.capture_id, None) for mark in marks), "an event of another capture"
@@ -147,6 +157,10 @@ class DeviceLink(Link):
 
     def wait(self, transfer: Transfer, measure: bool = False) -> float:
         assert isinstance(transfer, Copy)
+        if transfer.external:
+            assert self.capturing
+            self.give(self.current, lambda: None).external = transfer.event
+            return 0.0
         if transfer.event.capture == self.capture_id:
             assert transfer.event.op is not None
             self.give(self.current, lambda: None, [transfer.event.op])

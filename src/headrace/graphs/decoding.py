@@ -26,6 +26,7 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.generation import GenerationMode
 
 from headrace.api import handle_of
+from headrace.config import RANK_MODES
 from headrace.errors import OptionError, StateError, warn_user
 from headrace.figures import format_size
 from headrace.graphs.step import Inputs, StepGraph, signature
@@ -179,6 +180,8 @@ class DecodeGraphs:
             return self._eager_because
         if model.config.is_encoder_decoder or not model._can_compile_fullgraph:
             return f"{type(model).__name__} does not decode with a static cache"
+        if self._session is not None and self._session.plan.mode in RANK_MODES:
+            return f"several ranks share its weights (mode {self._session.plan.mode})"
         if self._session is not None and not self._session.may_own_graphs():
             return "other code has captured CUDA graphs over this offload"
         if not self._with_hooks and (name := _hooked_module(model)) is not None:
@@ -202,6 +205,9 @@ class DecodeGraphs:
         if self._cache is None or self._kind != kind or plan is not self._plan:
             self.release()
             self._cache = StaticCache(config=self._model.config.get_text_config(decoder=True), max_cache_len=length)
+            for layer in self._cache.layers:
+                if type(layer) is StaticSlidingWindowLayer:
+                    layer.__class__ = _Window
             self._kind, self._plan = kind, plan
         self._cache.reset()
         return self._cache
@@ -265,8 +271,20 @@ def _hooked_module(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _windows(cache: StaticCache) -> list[StaticSlidingWindowLayer]:
-    return [layer for layer in cache.layers if isinstance(layer, StaticSlidingWindowLayer)]
+class _Window(StaticSlidingWindowLayer):
+    """A sliding window whose step can be captured when it is full: no index comes from the host."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if key_states.shape[-2] != 1 or self.cumulative_length_int < self.max_cache_len:
+            return super().update(key_states, value_states, *args, **kwargs)
+        self.cumulative_length_int += 1
+        for kept, new in ((self.keys, key_states), (self.values, value_states)):
+            kept.copy_(torch.cat((kept[:, :, 1:], new), dim=-2))
+        return self.keys, self.values
+
+
+def _windows(cache: StaticCache) -> list[_Window]:
+    return [layer for layer in cache.layers if isinstance(layer, _Window)]
 
 
 def _window_lengths(cache: StaticCache) -> list[int]:
@@ -281,7 +299,7 @@ def _full_windows(cache: StaticCache) -> tuple[bool, ...]:
         TypeError: a layer of another kind, whose state in Python is not known.
     """
     for layer in cache.layers:
-        if type(layer) not in (StaticLayer, StaticSlidingWindowLayer):
+        if type(layer) not in (StaticLayer, _Window):
             raise TypeError(f"its cache has a {type(layer).__name__}")
     return tuple(layer.cumulative_length_int >= layer.max_cache_len for layer in _windows(cache))
 

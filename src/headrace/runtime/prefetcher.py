@@ -138,7 +138,8 @@ class Prefetcher:
             self._link.check()
             self._graphs.end_capture()  # of a forward before, or of one that was aborted
             if (capture := self._link.capture_id) is not None and not self._repeats:
-                self._graphs.begin_capture(self._live, capture, whole or self._link.joined_by_caller)
+                whole = whole or self._link.joined_by_caller
+                self._graphs.begin_capture(self._live, capture, whole, self._link if self._captures_own else None)
             # Only slots without a unit: a compiler that moved this call after the first units must do no harm.
             for slot in self._slots() if not self._graphs.in_part else ():
                 first = self._schedule.first.get(slot.index)
@@ -192,7 +193,9 @@ class Prefetcher:
                 for slot in slots:
                     self._drop_stale_readers(slot)
                 self.prefetch_first(held_back=True)
-                self._wait_for_copies(slots)
+                # What is under way to a slot that units share, graphs of our own wait for themselves.
+                awaited = [slot for slot in slots if not (self._owns_graphs and graphs.waits_inside(slot, self._link))]
+                self._wait_for_copies(awaited)
                 graphs.replay_is_due = True
 
     def may_own_graphs(self) -> bool:
@@ -208,6 +211,8 @@ class Prefetcher:
         with self._lock:
             assert self.may_own_graphs()
             self._owns_graphs = self._graphs.announced = self._captures_own = True
+            for slot in self._live:  # so that every graph finds the events, and so waits for them
+                self._link.leave_copy_event(slot.index)
         try:
             with self.replaying():  # a capture too begins with the first units in the slots
                 yield
@@ -398,6 +403,8 @@ class Prefetcher:
         if capturing:
             self.stats[unit].captured_copies += 1
         else:
+            if self._owns_graphs:
+                self._link.leave_copy_event(slot.index)
             self.stats[unit].copies += 1
             self.stats[unit].bytes_moved += self._plan.units[unit].payload_bytes
 

@@ -224,10 +224,11 @@ class GraphRecord:
         holds_back = self.exist and not self.announced and self._last_slot in self._shared
         return self._last_slot if holds_back else None
 
-    def begin_capture(self, live: Sequence[Slot], capture: int, whole: bool) -> list[Slot]:
+    def begin_capture(self, live: Sequence[Slot], capture: int, whole: bool, link: Link | None = None) -> list[Slot]:
         """The captured timeline, as it is at the beginning of a graph.
 
-        ``whole``: it holds a forward, or is joined by its owner.
+        ``whole``: it holds a forward, or is joined by its owner. ``link``: of a graph of our own, which waits inside
+        for copies that go on when it is replayed.
         """
         self.capture, self.in_part = capture, not (whole or self.announced)
         is_first, self.exist = not self.exist, True
@@ -237,6 +238,9 @@ class GraphRecord:
             first = self._first[slot.index]
             is_trusted = self.announced or (slot.unit == first and slot.index != self.held_back)
             captured.append(Slot(slot.index, slot.memory, first if is_trusted else None))
+            if link is not None and (copy := self._copy_before_replays(slot, link)) is not None:
+                captured[-1].to_empty()
+                captured[-1].to_arriving(first, copy)
             clear = Slot.to_held_back if slot.index == self.held_back else Slot.to_empty
             if not is_trusted:
                 clear(captured[-1])
@@ -251,6 +255,14 @@ class GraphRecord:
         self._read = set()
         self.slots = None
         self.in_part = False
+
+    def waits_inside(self, slot: Slot, link: Link) -> bool:
+        """Whether graphs of our own wait for the copy of the first unit into ``slot`` where they read it."""
+        return self._copy_before_replays(slot, link) is not None
+
+    def _copy_before_replays(self, slot: Slot, link: Link) -> Transfer | None:
+        # A unit that has its slot alone stays there, and is waited for once.
+        return link.copy_event(slot.index, self._first[slot.index]) if slot.index in self._shared else None
 
     def note_part(self) -> None:
         """A unit is used in the present capture; warn once if that holds a part of a forward."""

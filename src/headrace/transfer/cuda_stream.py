@@ -64,6 +64,7 @@ class StreamLink(Link):
         self._stream = self._new_stream()
         self._captured: StreamTransfer | None = None  # the latest copy that is a node of a graph
         self._replay_events: dict[int, torch.cuda.Event] = {}  # external: recorded by a node of each graph
+        self._copy_events: dict[int, torch.cuda.Event] = {}  # external: waited for by a node of each graph
         self._stalls: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] | None = {} if measure_stalls else None
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
@@ -89,6 +90,13 @@ class StreamLink(Link):
 
     def replay_event(self, slot: int) -> ComputeEvent | None:
         return self._replay_events.get(slot)
+
+    def leave_copy_event(self, slot: int) -> None:
+        self._copy_events.setdefault(slot, torch.cuda.Event(external=True)).record(self._stream)
+
+    def copy_event(self, slot: int, unit: int) -> Transfer | None:
+        event = self._copy_events.get(slot)
+        return None if event is None else StreamTransfer(unit, event, self.capture_id)
 
     def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> Transfer:
         # Ask for the compute stream's capture state before entering the side stream: inside, current_stream is ours.

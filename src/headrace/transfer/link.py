@@ -104,6 +104,16 @@ class Link(ABC):
         """The event that the latest replay has recorded or will record; ``None`` where no graph does."""
         return None
 
+    def leave_copy_event(self, slot: int) -> None:
+        """Outside of captures: record an event after all copies submitted so far; one per slot."""
+
+    def copy_event(self, slot: int, unit: int) -> Transfer | None:
+        """In a capture: the copy of ``unit`` before the latest :meth:`leave_copy_event` of ``slot``, at each replay.
+
+        ``None``: a replay cannot wait for it, so it has to be waited for before.
+        """
+        return None
+
     @abstractmethod
     def copy(self, load: Load, slot: torch.Tensor, after: Sequence[ComputeEvent]) -> Transfer:
         """Start moving a unit into ``slot`` once all of ``after`` is reached. Copies arrive in order of submission."""
