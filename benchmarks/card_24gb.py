@@ -14,13 +14,15 @@ The models have seeded weights of published shapes, drawn layer by layer and in 
   Of the formats of 4 bits that move packed and give equal bits it has the fewest bytes, needs one package, and is in
   use for this model. compressed-tensors moves bf16, torchao's numbers of 4 bits take a byte each, GPTQ and AWQ need
   more packages. ``budget``: a budget alone.
+* ``qwen3-8b``: Qwen3-8B in bf16, every fourth layer prefetched, as an engine's flags have it.
 * ``qwen3-30b-a3b``: Qwen3-30B-A3B in bf16. ``budget``: a budget alone, which without ``headrace probe`` does not cache
   experts; ``cache``: the rule ``experts=cache``, which is also what a budget chooses with a probe. Routers follow a
   seeded trace (``plan/traces.py``): random ones send all tokens to the same experts.
 
-``generate`` is called as users do: greedy, eager, with its own cache; times are those between two tokens. Every case
-runs twice from the same prompt, and the second run is timed. Logits of all tokens have to equal those of the resident
-model, to the last bit.
+``generate`` is called as users do, greedy; times are those between two tokens. ``eager`` is transformers as it is, with
+a cache that grows; ``graphs`` is what ``load`` gives: a static cache, and steps that are replayed. Every case runs
+twice from the same prompt in each way, one offload after the other way's, and the second run is timed. Logits of all
+tokens have to equal those of the resident model run in the same way, to the last bit.
 
     floor = max(resident, bytes that cross the link / link)
 
@@ -46,19 +48,20 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 import headrace
 from decoder_models import CONFIGS, FollowedTraces, build_model, routers
 from harness import Timing, append, finish, link_bytes_per_s, parser_of, words_of
-from headrace.config import Budget
+from headrace.config import Budget, Prefetch
 from headrace.figures import parse_size
 from headrace.model.inventory import take_inventory
 from headrace.plan.plan import Plan
@@ -78,11 +81,12 @@ class Model:
     """What is run of a model: how many new tokens, which cases, and what makes it tiny."""
 
     num_tokens: int
-    rules: dict[str, tuple[tuple[str, Any], ...]]  # of the budget of each case
+    rules: dict[str, tuple[tuple[str, Any], ...] | Prefetch]  # of the budget of each case, or a policy without one
     tiny: dict[str, Any]
 
 
 MODELS = {
+    "qwen3-8b": Model(64, {"every 4th layer": Prefetch(4, 1, 2)}, {**_TINY, "num_hidden_layers": 16}),
     "llama-3.3-70b-nf4": Model(24, {"budget": ()}, _TINY),
     "qwen3-30b-a3b": Model(
         128,
@@ -90,6 +94,9 @@ MODELS = {
         {**_TINY, "moe_intermediate_size": 256, "num_experts": 32, "num_experts_per_tok": 4},
     ),
 }
+
+
+CASES = list(dict.fromkeys(case for model in MODELS.values() for case in model.rules))
 
 
 def free_memory(device: torch.device) -> None:
@@ -186,19 +193,35 @@ class _Sequence:
         """Generate; ``at_first`` is called when the first new token is there."""
         self._routing.restart()
         clock = _Clock(at_first)
-        out = self._model.generate(
+        found: list[torch.Tensor] = []
+
+        def keep(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            found.append(scores.clone())
+            return scores
+
+        self._model.generate(
             self._prompt,
             attention_mask=torch.ones_like(self._prompt),
             max_new_tokens=self._num_tokens,
             streamer=clock,
-            output_logits=True,
-            return_dict_in_generate=True,
+            logits_processor=LogitsProcessorList([keep]),
         )
-        logits = torch.cat([step.cpu() for step in out.logits])
+        logits = torch.cat([step.cpu() for step in found])
         if len(logits) != self._num_tokens or not logits.isfinite().all():
             raise RuntimeError(f"expected finite logits of {self._num_tokens} tokens, found {tuple(logits.shape)}")
         first_ms, *samples_ms = clock.samples_ms()
         return _Run(first_ms, tuple(samples_ms), logits)
+
+
+@contextmanager
+def _way(way: str, model: Any) -> Iterator[Any]:
+    """Within, ``generate`` decodes in that way."""
+    graphs = headrace.decode_in_graphs(model) if way == "graphs" else None
+    try:
+        yield graphs
+    finally:
+        if graphs is not None:
+            graphs.remove()
 
 
 def rest_on_host(model: Any) -> None:
@@ -256,6 +279,7 @@ class Rehearsal:
     card_bytes: int
     reserve_bytes: int
     device: torch.device
+    ways: Sequence[str]
 
     def build(self) -> Any:
         """The model on the device."""
@@ -265,15 +289,16 @@ class Rehearsal:
         has_experts = hasattr(config, "num_experts")
         return build_model(config, self.device, self.device, "grouped_mm" if has_experts else None)
 
-    def budget(self, case: str, weight_bytes: int) -> Budget:
-        """For the weights; half of those of a tiny model."""
+    def policy(self, case: str, weight_bytes: int) -> Budget | Prefetch:
+        """A budget for the weights, of half of those of a tiny model, unless the case has a policy."""
+        rules = MODELS[self.name].rules[case]
         num_bytes = weight_bytes // 2 if self.tiny else self.card_bytes - self.reserve_bytes
-        return Budget(num_bytes, rules=MODELS[self.name].rules[case])
+        return rules if isinstance(rules, Prefetch) else Budget(num_bytes, rules=rules)
 
     def rows(self, cases: Sequence[str], failed: list[str]) -> Iterator[dict[str, Any]]:
         """One result per case; a case that raises is printed, and its name put into ``failed``."""
         link = link_bytes_per_s(self.device, 5)
-        resident: _Run | None = None
+        resident: dict[str, _Run] = {}
         for case in cases:
             try:
                 begin = time.perf_counter()
@@ -281,32 +306,54 @@ class Rehearsal:
                 lengths = _TINY_TOKENS if self.tiny else (PROMPT_TOKENS, MODELS[self.name].num_tokens)
                 sequence = _Sequence(model, *lengths, self.device)
                 built_s = time.perf_counter() - begin
-                if resident is None:
-                    sequence.run()
-                    resident = sequence.run()
-                print(f"{self.name} {case}: built in {built_s:.1f} s, resident {resident.ms:.2f} ms", flush=True)
-                yield {"built_s": built_s, **self._measure(case, model, sequence, resident, link)}
+                for way in self.ways if not resident else ():
+                    with _way(way, model):
+                        sequence.run()
+                        resident[way] = sequence.run()
+                    print(f"{self.name} {way}: resident {resident[way].ms:.2f} ms", flush=True)
+                for row in self._measure(case, model, sequence, resident, link):
+                    yield {"built_s": built_s, **row}
             except Exception:
                 traceback.print_exc()
                 failed.append(f"{self.name} {case}")
             model = sequence = None
             free_memory(self.device)  # the next one needs it
 
-    def _measure(self, case: str, model: Any, sequence: _Sequence, resident: _Run, link: float) -> dict[str, Any]:
+    def _measure(
+        self, case: str, model: Any, sequence: _Sequence, resident: Mapping[str, _Run], link: float
+    ) -> Iterator[dict[str, Any]]:
         begin = time.perf_counter()
         rest_on_host(model)
         weight_bytes = take_inventory(model).num_bytes
         with Card(self.card_bytes, self.device) as card:
             on_host_s = time.perf_counter() - begin
-            handle = headrace.offload(model, self.budget(case, weight_bytes), device=self.device)
-            start_s = time.perf_counter() - begin - on_host_s
-            first = sequence.run()
-            found: list[Stats] = []
-            timed = sequence.run(partial(_note, found, handle))
-            _note(found, handle)
-            peak_bytes = card.peak_bytes()
-            plan = handle.plan
-        moved = traffic(plan, *found, len(timed.samples_ms), model.config)
+            handle = headrace.offload(model, self.policy(case, weight_bytes), device=self.device)
+            facts = {"on_host_s": on_host_s, "start_s": time.perf_counter() - begin - on_host_s}
+            facts |= {"link_gb_per_s": link / 1e9, "weight_bytes": weight_bytes}
+            facts |= {"layers": model.config.num_hidden_layers}
+            for way in self.ways:
+                with _way(way, model) as graphs:
+                    first = sequence.run()
+                    found: list[Stats] = []
+                    timed = sequence.run(partial(_note, found, handle))
+                    _note(found, handle)
+                    facts["graph_bytes"] = 0 if graphs is None else graphs.num_bytes
+                    peak_bytes = card.peak_bytes()
+                moved = traffic(handle.plan, *found, len(timed.samples_ms), model.config)
+                runs = first, timed, resident[way]
+                yield facts | self._row(case, way, handle.plan, moved, runs, link, peak_bytes)
+
+    def _row(
+        self,
+        case: str,
+        way: str,
+        plan: Plan,
+        moved: _Traffic,
+        runs: tuple[_Run, _Run, _Run],
+        link: float,
+        peak_bytes: int | None,
+    ) -> dict[str, Any]:
+        first, timed, resident = runs
         if not moved.ahead + moved.experts > 0:
             raise RuntimeError(f"expected bytes that cross the link, found none in the plan {plan}")
         floor_ms = max(resident.ms, (moved.ahead + moved.experts) / link * 1e3)
@@ -314,7 +361,7 @@ class Rehearsal:
             "table": "card",
             "model": self.name,
             "case": case,
-            "layers": model.config.num_hidden_layers,
+            "way": way,
             "rows": 1,
             "prompt_tokens": _TINY_TOKENS[0] if self.tiny else PROMPT_TOKENS,
             "new_tokens": len(timed.logits),
@@ -330,13 +377,9 @@ class Rehearsal:
             "expert_bytes_moved": moved.experts,
             "hits": moved.hits,
             "expert_slots": [layer.num_slots for layer in plan.cached],
-            "link_gb_per_s": link / 1e9,
-            "weight_bytes": weight_bytes,
             "card_bytes": self.card_bytes,
             "peak_device_bytes": peak_bytes,
             "planned_device_bytes": plan.device_bytes,
-            "on_host_s": on_host_s,
-            "start_s": start_s,
             "within_card": peak_bytes is None or peak_bytes <= self.card_bytes,
             "bit_equal": all(torch.equal(each.logits, resident.logits) for each in (first, timed)),
             "repeats": torch.equal(first.logits, timed.logits),
@@ -349,7 +392,7 @@ def describe(row: Mapping[str, Any]) -> str:
     peak = "no limit" if row["peak_device_bytes"] is None else f"peak {row['peak_device_bytes'] / 1e9:.2f} GB"
     hits = "" if row["hits"] is None else f", {row['hits']:.1%} of experts hit"
     return (
-        f"{row['model']:<18} {row['case']:<7} {row['layers']:>3} layers  floor {row['floor_ms']:8.2f}  mean "
+        f"{row['model']:<18} {row['case']:<15} {row['way']:<7} floor {row['floor_ms']:8.2f}  mean "
         f"{row['ms']:8.2f} ms (spread {row['spread_ms']:.2f}, {row['ms'] / row['floor_ms']:.3f} x floor)  "
         f"{row['tokens_per_s']:.2f} of {row['floor_tokens_per_s']:.2f} tokens/s  resident {row['resident_ms']:.2f} ms  "
         f"{row['bytes_moved'] / 1e9:.3f} GB a token at {row['link_gb_per_s']:.1f} GB/s{hits}  {peak} of "
@@ -361,7 +404,8 @@ def describe(row: Mapping[str, Any]) -> str:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--models", type=words_of(list(MODELS)), default=list(MODELS))
-    parser.add_argument("--cases", type=words_of(["budget", "cache"]), default=["budget", "cache"])
+    parser.add_argument("--cases", type=words_of(CASES), default=CASES)
+    parser.add_argument("--ways", type=words_of(["eager", "graphs"]), default=["eager", "graphs"])
     parser.add_argument("--card", default="24GB", help="device memory that is left")
     parser.add_argument("--reserve", default="2GB", help="of it, what is no weights: CUDA, activations, cache, ...")
     parser.add_argument("--layers", type=int, help="fewer than the published model has")
@@ -374,7 +418,7 @@ def main() -> None:
     results, failed = [], []
     for name in given.models:
         sizes = parse_size(given.card), parse_size(given.reserve)
-        rehearsal = Rehearsal(name, given.layers, given.tiny, *sizes, device)
+        rehearsal = Rehearsal(name, given.layers, given.tiny, *sizes, device, given.ways)
         for row in rehearsal.rows([case for case in MODELS[name].rules if case in given.cases], failed):
             results.append(row)
             append(row, given.out)
