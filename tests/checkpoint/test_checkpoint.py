@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,7 @@ class TestOpen:
 
     def test_stamp_is_the_files_own(self, sound: Path) -> None:
         status = sound.stat()
-        expected = FileFingerprint(sound, status.st_size, status.st_mtime_ns, status.st_ino)
+        expected = FileFingerprint(sound, status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns)
         assert Checkpoint.open(sound).stamps == (expected,)
 
     def test_folder_with_one_model_file(self, sound: Path) -> None:
@@ -316,6 +317,15 @@ class TestStamp:
     def test_rewritten_in_place(self, sound: Path) -> None:
         stamp = Checkpoint.open(sound).stamps[0]
         os.utime(sound, ns=(stamp.modified_ns, stamp.modified_ns + 1))
+        with pytest.raises(CheckpointError, match="changed while in use"):
+            stamp.check()
+
+    def test_rewritten_in_place_with_its_time(self, sound: Path) -> None:
+        """As ``cp -p``, ``rsync --inplace -t`` and tar do it."""
+        stamp = Checkpoint.open(sound).stamps[0]
+        time.sleep(0.02)  # longer than the ticks in which file systems count time
+        sound.write_bytes(sound.read_bytes()[:-8] + bytes(8))
+        os.utime(sound, ns=(stamp.modified_ns, stamp.modified_ns))
         with pytest.raises(CheckpointError, match="changed while in use"):
             stamp.check()
 

@@ -45,12 +45,23 @@ _KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR:
 
 @dataclass(frozen=True)
 class FileFingerprint:
-    """A file as it was when opened: size, modification time in ns since 1970, inode (of a link's target)."""
+    """A file as it was when opened: size, times in ns since 1970, inode (of a link's target).
+
+    Attributes:
+        modified_ns: of the last write; whoever writes may set it back (``cp -p``, ``rsync -t``).
+        changed_ns: of the last change of content or attributes, which the kernel alone sets.
+    """
 
     path: Path
     num_bytes: int
     modified_ns: int
     inode: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, path: Path, status: os.stat_result) -> FileFingerprint:
+        """That of the file with this status."""
+        return cls(path, status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns)
 
     def check(self) -> None:
         """Raise CheckpointError if the file on disk is gone or no longer the one that was opened."""
@@ -163,8 +174,7 @@ def opened(path: Path) -> Iterator[tuple[int, FileFingerprint]]:
         require_file(path)  # before open(), which blocks on a pipe until another process writes to it
         fd = os.open(path, os.O_RDONLY)
         try:
-            status = os.fstat(fd)
-            yield fd, FileFingerprint(path, status.st_size, status.st_mtime_ns, status.st_ino)
+            yield fd, FileFingerprint.of(path, os.fstat(fd))
         finally:
             os.close(fd)
     except OSError as error:
