@@ -507,7 +507,7 @@ def _fix(plan: Plan, limit: str, budget: int | None, on_gpu: bool) -> str:
         advice = f"A {which} budget should fit, about --device-memory {size}; use it, or "
     first = {
         _DEVICE: "free device memory first",
-        _HOST: "free host memory first",
+        _HOST: "free host memory first (and raise `ulimit -v` if it is set)",
         _CGROUP: "raise the limit of the container or group (memory.max)",
         _MEMLOCK: "raise `ulimit -l`",
         _PEER: "use a smaller --peer-memory",
