@@ -7,6 +7,7 @@ and not where it is used.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ __all__ = [
     "debug_enabled",
     "peer_timeout_s",
     "pin_memory_disabled",
+    "read_kept",
     "reader_threads",
     "replace_file",
     "uva_disabled",
@@ -430,6 +432,21 @@ def cache_folder() -> Path | None:
         return (Path(base) if base else Path.home() / ".cache") / "headrace"
     except RuntimeError:  # neither HOME nor an entry in passwd, as a container with a bare user id has it
         return None
+
+
+def read_kept(path: Path, most_bytes: int = 1 << 20) -> bytes:
+    """The content of a regular file in the cache; opening anything else may block forever, and reading never end.
+
+    Raises:
+        OSError, ValueError: there is none, or a larger one.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("no regular file")
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise ValueError(f"more than {most_bytes} bytes")
+    return content
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,7 @@ class TestOpen:
 
     def test_stamp_is_the_files_own(self, sound: Path) -> None:
         status = sound.stat()
-        expected = FileFingerprint(sound, status.st_size, status.st_mtime_ns, status.st_ino)
+        expected = FileFingerprint(sound, status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns)
         assert Checkpoint.open(sound).stamps == (expected,)
 
     def test_folder_with_one_model_file(self, sound: Path) -> None:
@@ -319,6 +320,15 @@ class TestStamp:
         with pytest.raises(CheckpointError, match="changed while in use"):
             stamp.check()
 
+    def test_rewritten_in_place_with_its_time(self, sound: Path) -> None:
+        """As ``cp -p``, ``rsync --inplace -t`` and tar do it."""
+        stamp = Checkpoint.open(sound).stamps[0]
+        time.sleep(0.02)  # longer than the ticks in which file systems count time
+        sound.write_bytes(sound.read_bytes()[:-8] + bytes(8))
+        os.utime(sound, ns=(stamp.modified_ns, stamp.modified_ns))
+        with pytest.raises(CheckpointError, match="changed while in use"):
+            stamp.check()
+
     def test_resized(self, sound: Path) -> None:
         stamp = Checkpoint.open(sound).stamps[0]
         os.truncate(sound, 9)
@@ -494,6 +504,14 @@ class TestDamagedHeader:
 
 
 class TestDamagedLayout:
+    @pytest.mark.parametrize("shape", [[0, 2**63], [2**40, 0, 2**40]])
+    def test_a_shape_that_torch_cannot_have(self, tmp_path: Path, shape: list[int]) -> None:
+        """Without elements any shape has the bytes that it says."""
+        header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+        file = tmp_path / "model.safetensors"
+        file.write_bytes(len(header).to_bytes(8, "little") + header)
+        assert f"'a' of a shape that torch can have; found {shape}" in refusal(tmp_path, str(file))
+
     @pytest.mark.parametrize(("field", "value"), [("shape", [2, 4]), ("dtype", "BF16"), ("shape", [])])
     def test_length_disagrees_with_shape_and_dtype(self, damage: Any, field: str, value: object) -> None:
         message = refusal(damage(lambda header: header["a"].update({field: value})))
@@ -553,6 +571,15 @@ class TestSeveralFiles:
     def test_index_is_not_json(self, sharded: Path, text: str) -> None:
         (sharded / INDEX).write_bytes(text.encode(errors="surrogateescape"))
         assert "UTF-8 JSON" in refusal(sharded, str(sharded / INDEX))
+
+    @pytest.mark.parametrize(
+        "name", ["x" * 5000, "a/" * 3000 + "x", "half \ud800", "nul \0"], ids=["long", "deep", "half", "nul"]
+    )
+    def test_index_with_names_of_no_files(self, sharded: Path, name: str) -> None:
+        write_index(sharded, {"a": f"{name}.safetensors"})
+        message = refusal(sharded, str(sharded / INDEX))
+        assert "expected 1 shards" in message
+        assert len(message.encode()) < 1000, "and can be printed"
 
     @pytest.mark.parametrize("weight_map", [None, [], {}, "a", {"a": 1}, {"a": ["x"]}])
     def test_index_without_weight_map(self, sharded: Path, weight_map: object) -> None:

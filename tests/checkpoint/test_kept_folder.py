@@ -380,6 +380,33 @@ class TestEntry:
             assert entry.read_bytes() == content
         assert [file.name for file in cache.iterdir()] == [entry.name], "no draft is left"
 
+    @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["fifo", "device"])
+    @pytest.mark.parametrize("where", ["the entry", "beside the model"])
+    def test_what_is_no_file_is_not_read(
+        self, make: Callable[[Path], object], where: str, folder: Path, reads: list[Path], cache: Path
+    ) -> None:
+        plan_model(folder, None, device="cpu")
+        (entry,) = cache.iterdir()
+        place = entry if where == "the entry" else folder / "config-other.json"
+        place.unlink(missing_ok=True)
+        make(place)
+        assert plan_model(folder, None, device="cpu").plan.weight_bytes
+        assert len(reads) == (2 if where == "the entry" else 1)
+
+    def test_foreign_files_are_never_deleted(
+        self, folder: Path, reads: list[Path], cache: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(kept_folder, "_MOST_FILES", 1)
+        elsewhere = folder.with_name("elsewhere")
+        elsewhere.mkdir()
+        (elsewhere / "package.json").write_text("{}")
+        os.utime(elsewhere / "package.json", ns=(1, 1))
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        cache.symlink_to(elsewhere)
+        plan_model(folder, None, device="cpu")
+        assert len(list(elsewhere.iterdir())) == 2
+        assert (elsewhere / "package.json").exists()
+
     def test_those_used_last_are_kept(
         self, folder: Path, reads: list[Path], cache: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -42,6 +42,7 @@ from headrace.figures import format_size
 from headrace.flags import OffloadFlags, flag_of
 from headrace.stores.sources import DiskOptions, File
 from headrace.transfer.machine_probe import Probe
+from models import aligned
 
 OFFLOAD_FLAGS = [
     "--device-memory",
@@ -607,7 +608,7 @@ def test_what_contradicts_a_plan_and_places_for_none(model: Path, tmp_path: Path
 def reference_text(folder: Path, prompt: str, **options: Any) -> str:
     """What transformers alone prints for the same request."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model = aligned(AutoModelForCausalLM.from_pretrained(folder).eval())
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from commands import TINY, error_of, run
 from headrace.demo.synthetic_model import ensure_model
 from headrace.plan.plan import Plan
+from models import aligned
 
 # ChatML with the token that ends texts (an instruct model), and with one that does not (a base model's template).
 TEMPLATE = (
@@ -49,7 +50,7 @@ def with_template(model: Path, tmp_path: Path) -> Callable[..., Path]:
 
 def text_of(folder: Path, inputs: dict[str, torch.Tensor], **options: Any) -> str:
     """What transformers alone prints for `inputs`."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=options.pop("dtype", None)).eval()
+    model = aligned(AutoModelForCausalLM.from_pretrained(folder, dtype=options.pop("dtype", None)).eval())
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         streamer = TextStreamer(AutoTokenizer.from_pretrained(folder), True, skip_special_tokens=True)

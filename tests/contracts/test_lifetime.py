@@ -396,8 +396,13 @@ class TestReplaced:
 
 class TestChanged:
     @pytest.mark.parametrize(
-        "change", [nn.Module.half, nn.Module.double, lambda m: m.to(torch.bfloat16)], ids=["half", "double", "to"]
-    )
+        "change",
+        [
+            nn.Module.half, nn.Module.double, lambda m: m.to(torch.bfloat16),
+            lambda m: m.to_empty(device="cpu").half(), lambda m: m.to_empty(device="cpu", recurse=False).half(),
+        ],
+        ids=["half", "double", "to", "to_empty", "to_empty alone"],
+    )  # fmt: skip
     def test_a_cast_is_refused_at_once(self, change: Callable[[nn.Module], Any]) -> None:
         model, x = Stack(3).eval(), rows()
         expected = model(x)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import headrace
@@ -23,7 +24,7 @@ from headrace import UVA, Budget, DiskOptions, Prefetch
 from headrace.errors import HeadraceWarning, StateError
 from headrace.testing import SlowLink, assert_moved, assert_same_bits, offload_over
 from headrace.transfer.link import ThreadLink
-from models import DIM, Block, MoE, OddStack, QuantStack, ScaledStack, Stack, all_layers, rows, save
+from models import DIM, Block, MoE, OddStack, QuantStack, ScaledStack, Stack, aligned, all_layers, rows, save
 from peers import stand_in
 
 MODELS: list[tuple[Callable[[], nn.Module], torch.Tensor]] = [
@@ -213,6 +214,24 @@ class TestEager:
         assert stats.bytes_moved == 0
         assert stats.mechanism_bytes["uva"] == 3 * 2 * 4 * DIM * DIM * 4
         assert handle.plan.mechanism_of("layers.0.mlp.experts.up_proj") == "uva"
+
+
+@pytest.mark.parametrize("mode", ["cpu", "disk"])
+def test_the_reference_lies_at_multiples_of_64(mode: Any, tmp_path: Path) -> None:
+    """Where weights in mapped files lie, some CPUs round products of the resident model otherwise."""
+    path, x = save(Stack(3).eval(), tmp_path) / "model.safetensors", rows()
+    model, reference = Stack(3).eval(), Stack(3).eval()
+    for each in (model, reference):
+        each.load_state_dict(load_file(path), assign=True)
+        each.layers[1].linear.weight = each.layers[0].linear.weight
+    assert any(weight.data_ptr() % 64 for weight in reference.parameters())
+    aligned(reference)
+    assert not any(weight.data_ptr() % 64 for weight in reference.parameters())
+    assert reference.layers[1].linear.weight is reference.layers[0].linear.weight
+    with headrace.offload(model, all_layers(2, mode), checkpoint=path if mode == "disk" else None) as handle:
+        assert_same_bits(model(x), reference(x))
+        assert_moved(handle, 1)
+    assert_same_bits(model(x), reference(x))
 
 
 class TestDisk:

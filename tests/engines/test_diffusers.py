@@ -6,6 +6,8 @@ Tiny pipelines with seeded weights; on a CPU, where copies and hooks are those o
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -486,6 +488,25 @@ def test_a_component_that_was_exchanged() -> None:
     pipe.unet = mine
     moved, _ = moved_by(handle, lambda: pipelines.call(pipe), pipelines.call(pipelines.build("stable diffusion")))
     assert moved > 0
+
+
+@pytest.mark.parametrize("harm", ["no JSON", "a list", "unknown class", "no part", "no config", "truncated weights"])
+def test_malformed_folders(harm: str, tmp_path: Path) -> None:
+    pipelines.build("stable diffusion").save_pretrained(tmp_path)
+    index = tmp_path / "model_index.json"
+    content = {
+        "no JSON": "{", "a list": "[]", "unknown class": index.read_text().replace("UNet2D", "UNet9D"),
+    }  # fmt: skip
+    if harm in content:
+        index.write_text(content[harm])
+    elif harm == "no part":
+        shutil.rmtree(tmp_path / "unet")
+    elif harm == "no config":
+        (tmp_path / "unet/config.json").write_text("null")
+    else:
+        os.truncate(next((tmp_path / "unet").glob("*.safetensors")), 100)
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: expected a pipeline that diffusers can load, found "):
+        load(tmp_path, "9MiB")
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:

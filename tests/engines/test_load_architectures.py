@@ -12,6 +12,7 @@ import transformers as tf
 
 from headrace import Rules
 from headrace.adapters.transformers import load
+from headrace.errors import CheckpointError
 from headrace.testing import assert_same_bits
 
 Make = Callable[[], tuple[Any, dict[str, Any]]]
@@ -78,11 +79,40 @@ def llava() -> tuple[Any, dict[str, Any]]:
     return tf.LlavaForConditionalGeneration(config), {"input_ids": ids, "pixel_values": PIXELS}
 
 
+def chinese_clip() -> tuple[Any, dict[str, Any]]:
+    """Its padding row is zero, and transformers zeroes it again after loading."""
+    config = tf.ChineseCLIPConfig(text_config=TEXT, vision_config=VISION)
+    return tf.ChineseCLIPModel(config), {"input_ids": IDS[:1], "pixel_values": PIXELS}
+
+
+def speecht5() -> tuple[Any, dict[str, Any]]:
+    """It generates in a way of its own, without what other generating models have."""
+    sides = ("encoder", "decoder")
+    sizes = {f"{s}_{n}": v for s in sides for n, v in (("layers", 3), ("attention_heads", 2), ("ffn_dim", 320))}
+    speech = {"num_mel_bins": 8, "speech_decoder_prenet_units": 32, "speech_decoder_prenet_dropout": 0.0}
+    config = tf.SpeechT5Config(vocab_size=100, hidden_size=160, **sizes, **speech)
+    inputs = {"input_ids": IDS[:1], "decoder_input_values": torch.linspace(-1, 1, 48).reshape(1, 6, 8)}
+    inputs["speaker_embeddings"] = torch.linspace(-1, 1, 512)[None]
+    return tf.SpeechT5ForTextToSpeech(config), inputs
+
+
 def tensors(output: Any) -> dict[str, torch.Tensor]:
     return {name: value for name, value in output.items() if isinstance(value, torch.Tensor)}
 
 
-MODELS: list[Make] = [bert, modern_bert, t5_encoder, whisper, wav2vec2, vit, dinov2, siglip, llava]
+MODELS: list[Make] = [
+    bert,
+    modern_bert,
+    t5_encoder,
+    whisper,
+    wav2vec2,
+    vit,
+    dinov2,
+    siglip,
+    llava,
+    chinese_clip,
+    speecht5,
+]
 
 
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
@@ -99,6 +129,15 @@ def test_same_bits_within_two_thirds_of_the_weights(make: Make, tmp_path: Path) 
         assert_same_bits(tensors(loaded(**inputs)), expected)
         assert handle.stats().bytes_moved > 0
         assert handle.plan.device_bytes <= weight_bytes * 2 // 3
+
+
+def test_a_padding_row_that_transformers_would_zero_is_refused(tmp_path: Path) -> None:
+    model, _ = chinese_clip()
+    with torch.no_grad():
+        model.text_model.embeddings.word_embeddings.weight[0, 159] = 1e-30
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"word_embeddings\.weight: Transformers changes a part of this tensor"):
+        load(tmp_path, "1MiB", device="cpu")
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,15 @@ def with_config(folder: Path, place: Path, **changes: Any) -> Path:
     return place
 
 
+def with_tensors(folder: Path, place: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """The same configuration in ``place``, with tensors that ``change`` has changed."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+    (place / "config.json").write_bytes((folder / "config.json").read_bytes())
+    return place
+
+
 class Packed(nn.Module):
     """Like the layers of GPTQModel, which hold all they have in buffers."""
 
@@ -252,6 +261,66 @@ class TestLoad:
             load(folder, MOVES, device="cpu")
 
 
+LAYER = "model.layers.1."
+DENSE, EXPERT = f"{LAYER}mlp.down_proj.", f"{LAYER}mlp.experts.3.down_proj."
+
+
+class TestDamagedFiles:
+    @pytest.mark.parametrize(
+        ("name", "lost", "named"),
+        [
+            ("fp8, blocks", f"{DENSE}weight_scale_inv", ""),
+            ("fp8, blocks", f"{DENSE}weight", ""),
+            ("fp8, blocks, experts", f"{EXPERT}weight_scale_inv", ""),
+            ("fp8, blocks, experts", f"{EXPERT}weight", ""),
+            ("MXFP4, experts", f"{LAYER}mlp.experts.down_proj_scales", ""),
+            ("MXFP4, experts", f"{LAYER}mlp.experts.down_proj_blocks", ""),
+            ("compressed-tensors int4", f"{DENSE}weight_packed", f"{DENSE[:-1]}: .*holds no weight for it"),
+            ("compressed-tensors int4", f"{DENSE}weight_scale", f"{DENSE[:-1]}: "),
+            ("compressed-tensors int4, experts", f"{EXPERT}weight_scale", ""),
+            ("compressed-tensors int4, experts", f"{EXPERT}weight_shape", "experts.down_proj: expected tensors"),
+        ],
+    )
+    def test_a_missing_part_is_named(
+        self, name: str, lost: str, named: str, saved: Callable[[str], Path], tmp_path: Path
+    ) -> None:
+        """Numbers without their scale would be weights a hundred times too large."""
+        folder = with_tensors(saved(need(name)), tmp_path, lambda tensors: tensors.pop(lost))
+        with pytest.raises(CheckpointError, match=named or f"{lost}: expected it in the checkpoint beside"):
+            load(folder, MOVES, device="cpu")
+
+    @pytest.mark.parametrize("rows", [0, 3])
+    @pytest.mark.parametrize(
+        ("name", "part", "target"),
+        [
+            ("fp8, blocks", f"{DENSE}weight_scale_inv", f"{DENSE}weight"),
+            ("fp8, blocks, experts", f"{EXPERT}weight", f"{LAYER}mlp.experts.down_proj"),
+            ("MXFP4, experts", f"{LAYER}mlp.experts.down_proj_scales", f"{LAYER}mlp.experts.down_proj"),
+            ("compressed-tensors int4", f"{DENSE}weight_packed", DENSE[:-1]),
+            ("compressed-tensors int4, dequantised", f"{DENSE}weight_shape", f"{DENSE}weight"),
+        ],
+    )
+    def test_a_shape_that_does_not_fit_is_named(
+        self, name: str, part: str, target: str, rows: int, saved: Callable[[str], Path], tmp_path: Path
+    ) -> None:
+        def change(tensors: dict[str, torch.Tensor]) -> None:
+            tensors[part] = torch.zeros(rows, 5).to(tensors[part].dtype)
+
+        with pytest.raises(CheckpointError, match=f"{target}: expected .*{part}"):
+            load(with_tensors(saved(need(name)), tmp_path, change), MOVES, device="cpu")
+
+    @pytest.mark.parametrize("value", [0.0, float("nan")])
+    def test_odd_scales_are_taken_as_the_library_does(
+        self, value: float, saved: Callable[[str], Path], tmp_path: Path
+    ) -> None:
+        key = f"{DENSE}weight_scale_inv"
+        folder = with_tensors(saved("fp8, blocks"), tmp_path, lambda tensors: tensors[key].fill_(value))
+        model, handle = load(folder, MOVES, device="cpu")
+        with handle:
+            torch.testing.assert_close(logits(model), logits(resident(folder)), rtol=0, atol=0, equal_nan=True)
+            assert handle.stats().moved_by_store["cpu"] > 0
+
+
 class TestOnAGpu:
     """What can be tested without one: which tensors the modules for a GPU have, and where the files hold them."""
 
@@ -276,6 +345,14 @@ class TestOnAGpu:
         )  # which transformers keeps in float32
         scaled = "self_attn.o_proj.weight_scale_inv" if "experts" not in name else "mlp.experts.gate_up_proj_scale_inv"
         assert found.weights.sources[f"model.layers.1.{scaled}"].dtype == torch.float32
+
+    def test_a_missing_scale_is_named(self, saved: Callable[[str], Path], tmp_path: Path) -> None:
+        """Which transformers would make up."""
+        key = f"{DENSE}weight_scale_inv"
+        folder = with_tensors(saved("fp8, blocks"), tmp_path, lambda tensors: tensors.pop(key))
+        model = build_meta_model(folder, device=torch.device("cuda"))
+        with pytest.raises(CheckpointError, match=f"expected a tensor '{key}'"):
+            match(model, Checkpoint.open(folder), torch.device("cuda"))
 
     def test_mxfp4_kernels_are_refused(self, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("is_kernels_available", "is_triton_available"):
@@ -348,11 +425,11 @@ class TestPlan:
 
     def test_scales_that_are_exponents_are_refused_on_a_gpu(self, saved: Callable[[str], Path], tmp_path: Path) -> None:
         """Their library takes them for another dtype after it has loaded them."""
-        folder = with_config(saved("fp8, blocks"), tmp_path)
-        tensors = load_file(folder / "model.safetensors")
-        (folder / "model.safetensors").unlink()
-        exponents = {name: tensor.to(torch.uint8) if "scale" in name else tensor for name, tensor in tensors.items()}
-        save_file(exponents, folder / "model.safetensors", metadata={"format": "pt"})
+
+        def change(tensors: dict[str, torch.Tensor]) -> None:
+            tensors.update({name: tensor.to(torch.uint8) for name, tensor in tensors.items() if "scale" in name})
+
+        folder = with_tensors(saved("fp8, blocks"), tmp_path, change)
         with pytest.raises(CheckpointError, match="scales that are exponents alone"):
             open_model(folder, device="cuda")
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,6 +81,40 @@ def test_files(tmp_path: Path) -> None:
         load_trace(tmp_path / "high.npz")
     with pytest.raises(OptionError, match="can be written there"):
         save_trace(recorded, tmp_path / "none" / "trace")
+
+
+def npy(value: Any) -> bytes:
+    raw = io.BytesIO()
+    np.save(raw, value)
+    return raw.getvalue()
+
+
+def claims(shape: tuple[int, ...]) -> bytes:
+    raw = io.BytesIO()
+    np.lib.format.write_array_header_1_0(raw, {"descr": "<i2", "fortran_order": False, "shape": shape})
+    return raw.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("ids", "num_experts"),
+    [
+        (claims((1, 2**40, 1)), npy(4)), (claims((1, 2**62, 8)), npy(4)), (npy([[[1]]]), npy(np.inf)),
+        (npy([[[1]]]), npy([1, 2])), (npy([[[1]]]), npy("x")), (b"", b""), (None, b""), (None, npy([[[1]]])),
+    ],
+    ids=["2 TiB", "overflow", "infinity", "two numbers", "text", "nothing in it", "an empty file", "one array"],
+)  # fmt: skip
+def test_damaged_files(ids: bytes | None, num_experts: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "trace.npz"
+    if ids is None:
+        file.write_bytes(num_experts)
+    else:
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("ids.npy", ids)
+            archive.writestr("num_experts.npy", num_experts)
+    with pytest.raises(
+        OptionError, match=r"trace\.npz: expected a trace that `headrace generate --expert-trace` wrote"
+    ):
+        load_trace(file)
 
 
 def test_hits_of_a_recorded_trace() -> None:

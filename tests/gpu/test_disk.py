@@ -154,7 +154,6 @@ class TestFailure:
     @pytest.mark.parametrize("harm", ["rewrite", "truncate"])
     def test_a_file_that_changes_under_replays(self, harm: str, options: DiskOptions, tmp_path: Path) -> None:
         model, handle, path = self.offloaded(tmp_path, options)
-        expected = model(inputs())
         graph, out = captured(model, inputs())
         graph.replay()
         torch.cuda.synchronize()
@@ -173,9 +172,9 @@ class TestFailure:
             with pytest.raises(TransferError, match="while in use"):
                 call()
         path.write_bytes(whole)
-        os.utime(path, ns=(at.st_atime_ns, at.st_mtime_ns))  # as `cp -p` does, which the error recommends
-        handle.remove(graphs_released=True)
-        assert torch.equal(model(inputs()), expected)
+        os.utime(path, ns=(at.st_atime_ns, at.st_mtime_ns))  # as `cp -p` does: which bytes are in it cannot be known
+        with pytest.raises(TransferError, match="while in use"):
+            handle.remove(graphs_released=True)
 
     @torch.no_grad()
     @pytest.mark.parametrize("harm", ["remove", "replace"])

@@ -56,6 +56,25 @@ class TestHostMemory:
         text = "MemTotal:       131981020 kB\nMemFree:          100 kB\nMemAvailable:     2048 kB\nCached:  9999 kB\n"
         assert host_available_bytes(text) == 2 * MIB
 
+    def test_the_limit_of_address_space(self, tmp_path: Path) -> None:
+        """What takes more of it than there is is refused before anything is allocated."""
+        layers = [torch.nn.Linear(2048, 2048, bias=False) for _ in range(16)]
+        folder = save(torch.nn.Sequential(*layers), tmp_path)
+        with torch.device("meta"):
+            model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(16))).eval()
+        before, status = resource.getrlimit(resource.RLIMIT_AS), Path("/proc/self/status").read_text()
+        (taken,) = re.findall(r"^VmSize:\s+(\d+) kB", status, re.MULTILINE)
+        resource.setrlimit(resource.RLIMIT_AS, (int(taken) * KIB + 64 * MIB, before[1]))
+        policy = Prefetch(1, 1, 2, params=["re:.*"])
+        try:
+            with pytest.raises(LimitError, match=r"of host memory.*raise `ulimit -v`"):
+                headrace.offload(model, policy, checkpoint=folder)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+        with headrace.offload(model, policy, checkpoint=folder) as handle:
+            assert torch.equal(model(layers[0].weight), torch.nn.Sequential(*layers)(layers[0].weight))
+            assert handle.stats().bytes_moved > 0
+
     def test_a_kernel_that_does_not_say(self) -> None:
         assert host_available_bytes("MemTotal: 100 kB\n") is None
 

@@ -30,7 +30,7 @@ from headrace.plan.plan import Machine
 from headrace.plan.report import _draw_curve
 from headrace.planning import plan_model
 from headrace.transfer.machine_probe import MACHINES, Probe, named_machine
-from models import OddStack, Stack, rows, save, state_of
+from models import OddStack, Stack, aligned, rows, save, state_of
 
 REPORT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "2026-11-21-plan-h200-probe.json"
 
@@ -261,7 +261,7 @@ class TestHonesty:
         with pytest.warns(HeadraceWarning, match="taken for a LlamaForCausalLM$"):
             model, handle = load(tmp_path, Prefetch(params=["layers"]), device="cpu")
         with handle:
-            expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+            expected = aligned(transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
             assert torch.equal(forward(model), forward(expected))
             assert handle.stats().bytes_moved > 0
         rewrite(tmp_path, lambda tensors: tensors.update(extra=tensors.pop("lm_head.weight")))

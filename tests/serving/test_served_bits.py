@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from commands import TINY
 from headrace.config import Prefetch
 from headrace.demo.synthetic_model import ensure_model
+from models import aligned
 from servers import NAME, Served, serving
 
 TEMPLATE = (
@@ -47,7 +48,7 @@ def served(folder: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, list[int]]:
     """Greedy tokens of the resident model for every prompt, and for every one as a chat."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model: Any = aligned(AutoModelForCausalLM.from_pretrained(folder).eval())
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     tokens = {}
     for prompt in PROMPTS:

@@ -222,6 +222,37 @@ class TestKernels:
         assert not same_bits_at.__wrapped__(8, (6, 8), torch.float32)
         assert same_bits_at.__wrapped__(0, (6, 8), torch.float32)
 
+    def test_vectors_have_products_of_their_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As in spectral_norm: what a dot product gives where a vector lies is tried, or the vector is copied."""
+
+        class Normed(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.vector = nn.Parameter(torch.randn(101))
+                self.linear = nn.Linear(101, 101)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.linear(x) / torch.dot(x[0], self.vector)
+
+        source, x = Normed().eval(), torch.randn(1, 101)
+        file = save(source, tmp_path) / "model.safetensors"
+        tensors = Checkpoint.open(file).tensors
+        before = tensors["vector"].offset - min(tensor.offset for tensor in tensors.values())
+        rules = Rules([("vector", "uva"), ("linear", "prefetch")], prefetch_step=1, mode="disk")
+        start_data_at(file, 64 + 8 - before)
+        with pytest.raises(RuleError, match=r"8 bytes after a multiple of 64 .* 1 dimensions .*prefetch would do"):
+            headrace.offload(copy.deepcopy(source), rules, checkpoint=file)
+        start_data_at(file, 64 + 16 - before)
+        with headrace.offload(model := copy.deepcopy(source), rules, checkpoint=file) as handle:
+            assert torch.equal(model(x), source(x))
+            assert handle.stats().mechanism_bytes["uva"] == 404
+        dot = torch.dot
+        monkeypatch.setattr(torch, "dot", lambda a, b: dot(a, b) + b.data_ptr() % 64)  # as CPUs that round otherwise
+        assert not same_bits_at.__wrapped__(16, (101,), torch.float32)
+        monkeypatch.setattr(session, "same_bits_at", same_bits_at.__wrapped__)
+        with pytest.raises(OptionError, match="vector starts 16 bytes after a multiple of 64"):
+            headrace.offload(copy.deepcopy(source), rules, checkpoint=file)
+
     def test_they_refuse_it_before_anything_runs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(session, "same_bits_at", lambda *_: False)
         source = MoE(1).eval()

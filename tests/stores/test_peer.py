@@ -40,7 +40,7 @@ from headrace.runtime import prepare, session, this_machine
 from headrace.runtime.session import open_pinned
 from headrace.runtime.this_machine import DeviceName, Limits, check_limits, needs_of, peer_of, settle
 from headrace.testing import assert_moved, assert_same_bits, offload_over
-from models import MoE, OddStack, QuantStack, ScaledStack, Stack, all_layers, rows, save
+from models import MoE, OddStack, QuantStack, ScaledStack, Stack, aligned, all_layers, rows, save
 from peers import NEAR, on_peer, stand_in
 from plans import check_plan, layered, models
 from registrars import Ledger
@@ -307,7 +307,7 @@ class TestCarriedOut:
         assert_moved(handle, 1)
         moved = handle.stats().moved_by_store
         assert all(moved[place] > 0 for place in ("peer", "cpu"))
-        assert_same_bits(found, type(model).from_pretrained(tmp_path / "model")(ids).logits)
+        assert_same_bits(found, aligned(type(model).from_pretrained(tmp_path / "model"))(ids).logits)
         handle.remove()
         args = ("generate", tmp_path / "model", "--prompt", "Water", "--max-new-tokens", 8, "--device", "cpu")
         beside = run(*args, "--device-memory", "2MiB", "--offload-mode", "cpu", "--peer-memory", "600KiB")

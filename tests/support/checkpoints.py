@@ -16,6 +16,7 @@ from torch import nn
 
 from headrace.checkpoint.safetensors_header import Checkpoint
 from headrace.model.inventory import take_inventory
+from models import aligned
 
 SIZE = {
     "hidden_size": 64,
@@ -43,7 +44,7 @@ def make(name: str, dtype: torch.dtype = torch.float32, **config: Any) -> transf
 def resident(folder: Path, model_class: Any = None, **options: Any) -> transformers.PreTrainedModel:
     """What `load` has to equal."""
     named = json.loads((folder / "config.json").read_text())["architectures"][0]
-    return (model_class or getattr(transformers, named)).from_pretrained(folder, **options)
+    return aligned((model_class or getattr(transformers, named)).from_pretrained(folder, **options))
 
 
 def run(model: transformers.PreTrainedModel) -> torch.Tensor:

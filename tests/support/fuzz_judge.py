@@ -22,6 +22,7 @@ from torch import nn
 import headrace
 from fuzz_models import ModelSpec, build
 from fuzz_steps import STEPS, Env, Raised, StuckThreadError
+from models import aligned
 from peers import stand_in
 
 # From the best outcome to the worst.
@@ -128,6 +129,7 @@ class _Case:
         self.case, self.log, self.verdict, self.offload_function = case, log, Verdict(), offload
         dtype = torch.bfloat16 if case.model.dtype == "bfloat16" else torch.float32
         self.twin = Env(*build(case.model), mode=case.grad, dtype=dtype)
+        aligned(self.twin.model)
         self.subject = Env(*build(case.model), mode=case.grad, dtype=dtype)
         self.sizes = sum(parameter.nbytes for parameter in self.twin.model.parameters())
         self.files = _save(self.twin.model, folder) if case.checkpoint else None

@@ -28,6 +28,7 @@ import headrace
 import plain_fp8
 from headrace.adapters.transformers import load
 from headrace.errors import HeadraceError, HeadraceWarning
+from models import aligned
 
 Pack = Callable[[int, int], dict[str, torch.Tensor]]
 
@@ -253,7 +254,7 @@ def resident(folder: Path, device: str = "cpu") -> transformers.PreTrainedModel:
     """The library's own model."""
     named = json.loads((folder / "config.json").read_text())["architectures"][0]
     place = {} if device == "cpu" else {"device_map": {"": device}}
-    return getattr(transformers, named).from_pretrained(folder, **place)
+    return aligned(getattr(transformers, named).from_pretrained(folder, **place))
 
 
 @torch.no_grad()

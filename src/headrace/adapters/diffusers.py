@@ -116,7 +116,13 @@ def _from_folder(folder: str | os.PathLike[str], options: dict[str, Any]) -> tup
                 f"{os.fspath(folder)!r}: expected the folder of a diffusers pipeline (with a model_index.json), or the "
                 f"name of one in the Hub's local cache, found neither; fetch it with `hf download`"
             ) from error
-    return DiffusionPipeline.from_pretrained(place, local_files_only=True, **options), place
+    try:
+        return DiffusionPipeline.from_pretrained(place, local_files_only=True, **options), place
+    except Exception as error:  # of any type, for files that diffusers and transformers do not expect
+        raise CheckpointError(
+            f"{place}: expected a pipeline that diffusers can load{' with these options' if options else ''}, found "
+            f"{type(error).__name__}: {error}; download or copy it again, or install what the message names"
+        ) from error
 
 
 class Components(nn.Module):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from headrace.checkpoint.safetensors_header import Checkpoint, FileFingerprint, FileTensor, raw_header
 from headrace.checkpoint.weight_map import FilePart, TensorSource, WeightMap
-from headrace.config import cache_disabled, cache_folder, replace_file
+from headrace.config import cache_disabled, cache_folder, read_kept, replace_file
 from headrace.errors import CheckpointError
 from headrace.model.records import Inventory, Location, ModelProfile, Place, StorageInfo, TensorInfo
 
@@ -33,6 +33,7 @@ __all__ = ["ElementType", "FolderFacts", "folder_facts"]
 # Raise it with any change of what is written.
 _SCHEMA = 3
 _MOST_FILES = 64  # those used last; a model of 46,000 tensors takes 4 MB
+_MOST_BYTES = 1 << 28
 _OURS = Path(__file__).parents[1]
 
 
@@ -86,9 +87,8 @@ def folder_facts(folder: Path, read: Callable[[], tuple[FolderFacts, Iterable[st
 
 
 def _load(place: Path, folder: Path) -> FolderFacts | None:
-    # Of an entry that is damaged, too, nothing is used: the error may be any that wrong records lead to.
-    with suppress(OSError, ValueError, LookupError, TypeError, CheckpointError, RecursionError):
-        head, _, body = place.read_bytes().partition(b"\n")
+    with suppress(Exception):  # of an entry that is damaged nothing is used: wrong records lead to errors of any type
+        head, _, body = read_kept(place, _MOST_BYTES).partition(b"\n")
         key = json.loads(head)
         state, stamps = _state(folder, [folder / file for file in key["files"]], key["code"])
         if (key["state"], key["body"]) == (state, _digest(body)):
@@ -106,7 +106,8 @@ def _save(place: Path, folder: Path, facts: FolderFacts, code: Sequence[str]) ->
     names = [os.path.relpath(file, checkpoint.root) for file in checkpoint.files]
     key = {"state": state, "body": _digest(body.encode()), "files": names, "code": code}
     replace_file(place, f"{json.dumps(key)}\n{body}")
-    by_use = sorted(place.parent.glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
+    ours = place.parent.glob(f"{'[0-9a-f]' * 32}.json")  # the folder may be a link to one of other files
+    by_use = sorted(ours, key=lambda file: file.stat().st_mtime_ns)
     for oldest in by_use[:-_MOST_FILES]:
         oldest.unlink(missing_ok=True)
 
@@ -139,7 +140,8 @@ def _listing(folder: Path) -> list[object]:
     names = sorted(os.listdir(folder))
     texts = [name for name in names if name.startswith(("config", "model")) and name.endswith(".json")]
     return [
-        *((name, _digest((folder / name).read_bytes())) for name in texts),
+        # Reading a named pipe would wait for a writer.
+        *((name, _digest((folder / name).read_bytes())) for name in texts if (folder / name).is_file()),
         *_stamps(folder / name for name in names if name.endswith(".safetensors")),
     ]
 

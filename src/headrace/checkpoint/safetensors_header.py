@@ -36,6 +36,7 @@ __all__ = ["Checkpoint", "FileFingerprint", "FileTensor", "opened", "raw_header"
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _FIRST_READ_BYTES = 128 * 1024  # holds the header of a shard of about 1,000 tensors
+_MOST_SHOWN = 300  # characters of a name
 _FOREIGN = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 _CONVERT = "Load it with the library that wrote it, then `model.save_pretrained(folder)` writes safetensors."
 _REWRITE = "Write the file again with safetensors.torch.save_file, or download it again."
@@ -45,12 +46,23 @@ _KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR:
 
 @dataclass(frozen=True)
 class FileFingerprint:
-    """A file as it was when opened: size, modification time in ns since 1970, inode (of a link's target)."""
+    """A file as it was when opened: size, times in ns since 1970, inode (of a link's target).
+
+    Attributes:
+        modified_ns: of the last write; whoever writes may set it back (``cp -p``, ``rsync -t``).
+        changed_ns: of the last change of content or attributes, which the kernel alone sets.
+    """
 
     path: Path
     num_bytes: int
     modified_ns: int
     inode: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, path: Path, status: os.stat_result) -> FileFingerprint:
+        """That of the file with this status."""
+        return cls(path, status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns)
 
     def check(self) -> None:
         """Raise CheckpointError if the file on disk is gone or no longer the one that was opened."""
@@ -139,7 +151,8 @@ class Checkpoint:
 
 def _fault(path: Path, expected: str, found: str, fix: str = _AGAIN) -> CheckpointError:
     """The error for a file that is not as expected; ``fix`` says what to do."""
-    return CheckpointError(f"{path}: expected {expected}; found {found}. {fix}")
+    message = f"{path}: expected {expected}; found {found}. {fix}"
+    return CheckpointError(message.encode(errors="backslashreplace").decode())  # JSON may hold half a character
 
 
 def require_file(path: Path) -> None:
@@ -163,8 +176,7 @@ def opened(path: Path) -> Iterator[tuple[int, FileFingerprint]]:
         require_file(path)  # before open(), which blocks on a pipe until another process writes to it
         fd = os.open(path, os.O_RDONLY)
         try:
-            status = os.fstat(fd)
-            yield fd, FileFingerprint(path, status.st_size, status.st_mtime_ns, status.st_ino)
+            yield fd, FileFingerprint.of(path, os.fstat(fd))
         finally:
             os.close(fd)
     except OSError as error:
@@ -216,7 +228,7 @@ def _index_shards(index: Path) -> dict[Path, set[str]]:
         if pure.is_absolute() or ".." in pure.parts or not pure.parts:
             raise _fault(index, "shards inside its folder", repr(file), "Do not use it, or correct its weight_map.")
         shards.setdefault(index.parent / pure, set()).update(names)
-    if missing := [str(shard) for shard in sorted(shards) if not shard.exists()]:
+    if missing := [str(shard) for shard in sorted(shards) if not os.path.exists(shard)]:
         found = f"{len(shards) - len(missing)}, missing: {_some(missing)}"
         raise _fault(index, f"{len(shards)} shards in its folder", found, "Download or copy what is missing.")
     return shards
@@ -313,6 +325,8 @@ def _tensor(path: Path, name: str, entry: object, data_start: int) -> FileTensor
                 expected = f"{name!r} of a supported dtype ({', '.join(dtypes)})"
                 raise _fault(path, expected, f"the {kind} {code!r}", "Save it as one of these; packed bytes as U8.")
             num_bytes = math.prod(shape) * dtypes[code].itemsize
+            if not num_bytes and math.prod(size or 1 for size in shape) >= 1 << 63:
+                raise _fault(path, f"{name!r} of a shape that torch can have", str(shape), _REWRITE)
             if end - begin != num_bytes:
                 expected = f"{name!r} of {num_bytes} bytes ({code}, shape {shape})"
                 raise _fault(path, expected, f"{end - begin} bytes, data_offsets [{begin}, {end}]", _REWRITE)
@@ -346,4 +360,4 @@ def _check_layout(path: Path, tensors: Iterable[FileTensor], data_start: int, fi
 
 
 def _some(names: list[str]) -> str:
-    return f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+    return f"{len(names)} ({', '.join(name[:_MOST_SHOWN] for name in names[:3])}{', ...' if len(names) > 3 else ''})"

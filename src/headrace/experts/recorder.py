@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from headrace.config import cache_disabled, cache_folder, replace_file
+from headrace.config import cache_disabled, cache_folder, read_kept, replace_file
 from headrace.errors import OptionError
 from headrace.model.memory_profile import chosen_implementation
 from headrace.plan.traces import Recorded
@@ -106,7 +106,7 @@ def popular_experts(num_experts: Mapping[str, int]) -> dict[str, list[int]]:
     if path is None:
         return {}
     try:
-        kept = json.loads(path.read_text())
+        kept = json.loads(read_kept(path))
         return {layer: _by_uses(kept[layer], count) for layer, count in num_experts.items()}
     except FileNotFoundError:
         return {}

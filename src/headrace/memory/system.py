@@ -111,7 +111,9 @@ class PeakMeter:
 
 
 def host_available_bytes(meminfo: str | None = None) -> int | None:
-    """What programs can still take without swapping: ``MemAvailable`` of proc(5), reclaimable page cache included.
+    """What this process can still take without swapping: ``MemAvailable`` of proc(5), reclaimable page cache included.
+
+    Within its limit of address space (``ulimit -v``), which mapped files and stacks of threads take from, too.
 
     Args:
         meminfo: text of ``/proc/meminfo``; default that of this machine.
@@ -119,7 +121,11 @@ def host_available_bytes(meminfo: str | None = None) -> int | None:
     Returns:
         bytes; ``None`` where the kernel does not say.
     """
-    return _kib_line("MemAvailable", _read("/proc/meminfo", meminfo))
+    available = _kib_line("MemAvailable", _read("/proc/meminfo", meminfo))
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if available is None or limit == resource.RLIM_INFINITY:
+        return available
+    return max(0, min(available, limit - (_kib_line("VmSize", _read("/proc/self/status")) or 0)))
 
 
 def cgroup_available_bytes(membership: str | None = None, root: Path = _CGROUP_ROOT) -> int | None:

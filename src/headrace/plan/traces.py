@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 import random
-import zipfile
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -184,7 +183,7 @@ def load_trace(path: str | os.PathLike[str]) -> Recorded:
     try:
         with np.load(name, allow_pickle=False) as arrays:
             ids, num_experts = arrays["ids"], int(arrays["num_experts"])
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except Exception as error:  # numpy and zipfile raise errors of any type; a header may claim terabytes
         raise OptionError(f"{name}: expected a trace that `headrace generate --expert-trace` wrote: {error}") from error
     if ids.ndim != 3 or not ids.size or ids.dtype.kind != "i" or ids.min() < 0 or ids.max() >= num_experts:
         raise OptionError(

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -440,7 +440,7 @@ class StateGuard(NotCopyable):
         for attributes, name in self._attributes:
             attributes.pop(name, None)
 
-    def _apply_to_residents(self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    def _apply_to_residents(self, module: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
         """``module._apply(fn)``, unless ``fn`` would change an offloaded tensor.
 
         ``fn`` is asked with a small tensor of the same dtype, device and number of dimensions.
@@ -449,11 +449,11 @@ class StateGuard(NotCopyable):
             probe = torch.empty([min(2, size) for size in tensor.shape], dtype=tensor.dtype, device=tensor.device)
             if fn(probe) is not probe:
                 raise ModelChangedError(
-                    "to(), half(), cuda() and the like would change offloaded weights, which rest elsewhere: call "
+                    "to(), half(), to_empty() and the like would change offloaded weights, which rest elsewhere: call "
                     "handle.remove() first, move or cast the model, then offload again"
                 )
-        applied: nn.Module = type(module)._apply(module, lambda tensor: tensor if place_of(tensor) else fn(tensor))
-        return applied
+        apply: Any = type(module)._apply
+        return cast(nn.Module, apply(module, lambda tensor: tensor if place_of(tensor) else fn(tensor), recurse))
 
     def _put_true_tensors(
         self, module: nn.Module, state: dict[str, torch.Tensor], prefix: str, local_metadata: object

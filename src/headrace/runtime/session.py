@@ -740,9 +740,10 @@ def _disk_store(
 
 
 def _rounds(bound: BoundStorage, buffer: torch.Tensor) -> bool:
-    """Whether products with a matrix that is read in place in ``buffer`` may be summed in another order."""
+    """Whether products with a tensor that is read in place in ``buffer`` may be summed in another order."""
     info, offset = bound.info.tensors[0], buffer.data_ptr() % ALIGNMENT_BYTES
-    return offset > 0 and len(info.shape) > 1 and not same_bits_at(offset, info.shape, info.dtype)
+    is_exact = not info.shape or (len(info.shape) == 1 and not info.dtype.is_floating_point)
+    return offset > 0 and not is_exact and not same_bits_at(offset, info.shape, info.dtype)
 
 
 def _refuse_other_bits(bound: BoundStorage, buffer: torch.Tensor) -> None:

@@ -233,10 +233,10 @@ def _mapped_files(inventory: Inventory, weights: WeightMap) -> MappedFiles:
         misaligned = source.parts[0].tensor.offset % ALIGNMENT_BYTES
         # What is tried are products; a convolution over one dimension has a weight of three, as fused experts have.
         convolves = any(inventory.modules[module].startswith("Conv") for module in storage.modules)
-        is_matrix, itemsize = len(source.shape) > 1, source.dtype.itemsize
-        untried = convolves or len(source.shape) > 3 or (is_matrix and itemsize < 2)
+        is_scalar, itemsize = not source.shape, source.dtype.itemsize
+        untried = convolves or len(source.shape) > 3 or (itemsize < 2 and not is_scalar)
         # MKL on an AMD EPYC (Zen 4) rounds such products differently; 16-bit types are equal at every address.
-        differs = is_matrix and itemsize > 2 and misaligned % _VECTOR_BYTES > 0
+        differs = not is_scalar and itemsize > 2 and misaligned % _VECTOR_BYTES > 0
         if not why and misaligned and (untried or differs) and not storage.is_lookup:
             why = (
                 f"starts {misaligned} bytes after a multiple of {ALIGNMENT_BYTES} in its file, where kernels "
@@ -507,7 +507,7 @@ def _fix(plan: Plan, limit: str, budget: int | None, on_gpu: bool) -> str:
         advice = f"A {which} budget should fit, about --device-memory {size}; use it, or "
     first = {
         _DEVICE: "free device memory first",
-        _HOST: "free host memory first",
+        _HOST: "free host memory first (and raise `ulimit -v` if it is set)",
         _CGROUP: "raise the limit of the container or group (memory.max)",
         _MEMLOCK: "raise `ulimit -l`",
         _PEER: "use a smaller --peer-memory",

@@ -22,7 +22,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +64,7 @@ _MAX_VIEWS = 1024  # IOV_MAX
 # threads whose cores compute needs: conversion became 10 to 50 times slower beside other work.
 _SERIAL = 16_384
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC
-_FIX = "copy the same file over it with its time (cp -p), or load the model again from files that no process writes to"
+_FIX = "load the model again from files that no process writes to (replace files by renaming new ones over them)"
 
 
 class Source(ABC):
@@ -328,12 +328,14 @@ class File(Source):
         stamp = self.stamp
         if stamp is None:
             return
-        now = os.fstat(self.fd)
-        if (now.st_size, now.st_mtime_ns, now.st_ino) != (stamp.num_bytes, stamp.modified_ns, stamp.inode):
+        status = os.fstat(self.fd)
+        now = FileFingerprint.of(stamp.path, status)
+        if status.st_nlink == 0:  # the removal of its name is a change, after which nothing can open it
+            now = replace(now, changed_ns=stamp.changed_ns)
+        if now != stamp:
             raise TransferError(
-                f"{self.path}: expected the file that was opened ({stamp.num_bytes} bytes, modified at "
-                f"{stamp.modified_ns} ns); found {now.st_size} bytes, modified at {now.st_mtime_ns} ns: it was written "
-                f"to while in use; {_FIX}"
+                f"{self.path}: expected the file that was opened ({stamp}); found {now}: it was written to while in "
+                f"use, or its attributes were set; {_FIX}"
             )
 
     def _read_fully(self, fd: int, offset: int, views: Sequence[memoryview], at_least: int) -> None:

@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import re
-import stat
 import sys
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
@@ -19,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.config import cache_folder, replace_file
+from headrace.config import cache_folder, read_kept, replace_file
 from headrace.errors import OptionError, OptionTypeError, warn_user
 from headrace.memory.system import num_cores
 from headrace.plan.cost_model import NOMINAL_CPU, NOMINAL_GPU, Curve, Rates, nominal_rates
@@ -48,7 +47,6 @@ MIB = 1 << 20
 # Vectors of AVX-512; torch allocates, and libraries of kernels expect, memory that starts at a multiple of it.
 ALIGNMENT_BYTES = 64
 SCHEMA_VERSION = 2
-_MAX_FILE_BYTES = MIB  # a probe has some kilobytes
 _MAX_DIGITS = 18
 _LEAST, _MOST = 1e-30, 1e30
 
@@ -241,7 +239,7 @@ def load() -> Probe | None:
     if path is None:
         return None
     try:
-        probe = Probe.from_json(json.loads(_content(path)))
+        probe = Probe.from_json(json.loads(read_kept(path)))
         if probe.machine == describe_machine():
             return probe
         found: object = "the probe of another machine"
@@ -257,17 +255,6 @@ def load() -> Probe | None:
 
 
 _warn_once = cache(warn_user)
-
-
-def _content(path: Path) -> bytes:
-    """The content of a regular file; opening anything else may block forever."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("no regular file")
-        content = file.read(_MAX_FILE_BYTES + 1)
-    if len(content) > _MAX_FILE_BYTES:
-        raise ValueError(f"more than {_MAX_FILE_BYTES} bytes")
-    return content
 
 
 def read_probe(path: Path) -> Probe:
@@ -342,7 +329,7 @@ def load_shared_link(num_ranks: int) -> dict[int, float] | None:
     if path is None:
         return None
     try:
-        kept = json.loads(_content(path))
+        kept = json.loads(read_kept(path))
         if kept["machine"] == describe_machine():
             return _curve("h2d_bytes_per_s", kept["h2d_bytes_per_s"])
         found: object = "those of another machine"

@@ -430,6 +430,8 @@ def _tried_products(weight: torch.Tensor, apart: int) -> list[torch.Tensor]:
         y = torch.randn(count, rows, out, generator=made, device="cpu").to(weight.dtype)
         for each, mine, others in list(zip(weight, x, y, strict=True))[:apart]:
             products += [F.linear(mine, each), others @ each]
+            if out == 1:  # a vector has products of its own
+                products += [mine @ each[0], each[0] @ mine.mT, torch.dot(mine[0], each[0])]
         if count > 1:
             products += [x @ weight.mT, y @ weight, weight @ x[:, 0, :, None]]
         # What grouped products ask for.

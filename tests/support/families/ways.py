@@ -24,6 +24,7 @@ from headrace.config import Rule
 from headrace.errors import BudgetError, CheckpointError, HeadraceError
 from headrace.model.inventory import take_inventory
 from headrace.model.memory_profile import profile_of
+from models import aligned
 
 from . import WAYS
 from .builders import Case, hush, quiet
@@ -149,7 +150,7 @@ class Reference:
             with quiet():
                 model.save_pretrained(folder)
                 if case.from_pretrained is not None:
-                    model = case.from_pretrained(str(folder)).eval()
+                    model = aligned(case.from_pretrained(str(folder)).eval())
         except Exception as error:
             self.cannot_load = f"{type(error).__name__}: {first_line(error)}"
             model = case.model

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
 __all__ = ["Match", "NotStretchesError", "Stretches", "match"]
 
 _COMPARED_BYTES = 1 << 20
+# What transformers' converters call the scale of quantised weights, and what is neither that nor the numbers.
+_SCALE = re.compile(".*(?<!activation)_scale")
+_NUMBERS = re.compile("(?!.*(scale|shape|zero_point))")
 # More and smaller pieces than this are no longer a stream: each costs a system call and some Python.
 _FEW_STRETCHES = 64
 _WORTH_A_READ_BYTES = 64 * 2**10
@@ -125,6 +130,9 @@ def match(
     missing = {name for names in unprovided for name in names if name in state}
     keys: Any = SimpleNamespace(missing_keys=missing, unexpected_keys=unused)
     model._adjust_missing_and_unexpected_keys(keys)  # removes those that transformers tolerates
+    if scales := sorted(name for name in keys.missing_keys if name.endswith(("_scale_inv", "activation_scale"))):
+        # Anything else that is missing is initialised; these say what loaded weights are worth.
+        raise checkpoint.lacks(scales[0], "Download or copy the checkpoint again.")
     return Match(
         WeightMap(checkpoint, sources, recipes),
         rearranged,
@@ -202,6 +210,7 @@ def _collect(
         if collected[name].converter is not None or not collected[name].parts:
             collected[name].parts.append((pattern or key, checkpoint.tensors[key]))
     for name, assembly in collected.items():
+        _require_pairs(assembly)
         if assembly.dtype is None and len(assembly.parts) == 1 and not is_packed(assembly.parts[0][1]):
             # What a quantizer leaves plain comes through its converter, too, and with the dtype that this gives it.
             (value,) = assembly.run(
@@ -211,6 +220,29 @@ def _collect(
     # save_pretrained turns back what was used.
     vars(model)["_weight_conversions"] = [entry for entry in mapping if entry.was_used()]
     return collected, unexpected
+
+
+def _require_pairs(assembly: Assembly) -> None:
+    """Raise CheckpointError if a module of the files has quantised numbers and no scale of them, or the reverse."""
+    # transformers takes numbers without a scale for plain weights, and pairs those of experts by their order.
+    if assembly.converter is None or assembly.dtype is not None:
+        return
+    by_module: dict[str, list[tuple[str, FileTensor]]] = {}
+    for kind, tensor in assembly.parts:
+        by_module.setdefault(tensor.name.rpartition(".")[0], []).append((kind, tensor))
+    for module, parts in by_module.items():
+        tensor, is_scaled = parts[0][1], any(_SCALE.match(kind) for kind, _ in parts)
+        numbers = [tensor for kind, tensor in parts if _NUMBERS.match(kind)]
+        if numbers if is_scaled else not any(map(is_packed, numbers)):
+            continue
+        wanted, path = _NUMBERS if is_scaled else _SCALE, parts[0][0].rpartition(".")[0]
+        kinds = [kind.rpartition(".") for kind in assembly.converter.source_patterns if wanted.match(kind)]
+        lacks = next((attr for place, _, attr in kinds if place == path), None)
+        if lacks is not None:
+            raise CheckpointError(
+                f"{module}.{lacks}: expected it in the checkpoint beside {tensor.name} in {tensor.path}, which is of "
+                f"no use without it, found none; download or copy the checkpoint again"
+            )
 
 
 def _renaming(model: PreTrainedModel, mapping: list[Any] | None = None) -> Callable[[str], tuple[str, str | None]]:
@@ -318,13 +350,19 @@ def _shapes(
     try:
         return {name: tuple(value.shape) for name, value in assembly.run(model, get).items()}
     except Exception as error:  # conversion code raises errors of any type for shapes that it does not expect
-        found = ", ".join(f"{tensor.name} {list(tensor.shape)}" for _, tensor in assembly.parts[:4])
-        more = ", ..." if len(assembly.parts) > 4 else ""
-        raise CheckpointError(
-            f"{assembly.target}: expected tensors in the checkpoint that {assembly.operations} can join, found "
-            f"{len(assembly.parts)} ({found}{more}) that do not fit together ({error}); the checkpoint is incomplete "
-            f"or belongs to another configuration"
-        ) from error
+        raise _misfit(assembly, error) from error
+
+
+def _misfit(assembly: Assembly, error: Exception) -> CheckpointError:
+    shapes = Counter(tensor.shape for _, tensor in assembly.parts)
+    parts = sorted((tensor for _, tensor in assembly.parts), key=lambda tensor: shapes[tensor.shape])  # odd ones first
+    found = ", ".join(f"{tensor.name} {list(tensor.shape)}" for tensor in parts[:4])
+    more = ", ..." if len(assembly.parts) > 4 else ""
+    return CheckpointError(
+        f"{assembly.target}: expected tensors in the checkpoint that {assembly.operations} can join, found "
+        f"{len(assembly.parts)} ({found}{more}) that do not fit together ({error}); the checkpoint is incomplete "
+        f"or belongs to another configuration"
+    )
 
 
 def _fit(name: str, shape: tuple[int, ...], assembly: Assembly, tensor: torch.Tensor) -> None:
@@ -346,7 +384,10 @@ def _recipe(model: PreTrainedModel, names: tuple[str, ...], assembly: Assembly) 
 
     @torch.no_grad()
     def make(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        made = assembly.run(model, lambda tensor: parts[tensor.name].to(assembly.dtype))
+        try:
+            made = assembly.run(model, lambda tensor: parts[tensor.name].to(assembly.dtype))
+        except Exception as error:  # as in _shapes(), which does not run what reads numbers
+            raise _misfit(assembly, error) from error
         for name, tensor in expected.items():
             if made[name].shape != tensor.shape:  # known now where it depends on what the files hold
                 _fit(name, tuple(made[name].shape), assembly, tensor)

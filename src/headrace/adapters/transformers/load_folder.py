@@ -33,7 +33,8 @@ from headrace.adapters.transformers.conversion import Match, match
 from headrace.adapters.transformers.quantised import INITIALISED, move_wrappers, open_quantizer, put_in_modules
 from headrace.api import Handle, start
 from headrace.checkpoint.model_folder import model_folder
-from headrace.checkpoint.safetensors_header import Checkpoint
+from headrace.checkpoint.safetensors_header import Checkpoint, opened
+from headrace.checkpoint.weight_map import WeightMap
 from headrace.config import SHARDED_MODES, Policy
 from headrace.errors import CheckpointError, OptionError, OptionTypeError, warn_user
 from headrace.figures import format_size
@@ -149,7 +150,7 @@ def load_matched(
         ranks=ranks,
     )
     _materialise(model, found, prepared)
-    if model.can_generate():
+    if model.can_generate() and hasattr(model, "adjust_generation_fn"):  # SpeechT5 generates in a way of its own
         adjust: Any = model.adjust_generation_fn
         # What from_pretrained passes for a local folder.
         options = {"cache_dir": None, "force_download": False, "proxies": None, "local_files_only": True, "token": None}
@@ -384,7 +385,7 @@ def _materialise(model: PreTrainedModel, found: Match, prepared: Prepared) -> No
     for name in loaded:
         setattr(state[name], INITIALISED, True)
     initialise: Any = model.initialize_weights
-    with _RefuseChanges({storage_id(state[name]): name for name in loaded if state[name].is_meta}):
+    with _RefuseChanges({storage_id(state[name]): name for name in loaded if state[name].is_meta}, found.weights):
         initialise()
 
 
@@ -395,16 +396,25 @@ class _RefuseChanges(TorchDispatchMode):
     """
 
     # Some initialisers write a part of a loaded tensor (ChineseCLIP zeroes its padding rows). from_pretrained would
-    # then give other values than the files hold, and streaming would not.
+    # then give other values than the files hold, unless these are zero already, and streaming would not.
 
-    def __init__(self, names: dict[int, str]) -> None:
+    def __init__(self, names: dict[int, str], weights: WeightMap) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names = names
+        self._names, self._weights = names, weights
+
+    def _is_zero(self, name: str, part: torch.Tensor) -> bool:
+        source = self._weights.sources.get(name)
+        if source is None or len(source.parts) > 1 or not part.is_contiguous():
+            return False
+        stored = source.parts[0].tensor
+        start, itemsize = stored.offset + int(part.storage_offset()) * stored.dtype.itemsize, stored.dtype.itemsize
+        with opened(stored.path) as (fd, _):
+            return not any(os.pread(fd, part.numel() * itemsize, start))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         target = args[0] if args and func._schema.is_mutable else None
         name = self._names.get(storage_id(target)) if isinstance(target, torch.Tensor) else None
-        if name is not None:
+        if name is not None and not (func is torch.ops.aten.zero_.default and self._is_zero(name, args[0])):
             raise CheckpointError(
                 f"{name}: Transformers changes a part of this tensor after it is read ({func}), so it cannot be "
                 f"streamed from the files: build the model with from_pretrained() and give it to headrace.offload()"

@@ -298,7 +298,7 @@ def make_whole(
                 refuse_own_ways(name, made, device)
                 empty = _on_meta(made, name)
             except Exception as error:  # of any type: a kernel that is missing, a shape it does not support
-                raise refusal(checkpoint.root, _method(quantizer), device, error) from error
+                raise refusal(f"{checkpoint.root}: {name}", _method(quantizer), device, error) from error
             places = {read[part.name].data_ptr(): index for index, part in enumerate(work.parts)}
             stored = places if _method(quantizer) in _WRAPPED else {}
             first[work.kind] = empty, [(label, stored.get(tensor.data_ptr())) for label, tensor in _tensors(made)]
@@ -363,6 +363,8 @@ class _Work:
         module.eval()
         config: Any = self.model.config
         module(torch.zeros(1, cast(int, module.in_features), dtype=config.dtype, device=self.device))
+        if lacks := [label for label, tensor in _tensors(module) if tensor.is_meta]:
+            raise ValueError(f"the checkpoint holds no {', '.join(lacks)} for it")
         for attr, value in list(vars(module).items()):
             if isinstance(value, torch.Tensor):  # as a buffer it is found under the same name, and can be moved
                 delattr(module, attr)
@@ -378,7 +380,10 @@ class _Work:
         Raises:
             CheckpointError: it is not of the kind that was planned.
         """
-        module = self.make(parts)
+        try:
+            module = self.make(parts)
+        except Exception as error:  # of any type, for numbers that the library does not expect
+            raise refusal(self.name, _method(self.quantizer), self.device, error) from error
         if _traits(module) != self.traits:
             found = sorted(dict(set(_traits(module).items()) ^ set((self.traits or {}).items())))
             raise CheckpointError(
