@@ -29,6 +29,7 @@ from headrace.errors import CheckpointError, HeadraceWarning, LimitError, Option
 from headrace.plan.plan import Machine
 from headrace.plan.report import _draw_curve
 from headrace.planning import plan_model
+from headrace.runtime.this_machine import PlanRequest
 from headrace.transfer.machine_probe import MACHINES, Probe, named_machine
 from models import OddStack, Stack, rows, save, state_of
 
@@ -323,7 +324,7 @@ class TestHonesty:
         axes = Figure().subplots()
         averages = []
         for share in (1, 2, 3, 4):
-            planned = plan_model(model, Budget(weights * share // 12), workload=workload, machine="h200")
+            planned = plan_model(PlanRequest(model, Budget(weights * share // 12), workload=workload, machine="h200"))
             averages.append(sum(math.log(forecast.step_s) for forecast in planned.outlook.forecasts))
             _draw_curve(axes, planned.plan, planned.outlook, planned.curves)
         assert averages == sorted(averages, reverse=True)

@@ -1,4 +1,4 @@
-"""This machine as plans see it: its device, a planner for it, and what it has room for. Nothing is allocated.
+"""This machine as plans see it: its device, a request to a plan for it, and what it has room for. Allocates nothing.
 
 Functions that need torch import it: without a GPU none of them does, so that a folder that was planned before can be
 planned again without it.
@@ -10,13 +10,23 @@ import logging
 import mmap
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.checkpoint.weight_map import TensorSource, WeightMap
-from headrace.config import HOST_MODES, SHARDED_MODES, pin_memory_disabled, uva_disabled
+from headrace.config import (
+    HOST_MODES,
+    SHARDED_MODES,
+    Budget,
+    Policy,
+    Workload,
+    as_policy,
+    pin_memory_disabled,
+    uva_disabled,
+)
 from headrace.errors import CheckpointError, LimitError, OptionError, OptionTypeError, warn_user
 from headrace.figures import format_size
 from headrace.memory.system import cgroup_available_bytes, host_available_bytes, memlock_bytes
@@ -25,7 +35,7 @@ from headrace.plan.build import Planner
 from headrace.plan.cached_experts import why_not_cached
 from headrace.plan.candidates import MappedFiles, Spill
 from headrace.plan.cost_model import Rates
-from headrace.plan.plan import Machine, Plan, slab_bytes
+from headrace.plan.plan import Machine, Plan, assemble, slab_bytes
 from headrace.plan.units import move_on_demand
 from headrace.stores.sources import DiskOptions
 from headrace.transfer.machine_probe import ALIGNMENT_BYTES, DeviceName, planning_rates
@@ -33,10 +43,18 @@ from headrace.transfer.machine_probe import ALIGNMENT_BYTES, DeviceName, plannin
 if TYPE_CHECKING:
     import torch
 
+    from headrace.checkpoint.safetensors_header import Checkpoint
+    from headrace.model.live_tensors import BoundStorage
+    from headrace.plan.traces import ExpertHits
+    from headrace.ranks.group import RankGroup
+    from headrace.runtime.under_construction import BuildTimePool
 
 __all__ = [
     "Limits",
     "Needs",
+    "PlanContext",
+    "PlanRequest",
+    "Target",
     "can_read_in_place",
     "check_limits",
     "describe_device",
@@ -170,6 +188,130 @@ def free_on_peer(plan: Plan, device: torch.device | DeviceName) -> int | None:
 
 
 # -- the plan ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The arguments of :func:`headrace.make_plan`, and what a caller adds that has read or built the model itself.
+
+    Attributes:
+        inventory: of ``model`` in its present state; taken by default.
+        unstreamable: storages that the files do not hold in this form (:func:`not_in_files`).
+        ranks: those that share the weights.
+        pool: where weights were put while the model was built.
+    """
+
+    model: Any
+    policy: Policy | Plan | str | int | None
+    workload: Workload | None = None
+    machine: str | os.PathLike[str] | None = None
+    checkpoint: WeightMap | Checkpoint | str | os.PathLike[str] | None = None
+    dtype: torch.dtype | str | None = None
+    device: torch.device | str | None = None
+    disk: DiskOptions | None = None
+    num_ranks: int = 1
+    expert_trace: str | os.PathLike[str] | None = None
+    inventory: Inventory | None = None
+    unstreamable: Collection[str] = ()
+    ranks: RankGroup | None = None
+    pool: BuildTimePool | None = None
+
+    @cached_property
+    def given(self) -> Policy | Plan | None:
+        """The policy as an object, with the workload."""
+        if self.policy is None or isinstance(self.policy, Plan):
+            return self.policy
+        policy, workload = as_policy(self.policy), self.workload
+        if workload is None or not isinstance(policy, Budget) or policy.workload == workload:
+            return policy
+        if policy.workload != Workload():
+            raise OptionError(f"workload: the budget has {policy.workload}, found {workload} beside it; leave one out")
+        return replace(policy, workload=workload)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a plan is to be carried out; ``rates`` are ``None`` for this machine, whose own count."""
+
+    device: torch.device | DeviceName
+    machine: Machine
+    rates: Rates | None = None
+
+
+@dataclass(frozen=True)
+class PlanContext:
+    """A request, with the model and the machine that it is about as names and sizes.
+
+    Attributes:
+        read_profile: returns the profile of the model; a finished plan needs none.
+        weights: the checkpoint.
+        name: of the model, for output.
+        bound: the live tensors of every storage, by storage name; empty for a folder, of which no model is built.
+        hits: of cached experts, where they were recorded.
+    """
+
+    request: PlanRequest
+    target: Target
+    inventory: Inventory
+    read_profile: Callable[[], ModelProfile]
+    weights: WeightMap | None = None
+    unstreamable: Collection[str] = ()
+    name: str | None = None
+    bound: Mapping[str, BoundStorage] = field(default_factory=dict, repr=False)
+    hits: ExpertHits | None = None
+
+    @cached_property
+    def planner(self) -> Planner:
+        """Of the model, for the machine."""
+        request, target = self.request, self.target
+        split = request.num_ranks if getattr(request.given, "mode", None) in SHARDED_MODES else 1
+        facts = (self.inventory, self.read_profile(), target.device, self.weights, target.rates, self.unstreamable)
+        planner = make_planner(*facts, request.disk, split)
+        return planner if self.hits is None else replace(planner, hits=self.hits)
+
+    def plan(self) -> Plan:
+        """The plan that was asked for, checked against model, files and machine."""
+        given, target = self.request.given, self.target
+        if isinstance(given, Plan):
+            plan = given
+        else:
+            planner = self.planner
+            plan = assemble(self.inventory, [], 0, planner.default_mode) if given is None else planner.plan(given)
+            plan = replace(plan, made_for=target.machine)
+        return settle(plan, self.inventory, target.device, target.machine, self.weights, self.request.num_ranks)
+
+    def require_room(
+        self, plan: Plan, moving: Collection[str] = (), pinned_already: int = 0, workload_bytes: int = 0
+    ) -> None:
+        """Refuse ``plan`` if this machine, or of another one the device, has no room for what it adds.
+
+        Args:
+            moving: storages that are not in the memory of the device although their tensors are on it.
+            pinned_already: bytes that stay in the pinned memory where they are.
+            workload_bytes: of caches and activations.
+
+        Raises:
+            LimitError: see :func:`check_limits`.
+        """
+        device, bound, on_gpu = self.target.device, self.bound, self.target.device.type == "cuda"
+        names = {storage.name for storage in self.inventory.storages}
+        here = {name for name, storage in bound.items() if storage.home == device}.difference(moving)
+        on_meta = {name for name in names if name not in bound or bound[name].on_meta}
+        needs = needs_of(plan, on_gpu=on_gpu, elsewhere=names - here, on_meta=on_meta)
+        beside = 0 if on_gpu else workload_bytes
+        if plan.mode == "disk" and not on_gpu and self.weights is not None:
+            beside += sum(self.weights.source(self.inventory.by_name[name]).joined_bytes for name in plan.uva)
+        needs = Needs(
+            needs.device_bytes + (workload_bytes if on_gpu else 0),
+            max(0, needs.host_bytes - pinned_already) + beside,
+            max(0, needs.pinned_bytes - pinned_already),
+            needs.peer_bytes,
+        )
+        limits = Limits(self.target.machine.device_bytes)
+        if self.target.rates is None:
+            limits = read_limits(device, pinned_bytes=needs.pinned_bytes)
+            limits = replace(limits, peer_free_bytes=free_on_peer(plan, device))
+        check_limits(plan, limits, needs)
 
 
 def make_planner(
