@@ -170,13 +170,17 @@ def plan_model(request: PlanRequest) -> Planned:
         request = replace(request, num_ranks=policy.num_ranks)
     with no_collections():
         context = _context(request)
-        if request.disk is not None and context.weights is not None:
+        plan = context.plan()
+        if request.disk is not None and context.weights is not None and (plan.reads_files or context.loads_files):
             # The file system may refuse O_DIRECT. Opening the files finds this now, and not when the plan is carried
             # out.
             for path in context.weights.checkpoint.files:
                 File(path, request.disk).close()
-        plan = context.plan()
-        _check_files(plan, context)
+        if plan.offloaded_bytes and plan.reads_files and context.weights is None:
+            warn_user(
+                "the plan reads weights from safetensors files, and none were given: pass checkpoint=FOLDER here and "
+                "to headrace.offload"
+            )
         return Planned(replace(plan, model_name=plan.model_name or context.name), context)
 
 
@@ -206,17 +210,19 @@ def _context(request: PlanRequest) -> PlanContext:
         for difference in facts.differences:
             warn_user(difference)
         unstreamable = not_in_files(facts.inventory, facts.weights)
-        name = model_name(model_folder(model)) if is_folder else model.name
-        profile = facts.profile
-        context = PlanContext(request, target, facts.inventory, lambda: profile, facts.weights, unstreamable, name)
+        name, module = (model_name(model_folder(model)), None) if is_folder else (model.name, model.module)
+        read = partial(getattr, facts, "profile")
+        context = PlanContext(request, target, facts.inventory, read, facts.weights, unstreamable, name, module)
     else:
         from torch import nn
 
+        from headrace.api import refuse_second_offload
         from headrace.runtime.prepare import module_context
 
         model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
         if not isinstance(model, nn.Module):
             raise OptionTypeError(f"model: expected a torch.nn.Module or a folder, found {type(model).__name__}")
+        refuse_second_offload(model)
         context = module_context(replace(request, model=model), _target(request, model))
     if request.expert_trace is not None:
         context = replace(context, hits=_hits_of(request.expert_trace, context.inventory))
@@ -250,19 +256,6 @@ def _hits_of(expert_trace: str | os.PathLike[str], inventory: Inventory) -> Expe
             f"layers have {max(found)} (--expert-trace)"
         )
     return ExpertHits(recorded)
-
-
-def _check_files(plan: Plan, context: PlanContext) -> None:
-    """Raise ``CheckpointError`` if files that ``plan`` streams from hold a tensor in another form; warn if unknown."""
-    if plan.reads_files and context.weights is None:
-        warn_user(
-            "the plan reads weights from safetensors files, and none were given: pass checkpoint=FOLDER here and to "
-            "headrace.offload"
-        )
-    elif context.weights is not None:
-        for name, placement in plan.placements.items():
-            if placement.store == "disk":
-                context.weights.source(context.inventory.by_name[name])
 
 
 def _target(request: PlanRequest, module: nn.Module | None = None) -> Target:

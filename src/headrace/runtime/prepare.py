@@ -7,7 +7,6 @@ and the model is not touched.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -19,8 +18,7 @@ from torch import nn
 
 from headrace.checkpoint.weight_map import WeightMap
 from headrace.config import Budget, as_policy, warn_about_variables
-from headrace.errors import OptionError, OptionTypeError, warn_user
-from headrace.experts.rows import require_rows
+from headrace.errors import OptionError, OptionTypeError
 from headrace.memory.pinned import PinnedBuffer
 from headrace.model.inventory import Inventory, refuse_own_ways, take_inventory
 from headrace.model.live_tensors import BoundStorage, bind
@@ -101,13 +99,9 @@ def prepare(request: PlanRequest, *, allocates: bool = True) -> Prepared:
     given = request.policy if isinstance(request.policy, Plan) else as_policy(request.policy)
     ranks, pool = request.ranks, request.pool
     device = compute_device(request.model, request.device)
-    for name, module in request.model.named_modules():
-        refuse_own_ways(name, module, device)
     request = replace(request, num_ranks=1 if ranks is None else ranks.size)
     context = module_context(request, Target(device, describe_device(device)))
     plan, bound = context.plan(), dict(context.bound)
-    _require_cacheable(request.model, plan, device)
-    _require_one_process(plan, ranks)
     prepared = Prepared(
         request.model,
         context.inventory,
@@ -125,9 +119,6 @@ def prepare(request: PlanRequest, *, allocates: bool = True) -> Prepared:
     if allocates:
         moving = {name for name in bound if prepared.must_move(name)}
         context.require_room(plan, moving, _kept_bytes(plan, prepared.pooled))
-    # With files to spill to, a checkpoint has shaped the choice of the plan even if no unit ended up in one.
-    if isinstance(given, Plan) or given.mode is not None or context.planner.spill is None:
-        _warn_about_idle_options(prepared)
     return prepared
 
 
@@ -136,6 +127,8 @@ def module_context(request: PlanRequest, target: Target) -> PlanContext:
     model = request.model
     weights = None if request.checkpoint is None else WeightMap.open(request.checkpoint)
     inventory = take_inventory(model) if request.inventory is None else request.inventory
+    for name, module in model.named_modules():
+        refuse_own_ways(name, module, torch.device(target.device.type))
     return PlanContext(
         request,
         target,
@@ -144,6 +137,7 @@ def module_context(request: PlanRequest, target: Target) -> PlanContext:
         weights,
         request.unstreamable,
         type(model).__name__,
+        model,
         bind(model, inventory.storages),
     )
 
@@ -194,39 +188,6 @@ def compute_device(model: nn.Module, device: torch.device | str | None = None) -
     if target.type == "cuda" and target.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return target
-
-
-def _require_cacheable(model: nn.Module, plan: Plan, device: torch.device) -> None:
-    """Raise ``OptionError`` unless the experts that ``plan`` caches can be read by rows on ``device``."""
-    if plan.cached and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise OptionError(
-            f"experts of {plan.cached[0].module_fqn} are cached, and the device is a CPU; expected a CUDA device, "
-            f"which has memory of its own (on a CPU say experts=uva)"
-        )
-    for layer in plan.cached:
-        require_rows(model.get_submodule(layer.module_fqn))
-
-
-def _require_one_process(plan: Plan, ranks: RankGroup | None) -> None:
-    """Raise ``OptionError`` if units of ``plan`` rest on another GPU although that may be another process's own."""
-    num_processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if plan.peer_bytes and (ranks is not None or num_processes > 1):
-        raise OptionError(
-            f"peer_memory is for one process beside an idle GPU, and this is one of {num_processes}: let them share "
-            f"their memory (mode 'sharded_gpu' with group=), or leave peer_memory out (--peer-memory)"
-        )
-
-
-def _warn_about_idle_options(prepared: Prepared) -> None:
-    on_meta = any(storage.on_meta for storage in prepared.bound.values())
-    if on_meta or prepared.plan.reads_files:
-        return
-    for name, given in (("checkpoint", prepared.weights), ("disk", prepared.disk)):
-        if given is not None:
-            warn_user(
-                f"{name}=... has no effect: mode {prepared.plan.mode!r} takes the weights from the model itself, not "
-                f"from files"
-            )
 
 
 def _kept_bytes(plan: Plan, pooled: Mapping[str, Held]) -> int:

@@ -42,6 +42,7 @@ from headrace.transfer.machine_probe import ALIGNMENT_BYTES, DeviceName, plannin
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from headrace.checkpoint.safetensors_header import Checkpoint
     from headrace.model.live_tensors import BoundStorage
@@ -67,6 +68,7 @@ __all__ = [
     "read_limits",
     "require_disk",
     "require_kinds",
+    "require_one_process",
     "settle",
 ]
 
@@ -246,6 +248,7 @@ class PlanContext:
         read_profile: returns the profile of the model; a finished plan needs none.
         weights: the checkpoint.
         name: of the model, for output.
+        module: the model; on ``meta`` for a folder, and ``None`` where the folder was planned before.
         bound: the live tensors of every storage, by storage name; empty for a folder, of which no model is built.
         hits: of cached experts, where they were recorded.
     """
@@ -257,6 +260,7 @@ class PlanContext:
     weights: WeightMap | None = None
     unstreamable: Collection[str] = ()
     name: str | None = None
+    module: nn.Module | None = None
     bound: Mapping[str, BoundStorage] = field(default_factory=dict, repr=False)
     hits: ExpertHits | None = None
 
@@ -278,7 +282,48 @@ class PlanContext:
             planner = self.planner
             plan = assemble(self.inventory, [], 0, planner.default_mode) if given is None else planner.plan(given)
             plan = replace(plan, made_for=target.machine)
-        return settle(plan, self.inventory, target.device, target.machine, self.weights, self.request.num_ranks)
+        plan = settle(plan, self.inventory, target.device, target.machine, self.weights, self.request.num_ranks)
+        if plan.peer_bytes and target.rates is None:
+            require_one_process(self.request.ranks)
+        if plan.cached and self.module is not None:
+            from headrace.experts.rows import require_rows
+
+            for layer in plan.cached:
+                require_rows(self.module.get_submodule(layer.module_fqn))
+        self._check_sources(plan)
+        return plan
+
+    @property
+    def loads_files(self) -> bool:
+        """Whether weights are read from files whatever the plan."""
+        return not self.bound or any(storage.on_meta for storage in self.bound.values())
+
+    def _check_sources(self, plan: Plan) -> None:
+        """Refuse stores that do not fit the tensors; warn of options about files that are not read.
+
+        Raises:
+            CheckpointError: a tensor that ``plan`` streams from files has another form there.
+            OptionError: mode ``meta`` for a tensor that has bytes.
+        """
+        request, given = self.request, self.request.given
+        for name, placement in plan.placements.items():
+            if placement.store == "disk" and self.weights is not None:
+                self.weights.source(self.inventory.by_name[name])
+            if placement.store == "meta" and name in self.bound and not self.bound[name].on_meta:
+                raise OptionError(
+                    f"mode 'meta' keeps no bytes, and {name} has some; build the model under torch.device('meta'), or "
+                    f"use mode 'cpu' or 'disk'"
+                )
+        # With files to spill to, a checkpoint has shaped the choice of the plan even if no unit ended up in one.
+        may_spill = isinstance(given, Budget) and given.mode is None and self.planner.spill is not None
+        if given is None or may_spill or plan.reads_files or self.loads_files:
+            return
+        for name, value in (("checkpoint", self.weights), ("disk", request.disk)):
+            if value is not None:
+                warn_user(
+                    f"{name}=... has no effect: mode {plan.mode!r} takes the weights from the model itself, not from "
+                    f"files"
+                )
 
     def require_room(
         self, plan: Plan, moving: Collection[str] = (), pinned_already: int = 0, workload_bytes: int = 0
@@ -457,6 +502,11 @@ def settle(
     plan.check_machine(machine)
     if device.type == "cuda" and weights is not None and plan.staged_units:
         _refuse_converting(plan, _converted(inventory, weights))
+    if plan.cached and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise OptionError(
+            f"experts of {plan.cached[0].module_fqn} are cached, and the device is a CPU; expected a CUDA device, "
+            f"which has memory of its own (on a CPU say experts=uva)"
+        )
     if plan.cached and not can_read_in_place(device):
         raise OptionError(
             f"experts of {plan.cached[0].module_fqn} are cached, for which {device} has to address host memory; "
@@ -472,8 +522,26 @@ def settle(
         moved = move_on_demand(inventory, plan)
         plan = replace(moved, model_name=plan.model_name, made_for=plan.made_for, context=plan.context)
     plan = plan if plan.num_ranks == num_ranks else replace(plan, num_ranks=num_ranks)
+    if plan.offloaded_bytes and plan.device_bytes > plan.weight_bytes:
+        warn_user(
+            f"the plan takes {format_size(plan.device_bytes)} of device memory, more than all weights, which have "
+            f"{format_size(plan.weight_bytes)}: leave the model resident, or use fewer slots (prefetch_step, "
+            f"expert_slots)"
+        )
     _log.info("plan: %r, %s moved per forward, for %s", plan, format_size(plan.moved_bytes), machine)
     return plan
+
+
+def require_one_process(ranks: RankGroup | None) -> None:
+    """Refuse units on another GPU where that may be another process's own."""
+    import torch.distributed as dist
+
+    num_processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks is not None or num_processes > 1:
+        raise OptionError(
+            f"peer_memory is for one process beside an idle GPU, and this is one of {num_processes}: let them share "
+            f"their memory (mode 'sharded_gpu' with group=), or leave peer_memory out (--peer-memory)"
+        )
 
 
 # -- what the machine has room for ------------------------------------------------------------------------------------
