@@ -126,9 +126,8 @@ class Planned:
             self.context.require_room(self.plan, workload_bytes=beside)
         except LimitError as error:
             where = "this machine" if target.rates is None else str(target.machine)
-            text = f"does not fit {where}: {str(error).removesuffix('; nothing was allocated')}"
             use = f". The cache and activations of batch {batch} at {context} tokens take {format_size(beside)} of it"
-            return text + (use if beside else "")
+            return f"does not fit {where}: {str(error).removesuffix('; nothing was allocated')}{use if beside else ''}"
         return None
 
     @cached_property
@@ -209,10 +208,10 @@ def _context(request: PlanRequest) -> PlanContext:
         facts = _read_folder(request, target) if is_folder else model
         for difference in facts.differences:
             warn_user(difference)
-        unstreamable = not_in_files(facts.inventory, facts.weights)
+        request = replace(request, unstreamable=not_in_files(facts.inventory, facts.weights))
         name, module = (model_name(model_folder(model)), None) if is_folder else (model.name, model.module)
         read = partial(getattr, facts, "profile")
-        context = PlanContext(request, target, facts.inventory, read, facts.weights, unstreamable, name, module)
+        context = PlanContext(request, target, facts.inventory, read, facts.weights, name, module)
     else:
         from torch import nn
 

@@ -1,8 +1,8 @@
-"""The front door: from a model and a policy to a plan that this machine can carry out.
+"""The front door: from a request about a module to a plan that this machine can carry out.
 
 :func:`prepare` runs every step once and in one order: device, inventory, planner, plan, checks against model and
-machine, limits. ``offload``, ``load``, the offloaders of engines and their reference all use it. Nothing is allocated
-and the model is not touched.
+machine, limits. ``offload``, ``load``, the offloaders of engines and their reference all use it. ``make_plan`` takes
+the same steps (:class:`~headrace.runtime.this_machine.PlanContext`). Nothing is allocated, the model is not touched.
 """
 
 from __future__ import annotations
@@ -102,23 +102,15 @@ def prepare(request: PlanRequest, *, allocates: bool = True) -> Prepared:
     request = replace(request, num_ranks=1 if ranks is None else ranks.size)
     context = module_context(request, Target(device, describe_device(device)))
     plan, bound = context.plan(), dict(context.bound)
-    prepared = Prepared(
-        request.model,
-        context.inventory,
-        plan,
-        device,
-        bound,
-        context.weights,
-        request.disk,
-        ranks,
-        given.num_bytes if isinstance(given, Budget) else None,
-        pooled={} if pool is None else pool.find_storages(bound),
-        on_host=frozenset() if pool is None else storages_in_engine_memory(bound),
-        peer=peer_of(device) if plan.peer_bytes else None,
-    )
+    facts = (request.model, context.inventory, plan, device, bound, context.weights, request.disk, ranks)
+    budget_bytes = given.num_bytes if isinstance(given, Budget) else None
+    peer = peer_of(device) if plan.peer_bytes else None
+    prepared = Prepared(*facts, budget_bytes, peer=peer)
+    if pool is not None:
+        on_host = storages_in_engine_memory(bound)
+        prepared = replace(prepared, pooled=pool.find_storages(bound), on_host=on_host)
     if allocates:
-        moving = {name for name in bound if prepared.must_move(name)}
-        context.require_room(plan, moving, _kept_bytes(plan, prepared.pooled))
+        context.require_room(plan, {*prepared.pooled, *prepared.on_host}, _kept_bytes(plan, prepared.pooled))
     return prepared
 
 
@@ -127,19 +119,11 @@ def module_context(request: PlanRequest, target: Target) -> PlanContext:
     model = request.model
     weights = None if request.checkpoint is None else WeightMap.open(request.checkpoint)
     inventory = take_inventory(model) if request.inventory is None else request.inventory
+    read = partial(profile_of, model)
     for name, module in model.named_modules():
         refuse_own_ways(name, module, torch.device(target.device.type))
-    return PlanContext(
-        request,
-        target,
-        inventory,
-        partial(profile_of, model),
-        weights,
-        request.unstreamable,
-        type(model).__name__,
-        model,
-        bind(model, inventory.storages),
-    )
+    bound, name = bind(model, inventory.storages), type(model).__name__
+    return PlanContext(request, target, inventory, read, weights, name, model, bound)
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------

@@ -82,9 +82,6 @@ _VECTOR_BYTES = 16  # of SSE, the shortest of an x86 CPU
 _MIB = 2**20
 
 _DEVICE = "device memory"
-_HOST = "host memory"
-_CGROUP = "host memory under its cgroup's limit"
-_MEMLOCK = "locked memory (RLIMIT_MEMLOCK)"
 _PEER = "memory of the peer GPU"
 
 
@@ -258,7 +255,6 @@ class PlanContext:
     inventory: Inventory
     read_profile: Callable[[], ModelProfile]
     weights: WeightMap | None = None
-    unstreamable: Collection[str] = ()
     name: str | None = None
     module: nn.Module | None = None
     bound: Mapping[str, BoundStorage] = field(default_factory=dict, repr=False)
@@ -269,7 +265,7 @@ class PlanContext:
         """Of the model, for the machine."""
         request, target = self.request, self.target
         split = request.num_ranks if getattr(request.given, "mode", None) in SHARDED_MODES else 1
-        facts = (self.inventory, self.read_profile(), target.device, self.weights, target.rates, self.unstreamable)
+        facts = (self.inventory, self.read_profile(), target.device, self.weights, target.rates, request.unstreamable)
         planner = make_planner(*facts, request.disk, split)
         return planner if self.hits is None else replace(planner, hits=self.hits)
 
@@ -661,25 +657,34 @@ def check_limits(plan: Plan, limits: Limits, needs: Needs) -> None:
     Raises:
         LimitError: names the limit that misses most, by how much, and a device-memory budget that should fit.
     """
+    cgroup_fix = "raise the limit of the container or group (memory.max)"
     exceeded = [
-        (needed - available, limit, needed, available)
-        for limit, needed, available in (
-            (_DEVICE, needs.device_bytes, limits.device_free_bytes),
-            (_HOST, needs.host_bytes, limits.host_available_bytes),
-            (_CGROUP, needs.host_bytes, limits.cgroup_available_bytes),
-            (_MEMLOCK, needs.pinned_bytes, limits.memlock_bytes),
-            (_PEER, needs.peer_bytes, limits.peer_free_bytes),
+        (needed - available, limit, first, needed, available)
+        for limit, first, needed, available in (
+            (_DEVICE, "free device memory first", needs.device_bytes, limits.device_free_bytes),
+            ("host memory", "free host memory first", needs.host_bytes, limits.host_available_bytes),
+            ("host memory under its cgroup's limit", cgroup_fix, needs.host_bytes, limits.cgroup_available_bytes),
+            ("locked memory (RLIMIT_MEMLOCK)", "raise `ulimit -l`", needs.pinned_bytes, limits.memlock_bytes),
+            (_PEER, "use a smaller --peer-memory", needs.peer_bytes, limits.peer_free_bytes),
         )
         if available is not None and needed > available
     ]
     if not exceeded:
         return
-    missing, limit, needed, available = max(exceeded, key=lambda shortfall: shortfall[0])
-    budget = _fitting_budget(plan, limit, missing, limits, needs)
+    missing, limit, first, needed, available = max(exceeded, key=lambda shortfall: shortfall[0])
+    on_gpu, budget = limits.device_free_bytes is not None, _fitting_budget(plan, limit, missing, limits, needs)
+    advice = "Offload less or in smaller units"
+    if budget is not None:
+        size = f"{budget // _MIB}MiB" if budget % _MIB == 0 else f"{budget}B"
+        which = "larger" if budget > plan.device_bytes else "smaller"
+        advice = f"A {which} budget should fit, about --device-memory {size}; use it"
+    if plan.mode in HOST_MODES and not (on_gpu and limit in (_DEVICE, _PEER)):
+        first += ", or let the weights rest in the files (--offload-mode disk)"
+        first += ", or what does not fit: pass checkpoint=FOLDER and no mode" if on_gpu else ""
     message = (
         f"the plan needs {format_size(needed)} ({needed} bytes) of {limit}, and {format_size(available)} ({available} "
-        f"bytes) can be had: {format_size(missing)} ({missing} bytes) too little. "
-        f"{_fix(plan, limit, budget, limits.device_free_bytes is not None)}; nothing was allocated"
+        f"bytes) can be had: {format_size(missing)} ({missing} bytes) too little. {advice}, or {first}; nothing was "
+        f"allocated"
     )
     raise LimitError(message, limit, needed, available, budget)
 
@@ -691,41 +696,20 @@ def _fitting_budget(plan: Plan, limit: str, missing: int, limits: Limits, needs:
     """
     if limit == _PEER:
         return None
+    less = max(0, plan.device_bytes - missing)
+    smaller = less // _MIB * _MIB or less or None
     if limits.device_free_bytes is None:  # on a CPU both are host memory
-        return _whole_mib(plan.device_bytes - missing)
+        return smaller
     if limit == _DEVICE:
         host = (limits.host_available_bytes, limits.cgroup_available_bytes)
         spare = min((found - needs.host_bytes for found in host if found is not None), default=missing)
-        return None if plan.mode in HOST_MODES and spare < missing else _whole_mib(plan.device_bytes - missing)
+        return None if plan.mode in HOST_MODES and spare < missing else smaller
     # Residents pass through host memory one storage at a time; a rank holds only its part of a split unit.
     staging = max((num_bytes for _, num_bytes in _offloaded(plan)), default=0)
     more = (missing + staging) * (plan.num_ranks if plan.mode == "sharded_cpu" else 1)
     if plan.mode not in HOST_MODES or more > min(plan.offloaded_bytes, limits.device_free_bytes - needs.device_bytes):
         return None
     return -(-(plan.device_bytes + more) // _MIB) * _MIB
-
-
-def _whole_mib(num_bytes: int) -> int | None:
-    return None if num_bytes <= 0 else num_bytes // _MIB * _MIB or num_bytes
-
-
-def _fix(plan: Plan, limit: str, budget: int | None, on_gpu: bool) -> str:
-    advice = "Offload less or in smaller units, or "
-    if budget is not None:
-        size = f"{budget // _MIB}MiB" if budget % _MIB == 0 else f"{budget}B"
-        which = "larger" if budget > plan.device_bytes else "smaller"
-        advice = f"A {which} budget should fit, about --device-memory {size}; use it, or "
-    first = {
-        _DEVICE: "free device memory first",
-        _HOST: "free host memory first",
-        _CGROUP: "raise the limit of the container or group (memory.max)",
-        _MEMLOCK: "raise `ulimit -l`",
-        _PEER: "use a smaller --peer-memory",
-    }[limit]
-    if plan.mode not in HOST_MODES or (on_gpu and limit in (_DEVICE, _PEER)):
-        return f"{advice}{first}"
-    some = ", or what does not fit: pass checkpoint=FOLDER and no mode" if on_gpu else ""
-    return f"{advice}{first}, or let the weights rest in the files (--offload-mode disk){some}"
 
 
 def require_disk(folder: str | os.PathLike[str], num_bytes: int, fix: str) -> None:
